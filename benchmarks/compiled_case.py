@@ -30,6 +30,7 @@ class Made:
     untuned : True: as if there were no records; it is not made where that is what records say (``ALIKE``)
     like : another cell, whose schedule and knobs at this size are taken instead
     multiplied : False: without recurrent products (unmultiplied.py)
+    weights : what they are rounded to, as of ``compile``
     """
 
     cell: str | Cell
@@ -45,6 +46,7 @@ class Made:
     untuned: bool = False
     like: str | None = None
     multiplied: bool = True
+    weights: str | None = None
 
     @property
     def file(self) -> str:
@@ -65,7 +67,7 @@ class Made:
 
         asked: dict[str, Any] = {
             "hidden": self.H, "input": self.I, "batch": self.B, "seq": self.T, "dtype": self.dtype,
-            "precision": self.precision, "target": device}
+            "precision": self.precision, "weights": self.weights, "target": device}
         found = plan(self.like or self.cell, schedule=self.schedule, config=dict(self.config), **asked)
         if self.untuned:
             from ecornn.tune.choose import serving_or_raise

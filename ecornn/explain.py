@@ -16,7 +16,7 @@ from ecornn.analysis.narrow import narrow_terms
 from ecornn.floor import Step, floor_of, machine_of
 from ecornn.tune.choose import candidates, refusal
 from ecornn.tune.record import Trial
-from ecornn.workload import SERIAL
+from ecornn.workload import ITEMSIZE, SERIAL
 
 if TYPE_CHECKING:
     from ecornn.analysis import StepGraph
@@ -208,7 +208,7 @@ def floor_terms(task: Task) -> FloorTerms | None:
         return None
     machine = replace(machine, cores=min(machine.cores, task.device.cores))
     least = floor_of(machine, step_of(task.graph), work.batch, work.input, work.hidden,
-                     "tf32" if work.precision == "tf32" else work.dtype)
+                     "tf32" if work.precision == "tf32" else work.dtype, ITEMSIZE[work.stored])
     return FloorTerms(least.total, least.exchange, least.recurrent, least.projection, least.bytes)
 
 

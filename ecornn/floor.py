@@ -99,17 +99,18 @@ def floor(machine: Machine, cell: str, B: int, I: int, H: int, dtype: str) -> Fl
     return floor_of(machine, Step(GATES[cell], GATES[cell]), B, I, H, dtype)
 
 
-def floor_of(machine: Machine, step: Step, B: int, I: int, H: int, dtype: str) -> Floor:
-    """As :func:`floor`, of any step."""
-    cuts = (_cut(machine, step, B, I, H, dtype, groups, blocks)
+def floor_of(machine: Machine, step: Step, B: int, I: int, H: int, dtype: str, stored: int | None = None) -> Floor:
+    """As :func:`floor`, of any step; ``stored``: bytes of a recurrent weight, where they are not those of ``dtype``."""
+    cuts = (_cut(machine, step, B, I, H, dtype, groups, blocks, stored or BYTES[dtype])
             for groups in range(1, min(B, machine.cores) + 1) for blocks in range(1, machine.cores // groups + 1)
             if blocks > machine.cluster or groups <= next(n for most, n in machine.clusters if blocks <= most))
     return min(cuts, key=lambda f: f.total)
 
 
-def _cut(m: Machine, step: Step, B: int, I: int, H: int, dtype: str, groups: int, blocks: int) -> Floor:
+def _cut(m: Machine, step: Step, B: int, I: int, H: int, dtype: str, groups: int, blocks: int,
+         stored: int) -> Floor:
     rows, size, rate = -(-B // groups), BYTES[dtype], m.tensor_rate / SLOWER[dtype]
-    weights = step.products * H * H * size
+    weights = step.products * H * H * stored
     each = weights / blocks
     shared = min(max(0.0, each - m.registers), m.shared)
     beyond = groups * (weights - blocks * min(each, m.registers + m.shared))

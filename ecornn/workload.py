@@ -14,6 +14,7 @@ BATCH, SEQ = 20, 300
 FEW = 8  # steps of a call on a GPU, up to which what it takes beside its steps may decide what is best
 DTYPES = (*SERVED["cuda"], "float64")
 WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
+ON_GPUS = ("int8",)  # of these, what recurrent weights of 16-bit layers may be rounded to there
 PRECISIONS = ("exact", "tf32")
 KEEPS = ("states", "gates")
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
@@ -34,8 +35,9 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq : the T to tune for; compiled modules serve any T >= 1
     dtype : ``float32``, ``float16``, ``bfloat16`` or ``float64``; of x, y, the states and, unless ``weights`` says
         otherwise, the weights
-    weights : None, or what matrices of weights are rounded to (CPU): ``bfloat16``; ``int21`` or ``int16``, by the
-        largest magnitude of each row; or ``int8`` alike, with products of integers
+    weights : None, or what matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or ``int16``, by the
+        largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16 and bfloat16:
+        ``int8``, of recurrent matrices alone
     precision : None, or ``tf32``: the factors of float32 products are rounded to TF32 (10 bits of
         mantissa), sums stay float32 (CUDA)
     entry : unset, which is not written: the sequence itself; ``backward``: the recurrence of its adjoint

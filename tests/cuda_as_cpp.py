@@ -97,6 +97,14 @@ def instruction(text: str, outs: list[str], ins: list[str]) -> str:
         return f"*(unsigned*){ins[0]} = {ins[1]}"
     if name in ("red.release.gpu.global.add.u32", "red.relaxed.gpu.global.add.u32"):
         return f"emu::add((unsigned*){every}, {'true' if 'release' in name else 'false'})"
+    if name.startswith("st.shared.v2.b32"):
+        return f"emu::store2(emu::at({ins[0]}), {', '.join(ins[1:])})"
+    if name == "prmt.b32":
+        return f"{outs[0]} = emu::permuted({', '.join(ins)})"
+    if name == "sub.rn.f16x2":
+        return f"{outs[0]} = emu::both_halves<half>({ins[0]}, 0x3C003C00u, {ins[1]} ^ 0x80008000u, false)"
+    if name in ("fma.rn.bf16x2", "fma.rn.relu.bf16x2"):
+        return f"{outs[0]} = emu::both_halves<nv_bfloat16>({', '.join(ins)}, {'true' if 'relu' in name else 'false'})"
     if name.startswith("st.shared.v4"):
         return f"emu::store4(emu::at({ins[0]}), {', '.join(ins[1:])})"
     if name in ("ld.shared.f32", "ld.shared.b32"):

@@ -120,6 +120,27 @@ template <typename E> uint32_t pack2(float high, float low) {
   memcpy(&word, both, 4);
   return word;
 }
+inline uint32_t permuted(uint32_t low, uint32_t high, uint32_t selector) {
+  const uint64_t bytes = uint64_t(high) << 32 | low;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t from = selector >> 4 * i & 15;
+    if (from > 7) fail("a permutation that replicates signs");
+    word |= uint32_t(bytes >> 8 * from & 255) << 8 * i;
+  }
+  return word;
+}
+// a * b + c of both 16-bit values of words, rounded once; `relu`: 0 in place of what is less.
+template <typename E> uint32_t both_halves(uint32_t a, uint32_t b, uint32_t c, bool relu) {
+  E x[2], y[2], z[2];
+  memcpy(x, &a, 4), memcpy(y, &b, 4), memcpy(z, &c, 4);
+  for (int i = 0; i < 2; ++i) {
+    const float value = fmaf((float)x[i], (float)y[i], (float)z[i]);
+    z[i] = (E)(relu && !(value > 0) ? 0.0f : value);
+  }
+  memcpy(&c, z, 4);
+  return c;
+}
 inline float finite_half(float value) { return value > 65504 ? 65504 : value < -65504 ? -65504 : value; }
 template <bool larger> float extremum(float x, float y) {
   return (larger ? x > y : x < y) || x != x ? x : y;

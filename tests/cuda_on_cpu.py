@@ -245,6 +245,10 @@ def pack(packing: Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
     if packing.dtype == "tf32":
         full = (full.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000)).view(np.float32)
         return full.reshape(packing.split).transpose(packing.order)
+    if packing.dtype in ("int8", "scale"):
+        step = (np.abs(full).max(-1, keepdims=True) / 127).astype(np.float32)
+        whole = (np.round(full / np.where(step, step, 1)) + 128).astype(np.uint8)
+        return step[..., 0] if packing.dtype == "scale" else whole.reshape(packing.split).transpose(packing.order)
     return full.reshape(packing.split).transpose(packing.order).astype(DTYPES[packing.dtype])
 
 

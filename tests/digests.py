@@ -133,6 +133,8 @@ def layers() -> Iterator[Layer]:
         yield Layer("lstm", schedule="persistent_block", sizes=(50, 20, 40, 40), config=config)
     for stack in (Stack(2, True, True, True), Stack(sequences=True)):
         yield Layer("lstm", schedule="persistent_block", sizes=(40, 16, 64, 64), stack=stack)
+    for cell, device, dtype in (("lstm", "sm_90a", "float16"), ("gru", "sm_80", "bfloat16")):
+        yield Layer(cell, device, dtype, schedule="persistent", weights="int8")
     for cell in ("lstm", "gru"):
         yield Layer(cell, "sm_80", "float16")
         yield Layer(cell, "sm_80", "tf32", schedule="layout_transform")

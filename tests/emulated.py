@@ -46,12 +46,30 @@ def known_by_name(cells: Mapping[str, Cell]) -> Any:
 
 def task_of(cell: str, sizes: tuple[int, int, int, int], dtype: str, device: Device = TINY,
             traversal: Traversal = ALONE) -> Task:
+    """``dtype``: also tf32, or as ``float16, int8`` with what weights are rounded to."""
     T, B, I, H = sizes
     found: Cell = ALL_CELLS.get(cell) or get(cell)
     if cell in step_cells.SQUARE:
         I = H
     kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
-    return Task(Workload(cell, H, I, B, T, kind, precision=precision), analyse(found, I, H), device, traversal)
+    kind, _, weights = kind.partition(", ")
+    work = Workload(cell, H, I, B, T, kind, weights or None, precision)
+    return Task(work, analyse(found, I, H), device, traversal)
+
+
+def rounded_weights(task: Task, parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """In float64; of weights in 8 bits each row of a recurrent matrix as multiples of its largest magnitude / 127."""
+    exact = {name: value.astype(np.float64) for name, value in parameters.items()}
+    recurrent = {term.source[0] for phase in task.graph.product_phases for p in phase.products for term in p.terms}
+    for name in recurrent if task.workload.weights == "int8" else ():
+        exact[name] = in_integers(exact[name])
+    return exact
+
+
+def in_integers(values: np.ndarray) -> np.ndarray:
+    """Rows rounded to multiples of their largest magnitude / 127."""
+    step = np.abs(values).max(-1, keepdims=True) / 127
+    return np.round(values / np.where(step, step, 1)) * step
 
 
 def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, batch: int | None = None,
@@ -81,8 +99,10 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     def exact(tensors: dict[str, np.ndarray]) -> dict[str, Any]:
         return {name: value.astype(np.float64) for name, value in tensors.items()}
 
+    weights = rounded_weights(task, parameters)
+
     def reference(forward: Forward) -> Any:
-        return expected(w.cell, traversal, x.astype(np.float64), exact(states), exact(parameters), masks, forward)
+        return expected(w.cell, traversal, x.astype(np.float64), exact(states), weights, masks, forward)
 
     wanted = Wanted(w.arithmetic, reference)
     values = graph.written * w.hidden

@@ -160,7 +160,7 @@ def test_every_float16_and_the_ends_of_ranges():
 
 
 @settings(deadline=None)
-@given(packings(), st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 1 << 30))
+@given(packings(), st.sampled_from(["float32", "float16", "bfloat16", "int8", "scale"]), st.integers(0, 1 << 30))
 def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.ndarray]], dtype: str, seed: int):
     import torch
 
@@ -169,7 +169,7 @@ def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.n
     shaped, rng = case[1], np.random.default_rng(seed)
     parameters = {name: rng.normal(0, 300, values.shape).astype(np.float32) for name, values in shaped.items()}
     for values in parameters.values():
-        values.flat[0] = rng.choice([1e30, -65519.0, 65520.0, 1e-8, -0.0, np.inf])
+        values.flat[0] = rng.choice([1e30, -65519.0, 65520.0, 1e-8, -0.0, np.inf, np.nan])
     packing = msgspec.structs.replace(case[0], dtype=dtype)
     packed = pack(packing, parameters)
     there = pack_tensors(packing, {name: torch.from_numpy(values) for name, values in parameters.items()})
@@ -190,7 +190,8 @@ def test_tensors_that_do_not_fit_are_refused():
             pack_tensors(msgspec.structs.replace(good, **change), weights)
 
 
-def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("rounded", [None, "int8"])
+def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.MonkeyPatch, rounded: str | None):
     """The memory and the copies of a GPU, with host memory in its place."""
     import ctypes
 
@@ -207,7 +208,7 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
     from ecornn.workload import Workload
 
     cell, schedule = get("gru"), all_schedules()["persistent"]
-    task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16"), resolve("sm_90a"))
+    task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16", rounded), resolve("sm_90a"))
     config = schedule.default(task)
     manifest = make_manifest(cell, task, schedule, config, schedule.program(task, config), "")
     held: dict[int, ctypes.Array[ctypes.c_char]] = {}

@@ -38,6 +38,14 @@ def served(cell: str, target: str, training: bool, dtype: str, weights: str | No
     return True
 
 
+def recurrent(cell: str) -> bool:
+    """Whether its step has matrices of states."""
+    from ecornn.analysis import analyse
+    from ecornn.cells import get
+
+    return bool(analyse(get(cell), 128, 128).product_phases)
+
+
 def row(cell: str, targets: tuple[str, ...]) -> tuple[str, ...]:
     """Data types that work forward and backward, and what weights may be rounded to. Targets of one kind that differ
     are an AssertionError: the table has one row for all."""
@@ -55,6 +63,8 @@ def row(cell: str, targets: tuple[str, ...]) -> tuple[str, ...]:
     rounded = [w for w in WEIGHTS if w not in ("float32", "int8") and alike(False, "float32", w)]
     if VNNI in targets and alike(False, "float32", "int8", (VNNI,)):
         rounded.append("int8 (with VNNI)")
+    if kind == "cuda" and (not recurrent(cell) or all(alike(False, dtype, "int8") for dtype in SERVED[kind][1:])):
+        rounded.append("int8 (recurrent matrices of 16-bit layers)")
     return *passes, ", ".join(rounded) or "no"
 
 

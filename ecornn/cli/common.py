@@ -124,8 +124,9 @@ PROPERTIES: dict[str, dict[str, Any]] = {
     "dtype": {"type": click.Choice(DTYPES),
               "help": "[default: bfloat16 on a GPU, float32 with --precision or on a CPU]"},
     "weights": {"type": click.Choice(WEIGHTS),
-                "help": "Round matrices of weights (CPU): int21, relative error about 1e-6, int16, 2e-5, bfloat16, "
-                        "2e-3, or int8, 1e-2, which needs VNNI.  [default: as --dtype]"},
+                "help": "Round matrices of weights. On a CPU: int21, relative error about 1e-6, int16, 2e-5, bfloat16, "
+                        "2e-3, or int8, 1e-2, which needs VNNI. On a GPU, recurrent ones of 16-bit layers: int8, "
+                        "relative error 1e-3.  [default: as --dtype]"},
     "precision": {"type": click.Choice(PRECISIONS),
                   "help": "Of float32 products on a GPU: exact, or tf32, which rounds their factors to 10 bits of "
                           "mantissa (relative error 3e-4 to 5e-4).  [default: exact]"},

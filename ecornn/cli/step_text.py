@@ -214,7 +214,9 @@ def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:
     for title, used, why in (("  recurrent", recurrent, "read in each step, or kept on the chip"),
                              ("  of x", read - recurrent, "read once for all steps")):
         one = {p: graph.parameters[p][1] * graph.parameters[p][2] for p, _ in used}
-        table.append((title, int(sum(one[p] for p, _ in used) * BITS[work.stored] // 8), why if used else "none"))
+        # of a 16-bit layer recurrent weights alone may be rounded
+        kind = work.dtype if used is not recurrent and work.itemsize == 2 else work.stored
+        table.append((title, int(sum(one[p] for p, _ in used) * BITS[kind] // 8), why if used else "none"))
     vectors = {v.source for v in graph.vectors if not v.numbers}
     table.append(("  vectors", len(vectors) * work.hidden * wide, "once a layer" if vectors else "none"))
     return [line for title, size, note in table for line in

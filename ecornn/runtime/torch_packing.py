@@ -20,8 +20,11 @@ def pack_tensors(packing: Packing, parameters: Mapping[str, Any]) -> Any:
     for part, gate in zip(padded, gates, strict=False):
         if gate is not None:
             part[tuple(slice(0, size) for size in gate.shape)] = gate
+    if packing.dtype == "scale":
+        return scales(padded)
     # Rounded first, so that fewer bytes are moved.
-    rounded = tf32(padded) if packing.dtype == "tf32" else padded.to(getattr(torch, packing.dtype))
+    kinds = {"tf32": tf32, "int8": integers}
+    rounded = kinds[packing.dtype](padded) if packing.dtype in kinds else padded.to(getattr(torch, packing.dtype))
     return rounded.reshape(packing.split).permute(packing.order).contiguous()
 
 
@@ -31,3 +34,17 @@ def tf32(values: Any) -> Any:
 
     bits = values.view(torch.int32)
     return torch.where(values.isnan(), values, (bits + 0x1000 & ~0x1FFF).view(torch.float32))
+
+
+def scales(values: Any) -> Any:
+    """As ``packing.scales``."""
+    return values.abs().amax(-1) / 127
+
+
+def integers(values: Any) -> Any:
+    """As ``packing.integers``."""
+    import torch
+
+    scale = scales(values)[..., None]
+    whole = (values / torch.where(scale > 0, scale, 1)).round()
+    return (whole.nan_to_num(posinf=127, neginf=-127).clamp(-127, 127) + 128).to(torch.uint8)

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ecornn.errors import ArgumentError, DTypeError, NotFiniteError, ShapeError, WeightsError
 from ecornn.manifest import Manifest, Parameter
@@ -45,8 +44,10 @@ def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Librar
     return found
 
 
-def _infinite(array: NDArray[Any]) -> bool:
+def _infinite(array: Any) -> bool:
     """Whether a value is infinite in float32."""
+    if not isinstance(array, np.ndarray):
+        return bool(array.float().isinf().any())
     with np.errstate(over="ignore"):
         return bool(np.isinf(array.astype(np.float32, copy=False)).any())
 

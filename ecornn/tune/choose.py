@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError
 from ecornn.schedules.base import Schedule, Task, Value
-from ecornn.workload import SERVED
+from ecornn.workload import ON_GPUS, SERVED
 
 if TYPE_CHECKING:
     from ecornn.tune.log import Log
@@ -63,19 +63,33 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
 def serving(task: Task, name: str | None = None) -> list[Schedule]:
     """As :func:`serving_or_raise`, in no order: what a schedule expects is a search of its own.
 
-    Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type that this kind of device does
-    not have, :class:`ScheduleError` with each schedule's reason where none serves.
+    Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type, or one of weights, that this
+    kind of device does not have, :class:`ScheduleError` with each schedule's reason where none serves.
     """
     asked, allowed = candidates(task.device, name), SERVED[task.device.kind]
     if task.workload.dtype not in allowed:
         where = "a GPU" if task.device.kind == "cuda" else "a CPU"
         raise DTypeError("dtype", task.workload.dtype, f"one of {', '.join(allowed)} on {where}")
+    if task.workload.weights and task.device.kind == "cuda":
+        _check_weights(task)
     reasons = {schedule.name: refusal(schedule, task) for schedule in asked}
     found = [s for s in asked if reasons[s.name] is None]
     if not found:
         raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}: "
                             + "; ".join(f"{n} {r}" for n, r in reasons.items()))
     return found
+
+
+def _check_weights(task: Task) -> None:
+    """Raises :class:`DTypeError` where weights are rounded in a way, or in a layer, that GPUs do not have."""
+    work = task.workload
+    if work.weights not in ON_GPUS:
+        raise DTypeError("weights", work.weights, f"None or {', '.join(ON_GPUS)} on a GPU")
+    if work.dtype not in ("float16", "bfloat16"):
+        raise DTypeError("weights", work.weights, f"None with dtype {work.dtype} on a GPU; {work.weights} is for "
+                         "float16 and bfloat16")
+    if work.backward or task.traversal.keep is not None:
+        raise DTypeError("weights", work.weights, "None in a layer that trains")
 
 
 def refusal(schedule: Schedule, task: Task) -> str | None:

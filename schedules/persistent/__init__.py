@@ -26,7 +26,6 @@ from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, parts_of, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
-    OCTET,
     PAIR,
     PersistentPlan,
     block_shared,
@@ -34,6 +33,7 @@ from ecornn.schedules.persistent.plan import (
     packing_of,
     plan_of,
     register_limit,
+    scales_of,
     unit_step,
     worker_shape,
 )
@@ -66,6 +66,7 @@ class Persistent(Schedule):
     sequences = True
     backward = True
     heads = True
+    weights = ("int8",)
 
     def __init__(self) -> None:
         self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
@@ -73,6 +74,8 @@ class Persistent(Schedule):
     def refuses(self, task: Task) -> str | None:
         if task.traversal.backward and (reason := beyond(task)):
             return reason
+        if task.workload.weights and any(len(phase.operands) > 1 for phase in task.graph.product_phases):
+            return f"has {task.workload.weights} weights for products of one operand each"
         if not task.graph.product_phases:
             return f"cell {task.graph.cell!r} has no recurrent product"
         if most_heads(task.graph) > 1:
@@ -86,7 +89,7 @@ class Persistent(Schedule):
             return f"cell {task.graph.cell!r} multiplies {late[0].name}, which takes statistics of x and a state"
         if task.device.capability < 80:
             return "needs tensor cores of compute capability 8.0"
-        if not any(self.check(task, config) is None for _, config in self._cuts(task)):  # the first that is found
+        if not any(self.check(task, config) is None for _, config in self.cuts(task)):  # the first that is found
             return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "
                     f"multiprocessors of {task.device.name}")
         return None
@@ -148,7 +151,7 @@ class Persistent(Schedule):
         """Bytes of the recurrent weights."""
         w = task.workload
         return sum(len(p.products) * len(p.operands) * words(columns_of(p, w.hidden), w.dtype)
-                   for p in task.graph.product_phases) * w.hidden * 4
+                   for p in task.graph.product_phases) * w.hidden * (2 if w.weights else 4)
 
     def check(self, task: Task, config: Config) -> str | None:
         # What needs few knobs comes first: a search learns from the knobs that were read which others
@@ -283,13 +286,13 @@ class Persistent(Schedule):
 
     def _search(self, task: Task) -> Config | None:
         found: tuple[float, Config] | None = None
-        for cost, config in self._cuts(task):
+        for cost, config in self.cuts(task):
             cost *= DOUBT if config["carrier"] == "cluster" else 1
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
         return None if found is None else {**found[1], "hoisted": preferred(task, found[0], once=True)}
 
-    def _cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
+    def cuts(self, task: Task) -> Iterator[tuple[float, Config]]:
         """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
         projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
@@ -335,7 +338,8 @@ class Persistent(Schedule):
 
     def cut(self, task: Task, config: Config) -> Cut:
         plan = plan_of(task, config)
-        octets = [(p, plan.warps * p.octets(plan.units) * OCTET * 4) for p in plan.phases]  # bytes of a pair of k-tiles
+        bytes_of = 4 * plan.warps * plan.octet_words  # of a pair of k-tiles, of 8 weight rows
+        octets = [(p, bytes_of * p.octets(plan.units)) for p in plan.phases]
         held = {"registers": sum(p.register_pairs * size for p, size in octets),
                 "shared memory": sum(p.shared_pairs * size for p, size in octets),
                 "L2, read every step": plan.streamed}
@@ -365,7 +369,11 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, ke
     calls: list[Call] = []
     for i, phase in enumerate(plan.phases):
         packing = packing_of(task, plan, i)
-        buffers.append(Buffer(f"recurrent_{i}", PACKED, plan.dtype, Extent(prod(packing.pad)), packing))
+        kind = "uint8" if plan.scaled else plan.dtype
+        buffers.append(Buffer(f"recurrent_{i}", PACKED, kind, Extent(prod(packing.pad)), packing))
+        if plan.scaled:
+            scales = scales_of(packing)
+            buffers.append(Buffer(f"scales_{i}", PACKED, "float32", Extent(prod(scales.pad[:-1])), scales))
         if not plan.cluster:
             buffers.append(Buffer(f"exchange_{i}", WORKSPACE, "uint32",
                                   Extent(plan.groups * plan.ring * plan.slot_words(phase))))

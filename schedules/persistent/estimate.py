@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.gemm.projection import projection_time
+from ecornn.schedules.isa.integers import UNPACKED
 from ecornn.schedules.isa.tensor_core import per_word
-from ecornn.schedules.persistent.plan import LINE, OCTET, PersistentPlan, PhasePlan, worker_shape
+from ecornn.schedules.persistent.plan import LINE, PersistentPlan, PhasePlan, worker_shape
 from ecornn.schedules.rates import GPURates, gpu_rates
 
 NARROW = 24 * 1024  # bytes of state that arrive within the trip
@@ -21,6 +22,8 @@ TILE, TILE_TURN = 4.6, 6.2  # of an m16n8 product: of a quarter of the warps, an
 SHARED, ADDED = 0.0035, 0.0009  # of a byte of weights in shared memory; of a partial sum that is stored
 STREAMED, STREAMED_RING = 0.017, 0.02  # of a byte of weights from L2; through a ring: of 246 trials half within 9%
 ITEM, ITEM_SUM, ITEM_EXACT = 87, 1.9, 166  # of an item of a gate thread, a partial sum of it, its exact functions
+
+UNPACK = 1.25  # of an instruction that makes operands of 8-bit integers, in each turn of four warps, by hand
 
 # What is different where a step has several operands, as that of an adjoint: fitted to 190 times of 13 of these
 # (benchmarks/results/h200_adjoint_cuts.jsonl.xz), half of which are within 7% then
@@ -113,7 +116,7 @@ def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
                     + POLL * (plan.turns(p) - 1))
         multiplied += (products * (TILE * plan.warps / 4 + TILE_TURN * -(-plan.warps // 4))
                        + SHARED * plan.shared_weight_words(p) * 4
-                       + (STREAMED_RING if p.slots else STREAMED) * _streamed(plan, p))
+                       + (STREAMED_RING if p.slots else STREAMED) * _streamed(plan, p) + _unpacked(plan, p))
         computed += (ADDED * plan.warps * plan.rows * tiles * 64
                      + plan.items * (ITEM + ITEM_SUM * plan.warps * p.gates + (ITEM_EXACT if exact else 0)))
     return arrival, multiplied, computed + summing(plan)
@@ -121,7 +124,15 @@ def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
 
 def _streamed(plan: PersistentPlan, p: PhasePlan) -> int:
     """Bytes of weights of a phase that a block reads from L2 in every step."""
-    return plan.warps * p.streamed_pairs * p.octets(plan.units) * OCTET * 4
+    return plan.warps * p.streamed_pairs * p.octets(plan.units) * plan.octet_words * 4
+
+
+def _unpacked(plan: PersistentPlan, p: PhasePlan) -> float:
+    """Cycles that make operands of integers."""
+    if not plan.scaled:
+        return 0.0
+    words = p.pairs * 2 * -(-p.octets(plan.units) // 2) * 4  # of a warp's fragments
+    return UNPACK * UNPACKED[plan.dtype] * words * -(-plan.warps // 4)
 
 
 def summing(plan: PersistentPlan) -> float:
@@ -158,7 +169,8 @@ def cluster_stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float,
         products = p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles  # of a warp
         arrival += rates.cluster_exchange + SENT * plan.items * plan.gate_warps * plan.blocks * p.operands
         multiplied += (products * (CLUSTER_TILE * -(-plan.warps // 4) + split)
-                       + CLUSTER_SHARED * plan.shared_weight_words(p) * 4 + STREAMED * _streamed(plan, p))
+                       + CLUSTER_SHARED * plan.shared_weight_words(p) * 4 + STREAMED * _streamed(plan, p)
+                       + _unpacked(plan, p))
         computed += p.gates * (GATE + GATE_SUM * plan.warps * plan.items)
     return arrival, multiplied, computed + summing(plan)
 

@@ -36,6 +36,9 @@ class Gates(GateThreads):
         if plan.lanes != plan.units:  # the others read the partial sums of a unit that there is
             self.local = [T.let("local", T.Select(mine, unit, 0))
                           for mine, unit in zip(self.owner, self.local, strict=True)]
+        count = [len(phase.products) for phase in self.graph.product_phases]
+        # of each item, those of the rows of each phase
+        self.scales = [T.local("scales", (self.items, n), "float32") for n in count] if plan.scaled else []
         self.sums: Sums | None = None
         if plan.sums:
             statistics = [p.statistics for p in self.graph.phases if p.statistics]
@@ -48,11 +51,21 @@ class Gates(GateThreads):
     def run(self) -> None:
         """The whole sequence."""
         self.begin()
+        self._load_scales()
         self._fetch(T.int32(0))
         self._advance()
         self._fetch(T.int32(1))
         with T.serial("t", 0, self.steps) as t:
             self._step(t)
+
+    def _load_scales(self) -> None:
+        plan = self.plan
+        for p, scales in enumerate(self.scales):
+            for i in range(plan.items):
+                unit = T.let("scaled_unit", T.min(self.unit[i], plan.hidden - 1))
+                for row in range(len(self.graph.product_phases[p].products)):
+                    at = row * (plan.heads * plan.blocks * plan.units) + unit
+                    T.buffer_store(scales, self.arguments[f"scales_{p}"][at], [i, row])
 
     def _prepare(self, t: Expr) -> None:
         if self.beside is not None:
@@ -123,8 +136,11 @@ class Gates(GateThreads):
                 for inner in range(e):
                     if outer * e + inner < len(rows):
                         rows[outer * e + inner].append(wide[inner])
-        return {row.var: _tree(parts)
-                for row, parts in zip(self.graph.product_phases[p].products, rows, strict=True)}
+        found = {row.var: _tree(parts)
+                 for row, parts in zip(self.graph.product_phases[p].products, rows, strict=True)}
+        if plan.scaled:
+            return {var: T.let("product", value * self.scales[p][i, n]) for n, (var, value) in enumerate(found.items())}
+        return found
 
     def _load(self, place: Expr, count: int) -> list[Expr]:
         if count in (2, 4):

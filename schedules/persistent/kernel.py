@@ -40,8 +40,8 @@ from ecornn.schedules.timeline import piece_arguments, row_arguments
 def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str,
                       kept: Stored = NOTHING) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
-    recurrent_<p>, [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y; ``persistent_keeping``
-    stores what is ``kept``, too."""
+    recurrent_<p>, [scales_<p>,] [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y;
+    ``persistent_keeping`` stores what is ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype = task.graph, plan.dtype
@@ -58,7 +58,10 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
         for s in graph.states:
             for name in (f"{s}_in", f"{s}_out"):
                 arguments[name] = T.arg(name, T.buffer((big,), dtype))
-        weights = [T.arg(f"recurrent_{i}", T.buffer((big,), dtype)) for i in range(len(plan.phases))]
+        weights = [T.arg(f"recurrent_{i}", T.buffer((big,), "uint8" if plan.scaled else dtype))
+                   for i in range(len(plan.phases))]
+        for i in range(len(weights) if plan.scaled else 0):
+            arguments[f"scales_{i}"] = T.arg(f"scales_{i}", T.buffer((big,), "float32"))
         rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(0 if plan.cluster else len(weights))]
         for e in range(0 if plan.cluster else len(plan.sums)):
             arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))

@@ -12,11 +12,11 @@ from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
 from ecornn.schedules.gemm.projection import job_of
+from ecornn.schedules.isa.integers import UNPACKED
 from ecornn.schedules.isa.tensor_core import per_word, words
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
 PAIR = 16  # words of a pair of k-tiles
-OCTET = 128  # words of 8 weight rows and a pair of k-tiles
 BARRIER = 16  # bytes of an mbarrier, so that what follows is aligned
 AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
 FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most
@@ -77,6 +77,7 @@ class PersistentPlan(NamedTuple):
     hidden: int
     dtype: str
     arithmetic: str  # of the products: dtype, or tf32
+    stored: str  # weights: dtype, or int8
     groups: int
     blocks: int
     units: int
@@ -89,9 +90,29 @@ class PersistentPlan(NamedTuple):
     fences: str  # of exchange.py: in every step, of products in every step, or rare
     cluster: bool  # whether each group is a cluster, in which state travels as cluster.py says
     sums: tuple[int, ...]  # statistics of each exchange of them, as sums.py says
-    kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say
+    kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say, scales
     phases: tuple[PhasePlan, ...]
     heads: int = 1
+
+    @property
+    def scaled(self) -> bool:
+        """Whether weights are integers, and sums have to be multiplied with the scales of their rows."""
+        return self.stored == "int8"
+
+    @property
+    def per_word(self) -> int:
+        """Weights in a word."""
+        return 4 if self.scaled else per_word(self.dtype)
+
+    @property
+    def lane_words(self) -> int:
+        """Words that a lane has of 8 weight rows and a pair of k-tiles, which are 4 of what is multiplied."""
+        return 2 if self.scaled else 4
+
+    @property
+    def octet_words(self) -> int:
+        """Words of 8 weight rows and a pair of k-tiles."""
+        return 32 * self.lane_words
 
     @property
     def own(self) -> int:
@@ -173,8 +194,9 @@ class PersistentPlan(NamedTuple):
 
     def code(self, phase: PhasePlan, pairs: int) -> int:
         """Instructions for the products of so many pairs."""
-        return (pairs * 2 * -(-phase.octets(self.units) // 2) * self.tiles
-                * WRITTEN.get(self.arithmetic, WRITTEN_16BIT))
+        of_weights = 4 * UNPACKED[self.dtype] if self.scaled else 0
+        return (pairs * 2 * -(-phase.octets(self.units) // 2)
+                * (self.tiles * WRITTEN.get(self.arithmetic, WRITTEN_16BIT) + of_weights))
 
     def stretches(self, phase: PhasePlan) -> list[tuple[int, int, bool]]:
         """First and last pairs of a warp, and whether the code of these is a loop over the turns in which they are
@@ -202,16 +224,16 @@ class PersistentPlan(NamedTuple):
         return max(self.warps * self.columns * self.stride(p) for p in self.phases)
 
     def shared_weight_words(self, phase: PhasePlan) -> int:
-        return self.warps * phase.shared_pairs * phase.octets(self.units) * OCTET
+        return self.warps * phase.shared_pairs * phase.octets(self.units) * self.octet_words
 
     def stream_words(self, phase: PhasePlan) -> int:
         """Words of shared memory of a phase's rings, and of an mbarrier for each slot."""
-        return self.warps * phase.slots * (phase.octets(self.units) * OCTET + BARRIER // 4)
+        return self.warps * phase.slots * (phase.octets(self.units) * self.octet_words + BARRIER // 4)
 
     @property
     def streamed(self) -> int:
         """Bytes of weights that a block reads from L2 in every step."""
-        return sum(self.warps * p.streamed_pairs * p.octets(self.units) * 512 for p in self.phases)
+        return sum(self.warps * p.streamed_pairs * p.octets(self.units) * self.octet_words * 4 for p in self.phases)
 
     @property
     def ring(self) -> int:
@@ -249,10 +271,11 @@ class PersistentPlan(NamedTuple):
     @property
     def registers(self) -> int:
         """Estimate of a thread's registers: of product warps or of gate warps, which need more."""
-        weights = sum(p.register_pairs * p.octets(self.units) * 4 for p in self.phases)
+        weights = sum(p.register_pairs * p.octets(self.units) * self.lane_words for p in self.phases)
         work = max((p.polled_pairs * 4 + -(-p.octets(self.units) // 2) * 4 * self.chains) * self.tiles
-                   + (p.octets(self.units) * 8 if p.streamed_pairs and not p.slots else 0) for p in self.phases)
-        products = weights + work + (16 if self.arithmetic == "float32" else 0)
+                   + (2 * self.lane_words * p.octets(self.units) if p.streamed_pairs and not p.slots else 0)
+                   for p in self.phases)
+        products = weights + work + (16 if self.arithmetic == "float32" else 8 if self.scaled else 0)
         gates = self.items * (self.kept + 8) + self.warps * max(p.gates for p in self.phases)
         return max(products, gates) + SPARE_REGISTERS
 
@@ -302,15 +325,16 @@ def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | 
     masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(task.graph.states))
     cluster, statistics = config["carrier"] == "cluster", len(task.graph.statistics)
     plan = PersistentPlan(
-        hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, groups=groups, blocks=blocks, units=units, rows=rows,
-        warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
+        hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, stored=w.stored, groups=groups, blocks=blocks,
+        units=units, rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
         workers=0 if ahead == 100 else task.device.cores - groups * blocks,
         fences="rare" if cluster else str(config["fences"]), cluster=cluster,
         sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
         kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
-        + 4 * len(task.graph.hoisted_statistics),
+        + 4 * len(task.graph.hoisted_statistics)
+        + (sum(len(p.products) for p in task.graph.product_phases) if w.weights else 0),
         phases=tuple(phases), heads=heads)
-    pair_bytes = [4 * plan.warps * p.octets(units) * OCTET for p in phases]
+    pair_bytes = [4 * plan.warps * p.octets(units) * plan.octet_words for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
     room = max(0, task.device.shared - plan.shared)
     if sum(needed) <= room:
@@ -380,4 +404,9 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
         return Packing(tuple(sources), (len(sources), prod(multiplied), prod(made)), (*first, *multiplied, *made),
                        (9, 3, 0, 4, 1, 10, 11, 2, 5, 6, 7, 8), plan.dtype)
     return Packing(tuple(sources), (len(sources), prod(made), prod(multiplied)), (*first, *made, *multiplied),
-                   (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.dtype)
+                   (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.stored)
+
+
+def scales_of(packing: Packing) -> Packing:
+    """What the integers of a phase are multiples of: (gate, unit) of the rows that the packing has."""
+    return Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.isa.integers import unpacked
 from ecornn.schedules.isa.tensor_core import mma, per_word, split
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, within
@@ -20,7 +21,7 @@ class _Kept:
 
     Attributes
     ----------
-    held : of a lane, in registers: (pairs * octets, 4) words
+    held : of a lane, in registers: (pairs * octets, words of each)
     words, place : the block's shared memory, uint32, and where those of the phase begin
     source : in memory, packed
     stream : the ring through which the others come, if they do not come straight into registers
@@ -37,21 +38,21 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
              shared: TirBuffer) -> None:
     """A product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32."""
     words, warp, lane = shared.view("uint32"), at.warp, at.lane
-    kept_of, place = [], 2 * plan.sum_floats
+    kept_of, place, n = [], 2 * plan.sum_floats, plan.lane_words
     for index, (phase, source) in enumerate(zip(plan.phases, weights, strict=True)):
         octets, kept, streamed = phase.octets(plan.units), phase.register_pairs, phase.streamed_pairs
-        registers = T.local("weights", (max(1, kept * octets), 4), "uint32")  # (pair, octet), word of the lane
+        registers = T.local("weights", (max(1, kept * octets), n), "uint32")  # (pair, octet), word of the lane
         first = place
         for q in range(streamed, phase.pairs):
             for v in range(octets):
                 address = _weights(plan, phase, source, at, q, v)
                 if q < streamed + kept:
-                    r = [registers[(q - streamed) * octets + v, i] for i in range(4)]
-                    T.evaluate(T.ptx["ld.global.v4.b32"](*r, address))
+                    r = [registers[(q - streamed) * octets + v, i] for i in range(n)]
+                    T.evaluate(T.ptx[f"ld.global.v{n}.b32"](*r, address))
                 else:
-                    r = [T.local("word", (1,), "uint32")[0] for _ in range(4)]  # of the lane
-                    T.evaluate(T.ptx["ld.global.v4.b32"](*r, address))
-                    T.evaluate(T.ptx["st.shared.v4.b32"](
+                    r = [T.local("word", (1,), "uint32")[0] for _ in range(n)]  # of the lane
+                    T.evaluate(T.ptx[f"ld.global.v{n}.b32"](*r, address))
+                    T.evaluate(T.ptx[f"st.shared.v{n}.b32"](
                         words.ptr_to([_shared_place(plan, phase, first, at, q, v)]), *r))
         place += plan.shared_weight_words(phase)
         stream = Stream(plan, index, words, place, source, at, steps) if phase.slots else None
@@ -82,7 +83,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
 
 
 def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Position, q: int, v: int) -> Expr:
-    """Where the four words of a lane lie in the packed weights."""
+    """Where the words of a lane lie in the packed weights."""
     octet = ((at.member * plan.warps + at.warp) * phase.pairs + q) * phase.octets(plan.units) + v
     index = T.let("weight_at", octet * 32 + at.lane)
     return source.ptr_to([T.cast(index, "int64") * 4 * per_word(plan.dtype)])
@@ -91,7 +92,7 @@ def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Posi
 def _shared_place(plan: PersistentPlan, phase: PhasePlan, place: int, at: Position, q: Expr, v: int) -> Expr:
     octets = phase.octets(plan.units)
     shared = q - phase.streamed_pairs - phase.register_pairs
-    return place + (((at.warp * phase.shared_pairs + shared) * octets + v) * 32 + at.lane) * 4
+    return place + (((at.warp * phase.shared_pairs + shared) * octets + v) * 32 + at.lane) * plan.lane_words
 
 
 class _Stored:
@@ -104,7 +105,7 @@ class _Stored:
         self.ahead = phase.streamed_pairs > 0 and kept.stream is None
         if phase.register_pairs < phase.pairs:
             # (turn, octet, word of the lane)
-            self.loaded = T.local("loaded", (3 if self.ahead else 1, self.octets, 4), "uint32")
+            self.loaded = T.local("loaded", (3 if self.ahead else 1, self.octets, plan.lane_words), "uint32")
         if self.ahead:
             self._from_l2(0)
 
@@ -115,7 +116,7 @@ class _Stored:
         if like >= streamed + self.phase.register_pairs:
             for v in range(self.octets):
                 place = _shared_place(self.plan, self.phase, self.kept.place, self.at, q, v)
-                self._into(0, v, "ld.shared.v4.b32", self.kept.words.ptr_to([place]))
+                self._into(0, v, "ld.shared", self.kept.words.ptr_to([place]))
         elif like < streamed and self.kept.stream is not None:
             self.kept.stream.read(q, self.t, self.loaded)
         elif like + 1 < streamed:
@@ -124,17 +125,23 @@ class _Stored:
     def _from_l2(self, q: int) -> None:
         for v in range(self.octets):
             address = _weights(self.plan, self.phase, self.kept.source, self.at, q, v)
-            self._into(self._turn(q), v, "ld.global.v4.b32", address)
+            self._into(self._turn(q), v, "ld.global", address)
 
     def _turn(self, q: int) -> int:
         """Which of the loaded pairs q is: of what is loaded ahead, the second and third in turns."""
         return 1 + q % 2 if self.ahead and q < self.phase.streamed_pairs else 0
 
     def _into(self, turn: int, v: int, instruction: str, address: Expr) -> None:
-        T.evaluate(T.ptx[instruction](*(self.loaded[turn, v, i] for i in range(4)), address))
+        count = self.plan.lane_words
+        T.evaluate(T.ptx[f"{instruction}.v{count}.b32"](*(self.loaded[turn, v, i] for i in range(count)), address))
 
     def word(self, q: int, v: int, i: int) -> Expr:
-        """Word i of octet v of pair q, or of one like it, after :meth:`load`."""
+        """Word i of octet v of pair q, or of one like it, after :meth:`load`, as it is multiplied."""
+        if self.plan.scaled:
+            return unpacked(self._word(q, v, i // 2), i % 2 == 1, self.plan.dtype)
+        return self._word(q, v, i)
+
+    def _word(self, q: int, v: int, i: int) -> Expr:
         held = q - self.phase.streamed_pairs
         if 0 <= held < self.phase.register_pairs:
             return self.kept.held[held * self.octets + v, i]

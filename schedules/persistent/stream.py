@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
-from ecornn.schedules.isa.tensor_core import per_word
-from ecornn.schedules.persistent.plan import OCTET, PersistentPlan
+from ecornn.schedules.persistent.plan import PersistentPlan
 
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
@@ -40,7 +39,7 @@ class Stream:
         self.plan, self.phase = plan, plan.phases[index]
         self.words, self.source, self.lane, self.steps = words, source, at.lane, steps
         octets, slots = self.phase.octets(plan.units), self.phase.slots
-        self.size = octets * OCTET  # words of a pair
+        self.size = octets * plan.octet_words  # words of a pair
         self.ring = T.let("ring", first + at.warp * (slots * self.size))
         self.barriers = T.let("barriers", first + plan.warps * slots * self.size + at.warp * (slots * 2))
         self.pairs = T.let("pairs", (at.member * plan.warps + at.warp) * self.phase.pairs)
@@ -63,9 +62,10 @@ class Stream:
             slot, turn = T.let("slot", slot), T.let("turn_of_slot", turn)
         every = (count - slot + slots - 1) // slots  # pairs of the slot in a step
         mbarrier_wait(self._barrier(slot), T.cast(T.bitwise_and(t * every + turn, 1), "uint32"))
-        for v in range(self.phase.octets(self.plan.units)):
-            at = self.words.ptr_to([self.ring + (slot * self.size + v * OCTET) + self.lane * 4])
-            T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[0, v, i] for i in range(4)), at))
+        plan, n = self.plan, self.plan.lane_words
+        for v in range(self.phase.octets(plan.units)):
+            at = self.words.ptr_to([self.ring + (slot * self.size + v * plan.octet_words) + self.lane * n])
+            T.evaluate(T.ptx[f"ld.shared.v{n}.b32"](*(into[0, v, i] for i in range(n)), at))
         T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
         T.evaluate(T.cuda.warp_sync())
         follows = q + slots < count  # in this step
@@ -82,7 +82,7 @@ class Stream:
 
     def _copy(self, q: Expr) -> None:
         slot = q % self.phase.slots
-        place = T.cast((self.pairs + q) * self.size, "int64") * per_word(self.plan.dtype)
+        place = T.cast((self.pairs + q) * self.size, "int64") * self.plan.per_word
         T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(slot), T.uint32(self.size * 4)))
         T.evaluate(T.ptx[_BULK](self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),
                                 T.uint32(self.size * 4), self._barrier(slot)))
