@@ -15,7 +15,7 @@ from ecornn.cells import BUILTIN, get
 from ecornn.host_cpu import detect
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.schedules.cpu import CPUSequence
-from ecornn.schedules.cpu.cost import heights_of, shape_of
+from ecornn.schedules.cpu.cost import busiest, heights_of, shape_of
 from ecornn.schedules.cpu.tiling import Tile
 from ecornn.targets import resolve
 from ecornn.task import make_task
@@ -211,6 +211,15 @@ def test_heights_of_row_tiles():
             (6, Tile(3, 1, 1), False, [3, 3]), (7, Tile(3, 1, 1, pairs=3), False, [3, 3, 3]),
             (2, Tile(3, 1, 1), False, [2]), (2, Tile(3, 1, 1), True, [3])):
         assert heights_of(rows, tile, hoisted) == Counter(wanted)
+
+
+def test_thread_with_the_most_to_do():
+    """Of tasks that differ it is not the number that decides: 5 of 75 tasks are 28 to 36 rows."""
+    for costs, times, threads, wanted in (([8, 8, 4], 25, 16, 36), ([7, 7, 6], 25, 16, 34), ([3], 5, 2, 9),
+                                          ([1, 2], 1, 3, 2), ([4, 1], 3, 1, 15)):
+        tasks, total = costs * times, len(costs) * times
+        parts = [sum(tasks[total * i // threads:total * (i + 1) // threads]) for i in range(threads)]
+        assert busiest(costs, times, threads) == wanted == max(parts)
 
 
 @pytest.mark.timeout(60)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import product
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise, product
 
 from ecornn.analysis.heads import multiplied
 from ecornn.analysis.narrow import columns_of
@@ -53,13 +53,14 @@ def shape_of(task: Task, config: Config) -> Shape:
 
 
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
-           stalls: tuple[float, float] = (0.0, 0.0)) -> float:
+           stalls: tuple[float, float] = (0.0, 0.0), exact: bool = False) -> float:
     """Estimated cycles for one k of a product, of the thread with the most tasks.
 
-    ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top.
+    ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top;
+    ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones.
     """
-    count = sum(heights.values())
-    tasks = count * -(-hidden // (tile.vectors * lanes))
+    count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
+    tasks = count * units
 
     def of(rows: int, columns: int) -> float:
         # two broadcasts a cycle; weights come from L2 more slowly than from the cache before it
@@ -71,8 +72,25 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
                        rates.vector_load * columns + sums / 2, from_l2) / PAIRS_REACH
         return each + rates.turn + stalls[0] * columns + stalls[1] * rows
 
-    mean = sum(many * of(rows, columns) for rows, many in heights.items() for columns in tile.columns(gates)) / count
-    return -(-tasks // threads) * mean
+    def of_rows(rows: int) -> float:
+        return sum(of(rows, columns) for columns in tile.columns(gates))
+
+    if exact:
+        return busiest([of_rows(rows) for rows, many in heights.items() for _ in range(many)], units, threads)
+    return -(-tasks // threads) * sum(many * of_rows(rows) for rows, many in heights.items()) / count
+
+
+def busiest(costs: Sequence[float], times: int, threads: int) -> float:
+    """What the thread with the most to do has of tasks with these costs, ``times`` one after the other, in the parts
+    that :meth:`~ecornn.schedules.cpu.worker.Worker.share` makes."""
+    before = [0.0, *accumulate(costs)]
+
+    def until(task: int) -> float:
+        rounds, rest = divmod(task, len(costs))
+        return rounds * before[-1] + before[rest]
+
+    ends = [until(times * len(costs) * thread // threads) for thread in range(threads + 1)]
+    return max(end - begin for begin, end in pairwise(ends))
 
 
 def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
@@ -107,9 +125,9 @@ def beyond_l2(task: Task) -> bool:
 
 def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
               pair_choices: tuple[int, ...], gate_choices: tuple[int, ...],
-              hoisted: bool, head: int = 0) -> tuple[int, int, int, int]:
+              hoisted: bool, head: int = 0, exact: bool = False) -> tuple[int, int, int, int]:
     """(rows, columns, pairs, gates) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows;
-    ``head``: as of :func:`vectors_of`."""
+    ``head``: as of :func:`vectors_of`; ``exact``: as of :func:`cycles`."""
     lanes, registers = lanes_for(task), registers_of(task.device)
     alone = task.workload.batch == 1 and best_team(task) == 1  # then no other thread has part of the tiles
     threads = 1 if alone else max(1, task.device.cores)
@@ -126,7 +144,8 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
                 return float("inf"), 0, 0
             if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
                 return float("inf"), 0, 0
-            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls)
+            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls,
+                            exact)
             if tile.pairs:  # the copy of the operand, and a barrier
                 total += (rows / threads * (COPY_VECTOR * hidden / lanes + COPY_ROW) + COPY_BARRIER) / hidden
             if choice[3]:

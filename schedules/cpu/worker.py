@@ -9,7 +9,7 @@ idles while all but the first of them read L2, and then the first one waits for 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from math import prod
 
@@ -167,6 +167,24 @@ class Worker(Memory):
             if back is not None:
                 task = e.tirx.Select(back, end - e.index(1) - offset, task)
             yield e.let(f"{name}_task", task)
+
+    def pooled(self, name: str, totals: Sequence[int]) -> Iterator[AbstractContextManager[Expr]]:
+        """Tasks of several kinds, of each as many as ``totals`` says, that are divided together: one after the other
+        as :meth:`tasks`. Kind by kind, the same threads would have one task more of each."""
+        e, before = self.e, 0
+        begin, end = self.share(name, e.index(sum(totals)))
+        for total in totals:
+            first, last = (e.let(f"{name}_{which}", e.tirx.Max(e.index(0), e.tirx.Min(e.index(total),
+                                                                                      at - e.index(before))))
+                           for which, at in (("first", begin), ("last", end)))
+            yield self.between(name, first, last)
+            before += total
+
+    @contextmanager
+    def between(self, name: str, first: Expr, last: Expr) -> Iterator[Expr]:
+        """The tasks from ``first`` to ``last`` - 1, all of this thread."""
+        with self.e.loop(name, last - first, first) as task:
+            yield task
 
     # -- a stage --------------------------------------------------------------------------------
     def part(self, stages: tuple[Stage, ...], first: Expr, t: Expr, rows: Expr) -> None:

@@ -60,7 +60,7 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
         columns = column_choices(of.device, gates, of.workload)
         head = head_vectors(task) if of is task else 0
         height, width, _, at_once = best_tile(of, rows, [gates], heights, columns, (0,), gates_at_once(of),
-                                              not every_step, head)
+                                              not every_step, head, exact=True)
         ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > height
         return Tile(height, vectors_of(width, gates, head), 4 if height * width <= 12 else 2, ahead=ahead,
                     gates=at_once)

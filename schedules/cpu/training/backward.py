@@ -244,7 +244,7 @@ class BackwardWorker:
         self.recurrence.steps_of(first, low, count)
         self.inputs.run(low, rows)
         if self.dx is not None:
-            self.dx.run(low, rows)
+            self.dx.run(low, rows, wait=False)  # nobody reads dx
         elif not self.adds:
             self.no_dx(low, rows)
         if self.plans.adjoint.dinputs:
@@ -252,7 +252,17 @@ class BackwardWorker:
         self.outers.add(rows)
         self.add(adjoint.recurrence.sums, self.places, rows)
         self.add(adjoint.inputs.sums, self.places, rows)
-        e.call("ecornn_barrier")
+        if not self.settled:
+            e.call("ecornn_barrier")
+
+    @property
+    def settled(self) -> bool:
+        """Whether nobody reads what :func:`gather` writes after the barrier that comes before outer products: then it
+        may write that of the next chunk at once, and a barrier follows it."""
+        copied = [copy.to.data for copy in self.copies]
+        summed = [self.places[s.value].data for s in (*self.plans.adjoint.recurrence.sums,
+                                                      *self.plans.adjoint.inputs.sums)]
+        return bool(self.outer_products) and not any(data.same_as(c) for data in summed for c in copied)
 
     def no_dx(self, low: Expr, rows: Expr) -> None:
         """Zeros, where the cell does not read x."""

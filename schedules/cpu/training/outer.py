@@ -10,6 +10,7 @@ each other, and within one each element is one thread's, so that results do not 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ecornn.program import WORKSPACE, Extent
@@ -18,7 +19,12 @@ from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.worker import Worker
 
 TOGETHER = 32  # tiles of j that go through a panel of k: their values stay in the second cache for the next panels
-COPIED = 8  # panels that a thread copies side by side: what it reads of a row are whole cache lines
+COPIED = 8  # narrow panels that a thread copies side by side: what it reads of a row are whole cache lines
+
+
+def tile_of(registers: int) -> tuple[int, int]:
+    """Values of j and vectors of k of a tile, of a CPU with as many vector registers."""
+    return (8, 3) if registers > 16 else (6, 2)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class OuterProducts:
     def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
         self.worker, self.outers = worker, outers
         lanes = worker.e.lanes
-        self.height, self.vectors = (8, 3) if registers > 16 else (6, 2)
+        self.height, self.vectors = tile_of(registers)
         self.panels: dict[tuple[Place, int, int], Panels] = {}
         for outer in outers:
             for place, width, length in ((outer.value, self.height, outer.rows),
@@ -73,19 +79,30 @@ class OuterProducts:
         """Adds those of ``rows`` rows."""
         if not self.outers:
             return
-        for panels in self.panels.values():
-            self._copy(panels, rows)
+        self._copy(rows)
         self.worker.e.call("ecornn_barrier")
-        for outer in self.outers:
-            self._outer(outer, rows)
+        work = [(outer, self.panels[outer.value, self.height, outer.heads],
+                 self.panels[outer.operand, self.vectors * self.worker.e.lanes, outer.heads]) for outer in self.outers]
+        totals = [outer.heads * -(-values.count // TOGETHER) * operands.count for outer, values, operands in work]
+        for some, tasks in zip(work, self.worker.pooled("outer", totals), strict=True):
+            self._outer(*some, rows, tasks)
 
-    def _copy(self, panels: Panels, rows: Expr) -> None:
-        """A vector that reaches past its panel's row is written before the next row is."""
+    def _copy(self, rows: Expr) -> None:
+        """Fills all panels."""
+        made = list(self.panels.values())
+        together = [COPIED if p.width % self.worker.e.lanes else 1 for p in made]
+        totals = [-(-p.count * p.heads // some) for p, some in zip(made, together, strict=True)]
+        for panels, some, tasks in zip(made, together, self.worker.pooled("copy", totals), strict=True):
+            self._panels(panels, some, rows, tasks)
+
+    def _panels(self, panels: Panels, together: int, rows: Expr, tasks: AbstractContextManager[Expr]) -> None:
+        """``together`` of them in each task. A vector that reaches past its panel's row is written before the next row
+        is."""
         e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
-        with self.worker.tasks("copy", e.index(-(-panels.count * panels.heads // COPIED))) as task:
-            first = e.let("first_panel", task * e.index(COPIED))
-            count = e.let("panels_here", e.tirx.Min(e.index(COPIED),
-                                                           e.index(panels.count * panels.heads) - first))
+        with tasks as task:
+            first = e.let("first_panel", task * e.index(together))
+            count = e.let("panels_here", e.tirx.Min(e.index(together),
+                                                    e.index(panels.count * panels.heads) - first))
             with e.loop("row", rows) as row, e.loop("panel", count) as number:
                 panel = first + number
                 inside = panel * e.index(width)
@@ -97,13 +114,12 @@ class OuterProducts:
                 for at in range(0, width, lanes):
                     e.vstore(panels.data, into + e.index(at), e.vload(panels.source.data, source + e.index(at)))
 
-    def _outer(self, outer: Outer, rows: Expr) -> None:
-        e, wide = self.worker.e, self.vectors * self.worker.e.lanes
-        values = self.panels[outer.value, self.height, outer.heads]
-        operands = self.panels[outer.operand, wide, outer.heads]
+    def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr,
+               tasks: AbstractContextManager[Expr]) -> None:
+        e = self.worker.e
         blocks = -(-values.count // TOGETHER)
         each = -(-values.count // blocks)
-        with self.worker.tasks("outer", e.index(outer.heads * blocks * operands.count)) as task:
+        with tasks as task:
             panel = e.let("k_panel", e.mod(task, operands.count))
             head, part = None, e.div(task, operands.count)
             if outer.heads > 1:
@@ -125,8 +141,9 @@ class OuterProducts:
         right = e.let("right", right * e.index(operands.stride))
         sums = [[e.local(f"outer_{m}_{n}") for n in range(vectors)] for m in range(height)]
         for m, registers in enumerate(sums):
-            e.prefetch(outer.data, first + (j + e.index(m)) * e.index(outer.columns) + k)
-            for register in registers:
+            start = e.let("start", first + (j + e.index(m)) * e.index(outer.columns) + k)
+            for n, register in enumerate(registers):
+                e.prefetch(outer.data, start + e.index(n * lanes))
                 e.vstore(register, 0, e.splat(0.0))
         with e.loop("row", rows) as row:
             columns = [e.let("column", e.vload(operands.data, right + row * e.index(operands.width)

@@ -54,8 +54,10 @@ class Pass(Worker):
         """Where its values are."""
         return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
 
-    def run(self, first: Expr, rows: Expr) -> None:
-        """All stages over ``rows`` rows, of x from step ``first`` on; each ends with a barrier."""
-        for part in self.plan.parts:
+    def run(self, first: Expr, rows: Expr, wait: bool = True) -> None:
+        """All stages over ``rows`` rows, of x from step ``first`` on; each ends with a barrier, the last one only where
+        the threads are to ``wait`` for what it made."""
+        for number, part in enumerate(self.plan.parts, 1):
             self.part(part, first, self.e.index(0), rows)
-            self.e.call("ecornn_barrier")
+            if wait or number < len(self.plan.parts):
+                self.e.call("ecornn_barrier")
