@@ -106,17 +106,21 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
 
 
 def report(path: Path, log: GridLog) -> list[str]:
-    """The table, in Markdown."""
-    env, rows = log.environment, [r for r in log.rows if "int8_ratio" in r and "ours_ratio" in r]
-    return ["# Recurrent weights in 8 bits", "",
-            f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}, cuDNN {env['cudnn']}; {T}xBxHxH, µs a step of "
-            "whole forward passes in CUDA graphs, interleaved, medians with 20th and 80th percentiles, each side "
-            f"checked against float64. Data: `{path.name}`.", "",
-            *table(("layer", "8 bits", "16 bits", "cuDNN", "16 / 8 bits", "cuDNN / 8 bits", "error of rounding",
-                    "others in 8 bits", "8 bits are"), map(_line, rows)), "",
+    """The table, and what is missing in it, in Markdown."""
+    return ["# Recurrent weights in 8 bits", "", *lines_of(path, log), "",
             "## Not compiled or not right", "",
             *([f"- {r['name']}: {r['failed']}" for r in log.rows if "failed" in r] or ["None."]),
             *(f"- {r['name']}, {side}: {why}" for r in log.rows for side, why in r.get("missing", {}).items()), ""]
+
+
+def lines_of(path: Path, log: GridLog) -> list[str]:
+    """The table, and where it is from."""
+    env, rows = log.environment, [r for r in log.rows if "int8_ratio" in r and "ours_ratio" in r]
+    return [*table(("layer", "8 bits", "16 bits", "cuDNN", "16 / 8 bits", "cuDNN / 8 bits", "error of rounding",
+                    "others in 8 bits", "8 bits are"), map(_line, rows)), "",
+            f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}, cuDNN {env['cudnn']}; {T}xBxHxH, µs a step of "
+            "whole forward passes in CUDA graphs, interleaved, medians with 20th and 80th percentiles, each side "
+            f"checked against float64. Data: `{path.name}`; `python benchmarks/compare_integer_weights.py`."]
 
 
 def _line(row: dict) -> list[str]:

@@ -112,7 +112,7 @@ def stacks_table(path: Path, data: dict) -> list[str]:
 
 def section(path: Path) -> tuple[str, list[str]]:
     """The name of the part of ``PAGES`` that a file belongs to, and its lines."""
-    for name in ("published", "heads", "classes"):
+    for name in ("published", "heads", "classes", "integer_weights"):
         if path.stem.endswith(f"_{name}"):
             return f"measured-{name}", importlib.import_module(f"compare_{name}").lines_of(path, GridLog(path))
     if path.suffix == ".jsonl":

@@ -38,7 +38,8 @@ def tf32(values: Any) -> Any:
 
 def scales(values: Any) -> Any:
     """As ``packing.scales``."""
-    return values.abs().amax(-1) / 127
+    # by a tensor: a number would be multiplied by its reciprocal on a GPU, which rounds another way
+    return values.abs().amax(-1) / values.new_tensor(127)
 
 
 def integers(values: Any) -> Any:
