@@ -17,6 +17,8 @@ from ecornn.schedules.persistent_block.plan import BlockPlan, Part
 from ecornn.schedules.persistent_block.products import Products
 from ecornn.schedules.scalars.row_sums import across_lanes
 
+BEHIND = 4  # pieces of K: behind them comes, where there is work for it, what nobody waits for
+
 
 class MultiplyAdds(Products):
     """Emits them. A pair's number is ``row * units + unit``."""
@@ -83,8 +85,10 @@ class MultiplyAdds(Products):
 
         for piece in range(ahead):
             load(piece)
-        meanwhile()
+        behind = min(BEHIND, part.pieces - 1) if plan.rows > 1 else 0
         for piece in range(part.pieces):
+            if piece == behind:
+                meanwhile()
             weights = self.piece(number, piece)
             for i in range(4):
                 for n, word in enumerate(weights):
