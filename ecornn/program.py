@@ -191,7 +191,7 @@ class Launch:
 
     ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out. One that is
     ``early`` may begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel
-    itself waits for the end (``griddepcontrol``) before it reads what launches write, or writes anything.
+    itself waits for the end (``griddepcontrol``) before it reads what launches write, or writes what they use.
     """
 
     function: str

@@ -193,6 +193,14 @@ def gained(task: Task, config: Config) -> float:
     return saved(task) if config["hoisted"] == "same" else 0.0
 
 
+def unhidden(task: Task, step: float, hides: float) -> float:
+    """Nanoseconds that memory takes in a step beyond the part ``hides`` of a recurrence's ``step``: for x, y, and
+    hoisted values in float32, written and read, of all rows. Nothing where rows are few."""
+    w = task.workload
+    values = w.batch * (w.hidden * len(task.graph.hoisted_outputs) * 8 + (task.own_input + w.hidden) * w.itemsize)
+    return max(0.0, values / gpu_rates(task.device).memory_beside - hides * step)
+
+
 def preferred(task: Task, expected: float, once: bool = False) -> str:
     """The default of the knob for a step that takes ``expected`` nanoseconds with float32.
 

@@ -25,6 +25,7 @@ class SequenceKernel:
         ``<state>_kept`` and ``value<n>_kept`` (T*B*H,), and the schedule's own
     steps, batch : T and B of the call
     kept : what it stores of each step, beside y
+    early : whether it may begin before what it reads of other launches is there: these are waited for
     """
 
     task: Task
@@ -34,6 +35,7 @@ class SequenceKernel:
     steps: Expr
     batch: Expr
     kept: Stored = NOTHING
+    early: bool = False
 
     @property
     def timeline(self) -> Timeline:

@@ -16,6 +16,7 @@ import ecornn.schedules.gemm.wgmma_kernel as kernel
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.program import Program
+from ecornn.schedules import few_steps
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.wgmma import THREADS, shape_of
@@ -48,12 +49,19 @@ CASES = [
 ]
 
 
+@pytest.fixture
+def wide(monkeypatch):
+    """Tiles as of longer calls, though these have few steps."""
+    monkeypatch.setattr(few_steps, "SHORT", 0)
+
+
 def task(cell, sizes, dtype, cores):
     made = task_of(cell, sizes, dtype, replace(HOPPER, cores=cores))
     assert shape_of(job_of(made)) is not None
     return made
 
 
+@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize(("cell", "sizes", "dtype", "cores"), CASES, ids=lambda v: str(v).replace(" ", ""))
 def test_matches_float64(tmp_path, cell, sizes, dtype, cores):
     made = task(cell, sizes, dtype, cores)
@@ -69,6 +77,7 @@ def test_before_the_persistent_kernel(tmp_path, cell, sizes, dtype):
     check_numbers(tmp_path, Persistent(), made, cut(made, units=8, warps=1 if sizes[3] < 40 else 2))
 
 
+@pytest.mark.usefixtures("wide")
 @pytest.mark.parametrize("lag", [0, 1])
 def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
     """Copies that come before the stage is free, and halves of the rows in step, show here."""
@@ -84,12 +93,12 @@ def test_fewer_rows_than_compiled(tmp_path):
 
 def test_what_it_does_not_serve():
     """These keep the kernel of ``schedules/gemm/mma_kernel.py``."""
-    def serves(cell="lstm", sizes=(4, 3, 64, 40), dtype="bfloat16", device=HOPPER):
+    def serves(cell="lstm", sizes=(40, 3, 64, 40), dtype="bfloat16", device=HOPPER):
         return shape_of(job_of(task_of(cell, sizes, dtype, device))) is not None
 
-    assert serves() and serves(dtype="float16") and serves(sizes=(4, 3, 8, 1))
-    assert not serves(dtype="float32") and serves(dtype="tf32") and serves(sizes=(4, 3, 61, 40), dtype="tf32")
-    assert serves(sizes=(4, 3, 2, 40)) and not serves(sizes=(4, 3, 61, 40))  # rows of whole words
+    assert serves() and serves(dtype="float16") and serves(sizes=(40, 3, 8, 1))
+    assert not serves(dtype="float32") and serves(dtype="tf32") and serves(sizes=(40, 3, 61, 40), dtype="tf32")
+    assert serves(sizes=(40, 3, 2, 40)) and not serves(sizes=(40, 3, 61, 40))  # rows of whole words
     assert not serves(device=KNOWN["sm_80"])
     assert not serves(device=replace(HOPPER, shared=64 << 10))
     assert not serves(cell="echo")  # no input product

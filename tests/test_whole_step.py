@@ -107,6 +107,8 @@ def test_launches_may_begin_early():
         assert ("kLaunchEarly" in text) == ("griddepcontrol.wait" in source) == chained
         (call,) = program.calls
         assert isinstance(call, Relay)
+    older = task_of("lstm", (1, 4, 32, 32), "float16", KNOWN["sm_80"])
+    compile_cubin(lower(SCHEDULE.program(older, SCHEDULE.default(older)), "sm_80")[1], "sm_80")  # which knows of none
 
 
 @pytest.mark.parametrize(("cell", "traversal", "reason"), [

@@ -115,6 +115,7 @@ class Job:
     vectors : parameter vectors that it takes
     each : what there are rows of, of :data:`STEPS`, :data:`BATCH` and :data:`SEQUENCES`
     expected : rows that tiles are chosen for, of which any number may come; None: so many that it does not matter
+    followed : whether the launch behind it may begin before it has ended, and waits for its end itself
     """
 
     name: str
@@ -128,6 +129,7 @@ class Job:
     vectors: int = 0
     each: str = STEPS
     expected: int | None = None
+    followed: bool = False
 
     def count(self, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:
         """The rows."""

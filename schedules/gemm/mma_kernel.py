@@ -31,6 +31,8 @@ def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: i
         arguments = job.declare(epilogue) | {"B": batch}
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
+        if job.followed:
+            T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
         # float32 in every kernel: CUDA wants one type for all dynamic shared memory of a file
         memory = T.shared(shape.shared // 4)  # (stage, rows of operands and then weights)
         rows = T.let("rows", job.count(arguments, steps, batch))

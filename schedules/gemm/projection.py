@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.few_steps import short
 from ecornn.schedules.gemm.aligned import align, x_of
 from ecornn.schedules.gemm.job import Columns, Job, Operand
 from ecornn.schedules.gemm.mma import LEAST_ROWS, shape_of
@@ -38,12 +39,14 @@ def no_projection(task: Task) -> str | None:
 
 
 def job_of(task: Task) -> Job:
-    """The projection as a product over all rows; of a cell without products of x one without operands."""
+    """The projection as a product over all rows; of a cell without products of x one without operands. Of a short call
+    these are a group or two, whose tiles leave most of the chip idle unless they are narrow."""
     w, products = task.workload, task.graph.hoisted_products
     x = Columns("x", task.own_input, w.input)
     operands = (Operand(x, "input_weights", tuple(p.term.source for p in products)),)
     return Job("project", task.device, w.dtype, w.arithmetic, operands if products else (), len(products), w.hidden,
-               len(task.graph.hoisted_outputs), len(task.graph.vectors))
+               len(task.graph.hoisted_outputs), len(task.graph.vectors),
+               expected=w.seq * w.batch if short(task) else None)
 
 
 def on_wgmma(task: Task, ahead: int) -> bool:
@@ -58,12 +61,12 @@ def projection_time(task: Task, ahead: int = 100) -> float:
     return work / (rates.wgmma_gemm if on_wgmma(task, ahead) else rates.mma_gemm) * SLOWER.get(w.arithmetic, 1)
 
 
-def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Component:
+def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followed: bool = False) -> Component:
     """The projection of a task, writing workspace ``hoisted`` as ``layout`` says, by default in float32; from x,
     ``vectors`` and ``input_weights``. A cell without hoisted outputs needs none.
 
     Of all rows the first ``ahead`` percent are done (``rows_ahead``); for the others there is a workspace ``ready`` of
-    counters, one for each ``block_rows`` of them.
+    counters, one for each ``block_rows`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it.
     """
     w, job = task.workload, job_of(task)
     if not job.outputs:
@@ -71,7 +74,7 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100) -> Comp
     epilogue = HoistedValues(task, layout or in_float32(task))
     if ahead == 100:
         operands = tuple(replace(o, columns=x_of(task)) for o in job.operands)
-        return joined(align(task), over_rows(replace(job, operands=operands), epilogue))
+        return joined(align(task), over_rows(replace(job, operands=operands, followed=followed), epilogue))
     ready = Component(buffers=(Buffer("ready", WORKSPACE, "uint32", Extent(1, -(-w.batch // LEAST_ROWS))),))
     if ahead == 0:  # workers read the other packing
         return joined(Component(buffers=weights_of(job)), ready)

@@ -48,6 +48,8 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
         arguments = job.declare(epilogue) | {"B": batch}
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
+        if job.followed:
+            T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
         memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
         ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", job.count(arguments, steps, batch)))
         ring.begin()

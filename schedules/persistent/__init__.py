@@ -37,7 +37,7 @@ from ecornn.schedules.persistent.plan import (
     unit_step,
     worker_shape,
 )
-from ecornn.schedules.persistent.start import start_kernel
+from ecornn.schedules.persistent.start import begins_early, start_kernel
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.normalization import deferred
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
@@ -347,7 +347,7 @@ class Persistent(Schedule):
                    heads=plan.heads, workers=plan.workers)
 
     def recurrence(self, task: Task, config: Config) -> Component:
-        return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))
+        return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]), early=False)
 
     def together(self, task: Task, config: Config) -> int:
         plan = plan_of(task, config)
@@ -357,13 +357,14 @@ class Persistent(Schedule):
         plan, layout = plan_of(task, config), hoisted_of(task, config)
         if task.traversal.backward:
             return assemble_recurrence(task, self.recurrence(task, config), layout, self.together(task, config))
-        inner = replace(task, graph=deferred(task.graph))
-        recurrence = partial(_recurrence, inner, plan, layout, str(config["math"]))
-        return assemble(task, recurrence, layout, project(task, layout, plan.ahead), deferred=True,
+        inner, early = replace(task, graph=deferred(task.graph)), begins_early(task, plan)
+        recurrence = partial(_recurrence, inner, plan, layout, str(config["math"]), early=early)
+        return assemble(task, recurrence, layout, project(task, layout, plan.ahead, early), deferred=True,
                         together=self.together(task, config))
 
 
-def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, kept: Stored = NOTHING) -> Component:
+def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, kept: Stored = NOTHING, *,
+                early: bool) -> Component:
     functions: dict[str, PrimFunc] = {}
     buffers: list[Buffer] = []
     calls: list[Call] = []
@@ -381,10 +382,10 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, ke
         sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(plan.groups * plan.ring * plan.sum_words(e)))
                 for e in range(len(plan.sums))]
         buffers += sums
-        functions["start"] = start_kernel(task, plan, layout, START_BLOCKS, math)
-        calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), Launch("start", START_BLOCKS, 256)]
+        functions["start"] = start_kernel(task, plan, layout, START_BLOCKS, math, early)
+        calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), Launch("start", START_BLOCKS, 256, early=early)]
     name = keeping("persistent", kept)
-    functions[name] = persistent_kernel(task, plan, layout, math, kept)
+    functions[name] = persistent_kernel(task, plan, layout, math, kept, early)
     calls.append(Launch(name, plan.groups * plan.blocks + plan.workers, plan.block_threads, block_shared(task, plan),
-                        cooperative=not plan.cluster, cluster=plan.blocks if plan.cluster else 1))
+                        cooperative=not plan.cluster, cluster=plan.blocks if plan.cluster else 1, early=early))
     return Component(functions, tuple(buffers), tuple(calls))

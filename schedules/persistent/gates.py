@@ -32,7 +32,7 @@ class Gates(GateThreads):
             rows, first = T.let("rows_group", group // plan.heads), T.let("first", self.head_first + first)
         super().__init__(kernel, share, rows, first, thread,
                          None if plan.lanes == plan.units else plan.units)
-        self.plan, self.carrier, self.shared, self.beside = plan, carrier, shared, beside
+        self.plan, self.carrier, self.shared, self.beside, self.early = plan, carrier, shared, beside, kernel.early
         if plan.lanes != plan.units:  # the others read the partial sums of a unit that there is
             self.local = [T.let("local", T.Select(mine, unit, 0))
                           for mine, unit in zip(self.owner, self.local, strict=True)]
@@ -50,6 +50,8 @@ class Gates(GateThreads):
 
     def run(self) -> None:
         """The whole sequence."""
+        if self.early:
+            T.evaluate(T.ptx["griddepcontrol.wait"]())
         self.begin()
         self._load_scales()
         self._fetch(T.int32(0))

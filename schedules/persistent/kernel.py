@@ -37,11 +37,11 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
-def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str,
-                      kept: Stored = NOTHING) -> PrimFunc:
+def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
+                      early: bool = False) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
     recurrent_<p>, [scales_<p>,] [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y;
-    ``persistent_keeping`` stores what is ``kept``, too."""
+    ``persistent_keeping`` stores what is ``kept``, too. ``early``: launched as ``start.py`` says."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype = task.graph, plan.dtype
@@ -74,7 +74,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
         # in order: 2 sides of partial sums, weights, what is exchanged; of a worker: its stages
         shared = T.shared(block_shared(task, plan) // 4)
-        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
+        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept, early)
         beside = ProjectionWorkers(kernel, plan) if plan.workers else None
 
         def recurrence() -> None:
@@ -87,7 +87,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
                 carrier.begin(kernel, group, thread)
             with T.If(warp < plan.warps):
                 with T.Then():
-                    products(plan, steps, Position(place, warp, lane), weights, carrier, shared)
+                    products(plan, steps, Position(place, warp, lane), weights, carrier, shared, early)
                 with T.Else(), T.If(warp < plan.warps + plan.gate_warps), T.Then():
                     Gates(kernel, plan, carrier, shared, group, member,
                           T.let("gate_thread", thread - plan.warps * 32), beside).run()

@@ -35,8 +35,9 @@ class _Kept:
 
 
 def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Ring | Cluster,
-             shared: TirBuffer) -> None:
-    """A product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32."""
+             shared: TirBuffer, early: bool) -> None:
+    """A product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32;
+    ``early``: the states before the first step may not be there yet."""
     words, warp, lane = shared.view("uint32"), at.warp, at.lane
     kept_of, place, n = [], 2 * plan.sum_floats, plan.lane_words
     for index, (phase, source) in enumerate(zip(plan.phases, weights, strict=True)):
@@ -60,6 +61,8 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
             stream.begin()
         kept_of.append(_Kept(registers, words, first, source, stream))
         place += plan.stream_words(phase)
+    if early:
+        T.evaluate(T.ptx["griddepcontrol.wait"]())
     with T.serial("t", 0, steps) as t:
         for index, phase in enumerate(plan.phases):
             use = T.let("use", t * len(plan.phases) + index)

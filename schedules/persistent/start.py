@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ecornn.analysis.liveness import before_first, late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.few_steps import short
 from ecornn.schedules.gemm.mma import LEAST_ROWS
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.isa.tensor_core import per_word
@@ -29,8 +30,33 @@ class Head:
     units: int
 
 
-def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int, math: str) -> PrimFunc:
-    """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``.
+def begins_early(task: Task, plan: PersistentPlan) -> bool:
+    """Whether launches of a call begin while the one ahead of them ends: of short calls, behind a projection that reads
+    and writes nothing of what ``start`` does. Such a call's launches are three then, in this order.
+
+    ``project``  lets ``start`` begin when all of its own blocks have.
+    ``start``    lets ``persistent`` begin, writes the exchange, and waits for ``project``: its end is that of both.
+    ``persistent``  loads weights, waits for ``start``, and then reads hoisted values and states, and writes.
+
+    What is read or written before a wait was written by an earlier call, all of which had ended when ``project``
+    began: that is launched without leave to be early. Nobody waits for a block that is not there yet: ``project`` and
+    ``start`` wait for nothing but what is ahead of them, and ``persistent``, whose blocks wait for each other, is
+    cooperative.
+    """
+    graph, traversal = task.graph, task.traversal
+    if plan.cluster or plan.sums or plan.ahead < 100:  # what comes first is no load of weights, or no projection
+        return False
+    # memory of what is kept, and of a backward pass, may be that of a workspace that the projection still uses
+    if traversal.backward or traversal.keep is not None:
+        return False
+    reads = graph.hoisted_statistics or late_operands(graph)  # the projection, earlier
+    return short(task) and task.device.capability >= 90 and bool(graph.hoisted_outputs) and not reads
+
+
+def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int, math: str,
+                 early: bool = False) -> PrimFunc:
+    """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``; ``early``: as
+    :func:`begins_early` says.
 
     Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so.
     """
@@ -50,6 +76,8 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int,
         ready = T.arg("ready", T.buffer((big,), "uint32")) if plan.workers else None
         T.device_entry()
         first = T.let("first", T.block(blocks) * THREADS + T.thread(THREADS))
+        if early:
+            T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
         if ready is not None:
             counters = T.let("counters", (steps * batch + (LEAST_ROWS - 1)) // LEAST_ROWS)
             turns = T.let("turns", (counters + (blocks * THREADS - 1)) // (blocks * THREADS))
@@ -76,6 +104,8 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int,
                             T.buffer_store(ring, pack(values, plan.dtype), [place])
                         with T.Else():
                             T.buffer_store(ring, rest, [place])
+        if early:
+            T.evaluate(T.ptx["griddepcontrol.wait"]())
     return builder.get()
 
 

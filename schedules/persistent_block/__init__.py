@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from math import inf, prod
+from math import prod
 
 from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.device import Device
@@ -14,7 +14,7 @@ from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.few_steps import others
 from ecornn.schedules.gemm.projection import no_projection
-from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred, saved
+from ecornn.schedules.hoisted import Hoisted, hoisted_knob, hoisted_of, preferred, saved
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.cluster import SIZES
 from ecornn.schedules.persistent_block.estimate import cycles, estimate, turns_of
@@ -179,10 +179,9 @@ class PersistentBlock(Schedule):
         return estimate(task, plan_of(task, config), config)
 
     def rank(self, task: Task) -> float:
-        """Others leave out what memory takes, and expect of hoisted values in 16 bits what these gain. Of calls of few
-        steps it is known to take less beside them than others."""
+        """Of calls of few steps it is known to take less beside them than others."""
         config, w = self.default(task), task.workload
-        step = (estimate(task, plan_of(task, config), config, inf) - gained(task, config)) * DOUBT
+        step = estimate(task, plan_of(task, config), config) * DOUBT
         few = w.seq <= FEW and config["cluster"] == 1 and len(task.graph.phases) == 1
         return step - (others(task) - CALL) / w.seq if few else step
 

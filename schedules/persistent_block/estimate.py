@@ -41,12 +41,12 @@ MEMORY = 0.905  # of memory's rate, which is reached
 TURN = 6_000.0  # nanoseconds of a sequence that a further turn of blocks costs: loading weights, mostly
 
 
-def estimate(task: Task, plan: BlockPlan, config: Config, reached: float = MEMORY) -> float:
+def estimate(task: Task, plan: BlockPlan, config: Config) -> float:
     """Nanoseconds of a step: the projection, then the recurrence, as often as blocks take turns; of each at least what
-    memory takes, of whose rate so much is ``reached``, for what it reads and writes of all rows."""
+    memory takes, for what it reads and writes of all rows."""
     w, turns = task.workload, turns_of(task, plan)
     hoisted, rates = hoisted_of(task, config), gpu_rates(task.device)
-    memory = reached * rates.memory * task.device.cores
+    memory = MEMORY * rates.memory * task.device.cores
     values = w.batch * hoisted.row * (2 if hoisted.packed else 4)
     before, after = (values + w.batch * width * w.itemsize for width in (w.input, w.hidden))
     step = turns * recurrence(task, plan, config, rates) + (turns - 1) * TURN / w.seq
@@ -84,6 +84,9 @@ def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
         issued += turns * own
         if not plan.mma:
             issued += turns * SHUFFLED * _shuffles(plan, sum(len(p.products) for p in parts))
+    items = float(plan.items)
+    if plan.cluster > 1 and plan.tiles > 1:  # of a last tile of few rows most lanes have no pair
+        items *= plan.rows / (8 * plan.tiles)
     values = len(graph.prologue) + sum(len(p.assigns) + len(p.products) for p in graph.phases)
     if plan.mma and plan.row_period and plan.spread > plan.units:
         waits += IDLE
@@ -91,7 +94,7 @@ def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
         waits += gpu_rates(task.device).cluster_exchange - LOAD - BARRIER
         issued += turns * plan.items * (SENT * plan.cluster + SHUFFLED) / per_word(plan.dtype)
     waits += GATES[math] * (1 if len(plan.operands) == 1 else 0.7 * len(plan.operands))
-    issued += turns * plan.items * (ITEM[math] * values + BESIDE)
+    issued += turns * items * (ITEM[math] * values + BESIDE)
     return waits, issued
 
 

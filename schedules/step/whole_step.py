@@ -65,6 +65,7 @@ class WholeStep(Schedule):
         rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
         pieces = all(whole_pieces(n, w.dtype) for n in (w.hidden, w.input, task.own_input))
         clusters = tuple(n for n in (1, 2, 4, 8) if n == 1 or (pieces and task.device.clusters(n) > 0))
+        chained = (False, True) if task.device.capability >= 90 else (False,)
         return (
             Knob("units", units, "fewer units a block: more blocks; more: fewer reads of x and the state"),
             Knob("rows", rows, "fewer batch rows a block: more blocks; more: fewer reads of weights"),
@@ -72,7 +73,7 @@ class WholeStep(Schedule):
             Knob("ahead", (1, 2, 4, 8), "more loads ahead of a warp, for registers"),
             Knob("cluster", clusters,
                  "more blocks that read x and the state once for all: less from L2, a copy that is waited for"),
-            Knob("chained", (False, True), "a launch begins, and reads weights, before the one ahead of it has ended"),
+            Knob("chained", chained, "a launch begins, and reads weights, before the one ahead of it has ended"),
             Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
         )
 
@@ -100,7 +101,8 @@ class WholeStep(Schedule):
         return self.expected(task) - others(task) / task.workload.seq
 
     def _candidates(self, task: Task) -> Iterator[Config]:
-        knobs = {k.name: k.values for k in self.knobs(task)} | {"chained": (True,), "cluster": (1,)}
+        knobs = {k.name: k.values for k in self.knobs(task)} | {"cluster": (1,)}
+        knobs["chained"] = knobs["chained"][-1:]
         knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
         return self.valid(task, knobs)
 

@@ -1,0 +1,117 @@
+"""Calls of few steps of the persistent schedule: launches that begin early, and a projection of narrow tiles."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any
+
+import late_cells
+import pytest
+from emulated import check_numbers, known_by_name, task_of
+from msgspec.structs import replace
+from test_persistent_emulated import SMALL, cut
+
+from ecornn.build.cuda import lower
+from ecornn.build.host_cuda import host_sources
+from ecornn.program import Program
+from ecornn.schedules.base import Config, Task
+from ecornn.schedules.few_steps import SHORT
+from ecornn.schedules.gemm.projection import job_of
+from ecornn.schedules.gemm.wgmma import shape_of
+from ecornn.schedules.persistent import Persistent
+from ecornn.targets import KNOWN
+from ecornn.workload import Traversal
+
+SCHEDULE = Persistent()
+known = known_by_name(late_cells.CELLS)
+
+
+class InAnotherOrder(Persistent):
+    """``start`` as early as it may come: all of it before the projection."""
+
+    def program(self, task: Task, config: Config) -> Program:
+        program = super().program(task, config)
+        (name, entry), = program.entries.items()
+        project, start, persistent = entry.calls
+        assert (project.function, start.function, persistent.function) == ("project", "start", "persistent")
+        return changed(program, entries={name: changed(entry, calls=(start, project, persistent))})
+
+
+class ForFewSteps(Persistent):
+    """Programs of any task as if it were of a short call."""
+
+    def program(self, task: Task, config: Config) -> Program:
+        return super().program(changed(task, workload=replace(task.workload, seq=SHORT)), config)
+
+
+def texts(task: Task, **change: Any) -> tuple[str, dict[str, str]]:
+    """The host's text, and those of kernels by name."""
+    program = SCHEDULE.program(task, cut(task, **change))
+    kernels, source = lower(program, task.device.arch)
+    parts = re.split(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)_kernel', source)
+    host = host_sources(program, kernels, task.device.arch)["program.cc"]
+    return host, dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def buffers(text: str) -> set[str]:
+    """Those whose memory a piece of a kernel touches."""
+    return set(re.findall(r"\b(\w+)_ptr\[", text)) & {
+        "hoisted", "vectors", "h_in", "c_in", "h_out", "c_out", "recurrent_0", "exchange_0", "y"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_launches_begin_early_and_wait(dtype: str):
+    host, kernels = texts(task_of("lstm", (SHORT, 3, 24, 40), dtype, SMALL))
+    assert re.findall(r"kLaunchEarly.*// (\w+)", host) == ["start", "persistent"]
+    leave, wait = (f"tvm_builtin_ptx_griddepcontrol_{what}();" for what in ("launch_dependents", "wait"))
+    for name, leaves, waits in (("project", 1, 0), ("start", 1, 1), ("persistent", 0, 2)):
+        # the definitions of these two, which stand before the first kernel that uses them, are no statements
+        assert (kernels[name].count(f"{leave}\n"), kernels[name].count(f"{wait}\n")) == (leaves, waits), name
+    for name in ("project", "start"):
+        assert not buffers(kernels[name].partition(leave)[0])
+    written, waited = kernels["start"].split(wait)
+    assert buffers(written) - {"c_in"} == {"h_in", "exchange_0"} and not buffers(waited)
+    weights, products, gates = kernels["persistent"].split(wait)
+    assert buffers(weights) == {"recurrent_0"} and buffers(products) == {"exchange_0"}
+    assert buffers(gates) >= {"hoisted", "h_in", "c_in", "exchange_0", "y"}
+
+
+@pytest.mark.parametrize(("cell", "steps", "device", "change", "traversal"), [
+    ("lstm", SHORT + 1, "sm_90a", {}, Traversal()),
+    ("lstm", 4, "sm_80", {}, Traversal()),
+    ("lstm", 4, "sm_90a", {"ahead": 50}, Traversal()),  # the projection counts its tiles in what start makes zero
+    ("lstm", 4, "sm_90a", {"carrier": "cluster", "fences": "rare"}, Traversal()),  # states come before weights
+    ("lstm(layer_norm)", 4, "sm_90a", {}, Traversal()),  # words of statistics are wiped between
+    ("lstm", 4, "sm_90a", {}, Traversal(keep="gates")),  # another workspace may be where the exchange is
+    ("scrn", 4, "sm_90a", {}, Traversal()),  # start reads the projection
+], ids=str)
+def test_others_do_not(cell: str, steps: int, device: str, change: dict[str, Any], traversal: Traversal):
+    task = task_of(cell, (steps, 3, 24, 40), "float16", replace(KNOWN[device], cores=6), traversal)
+    host, kernels = texts(task, **change)
+    assert "persistent" in kernels and "kLaunchEarly" not in host
+    assert not any("griddepcontrol" in text for text in kernels.values())
+
+
+@pytest.mark.parametrize(("schedule", "steps", "dtype", "traversal"), [
+    (InAnotherOrder(), 5, "float16", Traversal()),
+    (InAnotherOrder(), 6, "float32", Traversal(True, 2, True, True)),
+    (ForFewSteps(), SHORT + 9, "bfloat16", Traversal(sequences=True)),
+], ids=["before the projection", "masked", "more steps"])
+def test_numbers(tmp_path: Path, schedule: Persistent, steps: int, dtype: str, traversal: Traversal):
+    """Whatever comes first of what may, and for any number of steps."""
+    task = task_of("lstm", (steps, 9, 24, 40), dtype, SMALL, traversal)
+    check_numbers(tmp_path, schedule, task, cut(task, groups=2, units=24))
+
+
+def test_a_projection_of_few_rows_is_in_narrow_tiles():
+    """A group of 128 rows by tiles of 256 columns would be 16 blocks, of which each reads half a MB of weights."""
+    def tiles(steps: int, batch: int) -> tuple[int, int]:
+        shape = shape_of(job_of(task_of("lstm", (steps, batch, 1024, 1024), "float16", KNOWN["sm_90a"])))
+        assert shape is not None
+        return shape.columns, shape.width
+
+    assert tiles(8, 16) == (64, 64)
+    assert tiles(SHORT + 1, 16) == (16, 256)  # as records have timed it
+    assert tiles(SHORT, 512) == (16, 256)  # 64 groups of rows: the chip is full anyway
