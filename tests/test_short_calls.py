@@ -1,4 +1,5 @@
-"""Calls of few steps of the persistent schedule: launches that begin early, and a projection of narrow tiles."""
+"""Launches that begin early: of calls of few steps by `persistent`, and of any by `persistent_block`; and projections in
+narrow tiles, of few steps."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from ecornn.schedules.few_steps import SHORT
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.wgmma import shape_of
 from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.persistent_block import PersistentBlock
 from ecornn.targets import KNOWN
 from ecornn.workload import Traversal
 
@@ -47,8 +49,11 @@ class ForFewSteps(Persistent):
 
 
 def texts(task: Task, **change: Any) -> tuple[str, dict[str, str]]:
-    """The host's text, and those of kernels by name."""
-    program = SCHEDULE.program(task, cut(task, **change))
+    """The host's text, and those of kernels by name, of `persistent`."""
+    return texts_of(SCHEDULE.program(task, cut(task, **change)), task)
+
+
+def texts_of(program: Program, task: Task) -> tuple[str, dict[str, str]]:
     kernels, source = lower(program, task.device.arch)
     parts = re.split(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)_kernel', source)
     host = host_sources(program, kernels, task.device.arch)["program.cc"]
@@ -92,6 +97,21 @@ def test_others_do_not(cell: str, steps: int, device: str, change: dict[str, Any
     host, kernels = texts(task, **change)
     assert "persistent" in kernels and "kLaunchEarly" not in host
     assert not any("griddepcontrol" in text for text in kernels.values())
+
+
+@pytest.mark.parametrize(("cell", "dtype"), [("lstm", "float32"), ("gru", "float16")])
+def test_a_block_loads_weights_until_the_projection_has_ended(cell: str, dtype: str):
+    task, schedule = task_of(cell, (40, 3, 24, 40), dtype, KNOWN["sm_90a"]), PersistentBlock()
+    host, kernels = texts_of(schedule.program(task, schedule.default(task)), task)
+    assert re.findall(r"kLaunchEarly.*// (\w+)", host) == ["persistent_block"]
+    leave, wait = (f"tvm_builtin_ptx_griddepcontrol_{what}();" for what in ("launch_dependents", "wait"))
+    assert not buffers(kernels["project"].partition(leave)[0]) and leave in kernels["project"]
+    before, after = kernels["persistent_block"].split(f"{wait}\n")
+    assert buffers(before) == {"recurrent_0"} and {"hoisted", "h_in", "y"} <= buffers(after)
+    for other in (replace(KNOWN["sm_80"], cores=6), KNOWN["sm_90a"]):
+        keep = None if other.arch == "sm_80" else "states"
+        task = task_of(cell, (40, 3, 24, 40), dtype, other, Traversal(keep=keep))
+        assert "kLaunchEarly" not in texts_of(schedule.program(task, schedule.default(task)), task)[0]
 
 
 @pytest.mark.parametrize(("schedule", "steps", "dtype", "traversal"), [

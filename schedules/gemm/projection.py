@@ -61,6 +61,16 @@ def projection_time(task: Task, ahead: int = 100) -> float:
     return work / (rates.wgmma_gemm if on_wgmma(task, ahead) else rates.mma_gemm) * SLOWER.get(w.arithmetic, 1)
 
 
+def may_be_followed(task: Task) -> bool:
+    """Whether the launch behind the projection may begin before that has ended, if it waits for it itself: behind one
+    of which nothing else of a call makes something before the recurrence, and whose memory nothing else uses, as what
+    is kept and a backward pass may."""
+    graph, traversal = task.graph, task.traversal
+    if traversal.backward or traversal.keep is not None or graph.hoisted_statistics:
+        return False
+    return task.device.capability >= 90 and bool(graph.hoisted_outputs)
+
+
 def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followed: bool = False) -> Component:
     """The projection of a task, writing workspace ``hoisted`` as ``layout`` says, by default in float32; from x,
     ``vectors`` and ``input_weights``. A cell without hoisted outputs needs none.

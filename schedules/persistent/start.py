@@ -12,6 +12,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.few_steps import short
 from ecornn.schedules.gemm.mma import LEAST_ROWS
+from ecornn.schedules.gemm.projection import may_be_followed
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
@@ -43,14 +44,9 @@ def begins_early(task: Task, plan: PersistentPlan) -> bool:
     ``start`` wait for nothing but what is ahead of them, and ``persistent``, whose blocks wait for each other, is
     cooperative.
     """
-    graph, traversal = task.graph, task.traversal
     if plan.cluster or plan.sums or plan.ahead < 100:  # what comes first is no load of weights, or no projection
         return False
-    # memory of what is kept, and of a backward pass, may be that of a workspace that the projection still uses
-    if traversal.backward or traversal.keep is not None:
-        return False
-    reads = graph.hoisted_statistics or late_operands(graph)  # the projection, earlier
-    return short(task) and task.device.capability >= 90 and bool(graph.hoisted_outputs) and not reads
+    return short(task) and may_be_followed(task) and not late_operands(task.graph)  # which start reads
 
 
 def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int, math: str,

@@ -13,7 +13,7 @@ from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.few_steps import others
-from ecornn.schedules.gemm.projection import no_projection
+from ecornn.schedules.gemm.projection import may_be_followed, no_projection, project
 from ecornn.schedules.hoisted import Hoisted, hoisted_knob, hoisted_of, preferred, saved
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.cluster import SIZES
@@ -230,7 +230,9 @@ class PersistentBlock(Schedule):
 
     def program(self, task: Task, config: Config) -> Program:
         plan, layout = plan_of(task, config), hoisted_of(task, config)
-        return assemble(task, partial(_recurrence, task, plan, layout, str(config["math"])), layout,
+        early = may_be_followed(task)  # weights, which nothing of a call makes, are loaded meanwhile
+        recurrence = partial(_recurrence, task, plan, layout, str(config["math"]), early=early)
+        return assemble(task, recurrence, layout, project(task, layout, followed=early),
                         together=self.together(task, config))
 
 
@@ -239,10 +241,11 @@ def math_for(task: Task) -> tuple[str, ...]:
     return ("exact", "relative") if task.workload.dtype == "float32" else MATH_FOR[task.workload.dtype]
 
 
-def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, math: str, kept: Stored = NOTHING) -> Component:
+def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, math: str, kept: Stored = NOTHING, *,
+                early: bool) -> Component:
     packings = [packing_of(task, plan, part) for part in plan.parts]
     buffers = tuple(Buffer(f"recurrent_{i}", PACKED, packing.dtype, Extent(prod(packing.pad)), packing)
                     for i, packing in enumerate(packings))
     name = keeping("persistent_block", kept)
-    return Component({name: block_kernel(task, plan, layout, math, kept)}, buffers,
-                     (Launch(name, plan.blocks * plan.cluster, plan.threads, plan.shared, cluster=plan.cluster),))
+    return Component({name: block_kernel(task, plan, layout, math, kept, early)}, buffers, (
+        Launch(name, plan.blocks * plan.cluster, plan.threads, plan.shared, cluster=plan.cluster, early=early),))

@@ -38,7 +38,7 @@ class Gates(GateThreads):
 
     def __init__(self, kernel: SequenceKernel, plan: BlockPlan, products: Products, block: Expr, thread: Expr) -> None:
         """``block``: the number of the block, or cluster, of these rows, among those that have the same heads."""
-        self.plan, self.products = plan, products
+        self.plan, self.products, self.early = plan, products, kernel.early
         self.sent = Sent(plan, products.words, kernel.steps, thread) if plan.cluster > 1 else None
         self.values: list[Expr] = []  # of items, until all of them are sent
         super().__init__(kernel, Pairs(plan.hidden, plan.rows, plan.threads, count=plan.items), block, 0, thread)
@@ -73,6 +73,8 @@ class Gates(GateThreads):
             place = T.let("place", turn * plan.threads + self.thread)
             with T.If(place < words), T.Then():
                 T.buffer_store(self.products.words, T.uint32(0), [place])
+        if self.early:  # nothing before reads what the projection writes, or writes what it reads
+            T.evaluate(T.ptx["griddepcontrol.wait"]())
         self.begin()
         self._mark(T.int32(0))
         for t in range(plan.depth - 1 if self.hoisted.outputs else 0):

@@ -29,9 +29,11 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
-def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
+def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
+                 early: bool = False) -> PrimFunc:
     """``persistent_block(T, B, [hoisted,] vectors, <state>_in, <state>_out, recurrent_<part>, y)``;
-    ``persistent_block_keeping`` stores what is ``kept``, too."""
+    ``persistent_block_keeping`` stores what is ``kept``, too. ``early``: it begins while the projection ends, and loads
+    weights until then."""
     from tvm.script.ir_builder import IRBuilder
 
     graph, dtype, big = task.graph, plan.dtype, T.int64(1 << 40)
@@ -55,7 +57,7 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
             group, rank = T.let("group", block // plan.cluster), T.let("rank", block % plan.cluster)
         # in order: state, weights, inputs that are copied ahead, barriers of a cluster
         shared = T.shared(plan.shared // 4)
-        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
+        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept, early)
         share: Expr = 0  # of the heads
         if plan.shares > 1:
             share, group = T.let("share", group % plan.shares), T.let("row_group", group // plan.shares)
