@@ -11,8 +11,9 @@ from ecornn.errors import ModuleError
 from ecornn.program import Buffer
 from ecornn.workload import SERIAL, SINGLE, Overlap, Stack, Workload
 
-FORMAT = 3
+FORMAT = 4
 WITHOUT_WHOLE = 2  # the same, but that no packing has :data:`~ecornn.program.WHOLE`, which a reader of it does not know
+ALWAYS_ADDING = 3  # the same, but that no entry takes ``existing``: ``backward`` adds to gradients of parameters
 _INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
@@ -96,7 +97,7 @@ def decode(text: str) -> Manifest:
     """
     try:
         found = msgspec.json.decode(text, type=_Said).format
-        if found in (WITHOUT_WHOLE, FORMAT):
+        if found in (WITHOUT_WHOLE, ALWAYS_ADDING, FORMAT):
             return structs.replace(msgspec.json.decode(text, type=Manifest), format=FORMAT)
         if found == manifest_format1.FORMAT:
             return msgspec.convert(manifest_format1.converted(text) | {"format": FORMAT}, Manifest)

@@ -50,6 +50,7 @@ class Tensor:
     by_state : there is one for each state of each sequence of a stack; or for each value, by its number
     by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
     optional : only where the field of its name of a :class:`~ecornn.workload.Traversal` is set
+    switch : no array: whether its pointer is null says something. Programs may have none
     """
 
     role: str
@@ -58,6 +59,7 @@ class Tensor:
     by_state: bool = False
     by_parameter: bool = False
     optional: bool = False
+    switch: bool = False
 
     def row(self, sizes: Mapping[str, int]) -> int | None:
         """Elements of one step and batch row, for sizes by axis; None where the tensor has no axis of time."""
@@ -67,7 +69,8 @@ class Tensor:
 # With ``sequences``, which has the number of each step's sequence, B of states is S, the number of sequences.
 # ``state_kept`` is a state after each step, zero where a row takes no part, ``value_kept`` any other value of the step,
 # anything finite there; gradients are of the layer's output with
-# respect to what their names say, those of parameters (G, H, K) or (G, H), added to what is there.
+# respect to what their names say, those of parameters (G, H, K) or (G, H). These are written where ``existing`` is
+# null, and else, or in a program that has none, added to what is there.
 TENSORS = {
     "x": Tensor(GIVEN, ("T", "B", "I")),
     "y": Tensor(MADE, ("T", "B", "W")),
@@ -83,6 +86,7 @@ TENSORS = {
     "dx": Tensor(MADE, ("T", "B", "I")),
     "dstate_in": Tensor(MADE, ("B", "H"), by_state=True),
     "gradient": Tensor(MADE, ("G", "H", "K"), SUMS, by_parameter=True),
+    "existing": Tensor(GIVEN, ("1",), "uint8", switch=True),
 }
 RUN, FORWARD, BACKWARD = "run", "forward", "backward"
 _MASKS = ("lengths", "resets", "sequences")
@@ -92,7 +96,7 @@ ENTRIES = {
     RUN: _FORWARD,
     FORWARD: (*_FORWARD, "state_kept", "value_kept"),
     BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "dy", "dstate_out", "dx", "dstate_in",
-               "gradient"),
+               "gradient", "existing"),
 }
 
 
@@ -187,7 +191,8 @@ class Launch:
     """One kernel launch.
 
     A parameter of the function is the buffer that ``names`` gives for it, or the buffer of its own
-    name, or one of the scalars ``T``, ``B`` (of the call) and ``t`` (of the step, in a loop), all int32.
+    name, or one of the scalars ``T``, ``B`` (of the call), ``t`` (of the step, in a loop), and ``add`` (in an entry
+    that takes ``existing``: whether gradients of parameters are added to what is there, 0 or 1), all int32.
 
     ``wanted`` are parameters that it makes: where a call has null for all of them, the launch is left out. One that is
     ``early`` may begin before the launch ahead of it in its stream has ended, as soon as that allows it: the kernel
@@ -291,7 +296,8 @@ def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
 @dataclass(frozen=True)
 class Chunks:
     """CUDA: ``calls`` for one chunk of ``steps`` steps after the other, of which the last one in time may have fewer;
-    their T is the chunk's. ``reverse``: the last one comes first. Launches may read the scalars ``first_step``, the
+    their T is the chunk's; all but the first one have ``add`` 1. ``reverse``: the last one comes first. Launches may
+    read the scalars ``first_step``, the
     chunk's first step, and ``all_steps``, the T of the call; ``rows`` and ``states`` as of :class:`WaveLayer`."""
 
     calls: tuple[Call, ...]

@@ -40,7 +40,7 @@ from ecornn.schedules.workspaces import Uses, free_for, overlaid
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
 RECURRENCE = OWN + "recurrence_"  # and of those that are the recurrence's alone
-SCALARS = ("T", "B", "t", "first_step", "all_steps")
+SCALARS = ("T", "B", "t", "add", "first_step", "all_steps")
 
 
 def with_backward(task: Task, forward: Program, schedule: Schedule, config: Config, beside: bool = False) -> Program:

@@ -31,18 +31,19 @@ class Passes:
 
     def run(self, steps: int, batch: int, values: Mapping[str, np.ndarray],
             parameters: Mapping[str, np.ndarray] | None = None, made: Mapping[str, tuple[int, ...]] | None = None,
-            twice: bool = True) -> Arrays:
+            twice: bool = True, add: bool = True) -> Arrays:
         """All buffers afterwards, those of ``given`` and ``made`` in their shape. What is not among ``values`` holds
-        NaN before, and a guard lies behind each. ``twice``: that a second run leaves the same bits."""
-        found = self._once(steps, batch, values, parameters or {}, made or {})
+        NaN before, and a guard lies behind each. ``twice``: that a second run leaves the same bits;
+        ``add``: the scalar of this name."""
+        found = self._once(steps, batch, values, parameters or {}, made or {}, add)
         if twice:
-            again = self._once(steps, batch, values, parameters or {}, made or {})
+            again = self._once(steps, batch, values, parameters or {}, made or {}, add)
             for name in self.given:
                 assert found[name].tobytes() == again[name].tobytes(), f"{name} differs in a second run"
         return found
 
     def _once(self, steps: int, batch: int, values: Mapping[str, np.ndarray], parameters: Mapping[str, np.ndarray],
-              made: Mapping[str, tuple[int, ...]]) -> Arrays:
+              made: Mapping[str, tuple[int, ...]], add: bool) -> Arrays:
         memory: Arrays = {}
         for b in self.program.buffers:
             if b.role == PACKED:
@@ -56,7 +57,7 @@ class Passes:
             if b.name in values:
                 value = np.ascontiguousarray(values[b.name]).astype(DTYPES[b.dtype])
                 memory[b.name][:value.size] = value.reshape(-1)
-        self.emulated.carry_out(memory, steps, batch)
+        self.emulated.carry_out(memory, steps, batch, add=add)
         for b in self.program.buffers:
             if b.role != PACKED:
                 assert (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), f"{b.name} was written beyond its end"

@@ -144,9 +144,10 @@ class Emulated:
                for b in self.program.buffers if b.tensor == "state_out"}
         return y, out
 
-    def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = RUN) -> None:
-        """An entry's calls on the buffers."""
-        for call, values, own in _in_turn(self.program.entries[entry].calls, {"T": steps, "B": batch}, memory):
+    def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = RUN, add: bool = True) -> None:
+        """An entry's calls on the buffers; ``add``: gradients of parameters are added to what is there."""
+        scalars = {"T": steps, "B": batch, "add": int(add)}
+        for call, values, own in _in_turn(self.program.entries[entry].calls, scalars, memory):
             self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
     def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
@@ -205,8 +206,9 @@ def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> I
                 own = memory | {b: memory[b][first * values["B"] * size:] for b, size in call.rows.items()}
                 own |= {before: memory[then] for before, then in call.states} if n else {}
                 steps = min(call.steps, values["T"] - first)
-                yield from _in_turn(call.calls, values | {"T": steps, "first_step": first, "all_steps": values["T"]},
-                                    own)
+                scalars = {"T": steps, "first_step": first, "all_steps": values["T"],
+                           "add": int(values["add"] or n > 0)}
+                yield from _in_turn(call.calls, values | scalars, own)
         elif isinstance(call, Relay):
             size, places = values["B"] * call.row, [memory[call.before], memory[call.after]]
             found = memory[call.given]

@@ -22,8 +22,10 @@ def train(program: Program, folder: Path, given: Mapping[str, Any], made: Mappin
         if b.role == PACKED:
             memory[b.name] = pack(b.packing, {n: v.astype(np.float32) for n, v in parameters.items()}).reshape(-1)
             continue
-        content = np.zeros_like(parameters[b.state]) if b.tensor == "gradient" else given.get(b.name)
+        content = given.get(b.name)
         count = made.get(b.name, b.extent.at(steps)) if content is None else content.size
+        if b.tensor == "gradient":
+            count = parameters[b.state].size
         raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
         raw[-GUARD:] = 0xA5
         memory[b.name] = raw.view(DTYPES[b.dtype])
@@ -34,7 +36,7 @@ def train(program: Program, folder: Path, given: Mapping[str, Any], made: Mappin
         memory["dx"] = memory[program.dx_in]
     emulated = Emulated(program, folder)
     for entry in (FORWARD, BACKWARD):
-        emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, steps, batch, entry)
+        emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, steps, batch, entry, add=False)
     assert all((memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all() for b in program.buffers if b.role != PACKED)
     return {b.name: memory[b.name][:-GUARD // b.itemsize].astype(np.float64) for b in program.buffers
             if b.tensor in TENSORS}

@@ -63,14 +63,15 @@ class Step:
                     drawn(steps, batch, work.hidden), [drawn(rows, work.hidden) for _ in states], parameters,
                     masks.get("lengths"), masks.get("resets"), table)
 
-    def run(self, call: Call) -> dict[str, np.ndarray]:
+    def run(self, call: Call, add: bool = True) -> dict[str, np.ndarray]:
+        """What both entries make; ``add``: gradients of parameters to ones that are there, else in place of NaN."""
         (steps, batch, _), rows = call.x.shape, len(call.states[0])
         work, states = self.task.workload, list(self.task.graph.states)
         given: dict[str, Any] = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets,
                                  "sequences": call.sequences}
         given |= {f"{n}_in": s for n, s in zip(states, call.states, strict=True)}
         given |= {f"d{n}_out": s for n, s in zip(states, call.dstates, strict=True)}
-        given |= {f"gradient_{n}": np.ones_like(p) for n, p in call.parameters.items()}  # that are added to
+        given |= {f"gradient_{n}": np.full_like(p, 1 if add else np.nan) for n, p in call.parameters.items()}
         sizes = {"y": steps * batch * work.hidden, "dx": steps * batch * work.input}
         memory = {}
         for b in self.program.buffers:
@@ -91,14 +92,15 @@ class Step:
             for b in self.program.buffers:  # workspaces hold nothing between calls
                 if b.role == "workspace":
                     memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
-            self.emulated.carry_out({n: memory[n] for n in self.program.entries[entry].takes}, steps, batch, entry)
+            self.emulated.carry_out({n: memory[n] for n in self.program.entries[entry].takes}, steps, batch, entry,
+                                   add)
         for b in self.program.buffers:
             if b.role != PACKED:
                 assert (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), f"{b.name} was written beyond its end"
         found = {"y": memory["y"], "dx": memory["dx"], **{f"{n}_out": memory[f"{n}_out"] for n in states},
                  **{f"d{n}_in": memory[f"d{n}_in"] for n in states}}
         found = {n: a[:-GUARD // a.itemsize].astype(np.float64) for n, a in found.items()}
-        return found | {f"gradient_{n}": memory[f"gradient_{n}"][:p.size].astype(np.float64) - 1
+        return found | {f"gradient_{n}": memory[f"gradient_{n}"][:p.size].astype(np.float64) - add
                         for n, p in call.parameters.items()}
 
 
@@ -222,6 +224,9 @@ def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch
         assert error < LIMITS["float32"], f"{what}: {error}"
     again = step.run(call)
     assert all((again[what] == value).all() for what, value in found.items())
+    written = step.run(call, add=False)  # by the first chunk, and the others add
+    for what, value in found.items():
+        assert np.allclose(written[what], value, rtol=0, atol=1e-6 * max(1, np.abs(value).max())), what
 
 
 def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
@@ -265,7 +270,7 @@ def test_what_is_made_at_the_same_time(name, apart, late, keep):
     for one in found:
         made, *others = ({launch.names.get(p.name, p.name) for launch in launches(branch)
                           for p in program.functions[launch.function].params} for branch in one.branches)
-        common = made & others[0] - {"T", "B"}
+        common = made & others[0] - {"T", "B", "add"}
         known = ("x", "y", "lengths", "backward_outputs", "backward_before_", "backward_replayed")
         assert common and all(b.startswith(known) for b in common), common
 

@@ -14,6 +14,7 @@ from ecornn.build import build_module
 from ecornn.errors import BuildError
 from ecornn.host_gpu import detect
 from ecornn.program import (
+    Buffer,
     Call,
     Chunks,
     Concurrent,
@@ -27,6 +28,7 @@ from ecornn.program import (
     chunk_steps,
     launches,
 )
+from ecornn.schedules.backward.weights import zero_kernel
 from ecornn.targets import KNOWN
 
 pytestmark = pytest.mark.skipif(detect() is not None, reason="the notes are of a driver without a GPU")
@@ -136,6 +138,21 @@ def test_chunks_run_one_after_the_other(reverse: bool, tmp_path: Path, fake: Pat
     assert len(fills) == 3
     for note, size, first in zip(fills, sizes, [16, 8, 0] if reverse else [0, 8, 16], strict=True):
         assert note.startswith(f"cuMemsetD8Async {POINTERS[7] + 4 * first} byte=1 size={4 * size} "), note
+
+
+@pytest.mark.parametrize("existing", [0, 1])
+def test_chunks_after_the_first_add_to_gradients(existing: int, tmp_path: Path, fake: Path):
+    """Whatever the call says of the first one; also in what goes on beside something else."""
+    kernel = zero_kernel("fresh", 0, 4, 1, add=True)
+    fresh = Launch("fresh", 1, 256, names={"into": "sums"})
+    calls = fresh, Chunks((Concurrent(((fresh,), (fresh,))), fresh), {}, STATES, 8), fresh
+    buffers = (*cuda_sample.BUFFERS, Buffer.of("existing", "float32"))
+    out = tmp_path / "sample.so"
+    build_module(Program.running({"fresh": kernel}, buffers, calls), cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    notes = child(f"m['run'](19, 1, 0, 7, *{POINTERS}, {existing})\n", out, fake,
+                  FAKE_PARAMETERS="fresh_kernel:pi").calls
+    added = [int(n) for note in notes for n in re.findall(r"arguments 6000 (\d+)$", note)]
+    assert added == [existing] * 4 + [1] * 6 + [existing]
 
 
 def test_threads_may_call_at_once(both: Path, fake: Path):

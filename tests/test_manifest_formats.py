@@ -23,8 +23,8 @@ from ecornn.compiler import plan
 from ecornn.compose import compose
 from ecornn.errors import ModuleError
 from ecornn.manifest import FORMAT, Manifest, decode
-from ecornn.program import WHOLE
-from ecornn.runtime.plan import SCALARS, make_plan
+from ecornn.program import BACKWARD, WHOLE
+from ecornn.runtime.plan import SCALARS, entry_plan, make_plan
 from ecornn.task import make_manifest
 
 FILES = {path.stem: path for path in sorted(Path(__file__).with_name("data").glob("format1_*.json"))}
@@ -69,6 +69,20 @@ def test_format_2_is_this_one_without_whole_parameters():
     assert any(gate == WHOLE for b in now.buffers if b.packing for _, gate in b.packing.sources)
 
 
+def test_format_3_is_this_one_whose_backward_always_adds():
+    (path,) = Path(__file__).with_name("data").glob("format3_*.json")
+    found = decode(path.read_text())
+    again = msgspec.json.decode(msgspec.json.encode(found))
+    assert again == msgspec.json.decode(path.read_text()) | {"format": FORMAT}
+    assert entry_plan(found, BACKWARD).at["existing"] == ()
+    made = plan("lstm", hidden=34, input=21, batch=3, dtype="bfloat16", target="sm_90a", training=True)
+    program = compose(made.stack, made.workload, made.programs())
+    now = make_manifest(made.cell, made.task, made.found.schedule, made.found.config, program, "test", made.stack)
+    assert {*now.entries[BACKWARD]} - {*found.entries[BACKWARD]} == {"existing"}
+    (place,) = entry_plan(now, BACKWARD).at["existing"]
+    assert now.entries[BACKWARD][place - SCALARS] == "existing"
+
+
 def test_there_are_files_of_both_kinds_of_device():
     kinds = {decode(path.read_text()).device.kind for path in FILES.values()}
     assert kinds == {"cuda", "llvm"}
@@ -105,10 +119,10 @@ def test_modules_of_format_1_run(tmp_path: Path, cell: str, options: dict[str, A
             np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-@pytest.mark.parametrize("found", [0, 4, 9, -1])
+@pytest.mark.parametrize("found", [0, 5, 9, -1])
 def test_other_formats_are_refused(found: int):
     fields = msgspec.to_builtins(sample.manifest()) | {"format": found}
-    with pytest.raises(ModuleError, match=rf"is of format {found}; formats 1 to 3 are read"):
+    with pytest.raises(ModuleError, match=rf"is of format {found}; formats 1 to 4 are read"):
         ecornn.load(sample.build_text(msgspec.json.encode(fields).decode()))
 
 

@@ -56,18 +56,23 @@ class Step:
                          "dstate_out": dict(zip(names, self.dstates, strict=True))}
         self.sizes = {"y": steps * B * width, "dx": steps * B * I, "state_out": B * H, "dstate_in": B * H}
 
-    def run(self, program: Program, folder: Path) -> dict[str, np.ndarray]:
-        """What each buffer that is made holds; workspaces are poisoned before each entry."""
+    def run(self, program: Program, folder: Path, add: bool = True) -> dict[str, np.ndarray]:
+        """What each buffer that is made holds; workspaces are poisoned before each entry, and without ``add`` gradients
+        of parameters, too."""
         memory = {b.name: self.made(b) for b in program.buffers}
+        for b in program.buffers:
+            if b.tensor == "gradient" and not add:
+                memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
         emulated = Emulated(program, folder)
         for entry in (FORWARD, BACKWARD):
             for b in program.buffers:
                 if b.role == WORKSPACE:
                     memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
-            emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, self.steps, B, entry)
+            emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, self.steps, B, entry, add)
         assert all((memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all() for b in program.buffers if b.role != PACKED)
-        return {b.name: memory[b.name][:-GUARD // b.itemsize].astype(np.float64) for b in program.buffers
-                if b.tensor in TENSORS}
+        found = {b.name: memory[b.name][:-GUARD // b.itemsize].astype(np.float64) for b in program.buffers
+                 if b.tensor in TENSORS}
+        return found if add else {n: v + 1 if "gradient_" in n else v for n, v in found.items()}
 
     def made(self, b: Any) -> np.ndarray:
         if b.role == PACKED:
@@ -126,4 +131,4 @@ def test_directions_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pair = next(c for c in program.entries[BACKWARD].calls if isinstance(c, Concurrent))
     assert [[c.reverse for c in branch if isinstance(c, Chunks)] for branch in pair.branches] == [[True], [False]]
     step = Step("gru", stack, "float32", 20)
-    step.check("gru", step.run(program, tmp_path), program, LIMITS["float32"])
+    step.check("gru", step.run(program, tmp_path, add=False), program, LIMITS["float32"])

@@ -261,6 +261,7 @@ class Invocation {
         case kDstateOut: at = State(gradients_->dstate_out, p, zeros); break;
         case kDstateIn: at = State(gradients_->dstate_in, p, dropped + p.index * each); break;
         case kGradient: at = Address(DataOf(*Gradient(p.index))); break;
+        case kExisting: at = 1; break;  // gradients are added to
         case kKept: at = KeptAt(p.index); break;
         case kPacked: break;
         case kWorkspace:

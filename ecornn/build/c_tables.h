@@ -11,8 +11,8 @@ namespace ecornn_c {
 
 // Kinds of pointers that an entry takes, in the order of POINTERS.
 enum Kind : int64_t {
-  kX, kY, kStateIn, kStateOut, kLengths, kResets, kSequences, kDy, kDstateOut, kDx, kDstateIn, kGradient, kKept, kPacked,
-  kWorkspace
+  kX, kY, kStateIn, kStateOut, kLengths, kResets, kSequences, kDy, kDstateOut, kDx, kDstateIn, kGradient, kExisting,
+  kKept, kPacked, kWorkspace
 };
 
 // In the order of PACKINGS.

@@ -24,7 +24,7 @@ FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchroni
 TYPES = {"float64": (2, 64), "float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16)}  # DLDataType
 # kinds of pointers, and of packings, by their number in c_tables.h
 POINTERS = ("x", "y", "state_in", "state_out", "lengths", "resets", "sequences", "dy", "dstate_out", "dx", "dstate_in",
-            "gradient", KEPT, PACKED, WORKSPACE)
+            "gradient", "existing", KEPT, PACKED, WORKSPACE)
 PACKINGS = ("float64", "float32", "float16", "bfloat16", "tf32", "int8", "scale", "int16", "int16_scale", "int21",
             "int21_scale", "balanced", "balance", "pairs")
 

@@ -13,7 +13,8 @@ from ecornn.program import Chunks, Concurrent, Entry, Fill, Launch, Loop, Progra
 FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h")  # the same for all programs
 LANES = 32  # kMaxLanes of cuda_streams.h
 CHUNK = ("first_step", "all_steps")
-SCALARS = ("T", "B", "t", *CHUNK)  # that kernels may take
+ADD, EXISTING = "add", "existing"  # a scalar, and the pointer that says it
+SCALARS = ("T", "B", "t", ADD, *CHUNK)  # that kernels may take
 PACK = "pack_weights"  # the kernel of pack_weights.cu, where a module has it
 COOPERATIVE = "tirx.use_cooperative_launch"
 # Launch tags of TVM, and the field of Launch that must agree.
@@ -97,8 +98,15 @@ class _Writer:
             self.call(call)
         self.functions += [
             f"static int {name}(const State& state, int32_t T, int32_t B, Stream stream, Pointer* p) {{",
-            "  (void)state, (void)T, (void)B, (void)stream, (void)p;", *self.lines, "  return 0;", "}", ""]
+            "  (void)state, (void)T, (void)B, (void)stream, (void)p;", *self.added("  "),
+            *self.lines, "  return 0;", "}", ""]
         self.lines = outer
+
+    def added(self, indent: str) -> list[str]:
+        """The scalar ``add``, in an entry that has it."""
+        if EXISTING not in self.places:
+            return []
+        return [f"{indent}int32_t {ADD} = p[{self.places[EXISTING]}] != 0;", f"{indent}(void){ADD};"]
 
     def section(self, calls: Iterable[object]) -> str:
         """The name of a new function that makes ``calls``."""
@@ -161,6 +169,8 @@ class _Writer:
                        f"    int32_t T = left < {call.steps} ? left : {call.steps};",
                        f"    Pointer p[{max(1, self.most)}];", "    (void)T;",
                        "    chunk_pointers(p, all, moving, handed, first_step, B, i > 0);"]
+        if EXISTING in self.places:  # by all chunks but the first
+            self.lines += [f"    if (i > 0) p[{self.places[EXISTING]}] = 1;", *self.added("    ")]
         self.in_chunks = True
         for one in call.calls:
             self.call(one)
@@ -216,6 +226,8 @@ class _Writer:
             raise BuildError(f"function {launch.function!r} reads t, but is launched outside a loop")
         if not self.in_chunks and (only := [a for a in kernel.arguments if a in CHUNK]):
             raise BuildError(f"function {launch.function!r} reads {only[0]}, but is launched outside chunks")
+        if ADD in kernel.arguments and EXISTING not in self.places:
+            raise BuildError(f"function {launch.function!r} reads {ADD}, but its entry takes no {EXISTING}")
         names = [launch.names.get(a, a) for a in kernel.arguments]
         user = f"a launch of {launch.function!r} that reads"
         values = [f"&{n}" if n in SCALARS else f"&p[{self.place(n, user)}]" for n in names]

@@ -44,6 +44,7 @@ class AddressedCall:
         queue = [] if self._on_cpu else [len(scalars) - 1]
         fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
         fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
+        fixed |= dict.fromkeys(plan.at.get("existing", ()), 1)  # gradients are added to
         self._fixed = (*fixed.values(),)
         given, parts = self._parts_of(layer, plan.at, batch, tensors)
         self._parts = None if all(number == n and not offset for n, (number, offset) in enumerate(parts)) else parts

@@ -53,8 +53,8 @@ class Arrays(ABC):
         """A new array of zeros on the device of ``like``."""
         raise ArgumentError("x", type(like), "a NumPy array or a torch.Tensor, for training")
 
-    def all_zeros(self, shapes: Sequence[Shape], like: Any, dtype: str) -> list[Placed]:
-        """New arrays of zeros."""
+    def several(self, shapes: Sequence[Shape], like: Any, dtype: str, zeros: bool) -> list[Placed]:
+        """New arrays, of zeros if these are wanted; else their contents may be anything."""
         return [self.zeros(shape, like, dtype) for shape in shapes]
 
     @abstractmethod

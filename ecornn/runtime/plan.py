@@ -67,8 +67,8 @@ class EntryPlan:
     Attributes
     ----------
     count : arguments in all
-    at : tensor -> its positions: one, none where it is optional, or one for each state and sequence, by state and then
-        by sequence; of gradients one for each parameter, in the manifest's order
+    at : tensor -> its positions: one, none where it is optional or a switch that the entry has not, or one for each
+        state and sequence, by state and then by sequence; of gradients one for each parameter, in the manifest's order
     packed, kept, scratch : (position, buffer) of packed weights, of what forward keeps, and of workspaces
     """
 
@@ -87,6 +87,7 @@ def entry_plan(manifest: Manifest, entry: str) -> EntryPlan:
     packed, scratch = (tuple((i, b) for i, b in taken if b.role == role and b.tensor is None)
                        for role in (PACKED, WORKSPACE))
     wanted = {name: _keys(manifest, name) for name in ENTRIES[entry] if TENSORS[name].role != KEPT}
+    wanted |= {name: [key for key in wanted[name] if key in places] for name in wanted if TENSORS[name].switch}
     fits = (set(places) == {key for keys in wanted.values() for key in keys}
             and len(places) + len(packed) + len(scratch) + len(kept) == len(taken) and not (kept and entry == RUN)
             and all(b.tensor in TENSORS and TENSORS[b.tensor].role == b.role for _, b in taken if b.tensor is not None))

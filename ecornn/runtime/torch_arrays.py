@@ -120,10 +120,11 @@ class TorchArrays(Arrays):
         made = self._torch.zeros(shape, dtype=getattr(self._torch, dtype), device=like.device)
         return made, made.data_ptr()
 
-    def all_zeros(self, shapes: Sequence[Shape], like: Any, dtype: str) -> list[Placed]:
+    def several(self, shapes: Sequence[Shape], like: Any, dtype: str, zeros: bool) -> list[Placed]:
         kind = getattr(self._torch, dtype)
         made = [self._torch.empty(shape, dtype=kind, device=like.device) for shape in shapes]
-        self._torch._foreach_zero_(made)  # one kernel for all
+        if zeros:
+            self._torch._foreach_zero_(made)  # one kernel for all
         return [(array, array.data_ptr()) for array in made]
 
     def beside(self, x: Any, others: Sequence[Any], width: int) -> Any:

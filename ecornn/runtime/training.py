@@ -96,6 +96,11 @@ class Training:
         self._pool, self._kept = Pool(), Pool()
         self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
+    @property
+    def writes(self) -> bool:
+        """Whether ``backward`` can write gradients of parameters, in place of adding to what is there."""
+        return bool(self._backward.at["existing"])
+
     def kept_bytes(self, steps: int, batch: int) -> int:
         """As :func:`kept_layout` has them."""
         return self._layout(steps, batch)[1]
@@ -139,15 +144,18 @@ class Training:
         return kept
 
     def backward(self, kept: Kept, dy: Placed, dstates: Sequence[Placed], dx: Placed, before: Sequence[Placed],
-                 gradients: Iterable[Placed]) -> None:
-        """Runs ``backward``; ``before`` gets the gradients of the first states, unless it is empty, to ``gradients``,
-        in the order of the manifest's parameters, theirs are added."""
+                 gradients: Iterable[Placed], add: bool = True) -> None:
+        """Runs ``backward``; ``before`` gets the gradients of the first states, unless it is empty, ``gradients``, in
+        the order of the manifest's parameters, theirs: ``add``: to what is there. Else that must be zeros, but where
+        the module :attr:`writes`."""
         rows, work = kept.rows, self._caller.manifest
         states = self._by_part(before, rows) if before else [0] * (len(work.states) * work.stack.count)
         given = {"x": [kept.x[1]], "y": [kept.y[1]], "state_in": self._by_part(kept.states, rows), "dy": [dy[1]],
                  "dstate_out": self._by_part(dstates, rows), "dx": [dx[1]],
                  "dstate_in": states, "gradient": [at for _, at in gradients],
                  **{name: [at] for name, (_, at) in kept.masks.items()}}
+        if self.writes:
+            given["existing"] = [int(add)]
         offsets, _ = self._layout(kept.steps, kept.batch)
         self._run(self._caller.library.backward, self._backward, kept, offsets, given)
         memory, kept.memory = kept.memory, None
@@ -276,7 +284,7 @@ class TrainingCalls:
         needed = want_state or "dstate_in" not in (self.manifest.optional or ())
         before = [arrays.empty(shape, like, self.library) for _ in states] if needed else []
         kept.taken = True
-        training.backward(kept, placed, dstates, dx, before, sums.values())
+        training.backward(kept, placed, dstates, dx, before, sums.values(), add=gradients is not None)
         of_x, of_inputs = parts_of(self.manifest, arrays.give(dx[0]), kept.widths)
         return Gradients(of_x, {n: arrays.give(a) for n, (a, _) in sums.items()},
                          tuple(arrays.give(a) for a, _ in before if want_state), of_inputs)
@@ -336,7 +344,7 @@ class TrainingCalls:
               like: Any) -> Iterator[tuple[str, Placed]]:
         parameters, wanted = self.manifest.parameters, summed(self.manifest.workload.dtype)
         if gradients is None:
-            made = arrays.all_zeros([p.shape for p in parameters], like, wanted)
+            made = arrays.several([p.shape for p in parameters], like, wanted, zeros=not self.training.writes)
             yield from zip((p.name for p in parameters), made, strict=True)
             return
         names = [p.name for p in parameters]

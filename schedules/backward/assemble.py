@@ -28,7 +28,7 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     ----------
     layout : of ``hoisted``, which the recurrence reads
     recurrence : from ``hoisted`` to ``outputs`` and ``last_<state>``; without ``outputs``
-    add : to the gradients of parameters that are there
+    add : to the gradients of parameters that are there, where the scalar ``add`` is not 0
     add_dx : to dx, as a second direction does
     first : whether there are states before the first step; else these are zeros
     """

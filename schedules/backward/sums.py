@@ -18,6 +18,7 @@ from ecornn.schedules.backward.weights import zeros
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
 from ecornn.schedules.gemm.job import STEPS, counted, rows_of
+from ecornn.schedules.gemm.outer import with_existing
 from ecornn.schedules.scalars.pointwise import emit, vectors_at
 
 THREADS = 256
@@ -44,8 +45,8 @@ def step_sums(memory: Memory, accumulate: bool = False) -> Component:
 
 
 def vector_gradients(memory: Memory, add: bool = False) -> Component:
-    """``d_<parameter>`` of every vector (G, H), float32, after :func:`step_sums`; ``add``: to what is there. Zeros
-    where a gate is not used."""
+    """``d_<parameter>`` of every vector (G, H), float32, after :func:`step_sums`; ``add``: to what is there, where
+    the scalar ``add`` is not 0. Zeros where a gate is not used."""
     groups, H, device = _groups(memory), memory.task.workload.hidden, memory.task.device
     parts = []
     at: dict[Var, list[tuple[str, int, int]]] = {}  # of a sum: its places in the buffers of partial sums
@@ -62,9 +63,9 @@ def vector_gradients(memory: Memory, add: bool = False) -> Component:
     if gradients:
         blocks = -(-H // THREADS)
         once = Component({"once": _once(memory, at, gradients, blocks, add)}, (), (Launch("once", blocks, THREADS),))
-    unused = [] if add else [(n, g) for n, s in memory.adjoint.forward.parameters.items() if len(s) == 2
-                             for g in range(s[0]) if (n, g) not in gradients]
-    return joined(*parts, once, zeros(memory.adjoint.forward, unused, device.cores, "no_vector"))
+    unused = [(n, g) for n, s in memory.adjoint.forward.parameters.items() if len(s) == 2 for g in range(s[0])
+              if (n, g) not in gradients]
+    return joined(*parts, once, zeros(memory.adjoint.forward, unused, device.cores, add, "no_vector"))
 
 
 def _groups(memory: Memory) -> list[_Group]:
@@ -142,7 +143,7 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
 
 def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
           gradients: Mapping[tuple[str, int], Sequence[Var]], blocks: int, add: bool) -> PrimFunc:
-    """``(vectors, partial sums, gradients)``: a thread has a unit."""
+    """``(add, vectors, partial sums, gradients)``: a thread has a unit."""
     from tvm.script.ir_builder import IRBuilder
 
     back, H = memory.adjoint, memory.task.workload.hidden
@@ -151,6 +152,7 @@ def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
     used = {v.var for v in back.once.vectors}
     with IRBuilder() as builder, T.prim_func():
         T.func_name("once")
+        added = T.arg("add", T.int32()) != 0 if add else False
         a = {n: T.arg(n, T.buffer((T.int64(1 << 40),), "float32")) for n in buffers}
         T.device_entry()
         unit = T.let("unit", T.block(blocks) * THREADS + T.thread(THREADS))
@@ -169,5 +171,5 @@ def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
                 for var in those[1:]:
                     value = value + env[var]
                 into, place = a[f"d_{parameter}"], gate * H + unit
-                T.buffer_store(into, into[place] + value if add else value, [place])
+                T.buffer_store(into, with_existing(added, into[place], value), [place])
     return builder.get()

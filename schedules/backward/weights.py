@@ -40,21 +40,22 @@ class Group:
 
 
 def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = False) -> Component:
-    """``d_<parameter>`` of every matrix (G, H, K), float32; ``add``: to what is there. Zeros where a gate is not used.
+    """``d_<parameter>`` of every matrix (G, H, K), float32; ``add``: to what is there, where the scalar ``add`` is not
+    0. Zeros where a gate is not used.
 
     ``places`` has what is multiplied, all of the layer's data type, beside x.
     """
     back, forward = memory.adjoint, memory.adjoint.forward
     groups = groups_of(memory, (*back.recurrence.outer_products, *back.inputs.outer_products), places)
-    made = [_outer(memory, n, group, add or not group.first) for n, group in enumerate(groups)]
+    first = None if add else False
+    made = [_outer(memory, n, group, first if group.first else True) for n, group in enumerate(groups)]
     largest = max((b for part in made for b in part.buffers), key=lambda b: b.extent.fixed, default=None)
     parts = Component() if largest is None else Component(buffers=(largest,))
     whole = joined(*made)
     used = {(g.parameter, gate) for g in groups for gate in g.gates}
-    unused = [] if add else [(n, g) for n, s in forward.parameters.items() if len(s) == 3 for g in range(s[0])
-                             if (n, g) not in used]
+    unused = [(n, g) for n, s in forward.parameters.items() if len(s) == 3 for g in range(s[0]) if (n, g) not in used]
     return joined(parts, Component(whole.functions, calls=whole.calls),
-                  zeros(forward, unused, memory.task.device.cores))
+                  zeros(forward, unused, memory.task.device.cores, add))
 
 
 def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
@@ -70,6 +71,9 @@ def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Va
         whole = columns(o.value)
         return replace(whole, width=o.rows or whole.width)
 
+    def again(parameter: str, gate: int) -> bool:
+        return any(g.parameter == parameter and gate in g.gates for g in found)
+
     heads = {o.parameter: o.heads for o in outers}
     items = sorted({(o.parameter, multiplied(o), made(o), o.gate) for o in outers},
                    key=lambda i: (i[0], i[1].name, i[1].offset, i[2].name, i[2].offset, i[3]))
@@ -77,7 +81,9 @@ def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Va
     for (parameter, operand, _), those in groupby(items, key=lambda i: (i[0], i[1], i[2].name)):
         run: list[tuple[Columns, int]] = []
         for value, gate in [(v, g) for _, _, v, g in those]:
-            if run and (value.offset != run[-1][0].offset + run[-1][0].width or gate in [g for _, g in run]):
+            apart = run and (value.offset != run[-1][0].offset + run[-1][0].width or gate in [g for _, g in run])
+            # one gate is written, the other one added to
+            if apart or (run and again(parameter, gate) != again(parameter, run[-1][1])):
                 found.append(_group(parameter, operand, run, found, heads[parameter]))
                 run = []
             run.append((value, gate))
@@ -93,7 +99,7 @@ def _group(parameter: str, operand: Columns, run: Sequence[tuple[Columns, int]],
                  not any(g.parameter == parameter and set(g.gates) & set(gates) for g in before), heads)
 
 
-def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
+def _outer(memory: Memory, number: int, group: Group, add: bool | None) -> Component:
     """The sums of all rows; or two kernels: sums of parts of the rows, and their sum."""
     w, task = memory.task.workload, memory.task
     job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
@@ -123,28 +129,30 @@ def _outer(memory: Memory, number: int, group: Group, add: bool) -> Component:
         product, Launch(adder, blocks, THREADS, names={"parts": "outer_parts", "into": target})))
 
 
-def zeros(forward: StepGraph, gates: Sequence[tuple[str, int]], blocks: int, prefix: str = "no_matrix") -> Component:
-    """Zeros as the gradients of ``gates`` of parameters."""
+def zeros(forward: StepGraph, gates: Sequence[tuple[str, int]], blocks: int, add: bool,
+          prefix: str = "no_matrix") -> Component:
+    """Zeros as the gradients of ``gates`` of parameters; ``add``: only where the scalar ``add`` is 0."""
     def one(number: int, gate: tuple[str, int]) -> Component:
         name, (parameter, which) = f"{prefix}_{number}", gate
         size = prod(forward.parameters[parameter][1:])
-        return Component({name: _zero_kernel(name, which * size, size, blocks)}, (),
+        return Component({name: zero_kernel(name, which * size, size, blocks, add)}, (),
                          (Launch(name, blocks, THREADS, names={"into": f"d_{parameter}"}),))
 
     return joined(*(one(n, gate) for n, gate in enumerate(gates)))
 
 
-def _zero_kernel(name: str, first: int, size: int, blocks: int) -> PrimFunc:
-    """``(into)``: zeros from element ``first`` on."""
+def zero_kernel(name: str, first: int, size: int, blocks: int, add: bool) -> PrimFunc:
+    """``(add, into)``: zeros from element ``first`` on."""
     from tvm.script.ir_builder import IRBuilder
 
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
+        wanted = T.arg("add", T.int32()) == 0 if add else True
         into = T.arg("into", T.buffer((T.int64(1 << 40),), "float32"))
         T.device_entry()
         thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
         with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
             item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))
-            with T.If(item < size), T.Then():
+            with T.If(T.And(item < size, wanted)), T.Then():
                 T.buffer_store(into, T.float32(0), [item + first])
     return builder.get()

@@ -12,7 +12,8 @@ own adds these in order. So every run has the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from ecornn.device import Device
@@ -68,16 +69,20 @@ class Into:
     Attributes
     ----------
     row : m -> where its sums start, int64; they lie one behind the other
-    add : to what is there
+    add : to what is there; None: where the kernel's scalar ``add`` is not 0
     """
 
     row: Callable[[Expr], Expr]
-    add: bool
+    add: bool | Expr | None
+
+    def told(self) -> Into:
+        """The same in a kernel that is being built, which gets the scalar if it is needed."""
+        return replace(self, add=T.arg("add", T.int32()) != 0) if self.add is None else self
 
     def store(self, buffer: TirBuffer, m: Expr, n: Expr, value: Expr) -> None:
         """One sum."""
         to = T.let("to", self.row(m) + n)
-        T.buffer_store(buffer, buffer[to] + value if self.add else value, [to])
+        T.buffer_store(buffer, with_existing(self.add, buffer[to], value), [to])
 
     def store_pairs(self, buffer: TirBuffer, m: Expr, first: Expr, width: int,
                     pairs: Sequence[tuple[Expr, Expr]]) -> None:
@@ -90,15 +95,30 @@ class Into:
             some = pairs[start:start + TOGETHER]
             offsets = [n * 8 for n in range(start, start + len(some))]
             values: Sequence[tuple[Expr, Expr]] = some
-            if self.add:
+            if self.add is not False:
                 before = T.local("before", (len(some), 2), "float32")
-                for k, offset in enumerate(offsets):
-                    with T.If(first + offset < width), T.Then():
-                        T.evaluate(T.ptx["ld.global.v2.f32"](before[k, 0], before[k, 1], buffer.ptr_to([to + offset])))
+                if self.add is not True:
+                    for k in range(len(some)):
+                        for e in range(2):
+                            T.buffer_store(before, T.float32(0), [k, e])
+                with self._if_added():
+                    for k, offset in enumerate(offsets):
+                        with T.If(first + offset < width), T.Then():
+                            T.evaluate(T.ptx["ld.global.v2.f32"](before[k, 0], before[k, 1],
+                                                                 buffer.ptr_to([to + offset])))
                 values = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
             for offset, pair in zip(offsets, values, strict=True):
                 with T.If(first + offset < width), T.Then():
                     T.evaluate(T.ptx["st.global.v2.f32"](buffer.ptr_to([to + offset]), *pair))
+
+    @contextmanager
+    def _if_added(self) -> Iterator[None]:
+        """What is done only where sums are added to what is there."""
+        if self.add is True:
+            yield
+        else:
+            with T.If(self.add), T.Then():
+                yield
 
     @staticmethod
     def _kept(value: Expr) -> Expr:
@@ -106,6 +126,13 @@ class Into:
         kept = T.local("to", (1,), "int64")
         T.buffer_store(kept, value, [0])
         return kept[0]
+
+
+def with_existing(add: bool | Expr | None, before: Expr, value: Expr) -> Expr:
+    """``value``, or the sum of it and ``before``, which is not read elsewhere."""
+    if isinstance(add, bool):
+        return before + value if add else value
+    return T.if_then_else(add, before, T.float32(0)) + value
 
 
 def part_of_sums(part: Expr, height: int, width: int) -> Into:

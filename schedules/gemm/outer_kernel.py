@@ -12,13 +12,14 @@ from ecornn.schedules.timeline import takes_part
 
 
 def outer_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
-    """``(T, B, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
+    """``(T, B, add, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
     each, ``into[p, m, n]``."""
     from tvm.script.ir_builder import IRBuilder
 
     with IRBuilder() as builder, T.prim_func():
         T.func_name(job.name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        into = into.told() if shape.parts == 1 else into
         big = (T.int64(1 << 40),)
         arguments = {n: T.arg(n, T.buffer(big, job.dtype)) for n in ("values", "operand")}
         if job.mask:
@@ -184,12 +185,12 @@ class _Block:
 
 
 def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, into: Into) -> PrimFunc:
-    """``(parts, into)``: the sum of ``parts`` (parts, height, width), in order, to ``into``."""
+    """``(add, parts, into)``: the sum of ``parts`` (parts, height, width), in order, to ``into``."""
     from tvm.script.ir_builder import IRBuilder
 
     with IRBuilder() as builder, T.prim_func():
         T.func_name(name)
-        big = (T.int64(1 << 40),)
+        into, big = into.told(), (T.int64(1 << 40),)
         source, sums = (T.arg(n, T.buffer(big, "float32")) for n in ("parts", "into"))
         T.device_entry()
         thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))

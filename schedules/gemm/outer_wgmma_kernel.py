@@ -23,13 +23,14 @@ COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of w
 
 
 def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper, into: Into) -> PrimFunc:
-    """``(T, B, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
+    """``(T, B, add, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
     each, ``into[p, m, n]``. On ``job.device.cores`` blocks."""
     from tvm.script.ir_builder import IRBuilder
 
     with IRBuilder() as builder, T.prim_func():
         T.func_name(job.name)
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        into = into.told() if shape.parts == 1 else into
         big = (T.int64(1 << 40),)
         arguments = {n: T.arg(n, T.buffer(big, job.dtype)) for n in ("values", "operand")}
         if job.mask:

@@ -124,7 +124,7 @@ class BackwardWorker:
     def declare(self) -> None:
         root, e, s, task = self.root, self.e, self.shape, self.task
         root.declare_scalars()
-        tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT]
+        tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT and not TENSORS[t].switch]  # it always adds
         for b in tensor_buffers(tensors, task.traversal, s.real, self.forward.states, self.forward.parameters):
             root.add(b)
         states = [name for name in self.plans.kept.states if name != self.forward.output]
