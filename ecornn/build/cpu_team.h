@@ -29,14 +29,17 @@ class Round {
  public:
   // `args`: `count` of them; the first two are each thread's own.
   Round(Worker worker, const TVMFFIAny* args, int count, int size)
-      : worker_(worker), args_(args), count_(count), seats_(size) {}
+      : worker_(worker), args_(args), count_(count), seats_(size), shares_(size) {}
 
   void Work(int index, int size);
 
   // Called by a thread that works: waits for the others.
   void Wait(int index, int size) {
-    barrier_.Wait(size, [&] { seats_.Take(index); });
+    barrier_.Wait(size, [&] { seats_.Take(index); }, [&] { shares_.Renew(); });
   }
+
+  // A task between two barriers that no other thread has; `total` where all are taken.
+  int64_t Take(int index, int64_t total) { return shares_.Take(index, total); }
 
   bool failed() const { return failed_.load(); }
 
@@ -45,14 +48,16 @@ class Round {
   const TVMFFIAny* const args_;
   const int count_;
   Seats seats_;
+  Shares shares_;
   Barrier barrier_;
   std::atomic<bool> failed_{false};
 };
 
-// What the thread works on, for ecornn_barrier; no round where it is alone.
+// What the thread works on, for ecornn_barrier and ecornn_take; no round where it is alone, but the tasks it took itself.
 struct Place {
   Round* round;
   int index, size;
+  int64_t taken = 0;
 };
 inline thread_local Place current{};
 

@@ -74,21 +74,65 @@ class Signal {
 // Where threads wait until all of them have come; how many these are, each of them says.
 class Barrier {
  public:
-  template <typename Late>
-  void Wait(int count, Late late) {
+  // `last` is called by the one that comes last, before the others go on.
+  template <typename Late, typename Last>
+  void Wait(int count, Late late, Last last) {
     if (count == 1) return;
     uint32_t round = released_.value();
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
       arrived_.store(0, std::memory_order_relaxed);
+      last();
       released_.Advance();
     } else {
       released_.WaitWhile(round, late);
     }
   }
 
+  template <typename Late>
+  void Wait(int count, Late late) {
+    Wait(count, late, [] {});
+  }
+
  private:
   alignas(64) std::atomic<int> arrived_{0};
   Signal released_;
+};
+
+// Tasks between two barriers, a share for each thread, of which those who are done with their own take what is left: threads
+// are not equally fast where others use their cores, too.
+class Shares {
+ public:
+  explicit Shares(int size) : size_(size), taken_(new Taken[size]) {}
+
+  // One of the tasks 0 .. total - 1 that nobody has, or `total` where there is none.
+  int64_t Take(int index, int64_t total) {
+    if (!used_.load(std::memory_order_relaxed)) used_.store(true, std::memory_order_relaxed);
+    for (int i = 0; i < size_; ++i) {
+      const int of = index + i < size_ ? index + i : index + i - size_;
+      const int64_t begin = total * of / size_, count = total * (of + 1) / size_ - begin;
+      std::atomic<int64_t>& taken = taken_[of].count;
+      if (taken.load(std::memory_order_relaxed) >= count) continue;
+      const int64_t number = taken.fetch_add(1, std::memory_order_relaxed);
+      if (number < count) return begin + number;
+    }
+    return total;
+  }
+
+  // By one thread while the others wait.
+  void Renew() {
+    if (!used_.load(std::memory_order_relaxed)) return;
+    for (int i = 0; i < size_; ++i) taken_[i].count.store(0, std::memory_order_relaxed);
+    used_.store(false, std::memory_order_relaxed);
+  }
+
+ private:
+  struct alignas(64) Taken {
+    std::atomic<int64_t> count{0};
+  };
+
+  const int size_;
+  const std::unique_ptr<Taken[]> taken_;
+  std::atomic<bool> used_{false};
 };
 
 // Which processor each thread of a team runs on. Schedulers like to wake a thread beside the one that

@@ -67,8 +67,16 @@ int RunWorker(ecornn::Worker worker, TVMFFIAny* args, int count, int size) {
 
 // Called by generated code: waits for the other threads of the team.
 extern "C" __attribute__((visibility("hidden"))) void ecornn_barrier() {
-  const ecornn::Place& at = ecornn::current;
+  ecornn::Place& at = ecornn::current;
+  at.taken = 0;
   if (at.round) at.round->Wait(at.index, at.size);
+}
+
+// Called by generated code: one of `total` tasks that no thread has had since the last barrier, or `total`.
+extern "C" __attribute__((visibility("hidden"))) int64_t ecornn_take(int64_t total) {
+  ecornn::Place& at = ecornn::current;
+  if (at.round) return at.round->Take(at.index, total);
+  return at.taken < total ? at.taken++ : total;
 }
 
 // manifest() -> str

@@ -168,6 +168,28 @@ class Worker(Memory):
                 task = e.tirx.Select(back, end - e.index(1) - offset, task)
             yield e.let(f"{name}_task", task)
 
+    @contextmanager
+    def taken(self, name: str, total: Expr) -> Iterator[Expr]:
+        """Tasks 0 .. total - 1, which threads take one by one, first those of their own share as :meth:`tasks` has it,
+        then what others have left: once between two barriers, for tasks that no other core has the data of."""
+        e = self.e
+        place = e.tirx.decl_buffer([1], "int64", f"{name}_taken", scope="local")
+        e.add(e.tirx.AllocBuffer(place))
+
+        def take() -> None:
+            e.store(place, 0, e.tirx.call_extern("int64", "ecornn_take", total))
+
+        take()
+        e.stack.append([])
+        yield e.let(f"{name}_task", e.load(place, 0))
+        take()
+        body = e.block()
+        e.add(e.tirx.While(e.load(place, 0) < total, body))
+
+    def one_by_one(self, stage: Stage) -> bool:
+        """Whether threads take the tasks of a stage as of :meth:`taken`."""
+        return False
+
     def pooled(self, name: str, totals: Sequence[int]) -> Iterator[AbstractContextManager[Expr]]:
         """Tasks of several kinds, of each as many as ``totals`` says, that are divided together: one after the other
         as :meth:`tasks`. Kind by kind, the same threads would have one task more of each."""
@@ -210,7 +232,8 @@ class Worker(Memory):
         # has left in the caches. In one direction, weights of more than a cache push out just what is needed next.
         back = e.tirx.EQ(e.mod(t, 2), e.index(1)) if self.every_step(stage) else None
         total = row_tiles * e.index(self.shape.units(tile))
-        with self.tasks(stage.name, total, back) as task:
+        mine = self.taken(stage.name, total) if self.one_by_one(stage) else self.tasks(stage.name, total, back)
+        with mine as task:
             units, number = e.let("tile", e.div(task, row_tiles)), e.let("row_tile", e.mod(task, row_tiles))
             top = e.let("top", number * e.index(tile.rows))
             ahead = None

@@ -22,6 +22,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
+from ecornn.schedules.cpu.stages import Stage
 from ecornn.schedules.cpu.tile_task import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
 from ecornn.schedules.cpu.timeline import Timeline
@@ -65,6 +66,9 @@ class DxPass(Pass):
 
     def length(self, operand: Var | None) -> int:
         return self.inner
+
+    def one_by_one(self, stage: Stage) -> bool:
+        return True
 
 
 class BackwardWorker:
@@ -243,6 +247,7 @@ class BackwardWorker:
         self.replay.run(low, rows)
         self.recurrence.steps_of(first, low, count)
         self.inputs.run(low, rows)
+        self.outers.copy(rows)
         if self.dx is not None:
             self.dx.run(low, rows, wait=False)  # nobody reads dx
         elif not self.adds:

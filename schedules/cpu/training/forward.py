@@ -60,6 +60,10 @@ class KeepingSequence(Sequence):
         for number, var in enumerate(kept.values):
             self.written.setdefault(self.maker(var).name, {})[f"value{number}_kept"] = var
 
+    def one_by_one(self, stage: Stage) -> bool:
+        """The projection of a chunk, which is alone between its barriers."""
+        return stage.name == "hoisted"
+
     def maker(self, var: Var) -> Stage:
         """The first stage that has the value for all units; what is not handed on to the step is of a stage before."""
         level = self.plan.level[var]

@@ -4,7 +4,7 @@
 
 in register tiles of some values of j and vectors of k. Rows of values and operands are pages apart, so both are copied
 first, once for all products that read them: panels (panel, row, values of j or vectors of k of a tile). Chunks follow
-each other, and within one each element is one thread's, so that results do not depend on how many threads there are.
+each other, and within one each element is of one task, so that results do not depend on how many threads there are.
 """
 
 from __future__ import annotations
@@ -76,18 +76,22 @@ class OuterProducts:
                                                                     outer.heads, length)
 
     def add(self, rows: Expr) -> None:
-        """Adds those of ``rows`` rows."""
+        """Adds those of ``rows`` rows, after a barrier, of what :meth:`copy` has copied."""
         if not self.outers:
             return
-        self._copy(rows)
-        self.worker.e.call("ecornn_barrier")
+        e = self.worker.e
+        e.call("ecornn_barrier")
         work = [(outer, self.panels[outer.value, self.height, outer.heads],
                  self.panels[outer.operand, self.vectors * self.worker.e.lanes, outer.heads]) for outer in self.outers]
         totals = [outer.heads * -(-values.count // TOGETHER) * operands.count for outer, values, operands in work]
-        for some, tasks in zip(work, self.worker.pooled("outer", totals), strict=True):
-            self._outer(*some, rows, tasks)
+        before = 0
+        with self.worker.taken("outer", e.index(sum(totals))) as task:
+            for some, total in zip(work, totals, strict=True):
+                with e.when(e.tirx.And(task >= e.index(before), task < e.index(before + total))):
+                    self._outer(*some, rows, e.let("outer_task", task - e.index(before)))
+                before += total
 
-    def _copy(self, rows: Expr) -> None:
+    def copy(self, rows: Expr) -> None:
         """Fills all panels."""
         made = list(self.panels.values())
         together = [COPIED if p.width % self.worker.e.lanes else 1 for p in made]
@@ -114,19 +118,18 @@ class OuterProducts:
                 for at in range(0, width, lanes):
                     e.vstore(panels.data, into + e.index(at), e.vload(panels.source.data, source + e.index(at)))
 
-    def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr,
-               tasks: AbstractContextManager[Expr]) -> None:
+    def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr, task: Expr) -> None:
+        """A task: some tiles of j of a panel of k."""
         e = self.worker.e
         blocks = -(-values.count // TOGETHER)
         each = -(-values.count // blocks)
-        with tasks as task:
-            panel = e.let("k_panel", e.mod(task, operands.count))
-            head, part = None, e.div(task, operands.count)
-            if outer.heads > 1:
-                head, part = e.let("head", e.div(part, blocks)), e.mod(part, blocks)
-            top = e.let("first_tile", part * e.index(each))
-            with e.loop("tile", e.tirx.Min(e.index(each), e.index(values.count) - top)) as number:
-                self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows, head)
+        panel = e.let("k_panel", e.mod(task, operands.count))
+        head, part = None, e.div(task, operands.count)
+        if outer.heads > 1:
+            head, part = e.let("head", e.div(part, blocks)), e.mod(part, blocks)
+        top = e.let("first_tile", part * e.index(each))
+        with e.loop("tile", e.tirx.Min(e.index(each), e.index(values.count) - top)) as number:
+            self._tile(outer, values, operands, e.let("j_tile", top + number), panel, rows, head)
 
     def _tile(self, outer: Outer, values: Panels, operands: Panels, tile: Expr, panel: Expr, rows: Expr,
               head: Expr | None) -> None:
