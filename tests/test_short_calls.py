@@ -1,5 +1,5 @@
-"""Launches that begin early: of calls of few steps by `persistent`, and of any by `persistent_block`; and projections in
-narrow tiles, of few steps."""
+"""Launches that begin early, in calls of few steps by `persistent` and in all by `persistent_block`; projections in narrow
+tiles."""
 
 from __future__ import annotations
 
