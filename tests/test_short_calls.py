@@ -1,5 +1,4 @@
-"""Launches that begin early, in calls of few steps by `persistent` and in all by `persistent_block`; projections in narrow
-tiles."""
+"""Launches that begin early, in short calls by `persistent` and in all by `persistent_block`; narrow projections."""
 
 from __future__ import annotations
 
