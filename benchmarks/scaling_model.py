@@ -210,7 +210,7 @@ def section(path: Path) -> str:
     gradients = parallel["gradients"]
     lines.append(f"- Gradients of {gpus} processes: error {gradients['many']:.1e} against float64, of one process with "
                  f"the whole batch {gradients['one']:.1e}; each by itself is at most {gradients['most_of_limit']:.2f} "
-                 "times twice the error of that one.")
+                 "times twice the error of one process that takes the parts of all in turns.")
     if "step" in sharded:
         lines.append(f"- FSDP2: {sharded['step']['ms']:.2f} ms a step, {sharded['held']:.0%} of the weights on each "
                      f"GPU between calls.")
