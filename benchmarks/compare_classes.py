@@ -6,8 +6,8 @@
 
 Rows (`CLASSES` of grid.py): small layers, calls of one and of a few steps, weights past the chip, many batch rows of
 small and middle layers, forecasting. `chosen` is what a user gets, `default` what is chosen where no record applies, if
-that is something else. Whole forward passes in CUDA graphs, calls of few steps sixteen to a graph, all sides and cuDNN
-in turns, all checked against float64 over all steps; median, 20th and 80th percentile. No row may be below 1x; the
+that is something else. Whole forward passes in CUDA graphs, short calls several to a graph, all sides and cuDNN in
+turns, all checked against float64 over all steps; median, 20th and 80th percentile. No row may be below 1x; the
 geometric mean of a class has a bound, and some rows a most, in microseconds a step.
 """
 
@@ -27,7 +27,7 @@ from measuring_process import Limits
 
 MEAN, MEAN_OTHERS = {"one_step": 1.5, "past_chip": 1.5}, 2.0  # geometric means of ratios, at least
 EXACT = 1e-5  # relative error of float32
-FEW, CALLS = 8, 16  # calls of so many steps at most come so many to a graph
+STEPS, CALLS = 300, 16  # of a graph, at most: short calls come several to one, whose launch takes some us
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ MOST = {**{case: 0.35 if case.dtype == "float32" else 0.3 for case in CASES if c
         Case("past_chip", "gru", 128, 64, 3072, 3072, "float16"): 14.0}
 
 
+def calls_of(steps: int) -> int:
+    """How many come to a graph."""
+    return max(1, min(CALLS, STEPS // steps))
+
+
 def compare(case: Case, files: Files, limits: Limits) -> dict:
     """One row: every side checked and timed."""
     import torch
@@ -67,7 +72,7 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
 
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     kwargs = {"nonlinearity": "tanh"} if case.cell == "rnn_tanh" else {}
-    sides = Sides((case.T, case.B, case.I, case.H), case.dtype, CALLS if case.T <= FEW else 1)
+    sides = Sides((case.T, case.B, case.I, case.H), case.dtype, calls_of(case.T))
     library = CELLS[case.cell](case.I, case.H, device=DEVICE, **kwargs).to(sides.kind)
     weights = {k: v.detach() for k, v in library.named_parameters()}
     with torch.no_grad():
@@ -118,7 +123,8 @@ def _source(path: Path, log: GridLog) -> str:
     env = log.environment
     return (f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']} in a CUDA graph; "
             "µs a step of whole forward passes, interleaved, medians with 20th and 80th percentiles, outputs checked "
-            f"against float64; calls of {FEW} steps or fewer {CALLS} to a graph. Data: `{path.name}`; `make bench`.")
+            f"against float64; short calls several to a graph, of {STEPS} steps or {CALLS} calls at most. "
+            f"Data: `{path.name}`; `make bench`.")
 
 
 def report(path: Path, log: GridLog) -> list[str]:
