@@ -219,7 +219,7 @@ def test_thread_with_the_most_to_do():
                                           ([1, 2], 1, 3, 2), ([4, 1], 3, 1, 15)):
         tasks, total = costs * times, len(costs) * times
         parts = [sum(tasks[total * i // threads:total * (i + 1) // threads]) for i in range(threads)]
-        assert busiest(costs, times, threads) == wanted == max(parts)
+        assert busiest([(cost, 1) for cost in costs], times, threads) == wanted == max(parts)
 
 
 @pytest.mark.timeout(60)

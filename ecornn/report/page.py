@@ -23,7 +23,7 @@ from ecornn.tune.log import Log
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
 CODES = 2  # searches whose code is shown, the latest
 TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4",
-         "recurrence": "fill5"}
+         "recurrence": "fill5", "memory": "fill3"}  # memory is to a step what bytes are to the floor
 SERIES, LINES = 3, 4  # sizes that make a line, and lines of a picture, those of most sizes
 FEW = 24  # layers in a table that is open
 NAMES = {"cudnn": "cuDNN", "torch": "PyTorch", "onnxruntime": "ONNX Runtime"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 
 from ecornn.analysis.heads import multiplied
 from ecornn.analysis.narrow import columns_of
@@ -76,20 +76,24 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
         return sum(of(rows, columns) for columns in tile.columns(gates))
 
     if exact:
-        return busiest([of_rows(rows) for rows, many in heights.items() for _ in range(many)], units, threads)
+        return busiest([(of_rows(rows), many) for rows, many in heights.items()], units, threads)
     return -(-tasks // threads) * sum(many * of_rows(rows) for rows, many in heights.items()) / count
 
 
-def busiest(costs: Sequence[float], times: int, threads: int) -> float:
-    """What the thread with the most to do has of tasks with these costs, ``times`` one after the other, in the parts
-    that :meth:`~ecornn.schedules.cpu.worker.Worker.share` makes."""
-    before = [0.0, *accumulate(costs)]
+def busiest(costs: Sequence[tuple[float, int]], times: int, threads: int) -> float:
+    """What the thread with the most to do has of tasks, so many of each cost, and all of them ``times`` one after the
+    other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share` makes."""
+    count, whole = sum(many for _, many in costs), sum(cost * many for cost, many in costs)
 
     def until(task: int) -> float:
-        rounds, rest = divmod(task, len(costs))
-        return rounds * before[-1] + before[rest]
+        rounds, rest = divmod(task, count)
+        total = rounds * whole
+        for cost, many in costs:
+            total += cost * min(rest, many)
+            rest -= min(rest, many)
+        return total
 
-    ends = [until(times * len(costs) * thread // threads) for thread in range(threads + 1)]
+    ends = [until(times * count * thread // threads) for thread in range(threads + 1)]
     return max(end - begin for begin, end in pairwise(ends))
 
 
