@@ -138,7 +138,8 @@ def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, kee
     ("persistent", "gru_reset_before", (4, 2, 7, H), "float32", Traversal(reverse=True, lengths=True)),
     ("layout_transform", "gru_reset_before", (3, 2, 5, H), "float32", Traversal(lengths=True)),  # of an earlier phase
     ("fused_step", "blend", (4, 5, 5, 9), "float32", Traversal(lengths=True)),  # rows have statistics
-    ("elementwise", "highway", (5, 3, 7, 8), "float16", Traversal(lengths=True, resets=True)),
+    pytest.param("elementwise", "highway", (5, 3, 7, 8), "float16", Traversal(lengths=True, resets=True),
+                 marks=pytest.mark.exhaustive),
     pytest.param("persistent", "slstm", (3, 2, 5, H), "float32", ALONE, marks=pytest.mark.exhaustive),
     pytest.param("persistent", "lstm(layer_norm)", (3, 2, 5, H), "float32", ALONE, marks=pytest.mark.exhaustive),
     pytest.param("layout_transform", "lstm(layer_norm)", (3, 2, 5, H), "float32", ALONE, marks=pytest.mark.exhaustive),

@@ -74,6 +74,7 @@ def test_a_list_is_built_as_it_is_run_whatever_the_order_of_its_knobs(asked: lis
     assert len(before) == 12 and set(asked) == set(before)
 
 
+@pytest.mark.exhaustive
 def test_tables_are_built_as_they_are_run(asked: list[bytes], tmp_path: Path):
     search_tables.prebuild(SMALL, 10, 60.0, 4, 2)
     before = asked.copy()

@@ -191,6 +191,7 @@ def test_what_is_said_of_the_tuner_is_run_and_held_against_it(tmp_path, monkeypa
     assert "PART: nothing; expected some of a, b, c" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Real compilations, for the CPU, in new processes without the cache; the same command goes on."""
     import compile_times

@@ -71,6 +71,7 @@ def test_a_table_is_a_prefix_of_one_uniform_order():
     assert len(whole) == len(space) and set(whole) == set(space.listing())
 
 
+@pytest.mark.exhaustive
 def test_tables_go_on_where_they_were_stopped_and_searches_are_replayed_on_them(
         pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "table.jsonl"

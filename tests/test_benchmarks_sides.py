@@ -183,6 +183,7 @@ def grid_of(path: Path, *entries: tuple[str, str, str, dict]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_reasons(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Stages of real kernels add up, in every row; rows that are not begun in time are, when asked again."""

@@ -73,6 +73,7 @@ def by_formula(cell: str, call: Call) -> dict[str, np.ndarray]:
             **{f"d{n}_in": d for n, d in zip(cell_of(cell).states, dstates, strict=True)}}
 
 
+@pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_other_lengths_smaller_batches_and_bits(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Bits do not depend on the number of threads, of which there may be more than tasks; chunks end anywhere."""

@@ -48,15 +48,26 @@ def test_first_run_notices_a_wrong_result(module: Path, tmp_path: Path):
     assert "wrong" in text
 
 
-def test_digits(tmp_path: Path):
-    """With PyTorch; then again as if it were not installed, and without a new search."""
-    text = run("01_digits.py", cwd=tmp_path)
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the digits were read with PyTorch."""
+    folder = tmp_path_factory.mktemp("digits")
+    text = run("01_digits.py", cwd=folder)
     assert float(re.search(r"accuracy (\S+)% of 449", text)[1]) >= 95
     assert re.search(r"^0 predictions differ from PyTorch", text, re.MULTILINE)
     assert float(re.search(r"of the scores (\S+)", text)[1]) <= 1e-5
+    return folder
 
-    (tmp_path / "torch.py").write_text("raise ImportError('not installed')\n")
-    text = run("01_digits.py", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+
+def test_digits(searched: Path):
+    assert any((searched / "logs").iterdir())
+
+
+@pytest.mark.exhaustive
+def test_digits_without_pytorch(searched: Path):
+    """Again as if it were not installed, and without a new search."""
+    (searched / "torch.py").write_text("raise ImportError('not installed')\n")
+    text = run("01_digits.py", cwd=searched, PYTHONPATH=str(searched))
     assert "This run is finished" in text
     assert re.search(r"^0 predictions differ from PyTorch's kept results", text, re.MULTILINE)
 

@@ -53,7 +53,8 @@ CASES: list[Any] = [
     ("persistent", "lstm", Stack(3, False, True, True), "bfloat16", Overlap("wavefront", 3, 3, 5), {}),
     pytest.param("persistent", "gru", Stack(3), "float32", Overlap("wavefront", 2, 3, 5), {"cores": 7, "ahead": 0},
                  marks=pytest.mark.exhaustive),
-    ("layout_transform", "lstm", Stack(2, True, True, True), "float16", SIDES, {})]
+    pytest.param("layout_transform", "lstm", Stack(2, True, True, True), "float16", SIDES, {},
+                 marks=pytest.mark.exhaustive)]
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def lstm() -> Layer:
     pytest.param("gru", {"bidirectional": True}, marks=pytest.mark.exhaustive),
     ("lstm", {"layers": 3, "bidirectional": True, "lengths": True}),
     ("rnn_tanh", {"layers": 2, "resets": True, "reverse": True}),
-    ("gru_reset_before", {"layers": 2, "dtype": "float64"})])
+    pytest.param("gru_reset_before", {"layers": 2, "dtype": "float64"}, marks=pytest.mark.exhaustive)])
 def test_stacks(cell, properties):
     layer = Layer(cell, **properties)
     y, after, kept = layer.bound.forward(layer.x, layer.states, **layer.masks)

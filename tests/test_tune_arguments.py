@@ -157,7 +157,8 @@ def test_ctrl_c_stops_what_a_process_does_before_anything_is_built(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("which", [
+    signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)])
 def test_a_signal_that_ends_it_leaves_nothing_behind(which, tmp_path):
     log, temporary = tmp_path / "log.jsonl", tmp_path / "temporary"
     temporary.mkdir()
