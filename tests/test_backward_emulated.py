@@ -229,6 +229,7 @@ def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch
     for what, value in found.items():  # which was added to ones in float32, and has the rounding of such sums
         assert np.allclose(written[what], value, rtol=0, atol=1e-6 * max(1, np.abs(value).max())), what
 
+
 def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
     """Small layers, too, have `persistent_wide` carry out their adjoint, with ``cut`` of its configuration."""
     own = PersistentWide.default
