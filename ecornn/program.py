@@ -297,8 +297,8 @@ def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
 class Chunks:
     """CUDA: ``calls`` for one chunk of ``steps`` steps after the other, of which the last one in time may have fewer;
     their T is the chunk's; all but the first one have ``add`` 1. ``reverse``: the last one comes first. Launches may
-    read the scalars ``first_step``, the
-    chunk's first step, and ``all_steps``, the T of the call; ``rows`` and ``states`` as of :class:`WaveLayer`."""
+    read the scalars ``first_step``, the chunk's first step, and ``all_steps``, the T of the call; ``rows`` and
+    ``states`` as of :class:`WaveLayer`."""
 
     calls: tuple[Call, ...]
     rows: Mapping[str, int]
