@@ -86,9 +86,9 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
 
 
 def _room_for_dx(task: Task, uses: Uses, entry: Entry) -> str | None:
-    """What is kept, if it is one buffer and as large as the gradient of x, which may then be written over it."""
+    """One of what is kept that is as large as the gradient of x, which may then be written over it."""
     w, rooms = task.workload, [b.name for b in stored(task).buffers(1, 1, task.workload.dtype)]
-    if len(rooms) > 1 or w.input != w.hidden or task.traversal.sequences or task.traversal.directions > 1:
+    if w.input != w.hidden or task.traversal.sequences or task.traversal.directions > 1:
         return None
     return next(iter(free_for("dx", uses, entry.calls, rooms)), None)
 

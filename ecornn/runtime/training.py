@@ -29,7 +29,8 @@ class Kept:
     ----------
     steps, batch, rows : T and B of the call, and the rows of states: B, or S with ``sequences``
     widths : of the sequences beside x that were passed, see inputs.py
-    nbytes : bytes of ``memory``, what is kept besides x, y and the first states
+    room : what the gradient of x may be written over, if it is not a part of ``memory``: it goes on living as that
+    nbytes : bytes of both, what is kept besides x, y and the first states
     """
 
     owner: Any
@@ -44,10 +45,11 @@ class Kept:
     rows: int
     widths: Widths = field(default_factory=dict)
     taken: bool = field(default=False)
+    room: Memory | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.memory.nbytes if self.memory is not None else 0
+        return sum(part.nbytes for part in (self.memory, self.room) if part is not None)
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,13 @@ class Gradients:
 
 def kept_layout(manifest: Manifest, steps: int, batch: int) -> tuple[dict[str, int], int]:
     """Where each buffer that forward keeps starts, by name, and the bytes of all, at this T and B, perhaps symbols.
+    What the gradient of x may lie in is the last one.
 
     Rows of the batch that a call does not have are not kept.
     """
     taken = {name for entry in (FORWARD, BACKWARD) for name in manifest.entries.get(entry, ())}
-    kept = [b for b in manifest.buffers if b.role == KEPT and b.name in taken]
+    kept = sorted((b for b in manifest.buffers if b.role == KEPT and b.name in taken),
+                  key=lambda b: b.name == manifest.dx_in)
     most = manifest.workload.batch
     sizes = [-(-b.extent.at(steps) * batch // most) * b.itemsize for b in kept]
     offsets, total = layout(sizes)
@@ -94,6 +98,7 @@ class Training:
         self._arguments = {id(plan): self._packed(plan) for plan in (self._forward, self._backward)}
         self._scratch: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}  # plan, T -> offsets, bytes
         self._pool, self._kept = Pool(), Pool()
+        self._dx_in = "" if manifest.dx_in is msgspec.UNSET else manifest.dx_in
         self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
     @property
@@ -135,9 +140,12 @@ class Training:
                 after: Sequence[Placed], steps: int, batch: int, rows: int, memory: Memory | None = None) -> Kept:
         """Runs ``forward``; arguments are checked, ``states`` and ``after`` as a call has them."""
         offsets, total = self._layout(steps, batch)
+        room, begin = None, offsets.get(self._dx_in)
+        if memory is None and begin is not None:  # apart: of what is kept this alone lives as long as the gradient of x
+            room, total = arrays.workspace(total - begin, x[0], self._caller.library), begin
         if memory is None and total:
             memory = self._kept.take(0, total) or arrays.workspace(total, x[0], self._caller.library)
-        kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch, rows)
+        kept = Kept(self._caller, arrays, x, y, list(states), dict(masks), memory, steps, batch, rows, room=room)
         given = {"x": [x[1]], "y": [y[1]], "state_in": self._by_part(states, rows),
                  "state_out": self._by_part(after, rows), **{name: [at] for name, (_, at) in masks.items()}}
         self._run(self._caller.library.forward, self._forward, kept, offsets, given)
@@ -158,17 +166,16 @@ class Training:
             given["existing"] = [int(add)]
         offsets, _ = self._layout(kept.steps, kept.batch)
         self._run(self._caller.library.backward, self._backward, kept, offsets, given)
-        memory, kept.memory = kept.memory, None
+        memory, kept.memory, kept.room = kept.memory, None, None
         # The system takes about as long to give a CPU new memory as its cores to fill it.
         if self._caller.threads is not None and memory is not None and not isinstance(memory, GivenMemory):
             self._kept.give(0, memory)
 
     def room_for_dx(self, kept: Kept) -> Placed | None:
         """The place of what is kept, for the gradient of x, where the program says that nobody reads it by then."""
-        work, memory = self._caller.manifest, kept.memory
-        if memory is None or work.dx_in is msgspec.UNSET:
+        if kept.room is None:
             return None
-        return kept.arrays.over(memory, kept.x[0], (kept.steps, kept.batch, work.workload.input))
+        return kept.arrays.over(kept.room, kept.x[0], (kept.steps, kept.batch, self._caller.manifest.workload.input))
 
     def _by_part(self, states: Sequence[Placed], rows: int) -> list[int]:
         """Pointers by state and then by sequence."""
@@ -183,8 +190,11 @@ class Training:
         arguments = self._arguments[id(plan)].copy()
         arguments[:SCALARS] = steps, kept.batch, caller.device, queue
         for position, buffer in plan.kept:
-            assert kept.memory is not None
-            arguments[position] = kept.memory.pointer + offsets[buffer.name]
+            if kept.room is not None and buffer.name == self._dx_in:
+                arguments[position] = kept.room.pointer
+            else:
+                assert kept.memory is not None
+                arguments[position] = kept.memory.pointer + offsets[buffer.name]
         for tensor, positions in plan.at.items():
             for position, pointer in zip(positions, given.get(tensor, ()), strict=True):
                 arguments[position] = pointer
