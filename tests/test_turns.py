@@ -14,7 +14,8 @@ import torch
 
 import ecornn.torch
 from ecornn.runtime import addressed
-from ecornn.runtime.turns import Turns
+from ecornn.runtime import turns as module
+from ecornn.runtime.turns import CALLS, Turns
 
 
 def until(said: Callable[[], object]) -> None:
@@ -37,17 +38,17 @@ def come(turns: Turns, order: list[int], number: int) -> threading.Thread:
 
 
 def test_those_that_wait_come_in_their_order():
-    turns, order = Turns(1), list[int]()
+    turns, order = Turns(), list[int]()
     with turns:
         threads = [come(turns, order, number) for number in range(5)]
         assert not order
     for thread in threads:
         thread.join()
-    assert order == [*range(5)] and turns._inside == 0 and not turns._waiting
+    assert order == [*range(5)] and not turns._inside and not turns._waiting
 
 
-def test_no_more_at_once_than_there_are_places():
-    turns, inside, most = Turns(2), list[int](), list[int]()
+def test_one_thread_at_once():
+    turns, inside, most = Turns(), list[int](), list[int]()
 
     def work() -> None:
         for _ in range(50):
@@ -62,11 +63,45 @@ def test_no_more_at_once_than_there_are_places():
         thread.start()
     for thread in threads:
         thread.join()
-    assert max(most) == 2 and len(most) == 300 and turns._inside == 0
+    assert max(most) == 1 and len(most) == 300 and not turns._inside and not turns._waiting
+
+
+def test_who_comes_again_soon_goes_on_for_a_few_calls(monkeypatch: pytest.MonkeyPatch):
+    """And then waits for those that waited: in a turn that somebody waits for there are as many calls as may be."""
+    monkeypatch.setattr(module, "SOON", 30)
+    monkeypatch.setattr(module, "PATIENCE", 30)
+    turns, order = Turns(), list[int]()
+    with turns:
+        pass
+    with turns:  # this thread has come again
+        other = come(turns, order, 1)
+    for _ in range(CALLS):
+        with turns:
+            order.append(0)
+    other.join()
+    assert order == [0] * (CALLS - 2) + [1, 0, 0] and not turns._inside and not turns._waiting
+
+
+@pytest.mark.parametrize("comes", ["nobody", "another"])
+def test_nobody_waits_for_long_for_who_does_not_come_again(comes: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "SOON", 30)
+    monkeypatch.setattr(module, "PATIENCE", 0.05 if comes == "nobody" else 30)
+    turns, order = Turns(), list[int]()
+    with turns:
+        pass
+    with turns:
+        waits = come(turns, order, 1)
+    if comes == "another":
+        assert not order
+        later = threading.Thread(target=lambda: order.append(2) if turns.__enter__() is None else None)
+        later.start()
+        later.join()
+    waits.join(30)
+    assert order == ([1] if comes == "nobody" else [1, 2])
 
 
 def test_an_error_ends_a_turn():
-    turns = Turns(1)
+    turns = Turns()
     with pytest.raises(KeyError), turns:
         raise KeyError
     with turns:
@@ -87,7 +122,7 @@ def interrupted() -> Iterator[None]:
 
 
 def test_who_is_interrupted_does_not_keep_a_turn(interrupted: None):
-    turns, order, leave = Turns(1), list[int](), threading.Event()
+    turns, order, leave = Turns(), list[int](), threading.Event()
 
     def hold() -> None:
         with turns:
@@ -102,11 +137,11 @@ def test_who_is_interrupted_does_not_keep_a_turn(interrupted: None):
     leave.set()
     holder.join()
     other.join()
-    assert order == [1] and turns._inside == 0 and not turns._waiting
+    assert order == [1] and not turns._inside and not turns._waiting
 
 
 def test_a_forked_child_begins_anew():
-    turns = Turns(1)
+    turns = Turns()
     with turns:
         child = os.fork()
         if child == 0:

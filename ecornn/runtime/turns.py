@@ -2,71 +2,90 @@
 
 A thread that gives Python's lock away for some microseconds has it back before another one, which that wakes, runs; the
 other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us
-one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order.
+one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order, one at a time:
+two would wait for Python's lock together. To wake one takes longer than a call, so a thread that soon calls again goes
+on for a few of them before it hands its turn over.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable
 from functools import cache
+from time import monotonic
 from typing import Any
 
-from ecornn.runtime import sharing
+CALLS = 3  # of a turn, at most; eight threads wait for 21 of them
+SOON = 200e-6  # seconds until its next call for which a turn waits, if the thread came as soon before
+PATIENCE = 20e-3  # seconds after which the first one that waits looks whether the turn is anybody's
 
 
 class Turns:
-    """A context in which so many threads are at once, the others after them in the order in which they came.
+    """A context in which one thread is at once, the others after it in the order in which they came."""
 
-    Parameters
-    ----------
-    places : how many
-    """
-
-    def __init__(self, places: int) -> None:
-        self._places = places
+    def __init__(self) -> None:
         self.begin()
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
         """As if nobody had come, as in a forked child, which has none of the other threads."""
-        self._lock, self._inside, self._waiting = allocate_lock(), 0, deque[Any]()
+        self._lock, self._inside, self._waiting = allocate_lock(), False, deque[Any]()
+        self._own = threading.local()  # of a thread, calls: of its turn; left: when it left; soon: whether it came soon
 
     def __enter__(self) -> None:
+        own, now = self._own, monotonic()
+        own.soon = now - getattr(own, "left", 0.0) < SOON
         with self._lock:
-            if self._inside < self._places and not self._waiting:
-                self._inside += 1
+            if not self._inside and (not self._waiting or (own.soon and own.calls < CALLS)):
+                own.calls = own.calls + 1 if own.soon and own.calls < CALLS else 1
+                self._inside = True
                 return
+            if not self._inside:  # it has waited for somebody who has not come in time
+                self._waiting.popleft().release()
+                self._inside = True
             turn = allocate_lock()
             turn.acquire()
             self._waiting.append(turn)
         try:
-            turn.acquire()
+            while not turn.acquire(timeout=PATIENCE):
+                with self._lock:
+                    if not self._inside and self._waiting[0] is turn:  # who would come soon has not
+                        self._waiting.popleft()
+                        self._inside = True
+                        break
         except BaseException:  # a signal's, such as KeyboardInterrupt
             with self._lock:
                 if turn in self._waiting:
                     self._waiting.remove(turn)
                     raise
-            self.__exit__()
+            self._leave(True)
             raise
+        own.calls = 1
 
     def __exit__(self, *_: object) -> None:
+        own = self._own
+        own.left = monotonic()
+        self._leave(not own.soon or own.calls >= CALLS)
+
+    def _leave(self, over: bool) -> None:
+        """Hands the turn to the first one that waits, if it is ``over``; else it is anybody's."""
         with self._lock:
-            if self._waiting:
+            if over and self._waiting:
                 self._waiting.popleft().release()
             else:
-                self._inside -= 1
+                self._inside = False
 
 
 @cache
 def _turns() -> Turns:
-    return Turns(sharing.cores())
+    return Turns()
 
 
 def in_turns(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, in as many threads at once as the process has cores, of all that this is made of."""
+    """The function, in one thread at once of all that this is made of."""
     turns = _turns()
 
     def called(*arguments: Any) -> Any:
