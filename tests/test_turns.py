@@ -47,8 +47,9 @@ def test_those_that_wait_come_in_their_order():
     assert order == [*range(5)] and not turns._inside and not turns._waiting
 
 
-def test_one_thread_at_once():
-    turns, inside, most = Turns(), list[int](), list[int]()
+@pytest.mark.parametrize("places", [1, 2])
+def test_no_more_at_once_than_there_are_places(places: int):
+    turns, inside, most = Turns(places), list[int](), list[int]()
 
     def work() -> None:
         for _ in range(50):
@@ -63,7 +64,7 @@ def test_one_thread_at_once():
         thread.start()
     for thread in threads:
         thread.join()
-    assert max(most) == 1 and len(most) == 300 and not turns._inside and not turns._waiting
+    assert max(most) == places and len(most) == 300 and not turns._inside and not turns._waiting
 
 
 def test_who_comes_again_soon_goes_on_for_a_few_calls(monkeypatch: pytest.MonkeyPatch):

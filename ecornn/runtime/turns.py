@@ -2,9 +2,9 @@
 
 A thread that gives Python's lock away for some microseconds has it back before another one, which that wakes, runs; the
 other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us
-one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order, one at a time:
-two would wait for Python's lock together. To wake one takes longer than a call, so a thread that soon calls again goes
-on for a few of them before it hands its turn over.
+one call in a hundred takes 5 ms, and one in a thousand 45. Those that sleep here come in their order, half as many at
+once as there are cores: others are between their calls, with Python's lock. To wake one takes longer than a call, so a
+thread that soon calls again goes on for a few of them before it hands its turn over.
 """
 
 from __future__ import annotations
@@ -18,43 +18,52 @@ from functools import cache
 from time import monotonic
 from typing import Any
 
+from ecornn.runtime import sharing
+
 CALLS = 3  # of a turn, at most; eight threads wait for 21 of them
 SOON = 200e-6  # seconds until its next call for which a turn waits, if the thread came as soon before
 PATIENCE = 20e-3  # seconds after which the first one that waits looks whether the turn is anybody's
 
 
 class Turns:
-    """A context in which one thread is at once, the others after it in the order in which they came."""
+    """A context in which so many threads are at once, the others after them in the order in which they came.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    places : how many
+    """
+
+    def __init__(self, places: int = 1) -> None:
+        self._places = places
         self.begin()
         os.register_at_fork(after_in_child=self.begin)
 
     def begin(self) -> None:
         """As if nobody had come, as in a forked child, which has none of the other threads."""
-        self._lock, self._inside, self._waiting = allocate_lock(), False, deque[Any]()
+        self._lock, self._inside, self._waiting = allocate_lock(), 0, deque[Any]()
         self._own = threading.local()  # of a thread, calls: of its turn; left: when it left; soon: whether it came soon
 
     def __enter__(self) -> None:
         own, now = self._own, monotonic()
         own.soon = now - getattr(own, "left", 0.0) < SOON
         with self._lock:
-            if not self._inside and (not self._waiting or (own.soon and own.calls < CALLS)):
+            free = self._inside < self._places
+            if free and (not self._waiting or (own.soon and own.calls < CALLS)):
                 own.calls = own.calls + 1 if own.soon and own.calls < CALLS else 1
-                self._inside = True
+                self._inside += 1
                 return
-            if not self._inside:  # it has waited for somebody who has not come in time
+            if free:  # the first one has waited for somebody who has not come in time
+                self._inside += 1
                 self._waiting.popleft().release()
-                self._inside = True
             turn = allocate_lock()
             turn.acquire()
             self._waiting.append(turn)
         try:
             while not turn.acquire(timeout=PATIENCE):
                 with self._lock:
-                    if not self._inside and self._waiting[0] is turn:  # who would come soon has not
+                    if self._inside < self._places and self._waiting and self._waiting[0] is turn:
+                        self._inside += 1  # who would come soon has not
                         self._waiting.popleft()
-                        self._inside = True
                         break
         except BaseException:  # a signal's, such as KeyboardInterrupt
             with self._lock:
@@ -76,16 +85,16 @@ class Turns:
             if over and self._waiting:
                 self._waiting.popleft().release()
             else:
-                self._inside = False
+                self._inside -= 1
 
 
 @cache
 def _turns() -> Turns:
-    return Turns()
+    return Turns(max(1, sharing.cores() // 2))
 
 
 def in_turns(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, in one thread at once of all that this is made of."""
+    """The function, in half as many threads at once as the process has cores, of all that this is made of."""
     turns = _turns()
 
     def called(*arguments: Any) -> Any:

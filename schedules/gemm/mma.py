@@ -103,6 +103,22 @@ def shape_of(job: Job) -> Shape:
     return shape
 
 
+def blocks_of(job: Job, s: Shape) -> int:
+    """Blocks of a kernel that has the GPU to itself. Where the last column is less work than the others, as many as
+    have no divisor in common with the columns: each block, and each multiprocessor, then has tiles of all of them."""
+    blocks = job.device.cores * (1 if s.tiles * s.products > 16 else 2)
+    while spares_warps(job, s) and gcd(blocks, s.columns) > 1:
+        blocks -= 1
+    return blocks
+
+
+def spares_warps(job: Job, s: Shape) -> bool:
+    """Whether warps of the last column have no units and do not multiply padding: in float32, where products take
+    long."""
+    own = 8 * s.octets
+    return job.arithmetic == "float32" and s.columns * WARP_COLUMNS * own - job.units >= own
+
+
 def shape_within(job: Job, registers: int) -> Shape | None:
     """The largest tiles for which a thread has ``registers``; None where even the smallest need more."""
     whole = shape_of(job)

@@ -16,7 +16,7 @@ from functools import reduce
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.gemm.job import Columns, Epilogue, Job, Operand
-from ecornn.schedules.gemm.mma import ROW, SPAN, THREADS, WARP_COLUMNS, Shape, rows_ahead
+from ecornn.schedules.gemm.mma import ROW, SPAN, THREADS, WARP_COLUMNS, Shape, rows_ahead, spares_warps
 from ecornn.schedules.gemm.outputs import Outputs
 from ecornn.schedules.isa.tensor_core import WORDS, mma, per_word, split, words
 
@@ -222,12 +222,11 @@ class Team:
         return stack
 
     def _has_units(self, column: Expr) -> Expr | bool:
-        """Whether the warp has units: in float32, where products take long, others do not multiply padding."""
-        s, own = self.shape, 8 * self.shape.octets
-        spared = s.columns * WARP_COLUMNS * own - self.job.units >= own
-        if not self.alone or self.job.arithmetic != "float32" or not spared:
+        """Whether the warp has units to multiply, see :func:`~ecornn.schedules.gemm.mma.spares_warps`."""
+        s = self.shape
+        if not self.alone or not spares_warps(self.job, s):
             return True
-        return T.let("has_units", (column * WARP_COLUMNS + self.warp_column) * own < self.job.units)
+        return T.let("has_units", (column * WARP_COLUMNS + self.warp_column) * (8 * s.octets) < self.job.units)
 
     def _has_values(self, slab: Expr, tile: int) -> Expr | bool:
         """The same of K: whether a k-tile of a slab has values; of one operand."""

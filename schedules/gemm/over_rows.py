@@ -9,7 +9,7 @@ from __future__ import annotations
 from ecornn.program import Buffer, Launch
 from ecornn.schedules.base import Component
 from ecornn.schedules.gemm.job import Epilogue, Job
-from ecornn.schedules.gemm.mma import THREADS, packing_of, shape_of
+from ecornn.schedules.gemm.mma import THREADS, blocks_of, packing_of, shape_of
 from ecornn.schedules.gemm.mma_kernel import mma_kernel
 from ecornn.schedules.gemm.wgmma import THREADS as HOPPER_THREADS
 from ecornn.schedules.gemm.wgmma import packing_of as hopper_packing
@@ -32,7 +32,7 @@ def over_rows(job: Job, epilogue: Epilogue, ahead: int = 100) -> Component:
         return Component({job.name: wgmma_kernel(job, hopper, epilogue)}, weights,
                          (Launch(job.name, job.device.cores, HOPPER_THREADS, hopper.shared),))
     shape = shape_of(job)
-    blocks = job.device.cores * (1 if shape.tiles * shape.products > 16 else 2)
+    blocks = blocks_of(job, shape)
     return Component({job.name: mma_kernel(job, shape, epilogue, blocks, ahead)}, weights_of(job),
                      (Launch(job.name, blocks, THREADS, shape.shared),))
 
