@@ -110,3 +110,12 @@ class Sides:
             self.row |= summary(name, values, self.T * self.calls)
         self.row["repetitions"] = len(next(iter(times.values())))
         return self.row
+
+
+def beside_cudnn(cell: str, shape: tuple[int, int, int, int], dtype: str) -> tuple[Sides, Any, dict[str, torch.Tensor]]:
+    """Sides on fresh input, cuDNN's layer of that cell through PyTorch, which is no side yet, and its weights."""
+    sides = Sides(shape, dtype)
+    library = side_by_side.CELLS[cell](sides.I, sides.H, device=side_by_side.DEVICE).to(sides.kind)
+    library.flatten_parameters()
+    sides.x.copy_(sides.random())
+    return sides, library, {name: value.detach() for name, value in library.named_parameters()}
