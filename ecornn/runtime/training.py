@@ -314,7 +314,7 @@ class TrainingCalls:
 
     def training_workspace_bytes(self: Any, steps: int) -> int:
         """Bytes of workspace of the larger one of :meth:`forward` and :meth:`backward` at T = ``steps``; it stays with
-        the layer."""
+        the layer. ``backward`` of memory that the caller gave may take more: what is kept there stays as it is."""
         return self.training.workspace_bytes(steps)
 
     def _with_inputs(self: Any, x: Any, inputs: Mapping[str, Any] | None) -> tuple[Any, Widths]:
