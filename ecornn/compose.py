@@ -243,7 +243,8 @@ def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
     if isinstance(call, Chunks):
         return replace(call, calls=tuple(_renamed(one, names, known) for one in call.calls),
                        rows={names[n]: size for n, size in call.rows.items()},
-                       states=tuple((names[a], names[b]) for a, b in call.states))
+                       states=tuple((names[a], names[b]) for a, b in call.states),
+                       in_place=())  # parts share workspaces, but no memory that is kept
     if isinstance(call, Concurrent):
         return Concurrent(tuple(tuple(_renamed(one, names, known) for one in branch) for branch in call.branches))
     if isinstance(call, Parallel):

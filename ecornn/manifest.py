@@ -38,7 +38,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of which rows of x have H values each behind the I of x, in this order: the workload's input size counts all.
     ``optional``, unset where there are none, are tensors that a call of ``backward`` may have null for, and
     ``packed_for_optional`` the packed buffers that such a call does not read.
-    ``dx_in``, unset where there is none, is the program's.
+    ``dx_in`` and ``in_place``, unset where there is none, are the program's.
     ``output`` is the name of y; ``outputs``, unset where there is one, are the names of several, of each of which rows
     of y have H values, in this order, of one direction after the other.
     """
@@ -63,6 +63,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packed_for_optional: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     outputs: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
     dx_in: str | msgspec.UnsetType = msgspec.UNSET
+    in_place: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def own_input(self) -> int:

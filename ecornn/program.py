@@ -45,7 +45,8 @@ class Tensor:
     Attributes
     ----------
     role : given or made
-    axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H)
+    axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V
+        of a row of values that are kept beside each other (H of each)
     dtype : data type, or SUMS; None: the layer's
     by_state : there is one for each state of each sequence of a stack; or for each value, by its number
     by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
@@ -68,9 +69,9 @@ class Tensor:
 
 # With ``sequences``, which has the number of each step's sequence, B of states is S, the number of sequences.
 # ``state_kept`` is a state after each step, zero where a row takes no part, ``value_kept`` any other value of the step,
-# anything finite there; gradients are of the layer's output with
-# respect to what their names say, those of parameters (G, H, K) or (G, H). These are written where ``existing`` is
-# null, and else, or in a program that has none, added to what is there.
+# anything finite there, ``values_kept`` several of these, one beside the other; gradients are of the layer's output
+# with respect to what their names say, those of parameters (G, H, K) or (G, H). These are written where ``existing``
+# is null, and else, or in a program that has none, added to what is there.
 TENSORS = {
     "x": Tensor(GIVEN, ("T", "B", "I")),
     "y": Tensor(MADE, ("T", "B", "W")),
@@ -81,6 +82,7 @@ TENSORS = {
     "sequences": Tensor(GIVEN, ("T", "B"), "int32", optional=True),
     "state_kept": Tensor(KEPT, ("T", "B", "H"), by_state=True),
     "value_kept": Tensor(KEPT, ("T", "B", "H"), by_state=True),
+    "values_kept": Tensor(KEPT, ("T", "B", "V"), by_state=True),
     "dy": Tensor(GIVEN, ("T", "B", "W")),
     "dstate_out": Tensor(GIVEN, ("B", "H"), by_state=True),
     "dx": Tensor(MADE, ("T", "B", "I")),
@@ -94,9 +96,9 @@ _FORWARD = ("x", "y", "state_in", "state_out", *_MASKS)
 # entry -> the tensors that it exchanges with its caller. Of what is kept there is what backward reads.
 ENTRIES = {
     RUN: _FORWARD,
-    FORWARD: (*_FORWARD, "state_kept", "value_kept"),
-    BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "dy", "dstate_out", "dx", "dstate_in",
-               "gradient", "existing"),
+    FORWARD: (*_FORWARD, "state_kept", "value_kept", "values_kept"),
+    BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "values_kept", "dy", "dstate_out", "dx",
+               "dstate_in", "gradient", "existing"),
 }
 
 
@@ -298,13 +300,15 @@ class Chunks:
     """CUDA: ``calls`` for one chunk of ``steps`` steps after the other, of which the last one in time may have fewer;
     their T is the chunk's; all but the first one have ``add`` 1. ``reverse``: the last one comes first. Launches may
     read the scalars ``first_step``, the chunk's first step, and ``all_steps``, the T of the call; ``rows`` and
-    ``states`` as of :class:`WaveLayer`."""
+    ``states`` as of :class:`WaveLayer`. ``in_place``: pairs of a workspace and a buffer of ``rows``; where a call has
+    both in one place, that is, where a chunk's rows of the one are, the other is."""
 
     calls: tuple[Call, ...]
     rows: Mapping[str, int]
     states: tuple[tuple[str, str], ...]
     steps: int
     reverse: bool = False
+    in_place: tuple[tuple[str, str], ...] = ()
 
 
 Call = Fill | Launch | Loop | Relay | Parallel | Concurrent | Wave | Chunks
@@ -324,6 +328,8 @@ class Program:
 
     ``together``: neighbouring columns of ``sequences`` that may share one; 1 where none may, 0 where all may.
     ``dx_in``: a buffer that is kept, of as many bytes as the gradient of x, in whose place that may be written.
+    ``in_place``: workspaces of ``backward`` -> a buffer that is kept, which may be where the workspace is: its values
+    are then lost, and the workspace takes no memory.
     """
 
     functions: dict[str, PrimFunc]
@@ -332,6 +338,7 @@ class Program:
     notes: dict[str, str] = field(default_factory=dict)  # shown by --emit and in the manifest
     together: int = 1
     dx_in: str | None = None
+    in_place: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def running(cls, functions: dict[str, PrimFunc], buffers: Iterable[Buffer], calls: Iterable[Call],

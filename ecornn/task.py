@@ -99,7 +99,8 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
         overlap=overlap, together=program.together or task.workload.batch, inputs=tuple(cell.inputs) or msgspec.UNSET,
         optional=leaves_out(program) or msgspec.UNSET,
         packed_for_optional=(leaves_out(program) and packed_for_left_out(program)) or msgspec.UNSET,
-        outputs=outputs if len(outputs) > 1 else msgspec.UNSET, dx_in=program.dx_in or msgspec.UNSET)
+        outputs=outputs if len(outputs) > 1 else msgspec.UNSET, dx_in=program.dx_in or msgspec.UNSET,
+        in_place=dict(program.in_place) or msgspec.UNSET)
 
 
 def versions() -> dict[str, str]:

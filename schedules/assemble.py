@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ecornn.program import ENTRIES, FORWARD, PACKED, RUN, TENSORS, Buffer, Entry, Extent, Packing, Program
 from ecornn.schedules.base import Component, Task, joined
-from ecornn.schedules.chunks import chunk_for, in_chunks
+from ecornn.schedules.chunks import chunk_for, in_chunks, shorter
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, stored
@@ -53,6 +53,7 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
     part = replace(part, buffers=tuple(own.values()))
     if (steps := chunk_for(task, part.buffers)) is not None:
         handed = [(f"{s}_in", f"{s}_out") for s in task.graph.states]
+        steps = shorter(task, steps, part.buffers)
         part = in_chunks(part, around, task, steps, handed, task.traversal.reverse, "chunk_")
     takes = (*(b.name for b in part.buffers), *(b.name for b in kept))
     return replace(run, functions={**run.functions, **part.functions},

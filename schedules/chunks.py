@@ -12,6 +12,7 @@ from msgspec import structs
 
 from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Concurrent, Extent, Fill, Launch, Loop
 from ecornn.schedules.base import Component, Task
+from ecornn.schedules.keeping import stored
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
 
 ROOM = 18 << 20  # bytes of the workspaces that grow with a chunk
@@ -20,6 +21,9 @@ LEAST = {"gates": 256, "states": 128}  # steps of a chunk of forward, whose work
 # nanoseconds of a recurrence for which a chunk of backward starts its kernels, and loads weights
 BACKWARD = {"gates": 120_000, "states": 88_000}
 SHORTEST = 512  # steps of a sequence that is cut
+# Who keeps gates has that much memory anyway, of which workspaces are then this part at most; but no chunks that are
+# shorter than these take, whose launches would be a fifth of the time (of forward, of which a chunk has few: steps).
+PART, LEAST_FOR_PART, BACKWARD_FOR_PART = 0.1, 96, 60_000
 
 
 def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = None) -> int | None:
@@ -31,15 +35,36 @@ def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = No
     expected : nanoseconds of a step of backward's recurrence; None: of forward
     """
     traversal, seq = task.traversal, task.workload.seq
-    own = {b.name: b for b in buffers if b.role == WORKSPACE}.values()
+    own = _workspaces(buffers)
     step = sum(b.extent.per_step * b.itemsize for b in own)
     if not may_be_cut(task) or step * seq <= ROOM:
         return None
     keep = traversal.keep or "gates"
     least = LEAST[keep] if expected is None else max(8, int(BACKWARD[keep] / expected))
     most = max(least, ROOM // step // 8 * 8)
+    return _evenly(seq, most)
+
+
+def shorter(task: Task, steps: int, workspaces: Iterable[Buffer], expected: float | None = None) -> int:
+    """Steps of a chunk, of ``steps`` at most, for which the ``workspaces`` are a part of what is kept, PART, if that is
+    gates; but no fewer than the launches of a chunk are worth. ``expected`` as of :func:`chunk_for`."""
+    w, own = task.workload, _workspaces(workspaces)
+    if task.traversal.keep == "states":
+        return steps
+    kept = sum(b.nbytes(w.seq) for b in stored(task).buffers(w.batch, w.hidden, w.dtype))
+    left = PART * kept - sum(b.nbytes(0) for b in own)
+    most = int(left / sum(b.extent.per_step * b.itemsize for b in own)) // 8 * 8
+    least = LEAST_FOR_PART if expected is None else max(8, int(BACKWARD_FOR_PART / expected))
+    return steps if steps <= most else min(steps, _evenly(w.seq, max(least, most)))
+
+
+def _evenly(seq: int, most: int) -> int:
     count = -(-seq // most)
     return (-(-seq // count) + 7) // 8 * 8
+
+
+def _workspaces(buffers: Iterable[Buffer]) -> list[Buffer]:
+    return list({b.name: b for b in buffers if b.role == WORKSPACE}.values())
 
 
 def may_be_cut(task: Task) -> bool:
@@ -61,6 +86,8 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
     """
     w, traversal = task.workload, task.traversal
     sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(task.graph.written * w.hidden)}
+    if traversal.keep is not None:
+        sizes["V"] = stored(task).together * w.hidden
     rows = {b.name: size for b in around if b.tensor is not None
             if (size := TENSORS[b.tensor].row(sizes)) is not None}
     names = {b.name: prefix + b.name for b in part.buffers if b.role == WORKSPACE and b.extent.per_step}

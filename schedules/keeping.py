@@ -12,48 +12,84 @@ from msgspec import structs
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
 from ecornn.program import Buffer, Extent
+from ecornn.schedules.backward.outputs import together
 from ecornn.schedules.base import Task
-from ecornn.schedules.builder import T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 
 MOST = 1 << 30  # bytes of gates that are kept where nobody says what is
 Value = TypeVar("Value")
 
 
+VALUES = "values_kept"
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where something goes that is kept: rows of ``buffer`` have ``count`` times H values, of which these are the ones
+    of this ``number``."""
+
+    buffer: str
+    number: int = 0
+    count: int = 1
+
+    def at(self, row: Expr, unit: Expr, hidden: int) -> Expr:
+        """The place of a unit in a row, int64."""
+        first = row * (self.count * hidden) + unit
+        return first + self.number * hidden if self.number else first
+
+
 @dataclass(frozen=True)
 class Stored:
-    """What kernels of a GPU store of each step besides y: states of these names, and values of the step."""
+    """What kernels of a GPU store of each step besides y: states of these names, and values of the step, of which the
+    first ones lie ``together`` in rows of ``values_kept`` (T, B, V, H), each of which may become one of what backward's
+    recurrence writes."""
 
     states: tuple[str, ...] = ()
     values: tuple[Var, ...] = ()
+    together: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.states or self.values)
 
     def buffers(self, batch: int, hidden: int, dtype: str) -> list[Buffer]:
-        """Where they go: :func:`kept_buffers` and :func:`value_buffers`."""
-        return [*kept_buffers(self.states, batch, hidden, dtype),
-                *value_buffers(len(self.values), batch, hidden, dtype)]
+        """Where they go: :func:`kept_buffers` and :func:`value_buffers`, but for values that lie ``together``."""
+        row = batch * self.together * hidden
+        values = structs.replace(Buffer.of(VALUES, dtype, "0"), name=VALUES, extent=Extent(0, row))
+        return [*kept_buffers(self.states, batch, hidden, dtype), *[values] * bool(self.together),
+                *value_buffers(len(self.values), batch, hidden, dtype)[self.together:]]
 
     def arguments(self, dtype: str) -> dict[str, TirBuffer]:
         """The parameters of a kernel that stores them."""
-        names = (*(f"{s}_kept" for s in self.states), *(f"value{n}_kept" for n in range(len(self.values))))
+        names = dict.fromkeys((*(f"{s}_kept" for s in self.states),
+                               *(self.spot(n).buffer for n in range(len(self.values)))))
         return {name: T.arg(name, T.buffer((T.int64(1 << 40),), dtype)) for name in names}
 
-    def found(self, after: Mapping[str, Value], env: Mapping[Var, Value]) -> dict[str, Value]:
-        """Each of them by its buffer, from the states after a step and its values."""
-        return {**{f"{s}_kept": after[s] for s in self.states},
-                **{f"value{n}_kept": env[v] for n, v in enumerate(self.values)}}
+    def found(self, after: Mapping[str, Value], env: Mapping[Var, Value]) -> dict[Spot, Value]:
+        """Each of them by where it goes, from the states after a step and its values."""
+        return {**{Spot(f"{s}_kept"): after[s] for s in self.states},
+                **{self.spot(n): env[v] for n, v in enumerate(self.values)}}
+
+    def spot(self, number: int) -> Spot:
+        """Where the value of this number goes."""
+        return spot(number, self.together)
 
 
 NOTHING = Stored()
+
+
+def spot(number: int, several: int) -> Spot:
+    """Where the value of this number goes, if the first ``several`` lie together."""
+    return Spot(VALUES, number, several) if number < several else Spot(f"value{number}_kept")
 
 
 def stored(task: Task) -> Stored:
     """What the kernels of ``forward`` store, of a task that trains."""
     keep, graph = task.traversal.keep, task.graph
     assert keep is not None
-    found = kept(adjoint(graph, task.workload.hidden, starts_anew=task.traversal.resets), keep, by_steps=True)
-    return Stored(tuple(name for name in found.states if name != graph.output), found.values)
+    made = adjoint(graph, task.workload.hidden, starts_anew=task.traversal.resets)
+    found = kept(made, keep, by_steps=True)
+    return Stored(tuple(name for name in found.states if name != graph.output), found.values,
+                  together(task, made, len(found.values)))
 
 
 def usual_keep(task: Task, count: int) -> str:

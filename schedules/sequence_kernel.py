@@ -22,7 +22,7 @@ class SequenceKernel:
     math : of the scalars, one of ``MATH``
     arguments : parameters by name, flat: ``hoisted`` as its layout says, ``vectors`` (V*H,), ``<state>_in`` and
         ``<state>_out`` (B*H,), ``y`` (T*B*D*H,) or, of an adjoint, ``outputs`` (T*B*O*H,), masks as ``timeline`` says,
-        ``<state>_kept`` and ``value<n>_kept`` (T*B*H,), and the schedule's own
+        ``<state>_kept``, ``value<n>_kept`` (T*B*H,), ``values_kept`` (T*B*V*H,), and the schedule's own
     steps, batch : T and B of the call
     kept : what it stores of each step, beside y
     early : whether it may begin before what it reads of other launches is there: these are waited for

@@ -19,6 +19,7 @@ from ecornn.program import (
     WORKSPACE,
     Buffer,
     Call,
+    Chunks,
     Concurrent,
     Entry,
     Fill,
@@ -28,13 +29,14 @@ from ecornn.program import (
 )
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
-from ecornn.schedules.backward.memory import outputs_row, rows_extent, rows_of_states
+from ecornn.schedules.backward.memory import rows_extent, rows_of_states
+from ecornn.schedules.backward.outputs import outputs_row
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
-from ecornn.schedules.chunks import chunk_for, in_chunks, may_be_cut
+from ecornn.schedules.chunks import chunk_for, in_chunks, may_be_cut, shorter
 from ecornn.schedules.hoisted import hoisted_of
-from ecornn.schedules.keeping import stored
+from ecornn.schedules.keeping import VALUES, stored
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.schedules.workspaces import Uses, free_for, overlaid
 
@@ -65,10 +67,18 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     tensors = [structs.replace(b, dtype=dx) if b.tensor == "dx" else b for b in tensors]
     tensors += stored(task).buffers(w.batch, w.hidden, w.dtype)
     names = _names(task)
-    steps = chunk_for(task, (*hoisted, *rows.buffers), schedule.expected(inner))
-    if steps is not None:
+    def of_chunk(steps: int) -> tuple[Component, Component]:
         short = replace(task, workload=structs.replace(w, seq=steps))
-        rows, after = parts_of(short, made, known, layout, recurrence, add=True, add_dx=add_dx, chunked=True, dx=dx)
+        return parts_of(short, made, known, layout, recurrence, add=True, add_dx=add_dx, chunked=True, dx=dx)
+
+    expected = schedule.expected(inner)
+    steps = chunk_for(task, (*hoisted, *rows.buffers), expected)
+    if steps is not None:
+        rows, after = of_chunk(steps)
+        whole = joined(before, replace(rows, buffers=(*hoisted, *rows.buffers)), after)
+        most, steps = steps, shorter(task, steps, _with_less(task, _named(whole, names))[0].buffers, expected)
+        if steps < most:
+            rows, after = of_chunk(steps)
         sums = [b for b in rows.buffers if b.name.startswith("sums_")]
         before = joined(before, Component(calls=tuple(Fill(b.name, 0, b.extent) for b in sums)))
     rows = _named(replace(rows, buffers=(*hoisted, *rows.buffers)), names)
@@ -76,21 +86,39 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
         pairs = [(names.get(a, OWN + a), names.get(b, OWN + b)) for a, b in handed]
         rows = in_chunks(rows, tensors, task, steps, pairs, not traversal.reverse)
     part = joined(_named(before, names), rows, _named(after, names))
-    part = overlaid(part, w.seq, [b.name for b in part.buffers if b.name.startswith(RECURRENCE)])
-    taken = (*tensors, vector_buffer(task), *part.buffers)
+    part, in_place = _with_less(task, part)
+    taken = (*tensors, vector_buffer(task), *part.buffers, *in_place)
     buffers = {b.name: b for b in (*forward.buffers, *taken)}
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
                    entries={**forward.entries, BACKWARD: entry}, together=together,
-                   dx_in=_room_for_dx(task, Uses(part.functions), entry))
+                   dx_in=_room_for_dx(task, Uses(part.functions), entry),
+                   in_place={b.name: VALUES for b in in_place})
 
 
 def _room_for_dx(task: Task, uses: Uses, entry: Entry) -> str | None:
     """One of what is kept that is as large as the gradient of x, which may then be written over it."""
-    w, rooms = task.workload, [b.name for b in stored(task).buffers(1, 1, task.workload.dtype)]
+    w, rooms = task.workload, [b.name for b in stored(task).buffers(1, 1, task.workload.dtype) if b.name != VALUES]
     if w.input != w.hidden or task.traversal.sequences or task.traversal.directions > 1:
         return None
     return next(iter(free_for("dx", uses, entry.calls, rooms)), None)
+
+
+def _with_less(task: Task, part: Component) -> tuple[Component, list[Buffer]]:
+    """The calls of ``part`` with less memory, and workspaces that are no more among its own: they may lie where the
+    values are that forward kept."""
+    own = _in_place(task, part)
+    apart = [*own, *(b.name for b in part.buffers if b.name.startswith(RECURRENCE))]
+    less, pairs = overlaid(part, task.workload.seq, apart), tuple((name, VALUES) for name in own)
+    calls = tuple(replace(call, in_place=pairs) if isinstance(call, Chunks) else call for call in less.calls)
+    return (replace(less, buffers=tuple(b for b in less.buffers if b.name not in own), calls=calls),
+            [b for b in less.buffers if b.name in own])
+
+
+def _in_place(task: Task, part: Component) -> list[str]:
+    """What the recurrence writes may lie where as many values are that forward kept, if nobody reads these any more."""
+    names = [VALUES] * bool(stored(task).together)
+    return [OWN + "outputs"] * len(free_for(OWN + "outputs", Uses(part.functions), part.calls, names))
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,

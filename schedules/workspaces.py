@@ -97,7 +97,7 @@ def _holding(place: Buffer, other: Buffer) -> Buffer:
 def _with(call: Call, instead: Mapping[str, str], functions: Mapping[str, PrimFunc]) -> Call:
     def launch(one: Launch) -> Launch:
         names = {p.name: one.names.get(p.name, p.name) for p in functions[one.function].params}
-        return replace(one, names=dict(one.names) | {p: instead[b] for p, b in names.items() if b in instead})
+        return replace(one, names={p: instead.get(b, b) for p, b in names.items() if p in one.names or b in instead})
 
     if isinstance(call, Launch):
         return launch(call)

@@ -205,6 +205,7 @@ def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> I
             for n, first in enumerate(reversed(firsts) if call.reverse else firsts):
                 own = memory | {b: memory[b][first * values["B"] * size:] for b, size in call.rows.items()}
                 own |= {before: memory[then] for before, then in call.states} if n else {}
+                own |= {a: own[b] for a, b in call.in_place if memory[a] is memory[b]}
                 steps = min(call.steps, values["T"] - first)
                 scalars = {"T": steps, "first_step": first, "all_steps": values["T"],
                            "add": int(values["add"] or n > 0)}

@@ -21,7 +21,8 @@ from ecornn.analysis.kept import kept
 from ecornn.schedules.backward.assemble import backward
 from ecornn.schedules.backward.finish import state_gradients
 from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
-from ecornn.schedules.backward.memory import Memory, written
+from ecornn.schedules.backward.memory import Memory
+from ecornn.schedules.backward.outputs import written
 from ecornn.schedules.backward.replay import materialized, replayed
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients

@@ -18,9 +18,9 @@ from test_adjoint import H, cell_of
 from ecornn.analysis import analyse
 from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_reference import random_weights
-from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks, Concurrent, launches
+from ecornn.program import BACKWARD, FORWARD, KEPT, PACKED, WORKSPACE, Chunks, Concurrent, launches
 from ecornn.schedules import all_schedules, chunks
-from ecornn.schedules.backward import memory as backward_memory
+from ecornn.schedules.backward import outputs as backward_outputs
 from ecornn.schedules.base import Task
 from ecornn.schedules.gemm import aligned
 from ecornn.schedules.gemm.aligned import NAME
@@ -63,8 +63,9 @@ class Step:
                     drawn(steps, batch, work.hidden), [drawn(rows, work.hidden) for _ in states], parameters,
                     masks.get("lengths"), masks.get("resets"), table)
 
-    def run(self, call: Call, add: bool = True) -> dict[str, np.ndarray]:
-        """What both entries make; ``add``: gradients of parameters to ones that are there, else in place of NaN."""
+    def run(self, call: Call, add: bool = True, given: bool = False) -> dict[str, np.ndarray]:
+        """What both entries make; ``add``: gradients of parameters to ones that are there, else in place of NaN.
+        ``given``: what is kept is the caller's, and stays as it is."""
         (steps, batch, _), rows = call.x.shape, len(call.states[0])
         work, states = self.task.workload, list(self.task.graph.states)
         given: dict[str, Any] = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets,
@@ -86,17 +87,21 @@ class Step:
             memory[b.name] = raw.view(DTYPES[b.dtype])
             if b.name in given:
                 memory[b.name][:count] = given[b.name].reshape(-1).astype(DTYPES[b.dtype])
-        if self.program.dx_in and batch == work.batch:  # as large then
+        if self.program.dx_in and batch == work.batch and not given:  # as large then
             memory["dx"] = memory[self.program.dx_in]
+        memory |= {own: memory[kept] for own, kept in self.program.in_place.items() if not given}
+        before = dict[str, np.ndarray]()
         for entry in (FORWARD, BACKWARD):
+            before = {b.name: memory[b.name].copy() for b in self.program.buffers if b.role == KEPT}
             for b in self.program.buffers:  # workspaces hold nothing between calls
-                if b.role == "workspace":
+                if b.role == "workspace" and (given or b.name not in self.program.in_place):
                     memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
             self.emulated.carry_out({n: memory[n] for n in self.program.entries[entry].takes}, steps, batch, entry,
                                    add)
         for b in self.program.buffers:
             if b.role != PACKED:
                 assert (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), f"{b.name} was written beyond its end"
+        assert not given or all((memory[n].view(np.uint8) == a.view(np.uint8)).all() for n, a in before.items())
         found = {"y": memory["y"], "dx": memory["dx"], **{f"{n}_out": memory[f"{n}_out"] for n in states},
                  **{f"d{n}_in": memory[f"d{n}_in"] for n in states}}
         found = {n: a[:-GUARD // a.itemsize].astype(np.float64) for n, a in found.items()}
@@ -150,9 +155,9 @@ def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, kee
 def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path, monkeypatch):
     """Forward keeps them, and backward multiplies none of what they have again. What the recurrence writes is in rows
     of whole lines of memory, as those of large layers are."""
-    monkeypatch.setattr(backward_memory, "LINES", 0)
+    monkeypatch.setattr(backward_outputs, "LINES", 0)
     step = Step(tmp_path, schedule, name, sizes, dtype, traversal, "gates")
-    values = [b for b in step.program.buffers if b.tensor == "value_kept"]
+    values = [b for b in step.program.buffers if b.tensor in ("value_kept", "values_kept")]
     again = [b for b in step.program.buffers if b.name.startswith("backward_replay") and b.role == PACKED]
     assert values and (not again or step.task.graph.hoisted_statistics)  # of x, where steps have it normalized
     check(step, name, sizes, dtype, traversal)
@@ -228,6 +233,25 @@ def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch
     written = step.run(call, add=False)  # by the first chunk, and the others add
     for what, value in found.items():  # which was added to ones in float32, and has the rounding of such sums
         assert np.allclose(written[what], value, rtol=0, atol=1e-6 * max(1, np.abs(value).max())), what
+
+
+@pytest.mark.parametrize(("name", "sizes", "traversal", "dx_in"), [
+    ("lstm", (20, 3, H, H), Traversal(lengths=True), "c_kept"),
+    ("gru", (5, 3, H, H), Traversal(reverse=True, resets=True), "value4_kept")], ids=str)  # in one piece
+def test_gradients_of_gates_lie_where_these_were(name, sizes, traversal, dx_in, tmp_path, monkeypatch):
+    """The same ones as apart from them, where a caller has what is kept, and may want it again."""
+    for constant, value in {"ROOM": 1, "LEAST": EIGHT, "BACKWARD": EIGHT, "SHORTEST": 16}.items():
+        monkeypatch.setattr(chunks, constant, value)
+    step = Step(tmp_path, "persistent", name, sizes, "float32", traversal, "gates")
+    assert step.program.in_place == {"backward_outputs": "values_kept"} and step.program.dx_in == dx_in
+    cut = [c for c in step.program.entries[BACKWARD].calls if isinstance(c, Chunks)]
+    assert [c.in_place for c in cut] == [(("backward_outputs", "values_kept"),)] * (sizes[0] > 16)
+    call = step.arguments(*sizes[:2])
+    found, apart = step.run(call), step.run(call, given=True)
+    assert all((apart[what] == value).all() for what, value in found.items())
+    for what, value in reference(name, call, traversal.reverse).items():
+        error = np.linalg.norm(found[what] - value.reshape(-1)) / max(np.linalg.norm(value), 1e-6)
+        assert error < LIMITS["float32"], f"{what}: {error}"
 
 
 def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:

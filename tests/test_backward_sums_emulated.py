@@ -13,7 +13,8 @@ from test_backward_recurrence_emulated import SMALL, memory_for
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.evaluate import start
 from ecornn.analysis.kept import kept
-from ecornn.schedules.backward.memory import Memory, written
+from ecornn.schedules.backward.memory import Memory
+from ecornn.schedules.backward.outputs import written
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.base import joined

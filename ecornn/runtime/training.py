@@ -96,9 +96,11 @@ class Training:
             raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
         self._arguments = {id(plan): self._packed(plan) for plan in (self._forward, self._backward)}
-        self._scratch: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}  # plan, T -> offsets, bytes
+        # plan, T, what lies elsewhere -> offsets, bytes
+        self._scratch: dict[tuple[int, int, bool], tuple[tuple[int, ...], int]] = {}
         self._pool, self._kept = Pool(), Pool()
         self._dx_in = "" if manifest.dx_in is msgspec.UNSET else manifest.dx_in
+        self._in_place: dict[str, str] = {} if manifest.in_place is msgspec.UNSET else manifest.in_place
         self._last = (0, 0, *kept_layout(manifest, 0, 0))
 
     @property
@@ -117,8 +119,8 @@ class Training:
         return last[2:]
 
     def workspace_bytes(self, steps: int) -> int:
-        """The most bytes of workspace that one of the two calls takes."""
-        return max(self._room(plan, steps)[1] for plan in (self._forward, self._backward))
+        """The most bytes of workspace that one of the two calls takes; ``backward`` of a caller's memory takes more."""
+        return max(self._room(plan, steps, True)[1] for plan in (self._forward, self._backward))
 
     def _packed(self, plan: EntryPlan) -> list[int]:
         """The arguments of an entry that are the same in every call; 0 in place of all others."""
@@ -127,13 +129,15 @@ class Training:
             arguments[position] = self._caller.packed[buffer.name]
         return arguments
 
-    def _room(self, plan: EntryPlan, steps: int) -> tuple[tuple[int, ...], int]:
-        """Where workspace buffers start at this T, and the bytes of all."""
-        found = self._scratch.get((id(plan), steps))
+    def _room(self, plan: EntryPlan, steps: int, own: bool) -> tuple[tuple[int, ...], int]:
+        """Where workspace buffers start at this T, and the bytes of all. ``own``: what is kept is the layer's, in which
+        some lie."""
+        found = self._scratch.get((id(plan), steps, own))
         if found is None:
             if len(self._scratch) >= 64:
                 self._scratch.clear()
-            found = self._scratch[id(plan), steps] = layout([b.nbytes(steps) for _, b in plan.scratch])
+            sizes = [0 if own and b.name in self._in_place else b.nbytes(steps) for _, b in plan.scratch]
+            found = self._scratch[id(plan), steps, own] = layout(sizes)
         return found
 
     def forward(self, arrays: Arrays, x: Placed, states: Sequence[Placed], masks: Mapping[str, Placed], y: Placed,
@@ -189,21 +193,25 @@ class Training:
         queue = caller.threads or arrays.queue(caller.device)
         arguments = self._arguments[id(plan)].copy()
         arguments[:SCALARS] = steps, kept.batch, caller.device, queue
+        places: dict[str, int] = {}
         for position, buffer in plan.kept:
             if kept.room is not None and buffer.name == self._dx_in:
-                arguments[position] = kept.room.pointer
+                places[buffer.name] = kept.room.pointer
             else:
                 assert kept.memory is not None
-                arguments[position] = kept.memory.pointer + offsets[buffer.name]
+                places[buffer.name] = kept.memory.pointer + offsets[buffer.name]
+            arguments[position] = places[buffer.name]
         for tensor, positions in plan.at.items():
             for position, pointer in zip(positions, given.get(tensor, ()), strict=True):
                 arguments[position] = pointer
-        starts, total = self._room(plan, steps)
+        own = not isinstance(kept.memory, GivenMemory)  # backward writes into no other
+        starts, total = self._room(plan, steps, own)
         key = 0 if caller.threads is not None else queue
         keep = caller.threads is not None or arrays.keeps_workspace()
         memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)
-        for (position, _), start in zip(plan.scratch, starts, strict=True):
-            arguments[position] = memory.pointer + start
+        for (position, buffer), start in zip(plan.scratch, starts, strict=True):
+            place = self._in_place.get(buffer.name) if own else None
+            arguments[position] = memory.pointer + start if place is None else places[place]
         function(*arguments)
         if keep:
             self._pool.give(key, memory)
@@ -306,7 +314,7 @@ class TrainingCalls:
 
     def training_workspace_bytes(self: Any, steps: int) -> int:
         """Bytes of workspace of the larger one of :meth:`forward` and :meth:`backward` at T = ``steps``; it stays with
-        the layer."""
+        the layer. ``backward`` of memory that the caller gave may take more: what is kept there stays as it is."""
         return self.training.workspace_bytes(steps)
 
     def _with_inputs(self: Any, x: Any, inputs: Mapping[str, Any] | None) -> tuple[Any, Widths]:

@@ -8,7 +8,8 @@ from ecornn.program import WORKSPACE, Buffer, Extent, launches
 from ecornn.schedules.backward.finish import state_gradients
 from ecornn.schedules.backward.gather import gathered
 from ecornn.schedules.backward.inputs import input_gradients, made_of_inputs, places_of_inputs
-from ecornn.schedules.backward.memory import Memory, written
+from ecornn.schedules.backward.memory import Memory
+from ecornn.schedules.backward.outputs import written
 from ecornn.schedules.backward.replay import replay, replayed
 from ecornn.schedules.backward.sequences import count_sequences
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
@@ -55,10 +56,11 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     read = {one.names.get(p.name, p.name) for one in launches(serial.calls)
             for p in serial.functions[one.function].params}
     # what only products after the recurrence read is made beside it, if that takes no longer than to launch it: what
-    # is made beside something else cannot lie in its memory, nor in that of what comes before it
-    later = [one for one in before if not chunked and not read.intersection(b.name for b in one.buffers)
-             and sum(b.nbytes(w.seq) for b in one.buffers) <= FEW]
+    # is made beside something else cannot lie in its memory, nor in that of what comes before it. Else it is made
+    # after it, and may lie where the recurrence's inputs were
+    later = [one for one in before if not read.intersection(b.name for b in one.buffers)]
+    along = [one for one in later if not chunked and sum(b.nbytes(w.seq) for b in one.buffers) <= FEW]
     until = joined(Component(buffers=own), *(one for one in before if one not in later), serial)
-    rows = joined(beside(until, joined(*later)), after)
+    rows = joined(beside(until, joined(*along)), *(one for one in later if one not in along), after)
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
     return rows, joined(counted, state_gradients(memory), Component() if at_once else vector_gradients(memory, add))

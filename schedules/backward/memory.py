@@ -4,12 +4,14 @@
     y, dy                 (T, B, W), this direction's H of each output from an offset on; y is zero where a row takes
                           no part
     <state>_kept          (T, B, H), a state after each step; of the output state that is y
-    value<n>_kept         (T, B, H), with keep="gates" other values of each step
+    values_kept           (T, B, V H), with keep="gates" other values of each step, as many as ``outputs`` are
+    value<n>_kept         (T, B, H), any more of them
     before_<state>        (T, B, P), a state before each step, by ``gather.py``: H values and, where they end within 16
                           bytes, what fills these up and nobody reads
     hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay.py``
     outputs               (T, B, P), what the recurrence writes: ``written``, O H values; zero where a row takes no
-                          part; with TF32 each value is ``raised``. Behind them is what fills up lines of memory
+                          part; with TF32 each value is ``raised``. Behind them is what fills up lines of memory.
+                          It may lie where values_kept is
     last_<state>          (B, H), a state of the recurrence after its last step; (S, H) of S sequences in columns
     d_<parameter>         gradients, float32, in te shape
     d_<state>_in          (B, H) or (S, H), gradients of first states
@@ -30,15 +32,15 @@ from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.kept import Kept
 from ecornn.analysis.step import StepGraph
 from ecornn.program import Buffer, Extent
+from ecornn.schedules.backward.outputs import outputs_row, together, written
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.gemm.aligned import x_of
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
 from ecornn.schedules.isa.tensor_core import lowered, pack_pair, unpack_half
+from ecornn.schedules.keeping import spot
 from ecornn.workload import Traversal
 
-LINE = 128  # bytes
-LINES = 16  # of a row, at least, for which others fill up the last one
 Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there is
 
 
@@ -86,20 +88,6 @@ class Place:
             return
         words = [pack_pair(values[e], values[e + 1], self.dtype) for e in range(0, span, 2)]
         T.evaluate(T.ptx["st.global.b32" if span == 2 else "st.global.v2.b32"](first, *words))
-
-
-def written(adjoint: Adjoint) -> tuple[Var, ...]:
-    """What the recurrence writes of each step, ``outputs``: the graph's, and what is summed over steps besides."""
-    graph = adjoint.recurrence
-    return tuple(dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums))))
-
-
-def outputs_row(task: Task, adjoint: Adjoint) -> int:
-    """Values from one row of what the recurrence writes to the next. Products copy 128 bytes of each row at a time:
-    where rows begin within lines that is twice as many lines. A product of 700 rows of 2600 values of 16 bits takes
-    24 us on an H100, of 2624 values 15.5."""
-    values, line = len(written(adjoint)) * task.workload.hidden, LINE // task.workload.itemsize
-    return -(-values // line) * line if values >= LINES * line else values
 
 
 def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:
@@ -168,8 +156,10 @@ class Memory:
         found: dict[Var, Place] = {}
         for name in self.kept.states:
             found[forward.results[name]] = Place(self.after(name), self.dtype)
+        several = together(self.task, self.adjoint, len(self.kept.values))
         for number, var in enumerate(self.kept.values):
-            found[var] = Place(Columns(f"value{number}_kept", H, H), self.dtype)
+            at = spot(number, several)
+            found[var] = Place(Columns(at.buffer, H, at.count * H, at.number * H), self.dtype)
         for name in read_before(self.adjoint, self.kept):
             found[forward.states[name]] = Place(self.before(name), self.dtype)
         if forward.x is not None:

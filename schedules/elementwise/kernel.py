@@ -16,7 +16,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.isa.tensor_core import pack_pair
-from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.keeping import NOTHING, Spot, Stored, keeping
 from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -92,8 +92,8 @@ class _Units:
         self.inputs = hoisted.registers(group, units=count)
         self.marks = T.local("marks", (group,), "int32") if place.resets else None  # a step of the group each
         # where hoisted inputs, y and kept states of the first step are, and how far apart steps are
-        first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
-        apart = T.cast(-batch if place.reverse else batch, "int64")
+        self.first = first = T.cast(self.timeline.at(T.int32(0)) * batch + row, "int64")
+        self.apart = apart = T.cast(-batch if place.reverse else batch, "int64")
         self.input = T.let("inputs_first", first * hoisted.row)
         self.inputs_apart = T.let("inputs_apart", apart * hoisted.row)
         values = self.graph.written * w.hidden
@@ -200,7 +200,7 @@ class _Units:
         live = timeline.live(t, self.limit)
         fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
         outputs: list[list[Expr]] = []  # of each unit
-        kept_values: dict[str, list[Expr]] = {}  # by buffer
+        kept_values: dict[Spot, list[Expr]] = {}
         loaded = [self.inputs[i, k] for k in range(self.hoisted.words(self.count))]
         inputs = self.hoisted.values(loaded, self.count)
         for e in range(self.count):
@@ -216,15 +216,17 @@ class _Units:
             if not made and not self.task.traversal.backward:
                 made = [after[graph.output]]
             outputs.append([for_products(timeline.masked(live, value, T.float32(0)), self.task) for value in made])
-            for name, value in self.kept.found(after, env).items():
-                kept_values.setdefault(name, []).append(timeline.masked(live, value, T.float32(0)))
+            for spot, value in self.kept.found(after, env).items():
+                kept_values.setdefault(spot, []).append(timeline.masked(live, value, T.float32(0)))
         at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)
         for o, made_here in enumerate(zip(*outputs, strict=True)):
             self._store(_made(self.task), at + o * self.task.workload.hidden if o else at, made_here)
         if self.kept and self.kept_first is not self.output:
             at = T.let("kept_at", self.kept_first + T.cast(t, "int64") * self.kept_apart)
-        for name, values in kept_values.items():
-            self._store(name, at, values)
+        rows = T.let("kept_row", self.first + T.cast(t, "int64") * self.apart) if self.kept.together else None
+        for spot, values in kept_values.items():
+            self._store(spot.buffer, at if spot.count == 1 or rows is None
+                        else spot.at(rows, self.unit, self.task.workload.hidden), values)
 
     def _store(self, name: str, at: Expr, values: Sequence[Expr]) -> None:
         """A step's values of the units, one beside the other."""

@@ -289,7 +289,7 @@ class GateThreads(ABC):
                     self._leave(i, T.cast(self.timeline.sequence(number), "int64"), ended)
 
     def _write(self, i: int, t: Expr, ended: Ended, outputs: list[Expr]) -> None:
-        """Stores y of step t, (T, B, W), the graph's ``outputs`` where it has such, and what is kept, (T, B, H); or the
+        """Stores y of step t, (T, B, W), the graph's ``outputs`` where it has such, and what is kept; or the
         ``outputs`` of an adjoint's recurrence, (T, B, O, H)."""
         w, traversal = self.task.workload, self.task.traversal
         H, name, width, first = w.hidden, "outputs", self.task.row or len(outputs) * w.hidden, 0
@@ -305,9 +305,9 @@ class GateThreads(ABC):
             place = first + o * H
             T.buffer_store(self.arguments[name], T.cast(for_products(value, self.task), w.dtype),
                            [at + place if place else at])
-        for buffer, value in self.kept.found(ended.new, ended.env).items():
+        for spot, value in self.kept.found(ended.new, ended.env).items():
             value = self.timeline.masked(ended.live, value, T.float32(0))
-            T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [row * H + self.unit[i]])
+            T.buffer_store(self.arguments[spot.buffer], T.cast(value, w.dtype), [spot.at(row, self.unit[i], H)])
 
     def _leave(self, i: int, row: Expr, ended: Ended) -> None:
         """Stores the last states of a row or a sequence; of the rows of an adjoint's recurrence, where they may have

@@ -30,7 +30,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.hoisted import Hoisted, in_float32
-from ecornn.schedules.keeping import NOTHING, Stored, stored
+from ecornn.schedules.keeping import NOTHING, Spot, Stored, stored
 from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.timeline import Timeline
@@ -78,14 +78,14 @@ def workspaces(task: Task, layout: Layout) -> list[Buffer]:
     return found
 
 
-def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[str, Var]:
-    """What is kept of the values of phase ``p``, by its buffer; all that no earlier phase makes is of the last one."""
+def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
+    """What is kept of the values of phase ``p``, by where it goes; all that no earlier one makes is of the last one."""
     makers: dict[Var, int] = {}
     for number, phase in enumerate(graph.phases[:-1]):
         makers |= dict.fromkeys([q.var for q in phase.products], number)
         makers |= dict.fromkeys([a.var for a in assigns_of(graph, number)], number)
     last = phase_count(graph) - 1
-    return {f"value{n}_kept": v for n, v in enumerate(kept.values) if makers.get(v, last) == p}
+    return {kept.spot(n): v for n, v in enumerate(kept.values) if makers.get(v, last) == p}
 
 
 def begin_calls(task: Task, layout: Layout, buffers: list[Buffer]) -> list[Fill | Launch]:
@@ -206,9 +206,9 @@ class StepScalars:
             return
         results = dict(zip(graph.results, after, strict=True))
         outputs = [env[v] for v in graph.outputs] or [results[graph.output]]
-        values = {b: env[v] for b, v in values_of(graph, self.kept, p).items()}
-        self._store_results(row, unit, results, outputs, {f"{s}_kept": results[s] for s in self.kept.states} | values,
-                            live)
+        kept = {Spot(f"{s}_kept"): results[s] for s in self.kept.states}
+        kept |= {spot: env[v] for spot, v in values_of(graph, self.kept, p).items()}
+        self._store_results(row, unit, results, outputs, kept, live)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:
         """What the statistics of phase ``p`` read; ``known``: those of this row that this kernel has computed."""
@@ -280,7 +280,7 @@ class StepScalars:
         place = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
         return T.let("step_row", place) if self.kept else place
 
-    def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], outputs: list[Expr], kept: dict[str, Expr],
+    def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], outputs: list[Expr], kept: dict[Spot, Expr],
                        live: Expr | None) -> None:
         a, w, traversal = self.arguments, self.task.workload, self.task.traversal
         step_row = self._step_row(row)
@@ -293,11 +293,11 @@ class StepScalars:
         self._keep(step_row, unit, kept, live)
         self._leave(row, unit, after)
 
-    def _keep(self, step_row: Expr, unit: Expr, values: dict[str, Expr], live: Expr | None) -> None:
+    def _keep(self, step_row: Expr, unit: Expr, values: dict[Spot, Expr], live: Expr | None) -> None:
         w = self.task.workload
-        for buffer, value in values.items():
+        for spot, value in values.items():
             value = self.timeline.masked(live, value, T.float32(0))
-            T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [step_row * w.hidden + unit])
+            T.buffer_store(self.arguments[spot.buffer], T.cast(value, w.dtype), [spot.at(step_row, unit, w.hidden)])
 
     def _store_outputs(self, row: Expr, unit: Expr, outputs: list[Expr], live: Expr | None) -> None:
         """Those of an adjoint's recurrence, (T, B, O, H)."""

@@ -1,0 +1,32 @@
+"""Rows of ``outputs``, what the recurrence of a backward pass writes: how long they are, and which of forward's values
+lie as they do, for them to be written over these."""
+
+from __future__ import annotations
+
+from ecornn.analysis.adjoint import Adjoint
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Var
+
+LINE = 128  # bytes
+LINES = 16  # of a row, at least, for which others fill up the last one
+
+
+def written(adjoint: Adjoint) -> tuple[Var, ...]:
+    """What the recurrence writes of each step, ``outputs``: the graph's, and what is summed over steps besides."""
+    graph = adjoint.recurrence
+    return tuple(dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums))))
+
+
+def outputs_row(task: Task, adjoint: Adjoint) -> int:
+    """Values from one row of what the recurrence writes to the next. Products copy 128 bytes of each row at a time:
+    where rows begin within lines that is twice as many lines. A product of 700 rows of 2600 values of 16 bits takes
+    24 us on an H100, of 2624 values 15.5."""
+    values, line = len(written(adjoint)) * task.workload.hidden, LINE // task.workload.itemsize
+    return -(-values // line) * line if values >= LINES * line else values
+
+
+def together(task: Task, adjoint: Adjoint, count: int) -> int:
+    """How many of ``count`` values that forward keeps lie beside each other: as many as the recurrence writes, if there
+    are so many, and nothing lies behind those; else none."""
+    several = len(written(adjoint))
+    return several if several <= count and several * task.workload.hidden == outputs_row(task, adjoint) else 0
