@@ -12,9 +12,9 @@ from msgspec import structs
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
 from ecornn.program import Buffer, Extent
-from ecornn.schedules.backward.outputs import together
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.outputs import together
 
 MOST = 1 << 30  # bytes of gates that are kept where nobody says what is
 Value = TypeVar("Value")

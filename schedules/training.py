@@ -30,13 +30,13 @@ from ecornn.program import (
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
 from ecornn.schedules.backward.memory import rows_extent, rows_of_states
-from ecornn.schedules.backward.outputs import outputs_row
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.chunks import chunk_for, in_chunks, may_be_cut, shorter
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import VALUES, stored
+from ecornn.schedules.outputs import outputs_row
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.schedules.workspaces import Uses, free_for, overlaid
 

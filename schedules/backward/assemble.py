@@ -9,7 +9,6 @@ from ecornn.schedules.backward.finish import state_gradients
 from ecornn.schedules.backward.gather import gathered
 from ecornn.schedules.backward.inputs import input_gradients, made_of_inputs, places_of_inputs
 from ecornn.schedules.backward.memory import Memory
-from ecornn.schedules.backward.outputs import written
 from ecornn.schedules.backward.replay import replay, replayed
 from ecornn.schedules.backward.sequences import count_sequences
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
@@ -17,6 +16,7 @@ from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.gemm.aligned import align
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.outputs import written
 
 FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
 

@@ -32,13 +32,13 @@ from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.kept import Kept
 from ecornn.analysis.step import StepGraph
 from ecornn.program import Buffer, Extent
-from ecornn.schedules.backward.outputs import outputs_row, together, written
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.gemm.aligned import x_of
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
 from ecornn.schedules.isa.tensor_core import lowered, pack_pair, unpack_half
 from ecornn.schedules.keeping import spot
+from ecornn.schedules.outputs import outputs_row, together, written
 from ecornn.workload import Traversal
 
 Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there is
