@@ -105,18 +105,12 @@ CASES = [Case("gru", 64, 3072), Case("lstm", 8, 4096), Case("gru", 32, 3072), Ca
 def compare(case: Case, files: Files, limits: Limits) -> dict:
     """One row: every side checked and timed."""
     import torch
-    from many_sides import Sides
-    from side_by_side import CELLS, DEVICE, float64_forward, relative
+    from many_sides import beside_library
+    from side_by_side import float64_forward, relative
 
-    from ecornn.tune.quick_tvm import import_tvm
-
-    import_tvm()
     if isinstance(files["ours"], str):
         return {"failed": files["ours"], "served": False}
-    sides = Sides((T, case.B, case.H, case.H), case.dtype)
-    library = CELLS[case.cell](case.H, case.H, device=DEVICE).to(sides.kind)
-    library.flatten_parameters()
-    weights = {name: value.detach() for name, value in library.named_parameters()}
+    sides, library, weights = beside_library(case.cell, (T, case.B, case.H, case.H), case.dtype)
     with torch.no_grad():
         sides.x.copy_(sides.random())
         reference = float64_forward(case.cell, sides.x, weights)

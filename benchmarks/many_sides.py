@@ -9,7 +9,7 @@ from typing import Any
 import side_by_side
 import torch
 from measuring_process import Limits
-from side_by_side import relative, summary
+from side_by_side import CELLS, relative, summary
 
 import ecornn
 
@@ -110,3 +110,13 @@ class Sides:
             self.row |= summary(name, values, self.T * self.calls)
         self.row["repetitions"] = len(next(iter(times.values())))
         return self.row
+
+
+def beside_library(cell: str, shape: tuple[int, int, int, int], dtype: str,
+                   ) -> tuple[Sides, torch.nn.Module, dict[str, torch.Tensor]]:
+    """Sides of a layer of ``shape`` (T, B, I, H), none yet; the library's layer, its weights in one piece as cuDNN
+    wants them; and these weights, which all sides are to have."""
+    sides = Sides(shape, dtype)
+    library = CELLS[cell](shape[2], shape[3], device=side_by_side.DEVICE).to(sides.kind)
+    library.flatten_parameters()
+    return sides, library, {name: value.detach() for name, value in library.named_parameters()}
