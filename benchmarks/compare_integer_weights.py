@@ -75,18 +75,16 @@ CASES = [Case("lstm", 8, 4096), Case("gru", 64, 3072), Case("lstm", 8, 2560), Ca
 def compare(case: Case, files: Files, limits: Limits) -> dict:
     """One row: every side checked and timed."""
     import torch
-    from many_sides import beside_cudnn
+    from many_sides import beside_library
     from side_by_side import float64_forward, relative
 
-    from ecornn.tune.quick_tvm import import_tvm
-
-    import_tvm()
     if isinstance(files["int8"], str):
         return {"failed": files["int8"], "served": False}
-    sides, library, weights = beside_cudnn(case.cell, (T, case.B, case.H, case.H), case.dtype)
+    sides, library, weights = beside_library(case.cell, (T, case.B, case.H, case.H), case.dtype)
     rows = weights["weight_hh_l0"].double()
     step = rows.abs().amax(1, keepdim=True) / 127
     with torch.no_grad():
+        sides.x.copy_(sides.random())
         whole = float64_forward(case.cell, sides.x, weights)
         rounded = float64_forward(case.cell, sides.x, weights | {"weight_hh_l0": (rows / step).round() * step})
         limit = 2 * relative(library(sides.x)[0], whole) + 1e-6

@@ -105,16 +105,14 @@ CASES = [Case("gru", 64, 3072), Case("lstm", 8, 4096), Case("gru", 32, 3072), Ca
 def compare(case: Case, files: Files, limits: Limits) -> dict:
     """One row: every side checked and timed."""
     import torch
-    from many_sides import beside_cudnn
+    from many_sides import beside_library
     from side_by_side import float64_forward, relative
 
-    from ecornn.tune.quick_tvm import import_tvm
-
-    import_tvm()
     if isinstance(files["ours"], str):
         return {"failed": files["ours"], "served": False}
-    sides, library, weights = beside_cudnn(case.cell, (T, case.B, case.H, case.H), case.dtype)
+    sides, library, weights = beside_library(case.cell, (T, case.B, case.H, case.H), case.dtype)
     with torch.no_grad():
+        sides.x.copy_(sides.random())
         reference = float64_forward(case.cell, sides.x, weights)
         limit = 2 * relative(library(sides.x)[0], reference) + 1e-6
         for name, file in files.items():

@@ -9,7 +9,7 @@ from typing import Any
 import side_by_side
 import torch
 from measuring_process import Limits
-from side_by_side import relative, summary
+from side_by_side import CELLS, relative, summary
 
 import ecornn
 
@@ -112,10 +112,11 @@ class Sides:
         return self.row
 
 
-def beside_cudnn(cell: str, shape: tuple[int, int, int, int], dtype: str) -> tuple[Sides, Any, dict[str, torch.Tensor]]:
-    """Sides on fresh input, cuDNN's layer of that cell through PyTorch, which is no side yet, and its weights."""
+def beside_library(cell: str, shape: tuple[int, int, int, int], dtype: str,
+                   ) -> tuple[Sides, torch.nn.Module, dict[str, torch.Tensor]]:
+    """Sides of a layer of ``shape`` (T, B, I, H), none yet; the library's layer, its weights in one piece as cuDNN
+    wants them; and these weights, which all sides are to have."""
     sides = Sides(shape, dtype)
-    library = side_by_side.CELLS[cell](sides.I, sides.H, device=side_by_side.DEVICE).to(sides.kind)
+    library = CELLS[cell](shape[2], shape[3], device=side_by_side.DEVICE).to(sides.kind)
     library.flatten_parameters()
-    sides.x.copy_(sides.random())
     return sides, library, {name: value.detach() for name, value in library.named_parameters()}

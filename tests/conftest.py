@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,17 @@ def _exact_products(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of one row and vector on CPUs, which are compiled in half of the time."""
+    take_small_tiles(monkeypatch.setattr)
+
+
+def take_small_tiles(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """The same, in processes that tests start, too."""
     from ecornn.schedules import cpu
     from ecornn.schedules.cpu import training
 
     for module in (cpu, training):
-        monkeypatch.setattr(module, "row_choices", lambda device, most: (1,))
-        monkeypatch.setattr(module, "column_choices", lambda device, gates, workload: (gates,))
+        set_attribute(module, "row_choices", lambda device, most: (1,))
+        set_attribute(module, "column_choices", lambda device, gates, workload: (gates,))
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from conftest import take_small_tiles
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -79,6 +80,7 @@ def train(model: nn.Module, xs: list[torch.Tensor], happened: list[str]) -> None
 def main() -> None:
     rank, file = int(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
+    take_small_tiles(setattr)
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=2)
     given = torch.load(file)
 

@@ -156,6 +156,17 @@ def test_variants(on_cpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "| lstm(peepholes) | 16 | lstm |" in text and "- lstm(no_option) H=16: " in text
 
 
+def test_the_library_has_the_weights_of_all_sides(monkeypatch: pytest.MonkeyPatch):
+    import many_sides
+    import side_by_side
+
+    monkeypatch.setattr(side_by_side, "DEVICE", "cpu")
+    sides, library, weights = many_sides.beside_library("rnn_tanh", (5, 2, 3, 4), "float64")
+    assert sides.x.shape == (5, 2, 3) and not sides.row["sides"]
+    y = side_by_side.float64_forward("rnn_tanh", sides.x, weights)
+    assert y.shape == (5, 2, 4) and relative(library(sides.x)[0].detach().numpy(), y.numpy()) < 1e-12
+
+
 def test_heads_are_blocks():
     weights = compare_variants.random_weights(ecornn.cells.get("lstm"), 8, 4, np.random.default_rng(0))["weight_hh"]
     assert weights.shape == (4, 8, 8)

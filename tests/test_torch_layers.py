@@ -84,7 +84,7 @@ def operands(layer: Any, x: Any, *state: Any) -> tuple[Any, ...]:
 
 
 def small(name: str, options: dict[str, Any], layers: int, bidirectional: bool) -> Any:
-    often = (layers, bidirectional) in (((1, False), (2, True)) if name == "LSTM" else ((2, True),)) and (
+    often = (layers, bidirectional) in {"LSTM": ((1, False), (2, True)), "RNN": ((2, True),)}.get(name, ()) and (
         options.get("nonlinearity") != "relu")
     return pytest.param(name, options, layers, bidirectional, marks=() if often else pytest.mark.exhaustive)
 

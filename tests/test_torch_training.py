@@ -69,7 +69,9 @@ def given(batch_first: bool, parts: int, states: int, width: int = H) -> tuple[t
     return x, tuple(hx) if states > 1 else hx[0]
 
 
-@pytest.mark.parametrize(("name", "options"), KINDS)
+@pytest.mark.parametrize(("name", "options"), [
+    pytest.param(name, options, marks=[pytest.mark.exhaustive] * ("relu" in options.values()))
+    for name, options in KINDS])
 def test_gradients(name: str, options: dict[str, Any]):
     for bias, batch_first in ((True, False), (False, True)):
         theirs, ours = pair(name, bias=bias, batch_first=batch_first, **options)

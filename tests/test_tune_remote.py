@@ -67,7 +67,7 @@ def wait_for(condition) -> None:
             if condition():
                 return
         assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.2)
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -97,11 +97,11 @@ def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(target: str, tra
                 kill_tree(running[0])
                 killed.append(now.done)
 
-        result = session.tune("lstm", hidden=16, batch=3, seq=12, dtype="float32", trials=12, output=path,
+        result = session.tune("rnn_tanh", hidden=16, batch=3, seq=12, dtype="float32", trials=8, output=path,
                               report=report)
         assert len(session.pool.measurers) == 2 and not session.pool.local
     trials = [t for t in read(path).trials() if t.stage == "search"]
-    assert killed and len(trials) == 12 and not result.failures
+    assert killed and len(trials) == 8 and not result.failures
     assert all(t.times and t.check <= 1e-5 for t in trials)
     assert result.finish.reason == "trials" and result.best is not None
 
