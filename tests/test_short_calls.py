@@ -113,6 +113,18 @@ def test_a_block_loads_weights_until_the_projection_has_ended(cell: str, dtype: 
         assert "kLaunchEarly" not in texts_of(schedule.program(task, schedule.default(task)), task)[0]
 
 
+def test_clusters_of_blocks_wait_for_whole_multiprocessors():
+    """Two of their blocks that came to one while the projection had the others would be there for all steps."""
+    task, schedule = task_of("lstm", (40, 8, 64, 64), "float16", KNOWN["sm_90a"]), PersistentBlock()
+    for cluster, early in ((1, ["persistent_block"]), (2, [])):
+        config = {"products": "mma", "rows": 8, "units": 1, "lanes": 1, "cluster": cluster, "resident": 1,
+                  "registers": 100, "hoisted": "same", "math": "fast"}
+        assert schedule.check(task, config) is None
+        host, kernels = texts_of(schedule.program(task, config), task)
+        assert re.findall(r"kLaunchEarly.*// (\w+)", host) == early
+        assert any("griddepcontrol" in text for text in kernels.values()) is bool(early)
+
+
 @pytest.mark.parametrize(("schedule", "steps", "dtype", "traversal"), [
     (InAnotherOrder(), 5, "float16", Traversal()),
     (InAnotherOrder(), 6, "float32", Traversal(True, 2, True, True)),

@@ -230,7 +230,9 @@ class PersistentBlock(Schedule):
 
     def program(self, task: Task, config: Config) -> Program:
         plan, layout = plan_of(task, config), hoisted_of(task, config)
-        early = may_be_followed(task)  # weights, which nothing of a call makes, are loaded meanwhile
+        # Weights, which nothing of a call makes, are loaded meanwhile; but clusters that take what multiprocessors are
+        # free then are two to some of them, for all steps.
+        early = may_be_followed(task) and plan.cluster == 1
         recurrence = partial(_recurrence, task, plan, layout, str(config["math"]), early=early)
         return assemble(task, recurrence, layout, project(task, layout, followed=early),
                         together=self.together(task, config))
