@@ -1,7 +1,7 @@
 """Tables of docs/SCALING.md: what ``run_many_gpus.py`` measured, and a model of more GPUs that is held against it.
 
-    python benchmarks/scaling_model.py benchmarks/results/h100_many_gpus.json            # prints them
-    python benchmarks/scaling_model.py benchmarks/results/h100_many_gpus.json --write    # into docs/SCALING.md
+    python benchmarks/scaling_model.py benchmarks/results/h200_many_gpus.json            # prints them
+    python benchmarks/scaling_model.py benchmarks/results/h200_many_gpus.json --write    # into docs/SCALING.md
 
 The model, of a step with n rows on each of N GPUs:
 
