@@ -21,7 +21,8 @@ other, so that the difference would not be the wait.
 
 The row furthest above its floor comes first. A row that hangs or fails costs that row only; the same command goes on
 with those that the file lacks. All sides are checked against float64 and timed in turns, in CUDA graphs. A schedule
-that launches a kernel a step has no side `unmultiplied`: products and exchange stay together as the stage `recurrence`.
+that launches a kernel a step, and `persistent_block`, have no side `unmultiplied`: products and exchange stay together
+as the stage `recurrence`.
 """
 
 from __future__ import annotations
