@@ -3,6 +3,7 @@
     pip install flashrnn==1.0.8
     python benchmarks/compare_flashrnn.py --output benchmarks/results/h100_flashrnn.json
     python benchmarks/compare_flashrnn.py --output benchmarks/results/h100_flashrnn.json --only slstm
+    python benchmarks/compare_flashrnn.py --output benchmarks/results/h100_flashrnn_training.json --training
 
 FlashRNN has no input projection: it is given W x + b, in the layouts that it uses inside, and computes the recurrence.
 So ours is timed twice: the whole layer, projection included, and a layer of one input value (I = 1), whose projection
@@ -10,7 +11,8 @@ is little but writing its result; recurrence alone would take no longer. All of 
 are CUDA graphs; FlashRNN is called as its users call it, with its launches behind a kernel that waits, so that only
 the GPU's time counts. Medians in microseconds a step with 20th and 80th percentiles. sLSTM has one head, or eight, of
 which ours has the blocks alone as well; heads of up to 64 units FlashRNN's Triton backend takes, too, and the ratio is
-that to the faster one of both.
+that to the faster one of both. ``--training``: forward and backward of LSTM and vanilla layers in turns
+(``flashrnn_training.py``).
 
 With ``--only`` rows of other layers stay as the file has them. FlashRNN compiles an extension for each layer, which
 takes about a minute of nvcc: a process for each does that at the same time as the others, and has the GPU to itself
@@ -47,6 +49,7 @@ LAYERS = [*((cell, H) for cell in ("lstm", "rnn_tanh", "slstm") for H in (768, 1
           *(("slstm(heads=8)", H) for H in (512, 1024, 2048))]
 T, B = 1024, 16
 FUNCTIONS = {"lstm": ("lstm", 4, 2), "rnn_tanh": ("elman", 1, 1), "slstm": ("slstm", 4, 4)}  # its name, gates, states
+TRAINED = [(cell, H) for cell, H in LAYERS if cell in ("lstm", "rnn_tanh")]
 TRITON = 64  # units of a head, at most, that its Triton backend takes
 LIMIT = 2e-2  # relative error of a side; a bfloat16 has 2^-9, and errors go on from step to step
 WAIT = 4_000_000  # cycles, about 2 ms: longer than FlashRNN's Python takes
@@ -233,7 +236,8 @@ def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespac
 
     torch.manual_seed(0)
     gpu = Gpu(arguments.lock)
-    row = compare(cell, hidden, gpu, arguments.repeats, arguments.seconds)
+    one = importlib.import_module("flashrnn_training").compare if arguments.training else compare
+    row = one(cell, hidden, gpu, arguments.repeats, arguments.seconds)
     found = environment()
     row["time"] = found["time"]  # a file may have rows of several runs
     gpu.give()
@@ -242,7 +246,9 @@ def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespac
 
 def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures the layers that are asked for; whether all of them could be."""
-    layers = [(cell, H) for cell, H in LAYERS if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
+    layers = [(cell, H) for cell, H in (TRAINED if arguments.training else LAYERS)
+              if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
+    line = importlib.import_module("flashrnn_training").line if arguments.training else line_of
     context, rows = multiprocessing.get_context("spawn"), others(arguments.output, layers) if arguments.only else []
     waiting: dict[Any, Any] = {}  # pipe -> process
     measured = 0
@@ -264,13 +270,18 @@ def measure_all(arguments: argparse.Namespace) -> bool:
                 process.join()
             rows.append(row)
             measured += 1
-            theirs = ", ".join(f"{row[f'{name}_us']:.2f}" for name in backends(row["cell"], row["H"]))
-            print(f"{row['cell']:14} H={row['H']:4} ecornn {row['ecornn_us']:.2f}, recurrence "
-                  f"{row['ecornn_recurrence_us']:.2f}, FlashRNN {theirs}  "
-                  f"{row['ratio_recurrence']:.2f}x ({row['ratio']:.2f}x whole)", flush=True)
+            print(line(row), flush=True)
             if arguments.output:
                 write(arguments.output, environment, rows)
     return measured == len(layers)
+
+
+def line_of(row: dict) -> str:
+    """A row for people."""
+    theirs = ", ".join(f"{row[f'{name}_us']:.2f}" for name in backends(row["cell"], row["H"]))
+    return (f"{row['cell']:14} H={row['H']:4} ecornn {row['ecornn_us']:.2f}, recurrence "
+            f"{row['ecornn_recurrence_us']:.2f}, FlashRNN {theirs}  {row['ratio_recurrence']:.2f}x "
+            f"({row['ratio']:.2f}x whole)")
 
 
 def others(path: Path | None, layers: list[tuple[str, int]]) -> list[dict]:
@@ -285,6 +296,8 @@ def write(path: Path, environment: dict, rows: list[dict]) -> None:
     environment |= {
         "flashrnn": importlib.metadata.version("flashrnn"), "command": " ".join(["python", *sys.argv]),
         "recurrence": "Ours is timed whole, and as a layer of one input value; FlashRNN is given W x + b."}
+    if "ratio_flashrnn" in rows[0]:
+        environment["recurrence"] = "Ours and cuDNN's are the whole layer; FlashRNN is given W x + b."
     rows = sorted(rows, key=lambda row: LAYERS.index((row["cell"], row["H"])))
     path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
@@ -293,6 +306,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--only", metavar="WORDS", help="layers with all of these words in cell and H")
+    parser.add_argument("--training", action="store_true", help="training steps in place of forward passes")
     parser.add_argument("--repeats", type=int, default=30, help="timed repetitions a row, at most")
     parser.add_argument("--seconds", type=float, default=1.0, help="of measuring a row (default: 1)")
     parser.add_argument("--builds", type=Path, metavar="FOLDER", help="where to keep FlashRNN's extensions")

@@ -17,6 +17,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -43,8 +44,9 @@ def build(row: Row, path: str, keep: str | None = None) -> str:
     return ""
 
 
-def compare(row: Row, path: str, repeats: int, seconds: float) -> dict:
-    """One row: gradients of both sides checked, then timed."""
+def compare(row: Row, path: str, repeats: int, seconds: float, beside: Mapping[str, Callable[[], object]] | None = None,
+            buffers: Sequence[torch.Tensor] = ()) -> dict:
+    """One row: gradients of both sides checked, then timed; ``beside`` them others, which read these ``buffers``."""
     kind = {"f16": torch.float16, "bf16": torch.bfloat16}.get(row.kind, torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = row.kind == "tf32"
     options = {"nonlinearity": "tanh"} if row.cell == "rnn_tanh" else {}
@@ -67,7 +69,7 @@ def compare(row: Row, path: str, repeats: int, seconds: float) -> dict:
             found = layer.backward(kept, dy, want_state=False)
             return [found.x, *(found.weights[n] for n in parameters)]
 
-    peaks = {name: peak(side) for name, side in (("ecornn", ours), ("cudnn", theirs))}
+    peaks = {name: peak(side) for name, side in {"ecornn": ours, "cudnn": theirs, **(beside or {})}.items()}
     exact = gradients64(row, library, x, dy)
     errors = [[relative(g, e) for g, e in zip(side(), exact, strict=True)] for side in (ours, theirs)]
     for name, error, library_error in zip(("x", *parameters), *errors, strict=True):
@@ -80,11 +82,12 @@ def compare(row: Row, path: str, repeats: int, seconds: float) -> dict:
     graphs = {"ecornn": graph_of(ours), "cudnn": graph_of(theirs)}
 
     def fresh() -> None:
-        x.copy_(torch.randn(x.shape, device=DEVICE))
+        for buffer in (x, dy, *buffers):
+            buffer.data.copy_(torch.randn(buffer.shape, device=DEVICE))
         inputs.data.copy_(x)
-        dy.copy_(torch.randn(dy.shape, device=DEVICE))
 
-    times = take_turns({name: graph.replay for name, graph in graphs.items()}, fresh, repeats, seconds)
+    sides = {name: graph.replay for name, graph in graphs.items()} | dict(beside or {})
+    times = take_turns(sides, fresh, repeats, seconds)
     found: dict = {"cell": row.cell, "T": row.T, "B": row.B, "I": row.I, "H": row.H, "dtype": row.kind,
                    "layers": row.layers, "bidirectional": row.bidirectional, "error": max(errors[0]),
                    "cudnn_error": max(errors[1]), "schedule": layer.manifest.schedule,

@@ -3,6 +3,7 @@
     python benchmarks/docs_tables.py benchmarks/results/h100.json
     python benchmarks/docs_tables.py benchmarks/results/h100_grid.jsonl
     python benchmarks/docs_tables.py benchmarks/results/h100_flashrnn.json
+    python benchmarks/docs_tables.py benchmarks/results/h100_flashrnn_training.json
     python benchmarks/docs_tables.py benchmarks/results/h100_stacks.json
     python benchmarks/docs_tables.py benchmarks/results/cpu_skylake.json
     python benchmarks/docs_tables.py benchmarks/results/h100_published.jsonl
@@ -93,6 +94,20 @@ def flashrnn_table(path: Path, data: dict) -> list[str]:
             f"`{path.as_posix()}`; `make bench`."]
 
 
+def flashrnn_training_table(path: Path, data: dict) -> list[str]:
+    """The table of ``compare_flashrnn.py --training``."""
+    env = data["environment"]
+    rows = [(f"{NAMES[r['cell']]} {r['T']}x{r['B']}x{r['I']}x{r['H']}",
+             *(f"{r[f'{side}_us']:.2f} [{r[f'{side}_p20']:.2f}, {r[f'{side}_p80']:.2f}]"
+               for side in ("ecornn", "cudnn", "flashrnn")),
+             f"{r['ratio']:.2f}x", f"{r['ratio_flashrnn']:.2f}x") for r in data["rows"]]
+    return [*table(("bfloat16, forward and backward, µs/step [p20, p80]", "ecornn", "cuDNN", "FlashRNN, recurrence",
+                    "to cuDNN", "to FlashRNN"), rows), "",
+            f"FlashRNN {env['flashrnn']} (`cuda_fused`) through its own API and PyTorch's autograd on {env['gpu']}, "
+            f"PyTorch {env['torch']}, cuDNN {env['cudnn']}; interleaved, gradients checked against float64. "
+            f"{env['recurrence']} Data: `{path.as_posix()}`; `{env['command']}`."]
+
+
 def stacks_table(path: Path, data: dict) -> list[str]:
     """The table of ``compare_stacks.py``; in bold the arrangement that is compiled unless another one is asked for."""
     env, rows = data["environment"], []
@@ -119,6 +134,8 @@ def section(path: Path) -> tuple[str, list[str]]:
         return "measured-grid", short(path, GridLog(path))
     data = json.loads(path.read_text())
     env = data["environment"]
+    if "ratio_flashrnn" in data["rows"][0]:
+        return "measured-flashrnn-training", flashrnn_training_table(path, data)
     if "flashrnn" in env:
         return "measured-flashrnn", flashrnn_table(path, data)
     if "serial_us" in data["rows"][0]:

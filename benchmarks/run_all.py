@@ -80,7 +80,9 @@ def on_gpu(device: Device) -> bool:
     good &= anew(RESULTS / f"{name}_compile_times.jsonl", "compile_times.py", "--jobs",
                  max(1, len(os.sched_getaffinity(0)) // 4))
     if importlib.util.find_spec("flashrnn"):
+        trained = flashrnn.with_stem(f"{flashrnn.stem}_training")
         good &= run("compare_flashrnn.py", "--output", flashrnn) and run("docs_tables.py", flashrnn)
+        good &= run("compare_flashrnn.py", "--training", "--output", trained) and run("docs_tables.py", trained)
     else:
         print("\nnot compared with FlashRNN, which is not installed: pip install flashrnn==1.0.8")
     return good

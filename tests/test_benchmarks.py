@@ -259,6 +259,32 @@ def test_the_slstm_beside_flashrnn(heads: int):
     torch.testing.assert_close(theirs, ours.permute(0, 2, 3, 1))
 
 
+@pytest.mark.parametrize("cell", ["lstm", "rnn_tanh"])
+def test_gradients_beside_flashrnn(cell: str):
+    """What FlashRNN's gradients are held against, in its layouts: those of a PyTorch layer that is given W x + b."""
+    import compare_flashrnn as flash
+    import torch
+    from flashrnn_training import exact_gradients
+    from side_by_side import CELLS
+
+    steps, batch, hidden = 5, 2, 6
+    width = flash.described(cell)[1] * hidden
+    gates, dh = torch.randn(steps, batch, width), torch.randn(steps, batch, hidden)
+    layer, inputs = CELLS[cell](width, hidden).double(), gates.double().requires_grad_()
+    with torch.no_grad():
+        layer.weight_ih_l0.copy_(torch.eye(width))
+        layer.bias_ih_l0.zero_()
+    leaves = [inputs, layer.weight_hh_l0, layer.bias_hh_l0]
+    dgates, dweight, dbias = torch.autograd.grad(layer(inputs)[0], leaves, dh.double())
+
+    found = exact_gradients(cell, gates, layer.weight_hh_l0.detach(), layer.bias_hh_l0.detach(), dh)
+    wx, r, _, _ = flash.their_inputs(cell, dgates, dweight)
+    assert [t.shape for t in found] == [wx.shape, r.shape, (1, hidden, width // hidden)]
+    torch.testing.assert_close(found[0], wx, rtol=1e-11, atol=1e-14)  # float64 sums in other orders
+    torch.testing.assert_close(found[1], r, rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(found[2][0], dbias.reshape(-1, hidden).T, rtol=1e-11, atol=1e-14)
+
+
 def test_what_a_log_is_worth_elsewhere():
     from compare_logs import summary, worth
 

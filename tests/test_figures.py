@@ -13,8 +13,8 @@ from grid_log import GridLog
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-TABLES = ("h100.json", "h100_grid.jsonl", "h100_flashrnn.json", "h100_stacks.json", "cpu_skylake.json",
-          "h100_published.jsonl", "h100_heads.jsonl", "h100_classes.jsonl",
+TABLES = ("h100.json", "h100_grid.jsonl", "h100_flashrnn.json", "h100_flashrnn_training.json", "h100_stacks.json",
+          "cpu_skylake.json", "h100_published.jsonl", "h100_heads.jsonl", "h100_classes.jsonl",
           "h100_integer_weights.jsonl")
 PAGES = [pytest.param(page, id=page.relative_to(ROOT).as_posix()) for page in figures.pages()]
 SLOW = "search."  # figures of whole searches take ten seconds to read
