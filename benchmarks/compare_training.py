@@ -46,7 +46,9 @@ def build(row: Row, path: str, keep: str | None = None) -> str:
 
 def compare(row: Row, path: str, repeats: int, seconds: float, beside: Mapping[str, Callable[[], object]] | None = None,
             buffers: Sequence[torch.Tensor] = ()) -> dict:
-    """One row: gradients of both sides checked, then timed; ``beside`` them others, which read these ``buffers``."""
+    """One row: gradients of both sides checked, then timed, in microseconds a step and layer; ``beside`` them others,
+    which read these ``buffers``. Raises :class:`WrongResultError` where ours are wrong, or other bits in a second run.
+    """
     kind = {"f16": torch.float16, "bf16": torch.bfloat16}.get(row.kind, torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = row.kind == "tf32"
     options = {"nonlinearity": "tanh"} if row.cell == "rnn_tanh" else {}
