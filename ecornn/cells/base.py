@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ecornn.errors import CellError
@@ -55,6 +56,8 @@ class Cell(ABC):
     inputs : names of sequences beside x, a value for each step, batch row and unit: ``step`` finds each among its
         parameters, as a tensor (B, H) that is read at [b, j]. A call gives them as ``inputs``
     unread : parameters that are passed though ``step`` does not read all of them; of others that is an error
+    buffers, frozen : values of what is ``learned`` and does not train, tensors or arrays by name: an
+        :class:`ecornn.torch.Recurrent` has them as buffers, and as parameters without gradients, that begin so
     """
 
     name: str
@@ -63,6 +66,8 @@ class Cell(ABC):
     nonnegative: tuple[str, ...] = ()
     inputs: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    buffers: Mapping[str, Any] = MappingProxyType({})
+    frozen: Mapping[str, Any] = MappingProxyType({})
 
     @abstractmethod
     def parameters(self, input: int, hidden: int) -> Mapping[str, Shape]:

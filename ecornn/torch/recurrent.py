@@ -64,8 +64,13 @@ class Recurrent(Sequences, torch.nn.Module):
         kind = kind_of(text_of(self))
         kind.spec(1, 1, "float32", "")  # which checks the sizes
         learned = kind.flat(partial(learned_shapes, self.cell))  # other cells may have the same step
+        buffers, frozen = self._of_layers(self.cell.buffers), self._of_layers(self.cell.frozen)
         for name, shape in learned.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+            weight = torch.empty(shape, device=device, dtype=dtype)
+            if name in buffers:
+                self.register_buffer(name, weight)
+            else:
+                self.register_parameter(name, torch.nn.Parameter(weight, requires_grad=name not in frozen))
         self._flat_weights_names = list(kind.names)
         self._derived = Derived(self.cell, input_size, hidden_size, list(learned), list(kind.names)) if derives(
             self.cell) else None
@@ -121,10 +126,22 @@ class Recurrent(Sequences, torch.nn.Module):
         return PackedSequence(made, *x[1:]) if packed else made
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(H)."""
-        limit = 1 / math.sqrt(self.hidden_size)
-        for weight in self.parameters():
-            torch.nn.init.uniform_(weight, -limit, limit)
+        """Uniform in +-1/sqrt(H); what does not train as the cell has it."""
+        limit, fixed = 1 / math.sqrt(self.hidden_size), self._of_layers({**self.cell.buffers, **self.cell.frozen})
+        for name, weight in (*self.named_parameters(), *self.named_buffers()):
+            if name not in fixed:
+                torch.nn.init.uniform_(weight, -limit, limit)
+                continue
+            value = torch.as_tensor(fixed[name])
+            if value.numel() != weight.numel():
+                raise ShapeError(f"cell: {name}", tuple(value.shape), f"{tuple(weight.shape)}, in this layer")
+            with torch.no_grad():
+                weight.copy_(value.reshape(weight.shape))
+
+    def _of_layers(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by the cell's names as those of all layers, by this layer's names."""
+        return {self.cell.parameter_name(key, layer, reverse): value for layer in range(self.num_layers)
+                for reverse in (False, True)[:1 + self.bidirectional] for key, value in values.items()}
 
     @property
     def _flat_weights(self) -> list[torch.Tensor]:

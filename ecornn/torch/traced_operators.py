@@ -1,8 +1,10 @@
-"""PyTorch's operators as scalar te expressions: what a traced step may use, by the names that torch.fx gives them."""
+"""PyTorch's core operators as scalar te expressions: what a traced step may do to each value, by their names in ATen."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 from ecornn.errors import CellError
@@ -14,117 +16,196 @@ def _te() -> Any:
     return te
 
 
-def _const(value: float) -> Any:
-    return _te().const(float(value), "float32")
+def _number(value: Any) -> Any:
+    """A te scalar: of a number a constant, of a condition 1 or 0."""
+    if isinstance(value, (bool, int, float)):
+        return _te().const(float(value), "float32")
+    return select(value, 1.0, 0.0) if is_condition(value) else value
 
 
-def _max(a: Any, b: Any) -> Any:
-    from tvm import tirx
+def is_condition(value: Any) -> bool:
+    """Whether a te scalar is one."""
+    return str(getattr(value, "ty", "")) == "bool" or str(getattr(value, "dtype", "")) == "bool"
 
-    return tirx.max(a, b)
 
-
-def _min(a: Any, b: Any) -> Any:
-    from tvm import tirx
-
-    return tirx.min(a, b)
+def _condition(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return _te().const(float(bool(value)), "float32") > _te().const(0.5, "float32")
+    return value if is_condition(value) else _tirx("NE")(value, 0.0)
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
     """Of two scalars."""
     from tvm import tirx
 
-    return tirx.Select(condition, yes, no)
+    return tirx.Select(_condition(condition), _number(yes), _number(no))
 
 
-def _logical(name: str, a: Any, b: Any) -> Any:
+def _of(name: str) -> Callable[..., Any]:
+    """A function of TVM by name."""
+    def call(v: Any) -> Any:
+        from tvm import tirx
+
+        return getattr(tirx, name)(_number(v))
+
+    return call
+
+
+def _two(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda a, b: function(_number(a), _number(b))
+
+
+def _tirx(name: str, convert: Callable[[Any], Any] = _number) -> Callable[..., Any]:
+    def call(a: Any, b: Any) -> Any:
+        from tvm import tirx
+
+        return getattr(tirx, name)(convert(a), convert(b))
+
+    return call
+
+
+_max, _min, _and, _or = _tirx("max"), _tirx("min"), _tirx("all", _condition), _tirx("any", _condition)
+
+
+def _not(a: Any) -> Any:
     from tvm import tirx
 
-    return getattr(tirx, name)(a, b)
+    return tirx.Not(_condition(a))
+
+
+def _xor(a: Any, b: Any) -> Any:
+    return _tirx("NE")(_condition(a), _condition(b))
 
 
 def relu(v: Any) -> Any:
-    return _max(v, _const(0))
+    return _max(v, 0.0)
 
 
-def softplus(v: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
-    """Without the overflow of e^v; torch's threshold cuts off what float32 does not have."""
-    te, scaled = _te(), v * _const(beta)
-    return (relu(scaled) + te.log(_const(1) + te.exp(_const(0) - te.abs(scaled)))) / _const(beta)
+def softplus(v: Any, beta: float = 1, threshold: float = 20) -> Any:
+    """log(1 + e^v) without the overflow of e^v; the value itself above the threshold."""
+    te, scaled = _te(), _number(v) * _number(beta)
+    soft = relu(scaled) + te.log(_number(1) + te.exp(_number(0) - te.abs(scaled)))
+    return select(scaled > _number(threshold), v, soft / _number(beta))
 
 
-def clamp(v: Any, min: Any = None, max: Any = None) -> Any:
-    """Bounds as torch has them: the upper one wins."""
-    for bound in (min, max):
-        if bound is not None and not isinstance(bound, (int, float)):
-            raise CellError("clamp with a bound that is no number; use torch.minimum and torch.maximum")
-    v = v if min is None else _max(v, _const(min))
-    return v if max is None else _min(v, _const(max))
+def _added(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def call(a: Any, b: Any, alpha: Any = 1) -> Any:
+        return function(_number(a), _number(b) if alpha == 1 else _number(b) * _number(alpha))
+
+    return call
+
+
+def divided(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    """Also rounded down, or to zero."""
+    found = _number(a) / _number(b)
+    return found if rounding_mode is None else _of({"floor": "floor", "trunc": "trunc"}[rounding_mode])(found)
+
+
+def bounded(v: Any, low: Any = None, high: Any = None) -> Any:
+    """Bounds as PyTorch has them: the upper one wins, and a value that is at one still has its gradient."""
+    v = v if low is None else select(_number(v) < _number(low), low, v)
+    return v if high is None else select(_number(v) > _number(high), high, v)
+
+
+def hardtanh(v: Any, low: Any = -1, high: Any = 1) -> Any:
+    """As :func:`bounded`, without a gradient at a bound."""
+    return select(_number(v) > _number(low), select(_number(v) < _number(high), v, high), low)
+
+
+def square_root(v: Any) -> Any:
+    """Without a gradient at 0, as norms and standard deviations have it."""
+    positive = _number(v) > _number(0)
+    return select(positive, _of("sqrt")(select(positive, v, 1.0)), 0.0)
 
 
 def power(v: Any, exponent: Any) -> Any:
-    """Whole exponents from 1 to 4 as products, which negative numbers have, too."""
-    n = float(exponent.value) if hasattr(exponent, "value") else exponent
-    if n in (1.0, 2.0, 3.0, 4.0):
-        result = v
-        for _ in range(int(n) - 1):
-            result = result * v
-        return result
-    return _te().power(v, exponent)
+    """Small whole exponents as products, which negative numbers have, too."""
+    if not isinstance(exponent, (int, float)):
+        return _te().power(_number(v), _number(exponent))
+    if exponent in (0.5, -0.5):
+        return _of("sqrt" if exponent > 0 else "rsqrt")(v)
+    if exponent != int(exponent) or abs(exponent) > 8:
+        return _te().power(_number(v), _number(exponent))
+    result = _number(1.0)
+    for n in range(abs(int(exponent))):
+        result = _number(v) if n == 0 else result * _number(v)
+    return result if exponent >= 0 else _number(1.0) / result
 
 
-def weighted(a: Any, b: Any, share: Any) -> Any:
-    return a + share * (b - a)
+def gelu(v: Any, approximate: str = "none") -> Any:
+    """Hendrycks and Gimpel 2016, arXiv 1606.08415; with ``tanh`` its approximation."""
+    te, v = _te(), _number(v)
+    if approximate == "none":
+        return v * _number(0.5) * (_number(1) + te.erf(v * _number(math.sqrt(0.5))))
+    inner = _number(math.sqrt(2 / math.pi)) * (v + _number(0.044715) * v * v * v)
+    return v * _number(0.5) * (_number(1) + te.tanh(inner))
 
 
-def of(name: str) -> Callable[..., Any]:
-    """A function of ``te`` by name."""
-    return lambda v: getattr(_te(), name)(v)
+def elu(v: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+    """ELU, SELU and CELU."""
+    below = _te().exp(_min(_number(v) * _number(input_scale), 0.0)) - _number(1)
+    return select(_number(v) > _number(0), _number(v) * _number(scale), below * _number(alpha * scale))
 
 
-def hard_sigmoid(v: Any) -> Any:
-    return _max(_min(v / _const(6) + _const(0.5), _const(1)), _const(0))
+def added(*values: Any) -> Any:
+    """The sum."""
+    return reduce(lambda a, b: a + b, map(_number, values))
 
 
-def elu(v: Any, alpha: float = 1.0) -> Any:
-    return select(v > _const(0), v, _const(alpha) * (_te().exp(v) - _const(1)))
+def highest(*values: Any) -> Any:
+    """The maximum, whose gradient all values share that are it."""
+    if len(values) <= 2:
+        return reduce(_max, values)
+    top = reduce(_max, values)
+    here = [_tirx("EQ")(v, top) for v in values]
+    return added(*(select(at, v, 0.0) for at, v in zip(here, values, strict=True))) / added(*here)
 
 
-def leaky(v: Any, negative_slope: float = 0.01) -> Any:
-    return select(v >= _const(0), v, _const(negative_slope) * v)
+def angle(y: Any, x: Any) -> Any:
+    """Of a point; without a gradient at the origin."""
+    origin = _and(_tirx("EQ")(y, 0.0), _tirx("EQ")(x, 0.0))
+    return select(origin, 0.0, _tirx("atan2")(y, select(origin, 1.0, x)))
 
 
-# Name of a function, method or torch.nn class, without underscores and in lower case -> on scalars.
+def remainder(a: Any, b: Any) -> Any:
+    """Of the sign of the divisor."""
+    return _number(a) - _of("floor")(_number(a) / _number(b)) * _number(b)
+
+
+def sign(v: Any) -> Any:
+    return select(_number(v) > _number(0), 1.0, select(_number(v) < _number(0), -1.0, 0.0))
+
+
+# Name of an operator -> on scalars, in the order of its arguments.
 POINTWISE: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b,
-    "div": lambda a, b: a / b, "neg": lambda v: _const(0) - v, "pow": power, "square": lambda v: v * v,
-    "reciprocal": lambda v: _const(1) / v, "lerp": weighted, "maximum": _max, "minimum": _min, "where": select,
-    "multiply": lambda a, b: a * b, "subtract": lambda a, b: a - b, "divide": lambda a, b: a / b,
-    "and": lambda a, b: _logical("all", a, b), "logicaland": lambda a, b: _logical("all", a, b),
-    "or": lambda a, b: _logical("any", a, b), "logicalor": lambda a, b: _logical("any", a, b),
-    "lt": lambda a, b: a < b, "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-    "sigmoid": of("sigmoid"), "tanh": of("tanh"), "exp": of("exp"), "log": of("log"), "sqrt": of("sqrt"),
-    "rsqrt": of("rsqrt"), "abs": of("abs"), "sin": of("sin"), "cos": of("cos"), "erf": of("erf"), "floor": of("floor"),
-    "relu": relu, "silu": lambda v: v * _te().sigmoid(v), "logsigmoid":
-    lambda v: _const(0) - softplus(_const(0) - v), "softsign": lambda v: v / (_const(1) + _te().abs(v)),
-    "hardsigmoid": hard_sigmoid, "identity": lambda v: v, "contiguous": lambda v: v}
-# Those whose arguments behind the first are plain numbers.
-NUMBERS: dict[str, Callable[..., Any]] = {
-    "clamp": clamp, "clip": clamp, "softplus": softplus, "elu": elu, "leakyrelu": leaky,
-    "hardtanh": lambda v, min_val=-1.0, max_val=1.0: clamp(v, min_val, max_val)}
-# Of torch.nn classes, the attributes that are their functions' numbers.
-ATTRIBUTES = {"softplus": ("beta", "threshold"), "elu": ("alpha",), "leakyrelu": ("negative_slope",),
-              "hardtanh": ("min_val", "max_val")}
-
-
-def key_of(target: Any) -> str:
-    """The name of a function, a method or a class."""
-    name = target if isinstance(target, str) else getattr(target, "__name__", type(target).__name__)
-    return str(name).strip("_").lower().replace("_", "") if str(name) not in POINTWISE else str(name)
+    "add": _added(lambda a, b: a + b), "sub": _added(lambda a, b: a - b),
+    "rsub": lambda a, b, alpha=1: _number(b) - _number(a) * _number(alpha),
+    "mul": _two(lambda a, b: a * b), "div": divided, "neg": lambda v: _number(0) - _number(v), "pow": power,
+    "reciprocal": lambda v: _number(1) / _number(v), "maximum": _max, "minimum": _min, "where": select,
+    "lt": _two(lambda a, b: a < b), "le": _two(lambda a, b: a <= b), "gt": _two(lambda a, b: a > b),
+    "ge": _two(lambda a, b: a >= b), "eq": _tirx("EQ"), "ne": _tirx("NE"),
+    "logical_and": _and, "bitwise_and": _and, "logical_or": _or, "bitwise_or": _or, "logical_not": _not,
+    "bitwise_not": _not, "logical_xor": _xor, "bitwise_xor": _xor,
+    **{name: _of(name) for name in ("sigmoid", "tanh", "exp", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "abs",
+                                    "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
+                                    "atanh", "erf", "floor", "ceil", "trunc")},
+    "expm1": lambda v: _te().exp(_number(v)) - _number(1), "erfc": lambda v: _number(1) - _of("erf")(v),
+    "round": _of("nearbyint"), "sign": sign, "sgn": sign, "relu": relu, "silu": lambda v: _number(v) * _of("sigmoid")(v),
+    "gelu": gelu, "elu": elu, "softplus": softplus, "mish": lambda v: _number(v) * _of("tanh")(softplus(v)),
+    "clamp": bounded, "hardtanh": hardtanh, "remainder": remainder,
+    "fmod": lambda a, b: _number(a) - _of("trunc")(_number(a) / _number(b)) * _number(b),
+    "atan2": angle, "hypot": lambda a, b: _of("sqrt")(_number(a) * _number(a) + _number(b) * _number(b))}
+# What leaves each value as it is.
+SAME = ("alias", "clone", "detach", "contiguous", "lift_fresh_copy", "lift_fresh")
 
 
 def allowed() -> str:
     """All of them, for messages."""
-    shapes = ("Linear, linear, matmul, LayerNorm, layer_norm, chunk, split, cat, indexing by columns, LSTMCell, "
-              "GRUCell, RNNCell")
-    return f"{shapes}, {', '.join(sorted({*POINTWISE, *NUMBERS}))}"
+    shapes = ("products with weights, sums, means, maxima and variances over units, softmax, layer_norm, group_norm, cat, "
+              "stack, chunk, split, slices in multiples of H, views")
+    return f"{shapes}, {', '.join(sorted(POINTWISE))}"
+
+
+def refused(name: str) -> CellError:
+    """Of an operator that is not there."""
+    return CellError(f"not an operator of a step; there are {allowed()}")

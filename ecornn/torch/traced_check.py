@@ -1,0 +1,271 @@
+"""A traced cell held against the module that it was read of: values and gradients, on random inputs and states."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ecornn.cells.deriving import parameters_of
+from ecornn.errors import CellError
+from ecornn.torch.traced_graph import Learned, lines_of, operator_name, place_of, pointed
+from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Sizes, Value
+from ecornn.torch.traced_weights import carried_out
+
+if TYPE_CHECKING:
+    from ecornn.torch.traced import TracedCell
+
+# B, where x and states come from, and the scale of gradients: also values in (0, 1), where all functions have one, zeros,
+# with which sequences begin and where many have their kinks, and large gradients, which backward passes may clip.
+DRAWS = ((3, "normal", 1.0), (2, "normal, large", 100.0), (4, "unit", 1.0), (1, "zeros", 1.0))
+LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; constants of a step are float32
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Inputs of one step, and the gradients of what it returns."""
+
+    x: torch.Tensor
+    states: list[torch.Tensor]
+    upstream: list[torch.Tensor]
+
+
+def hold(cell: TracedCell) -> None:
+    """Raises :class:`~ecornn.errors.CellError`, with the first operator that differs, where the cell computes anything
+    else than its module; also where its step cannot be analysed."""
+    from ecornn.analysis import analyse
+
+    try:
+        graph = analyse(cell, cell.own.input, cell.own.hidden)
+    except CellError as error:
+        raise _at_its_operator(cell, error) from error
+    made = _derivative(graph, cell.own.hidden)
+    exact = _double(cell)
+    if exact is not None:
+        try:
+            _hold(cell, made, exact, torch.float64)
+            return
+        except CellError:  # constants may be other ones in float64, such as the least epsilon
+            pass
+    _hold(cell, made, cell.traced.step, torch.float32)
+
+
+def _hold(cell: TracedCell, made: Any, step: Any, kind: torch.dtype) -> None:
+    for batch, how, steep in DRAWS:
+        draw = _drawn(cell, batch, how, steep, kind)
+        try:
+            wanted = _of_module(cell, step, draw)
+        except Exception as error:  # the user's own code raises what it likes
+            raise CellError(f"the step fails with {batch} row{'s' * (batch > 1)}: {type(error).__name__}: {error}") \
+                from error
+        _compare(cell, made, draw, wanted, LIMITS[kind])
+
+
+def _derivative(graph: Any, hidden: int) -> Any:
+    """The adjoint; None of a step that has none, which training says."""
+    from ecornn.analysis.adjoint import adjoint
+
+    try:
+        return adjoint(graph, hidden)
+    except (CellError, NotImplementedError):
+        return None
+
+
+def _double(cell: TracedCell) -> Any | None:
+    """The step on float64: a copy of its module; None where it cannot be."""
+    step = cell.traced.step
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step = copy.deepcopy(step).cpu().double() if isinstance(step, torch.nn.Module) else step
+            _called(cell, step, _drawn(cell, 2, "unit", 1.0, torch.float64))
+    except Exception:  # a module that cannot be copied, or has constants of another type
+        return None
+    return step
+
+
+def _drawn(cell: TracedCell, batch: int, how: str, steep: float, kind: torch.dtype) -> Draw:
+    generator = torch.Generator().manual_seed(batch)
+
+    def drawn(width: int) -> torch.Tensor:
+        if how == "zeros":
+            return torch.zeros(batch, width, dtype=kind)
+        if how == "unit":
+            return (0.05 + 0.9 * torch.rand(batch, width, generator=generator)).to(kind)
+        return (torch.randn(batch, width, generator=generator) * (4.0 if how == "normal, large" else 1.0)).to(kind)
+
+    states = [drawn(cell.own.hidden) for _ in cell.traced.states]
+    upstream = [torch.randn(states[0].shape, generator=generator).to(kind) * steep for _ in range(
+        len(states) + cell.shown)]
+    return Draw(drawn(cell.own.input), states, upstream)
+
+
+def _called(cell: TracedCell, step: Any, draw: Draw) -> list[torch.Tensor]:
+    """What the module returns, without y where that is the first state."""
+    from torch.utils._pytree import tree_leaves
+
+    device = next((t.device for t in step.parameters()), None) if isinstance(step, torch.nn.Module) else None
+    x, states = draw.x.to(device), [s.to(device) for s in draw.states]
+    found = step(x, tuple(states)) if cell.traced.together else step(x, *states)
+    flat = tree_leaves(found)
+    return flat if len(flat) == len(states) + cell.shown else flat[1:]
+
+
+def _of_module(cell: TracedCell, step: Any, draw: Draw) -> tuple[list[Array], list[Array] | None, dict[str, Array], Any]:
+    """The new states, gradients of x and the states, and those of the module's parameters by name."""
+    given = [v.clone().requires_grad_() for v in (draw.x, *draw.states)]
+    parameters = {n: p for n, p in step.named_parameters() if p.requires_grad} if isinstance(
+        step, torch.nn.Module) else {}
+    with torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        x, *states = (v * 1.0 for v in given)  # which the step may write to
+        made = _called(cell, step, Draw(x, states, []))
+        reached = [(m, g.to(m.device, m.dtype)) for m, g in zip(made, draw.upstream, strict=True) if m.requires_grad]
+        wanted = [*given, *parameters.values()]
+        try:
+            gradients = torch.autograd.grad([m for m, _ in reached], wanted, [g for _, g in reached],
+                                            allow_unused=True) if reached else [None] * len(wanted)
+        except (NotImplementedError, RuntimeError) as error:
+            if "derivative" not in str(error):
+                raise
+            return [_array(m) for m in made], None, {}, made  # PyTorch has none either
+    arrays = [np.zeros(tuple(v.shape)) if g is None else _array(g) for v, g in zip(wanted, gradients, strict=True)]
+    return [_array(m) for m in made], arrays[:len(given)], dict(zip(parameters, arrays[len(given):], strict=True)), made
+
+
+def _array(value: torch.Tensor) -> Array:
+    return np.asarray(value.detach().double().cpu().numpy())
+
+
+def _compare(cell: TracedCell, made: Any, draw: Draw, wanted: Any, limit: float) -> None:
+    from ecornn.analysis.backpropagation import backpropagate
+    from ecornn.interpreter import interpret
+
+    values, inner, outer, returned = wanted
+    originals = {learned: learned.value.detach().double().cpu() for learned in cell.graph.learned.values()}
+    for learned, value in originals.items():
+        value.requires_grad_(learned.kind == "parameter" and value.is_floating_point())
+    parameters = _parameters(cell, originals)
+    arrays = {name: _array(value) for name, value in parameters.items()}
+    x, states = _array(draw.x)[None], [_array(s) for s in draw.states]
+    before = [np.zeros_like(states[0])] * cell.shown + states
+    with np.errstate(all="ignore"):
+        _, last = interpret(cell, x, arrays, before)
+        if any(_far(got, value, limit) for got, value in zip(last, values, strict=True)):
+            raise _differs(cell, draw, arrays, limit)
+        if made is None or inner is None or not all(np.isfinite(value).all() for value in values):
+            return  # there is nothing to compare
+        outputs = np.zeros((1, len(x[0]), made.forward.written * cell.own.hidden))
+        dx, dparameters, dstates = backpropagate(made, x, arrays, before, outputs, [_array(g) for g in draw.upstream])
+    through = [(p, torch.from_numpy(np.ascontiguousarray(dparameters[name])).reshape(p.shape))
+               for name, p in parameters.items() if p.requires_grad]
+    learned = [one for one, value in originals.items() if value.requires_grad]
+    found = torch.autograd.grad([p for p, _ in through], [originals[one] for one in learned], [g for _, g in through],
+                                allow_unused=True) if through and learned else [None] * len(learned)
+    by_name = {one.name: g for one, g in zip(learned, found, strict=True) if g is not None}
+    pairs = [("x", dx[0], inner[0]), *((name, got, want) for name, got, want in zip(
+        cell.traced.states, dstates[cell.shown:], inner[1:], strict=True))]
+    pairs += [(name, _array(by_name[name]) if name in by_name else np.zeros_like(want), want)
+              for name, want in outer.items()]
+    largest = max((float(np.abs(want[np.isfinite(want)]).max(initial=0.0)) for *_, want in pairs), default=0.0)
+    wrong = next((name for name, got, want in pairs if _far(got, want, 2 * limit, largest)), None)
+    if wrong is not None:
+        raise _other_gradient(cell, wrong, returned)
+
+
+def _parameters(cell: TracedCell, originals: dict[Learned, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the cell, in te shape, of the module's tensors, with their gradients."""
+    read, (input, hidden) = cell.read, (cell.own.input, cell.own.hidden)
+    own = {name: source.use.of(originals[source.learned], cell.own) for name, source in read.direct.items()}
+    own |= {name: originals[one].reshape(cell.learned(input, hidden)[name]) for name, one in read.originals.items()}
+    return parameters_of(cell, own, input, hidden)
+
+
+def _far(got: Array, wanted: Array, limit: float, largest: float = 0.0) -> bool:
+    """Whether values are not those that are wanted; what is no number in both is equal."""
+    if got.shape != wanted.shape or (np.isfinite(got) != np.isfinite(wanted)).any():
+        return True
+    finite = np.isfinite(wanted)
+    unit = max(float(np.abs(wanted[finite]).max(initial=0.0)), 1e-3 * largest, 1e-6)  # no square of which overflows
+    apart, size = np.linalg.norm((got[finite] - wanted[finite]) / unit), np.linalg.norm(wanted[finite] / unit)
+    return not apart <= limit * max(float(size), 1.0)
+
+
+# -- what to say --------------------------------------------------------------------------------
+def _at_its_operator(cell: TracedCell, error: CellError) -> CellError:
+    """The analysis' error with the line of the operator that it names."""
+    text = str(error).splitlines()[0]
+    named = [node for node in cell.graph.nodes if node in cell.graph.data and node.name in text.replace("'", " ").replace(
+        ":", " ").replace(",", " ").split()]
+    return pointed(text, lines_of(named[0])) if named else CellError(text)
+
+
+def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: float) -> CellError:
+    """Names the first operator whose te value is not PyTorch's."""
+    from ecornn.interpreter import Step
+
+    batch = cell.graph.batch
+    again = torch.arange(batch) % len(draw.x)  # the graph has constants of its own number of rows
+    rows = Draw(draw.x[again].double(), [s[again].double() for s in draw.states], [])
+    states = [np.zeros((batch, cell.own.hidden))] * cell.shown + [_array(s) for s in rows.states]
+    step = Step(cell, (batch, cell.own.input), (batch, cell.own.hidden))
+    step(_array(rows.x), states, arrays)
+    walk = cell.walk(step.x, step.states, step.parameters)
+    known: dict[Any, Any] = dict(zip(cell.graph.given, (rows.x, *rows.states), strict=True))
+    known |= {node: learned.value.detach().cpu().double() if learned.value.is_floating_point() else learned.value.cpu()
+              for node, learned in cell.graph.learned.items()}
+    wanted = carried_out(cell.graph.nodes, known, rows.x)
+    for node in cell.graph.nodes:
+        value = walk.known.get(node)
+        if isinstance(value, Value) and _far(_assembled(step, value, cell.own), _array(wanted[node] * 1.0), limit):
+            return pointed(f"cell {cell.name!r}: {operator_name(node)} computes another value than PyTorch's: a fault of "
+                           "ecornn, please report it", lines_of(node))
+    return CellError(f"cell {cell.name!r}: the step returns something else than what its graph computes: it depends on "
+                     "what changes between calls, such as an attribute that it sets or the number of rows")
+
+
+def _assembled(step: Any, value: Value, sizes: Sizes) -> Array:
+    """A value as PyTorch has it."""
+    rows = []
+    for gate in value.gates:
+        found = np.asarray(step.tensor(gate.tensor), np.float64)
+        found = found[:, None] if found.ndim == 1 else found[:, gate.index] if found.ndim == 3 else found
+        rows.append(found[:, :sizes.width(gate.width)])
+    axes = [axis for axis in value.axes if axis != ONE]
+    if COLUMNS in axes or (UNITS not in axes and GATES not in axes):
+        whole, own = np.concatenate(rows, axis=1), [BATCH, COLUMNS if COLUMNS in axes else ONE]
+    elif UNITS not in axes:
+        whole, own = np.concatenate(rows, axis=1), [BATCH, GATES]
+    else:
+        whole, own = np.stack(rows, axis=1), [BATCH, GATES, UNITS]
+    order = [own.index(axis) for axis in axes] + [n for n, axis in enumerate(own) if axis not in axes]
+    return whole.transpose(order).reshape(value.shape(sizes))
+
+
+def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -> CellError:
+    """Says what may have dropped or replaced a gradient."""
+    reasons = [(f"{kind.__name__}, a torch.autograd.Function, has a backward of its own", tuple(place_of(kind)))
+               for kind in _functions(returned)]
+    reasons += [(f"{what} drops a gradient", where) for what, where in cell.graph.suspects]
+    why, where = reasons[0] if reasons else ("a hook of a tensor, or an operator with a derivative of its own", ())
+    return pointed(f"cell {cell.name!r}: the gradient of {name} is not the module's: {why}; a cell's gradients are those "
+                   "of its forward", where)
+
+
+def _functions(returned: list[torch.Tensor]) -> Iterator[type]:
+    """The classes of torch.autograd.Function that results have come through."""
+    pending, seen = [t.grad_fn for t in returned if t.grad_fn is not None], set()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield node._forward_cls
+        pending += [after for after, _ in node.next_functions if after is not None]

@@ -1,0 +1,298 @@
+"""The graph of a step that is written in PyTorch: exported, functionalized, of core ATen operators.
+
+What an exported graph has left is operators on tensors: no mutation, no hooks, no subclasses, no keyword spellings; and
+it says which of its inputs are parameters, buffers and constants.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import logging
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from pathlib import Path
+from traceback import StackSummary
+from typing import Any
+
+import torch
+
+from ecornn.errors import CellError
+
+OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<"  # not the user's files
+FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+PREFIX = "step."  # of the names of a step's parameters within the module that is exported
+CONSTANT = ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "empty_like")
+# Operators that stay whole, since what they decompose into overflows, or is not what the analysis knows.
+WHOLE = ("softplus", "mish", "gelu", "elu", "silu", "native_layer_norm", "native_group_norm", "_softmax",
+         "_log_softmax", "hardtanh", "linalg_vector_norm", "std", "var", "var_mean", "mean", "amax", "amin", "clamp",
+         "split_with_sizes", "native_dropout", "stack")
+BROKEN_UP = ("_native_batch_norm_legit_no_training", "addcmul", "addcdiv", "lerp", "leaky_relu", "mv", "dot",
+             "baddbmm", "rms_norm", "square", "logit", "frac")
+CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")  # of PyTorch's own
+BRANCH = "what the step does depends on the values of a tensor, which Python reads; use torch.where in place of a branch"
+_one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole process
+
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step, its sizes, the names of its states, and whether it takes several as one tuple."""
+
+    step: Any
+    input: int
+    hidden: int
+    states: tuple[str, ...]
+    together: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """A tensor of the step that its graph reads: ``kind`` is ``parameter``, ``buffer`` or ``constant``; the last has a
+    name of the graph's own."""
+
+    kind: str
+    name: str
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """An exported step.
+
+    Attributes
+    ----------
+    nodes : in order, without placeholders and outputs
+    learned : by its placeholder, the tensor of the step that it stands for
+    given : the placeholders of x and of the states
+    returned : the nodes of what the step returns, y or not and the new states
+    batch : B of the example it was exported with, a size that no other axis has
+    data : the nodes that depend on x or a state
+    suspects : what says of the step, before it was decomposed, that its gradients may be others than its values'
+    """
+
+    nodes: tuple[torch.fx.Node, ...]
+    learned: dict[torch.fx.Node, Learned]
+    given: tuple[torch.fx.Node, ...]
+    returned: tuple[torch.fx.Node, ...]
+    batch: int
+    data: frozenset[torch.fx.Node]
+    suspects: tuple[tuple[str, tuple[Place, ...]], ...]
+
+
+class Wrapped(torch.nn.Module):
+    """The step as a module that takes x and its states one by one."""
+
+    def __init__(self, step: Any, together: bool) -> None:
+        super().__init__()
+        self.step, self.together = step, together
+
+    def forward(self, x: Any, *states: Any) -> Any:
+        return self.step(x, states if self.together else states[0]) if self.together or len(
+            states) == 1 else self.step(x, *states)
+
+
+def export(traced: Traced) -> Graph:
+    """The graph of a step.
+
+    Raises :class:`~ecornn.errors.CellError`, with the user's line, where PyTorch cannot export it, where it changes its
+    buffers, and where it returns anything but tensors.
+    """
+    batch = batch_of(traced)
+    like = next((t for t in tensors_of(traced.step) if t.is_floating_point()), torch.empty(0))
+    sizes = (batch, traced.input), *((batch, traced.hidden) for _ in traced.states)
+    example = tuple(torch.zeros(size, dtype=like.dtype, device=like.device) for size in sizes)
+    with _one_at_a_time, _quiet(), _whole_lines():
+        try:
+            program = torch.export.export(Wrapped(traced.step, traced.together), example, strict=False)
+            suspects = tuple(_suspects(program.graph_module))
+            program = program.run_decompositions(_decompositions())
+        except CellError:
+            raise
+        except Exception as error:  # the user's own code, and PyTorch, raise what they like
+            raise pointed(f"the step cannot be exported: {_why(error, traced)}", places(error)) from error
+    return _graph(traced, program, batch, suspects)
+
+
+def batch_of(traced: Traced) -> int:
+    """A number of rows that is the size of no axis of the step's tensors."""
+    known = {traced.input, traced.hidden} | {size for t in tensors_of(traced.step) for size in t.shape}
+    multiples = {count * traced.hidden for count in range(1, 64)}
+    return next(n for n in (11, 13, 17, 19, 23, 29, 31, *range(37, 10_000, 2)) if n not in known | multiples)
+
+
+def tensors_of(step: Any) -> list[torch.Tensor]:
+    """Parameters and buffers of a module; of a function none."""
+    return [*step.parameters(), *step.buffers()] if isinstance(step, torch.nn.Module) else []
+
+
+def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) -> Graph:
+    nodes = list(program.graph.nodes)
+    by_name, signature = {node.name: node for node in nodes}, program.graph_signature
+    learned, given = {}, []
+    for spec in signature.input_specs:
+        node, kind = by_name[spec.arg.name], spec.kind.name
+        if kind == "USER_INPUT":
+            given.append(node)
+        elif kind in ("PARAMETER", "BUFFER"):
+            name = spec.target.removeprefix(PREFIX)
+            learned[node] = Learned(kind.lower(), name, attrgetter(name)(traced.step))
+        elif kind == "CONSTANT_TENSOR":
+            found = program.constants[spec.target]
+            if isinstance(found, torch.nn.Parameter) and found.requires_grad:
+                raise CellError(f"the step reads a parameter, {tuple(found.shape)}, that is none of its module's: make "
+                                "it an attribute of the module, so that the layer has it too")
+            learned[node] = Learned("constant", spec.arg.name, found.detach())
+        else:
+            raise CellError(f"the step has an input of the kind {kind}, which a cell cannot have")
+    output, changed, returned = next(node for node in nodes if node.op == "output"), [], []
+    for spec, node in zip(signature.output_specs, output.args[0], strict=True):
+        if spec.kind.name == "USER_OUTPUT":
+            returned.append(node)
+        elif spec.kind.name != "USER_INPUT_MUTATION":
+            changed.append(str(spec.target).removeprefix(PREFIX))
+    if changed:
+        raise CellError(f"the step changes {', '.join(changed)} of its module in each call, which a layer's steps do not "
+                        "do: make it a state, or call the module's eval() before where that ends it")
+    if not all(isinstance(node, torch.fx.Node) for node in returned):
+        raise CellError(f"the step returns {[n for n in returned if not isinstance(n, torch.fx.Node)]} beside tensors")
+    inner = tuple(node for node in nodes if node.op == "call_function" and operator_name(node) not in CHECKS)
+    for node in inner:
+        if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise pointed(f"{operator_name(node)}: {BRANCH}", lines_of(node))
+    data = set(given)
+    for node in inner:
+        if not data.isdisjoint(node.all_input_nodes) and operator_name(node) not in CONSTANT:
+            data.add(node)
+    return Graph(inner, learned, tuple(given), tuple(returned), batch, frozenset(data), suspects)
+
+
+@lru_cache(maxsize=1)
+def _decompositions() -> dict[Any, Any]:
+    from torch._decomp import core_aten_decompositions, get_decompositions
+
+    table = dict(torch.export.default_decompositions() if hasattr(torch.export, "default_decompositions") else
+                 core_aten_decompositions())
+    packets = [getattr(torch.ops.aten, name) for name in BROKEN_UP if hasattr(torch.ops.aten, name)]
+    table |= get_decompositions(packets)
+    return {op: how for op, how in table.items() if op._schema.name.partition("::")[2] not in WHOLE}
+
+
+def _suspects(module: Any) -> Iterator[tuple[str, tuple[Place, ...]]]:
+    for node in module.graph.nodes:
+        name = operator_name(node)
+        if name == "detach":
+            yield "detach", lines_of(node)
+        elif name == "wrap_with_set_grad_enabled" and not node.args[0]:
+            inner = getattr(module, str(node.args[1].target), None) if len(node.args) > 1 else None
+            within = [n for n in inner.graph.nodes if n.op == "call_function"] if inner is not None else []
+            yield "torch.no_grad", lines_of(within[0]) if within else ()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what PyTorch warns and logs of a program that it exports: errors say it."""
+    loggers = [logging.getLogger(name) for name in (
+        "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.CRITICAL)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextmanager
+def _whole_lines() -> Iterator[None]:
+    """Nodes have the lines of all functions of the user, where PyTorch keeps those of functions called ``forward``."""
+    from torch.fx.proxy import TracerBase
+
+    before = getattr(TracerBase, "_filter_traceback_frames", None)
+    if before is None:  # earlier versions of PyTorch keep more
+        yield
+        return
+    TracerBase._filter_traceback_frames = lambda self, frames: StackSummary.from_list(
+        [frame for frame in frames if not frame.filename.startswith(OTHERS)])
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = before
+
+
+def _why(error: Exception, traced: Traced) -> str:
+    kind = type(error).__name__
+    if "DataDependent" in kind or "data-dependent" in str(error):
+        return BRANCH
+    text = f"{kind}: {(str(error).splitlines() or [''])[0]}"
+    one = not traced.together and len(traced.states) == 1
+    return text + ("; where its argument behind x is a tuple of states, name them: cell(..., states=('h', 'c'))"
+                   if one and isinstance(error, (ValueError, IndexError, TypeError)) else "")
+
+
+def operator_name(node: torch.fx.Node) -> str:
+    """What PyTorch calls the operator of a node, without its overload: ``mul``, ``split_with_sizes``, ``getitem``."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return str(getattr(node.target, "__name__", node.target))
+    return str(schema.name.partition("::")[2])
+
+
+def arguments(node: torch.fx.Node) -> dict[str, Any]:
+    """All arguments of a node's operator by name, ``self`` as ``input``; those left out by their defaults."""
+    found = {}
+    for n, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        name = "input" if argument.name == "self" else argument.name
+        if n < len(node.args) and not argument.kwarg_only:
+            found[name] = node.args[n]
+        else:
+            found[name] = node.kwargs.get(argument.name, argument.default_value if argument.has_default_value() else None)
+    return found
+
+
+def shape_of(node: torch.fx.Node) -> tuple[int, ...]:
+    """Of the tensor that a node makes."""
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+# -- lines of the user's files ------------------------------------------------------------------
+def lines_of(node: torch.fx.Node) -> tuple[Place, ...]:
+    """Files and lines that a node comes of, the innermost last."""
+    return tuple((file, int(line)) for file, line in FRAME.findall(node.meta.get("stack_trace") or ""))
+
+
+def places(error: BaseException) -> list[Place]:
+    """Files and lines of an error, the innermost last."""
+    found, trace = [], error.__traceback__
+    while trace is not None:
+        found.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+        trace = trace.tb_next
+    return found
+
+
+def pointed(message: str, at: Sequence[Place]) -> CellError:
+    """The error with the last place that is not PyTorch's or ours."""
+    own = [place for place in at if not place[0].startswith(OTHERS)]
+    if not own:
+        return CellError(message)
+    file, line = own[-1]
+    text = linecache.getline(file, line).strip()
+    return CellError(f"{message}\n  {file}:{line}" + (f": {text}" if text else ""), own[-1])
+
+
+def place_of(definition: Callable[..., Any] | type) -> list[Place]:
+    """Where a class or function of the user is defined."""
+    try:
+        return [(inspect.getsourcefile(definition) or "<unknown>", inspect.getsourcelines(definition)[1])]
+    except (OSError, TypeError):
+        return []
