@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import ecornn
 import ecornn.torch
@@ -317,3 +318,198 @@ def test_missing_sizes_and_names_are_errors():
         ecornn.torch.cell(lambda x: x, input_size=3, hidden_size=3)
     with pytest.raises(ArgumentError, match="name='1'"):
         ecornn.torch.cell(sized(MGU), name="1")
+
+
+# -- what a module does beside its forward's expressions ----------------------------------------
+def one_step(cell: ecornn.Cell, x: torch.Tensor, *states: torch.Tensor) -> list[np.ndarray]:
+    """The new states, by the te step in float64."""
+    weights = ecornn.derive(cell, {n: w.detach().numpy() for n, w in cell.weights().items()}, x.shape[1],
+                            states[0].shape[1])
+    before = [np.zeros(tuple(states[0].shape))] * cell.shown + [s.numpy() for s in states]
+    _, last = ecornn.reference(cell, x.numpy()[None], weights, before)
+    return list(last[cell.shown:])
+
+
+def same_step(module: nn.Module, *states: torch.Tensor, **options: Any) -> ecornn.Cell:
+    """The cell of a module, whose step is the module's."""
+    cell = ecornn.torch.cell(module, **{"input_size": I, "hidden_size": H, **options})
+    x = torch.randn(B, I, generator=torch.Generator().manual_seed(5))
+    states = states or (torch.randn(B, H, generator=torch.Generator().manual_seed(6)),)
+    with torch.no_grad():
+        given = [s.clone() for s in states]  # which it may write to
+        wanted = module(x, tuple(given)) if cell.traced.together else module(x, *given)
+    for found, value in zip(one_step(cell, x, *states), wanted if isinstance(wanted, tuple) else [wanted], strict=True):
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)  # the module is of float32
+    return cell
+
+
+class Module(nn.Module):
+    """Carries out a function of itself."""
+
+    def __init__(self, forward: Callable[..., Any], **own: Any) -> None:
+        super().__init__()
+        self.lin, self.x, self.run = nn.Linear(H, H), nn.Linear(I, H), forward
+        for name, value in own.items():
+            setattr(self, name, value)
+
+    def forward(self, x, h):
+        return self.run(self, self.x(x), h)
+
+
+def test_subclasses_of_pytorchs_cells_have_their_own_forward():
+    class Normed(nn.LSTMCell):
+        def forward(self, x, hx):
+            h, c = super().forward(x, hx)
+            return F.layer_norm(h, (H,)), c
+
+    states = [torch.randn(B, H) for _ in range(2)]
+    same_step(Normed(I, H), *states, states=("h", "c"))
+    with pytest.raises(CellError, match=r"(?s)too many values.*name them: cell\(..., states=\('h', 'c'\)\)"):
+        class Tuple(nn.Module):
+            def forward(self, x, state):
+                h, c = state
+                return h, c
+        ecornn.torch.cell(Tuple(), input_size=I, hidden_size=H)
+
+
+def test_statements_in_place():
+    def written(m, x, h):
+        a = h * 1.0
+        a.tanh_()
+        return a
+
+    cell = ecornn.torch.cell(lambda x, h: written(None, x, h), input_size=2, hidden_size=2)
+    (found,) = one_step(cell, torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]))
+    np.testing.assert_allclose(found, [[0.9640276, -0.7615942]], rtol=1e-6)
+    same_step(Module(lambda m, x, h: h.mul_(0.5).add_(x)), torch.randn(B, H))
+
+
+def test_hooks_and_parametrizations():
+    module = Module(lambda m, x, h: torch.tanh(x + m.lin(h)))
+    module.lin.register_forward_hook(lambda m, i, o: 10 * o)
+    module.x.register_forward_pre_hook(lambda m, i: (i[0],))
+    module.register_forward_hook(lambda m, i, o: o - 1)
+    same_step(module)
+    for wrapped in (nn.utils.parametrizations.weight_norm(nn.Linear(H, H)),
+                    nn.utils.parametrizations.spectral_norm(nn.Linear(H, H)).eval(),
+                    nn.utils.parametrizations.orthogonal(nn.Linear(H, H)),
+                    prune.random_unstructured(nn.Linear(H, H), "weight", 0.4)):
+        cell = same_step(Module(lambda m, x, h: torch.tanh(x + m.lin(h)), lin=wrapped))
+        learned = {n.replace(".", "_"): p for n, p in (*wrapped.named_parameters(), *wrapped.named_buffers())}
+        assert {n for n in cell.weights() if "lin" in n} == {f"lin_{n}_l0" for n in learned}
+
+
+def test_softplus_has_its_threshold():
+    cell = ecornn.torch.cell(lambda x, h: F.softplus(h, threshold=1), input_size=1, hidden_size=2)
+    (found,) = one_step(cell, torch.zeros(1, 1), torch.tensor([[2.0, 0.5]]))
+    np.testing.assert_allclose(found, [[2.0, 0.974077]], rtol=1e-6)
+
+
+def test_buffers_and_frozen_parameters_do_not_train(one_thread: None):
+    def step(m, x, h):
+        return torch.lerp(torch.tanh(x + F.linear(h, m.lin.weight * m.mask, m.lin.bias)), h, m.tau) * (1 - m.leak)
+
+    module = Module(step)
+    module.register_buffer("mask", (torch.rand(H, H) > 0.5).float())
+    module.register_buffer("tau", torch.rand(H))
+    module.leak = nn.Parameter(torch.tensor(0.25), requires_grad=False)
+    module.x.requires_grad_(False)
+    cell = same_step(module)
+    layer = ecornn.torch.Recurrent(cell, I, H)
+    assert {n for n, _ in layer.named_buffers()} == {"mask_l0", "tau_l0"}
+    assert {n for n, p in layer.named_parameters() if p.requires_grad} == {"lin_weight_l0", "lin_bias_l0"}
+    torch.testing.assert_close(layer.mask_l0, module.mask)  # what does not train begins as the module has it
+    torch.testing.assert_close(layer.leak_l0.reshape(()), module.leak)
+    layer.load_state_dict(cell.weights())
+    fixed = {n: v.clone() for n, v in layer.state_dict().items() if not n.startswith("lin")}
+    optimizer = torch.optim.AdamW(layer.parameters(), 0.1, weight_decay=0.1)
+    x = torch.randn(T, B, I)
+    layer(x)[0].square().sum().backward()
+    optimizer.step()
+    for name, value in fixed.items():
+        assert torch.equal(layer.state_dict()[name], value), name
+    assert not torch.equal(layer.lin_weight_l0, module.lin.weight)
+
+
+class Surrogate(torch.autograd.Function):
+    """A step with another function's gradient."""
+
+    @staticmethod
+    def forward(ctx, v):
+        ctx.save_for_backward(v)
+        return (v > 0).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (v,) = ctx.saved_tensors
+        return g / (1 + v.abs()) ** 2
+
+
+class Square(torch.autograd.Function):
+    """With its own gradient."""
+
+    @staticmethod
+    def forward(ctx, v):
+        ctx.save_for_backward(v)
+        return v * v
+
+    @staticmethod
+    def backward(ctx, g):
+        (v,) = ctx.saved_tensors
+        return 2 * v * g
+
+
+def silent(h):
+    with torch.no_grad():
+        return 2 * h
+
+
+def hooked(h):
+    h = 1 * h
+    if h.requires_grad:
+        h.register_hook(lambda g: 2 * g)
+    return h
+
+
+def test_other_gradients_than_the_forwards_are_errors():
+    for function, words in ((Surrogate.apply, r"(?s)Surrogate, a torch.autograd.Function.*test_torch_traced.py:\d+"),
+                            (lambda h: h.detach() * h, "detach drops a gradient"),
+                            (lambda h: silent(h) + h, "torch.no_grad drops a gradient"),
+                            (hooked, "a hook of a tensor")):
+        with pytest.raises(CellError, match=words):
+            ecornn.torch.cell(Module(lambda m, x, h, f=function: x + f(m.lin(h))), input_size=I, hidden_size=H)
+    same_step(Module(lambda m, x, h: x + Square.apply(m.lin(h))))
+
+
+def test_what_changes_between_calls_is_an_error():
+    def counted(m, x, h):
+        m.calls = getattr(m, "calls", 0) + 1
+        return h * m.calls
+
+    with pytest.raises(CellError, match="changes between calls"):
+        ecornn.torch.cell(Module(counted), input_size=I, hidden_size=H)
+    with pytest.raises(CellError, match=r"changes norm.running_mean, .* of its module in each call"):
+        ecornn.torch.cell(Module(lambda m, x, h: m.norm(x + h), norm=nn.BatchNorm1d(H)), input_size=I, hidden_size=H)
+    same_step(Module(lambda m, x, h: m.norm(x + h), norm=nn.BatchNorm1d(H)).eval())
+
+
+def test_tied_weights_are_one_parameter():
+    module = Module(lambda m, x, h: torch.tanh(x + m.lin(h)) + m.other(h))
+    module.other = nn.Linear(H, H)
+    module.other.weight = module.lin.weight
+    cell = same_step(module)
+    assert [n for n in cell.weights() if n.endswith("weight_l0")] == ["x_weight_l0", "lin_weight_l0"]
+    both = Module(lambda m, x, h: torch.tanh(x + m.lin(h)) @ m.lin.weight)  # once as it is, and once transposed
+    cell = same_step(both)
+    assert {*cell.weights()} == {"x_weight_l0", "x_bias_l0", "lin_weight_l0", "lin_bias_l0"}
+    assert cell.weights()["lin_weight_l0"].data_ptr() == both.lin.weight.data_ptr()
+
+
+def test_plain_tensors_and_shared_spellings():
+    tau = torch.tensor(0.3)
+    same_step(Module(lambda m, x, h: (1 - tau) * h + tau * F.relu(x, inplace=True)))
+    same_step(Module(lambda m, x, h: torch.cat([h, x], axis=1).chunk(2, dim=1)[1].subtract(h, alpha=2)))
+    same_step(Module(lambda m, x, h: x.where(h > 0, m.levels), levels=torch.linspace(0, 1, H)))
+    with pytest.raises(CellError, match=r"a parameter, of the shape \(7,\), that is none of its module's"):
+        outside = nn.Parameter(torch.rand(H))
+        ecornn.torch.cell(Module(lambda m, x, h: x + h * outside), input_size=I, hidden_size=H)

@@ -48,7 +48,7 @@ class Derived:
 
     def _made(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
         made = derive(self._cell, dict(zip(self._learned, own, strict=True)), self._input, self._hidden)
-        return [made[name].contiguous() for name in self._names]
+        return [torch.as_tensor(made[name]).contiguous() for name in self._names]  # of no weights at all, NumPy's
 
     @contextmanager
     def once(self, module: torch.nn.Module) -> Iterator[None]:

@@ -113,6 +113,7 @@ class TracedCell(Cell):
             self.states, self.output = ("y", *traced.states), "y"
             if "y" in traced.states:
                 raise CellError(f"cell {self.name!r}: a state is called y, as the output before the states would be")
+        self.unread = tuple(self.read.names.values())  # a product may have gates that the step leaves out
         learned = {name: source.learned for name, source in self.read.direct.items()} | self.read.originals
         self.buffers = {name: one.value for name, one in learned.items() if one.kind == "buffer"}
         self.frozen = {name: one.value for name, one in learned.items() if one.kind == "parameter" and not (
@@ -150,12 +151,12 @@ class TracedCell(Cell):
         """What the module computes of its weights."""
         if not self.read.derived:
             return {}
-        given = {name: p[name] for name in self.read.originals}
-        tensors = {name: (torch.from_numpy(v) if xp.__name__ == "numpy" else v) for name, v in given.items()}
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
+        given = {name: torch.from_numpy(v) if xp.__name__ == "numpy" else v for name, v in p.items()}
+        if not all(isinstance(tensor, torch.Tensor) for tensor in given.values()):
             raise TypeError("its weights are computed by PyTorch; pass arrays of NumPy or PyTorch")
-        tensors = {name: v.reshape(self.read.originals[name].value.shape) for name, v in tensors.items()}
-        found = self.read.computed(tensors, self.own)
+        like = next(iter(given.values()), torch.empty(0))
+        values = {name: given[name].reshape(one.value.shape) for name, one in self.read.originals.items()}
+        found = self.read.computed(values, like)
         return {name: v.numpy() if xp.__name__ == "numpy" else v for name, v in found.items()}
 
     def sample(self, name: str, shape: Shape, rng: Any) -> Any:

@@ -57,10 +57,11 @@ class Arithmetic:
             return value
         return self.scalars(lambda v: select(v, 1.0, 0.0), [value], value.axes, f"{name}_number")
 
-    def pointwise(self, node: torch.fx.Node, function: Callable[..., Any], operands: Sequence[Any]) -> Value:
-        """``function`` of values, weights and numbers that are broadcast as PyTorch does."""
+    def pointwise(self, node: torch.fx.Node, function: Callable[..., Any], operands: Sequence[Any],
+                  shape: tuple[int, ...] | None = None) -> Value:
+        """``function`` of values, weights and numbers that are broadcast as PyTorch does; ``shape``: that of the node."""
         values = [self.known[o] for o in operands if isinstance(o, torch.fx.Node) and o in self.graph.data]
-        axes, count, width = self.frame(values, shape_of(node))
+        axes, count, width = self.frame(values, shape or shape_of(node))
         if width == "I" and self.sizes.input != self.sizes.hidden:
             raise CellError("of x alone, which products alone read in a step: a module of its own before the layer "
                             "computes it for all steps at once")

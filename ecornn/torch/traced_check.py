@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -118,25 +119,42 @@ def _called(cell: TracedCell, step: Any, draw: Draw) -> list[torch.Tensor]:
 
 
 def _of_module(cell: TracedCell, step: Any, draw: Draw) -> tuple[list[Array], list[Array] | None, dict[str, Array], Any]:
-    """The new states, gradients of x and the states, and those of the module's parameters by name."""
+    """The new states, gradients of x and the states, None where PyTorch has none, and those of the module's parameters
+    by name."""
     given = [v.clone().requires_grad_() for v in (draw.x, *draw.states)]
     parameters = {n: p for n, p in step.named_parameters() if p.requires_grad} if isinstance(
         step, torch.nn.Module) else {}
-    with torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    wanted = [*given, *parameters.values()]
+
+    def called() -> list[torch.Tensor]:
         x, *states = (v * 1.0 for v in given)  # which the step may write to
-        made = _called(cell, step, Draw(x, states, []))
-        reached = [(m, g.to(m.device, m.dtype)) for m, g in zip(made, draw.upstream, strict=True) if m.requires_grad]
-        wanted = [*given, *parameters.values()]
+        return _called(cell, step, Draw(x, states, []))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
-            gradients = torch.autograd.grad([m for m, _ in reached], wanted, [g for _, g in reached],
-                                            allow_unused=True) if reached else [None] * len(wanted)
-        except (NotImplementedError, RuntimeError) as error:
-            if "derivative" not in str(error):
-                raise
-            return [_array(m) for m in made], None, {}, made  # PyTorch has none either
+            with torch.enable_grad():
+                made = called()
+                _no_others(step, made, wanted)
+                reached = [(m, g.to(m.device, m.dtype)) for m, g in zip(made, draw.upstream, strict=True) if
+                           m.requires_grad]
+                gradients = torch.autograd.grad([m for m, _ in reached], wanted, [g for _, g in reached],
+                                                allow_unused=True) if reached else [None] * len(wanted)
+        except RuntimeError:  # of an operator without a derivative, or a value that was written to: it does not train
+            with torch.no_grad():
+                return [_array(m) for m in called()], None, {}, []
     arrays = [np.zeros(tuple(v.shape)) if g is None else _array(g) for v, g in zip(wanted, gradients, strict=True)]
     return [_array(m) for m in made], arrays[:len(given)], dict(zip(parameters, arrays[len(given):], strict=True)), made
+
+
+def _no_others(step: Any, made: list[torch.Tensor], known: list[torch.Tensor]) -> None:
+    """Raises :class:`CellError` where the step has gradients for what is no parameter of its module."""
+    own = {id(v) for v in known}
+    for node in _backwards(made):
+        value = getattr(node, "variable", None)
+        if value is not None and id(value) not in own:
+            raise CellError(f"the step reads a parameter, of the shape {tuple(value.shape)}, that is none of its module's: "
+                            "make it one, so that the layer has it too")
 
 
 def _array(value: torch.Tensor) -> Array:
@@ -184,7 +202,7 @@ def _parameters(cell: TracedCell, originals: dict[Learned, torch.Tensor]) -> dic
     read, (input, hidden) = cell.read, (cell.own.input, cell.own.hidden)
     own = {name: source.use.of(originals[source.learned], cell.own) for name, source in read.direct.items()}
     own |= {name: originals[one].reshape(cell.learned(input, hidden)[name]) for name, one in read.originals.items()}
-    return parameters_of(cell, own, input, hidden)
+    return {name: torch.as_tensor(value) for name, value in parameters_of(cell, own, input, hidden).items()}
 
 
 def _far(got: Array, wanted: Array, limit: float, largest: float = 0.0) -> bool:
@@ -201,8 +219,9 @@ def _far(got: Array, wanted: Array, limit: float, largest: float = 0.0) -> bool:
 def _at_its_operator(cell: TracedCell, error: CellError) -> CellError:
     """The analysis' error with the line of the operator that it names."""
     text = str(error).splitlines()[0]
-    named = [node for node in cell.graph.nodes if node in cell.graph.data and node.name in text.replace("'", " ").replace(
-        ":", " ").replace(",", " ").split()]
+    words = {word.rstrip("0123456789").rstrip("_") if cut else word for word in re.findall(r"\w+", text)
+             for cut in (False, True)}
+    named = [node for node in cell.graph.nodes if node in cell.graph.data and node.name in words]
     return pointed(text, lines_of(named[0])) if named else CellError(text)
 
 
@@ -260,12 +279,17 @@ def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -
 
 def _functions(returned: list[torch.Tensor]) -> Iterator[type]:
     """The classes of torch.autograd.Function that results have come through."""
+    for node in _backwards(returned):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield node._forward_cls
+
+
+def _backwards(returned: list[torch.Tensor]) -> Iterator[Any]:
+    """The nodes of PyTorch's graph behind results."""
     pending, seen = [t.grad_fn for t in returned if t.grad_fn is not None], set()
     while pending:
         node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            yield node._forward_cls
-        pending += [after for after, _ in node.next_functions if after is not None]
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += [after for after, _ in node.next_functions if after is not None]

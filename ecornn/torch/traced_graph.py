@@ -32,10 +32,10 @@ CONSTANT = ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "ne
 # Operators that stay whole, since what they decompose into overflows, or is not what the analysis knows.
 WHOLE = ("softplus", "mish", "gelu", "elu", "silu", "native_layer_norm", "native_group_norm", "_softmax",
          "_log_softmax", "hardtanh", "linalg_vector_norm", "std", "var", "var_mean", "mean", "amax", "amin", "clamp",
-         "split_with_sizes", "native_dropout", "stack")
-BROKEN_UP = ("_native_batch_norm_legit_no_training", "addcmul", "addcdiv", "lerp", "leaky_relu", "mv", "dot",
+         "split_with_sizes", "native_dropout", "stack",
+         "log_sigmoid_forward")
+BROKEN_UP = ("addcmul", "addcdiv", "lerp", "leaky_relu", "mv", "dot",
              "baddbmm", "rms_norm", "square", "logit", "frac")
-CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range_for_size")  # of PyTorch's own
 BRANCH = "what the step does depends on the values of a tensor, which Python reads; use torch.where in place of a branch"
 _one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole process
 
@@ -111,7 +111,14 @@ def export(traced: Traced) -> Graph:
     example = tuple(torch.zeros(size, dtype=like.dtype, device=like.device) for size in sizes)
     with _one_at_a_time, _quiet(), _whole_lines():
         try:
-            program = torch.export.export(Wrapped(traced.step, traced.together), example, strict=False)
+            wrapped = Wrapped(traced.step, traced.together)
+            try:
+                program = torch.export.export(wrapped, example, strict=False)
+            except RuntimeError as error:
+                if "inplace" not in str(error):
+                    raise
+                with torch.no_grad():  # where PyTorch cannot train what is written to, it still computes it
+                    program = torch.export.export(wrapped, example, strict=False)
             suspects = tuple(_suspects(program.graph_module))
             program = program.run_decompositions(_decompositions())
         except CellError:
@@ -136,19 +143,19 @@ def tensors_of(step: Any) -> list[torch.Tensor]:
 def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) -> Graph:
     nodes = list(program.graph.nodes)
     by_name, signature = {node.name: node for node in nodes}, program.graph_signature
-    learned, given = {}, []
+    learned: dict[torch.fx.Node, Learned] = {}
+    given, first = [], {}
     for spec in signature.input_specs:
         node, kind = by_name[spec.arg.name], spec.kind.name
         if kind == "USER_INPUT":
             given.append(node)
         elif kind in ("PARAMETER", "BUFFER"):
             name = spec.target.removeprefix(PREFIX)
-            learned[node] = Learned(kind.lower(), name, attrgetter(name)(traced.step))
+            value = attrgetter(name)(traced.step)
+            node.replace_all_uses_with(first.setdefault(id(value), node))  # of tied weights there is one
+            learned[node] = Learned(kind.lower(), name, value)
         elif kind == "CONSTANT_TENSOR":
             found = program.constants[spec.target]
-            if isinstance(found, torch.nn.Parameter) and found.requires_grad:
-                raise CellError(f"the step reads a parameter, {tuple(found.shape)}, that is none of its module's: make "
-                                "it an attribute of the module, so that the layer has it too")
             learned[node] = Learned("constant", spec.arg.name, found.detach())
         else:
             raise CellError(f"the step has an input of the kind {kind}, which a cell cannot have")
@@ -163,7 +170,13 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
                         "do: make it a state, or call the module's eval() before where that ends it")
     if not all(isinstance(node, torch.fx.Node) for node in returned):
         raise CellError(f"the step returns {[n for n in returned if not isinstance(n, torch.fx.Node)]} beside tensors")
-    inner = tuple(node for node in nodes if node.op == "call_function" and operator_name(node) not in CHECKS)
+    needed, pending = set(), list(returned)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    inner = tuple(node for node in nodes if node.op == "call_function" and node in needed)
     for node in inner:
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
             raise pointed(f"{operator_name(node)}: {BRANCH}", lines_of(node))
@@ -171,6 +184,7 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
     for node in inner:
         if not data.isdisjoint(node.all_input_nodes) and operator_name(node) not in CONSTANT:
             data.add(node)
+    learned = {node: weights for node, weights in learned.items() if node in needed}
     return Graph(inner, learned, tuple(given), tuple(returned), batch, frozenset(data), suspects)
 
 

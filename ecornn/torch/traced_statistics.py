@@ -10,7 +10,8 @@ import torch
 from ecornn.cells import largest, normalized, softmax
 from ecornn.errors import CellError
 from ecornn.torch.traced_arithmetic import Arithmetic
-from ecornn.torch.traced_operators import POINTWISE, added, highest, square_root
+from ecornn.torch.traced_graph import shape_of
+from ecornn.torch.traced_operators import POINTWISE, added, highest, softplus, square_root
 from ecornn.torch.traced_values import (
     BATCH,
     COLUMNS,
@@ -98,6 +99,9 @@ class Statistics(Arithmetic):
         found = self.summed(negative, list(dim), node.name, largest, highest)
         found = self.scalars(lambda v: 0.0 - v, [found], found.axes, f"{node.name}_positive")
         return self.reduced(node, found, keepdim, list(dim))
+
+    def op_log_sigmoid_forward(self, node: torch.fx.Node, input: Any) -> tuple[Value | None, ...]:
+        return self.pointwise(node, lambda v: 0.0 - softplus(0.0 - v), [input], shape_of(input)), None
 
     def op_max(self, node: torch.fx.Node) -> Any:
         raise CellError("also the place of the extreme, which alone has its gradient; use amax or amin")
@@ -192,6 +196,16 @@ class Statistics(Arithmetic):
         else:
             raise CellError(f"{group} groups of {described(value)}")
         return self.affine(node, Value(value.axes, tuple(gates)), weight, bias), None, None
+
+    def op_native_batch_norm_legit_no_training(self, node: torch.fx.Node, input: Any, weight: Any, bias: Any,
+                                               running_mean: Any, running_var: Any, momentum: float,
+                                               eps: float) -> tuple[Value | None, ...]:
+        value = self.value(input)
+        axes, count, width = self.frame([value], value.shape(self.sizes))
+        middle, variance = (self.weights(w, axes, count, width) for w in (running_mean, running_var))
+        found = self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
+                             axes, f"{node.name}_normal")
+        return self.affine(node, found, weight, bias), None, None
 
     def affine(self, node: torch.fx.Node, value: Value, weight: Any, bias: Any) -> Value:
         """Times a gain and with a bias, where there are any."""

@@ -197,6 +197,16 @@ class Walk(Statistics):
     def op_expand(self, node: torch.fx.Node, input: Any, size: Any) -> Value:
         return self.pointwise(node, lambda v: v, [input])
 
+    def op_repeat(self, node: torch.fx.Node, input: Any, repeats: Sequence[int]) -> Value:
+        value = self.value(input)
+        axes = (ONE,) * (len(repeats) - len(value.axes)) + value.axes
+        several = [n for n, count in enumerate(repeats) if count > 1]
+        if all(axes[n] == ONE for n in several):
+            return self.pointwise(node, lambda v: v, [input])
+        if len(several) > 1 or axes[several[0]] not in (UNITS, COLUMNS, GATES):
+            raise CellError(f"{tuple(repeats)} times {described(value)}")
+        return joined([Value(axes, value.gates)] * repeats[several[0]], several[0])
+
     def op_copy(self, node: torch.fx.Node, input: Any, src: Any) -> Any:
         if src in self.graph.data:
             return self.pointwise(node, lambda v: v, [src])

@@ -152,20 +152,16 @@ class Weights:
             if node in self.graph.learned:
                 yield node, way
 
-    def computed(self, values: Mapping[str, torch.Tensor], sizes: Sizes,
-                 kind: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        """The derived parameters in te shape, 1 where all units have the same, of the values of ``originals`` by name, with their gradients; ``kind``: of
-        those that depend on constants alone."""
-        first = next((v for v in values.values() if v.is_floating_point()), torch.empty(0, dtype=kind))
-
+    def computed(self, values: Mapping[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The derived parameters in te shape, 1 where all units have the same, of the values of ``originals`` by name,
+        with their gradients; of the device and type of ``like``."""
         def known(learned: Learned) -> torch.Tensor:
             value = learned.value if learned.kind == "constant" else values[_identifier(learned.name)]
-            value = value.to(first.device)
-            return value.to(first.dtype if learned.value.is_floating_point() else learned.value.dtype)
+            return value.to(like.device, like.dtype if learned.value.is_floating_point() else learned.value.dtype)
 
         made = carried_out(self.needed, {node: known(self.graph.learned[node]) for node in self.needed
-                                         if node in self.graph.learned}, first)
-        return {name: use.of(made[use.node], sizes).to(first.dtype) for name, use in self.derived.items()}
+                                         if node in self.graph.learned}, like)
+        return {name: use.of(made[use.node], self.sizes).to(like.dtype) for name, use in self.derived.items()}
 
 
 def below(graph: Graph, nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
