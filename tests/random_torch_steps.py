@@ -348,7 +348,8 @@ class Writer:
         forms: list[tuple[str, Callable[[Any, Any], Any]]] = [
             ("sigmoid", lambda p, q: torch.sigmoid(p) * q), ("tanh", lambda p, q: torch.tanh(p + q)),
             ("where", lambda p, q: torch.where(p > q * c, p, q - c)), ("where method", lambda p, q: p.where(q > 0, -q)),
-            ("where number", lambda p, q: torch.where(p < c, p, 0.1)), ("clamp", lambda p, q: p.clamp(min=-c, max=c) + q),
+            ("where number", lambda p, q: torch.where(p < c, p, 0.1)),
+            ("clamp", lambda p, q: p.clamp(min=-c, max=c) + q),
             ("clip", lambda p, q: torch.clip(p, max=c)), ("sub alpha", lambda p, q: torch.sub(p, q, alpha=c)),
             ("subtract", lambda p, q: p.subtract(q, alpha=c)), ("rsub", lambda p, q: 1 - p * q),
             ("lerp", lambda p, q: torch.lerp(p, q, c / 2)), ("lerp values", lambda p, q: torch.lerp(p, q, p.sigmoid())),
@@ -367,7 +368,8 @@ class Writer:
             ("sin", lambda p, q: torch.sin(p) + torch.cos(q)), ("logic", lambda p, q: torch.where(
                 (p > 0) & ~(q > c) | (q < -c), p, q)), ("sign", lambda p, q: p.sign() * c + q),
             ("hardtanh", lambda p, q: F.hardtanh(p, -c, c) + q), ("function", lambda p, q: Cubed.apply(p * 0.5) + q),
-            ("threshold", lambda p, q: F.threshold(p, 0.1, c)), ("tensor constant", lambda p, q: p * torch.tensor(c) + q),
+            ("threshold", lambda p, q: F.threshold(p, 0.1, c)),
+            ("tensor constant", lambda p, q: p * torch.tensor(c) + q),
             ("zeros", lambda p, q: torch.zeros_like(p) + q * c), ("full", lambda p, q: p + q.new_full(q.shape, c)),
             ("dropout", lambda p, q: F.dropout(p, 0.5, training=False) + q), ("out of place", lambda p, q: +p - -q)]
         words, how = r.choice(forms)
@@ -409,7 +411,8 @@ class Writer:
             setattr(m, name, value if kind == "plain" else nn.Parameter(value, kind == "parameter"))
         forms: list[tuple[str, Callable[[Any, Any], Any]]] = [
             ("1 - tau", lambda w, p: p * (1 - w)), ("exp", lambda w, p: torch.exp(-w.exp()) * p),
-            ("softplus", lambda w, p: p * F.softplus(w)), ("sigmoid", lambda w, p: torch.lerp(p, p.tanh(), w.sigmoid())),
+            ("softplus", lambda w, p: p * F.softplus(w)),
+            ("sigmoid", lambda w, p: torch.lerp(p, p.tanh(), w.sigmoid())),
             ("add", lambda w, p: p + w), ("threshold", lambda w, p: torch.where(p > w, p - w, p)),
             ("expand", lambda w, p: p * w.expand(p.shape)), ("mean", lambda w, p: p - w.mean())]
         words, how = r.choice(forms)
@@ -449,7 +452,8 @@ class Writer:
             ("stack mean", lambda p, q: torch.stack((p, q), dim=0).mean(0)),
             ("stack amax", lambda p, q: torch.stack([p, q], dim=-2).amax(-2)),
             ("attention", lambda p, q: (torch.stack([p, q], 0).softmax(0) * torch.stack([q, p], 0)).sum(0)),
-            ("transpose", lambda p, q: (p.t() * 0.5).T + q), ("unsqueeze", lambda p, q: (p[:, None] * q[:, None])[:, 0]),
+            ("transpose", lambda p, q: (p.t() * 0.5).T + q),
+            ("unsqueeze", lambda p, q: (p[:, None] * q[:, None])[:, 0]),
             ("squeeze", lambda p, q: torch.squeeze(p.unsqueeze(1) + q.unsqueeze(1), dim=1)),
             ("cat chunk", lambda p, q: torch.cat([p, q], -1).tanh().chunk(2, -1)[1]),
             ("flatten", lambda p, q: torch.stack([p, q], 1).flatten(1)[:, H:]),
@@ -469,7 +473,8 @@ class Writer:
         forms: list[tuple[str, str, Callable[[Any, Any], Any]]] = [
             ("spike", REFUSED, lambda m, p: Spike.apply(p)), ("clipped", REFUSED, lambda m, p: Clipped.apply(p)),
             ("detach", REFUSED, lambda m, p: p.detach() * p), ("no_grad", REFUSED, lambda m, p: _silent(p) + p),
-            ("branch", REFUSED, lambda m, p: p if p.sum() > 0 else -p), ("item", REFUSED, lambda m, p: p * p.sum().item()),
+            ("branch", REFUSED, lambda m, p: p if p.sum() > 0 else -p),
+            ("item", REFUSED, lambda m, p: p * p.sum().item()),
             ("random", REFUSED, lambda m, p: F.dropout(p, 0.5, training=True)), ("rand", REFUSED, lambda m, p:
              p + torch.rand_like(p)), ("batch", REFUSED, lambda m, p: p - p.mean(0)), ("roll", EITHER, lambda m, p:
              torch.roll(p, 1, 1)), ("cumsum", EITHER, lambda m, p: torch.cumsum(p, 1)), ("unit", EITHER, lambda m, p:

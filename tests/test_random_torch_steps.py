@@ -126,12 +126,12 @@ def near(found: Any, wanted: Any, limit: float, what: str, largest: float = 0.0)
 
 def by_numpy(drawn: Drawn, cell: Any) -> None:
     """By the interpreter of te graphs, and the adjoint of the analysis, through T steps."""
-    for kind, limit in ((torch.float64, LIMIT), (torch.float32, 1e-4)):
-        try:
-            module, x, states, upstream, y, now, inner, outer = loop(drawn, kind)
-            break
-        except RuntimeError:  # constants of another type
-            assert kind == torch.float64
+    limit = LIMIT
+    try:
+        found = loop(drawn, torch.float64)
+    except RuntimeError:  # constants of another type
+        limit, found = 1e-4, loop(drawn, torch.float32)
+    module, x, states, upstream, y, now, inner, outer = found
     with torch.no_grad():
         weights = {n: w.double().requires_grad_(w.is_floating_point()) for n, w in cell.weights(module).items()}
     derived = ecornn.derive(cell, weights, drawn.input, drawn.hidden)

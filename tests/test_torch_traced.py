@@ -183,7 +183,8 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # of x and h, both in (0.05
     "mul": lambda x, h: 3.0 * h.multiply(x), "div": lambda x, h: torch.div(h, x) + 1 / (x + h),
     "div, rounded": lambda x, h: torch.div(9 * h, x, rounding_mode="floor") + (9 * h - 9 * x) // 1,
     "div, truncated": lambda x, h: torch.divide(9 * h - 9 * x, 2, rounding_mode="trunc") + h, "neg": lambda x, h: -h,
-    "pow": lambda x, h: (x - h) ** 3 + h ** 0.5 + x ** -2 + h ** 1.7 + 2 ** h + x ** h, "square": lambda x, h: h.square(),
+    "pow": lambda x, h: (x - h) ** 3 + h ** 0.5 + x ** -2 + h ** 1.7 + 2 ** h + x ** h,
+    "square": lambda x, h: h.square(),
     "reciprocal": lambda x, h: torch.reciprocal(h), "lerp": lambda x, h: torch.lerp(x, h, 0.3) + torch.lerp(x, h, x),
     "maximum": lambda x, h: torch.maximum(x, h), "minimum": lambda x, h: torch.minimum(x, h),
     "where": lambda x, h: torch.where(x < h, x, 2.0) + h.where(x > 0.5, x), "lt": lambda x, h: h * (x < 0.5),
@@ -198,11 +199,13 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # of x and h, both in (0.05
         "sigmoid", "tanh", "exp", "abs", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "atanh",
         "erf", "erfc", "expm1", "floor", "ceil", "relu", "sign")},
     **{n: (lambda x, h, n=n: getattr(torch, n)(9 * h - 4)) for n in ("trunc", "round", "frac", "sinc")},
-    **{n: (lambda x, h, n=n: getattr(torch, n)(h)) for n in ("log", "log2", "log10", "log1p", "sqrt", "rsqrt", "logit")},
+    **{n: (lambda x, h, n=n: getattr(torch, n)(h)) for n in (
+        "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "logit")},
     "acosh": lambda x, h: torch.acosh(1 + h), "silu": lambda x, h: F.silu(h),
     "logsigmoid": lambda x, h: F.logsigmoid(8 * x - 4) + h, "softsign": lambda x, h: F.softsign(x - h),
     "hardsigmoid": lambda x, h: F.hardsigmoid(9 * x - 4 - h), "hardswish": lambda x, h: F.hardswish(9 * x - 4 - h),
-    "clamp": lambda x, h: (x - h).clamp(-0.2, 0.1) + torch.clip(h, min=0.4) + h.clamp_max(0.3) + h.clamp(x, 0 * x + 0.9),
+    "clamp": lambda x, h: (x - h).clamp(-0.2, 0.1) + torch.clip(h, min=0.4) + h.clamp_max(
+        0.3) + h.clamp(x, 0 * x + 0.9),
     "softplus": lambda x, h: F.softplus(40 * x - 20 * h, beta=2) + F.softplus(9 * h, threshold=1),
     "mish": lambda x, h: F.mish(9 * x - 4 * h), "elu": lambda x, h: F.elu(x - h, alpha=0.7) + F.celu(x - h, 0.6),
     "selu": lambda x, h: F.selu(x - h), "leakyrelu": lambda x, h: F.leaky_relu(x - h, 0.2),
@@ -219,9 +222,10 @@ OPERATORS: dict[str, Callable[[Any, Any], Any]] = {  # of x and h, both in (0.05
     "mean": lambda x, h: h - h.mean(-1, keepdim=True), "amax": lambda x, h: h / h.amax(1, True) + h.amin(1)[:, None],
     "var": lambda x, h: h * h.var(1, keepdim=True) + h * h.var(1, unbiased=False, keepdim=True),
     "std": lambda x, h: h / h.std(-1, keepdim=True), "norm": lambda x, h: F.normalize(h) + h / h.norm(1, -1, True),
-    "layer_norm": lambda x, h: F.layer_norm(h, (16,)) + F.rms_norm(h - x, (16,), eps=1e-5), "group_norm": lambda x, h: F.group_norm(
-        h, 4), "glu": lambda x, h: F.glu(torch.cat([h, x - h], axis=1)), "einsum": lambda x, h: torch.einsum(
-        "bi,bi->b", h, h - x)[:, None] * h, "stack": lambda x, h: torch.stack([h, x, h * x], 1).amax(1),
+    "layer_norm": lambda x, h: F.layer_norm(h, (16,)) + F.rms_norm(h - x, (16,), eps=1e-5),
+    "group_norm": lambda x, h: F.group_norm(h, 4), "glu": lambda x, h: F.glu(torch.cat([h, x - h], axis=1)),
+    "einsum": lambda x, h: torch.einsum("bi,bi->b", h, h - x)[:, None] * h,
+    "stack": lambda x, h: torch.stack([h, x, h * x], 1).amax(1),
     "gates": lambda x, h: (torch.stack([h, x - h], 0).softmax(0) * torch.stack([x, h])).sum(0),
     "views": lambda x, h: torch.cat([h, h * x], -1).view(-1, 2, 16).transpose(0, 1)[1].unsqueeze(1).squeeze(1),
     "expand": lambda x, h: h * h.mean(1, keepdim=True).expand(-1, 16) + h.sum(1, True).expand_as(h),
@@ -260,8 +264,8 @@ def test_operators_are_pytorchs(names: list[str]):
     cell = cell_of_operators(names)
     weights = ecornn.derive(cell, {}, 16, 16)
     _, last = ecornn.reference(cell, x.numpy(), weights, [h[0].numpy() for h in states])
-    for name, found, h in zip(names, last, states, strict=True):
-        np.testing.assert_allclose(found, OPERATORS[name](x[0], h[0]), rtol=1e-6, atol=1e-7, err_msg=name)  # float32's pi
+    for name, found, h in zip(names, last, states, strict=True):  # numbers of a step are float32
+        np.testing.assert_allclose(found, OPERATORS[name](x[0], h[0]), rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 class Wrong(nn.Module):
@@ -278,7 +282,7 @@ FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "cumsum": (lambda m, x, h: torch.cumsum(m.lin(h), -1), "cumsum: not an operator of a step; there are products"),
     "batch": (lambda m, x, h: m.lin(h).chunk(2)[0], "split_with_sizes: along the batch, whose rows are apart"),
     "mean": (lambda m, x, h: h - h.mean(0), "mean: over the batch, whose rows are apart in a cell"),
-    "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, of the shape (B, 3); expected"),
+    "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, of the shape (B, 3)"),
     "part": (lambda m, x, h: m.low(h).chunk(3, 1), "split_with_sizes: places 0 to 1 of an axis of 3"),
     "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 8 rows, which is no multiple of H = 7"),
     "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: places 0 to 3 of an axis of 7"),
@@ -290,7 +294,7 @@ FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "returned": (lambda m, x, h: (h, h * 2, h * 3), "returns 3 tensors for 1 state;"),
     "two values": (lambda m, x, h: m.lin(h) @ (h.T @ h), "a product of two values of the step"),
     "rows alike": (lambda m, x, h: h + m.scale * torch.arange(len(h))[:, None], "differs between rows of the batch"),
-    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: of x alone, which products alone read in a step"),
+    "matrix of x": (lambda m, x, h: h + m.short(torch.tanh(x)), "tanh: of x alone, which products alone read"),
 }
 NO_LINE = ("number", "returned")
 

@@ -44,10 +44,12 @@ def multiply(products: Iterable[Product], values: Values, weights: Weights, hidd
         parts = []
         for term in product.terms:
             matrix = weights[term.parameter][term.gate]
-            operand = x if term.operand is None else values[term.operand]
-            if term.operand is not None and operand.shape[-1] == 1:  # one value a row, for all units
-                operand = np.broadcast_to(operand, (*operand.shape[:-1], hidden))
-            operand = operand if term.operand is None else operand[..., :term.columns or None]
+            operand = x
+            if term.operand is not None:
+                value = values[term.operand]
+                if value.shape[-1] == 1:  # one value a row, for all units
+                    value = np.broadcast_to(value, (*value.shape[:-1], hidden))
+                operand = value[..., :term.columns or None]
             part = product_of(operand, matrix, term)
             parts.append(np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, hidden - term.rows)]) if term.rows else part)
         values[product.var] = sum(parts[1:], parts[0])

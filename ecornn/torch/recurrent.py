@@ -64,8 +64,8 @@ class Recurrent(Sequences, torch.nn.Module):
         kind = kind_of(text_of(self))
         kind.spec(1, 1, "float32", "")  # which checks the sizes
         if not kind.names:
-            raise ArgumentError("cell", self.cell.name, "one with parameters: of a cell without any, ecornn.compile makes "
-                                "a module that can be called")
+            raise ArgumentError("cell", self.cell.name, "one with parameters: of a cell without any, ecornn.compile "
+                                "makes a module that can be called")
         learned = kind.flat(partial(learned_shapes, self.cell))  # other cells may have the same step
         buffers, frozen = self._of_layers(self.cell.buffers), self._of_layers(self.cell.frozen)
         for name, shape in learned.items():

@@ -141,9 +141,9 @@ class TracedCell(Cell):
         for name, original in self.read.originals.items():
             shape = tuple(original.value.shape)
             if (input, hidden) != (self.own.input, self.own.hidden) and not {*shape} <= {1}:
-                raise CellError(f"cell {self.name!r}: {original.name} {shape} is not for I = {input}, H = {hidden}: what "
-                                f"is computed of weights has the sizes of the module, I = {self.own.input} and "
-                                f"H = {self.own.hidden}")
+                raise CellError(f"cell {self.name!r}: {original.name} {shape} is not for I = {input}, H = {hidden}: "
+                                "what is computed of weights has the sizes of the module, "
+                                f"I = {self.own.input} and H = {self.own.hidden}")
             found[name] = _axes(shape)
         return found
 

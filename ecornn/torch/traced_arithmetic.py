@@ -28,8 +28,8 @@ from ecornn.torch.traced_weights import Use, Vector, alike_in_rows, number
 
 
 class Arithmetic:
-    """The values of a graph's nodes. ``parameter(use)`` is the te tensor of what the step reads of its module's weights;
-    ``known`` has the value of each node that depends on x or a state."""
+    """The values of a graph's nodes. ``parameter(use)`` is the te tensor of what the step reads of its module's
+    weights; ``known`` has the value of each node that depends on x or a state."""
 
     def __init__(self, traced: Traced, graph: Graph, x: Any, states: Sequence[Any],
                  parameter: Callable[[Use], Any]) -> None:
@@ -59,7 +59,7 @@ class Arithmetic:
 
     def pointwise(self, node: torch.fx.Node, function: Callable[..., Any], operands: Sequence[Any],
                   shape: tuple[int, ...] | None = None) -> Value:
-        """``function`` of values, weights and numbers that are broadcast as PyTorch does; ``shape``: that of the node."""
+        """``function`` of values, weights and numbers, broadcast as PyTorch does; ``shape``: of the node's tensor."""
         values = [self.known[o] for o in operands if isinstance(o, torch.fx.Node) and o in self.graph.data]
         axes, count, width = self.frame(values, shape or shape_of(node))
         if width == "I" and self.sizes.input != self.sizes.hidden:
@@ -114,8 +114,9 @@ class Arithmetic:
         own = axes[len(axes) - len(shape):]
         if BATCH in own and shape[own.index(BATCH)] > 1 and not alike_in_rows(self.graph, node, own.index(BATCH)):
             raise CellError(f"a tensor {shape} of the module that differs between rows of the batch")
-        gates = count if any(axis in (GATES, COLUMNS) and size > 1 for axis, size in zip(own, shape, strict=True)) else 1
-        units = any(axis in (UNITS, COLUMNS) and size > 1 for axis, size in zip(own, shape, strict=True))
+        wide = {axis for axis, size in zip(own, shape, strict=True) if size > 1}
+        gates = count if wide & {GATES, COLUMNS} else 1
+        units = bool(wide & {UNITS, COLUMNS})
         if width == "":
             raise CellError("a vector beside values of several widths")
         use = Vector(node, tuple(ONE if gates == 1 and axis == GATES else axis for axis in own), gates,

@@ -21,8 +21,8 @@ from ecornn.torch.traced_weights import carried_out
 if TYPE_CHECKING:
     from ecornn.torch.traced import TracedCell
 
-# B, where x and states come from, and the scale of gradients: also values in (0, 1), where all functions have one, zeros,
-# with which sequences begin and where many have their kinks, and large gradients, which backward passes may clip.
+# B, where x and states come from, and the scale of gradients: also values in (0, 1), where all functions have one,
+# zeros, with which sequences begin and where many have kinks, and large gradients, which backward passes may clip.
 DRAWS = ((3, "normal", 1.0), (2, "normal, large", 100.0), (4, "unit", 1.0), (1, "zeros", 1.0))
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; constants of a step are float32
 Array = np.ndarray
@@ -118,9 +118,19 @@ def _called(cell: TracedCell, step: Any, draw: Draw) -> list[torch.Tensor]:
     return flat if len(flat) == len(states) + cell.shown else flat[1:]
 
 
-def _of_module(cell: TracedCell, step: Any, draw: Draw) -> tuple[list[Array], list[Array] | None, dict[str, Array], Any]:
-    """The new states, gradients of x and the states, None where PyTorch has none, and those of the module's parameters
-    by name."""
+@dataclass(frozen=True)
+class Wanted:
+    """What the module makes: the new states, gradients of x and the states, None where PyTorch has none, those of its
+    parameters by name, and the tensors that it returned."""
+
+    values: list[Array]
+    inner: list[Array] | None
+    outer: dict[str, Array]
+    returned: list[torch.Tensor]
+
+
+def _of_module(cell: TracedCell, step: Any, draw: Draw) -> Wanted:
+    """What the module makes of a draw."""
     given = [v.clone().requires_grad_() for v in (draw.x, *draw.states)]
     parameters = {n: p for n, p in step.named_parameters() if p.requires_grad} if isinstance(
         step, torch.nn.Module) else {}
@@ -142,9 +152,10 @@ def _of_module(cell: TracedCell, step: Any, draw: Draw) -> tuple[list[Array], li
                                                 allow_unused=True) if reached else [None] * len(wanted)
         except RuntimeError:  # of an operator without a derivative, or a value that was written to: it does not train
             with torch.no_grad():
-                return [_array(m) for m in called()], None, {}, []
+                return Wanted([_array(m) for m in called()], None, {}, [])
     arrays = [np.zeros(tuple(v.shape)) if g is None else _array(g) for v, g in zip(wanted, gradients, strict=True)]
-    return [_array(m) for m in made], arrays[:len(given)], dict(zip(parameters, arrays[len(given):], strict=True)), made
+    outer = dict(zip(parameters, arrays[len(given):], strict=True))
+    return Wanted([_array(m) for m in made], arrays[:len(given)], outer, made)
 
 
 def _no_others(step: Any, made: list[torch.Tensor], known: list[torch.Tensor]) -> None:
@@ -153,19 +164,18 @@ def _no_others(step: Any, made: list[torch.Tensor], known: list[torch.Tensor]) -
     for node in _backwards(made):
         value = getattr(node, "variable", None)
         if value is not None and id(value) not in own:
-            raise CellError(f"the step reads a parameter, of the shape {tuple(value.shape)}, that is none of its module's: "
-                            "make it one, so that the layer has it too")
+            raise CellError(f"the step reads a parameter, of the shape {tuple(value.shape)}, that is none of its "
+                            "module's: make it one, so that the layer has it too")
 
 
 def _array(value: torch.Tensor) -> Array:
     return np.asarray(value.detach().double().cpu().numpy())
 
 
-def _compare(cell: TracedCell, made: Any, draw: Draw, wanted: Any, limit: float) -> None:
+def _compare(cell: TracedCell, made: Any, draw: Draw, wanted: Wanted, limit: float) -> None:
     from ecornn.analysis.backpropagation import backpropagate
     from ecornn.interpreter import interpret
 
-    values, inner, outer, returned = wanted
     originals = {learned: learned.value.detach().double().cpu() for learned in cell.graph.learned.values()}
     for learned, value in originals.items():
         value.requires_grad_(learned.kind == "parameter" and value.is_floating_point())
@@ -175,26 +185,25 @@ def _compare(cell: TracedCell, made: Any, draw: Draw, wanted: Any, limit: float)
     before = [np.zeros_like(states[0])] * cell.shown + states
     with np.errstate(all="ignore"):
         _, last = interpret(cell, x, arrays, before)
-        if any(_far(got, value, limit) for got, value in zip(last, values, strict=True)):
+        if any(_far(got, value, limit) for got, value in zip(last, wanted.values, strict=True)):
             raise _differs(cell, draw, arrays, limit)
-        if made is None or inner is None or not all(np.isfinite(value).all() for value in values):
+        if made is None or wanted.inner is None or not all(np.isfinite(value).all() for value in wanted.values):
             return  # there is nothing to compare
         outputs = np.zeros((1, len(x[0]), made.forward.written * cell.own.hidden))
         dx, dparameters, dstates = backpropagate(made, x, arrays, before, outputs, [_array(g) for g in draw.upstream])
     through = [(p, torch.from_numpy(np.ascontiguousarray(dparameters[name])).reshape(p.shape))
                for name, p in parameters.items() if p.requires_grad]
-    learned = [one for one, value in originals.items() if value.requires_grad]
-    found = torch.autograd.grad([p for p, _ in through], [originals[one] for one in learned], [g for _, g in through],
-                                allow_unused=True) if through and learned else [None] * len(learned)
-    by_name = {one.name: g for one, g in zip(learned, found, strict=True) if g is not None}
-    pairs = [("x", dx[0], inner[0]), *((name, got, want) for name, got, want in zip(
-        cell.traced.states, dstates[cell.shown:], inner[1:], strict=True))]
+    trained = [one for one, value in originals.items() if value.requires_grad]
+    found = torch.autograd.grad([p for p, _ in through], [originals[one] for one in trained], [g for _, g in through],
+                                allow_unused=True) if through and trained else [None] * len(trained)
+    by_name = {one.name: g for one, g in zip(trained, found, strict=True) if g is not None}
+    pairs = [*zip(("x", *cell.traced.states), (dx[0], *dstates[cell.shown:]), wanted.inner, strict=True)]
     pairs += [(name, _array(by_name[name]) if name in by_name else np.zeros_like(want), want)
-              for name, want in outer.items()]
+              for name, want in wanted.outer.items()]
     largest = max((float(np.abs(want[np.isfinite(want)]).max(initial=0.0)) for *_, want in pairs), default=0.0)
     wrong = next((name for name, got, want in pairs if _far(got, want, 2 * limit, largest)), None)
     if wrong is not None:
-        raise _other_gradient(cell, wrong, returned)
+        raise _other_gradient(cell, wrong, wanted.returned)
 
 
 def _parameters(cell: TracedCell, originals: dict[Learned, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -243,8 +252,8 @@ def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: floa
     for node in cell.graph.nodes:
         value = walk.known.get(node)
         if isinstance(value, Value) and _far(_assembled(step, value, cell.own), _array(wanted[node] * 1.0), limit):
-            return pointed(f"cell {cell.name!r}: {operator_name(node)} computes another value than PyTorch's: a fault of "
-                           "ecornn, please report it", lines_of(node))
+            return pointed(f"cell {cell.name!r}: {operator_name(node)} computes another value than PyTorch's: a fault "
+                           "of ecornn, please report it", lines_of(node))
     return CellError(f"cell {cell.name!r}: the step returns something else than what its graph computes: it depends on "
                      "what changes between calls, such as an attribute that it sets or the number of rows")
 
@@ -273,8 +282,8 @@ def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -
                for kind in _functions(returned)]
     reasons += [(f"{what} drops a gradient", where) for what, where in cell.graph.suspects]
     why, where = reasons[0] if reasons else ("a hook of a tensor, or an operator with a derivative of its own", ())
-    return pointed(f"cell {cell.name!r}: the gradient of {name} is not the module's: {why}; a cell's gradients are those "
-                   "of its forward", where)
+    return pointed(f"cell {cell.name!r}: the gradient of {name} is not the module's: {why}; a cell's gradients are "
+                   "those of its forward", where)
 
 
 def _functions(returned: list[torch.Tensor]) -> Iterator[type]:

@@ -36,7 +36,7 @@ WHOLE = ("softplus", "mish", "gelu", "elu", "silu", "native_layer_norm", "native
          "log_sigmoid_forward")
 BROKEN_UP = ("addcmul", "addcdiv", "lerp", "leaky_relu", "mv", "dot",
              "baddbmm", "rms_norm", "square", "logit", "frac")
-BRANCH = "what the step does depends on the values of a tensor, which Python reads; use torch.where in place of a branch"
+BRANCH = "the step reads values of a tensor in Python, which a cell's cannot: use torch.where in place of a branch"
 _one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole process
 
 Place = tuple[str, int]
@@ -144,7 +144,8 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
     nodes = list(program.graph.nodes)
     by_name, signature = {node.name: node for node in nodes}, program.graph_signature
     learned: dict[torch.fx.Node, Learned] = {}
-    given, first = [], {}
+    given: list[torch.fx.Node] = []
+    first: dict[int, torch.fx.Node] = {}
     for spec in signature.input_specs:
         node, kind = by_name[spec.arg.name], spec.kind.name
         if kind == "USER_INPUT":
@@ -166,8 +167,8 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
         elif spec.kind.name != "USER_INPUT_MUTATION":
             changed.append(str(spec.target).removeprefix(PREFIX))
     if changed:
-        raise CellError(f"the step changes {', '.join(changed)} of its module in each call, which a layer's steps do not "
-                        "do: make it a state, or call the module's eval() before where that ends it")
+        raise CellError(f"the step changes {', '.join(changed)} of its module in each call, which a layer's steps do "
+                        "not do: make it a state, or call the module's eval() before where that ends it")
     if not all(isinstance(node, torch.fx.Node) for node in returned):
         raise CellError(f"the step returns {[n for n in returned if not isinstance(n, torch.fx.Node)]} beside tensors")
     needed, pending = set(), list(returned)
@@ -270,7 +271,8 @@ def arguments(node: torch.fx.Node) -> dict[str, Any]:
         if n < len(node.args) and not argument.kwarg_only:
             found[name] = node.args[n]
         else:
-            found[name] = node.kwargs.get(argument.name, argument.default_value if argument.has_default_value() else None)
+            usual = argument.default_value if argument.has_default_value() else None
+            found[name] = node.kwargs.get(argument.name, usual)
     return found
 
 

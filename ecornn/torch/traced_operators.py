@@ -1,4 +1,4 @@
-"""PyTorch's core operators as scalar te expressions: what a traced step may do to each value, by their names in ATen."""
+"""PyTorch's core operators as scalar te expressions: what a traced step may do to each value, by names in ATen."""
 
 from __future__ import annotations
 
@@ -190,7 +190,8 @@ POINTWISE: dict[str, Callable[..., Any]] = {
                                     "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
                                     "atanh", "erf", "floor", "ceil", "trunc")},
     "expm1": lambda v: _te().exp(_number(v)) - _number(1), "erfc": lambda v: _number(1) - _of("erf")(v),
-    "round": _of("nearbyint"), "sign": sign, "sgn": sign, "relu": relu, "silu": lambda v: _number(v) * _of("sigmoid")(v),
+    "round": _of("nearbyint"), "sign": sign, "sgn": sign, "relu": relu,
+    "silu": lambda v: _number(v) * _of("sigmoid")(v),
     "gelu": gelu, "elu": elu, "softplus": softplus, "mish": lambda v: _number(v) * _of("tanh")(softplus(v)),
     "clamp": bounded, "hardtanh": hardtanh, "remainder": remainder,
     "fmod": lambda a, b: _number(a) - _of("trunc")(_number(a) / _number(b)) * _number(b),
@@ -201,8 +202,8 @@ SAME = ("alias", "clone", "detach", "contiguous", "lift_fresh_copy", "lift_fresh
 
 def allowed() -> str:
     """All of them, for messages."""
-    shapes = ("products with weights, sums, means, maxima and variances over units, softmax, layer_norm, group_norm, cat, "
-              "stack, chunk, split, slices in multiples of H, views")
+    shapes = ("products with weights, sums, means, maxima and variances over units, softmax, layer_norm, group_norm, "
+              "cat, stack, chunk, split, slices in multiples of H, views")
     return f"{shapes}, {', '.join(sorted(POINTWISE))}"
 
 

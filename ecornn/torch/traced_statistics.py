@@ -49,7 +49,7 @@ class Statistics(Arithmetic):
         return Value(axes, value.gates)
 
     def over_units(self, value: Value, together: bool, name: str, reduce: Callable[[Any, str], Any]) -> Value:
-        """One value for each gate and batch row, or where they are to be taken ``together`` and lie so, for all gates."""
+        """One value for each gate and batch row; for all gates where they are taken ``together``, and lie so."""
         tensor = stacked(value) if together else None
         if tensor is not None and width_of(value, self.sizes) != 1:
             return Value(value.axes, (Gate(reduce(tensor, name), 0, 1),))
@@ -115,20 +115,24 @@ class Statistics(Arithmetic):
         squares = self.scalars(lambda v: v * v, [apart], value.axes, f"{name}_squares")
         return self.mean(squares, dims, f"{name}_variance", float(correction)), middle
 
-    def op_var(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False, unbiased: bool = True) -> Value:
+    def op_var(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False,
+               unbiased: bool = True) -> Value:
         found, _ = self.variance(self.value(input), dim, int(unbiased) if correction is None else correction, node.name)
         return self.reduced(node, found, keepdim, dim)
 
-    def op_std(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False, unbiased: bool = True) -> Value:
+    def op_std(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False,
+               unbiased: bool = True) -> Value:
         found, _ = self.variance(self.value(input), dim, int(unbiased) if correction is None else correction, node.name)
         found = self.scalars(square_root, [found], found.axes, f"{node.name}_root")
         return self.reduced(node, found, keepdim, dim)
 
-    def op_var_mean(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False, unbiased: bool = True) -> tuple[Value, ...]:
+    def op_var_mean(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None,
+                    keepdim: bool = False, unbiased: bool = True) -> tuple[Value, ...]:
         found = self.variance(self.value(input), dim, int(unbiased) if correction is None else correction, node.name)
         return tuple(self.reduced(node, one, keepdim, dim) for one in found)
 
-    def op_linalg_vector_norm(self, node: torch.fx.Node, input: Any, ord: Any = 2, dim: Any = None, keepdim: bool = False,
+    def op_linalg_vector_norm(self, node: torch.fx.Node, input: Any, ord: Any = 2, dim: Any = None,
+                              keepdim: bool = False,
                               dtype: Any = None) -> Value:
         value, name = self.value(input), node.name
         if ord == 2:
@@ -167,9 +171,11 @@ class Statistics(Arithmetic):
                              eps: float) -> tuple[Value | None, ...]:
         value, count = self.value(input), len(normalized_shape)
         dims = list(range(len(value.axes) - count, len(value.axes)))
-        tensor = stacked(value) if {value.axes[d] for d in dims} in ({UNITS}, {COLUMNS}, {GATES, UNITS}) else None
-        if tensor is not None and width_of(value, self.sizes) != 1 and (len(value.gates) == 1 or value.axes[-count:] != (UNITS,)):
-            found = Value(value.axes, of_tensor(normalized(tensor, eps, node.name), len(value.gates), width_of(value, self.sizes)))
+        whole_row = {value.axes[d] for d in dims} in ({UNITS}, {COLUMNS}, {GATES, UNITS})
+        tensor = stacked(value) if whole_row and (len(value.gates) == 1 or value.axes[-count:] != (UNITS,)) else None
+        width = width_of(value, self.sizes)
+        if tensor is not None and width != 1:
+            found = Value(value.axes, of_tensor(normalized(tensor, eps, node.name), len(value.gates), width))
         else:
             found = self.normal(value, dims, eps, node.name)
         return self.affine(node, found, weight, bias), None, None
@@ -187,8 +193,8 @@ class Statistics(Arithmetic):
         if HxW != 1 or value.axes not in ((BATCH, UNITS), (BATCH, COLUMNS)):
             raise CellError(f"group_norm of {described(value)}; expected (B, C)")
         if group % count == 0 and width_of(value, self.sizes) == "H":
-            gates = [Gate(normalized(whole(gate, f"{node.name}_{n}_row", self.like, self.sizes), eps, f"{node.name}_{n}",
-                                     group // count)) for n, gate in enumerate(value.gates)]
+            rows = [whole(gate, f"{node.name}_row", self.like, self.sizes) for gate in value.gates]
+            gates = [Gate(normalized(row, eps, f"{node.name}_{n}", group // count)) for n, row in enumerate(rows)]
         elif count % group == 0:
             size = count // group
             parts = [canonical(value.axes, value.gates[n:n + size]) for n in range(0, count, size)]

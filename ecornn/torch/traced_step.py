@@ -30,12 +30,12 @@ from ecornn.torch.traced_values import (
     taken,
     viewed,
     whole,
-    width_of,
 )
 from ecornn.torch.traced_weights import Matrix, Use
 
 # Arguments that say where and how memory lies, and shapes that nodes say themselves.
-ANYWHERE = ("layout", "device", "pin_memory", "non_blocking", "memory_format", "implicit", "size", "dim", "half_to_float")
+ANYWHERE = ("layout", "device", "pin_memory", "non_blocking", "memory_format", "implicit", "size", "dim",
+            "half_to_float")
 
 
 class Walk(Statistics):
@@ -69,7 +69,8 @@ class Walk(Statistics):
             if isinstance(value, (int, float)):
                 value = combined(lambda v, at=value: v * 0.0 + at, [self.known[self.graph.given[1]]], (BATCH, UNITS),
                                  self.sizes, self.like, "constant")
-            if value is None or value.axes != (BATCH, UNITS) or self.sizes.width(width_of(value, self.sizes)) != self.sizes.hidden:
+            wanted = self.sizes.batch, self.sizes.hidden
+            if value is None or value.shape(self.sizes) != wanted or len(value.gates) > 1:
                 shape = tuple(shape_of(node)[1:])
                 raise pointed(f"the step returns {described(value)}, of the shape (B, {', '.join(map(str, shape))}); "
                               f"expected (B, H), H = {self.sizes.hidden}", lines_of(node))
@@ -171,11 +172,11 @@ class Walk(Statistics):
             return Value((ONE, *found.axes), found.gates)
         if rows.axes != (GATES, BATCH, UNITS):
             raise CellError(f"a product of {described(rows)} by several matrices; expected a matrix for each gate")
-        found = [self.product(f"{node.name}_{n}", Value((BATCH, UNITS), (gate,)), weights, stored, n)
+        each = [self.product(f"{node.name}_{n}", Value((BATCH, UNITS), (gate,)), weights, stored, n)
                  for n, gate in enumerate(rows.gates)]
-        if any(len(one.gates) > 1 for one in found):
+        if any(len(one.gates) > 1 for one in each):
             raise CellError("a product of each gate by a matrix of more than H rows")
-        return canonical((GATES, BATCH, UNITS), [one.gates[0] for one in found])
+        return canonical((GATES, BATCH, UNITS), [one.gates[0] for one in each])
 
     def of_rows(self, node: torch.fx.Node, a: Value, b: Value) -> Value:
         """(B, 1, K) by (B, K, 1): the scalar product of each row."""
@@ -232,7 +233,8 @@ class Walk(Statistics):
         value = self.value(input)
         return tuple(taken(value, dim % len(value.axes), n, self.sizes) for n in range(value.shape(self.sizes)[dim]))
 
-    def op_split_with_sizes(self, node: torch.fx.Node, input: Any, split_sizes: Sequence[int], dim: int = 0) -> tuple[Value, ...]:
+    def op_split_with_sizes(self, node: torch.fx.Node, input: Any, split_sizes: Sequence[int],
+                            dim: int = 0) -> tuple[Value, ...]:
         value, first, found = self.value(input), 0, []
         for size in split_sizes:
             found.append(cut(value, dim, first, first + size, 1, self.sizes))
@@ -249,7 +251,7 @@ class Walk(Statistics):
         """Weights that are put side by side with values, as values."""
         parts = self.sizes.parts(shape_of(node)[dim])
         if parts is None:
-            raise CellError(f"{shape_of(node)[dim]} values of the module, which is no multiple of H = {self.sizes.hidden}")
+            raise CellError(f"{shape_of(node)[dim]} values of the module, no multiple of H = {self.sizes.hidden}")
         own = tuple((UNITS if parts[0] == 1 else COLUMNS) if n == dim else axis for n, axis in enumerate(axes))
         found = self.weights(node, own, *parts)
         state = self.known[self.graph.given[1]]
@@ -261,7 +263,8 @@ class Walk(Statistics):
         dim %= len(values[0].axes) + 1
         return joined([Value((*v.axes[:dim], ONE, *v.axes[dim:]), v.gates) for v in values], dim)
 
-    def op_slice_scatter(self, node: torch.fx.Node, input: Any, src: Any, dim: int, start: Any, end: Any, step: int) -> Value:
+    def op_slice_scatter(self, node: torch.fx.Node, input: Any, src: Any, dim: int, start: Any, end: Any,
+                         step: int) -> Value:
         base = input
         value = self.known[base] if base in self.graph.data else self.beside(base, self.value(src).axes, dim)
         extent = value.shape(self.sizes)[dim]

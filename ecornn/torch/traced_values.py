@@ -206,7 +206,7 @@ def viewed(value: Value, shape: Sequence[int], sizes: Sizes) -> Value:
         elif size == 1:
             axes.append(ONE)
         else:
-            raise CellError(f"{described(value)} as {tuple(shape)}: axis {n} is not the batch, all units, or a number of "
+            raise CellError(f"{described(value)} as {tuple(shape)}: axis {n} is not the batch, all units, or "
                             "gates, one behind the other")
     if left:
         raise CellError(f"{described(value)} as {tuple(shape)}")
@@ -250,8 +250,8 @@ def taken(value: Value, axis: int, index: int, sizes: Sizes) -> Value:
     index %= value.shape(sizes)[axis]
     one = cut(value, axis, index, index + 1, 1, sizes)
     if one.axes[axis] not in (ONE, GATES):
-        raise CellError(f"place {index} of an axis of {value.shape(sizes)[axis]} of {described(value)}: a unit cannot be "
-                        "read by itself")
+        raise CellError(f"place {index} of an axis of {value.shape(sizes)[axis]} of {described(value)}: a unit cannot "
+                        "be read by itself")
     return Value(one.axes[:axis] + one.axes[axis + 1:], one.gates)
 
 

@@ -21,9 +21,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of a product: the tensor of ``node``, (K, N), or of several (M, K, N) that of ``index``; ``stored``: it is
-    (N, K). N rows are gates of H, less than H, or 1, which all units have; its K columns are of ``widths``, of which this
-    is the one at ``place``."""
+    """A matrix of a product: the tensor of ``node``, (K, N), or of several (M, K, N) that of ``index``; ``stored``: it
+    is (N, K). N rows are gates of H, less than H, or 1, which all units have; its K columns are of ``widths``, of which
+    this is the one at ``place``."""
 
     node: torch.fx.Node
     index: int | None
@@ -36,10 +36,11 @@ class Matrix:
     def shape(self, input: int, hidden: int) -> Shape:
         """In te: (G, H, K), of a narrow one (1, N, K)."""
         sizes = Sizes(0, input, hidden)
-        return self.gates, self.rows if isinstance(self.rows, int) and self.rows > 1 else hidden, sizes.width(self.widths[self.place])
+        rows = hidden if self.rows in ("H", 1) else sizes.width(self.rows)
+        return self.gates, rows, sizes.width(self.widths[self.place])
 
     def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-        """The parameter in te shape, (1, 1, K) of one that all units have, of the node's value; a view where it can be."""
+        """The parameter in te shape, (1, 1, K) where all units have it, of the node's value; a view where it can be."""
         value = value if self.index is None else value[self.index]
         value = value if self.stored else value.t()
         if len(self.widths) > 1:
@@ -64,7 +65,7 @@ class Vector:
         return self.gates, input if self.width == "I" else hidden
 
     def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-        """The parameter, (G, 1) of what all units have, of the node's value; of less than H values with zeros behind."""
+        """The parameter, (G, 1) where all units have it, of the node's value; of a narrow one with zeros behind."""
         width = sizes.width(self.width)
         extent = {BATCH: 1, ONE: 1, GATES: self.gates, UNITS: width, COLUMNS: self.gates * width}
         axes = self.axes[len(self.axes) - value.dim():] if value.dim() <= len(self.axes) else self.axes
@@ -147,7 +148,9 @@ class Weights:
         """The weights that a use depends on, each with what must be the same of all its uses if one parameter is to
         serve them."""
         stored = self._as_stored(use)
-        way = replace(stored.use, place=0) if stored and isinstance(stored.use, Matrix) else stored.use if stored else use
+        way = stored.use if stored else use
+        if stored and isinstance(stored.use, Matrix):
+            way = replace(stored.use, place=0)  # its columns are parameters of their own
         for node in below(self.graph, [use.node]):
             if node in self.graph.learned:
                 yield node, way
