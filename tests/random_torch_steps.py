@@ -14,6 +14,21 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
+from torch_step_parts import (
+    Clipped,
+    Cubed,
+    Doubled,
+    LeakyRNN,
+    NormedLSTM,
+    SlowGRU,
+    Spike,
+    assigned,
+    counted,
+    hooked,
+    silent,
+    trained,
+    written,
+)
 
 CAPTURED, REFUSED, EITHER = "captured", "refused", "either"
 
@@ -32,83 +47,6 @@ class Drawn:
     together: bool
     words: list[str] = field(default_factory=list)
     seed: int = 0
-
-
-class Spike(torch.autograd.Function):
-    """A step function whose gradient is another function's."""
-
-    @staticmethod
-    def forward(ctx, v):
-        ctx.save_for_backward(v)
-        return (v > 0.1).to(v.dtype)
-
-    @staticmethod
-    def backward(ctx, g):
-        (v,) = ctx.saved_tensors
-        return g / (1 + v.abs()) ** 2
-
-
-class Clipped(torch.autograd.Function):
-    """The same value; its gradient is clipped."""
-
-    @staticmethod
-    def forward(ctx, v):
-        return v.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.clamp(-1, 1)
-
-
-class Cubed(torch.autograd.Function):
-    """With the gradient that it has."""
-
-    @staticmethod
-    def forward(ctx, v):
-        ctx.save_for_backward(v)
-        return v * v * v
-
-    @staticmethod
-    def backward(ctx, g):
-        (v,) = ctx.saved_tensors
-        return 3 * v * v * g
-
-
-class Doubled(nn.Linear):
-    """A subclass with a forward of its own."""
-
-    def forward(self, v):
-        return 2 * super().forward(v) - 0.1
-
-
-class NormedLSTM(nn.LSTMCell):
-    """A subclass of PyTorch's cell with a forward of its own."""
-
-    def __init__(self, I, H):
-        super().__init__(I, H)
-        self.norm = nn.LayerNorm(4 * H)
-        self.out = nn.LayerNorm(H)
-
-    def forward(self, x, hx):
-        h, c = hx
-        gates = self.norm(F.linear(x, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh))
-        i, f, g, o = gates.chunk(4, 1)
-        c = torch.sigmoid(f) * c + i.sigmoid() * torch.tanh(g)
-        return torch.sigmoid(o) * torch.tanh(self.out(c)), c
-
-
-class SlowGRU(nn.GRUCell):
-    """The same of a GRU: half of the old state stays."""
-
-    def forward(self, x, hx):
-        return 0.5 * hx + 0.5 * super().forward(x, hx)
-
-
-class LeakyRNN(nn.RNNCell):
-    """Of a vanilla cell."""
-
-    def forward(self, input, hx):
-        return torch.lerp(hx, super().forward(input, hx), 0.3)
 
 
 class Step(nn.Module):
@@ -330,7 +268,7 @@ class Writer:
             ("reshape", lambda g: [g.reshape(len(g), k, H)[:, i] for i in range(k)]),
             ("unflatten", lambda g: g.unflatten(1, (k, H)).permute(1, 0, 2)),
             ("in place", lambda g: (g[:, :H].tanh_(), g)[1].chunk(k, 1)),
-            ("assigned", lambda g: _assigned(g, H).chunk(k, 1)),
+            ("assigned", lambda g: assigned(g, H).chunk(k, 1)),
             ("narrow", lambda g: [g.narrow(1, i * H, H) for i in range(k)]),
             ("softmax", lambda g: g.view(-1, k, H).softmax(1).unbind(1)),
             ("tensor_split", lambda g: torch.tensor_split(g, k, dim=1)),
@@ -353,7 +291,7 @@ class Writer:
             ("clip", lambda p, q: torch.clip(p, max=c)), ("sub alpha", lambda p, q: torch.sub(p, q, alpha=c)),
             ("subtract", lambda p, q: p.subtract(q, alpha=c)), ("rsub", lambda p, q: 1 - p * q),
             ("lerp", lambda p, q: torch.lerp(p, q, c / 2)), ("lerp values", lambda p, q: torch.lerp(p, q, p.sigmoid())),
-            ("maximum", lambda p, q: torch.maximum(p, q)), ("fmin", lambda p, q: torch.minimum(p, input2(q, c))),
+            ("maximum", lambda p, q: torch.maximum(p, q)), ("fmin", lambda p, q: torch.minimum(p, q * c)),
             ("masked_fill", lambda p, q: p.masked_fill(q > c, 0.0)), ("mask", lambda p, q: (q > 0) * p),
             ("float mask", lambda p, q: p * (q > 0.1).float() + q), ("gelu", lambda p, q: F.gelu(p) + q),
             ("gelu tanh", lambda p, q: F.gelu(p, approximate="tanh") * q), ("silu", lambda p, q: F.silu(p) - q),
@@ -425,7 +363,7 @@ class Writer:
         modules: dict[str, Callable[[], nn.Module]] = {
             "LayerNorm": lambda: nn.LayerNorm(H, eps=eps), "plain LayerNorm": lambda: nn.LayerNorm(
                 H, elementwise_affine=False), "RMSNorm": lambda: nn.RMSNorm(H, eps=eps),
-            "BatchNorm": lambda: _trained(nn.BatchNorm1d(H)).eval(), "Softmax": lambda: nn.Softmax(dim=-1),
+            "BatchNorm": lambda: trained(nn.BatchNorm1d(H)).eval(), "Softmax": lambda: nn.Softmax(dim=-1),
             "GroupNorm": lambda: nn.GroupNorm(1 if H % 2 else 2, H)}
         forms: dict[str, Callable[[Any], Any]] = {
             "softmax": lambda p: torch.softmax(p, dim=1), "log_softmax": lambda p: F.log_softmax(p, dim=-1),
@@ -457,7 +395,7 @@ class Writer:
             ("squeeze", lambda p, q: torch.squeeze(p.unsqueeze(1) + q.unsqueeze(1), dim=1)),
             ("cat chunk", lambda p, q: torch.cat([p, q], -1).tanh().chunk(2, -1)[1]),
             ("flatten", lambda p, q: torch.stack([p, q], 1).flatten(1)[:, H:]),
-            ("scatter", lambda p, q: _written(torch.cat([p, q], 1), q, H)), ("glu", lambda p, q: F.glu(
+            ("scatter", lambda p, q: written(torch.cat([p, q], 1), q, H)), ("glu", lambda p, q: F.glu(
                 torch.cat([p, q], 1), dim=-1)), ("view", lambda p, q: p.view(p.shape[0], -1) + q.reshape(-1, H)),
             ("expand", lambda p, q: p.mean(1, keepdim=True).expand(-1, H) * q), ("swapaxes", lambda p, q: torch.stack(
                 [p, q], 1).swapaxes(0, 1)[0] * 1.0), ("movedim", lambda p, q: torch.stack([p, q], 2).movedim(2, 0)[1]),
@@ -472,56 +410,15 @@ class Writer:
         self.reads = [n]
         forms: list[tuple[str, str, Callable[[Any, Any], Any]]] = [
             ("spike", REFUSED, lambda m, p: Spike.apply(p)), ("clipped", REFUSED, lambda m, p: Clipped.apply(p)),
-            ("detach", REFUSED, lambda m, p: p.detach() * p), ("no_grad", REFUSED, lambda m, p: _silent(p) + p),
+            ("detach", REFUSED, lambda m, p: p.detach() * p), ("no_grad", REFUSED, lambda m, p: silent(p) + p),
             ("branch", REFUSED, lambda m, p: p if p.sum() > 0 else -p),
             ("item", REFUSED, lambda m, p: p * p.sum().item()),
             ("random", REFUSED, lambda m, p: F.dropout(p, 0.5, training=True)), ("rand", REFUSED, lambda m, p:
              p + torch.rand_like(p)), ("batch", REFUSED, lambda m, p: p - p.mean(0)), ("roll", EITHER, lambda m, p:
              torch.roll(p, 1, 1)), ("cumsum", EITHER, lambda m, p: torch.cumsum(p, 1)), ("unit", EITHER, lambda m, p:
-             p * p[:, :1]), ("sort", EITHER, lambda m, p: p.sort(1).values), ("hook", REFUSED, lambda m, p: _hooked(p)),
-            ("counter", REFUSED, lambda m, p: _counted(m, p)), ("outer", EITHER, lambda m, p: torch.einsum(
+             p * p[:, :1]), ("sort", EITHER, lambda m, p: p.sort(1).values), ("hook", REFUSED, lambda m, p: hooked(p)),
+            ("counter", REFUSED, lambda m, p: counted(m, p)), ("outer", EITHER, lambda m, p: torch.einsum(
                 "bi,bj,bj->bi", p, p, p)), ("max", EITHER, lambda m, p: p - p.max(1, keepdim=True).values)]
         words, wanted, how = r.choice(forms)
         self.wanted = wanted
         self.line(f"{words}({n})", lambda m, v: how(m, v[n]))
-
-
-def input2(q: Any, c: float) -> Any:
-    return q * c
-
-
-def _assigned(g: Any, H: int) -> Any:
-    g = g.clone()
-    g[:, H:] = g[:, H:] * 0.5
-    return g
-
-
-def _written(both: Any, q: Any, H: int) -> Any:
-    both[:, :H].mul_(2).add_(q)
-    return both[:, :H] * 0.5
-
-
-def _silent(p: Any) -> Any:
-    with torch.no_grad():
-        return p * 2
-
-
-def _hooked(p: Any) -> Any:
-    p = p * 1.0
-    if p.requires_grad:
-        p.register_hook(lambda g: g * 0.5)
-    return p
-
-
-def _counted(m: Any, p: Any) -> Any:
-    m.calls = getattr(m, "calls", 0) + 1
-    return p * m.calls
-
-
-def _trained(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
-    with torch.no_grad():
-        norm.running_mean.normal_()
-        norm.running_var.uniform_(0.5, 2)
-        norm.weight.normal_()
-        norm.bias.normal_()
-    return norm

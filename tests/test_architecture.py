@@ -100,8 +100,9 @@ MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpre
 MAY_IMPORT["module_folders"] = {"errors", "layer_spec", "manifest", "runtime"}
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
                               "tune"} | HOSTS
-MAY_IMPORT["torch"] = {"build", "cells", "errors", "layer_spec", "module_cache", "module_folders", "program", "runtime",
-                       "outputs", "workload"}
+# A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
+MAY_IMPORT["torch"] = {"analysis", "build", "cells", "errors", "interpreter", "layer_spec", "module_cache",
+                       "module_folders", "program", "runtime", "outputs", "workload"}
 MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "workload"}
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}
 MAY_IMPORT["onnxruntime"] = {"build", "checksum", "compiler", "device", "errors", "layer_spec", "onnx", "runtime",

@@ -38,7 +38,8 @@ from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.preparing import prepare
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, rebind, replace, restore
-from ecornn.torch.traced import TracedCell, cell
+from ecornn.torch.traced import cell
+from ecornn.torch.traced_cell import TracedCell
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "Recurrent", "Report", "TracedCell", "cell",
            "prepare", "rebind", "replace", "restore", "save_modules"]

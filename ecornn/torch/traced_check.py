@@ -19,7 +19,7 @@ from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Sizes,
 from ecornn.torch.traced_weights import carried_out
 
 if TYPE_CHECKING:
-    from ecornn.torch.traced import TracedCell
+    from ecornn.torch.traced_cell import TracedCell
 
 # B, where x and states come from, and the scale of gradients: also values in (0, 1), where all functions have one,
 # zeros, with which sequences begin and where many have kinks, and large gradients, which backward passes may clip.
