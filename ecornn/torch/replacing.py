@@ -98,8 +98,8 @@ def rebind(model: torch.nn.Module) -> None:
     """Has the compiled layers of a model, which may be one itself, read their weights again at their next call.
 
     Needed on a GPU, or where single values change, after writes that leave no trace on a tensor: through ``.data``, as
-    many do that swap averaged weights in, through NumPy, and in inference mode. The model may also be one of
-    ``torch.export``.
+    many do that swap averaged weights in, through NumPy, by another process that shares them, and in inference mode. The
+    model may also be one of ``torch.export``.
     """
     for module in model.modules():
         engine.rebind(module)
