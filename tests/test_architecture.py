@@ -25,6 +25,7 @@ KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.isa", "schedules.rates", "s
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "checksum": set(),
+    "file_locks": set(),
     "workload": {"errors"},
     "device": set(),
     "host_cpu": {"device", "errors"},
@@ -78,16 +79,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.cpu": TEMPLATE | {"schedules.assemble", "schedules.keeping", "schedules.rates", "schedules.scalars"},
     "compose": {"program", "schedules.backward", "schedules.timeline", "workload"},
     "task": BASE | {"analysis", "cells", "compose", "schedules.backward", "schedules.base", "schedules.training"},
-    "build": BASE | HOSTS | {"checksum"},
+    "build": BASE | HOSTS | {"checksum", "file_locks"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
     "runtime": BASE | HOSTS | {"checksum", "manifest_format1", "outputs", "weight_files"},
     "weight_files": {"errors"},
     "tuning_logs": set(),
 }
 MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}
-MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "interpreter", "layer_spec", "numpy_gradients",
-                                     "numpy_reference", "runtime", "schedules", "schedules.backward", "schedules.base",
-                                     "schedules.hoisted", "targets", "task", "tuning_logs"}
+MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "file_locks", "interpreter", "layer_spec",
+                                     "numpy_gradients", "numpy_reference", "runtime", "schedules",
+                                     "schedules.backward", "schedules.base", "schedules.hoisted", "targets", "task",
+                                     "tuning_logs"}
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
                                  "schedules.keeping", "targets", "task", "tune"}
