@@ -244,12 +244,13 @@ MAGIC = struct.pack("<i", 0x2F271)
 STRANGE = {"silent": says(), "closes": closes, "web": says(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
            "stops": says(MAGIC), "half": says(MAGIC, b"\x10\0\0\0["), "no JSON": says(MAGIC, b"\x01\0\0\0?"),
            "fails": says(MAGIC, packed([-1, "no"])), "number": says(MAGIC, packed(7)),
-           "none": says(MAGIC, packed([0, {}])), "keyless": says(MAGIC, packed([0, {"server_info": [3]}])), "a server that is stopped": sends_to_itself}
+           "none": says(MAGIC, packed([0, {}])),
+           "keyless": says(MAGIC, packed([0, {"server_info": [3]}])), "a server that is stopped": sends_to_itself}
 
 
 @pytest.mark.parametrize("kind", STRANGE)
 def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(remote, "WAIT", 0.3)
+    monkeypatch.setattr(remote, "ANSWER", 0.3)
     monkeypatch.setattr(remote, "START", 1.0)
     open_: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 ADDRESS = "ECORNN_TRACKER"  # to the measuring processes: JSON of a Tracker and the Device
 T = TypeVar("T")
 START = 60.0  # seconds that a server's measuring process may take to start, beside a measurement's limit
-WAIT = 3.0  # seconds to wait for a free server, or what a tracker says
+WAIT = 3.0  # seconds to wait for a free server
+ANSWER = 20.0  # seconds that a tracker may take to say something
 
 
 class NoServer(Exception):
@@ -67,10 +68,10 @@ class Tracker:
     def servers(self) -> int:
         """Number of servers with the key; :class:`DeviceError` where there is no tracker."""
         try:
-            told = _client(self).summary()["server_info"]
+            told = _client(self, ANSWER).summary()["server_info"]
             return sum(info["key"] == f"server:{self.key}" for info in told)
         except Exception as error:  # whatever comes of what something else than a tracker says
-            why = f"it has said nothing for {WAIT:g} s" if isinstance(error, TimeoutError) else error
+            why = f"it has said nothing for {ANSWER:g} s" if isinstance(error, TimeoutError) else error
             raise DeviceError("tracker", str(self), "the address of a running tracker, which "
                               f"`python -m tvm.exec.rpc_tracker --host 127.0.0.1` starts ({why})") from None
 
@@ -189,13 +190,13 @@ def connected() -> Connection:
 def _request(tracker: Tracker) -> Any:
     """A session with a free server; :class:`NoServer` where none becomes free in time."""
     try:
-        return _client(tracker).request(tracker.key, max_retry=1)
+        return _client(tracker, WAIT).request(tracker.key, max_retry=1)
     except Exception as error:
         raise NoServer(f"no free server with the key {tracker.key} at {tracker}") from error
 
 
-def _client(tracker: Tracker) -> Any:
-    """TVM's client of a tracker, but for how it connects: it would try for a minute, and wait for answers for ever."""
+def _client(tracker: Tracker, limit: float) -> Any:
+    """TVM's client of a tracker, which waits for each answer for ``limit`` seconds, rather than for ever."""
     import socket
     import struct
 
@@ -203,7 +204,7 @@ def _client(tracker: Tracker) -> Any:
 
     class Client(client.TrackerSession):
         def _connect(self) -> None:
-            self._sock = socket.create_connection(self._addr, WAIT)
+            self._sock = socket.create_connection(self._addr, limit)
             magic = struct.pack("<i", base.RPC_TRACKER_MAGIC)
             self._sock.sendall(magic)
             if base.recvall(self._sock, len(magic)) != magic:
