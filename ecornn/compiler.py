@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from ecornn import temporary
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
@@ -258,13 +256,9 @@ def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, sched
     if out is not None:
         build(planned, Path(out))
         return load(Path(out))
-    folder = tempfile.mkdtemp(prefix="ecornn-")
-    try:
-        path = Path(folder, f"{planned.cell.name}.so")
-        build(planned, path)
-        module = load(path)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    weakref.finalize(module, shutil.rmtree, folder, ignore_errors=True)
-    return module
+
+    def built(folder: Path) -> Module:
+        build(planned, folder / f"{planned.cell.name}.so")
+        return load(folder / f"{planned.cell.name}.so")
+
+    return temporary.lasting(built)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ecornn.device import Device
@@ -43,25 +44,36 @@ def detect() -> Device:
 
 
 def named(name: str) -> Device | None:
-    """A CPU that need not be at hand, by LLVM's name such as ``neoverse-v1``; None where LLVM has no such name.
+    """A CPU that need not be at hand, by LLVM's name such as ``neoverse-v1``; None where LLVM has no such name of
+    one with 64 bits.
 
     What LLVM does not know of it, cores and caches, is that of a small server.
     """
-    from tvm.target import codegen
-
     for triple in TRIPLES:
-        if codegen.llvm_is_valid_cpu(name, triple):
+        if known(name, triple):
             features = tuple(sorted(promised(name, triple)))
             return Device("llvm", name, name, cores=4, l2=1 << 20, features=features)
     return None
 
 
+def known(name: str, triple: str) -> bool:
+    """Whether LLVM compiles for a CPU of this name: for one of 32 bits it would end the process."""
+    from tvm.target import codegen
+
+    return bool(codegen.llvm_is_valid_cpu(name, triple)) and ("x86_64" not in triple or "64bit" in used(name, triple))
+
+
 def promised(name: str, triple: str) -> set[str]:
     """The instruction sets of :data:`FLAGS` that LLVM uses for a CPU of this name."""
+    return used(name, triple) & set(FLAGS.values())
+
+
+def used(name: str, triple: str, attributes: Sequence[str] = ()) -> set[str]:
+    """What LLVM uses for a CPU that it knows, with ``+`` and ``-`` of some features in this order."""
     from tvm.target import Target, codegen
 
-    target = Target({"kind": "llvm", "mcpu": name, "mtriple": triple})
-    return set(map(str, codegen.llvm_get_cpu_features(target))) & set(FLAGS.values())
+    target = Target({"kind": "llvm", "mcpu": name, "mtriple": triple, "mattr": [*attributes]})
+    return set(map(str, codegen.llvm_get_cpu_features(target)))
 
 
 def machine_of(device: Device) -> str:
@@ -88,7 +100,7 @@ def llvm_name(features: tuple[str, ...]) -> str:
     from tvm.target import codegen
 
     name = str(codegen.llvm_get_system_cpu())
-    if machine == "aarch64" or name not in ("", "generic", "x86-64"):
+    if machine == "aarch64" or (name not in ("", "generic", "x86-64") and known(name, TRIPLES[0])):
         return name
     return next(level for level, needed in LEVELS if set(needed) <= set(features))
 

@@ -37,6 +37,6 @@ def resolve(target: str | Device) -> Device:
         return KNOWN[name]
     found = None if name.startswith("sm_") else host_cpu.named(name)
     if found is None:
-        raise DeviceError("target", target, f"'cpu', 'cuda', one of {', '.join(KNOWN)}, or LLVM's name of a CPU "
-                          "such as znver4, skylake-avx512 or neoverse-v1")
+        raise DeviceError("target", target, f"'cpu', 'cuda', one of {', '.join(KNOWN)}, or LLVM's name of a "
+                          "64-bit CPU such as znver4, skylake-avx512 or neoverse-v1")
     return found

@@ -25,6 +25,8 @@ KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.isa", "schedules.rates", "s
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "checksum": set(),
+    "file_locks": set(),
+    "temporary": {"errors"},
     "workload": {"errors"},
     "device": set(),
     "host_cpu": {"device", "errors"},
@@ -78,19 +80,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.cpu": TEMPLATE | {"schedules.assemble", "schedules.keeping", "schedules.rates", "schedules.scalars"},
     "compose": {"program", "schedules.backward", "schedules.timeline", "workload"},
     "task": BASE | {"analysis", "cells", "compose", "schedules.backward", "schedules.base", "schedules.training"},
-    "build": BASE | HOSTS | {"checksum"},
+    "build": BASE | HOSTS | {"checksum", "file_locks", "temporary"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
-    "runtime": BASE | HOSTS | {"checksum", "manifest_format1", "outputs", "weight_files"},
+    "runtime": BASE | HOSTS | {"checksum", "manifest_format1", "outputs", "temporary", "weight_files"},
     "weight_files": {"errors"},
     "tuning_logs": set(),
 }
 MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}
-MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "interpreter", "layer_spec", "numpy_gradients",
-                                     "numpy_reference", "runtime", "schedules", "schedules.backward", "schedules.base",
-                                     "schedules.hoisted", "targets", "task", "tuning_logs"}
+MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "file_locks", "interpreter", "layer_spec",
+                                     "numpy_gradients", "numpy_reference", "runtime", "schedules",
+                                     "schedules.backward", "schedules.base", "schedules.hoisted", "targets", "task",
+                                     "temporary", "tuning_logs"}
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
-                                 "schedules.keeping", "targets", "task", "tune"}
+                                 "schedules.keeping", "targets", "task", "temporary", "tune"}
 MAY_IMPORT["floor"] = set()
 MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "schedules.base", "task", "tune"}
 MAY_IMPORT["report"] = BASE | {"bench", "cells", "explain", "floor", "schedules", "schedules.base", "task", "tune"}
@@ -103,10 +106,10 @@ MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
 MAY_IMPORT["torch"] = {"analysis", "build", "cells", "errors", "interpreter", "layer_spec", "module_cache",
                        "module_folders", "program", "runtime", "outputs", "workload"}
-MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "workload"}
+MAY_IMPORT["jax"] = {"build", "checksum", "errors", "host_cpu", "program", "runtime", "temporary", "workload"}
 MAY_IMPORT["onnx"] = {"cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}
 MAY_IMPORT["onnxruntime"] = {"build", "checksum", "compiler", "device", "errors", "layer_spec", "onnx", "runtime",
-                             "workload"}
+                             "temporary", "workload"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"jax", "torch"}
 MAY_IMPORT["console"] = {"cli"}

@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec.structs
 import numpy as np
@@ -111,7 +110,75 @@ def test_names_that_llvm_does_not_know():
     assert result.exit_code == 2 and "not text" in result.output
 
 
-def test_a_full_temporary_folder_is_an_error_that_can_be_caught(monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
-    with pytest.raises(BuildError, match="less than 16 MiB left"):
-        generate(plan("rnn_tanh", hidden=8, target="cpu"))
+EVERY_NAME = """
+import os, sys
+from tvm.script import tirx as T
+from tvm.target import Target, codegen
+from ecornn.build import llvm
+from ecornn.compiler import generate, plan
+from ecornn.host_cpu import TRIPLES, named
+
+@T.prim_func
+def doubled(rows: T.handle):
+    values = T.match_buffer(rows, (16,), "float32")
+    for n in T.serial(16):
+        values[n] = values[n] * T.float32(2)
+
+def compiled(device):
+    if sys.argv[1] == "layer":
+        return generate(plan("lstm", hidden=24, input=5, batch=3, target=device)).objects["worker.o"]
+    return llvm._object(llvm._module({"doubled": doubled}, device))
+
+names = [(triple, str(name)) for triple in TRIPLES
+         for name in codegen.llvm_get_cpu_archlist(Target({"kind": "llvm", "mtriple": triple}))]
+number = 0
+while number < len(names):  # a child goes on until it is ended
+    ended, told = os.pipe()
+    if not (child := os.fork()):
+        for triple, name in names[number:]:
+            device = named(name)
+            assert device is None or compiled(device)[:4] == b"\\x7fELF"
+            os.write(told, b"0" if device is None else b"1")
+        os._exit(0)
+    os.close(told)
+    found = open(ended, "rb").read().decode()
+    for (triple, name), one in zip(names[number:], found + "x"):
+        print(triple, name, one)
+    number += len(found) + 1
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("what", ["function", pytest.param("layer", marks=pytest.mark.exhaustive)])
+def test_llvm_ends_no_process_for_a_name_that_it_knows(what: str, tmp_path: Path):
+    """Each compiles, or is refused: x86 CPUs of 32 bits are."""
+    (program := tmp_path / "every_name.py").write_text(EVERY_NAME)  # TVM reads its text
+    done = subprocess.run([sys.executable, program, what], capture_output=True, text=True, check=True)
+    found = {(triple, name): one for triple, name, one in map(str.split, done.stdout.splitlines())}
+    assert len(found) > 150 and not [key for key, one in found.items() if one == "x"], done.stderr
+    refused = {name for (_, name), one in found.items() if one == "0"}
+    assert {"pentium", "i386", "yonah", "athlon"} <= refused
+    assert not refused & {"x86-64", "nocona", "core2", "k8", "znver5", "generic", "neoverse-v1"}
+
+
+@pytest.mark.parametrize("target", ["pentium", "i686", "", "help", "x86-64,+avx", "sm_1", "a\0b"])
+def test_a_cpu_that_cannot_be_compiled_for_is_named(target: str):
+    with pytest.raises(DeviceError, match=r"is not allowed; .* LLVM's name of a 64-bit CPU"):
+        resolve(target)
+
+
+def test_a_device_that_llvm_would_not_take():
+    whole = Device("llvm", "x86-64", "a CPU", 2)
+    with pytest.raises(BuildError, match="'pentium' of x86_64-linux-gnu, or it has no 64 bits"):
+        asm(msgspec.structs.replace(whole, arch="pentium"))
+    with pytest.raises(BuildError, match="'x86-64' that LLVM does not know for x86_64-linux-gnu: sve2, wings"):
+        asm(msgspec.structs.replace(whole, features=("avx", "sve2", "wings")))
+
+
+@pytest.mark.skipif(not X86, reason="reads x86-64 assembly")
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+def test_features_go_with_those_that_they_need(weights: str):
+    """Without "fma" LLVM would take "avx512f" away, by which the schedule goes, and end the process."""
+    server = resolve("sapphirerapids")
+    left = tuple(set(server.features) - {"fma", "sse4.2"})
+    assert "zmm" in asm(msgspec.structs.replace(server, features=left), weights=weights)

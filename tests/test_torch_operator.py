@@ -129,13 +129,49 @@ def test_modes_subclasses_and_the_profiler_see_the_operator(given: str):
         with FlopCounterMode(display=False) as counter:
             ours(x)
         with FlopCounterMode(display=False) as reference:
-            theirs(torch.randn(T, B, I).double())
+            theirs(double(x))
         assert counter.get_total_flops() == reference.get_total_flops() > 0
         if given == "padded":
             agree(ours(x.as_subclass(Logged)), wanted)
             weights = {name: w.detach().as_subclass(Logged) for name, w in ours.named_parameters()}
             assert type(functional_call(ours, weights, (x,))[0]) is Logged
             assert sum("ecornn.recurrent" in name for name in Logged.seen) == 2
+
+
+def counted(call: Any, *args: Any) -> tuple[int, Any]:
+    """The operations that PyTorch counts in a call."""
+    with FlopCounterMode(display=False) as counter:
+        found = call(*args)
+    return counter.get_total_flops(), found
+
+
+@pytest.mark.parametrize(("name", "options"), [("LSTM", {}), ("GRU", {"bidirectional": True}),
+                                               ("RNN", {"num_layers": 2, "dropout": 0.5})])
+def test_a_training_step_counts_three_times_a_call(name: str, options: dict[str, Any]):
+    """As the products that torch.nn's layers are made of in float64, where everything takes gradients."""
+    steps = []
+    for layer in pair(name, **options):
+        layer.train()
+        x = torch.randn(T, B, I, dtype=layer.weight_hh_l0.dtype, requires_grad=True)
+        start = [s.detach().requires_grad_() for s in flat(layer(x)[1])]
+        hx = tuple(start) if len(start) > 1 else start[0]
+        rows = torch.nn.utils.rnn.pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
+        for given in (x, rows):
+            forward, found = counted(layer, given, hx)
+            backward, _ = counted(sum(t.sum() for t in flat(found)).backward)  # type: ignore[union-attr]
+            assert backward == 2 * forward > 0
+            steps.append(forward)
+    assert steps[:2] == steps[2:] and steps[0] > steps[1]
+
+
+def test_operations_are_counted_of_what_has_no_values():
+    _, ours = pair("LSTM")
+    wanted = counted(ours, torch.randn(T, B, I))[0]
+    with torch._subclasses.FakeTensorMode():
+        fake = ecornn.torch.LSTM(I, H)
+        assert counted(fake, torch.empty(T, B, I))[0] == wanted > 0
+        fake.train()
+        assert counted(fake, torch.empty(T, B, I, requires_grad=True))[0] == wanted
 
 
 def test_a_device_as_a_context_is_no_mode_that_sees_calls():

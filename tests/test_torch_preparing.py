@@ -18,6 +18,7 @@ import ecornn.compiler
 import ecornn.torch
 from ecornn import module_cache
 from ecornn.errors import ArgumentError
+from ecornn.torch import preparing
 from ecornn.torch.compiling import compiled
 
 PROGRAM = """
@@ -138,3 +139,16 @@ def test_a_first_call_leaves_nothing_of_its_step_behind(monkeypatch: pytest.Monk
         assert step()() is None
     finally:
         gc.enable()
+
+
+def test_a_process_that_stops_while_it_compiles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path))
+    monkeypatch.setattr(preparing, "SAYS", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    monkeypatch.setattr(preparing, "WORK", 0.2)
+    here: list[str] = []
+    monkeypatch.setattr(preparing, "compiled", lambda spec, target: here.append(target))
+    layer = ecornn.torch.GRU(5, 6)
+    calls = [preparing.call_of(layer, torch.ones(3, batch, 5), None) for batch in (2, 3)]
+    specs = [spec for call in calls if call for spec in preparing.specs(layer, call)]
+    preparing.compile_all([(spec, "cpu") for spec in specs], 2)
+    assert here == ["cpu", "cpu"]

@@ -164,6 +164,31 @@ def test_a_layer_that_is_under_a_parametrization_already(fullgraph: bool):
     assert type(model.layer) is torch.nn.GRU
 
 
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "gone"])
+@pytest.mark.parametrize("name", ["GRU", "LSTMCell"])
+def test_weights_that_are_no_parameters(name: str, kind: str):
+    """As of layers that are frozen as buffers, or whose weights another module sets."""
+    layer, theirs = getattr(torch.nn, name)(I, H), getattr(torch.nn, name)(I, H).double().requires_grad_(False)
+    theirs.load_state_dict({k: v.double() for k, v in layer.state_dict().items()})
+    for weight, value in [*layer.named_parameters()]:
+        delattr(layer, weight)
+        if kind == "buffer":
+            layer.register_buffer(weight, value.detach())
+        elif kind == "attribute":
+            setattr(layer, weight, value.detach())
+    report = ecornn.torch.replace(layer)
+    if kind == "gone":
+        assert not report.swapped and "which is no tensor" in report.kept[name]
+        return
+    x = torch.randn(B, I) if name == "LSTMCell" else torch.randn(T, B, I)
+    assert report.swapped == (name,)
+    agree(layer(x), theirs(x.double()))
+    with torch.no_grad():
+        for module in (layer, theirs):
+            getattr(module, "weight_hh" if name == "LSTMCell" else "weight_hh_l0").mul_(2)
+        agree(layer(x), theirs(x.double()))
+
+
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_symbolic_traces_have_a_layer_as_one_node(fullgraph: bool):
     model, x = compiled(torch.nn.LSTM(I, H), fullgraph=fullgraph), torch.randn(T, B, I)

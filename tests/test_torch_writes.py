@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_torch_layers import B, I, T, agree, double, flat, pair
+
+import ecornn.torch
+from ecornn.torch.sample import PLACES, Sample
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +115,53 @@ def test_such_writes_to_weights_with_gaps_are_seen(laid: Callable[[Any], Any], d
                 write(getattr(ours, name))
                 theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
                 agree(ours(x), theirs(double(x)))
+
+
+def laid_out(shape: tuple[int, ...], how: str) -> torch.Tensor:
+    weight = torch.randn(shape)
+    return {"plain": lambda w: w, "slices": slices, "turned": turned}[how](weight)
+
+
+@pytest.mark.parametrize("how", ["plain", "slices", "turned"])
+@pytest.mark.parametrize("shape", [(256, 64), (64, 256), (32, 800), (1, 9), (9, 1), (5, 5), (1000, 3), (36, 24),
+                                   (1024, 256), (700,), (4, 6, 10)], ids=str)
+def test_a_write_to_any_row_or_column_is_seen(shape: tuple[int, ...], how: str):
+    """A single one within as many looks as there are times PLACES in the larger axis, as many on end at once."""
+    bias, weight = torch.zeros(3), laid_out(shape, how)
+    sample, turns = Sample([bias, weight]), max(1, math.ceil(1.1 * max(shape) / PLACES))
+    assert all(sample.holds() for _ in range(2 * turns)) and not sample.differs(1)
+    for axis, size in enumerate(shape):
+        for number in {0, size - 1, *map(int, torch.randint(size, (20,)))}:
+            part = weight.select(axis, number)
+            part += 1
+            assert sample.differs(1) and not sample.differs(0) and not all(sample.holds() for _ in range(turns))
+            part -= 1
+            sample.renew()
+    for first in map(int, torch.randint(max(1, shape[0] - turns), (20,))):
+        weight[first:first + turns] += 1
+        assert not sample.holds()
+        sample.renew()
+        assert sample.holds()
+
+
+WRITE = """
+import sys, numpy
+values = numpy.memmap(sys.argv[1], "float32", "r+", shape=(256, 64))
+rows = [*map(int, sys.argv[2].split(","))]
+values[rows] = -2 * values[rows]
+"""
+
+
+def test_rows_that_another_process_writes_are_seen(tmp_path: Path):
+    """Consecutive ones, scattered ones, and a single one."""
+    path = tmp_path / "weights"
+    theirs, ours = torch.nn.LSTM(64, 64).double(), ecornn.torch.LSTM(64, 64)
+    ours.weight_hh_l0.detach().numpy().tofile(path)
+    ours.weight_hh_l0 = torch.nn.Parameter(torch.from_file(str(path), shared=True, size=256 * 64).view(256, 64))
+    x = torch.randn(5, 2, 64)
+    with torch.no_grad():
+        ours(x)
+        for rows in (np.arange(1, 36), np.random.default_rng(0).choice(256, 100, replace=False), np.array([77])):
+            subprocess.run([sys.executable, "-c", WRITE, path, ",".join(map(str, rows))], check=True)
+            theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+            agree(ours(x), theirs(double(x)))

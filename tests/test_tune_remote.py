@@ -9,9 +9,10 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -210,6 +211,71 @@ def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):
     result = CliRunner().invoke(main, ["tune", "--cell", "lstm", "--hidden", "8", "--tracker",
                                        f"127.0.0.1:{free_port()}"])
     assert result.exit_code == 2 and "tvm.exec.rpc_tracker" in result.output
+
+
+def says(*words: bytes) -> Callable[[socket.socket, Tracker], None]:
+    """Something that says this to whoever connects, and then nothing."""
+    return lambda connection, _: [connection.sendall(word) for word in words] and None  # type: ignore[func-returns-value]
+
+
+def packed(value: object) -> bytes:
+    text = json.dumps(value).encode()
+    return struct.pack("<i", len(text)) + text
+
+
+def closes(connection: socket.socket, _: Tracker) -> None:
+    connection.close()
+
+
+def sends_to_itself(connection: socket.socket, here: Tracker) -> None:
+    """A tracker whose one server accepts connections and says nothing, as one that is stopped."""
+    if connection.recv(4) == MAGIC:
+        asked, summary = b"", [0, {"server_info": [{"key": f"server:{here.key}"}]}]
+        connection.sendall(MAGIC)
+        while word := connection.recv(1024):
+            asked += word
+            if asked.endswith(b"]"):
+                only = len(json.loads(asked[4:])) == 1
+                connection.sendall(packed(summary if only else [0, [here.host, here.port, "k"]]))
+                asked = b""
+
+
+MAGIC = struct.pack("<i", 0x2F271)
+STRANGE = {"silent": says(), "closes": closes, "web": says(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+           "stops": says(MAGIC), "half": says(MAGIC, b"\x10\0\0\0["), "no JSON": says(MAGIC, b"\x01\0\0\0?"),
+           "fails": says(MAGIC, packed([-1, "no"])), "number": says(MAGIC, packed(7)),
+           "none": says(MAGIC, packed([0, {}])),
+           "keyless": says(MAGIC, packed([0, {"server_info": [3]}])), "a server that is stopped": sends_to_itself}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote, "ANSWER", 0.3)
+    monkeypatch.setattr(remote, "START", 1.0)
+    open_: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        here = Tracker("127.0.0.1", listening.getsockname()[1], "key")
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    open_.append(listening.accept()[0])
+                    threading.Thread(target=quietly, args=(open_[-1],), daemon=True).start()
+
+        def quietly(connection: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                STRANGE[kind](connection, here)
+
+        threading.Thread(target=serve, daemon=True).start()
+        wanted = "^key='key' .* has said nothing for 1 s" if "server" in kind else f"^tracker='{here}' is not allowed"
+        with pytest.raises(DeviceError, match=wanted):
+            here.describe("cpu")
+        if "server" not in kind:
+            result = CliRunner().invoke(main, ["serve", "--target", "cpu", "--tracker", str(here)])
+            assert result.exit_code == 2 and "the address of a running tracker" in result.output
+        listening.shutdown(socket.SHUT_RDWR)
+    for connection in open_:
+        connection.close()
 
 
 def nobody(_: object) -> bool:

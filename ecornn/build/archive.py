@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-import tempfile
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from ecornn import temporary
 from ecornn.build.generated import Generated
 from ecornn.build.link import find_compiler, identity, objects_of, run_tool, write_inputs
 from ecornn.errors import ArgumentError, BuildError
@@ -67,16 +67,16 @@ def archive(generated: Generated, out: Path, what: str) -> Path:
     shim = resources.files("ecornn.build").joinpath("standalone.cc").read_text()
     objects = objects_of(compiler, replace(generated, sources={
         **generated.sources, "standalone.cc": shim}))
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        inputs = write_inputs({}, objects, generated.binaries, Path(folder), generated.functions)
+    with temporary.folder() as folder:
+        inputs = write_inputs({}, objects, generated.binaries, folder, generated.functions)
         # sections of templates would be taken for those of another library, whose symbols are as local as these
         run_tool([*compiler, "-r", "-nostdlib", "-Wl,--force-group-allocation", *inputs, "-o", "all.o"], folder)
         run_tool([objcopy, f"--redefine-sym={API}={name}_module_api", f"--keep-global-symbol={name}_module_api",
                   "all.o", f"{name}.o"], folder)
         run_tool([ar, "rcsD", "made.a", f"{name}.o"], folder)
-        Path(folder, "made.h").write_text(HEADER.format(file=name, name=name, upper=name.upper(), what=what))
+        (folder / "made.h").write_text(HEADER.format(file=name, name=name, upper=name.upper(), what=what))
         for made, place in (("made.a", out), ("made.h", header)):
-            _put(Path(folder, made), place)
+            _put(folder / made, place)
     return header
 
 

@@ -14,12 +14,15 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from ecornn.file_locks import held
+
 VARIABLE = "ECORNN_CACHE"
 OFF = "off"
 CAP = 2 << 30  # bytes of all entries
 ROOM = 0.8  # of CAP that is left full
 EVERY = 64 << 20  # bytes that a process writes between two looks at the whole
 DIGEST = 32  # bytes before an entry's content
+LIMIT = 300.0  # seconds to wait for a process that makes the same entry: it may be stopped, and it may be made twice
 
 _unchecked = EVERY  # bytes written since this process last looked
 
@@ -39,8 +42,8 @@ def folder() -> Path | None:
 def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) -> bytes:
     """What ``make`` makes of ``parts``: every text that it depends on, versions of compilers among them.
 
-    Processes that want the same entry wait for the one that makes it; ``make`` may use entries of another ``kind``.
-    A folder that cannot be written is no error: there is no cache then.
+    Processes that want the same entry wait for the one that makes it, as long as :data:`LIMIT`; ``make`` may use
+    entries of another ``kind``. A folder that cannot be written is no error: there is no cache then.
     """
     root = folder()
     if root is None:
@@ -49,7 +52,7 @@ def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) ->
     path = root / name[:2] / name
     found = _read(path)
     if found is None:
-        with _alone(root, f"{kind}-{name[:3]}"):
+        with _alone(root, f"{kind}-{name[:3]}", lambda: _read(path) is not None):
             found = _read(path)
             if found is None:
                 found = make()
@@ -100,21 +103,14 @@ def _write(root: Path, path: Path, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def _alone(root: Path, lock_name: str) -> Iterator[None]:
-    """Keeps other processes and threads from making the same entry."""
-    from filelock import FileLock
-
-    lock = FileLock(root / "locks" / lock_name)
-    try:
-        (root / "locks").mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except OSError:  # nothing can be kept there
+def _alone(root: Path, lock_name: str, made: Callable[[], bool]) -> Iterator[None]:
+    """Keeps other processes and threads from making the same entry, until it is ``made`` or for :data:`LIMIT` seconds:
+    then several make it."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # nothing can be kept there
+            (root / "locks").mkdir(parents=True, exist_ok=True)
+            stack.enter_context(held(root / "locks" / lock_name, LIMIT, "compiling here what it compiles", made))
         yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def entries(root: Path) -> list[tuple[float, int, Path]]:

@@ -8,20 +8,23 @@ import select
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
+from ecornn import temporary
 from ecornn.errors import BuildError
 
 ANSWER = 60.0  # seconds that a compiler has to say its version
 WORK = 1200.0  # seconds for a file; the largest kernels take some
 
 
-def run(command: Sequence[str], seconds: float, folder: str | None = None) -> tuple[int, str]:
+def run(command: Sequence[str], seconds: float, folder: Path | None = None) -> tuple[int, str]:
     """The exit status, and what the command says, errors first; it reads nothing.
 
     Raises :class:`BuildError` where it cannot be started or does not end in that time. It has ended then, with what it
     has started, as after any exception.
     """
-    with tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as output:  # pipes stay open with any child
+    # no pipes, which stay open with any child
+    with temporary.said(), tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as output:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=folder)
         except OSError as error:

@@ -7,12 +7,11 @@ import os
 import secrets
 import shlex
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from ecornn import checksum
+from ecornn import checksum, temporary
 from ecornn.build import cache
 from ecornn.build.commands import ANSWER, WORK, run
 from ecornn.build.generated import Generated
@@ -40,12 +39,12 @@ def link(generated: Generated, out: Path) -> None:
     made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
     runtime = Path(libinfo.find_libtvm_ffi())
     objects = objects_of(compiler, generated)
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
-        inputs = write_inputs({}, objects, generated.binaries, Path(name), generated.functions)
+    with temporary.folder() as folder:
+        inputs = write_inputs({}, objects, generated.binaries, folder, generated.functions)
         try:
             run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
                   "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o", str(made)],
-                 name)
+                 folder)
             checksum.append(made)
             made.replace(out)
         except OSError as error:
@@ -75,10 +74,10 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
     folders = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
 
     def compile() -> bytes:
-        with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-            write_inputs(dict((source, *headers)), {}, {}, Path(folder))
+        with temporary.folder() as folder:
+            write_inputs(dict((source, *headers)), {}, {}, folder)
             run_tool([*compiler, *flags, *(f"-I{f}" for f in folders), "-c", source[0], "-o", "made.o"], folder)
-            return Path(folder, "made.o").read_bytes()
+            return (folder / "made.o").read_bytes()
 
     texts = [text for pair in (source, *headers) for text in pair]
     return cache.entry("object", (_said(compiler), version("apache-tvm-ffi"), *flags, *texts), compile)
@@ -95,11 +94,11 @@ def _said(compiler: tuple[str, ...]) -> str:
     return " ".join((*compiler, run([*compiler, "--version"], ANSWER)[1]))
 
 
-def run_tool(command: list[str], folder: str) -> None:
+def run_tool(command: list[str], folder: Path) -> None:
     """Raises :class:`BuildError` with the first lines of what the compiler, or another tool, says."""
     status, said = run(command, WORK, folder)
     if status != 0:
-        raise BuildError(f"{command[0]} failed:\n{first_lines(said)}")
+        raise BuildError(f"{command[0]} failed:\n{first_lines(said)}{temporary.limited()}")
 
 
 def find_compiler() -> list[str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Mapping
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ecornn import temporary
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.opaque_values import hide
 from ecornn.device import Device
 from ecornn.errors import BuildError
-from ecornn.host_cpu import machine_of, promised
+from ecornn.host_cpu import known, machine_of, promised, used
 from ecornn.program import Parallel, Program
 
 if TYPE_CHECKING:
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 
 HEADERS = ("cpu_openmp.h", "cpu_pack.h", "cpu_team.h", "cpu_waiting.h", "host_cpu.h")
 SCALARS = 4  # thread, threads, T, B come before the pointers
-ROOM = 16 << 20  # bytes for an object file, many times as many as one has
 
 
 def generate(program: Program, device: Device) -> Generated:
@@ -46,12 +43,9 @@ def generate(program: Program, device: Device) -> Generated:
 
 
 def _object(module: Module) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        if shutil.disk_usage(folder).free < ROOM:  # LLVM would end the process
-            raise BuildError(f"{tempfile.gettempdir()} has less than {ROOM >> 20} MiB left: make room, or set TMPDIR")
-        path = Path(folder, "worker.o")
-        module.write_to_file(str(path), "o")
-        code = path.read_bytes()
+    with temporary.folder() as folder:
+        module.write_to_file(str(folder / "worker.o"), "o")
+        code = (folder / "worker.o").read_bytes()
     if b"TVMBackend" in code:
         raise BuildError("the code calls TVM's runtime library; a module file must not need it")
     return code
@@ -89,11 +83,15 @@ def _module(functions: Mapping[str, PrimFunc], device: Device) -> Module:
     from tvm.target import Target, codegen
 
     triple = f"{machine_of(device)}-linux-gnu"
-    if not codegen.llvm_is_valid_cpu(device.arch, triple):
-        raise BuildError(f"LLVM {codegen.llvm_version_major()} does not know the CPU {device.arch!r} of {triple}")
-    # A hypervisor may hide what the CPU's name promises.
+    if not known(device.arch, triple):
+        raise BuildError(f"LLVM {codegen.llvm_version_major()} does not know the CPU {device.arch!r} of {triple}, or "
+                         "it has no 64 bits")
+    # A hypervisor may hide what the CPU's name promises. What is named comes last: a feature goes with those that it
+    # needs, and schedules go by those that are named.
     hidden = promised(device.arch, triple) - set(device.features)
-    attributes = [f"+{name}" for name in device.features] + [f"-{name}" for name in sorted(hidden)]
+    attributes = [f"-{name}" for name in sorted(hidden)] + [f"+{name}" for name in device.features]
+    if strange := sorted(set(device.features) - used(device.arch, triple, attributes)):
+        raise BuildError(f"features of {device.arch!r} that LLVM does not know for {triple}: {', '.join(strange)}")
     target = Target({"kind": "llvm", "mcpu": device.arch, "mtriple": triple, "mattr": attributes})
     passes = tirx.transform
     # TVM's default pipeline would move local buffers, here registers, to memory of its runtime; common

@@ -10,12 +10,12 @@ import functools
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from ecornn import temporary
 from ecornn.build import cache, kernel_headers, nvrtc
 from ecornn.build.commands import ANSWER, WORK, run
 from ecornn.build.messages import first_lines
@@ -131,12 +131,13 @@ def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
 def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] = ()) -> tuple[bytes, str]:
     virtual = f"compute_{arch.removeprefix('sm_')}"
     real = arch if kind == "cubin" else virtual
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        given, made = Path(folder, "kernels.cu"), Path(folder, f"kernels.{kind}")
+    with temporary.folder() as folder:
+        given, made = folder / "kernels.cu", folder / f"kernels.{kind}"
         given.write_text(source)
         command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, *defines, f"-{kind}", str(given),
                    "-o", str(made)]
         status, log = run(command, WORK)
         if status != 0:
-            raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}")
+            raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}"
+                             f"{temporary.limited()}")
         return made.read_bytes(), log

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import tempfile
 from collections.abc import Sequence
 from importlib import resources
-from pathlib import Path
 
-from ecornn import checksum
+from ecornn import checksum, temporary
 from ecornn.build import cache
-from ecornn.build.commands import WORK, run
-from ecornn.build.link import find_compiler, identity
-from ecornn.build.messages import first_lines
-from ecornn.errors import BuildError, ModuleError
+from ecornn.build.link import find_compiler, identity, run_tool
+from ecornn.errors import ModuleError
 from ecornn.runtime.library import spelling
 from ecornn.runtime.loader import Module
 
@@ -30,8 +26,8 @@ def library() -> ctypes.CDLL:
     import jax
 
     content = cache.entry("jax", (identity(), jax.version.__version__, *FLAGS, *_texts()), _compiled)
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        path = Path(folder, "handler.so")
+    with temporary.folder() as folder:
+        path = folder / "handler.so"
         path.write_bytes(content)
         found = ctypes.CDLL(str(path))  # it stays when its file goes
     for platform, name in TARGETS.items():
@@ -50,13 +46,10 @@ def _compiled() -> bytes:
 
     package = resources.files("ecornn")
     folders = [jax.ffi.include_dir(), libinfo.find_dlpack_include_path(), package / "include"]
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        command = [*find_compiler(), *FLAGS, *(f"-I{f}" for f in folders), str(package / "jax" / "handler.cc"), "-ldl",
-                   "-o", "handler.so"]
-        status, said = run(command, WORK, folder)
-        if status != 0:
-            raise BuildError(f"{command[0]} failed:\n{first_lines(said)}")
-        return Path(folder, "handler.so").read_bytes()
+    with temporary.folder() as folder:
+        run_tool([*find_compiler(), *FLAGS, *(f"-I{f}" for f in folders), str(package / "jax" / "handler.cc"), "-ldl",
+                  "-o", "handler.so"], folder)
+        return (folder / "handler.so").read_bytes()
 
 
 def register(module: Module) -> str:

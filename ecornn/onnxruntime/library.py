@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
+from ecornn import temporary
 from ecornn.build import cache
 from ecornn.build.link import find_compiler, identity, run_tool
 
@@ -50,7 +51,7 @@ def _compiled() -> bytes:
     package = resources.files("ecornn")
     folders = [package / "include", libinfo.find_dlpack_include_path()]
     runtime = Path(libinfo.find_libtvm_ffi())
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+    with temporary.folder() as folder:
         run_tool([*find_compiler(), *FLAGS, *(f"-I{f}" for f in folders), str(package / "onnxruntime" / SOURCE),
                   f"-L{runtime.parent}", *LINKED, "-o", NAME], folder)
-        return Path(folder, NAME).read_bytes()
+        return (folder / NAME).read_bytes()

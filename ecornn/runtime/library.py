@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ecornn import checksum, manifest_format1
+from ecornn import checksum, manifest_format1, temporary
 from ecornn.errors import ModuleError
 from ecornn.runtime.sharing import share_cores
 
@@ -69,7 +69,7 @@ def open_library(path: Path) -> Library:
         module = _loaded_as(content, path.resolve())
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
-        raise ModuleError(f"{path} cannot be loaded: {error}") from error
+        raise ModuleError(f"{path} cannot be loaded: {error}{temporary.noexec(path)}") from error
     others = ("forward", "backward", "alloc", "free", "copy", "synchronize", "pack")
     found = {**required, **{name: module[name] for name in others if module.implements_function(name)}}
     held: dict[str, Callable[..., Any]] = {}

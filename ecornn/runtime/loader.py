@@ -6,12 +6,11 @@ import errno
 import os
 import secrets
 import shutil
-import tempfile
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecornn import temporary
 from ecornn.errors import ArgumentError, CopyError, ModuleError
 from ecornn.manifest import Manifest, decode
 from ecornn.runtime.caller import Caller
@@ -166,16 +165,11 @@ def load(path: str | os.PathLike[str]) -> Module:
 
 def from_bytes(name: str, content: bytes) -> Module:
     """A module from its file's content, in a temporary file that lives as long as it; raises as :func:`load`."""
-    folder = tempfile.mkdtemp(prefix="ecornn-")
-    try:
-        path = Path(folder, name)
-        path.write_bytes(content)
-        module = load(path)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    weakref.finalize(module, shutil.rmtree, folder, ignore_errors=True)
-    return module
+    def written(folder: Path) -> Module:
+        (folder / name).write_bytes(content)
+        return load(folder / name)
+
+    return temporary.lasting(written, ModuleError)
 
 
 def _integer(name: str, value: object, least: int, most: int) -> None:

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ecornn.torch.engine import engine_for
@@ -66,7 +67,9 @@ def each_call(operator: Any, info: Any, in_dims: Any, args: Any) -> tuple[list[t
     return made, [0] * len(made)
 
 
-@register_flop_formula(torch.ops.ecornn.recurrent)
-def flops(x: Any, state: Any, lengths: Any, weights: Any, kind: str, *_: Any, **__: Any) -> int:
-    """Of the products, from shapes: each matrix with each row at each step."""
-    return sum(2 * prod(x[:2]) * prod(shape) for shape in weights if len(shape) == 2)
+@register_flop_formula(torch.ops.ecornn.recurrent, get_raw=True)
+def flops(x: torch.Tensor, state: Any, lengths: torch.Tensor | None, weights: list[torch.Tensor], *_: Any,
+          **__: Any) -> int:
+    """Of the products: each matrix with each row at each step, of all of T where lengths have no values."""
+    steps = prod(x.shape[:2]) if lengths is None or isinstance(lengths, FakeTensor) else int(lengths.sum())
+    return sum(2 * steps * w.numel() for w in weights if w.dim() == 2)

@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.build import cache
+from ecornn.build.commands import WORK
 from ecornn.cells import BUILTIN
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
@@ -120,10 +121,11 @@ def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None
         built_in = spec.workload.cell.partition("(")[0] in BUILTIN
         if built_in and len(wanted) > 1 and processes > 1 and cache.folder() is not None and not known(spec, target):
             fields = {name: getattr(replace(spec, cell=spec.workload.cell), name) for name in spec.__dataclass_fields__}
-            done = subprocess.run([sys.executable, "-c", SAYS], input=json.dumps([fields, target]), text=True,
-                                  check=False, capture_output=True)
-            if done.returncode:  # compiled here, where its error is one
-                print(done.stderr, file=sys.stderr)
+            try:
+                subprocess.run([sys.executable, "-c", SAYS], input=json.dumps([fields, target]), text=True, check=True,
+                               capture_output=True, timeout=WORK)
+            except subprocess.SubprocessError as error:  # compiled here, where its error is one
+                print(getattr(error, "stderr", None) or error, file=sys.stderr)
 
     with ThreadPoolExecutor(processes) as pool:
         running = [pool.submit(one, *asked) for asked in wanted]

@@ -98,8 +98,8 @@ def rebind(model: torch.nn.Module) -> None:
     """Has the compiled layers of a model, which may be one itself, read their weights again at their next call.
 
     Needed on a GPU, or where single values change, after writes that leave no trace on a tensor: through ``.data``, as
-    many do that swap averaged weights in, through NumPy, and in inference mode. The model may also be one of
-    ``torch.export``.
+    many do that swap averaged weights in, through NumPy, by another process that shares them, and in inference mode.
+    The model may also be one of ``torch.export``.
     """
     for module in model.modules():
         engine.rebind(module)
@@ -112,7 +112,10 @@ def obstacle(module: torch.nn.Module) -> str | None:
         return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's"
     if own:
         return f"{type(module).__name__} has methods of its own, which may do more: {', '.join(own)}"
-    weight = next(module.parameters())
+    name = "weight_hh_l0" if isinstance(module, torch.nn.RNNBase) else "weight_hh"
+    weight = getattr(module, name, None)  # of whatever kind: a parameter, a buffer, computed from others
+    if not isinstance(weight, torch.Tensor):
+        return f"its {name} is {weight}, which is no tensor"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
     if not serves(weight.device, weight.dtype):

@@ -29,9 +29,9 @@ class Sequences:
     asked for.
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
-    and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, and any in inference mode,
-    are seen on a CPU, unless they change single values of other types than float64: call :func:`ecornn.torch.rebind`
-    after those, and on a GPU.
+    and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, by another process, and any in
+    inference mode are seen on a CPU where they change whole rows or columns, or any value in float64: call
+    :func:`ecornn.torch.rebind` after others, and on a GPU.
     """
 
     TORCH: type[torch.nn.RNNBase] | None = None

@@ -26,7 +26,8 @@ class Snapshot:
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._kept = [w.detach() for w in weights]
         self._tensors = [(weakref.ref(w), w.data_ptr()) for w in weights]
-        self.renew(weights)
+        self._sample = Sample(self._kept)
+        self._note(weights)
         self.ids = [*map(id, weights)]
         with _lock:
             _snapshots.add(self, self.ids)
@@ -62,7 +63,12 @@ class Snapshot:
 
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
         """The same tensors have been read again."""
-        self._suspects, self.versions, self._sample = set[int](), [*map(_version, weights)], Sample(self._kept)
+        self._sample.renew()
+        self._note(weights)
+
+    def _note(self, weights: Sequence[torch.Tensor]) -> None:
+        """What tensors tell."""
+        self._suspects, self.versions = set[int](), [*map(_version, weights)]
         # all in one place, since short calls ask, too
         self._known: list[tuple[weakref.ref[torch.Tensor], int, int | None]] = [
             (*place, None if w.is_inference() else w._version)

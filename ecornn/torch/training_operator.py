@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from ecornn.errors import DerivativeError
 from ecornn.torch import training
@@ -89,10 +90,10 @@ def _(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
     return each_call(recurrent_backward, info, in_dims, args)
 
 
-torch.utils.flop_counter.register_flop_formula(torch.ops.ecornn.recurrent_forward)(flops)
+register_flop_formula(torch.ops.ecornn.recurrent_forward, get_raw=True)(flops)
 
 
-@torch.utils.flop_counter.register_flop_formula(torch.ops.ecornn.recurrent_backward)
+@register_flop_formula(torch.ops.ecornn.recurrent_backward, get_raw=True)
 def _(*args: Any, **kwargs: Any) -> int:
     """As PyTorch counts them: of the gradients of both factors of each product."""
     return 2 * flops(*args, **kwargs)

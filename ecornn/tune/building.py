@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
+from ecornn import temporary
 from ecornn.build.module import MANIFEST
 from ecornn.cells.naming import load_cell
 from ecornn.device import Device
@@ -82,8 +82,8 @@ def generate(request: Build) -> tuple[str, bytes]:
     program = make_program(schedule, task, request.config)
     manifest = make_manifest(load_cell(request.cell), task, schedule, request.config, program,
                              "built while tuning")
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        out = Path(folder, "module.so")
+    with temporary.folder() as folder:
+        out = folder / "module.so"
         generated = build_module(program, manifest, out)
         module = out.read_bytes()
     # The packing and the sizes of buffers are code too: a loader acts on them.

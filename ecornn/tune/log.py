@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from ecornn.errors import RecordError
+from ecornn.file_locks import held
 from ecornn.tune.compressed import is_compressed, packed, unpacked
 from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
 
 MAX_FILE = 64 << 20  # bytes
+LIMIT = 60.0  # seconds to wait for a process that writes
 TORN = "torn last line"
 BRACE = ord("{")
 
@@ -64,6 +66,16 @@ def lock_of(path: Path) -> str:
     return f"{path.resolve()}.lock"
 
 
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While this process writes to a log. Raises :class:`RecordError` where another one does for too long."""
+    with held(lock_of(path), LIMIT, f"nothing is written to {path}") as alone:
+        if not alone:
+            raise RecordError(f"another process has held {lock_of(path)} for {LIMIT:.0f} s, and may be stopped: have "
+                              f"it go on, or end it, or name another log than {path}")
+        yield
+
+
 def append(path: Path, record: AnyRecord) -> None:
     """Appends one record; as :func:`append_all`."""
     append_all(path, [record])
@@ -73,17 +85,15 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
     """Appends records and returns once they are on the disk.
 
     Several processes may append to one file. Raises :class:`RecordError` where the file cannot
-    be written or would exceed 64 MiB, and where it is compressed.
+    be written or would exceed 64 MiB, where it is compressed, and where another process does not end writing.
     """
-    from filelock import FileLock
-
     if is_compressed(path):
         raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
     data = b"".join(encode(record) for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # or say why not: a lock that cannot be made is waited for
-        with FileLock(lock_of(path)):
+        with _alone(path):
             file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 size = os.fstat(file).st_size
@@ -107,14 +117,12 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
     wrote (``newer`` of what ``change`` was given) stay. Raises :class:`RecordError` where the file cannot be read or
     written or would exceed 64 MiB. A name that ends with .gz or .xz is a compressed file's.
     """
-    from filelock import FileLock
-
     real = path.resolve()  # of a link, what it points at
     made = real.with_name(f".{real.name[:200]}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.touch()  # or say why not: a lock that cannot be made is waited for
-        with FileLock(lock_of(path)):
+        with _alone(path):
             there = read(path) if path.exists() else Log()
             data = b"".join([*(encode(r) for r in change(there)), *(line + b"\n" for line in there.newer)])
             if len(data) > MAX_FILE:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ecornn import temporary
 from ecornn.errors import EcornnError
 from ecornn.tune.worker import MAX_MESSAGE, Call, Reply
 
@@ -74,7 +75,8 @@ class Worker:
                        "PYTHONSAFEPATH": "1"}
         if not self.gpu:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        with temporary.said():
+            self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         lifeline, self.lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(

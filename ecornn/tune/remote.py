@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -26,8 +29,10 @@ if TYPE_CHECKING:
     from ecornn.tune.pool import Entries, Pool
 
 ADDRESS = "ECORNN_TRACKER"  # to the measuring processes: JSON of a Tracker and the Device
+T = TypeVar("T")
 START = 60.0  # seconds that a server's measuring process may take to start, beside a measurement's limit
 WAIT = 3.0  # seconds to wait for a free server
+ANSWER = 20.0  # seconds that a tracker may take to say something
 
 
 class NoServer(Exception):
@@ -62,12 +67,19 @@ class Tracker:
 
     def servers(self) -> int:
         """Number of servers with the key; :class:`DeviceError` where there is no tracker."""
-        return sum(info.get("key") == f"server:{self.key}" for info in self._summary()["server_info"])
+        try:
+            told = _client(self, ANSWER).summary()["server_info"]
+            return sum(info["key"] == f"server:{self.key}" for info in told)
+        except Exception as error:  # whatever comes of what something else than a tracker says
+            why = f"it has said nothing for {ANSWER:g} s" if isinstance(error, TimeoutError) else error
+            raise DeviceError("tracker", str(self), "the address of a running tracker, which "
+                              f"`python -m tvm.exec.rpc_tracker --host 127.0.0.1` starts ({why})") from None
 
     def describe(self, target: str | Device | None = None) -> tuple[Device, Environment]:
         """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine.
 
-        Raises :class:`DeviceError` without a tracker or server, or where it measures on another device than ``target``.
+        Raises :class:`DeviceError` without a tracker or server, where it does not answer, or where it measures on
+        another device than ``target``.
         """
         if not self.servers():
             raise DeviceError("key", self.key, f"the key of a server at the tracker {self}; start one with: "
@@ -75,8 +87,11 @@ class Tracker:
         deadline = time.monotonic() + START
         while True:
             try:
-                found = _describe(_request(self))
+                found = _within(deadline - time.monotonic(), lambda: _describe(_request(self)))
                 break
+            except TimeoutError:
+                raise DeviceError("key", self.key, f"the key of a server that answers: one of the tracker {self} has "
+                                  f"said nothing for {START:g} s, and may be stopped") from None
             except (NoServer, LostServer) as error:
                 if time.monotonic() > deadline:
                     raise DeviceError("key", self.key, f"a server that is not busy ({error})") from None
@@ -97,18 +112,6 @@ class Tracker:
         count = max(1, self.servers())
         return Pool(here, measurers=count, proposers=count if count > 1 else 0, local=False, grace=START,
                     quiet=quiet and is_loopback(self.host), environment={ADDRESS: told})
-
-    def _summary(self) -> Any:
-        import socket
-
-        from tvm import rpc
-
-        try:
-            socket.create_connection((self.host, self.port), WAIT).close()  # TVM's client retries for a minute
-            return rpc.connect_tracker(self.host, self.port).summary()
-        except (OSError, RuntimeError) as error:
-            raise DeviceError("tracker", str(self), "the address of a running tracker, which "
-                              f"`python -m tvm.exec.rpc_tracker --host 127.0.0.1` starts ({error})") from None
 
 
 class Connection:
@@ -186,18 +189,42 @@ def connected() -> Connection:
 
 def _request(tracker: Tracker) -> Any:
     """A session with a free server; :class:`NoServer` where none becomes free in time."""
-    import socket
-
-    from tvm import rpc
-
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(WAIT)  # TVM's client would wait for ever
     try:
-        return rpc.connect_tracker(tracker.host, tracker.port).request(tracker.key, max_retry=1)
+        return _client(tracker, WAIT).request(tracker.key, max_retry=1)
     except Exception as error:
         raise NoServer(f"no free server with the key {tracker.key} at {tracker}") from error
-    finally:
-        socket.setdefaulttimeout(before)
+
+
+def _client(tracker: Tracker, limit: float) -> Any:
+    """TVM's client of a tracker, which waits for each answer for ``limit`` seconds, rather than for ever."""
+    import socket
+    import struct
+
+    from tvm.rpc import base, client
+
+    class Client(client.TrackerSession):
+        def _connect(self) -> None:
+            self._sock = socket.create_connection(self._addr, limit)
+            magic = struct.pack("<i", base.RPC_TRACKER_MAGIC)
+            self._sock.sendall(magic)
+            if base.recvall(self._sock, len(magic)) != magic:
+                raise RuntimeError("something else listens there")
+
+    return Client((tracker.host, tracker.port))
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """What a call returns or raises, of code that may wait for ever; TimeoutError after these seconds."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer.result(max(0.0, seconds))
 
 
 def _describe(session: Any) -> Description:

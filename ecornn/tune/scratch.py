@@ -8,6 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from ecornn import temporary
+
 PREFIX, LOCK = "ecornn-tune-", "lock"
 YOUNG = 60.0  # seconds since the folder last got a file: its owner may be about to take the lock
 
@@ -18,8 +20,9 @@ class Scratch:
     def __init__(self) -> None:
         from filelock import FileLock
 
-        sweep()
-        self.folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        with temporary.said():
+            sweep()
+            self.folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         self.name = self.folder.name
         self.lock = FileLock(Path(self.name, LOCK), thread_local=False)  # whichever thread closes the pool
         with contextlib.suppress(OSError):  # without a lock nobody sweeps it

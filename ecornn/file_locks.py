@@ -1,0 +1,51 @@
+"""Locks of files, by which processes take turns.
+
+A process may be stopped (SIGSTOP, a debugger, a container that is frozen) while it holds one. Others say that they wait
+and for what, and not for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+SAID = 10.0  # seconds until a wait is told of, and twice as many until the next word
+LOOK = 1.0  # seconds between two looks whether there is still something to wait for
+
+
+@contextlib.contextmanager
+def held(path: str | Path, limit: float, otherwise: str, done: Callable[[], bool] | None = None) -> Iterator[bool]:
+    """The lock of the file ``path``; False where another process has not given it back within ``limit`` seconds, or
+    what it does is ``done``.
+
+    The logger ``ecornn`` is told who waits for what, and what happens ``otherwise``, after that time. Raises
+    :class:`OSError` where there can be no such file.
+    """
+    from filelock import FileLock, Timeout
+
+    lock, begin, word = FileLock(path), time.monotonic(), SAID
+    other = f"another process, which may be stopped (fuser -v {path} names it)"
+    while True:
+        waited = time.monotonic() - begin
+        try:
+            lock.acquire(timeout=min(LOOK, max(0.0, min(word, limit) - waited)))
+            break
+        except Timeout:
+            waited = time.monotonic() - begin
+        if done is not None and done():
+            yield False
+            return
+        if waited >= limit:
+            logging.getLogger("ecornn").warning("waited %.0f s for %s: %s", waited, other, otherwise)
+            yield False
+            return
+        if waited >= word:
+            logging.getLogger("ecornn").warning("waiting for %s; after %.0f s: %s", other, limit, otherwise)
+            word *= 2
+    try:
+        yield True
+    finally:
+        lock.release()
