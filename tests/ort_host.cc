@@ -1,8 +1,8 @@
 // Stands in for ONNX Runtime: calls a node of an operator library from threads that share it.
 //   ort_host LIBRARY OPERATOR MODULE DIGEST FOLDER THREADS NAME:SHAPE ...
 // Inputs are files of the folder, float32 but for `lens`, such as x:7,3,5, or - for none; outputs come into out0, ...
-// It has GPU 1, of an operator there all arrays but the first of the weights on it, stream 7, and with ORT_HOST_VERSION no
-// newer version of the interface than that.
+// There are two nodes of the same weights. It has GPU 1, stream 7, and with ORT_HOST_VERSION no newer version of the
+// interface than that.
 #include <dlfcn.h>
 
 #include <cstdio>
@@ -24,15 +24,15 @@ struct Status { std::string message; };
 struct Domain { std::vector<const CustomOp*> operators; };
 struct SessionOptions { std::map<std::string, std::string> entries; std::vector<Domain*> domains; };
 struct TensorInfo { Type type; std::vector<int64_t> shape; };
-struct MemoryInfo { const char* name; };
-struct Value { TensorInfo info; std::unique_ptr<float[]> memory; MemoryInfo place; };  // int32 has the same size
+struct MemoryInfo {};
+struct Value { TensorInfo info; std::unique_ptr<float[]> memory; };  // int32 has the same size
 struct Allocator {};
 struct KernelInfo { std::map<std::string, std::string> texts; std::vector<const Value*> inputs; };
 struct KernelContext { std::vector<const Value*> inputs; std::vector<std::unique_ptr<Value>> outputs; };
 
 namespace {
 
-MemoryInfo of_the_provider{"Cuda"};
+MemoryInfo of_the_provider;
 
 size_t Count(const std::vector<int64_t>& shape) {
   size_t count = 1;
@@ -42,7 +42,7 @@ size_t Count(const std::vector<int64_t>& shape) {
 
 std::unique_ptr<Value> Make(Type type, std::vector<int64_t> shape) {
   const size_t count = Count(shape);
-  return std::make_unique<Value>(Value{{type, std::move(shape)}, std::make_unique<float[]>(count), {"Cpu"}});
+  return std::make_unique<Value>(Value{{type, std::move(shape)}, std::make_unique<float[]>(count)});
 }
 
 Status* Text(const std::string& text, char* to, size_t* size) {
@@ -79,9 +79,6 @@ std::vector<const void*> Table() {
     return nullptr;
   });
   Put(&t, 99, [](TensorInfo* info) { delete info; });
-  Put(&t, 194, [](const Value* value, const MemoryInfo** found) -> Status* { *found = &value->place; return nullptr; });
-  Put(&t, 71, [](const MemoryInfo* info, const char** name) -> Status* { *name = info->name; return nullptr; });
-  Put(&t, 73, [](const MemoryInfo*, MemoryType* kind) -> Status* { *kind = kDefault; return nullptr; });
   Put(&t, 72, [](const MemoryInfo*, int* number) -> Status* { *number = 1; return nullptr; });
   Put(&t, 77, [](const Allocator*, const MemoryInfo** found) -> Status* { *found = &of_the_provider; return nullptr; });
   Put(&t, 132, [](Allocator* allocator) { delete allocator; });
@@ -160,28 +157,27 @@ int Main(char** arguments) {
     if (!std::strcmp(op->name(op), arguments[2]) && op->input_type(op, 0) == kFloat) found = op;
   }
   if (!found) return 5;
+  const bool gpu = !std::strcmp(arguments[2], "CudaRecurrent");
   std::vector<std::unique_ptr<Value>> values;
   KernelInfo info{{{"module", arguments[3]}, {"digest", arguments[4]}}, {}};
   for (char** text = arguments + 7; *text; ++text) {
     values.push_back(Read(folder, *text));
     info.inputs.push_back(values.back().get());
-    // as ONNX Runtime does, which asks where weights should be as if they were one input
-    const size_t inputs = info.inputs.size(), known = found->input_count(found);
-    const bool there = inputs > known || found->input_memory(found, inputs - 1) == kDefault;
-    if (values.back() && there) values.back()->place = of_the_provider;
+    const size_t n = values.size() - 1;  // the library reads weights where it packs them, on the host
+    if (n >= found->input_count(found) || (gpu && (found->input_memory(found, n) == kDefault) != (n < 4))) return 7;
   }
-  void* kernel = nullptr;
-  Must(found->create_with_status(found, Get(kVersion), &info, &kernel));
+  void* kernels[2] = {};  // two nodes that have the same weights
+  for (void*& kernel : kernels) Must(found->create_with_status(found, Get(kVersion), &info, &kernel));
   std::vector<KernelContext> contexts(static_cast<size_t>(std::atoi(arguments[6])));
   std::vector<std::thread> threads;
   for (KernelContext& context : contexts) {
     context.inputs = info.inputs;
-    threads.emplace_back([&context, found, kernel] {
-      for (int call = 0; call < 3; ++call) Must(found->compute_with_status(kernel, &context));
+    threads.emplace_back([&context, found, &kernels] {
+      for (int call = 0; call < 4; ++call) Must(found->compute_with_status(kernels[call % 2], &context));
     });
   }
   for (std::thread& thread : threads) thread.join();
-  found->destroy(kernel);
+  for (void* kernel : kernels) found->destroy(kernel);
   for (const KernelContext& context : contexts) {
     for (size_t n = 0; n < context.outputs.size(); ++n) {
       const Value &one = *context.outputs[n], &first = *contexts[0].outputs[n];

@@ -17,6 +17,7 @@ from test_onnx import B, H, I, T, dynamic, model_of, relative
 
 import ecornn.onnx
 from ecornn.errors import ArgumentError, DTypeError, EcornnError, ModuleError, WeightsError
+from ecornn.onnx import constants
 
 
 def behind(name: str, nodes: list[Any], tensors: dict[str, np.ndarray], model: Any = None) -> Any:
@@ -232,8 +233,6 @@ DAMAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "circle": (computed(node("Identity", "W", out="b"), node("Identity", "b")), "W is computed from itself"),
     "operator": (computed(node("NoSuchOperator", "a")), "W cannot be computed by NoSuchOperator"),
     "failing": (computed(node("Transpose", "a", perm=[0, 7, 1])), "W cannot be computed by Transpose"),
-    "deep": (computed(node("Identity", "a", out="b0"), node("Identity", "b3000"), *(
-        node("Identity", f"b{n}", out=f"b{n + 1}") for n in range(3000))), "too deeply"),
 }
 
 
@@ -245,6 +244,51 @@ def test_damage_is_named(kind: str):
     with pytest.raises(EcornnError) as caught:
         ecornn.onnx.read(model)
     assert words in str(caught.value)
+
+
+def test_constants_deeper_than_pythons_stack():
+    """In time that grows with the model: a constant, a failure and a circle, each at the end of 3,000 nodes, and what
+    many nodes are made of twice."""
+    chain = [node("Identity", f"b{n}", out=f"b{n + 1}") for n in range(3000)]
+    deep = ecornn.onnx.read(behind("W", [node("Identity", "a", out="b0"), *chain, node("Identity", "b3000")], {"a": W}))
+    np.testing.assert_array_equal(deep.weights["weight_ih_l0"], np.concatenate(ours(W[0])))
+    assert ecornn.onnx.read(behind("h0", [node("Tanh", "X", out="b0"), *chain, node("Shape", "b3000", out="s"), node(
+        "ConstantOfShape", "s", out="h0")], {})).inputs["initial_h"] is None
+    for first, words in ((node("Transpose", "a", out="b0", perm=[0, 7, 1]), "b0 cannot be computed by Transpose"),
+                         (node("Identity", "b3000", out="b0"), "is computed from itself")):
+        with pytest.raises(ModuleError, match=words):
+            ecornn.onnx.read(behind("W", [first, *chain, node("Identity", "b3000")], {"a": W}))
+    doubled = [node("Concat", f"b{n}", f"b{n}", out=f"d{n}", axis=0) for n in range(200)]
+    halved = [node("Slice", f"d{n}", "zero", "one", out=f"b{n + 1}") for n in range(200)]
+    nodes = [part for pair in zip(doubled, halved, strict=True) for part in pair]
+    found = ecornn.onnx.read(behind("W", [*nodes, node("Identity", "b200")], {
+        "b0": W, "zero": np.array([0]), "one": np.array([1])}))
+    np.testing.assert_array_equal(found.weights["weight_ih_l0"], np.concatenate(ours(W[0])))
+
+
+def test_only_constants_are_computed(monkeypatch: pytest.MonkeyPatch):
+    """Not what is combined with an input of the model's afterwards."""
+    monkeypatch.setattr(constants, "evaluated", None)
+    nodes = [node("Transpose", "a", out="b"), node("MatMul", "X", "b", out="c"), node("Identity", "c", out="h0")]
+    assert ecornn.onnx.read(behind("h0", nodes, {"a": W})).inputs["initial_h"] is None
+
+
+def test_what_a_body_is_given_is_no_constant():
+    """Though a tensor around it has the same name; nor what Dropout makes where it may train."""
+    model = body(model_of("LSTM", 4, 1)[0], "Loop")
+    loop = model.graph.node[0].attribute[0].g
+    assert ecornn.onnx.read(model).hidden == H
+    loop.input.extend([helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("turn", "on", "R")])
+    with pytest.raises(WeightsError, match="R must be a constant"):
+        ecornn.onnx.read(model)
+    for given, fixed in ((["a", "ratio"], True), (["a", "ratio", "yes"], False)):
+        tensors = {"a": W, "ratio": np.array(0.5, np.float32), "yes": np.array(True)}
+        model = behind("W", [node("Dropout", *given)], tensors)
+        if fixed:
+            assert ecornn.onnx.read(model).hidden == H
+        else:
+            with pytest.raises(WeightsError, match="W must be a constant"):
+                ecornn.onnx.read(model)
 
 
 @pytest.mark.timeout(30)

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper
-from onnxruntime_sample import B, H, T, alike, feeds_of, model_of, operators, rewritten, session, speech, whole
+from onnxruntime_sample import B, H, I, T, alike, feeds_of, model_of, operators, rewritten, session, speech, whole
 
 import ecornn.onnx
 import ecornn.onnxruntime
@@ -145,6 +145,104 @@ def test_a_node_in_the_body_of_another(tmp_path: Path):
     alike(fast, session(model), feeds)
     bodies = onnx.load(tmp_path / "fast.onnx").graph.node[0].attribute
     assert "CpuRecurrent" in [n.op_type for attribute in bodies for n in attribute.g.node]
+
+
+def decoder(steps: int, apart: bool = False) -> Any:
+    """A GRU unrolled, each step a node of the same weights, or of copies that are the outputs of nodes."""
+    model = model_of("GRU", ("h0",))
+    (node,), tensors = model.graph.node, [*model.graph.initializer]
+    nodes = [helper.make_node("Shape", ["X"], ["shape"])]
+    for step in range(steps):
+        one = type(node).FromString(node.SerializeToString())
+        one.name, one.input[5], one.output[:] = f"node{step}", f"h{step}", [f"Y{step}", f"h{step + 1}"]
+        for place, tensor in enumerate(tensors, 1) if apart else ():
+            one.input[place] = f"{tensor.name}{step}"
+            nodes.append(helper.make_node("Constant", [], [one.input[place]], value=tensor))
+        nodes.append(one)
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    model.graph.output.extend(helper.make_tensor_value_info(f"{name}{steps - n}", TensorProto.FLOAT, None)
+                              for n, name in enumerate("hY"))
+    del model.graph.output[:2]
+    if apart:
+        del model.graph.initializer[:]
+    return model
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_weights_that_nodes_share_are_there_once(apart: bool, tmp_path: Path):
+    """In the file, though the model has them for each node, and packed."""
+    model = decoder(40, apart)
+    made, fast = rewritten(model, tmp_path)
+    assert len(made.taken) == 40
+    alike(fast, session(model), feeds_of(model))
+    weights = [t.name for t in onnx.load(made.model).graph.initializer]
+    assert len(weights) == 4 and operators(made.model).count("Constant") == 0
+
+
+MEMORY = """
+import sys, onnxruntime
+def used(): return int(open("/proc/self/statm").read().split()[1]) * 4096
+def made():
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(sys.argv[2])
+    before = used()
+    session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+    return session, used() - before
+first, _ = made()
+more, grown = made()
+print(grown)
+"""
+
+
+def test_packed_weights_are_those_of_all_nodes_and_sessions(tmp_path: Path):
+    """4 MiB of weights, shared by 20 nodes."""
+    model = decoder(20)
+    rng = np.random.default_rng(0)
+    for tensor, shape in zip(model.graph.initializer, ((1, 1536, I), (1, 1536, 512), (1, 3072)), strict=True):
+        tensor.CopyFrom(onnx.numpy_helper.from_array(rng.uniform(-0.1, 0.1, shape).astype(np.float32), tensor.name))
+    for node in model.graph.node[1:]:
+        node.attribute[0].i = 512
+    model.graph.input[1].type.tensor_type.shape.dim[2].dim_value = 512
+    made, fast = rewritten(model, tmp_path)
+    assert made.model.stat().st_size < 4 << 20
+    alike(fast, session(model), feeds_of(model))
+    said = subprocess.run([sys.executable, "-c", MEMORY, str(made.model), str(made.library)], check=True, text=True,
+                          capture_output=True, timeout=60)
+    assert int(said.stdout) < 12 << 20  # ONNX Runtime's own copy
+
+
+def test_weights_that_differ_by_one_value_are_not_shared(tmp_path: Path):
+    """By a program that changes a rewritten model, while sessions of it as it was are alive."""
+    model = model_of("RNN")
+    made, fast = rewritten(model, tmp_path)
+    new = onnx.load(made.model)
+    (bias,) = (t for t in new.graph.initializer if t.name.endswith("bias_hh_l0"))
+    changed = onnx.numpy_helper.to_array(bias).copy()
+    changed[-1] += 1
+    bias.CopyFrom(onnx.numpy_helper.from_array(changed, bias.name))
+    feeds = feeds_of(model)
+    y = fast.run(None, feeds)[0]
+    other = session(new, ecornn.onnxruntime.session_options(made.model)).run(None, feeds)[0]
+    assert np.array_equal(y, fast.run(None, feeds)[0]) and abs(other[0, ..., -1] - y[0, ..., -1]).min() > 0.05
+
+
+@pytest.mark.parametrize("depth", [31, 32, 1000])
+def test_bodies_in_bodies(depth: int, tmp_path: Path):
+    """Protobuf reads some thirty."""
+    model = onnx.ModelProto(ir_version=10, opset_import=[helper.make_opsetid("", 20)])
+    graph = model.graph
+    for _ in range(depth):
+        node = graph.node.add(op_type="If", input=["yes"], output=["Y"])
+        graph = node.attribute.add(name="then_branch", type=onnx.AttributeProto.GRAPH).g
+    graph.CopyFrom(model_of("RNN").graph)
+    assert ecornn.onnx.read(model).hidden == H
+    if depth == 31:
+        made = ecornn.onnxruntime.rewrite(model, tmp_path / "x.onnx", target="cpu")
+        assert onnx.ModelProto.FromString(made.model.read_bytes()).ir_version == 10
+    else:
+        with pytest.raises(ModuleError, match=f"nested {depth} deep: a file that can be read has at most 31"):
+            ecornn.onnxruntime.rewrite(model, tmp_path / "x.onnx", target="cpu")
 
 
 def test_what_cannot_be_taken_stays(tmp_path: Path):

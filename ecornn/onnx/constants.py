@@ -6,7 +6,7 @@ evaluated by the reference that the onnx package has for each operator.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,8 @@ from ecornn.errors import ModuleError
 DOMAINS = ("", "ai.onnx")
 UNKNOWN = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
 
+Known = dict[str, Any]  # by a tensor's name; of one that cannot be had a ModuleError that says why
+
 
 class Scope:
     """A graph of a model, and those around it, whose tensors its nodes see.
@@ -23,70 +25,136 @@ class Scope:
     Attributes
     ----------
     graph : an ``onnx.GraphProto``
+    nodes : those of the graph, each an object that stays the same
     opsets : the versions of the operators that it uses
     outer : the scope of the node whose body this graph is; None of the model itself
+    depth : how many graphs it is in
 
     ``variable``: tensors that are no constants though the graph holds a value of them.
     """
 
     def __init__(self, graph: Any, opsets: Any, outer: Scope | None = None, variable: Collection[str] = ()) -> None:
-        self.graph, self.opsets, self.outer = graph, opsets, outer
+        self.graph, self.nodes, self.opsets, self.outer = graph, [*graph.node], opsets, outer
+        self.depth: int = outer.depth + 1 if outer is not None else 0
         self._sources: dict[str, list[Any]] = {}  # name -> the tensors that it holds, and the nodes that make it
         for tensor in graph.initializer:
             self._sources.setdefault(tensor.name, []).append(tensor)
         for tensor in graph.sparse_initializer:
             self._sources.setdefault(tensor.values.name, []).append(tensor)
-        for node in graph.node:
+        for node in self.nodes:
             for output in filter(None, node.output):
                 self._sources.setdefault(output, []).append(node)
-        self._known: dict[str, Any] = dict.fromkeys(variable)
+        given = variable if outer is None else [value.name for value in graph.input]  # a body's come with each turn
+        self._fixed: Known = dict.fromkeys(given, False)  # whether a tensor depends on no call
+        self._values: Known = {}
 
     def inner(self) -> Iterator[Scope]:
         """This scope, and those of the bodies of its nodes, such as of ``If`` and ``Loop``."""
-        yield self
-        for node in self.graph.node:
-            for attribute in node.attribute:
-                for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
-                    yield from Scope(graph, self.opsets, self).inner()
+        waiting = [self]
+        while waiting:
+            scope = waiting.pop()
+            yield scope
+            waiting += reversed([Scope(graph, scope.opsets, scope) for node in scope.nodes for graph in bodies(node)])
 
-    def constant(self, name: str, within: tuple[str, ...] = ()) -> Any:
-        """The value of a tensor as an array, or None where it depends on what a call brings. ``within``: the tensors
-        that this one is computed for.
+    def constant(self, name: str) -> Any:
+        """The value of a tensor as an array, or None where it depends on what a call brings.
 
         Raises :class:`ModuleError` where it is defined twice, needs itself, or cannot be read or computed.
         """
-        if name not in self._sources:
-            return self.outer.constant(name, within) if self.outer is not None else None
-        if name not in self._known:
-            if name in within:
-                raise ModuleError(f"the model's {name} is computed from itself")
-            if len(self._sources[name]) > 1:
-                raise ModuleError(f"the model has two tensors named {name}")
-            (source,) = self._sources[name]
-            if hasattr(source, "op_type"):
-                self._known |= self._computed(source, (*within, name))
-            else:
-                self._known[name] = array_of(source, name)
-        return self._known[name]
+        home = self._home(name)
+        if home is None:
+            return None
+        found = settled(home, name, lambda scope: scope._fixed, Scope._is_fixed)
+        if found is True:  # only then is anything computed
+            found = settled(home, name, lambda scope: scope._values, Scope._value)
+        if isinstance(found, ModuleError):
+            raise ModuleError(str(found))
+        return None if found is False else found
 
-    def _computed(self, node: Any, within: tuple[str, ...]) -> dict[str, Any]:
-        """The outputs of a node by name, each None where it is no constant."""
-        unknown = dict.fromkeys(node.output)
-        bodies = any(a.HasField("g") or a.graphs for a in node.attribute)
-        if node.domain not in DOMAINS or node.op_type in UNKNOWN or bodies:
-            return unknown
-        inputs = {n: self.constant(n, within) for n in node.input if n}
-        if any(value is None for value in inputs.values()):
-            return unknown
+    def _home(self, name: str) -> Scope | None:
+        """The scope that has a tensor; None: it is an input of the model's."""
+        scope: Scope | None = self
+        while scope is not None and name not in scope._sources and name not in scope._fixed:
+            scope = scope.outer
+        return scope
+
+    def needs(self, name: str) -> list[tuple[Scope | None, str]]:
+        """The tensors that one is computed from, and where each is."""
+        source: Any = self._sources.get(name, [None])[0]
+        return [(self._home(n), n) for n in source.input if n] if computable(source) else []
+
+    def _is_fixed(self, name: str) -> bool | ModuleError:
+        source, *more = self._sources[name]
+        if more:
+            return ModuleError(f"the model has two tensors named {name}")
+        if not hasattr(source, "op_type"):
+            return True
+        inputs = [scope is not None and scope._fixed[n] for scope, n in self.needs(name)]
+        if not computable(source) or False in inputs:
+            return False
+        return next((found for found in inputs if found is not True), True)
+
+    def _value(self, name: str) -> Any:
+        (source,) = self._sources[name]
+        try:
+            if not hasattr(source, "op_type"):
+                return array_of(source, name)
+            inputs = {n: scope._values[n] for scope, n in self.needs(name) if scope is not None}
+            for value in inputs.values():
+                if isinstance(value, ModuleError):
+                    return value
+            self._values |= self._computed(source, inputs, name)
+            return self._values[name]
+        except ModuleError as error:
+            return error
+
+    def _computed(self, node: Any, inputs: dict[str, Any], name: str) -> dict[str, Any]:
+        """The outputs of a node by name."""
         for attribute in node.attribute:
             if attribute.HasField("sparse_tensor"):
-                return unknown | {node.output[0]: array_of(attribute.sparse_tensor, within[-1])}
+                return {node.output[0]: array_of(attribute.sparse_tensor, name)}
             if attribute.HasField("t"):
-                readable(attribute.t, within[-1])
+                readable(attribute.t, name)
         try:
             return dict(zip(node.output, evaluated(node, inputs, self.opsets), strict=False))
         except Exception as error:  # the evaluator raises whatever its operator does
-            raise ModuleError(f"the model's {within[-1]} cannot be computed by {node.op_type}: {error}") from error
+            raise ModuleError(f"the model's {name} cannot be computed by {node.op_type}: {error}") from error
+
+
+def settled(scope: Scope, name: str, known_of: Callable[[Scope], Known], judge: Callable[[Scope, str], Any]) -> Any:
+    """What ``judge`` says of a tensor, after it was asked of all that the tensor is computed from; each scope has in
+    ``known_of`` what was said of its tensors. A graph may be deeper than Python's stack."""
+    waiting, begun = [(scope, name)], set()
+    while waiting:
+        one = where, tensor = waiting[-1]
+        known = known_of(where)
+        if tensor in known:
+            waiting.pop()
+            continue
+        first = [(s, n) for s, n in where.needs(tensor) if s is not None and n not in known_of(s)]
+        if not first:
+            known[tensor] = judge(where, tensor)
+        elif one in begun:
+            known[tensor] = ModuleError(f"the model's {tensor} is computed from itself")
+        else:
+            begun.add(one)
+            waiting += first
+    return known_of(scope)[name]
+
+
+def bodies(node: Any) -> Iterator[Any]:
+    """The graphs that are attributes of a node."""
+    for attribute in node.attribute:
+        yield from ([attribute.g] if attribute.HasField("g") else [])
+        yield from attribute.graphs
+
+
+def computable(source: Any) -> bool:
+    """Whether what makes a tensor is a node that makes the same of the same inputs."""
+    if not hasattr(source, "op_type") or source.domain not in DOMAINS or source.op_type in UNKNOWN:
+        return False
+    trains = source.op_type == "Dropout" and len(source.input) > 2  # perhaps, and drops others each time
+    return not trains and next(bodies(source), None) is None
 
 
 def evaluated(node: Any, inputs: dict[str, Any], opsets: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ecornn.errors import ArgumentError, ModuleError, WeightsError
 from ecornn.onnx.constants import DOMAINS, Scope
-from ecornn.onnx.node import GATES, Node, interpret
+from ecornn.onnx.node import GATES, Node, Shared, interpret
 
 INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 MOST = {"LSTM": (8, 3), "GRU": (6, 2), "RNN": (6, 2)}  # inputs and outputs
@@ -29,11 +29,8 @@ def read(model: Any, node: str | None = None) -> Node:
     where onnx is not installed or not one node is of that name, and what :func:`ecornn.onnx.node.interpret` raises.
     """
     model = load(model)
-    try:
-        scope, found = choose(model, node)
-        return from_proto(found, {name: scope.constant(name) for name in found.input[1:] if name})
-    except RecursionError as error:
-        raise ModuleError("the model's graphs or constants are nested too deeply") from error
+    scope, found = choose(model, node)
+    return from_proto(found, {name: scope.constant(name) for name in found.input[1:] if name})
 
 
 def load(model: Any) -> Any:
@@ -64,7 +61,7 @@ def recurrent(model: Any, variable: Collection[str] = ()) -> tuple[list[tuple[Sc
         return [n for n in nodes if n.op_type in known and n.domain in DOMAINS]
 
     graphs = Scope(model.graph, model.opset_import, variable=variable).inner()
-    return ([(scope, n) for scope in graphs for n in are(scope.graph.node)],
+    return ([(scope, n) for scope in graphs for n in are(scope.nodes)],
             [(f.name, n) for f in model.functions for n in are(f.node)])
 
 
@@ -87,8 +84,9 @@ def choose(model: Any, name: str | None) -> tuple[Scope, Any]:
     raise ArgumentError("node", name, allowed)
 
 
-def from_proto(node: Any, tensors: Mapping[str, Any]) -> Node:
-    """The meaning of an ``onnx.NodeProto``, its weights and other constants among ``tensors`` by name."""
+def from_proto(node: Any, tensors: Mapping[str, Any], shared: Shared | None = None) -> Node:
+    """The meaning of an ``onnx.NodeProto``, its weights and other constants among ``tensors`` by name; ``shared`` as
+    :func:`ecornn.onnx.node.interpret` has it."""
     from onnx import helper
 
     name = title(node)
@@ -118,7 +116,7 @@ def from_proto(node: Any, tensors: Mapping[str, Any]) -> Node:
     weights = [tensors[given[key]] if key in given else None for key in "WRBP"]
     inputs = {key: tensors.get(given[key]) for key in INPUTS[4:7] if key in given}
     outputs = tuple(bool(o) for o in (*node.output, *("",) * 3)[:3 if node.op_type == "LSTM" else 2])
-    return interpret(name, node.op_type, attributes, weights, outputs, inputs)
+    return interpret(name, node.op_type, attributes, weights, outputs, inputs, shared)
 
 
 def title(node: Any, by_output: bool = False) -> str:

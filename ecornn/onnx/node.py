@@ -32,6 +32,9 @@ SWITCHES = ("input_forget", "linear_before_reset", "layout")
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # the operators' types
 LENGTHS = "sequence_lens"
 
+# by operator and the tensors' identities, with the tensors, which live as long
+Shared = dict[tuple[Any, ...], tuple[dict[str, Array], tuple[Array | None, ...]]]
+
 
 @dataclass(frozen=True)
 class Node:
@@ -65,10 +68,12 @@ class Node:
 
 
 def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequence[Array | None],
-              outputs: tuple[bool, ...], inputs: Mapping[str, Array | None] | None = None) -> Node:
+              outputs: tuple[bool, ...], inputs: Mapping[str, Array | None] | None = None,
+              shared: Shared | None = None) -> Node:
     """The meaning of a node with these attributes and the tensors W, R, B and, for an LSTM, P.
 
-    ``inputs``: as :class:`Node` has them, of any type that ONNX has for them.
+    ``inputs``: as :class:`Node` has them, of any type that ONNX has for them. ``shared``: the weights of the model's
+    other nodes, which this one gets where its tensors are the same objects; its own are added.
 
     Raises :class:`ArgumentError` for an operator or attribute that is none of ONNX's or is not supported,
     :class:`WeightsError` where W or R is missing, :class:`ShapeError` where a shape does not fit,
@@ -109,23 +114,36 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
     kind = {"LSTM": "lstm", "RNN": "rnn_tanh"}.get(op) or (
         "gru" if attributes.get("linear_before_reset", 0) else "gru_reset_before")
     cell = type(BUILTIN[kind])(**options)
-    own, weights = np.float64 if w.dtype == np.float64 else np.float32, {}
-    for d in range(count):
-        end = "_l0" + ("_reverse" if d else "")
-
-        def ordered(value: Array, order: Sequence[int] = GATES[op]) -> Array:
-            parts = np.split(np.asarray(value, own), len(order))
-            return np.concatenate([parts[g] for g in order])
-
-        weights[f"weight_ih{end}"], weights[f"weight_hh{end}"] = ordered(w[d]), ordered(r[d])
-        both = np.zeros(2 * gates * hidden, own) if b is None else b[d]
-        weights[f"bias_ih{end}"], weights[f"bias_hh{end}"] = map(ordered, np.split(both, 2))
-        if options.get("peepholes") and p is not None:
-            weights[f"weight_peephole{end}"] = ordered(p[d], PEEPHOLES)
+    own = np.float64 if w.dtype == np.float64 else np.float32
+    shared = {} if shared is None else shared
+    given = w, r, b, p if options.get("peepholes") else None
+    same = op, *map(id, given)
+    if same not in shared:
+        shared[same] = _weights(op, given, own), given
+    weights, _ = shared[same]
     layout = bool(attributes.get("layout", 0))
     known = {key: value if value is None else _constant(f"{name}.{key}", key, value, (count, hidden), layout, own)
              for key, value in (inputs or {}).items()}
     return Node(name, op, cell, int(w.shape[-1]), hidden, direction, layout, weights, outputs, known, str(w.dtype))
+
+
+def _weights(op: str, tensors: Sequence[Array | None], own: Any) -> dict[str, Array]:
+    """By PyTorch's names, of W, R, B and P."""
+    w, r, b, p = tensors
+    weights: dict[str, Array] = {}
+
+    def ordered(value: Array, order: Sequence[int] = GATES[op]) -> Array:
+        parts = np.split(np.asarray(value, own), len(order))
+        return np.concatenate([parts[g] for g in order])
+
+    for d, (w_d, r_d) in enumerate(zip(w, r, strict=True)):  # type: ignore[arg-type]
+        end = "_l0" + ("_reverse" if d else "")
+        weights[f"weight_ih{end}"], weights[f"weight_hh{end}"] = ordered(w_d), ordered(r_d)
+        both = np.zeros(2 * len(w_d), own) if b is None else b[d]
+        weights[f"bias_ih{end}"], weights[f"bias_hh{end}"] = map(ordered, np.split(both, 2))
+        if p is not None:
+            weights[f"weight_peephole{end}"] = ordered(p[d], PEEPHOLES)
+    return weights
 
 
 def _constant(where: str, key: str, value: Array, sizes: tuple[int, int], batch_first: bool, own: Any) -> Array:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "ecornn.hpp"
 #include "node.h"
 #include "ort_api.h"
+#include "shared.h"
 #include "status.h"
 #include "tensors.h"
 
@@ -25,30 +27,37 @@ class Kernel {
   Kernel(const Api& api, const KernelInfo* info, bool cuda, int threads)
       : api_(api), threads_(threads), module_(ModuleOf(api, info)), weights_(WeightsOf(api, info, kWeights)),
         device_(cuda ? DeviceOf(api, info) : 0) {
-    const ecornn_description& d = module_.description();
+    const ecornn_description& d = module_->description();
     if ((d.device_type == kDLCUDA) != cuda) throw Refused(cuda ? "its module is for CPUs" : "its module is for GPUs");
     if (weights_ != static_cast<size_t>(d.parameter_count)) {
       throw Refused("it has " + std::to_string(weights_) + " weights; its module has " +
                     std::to_string(d.parameter_count));
     }
-    std::vector<const Value*> values(weights_);
+    std::vector<Array> arrays;
+    Content content{reinterpret_cast<uintptr_t>(module_.get()), static_cast<uint64_t>(threads),
+                    static_cast<uint64_t>(device_)};
     for (size_t n = 0; n < weights_; ++n) {
       int constant = 0;
-      Must(api.constant(info, kWeights + n, &constant, &values[n]));
-      if (constant) continue;
-      if (cuda) throw Refused("on a GPU its weights must be constants");
-      return;  // they come with each call
+      const Value* value = nullptr;
+      Must(api.constant(info, kWeights + n, &constant, &value));
+      if (!constant && cuda) throw Refused("on a GPU its weights must be constants");
+      if (!constant) return;  // they come with each call
+      arrays.push_back(Array::Of(api, value));
+      Add(&content, arrays.back());
     }
-    layer_.emplace(Bind(values));
+    static auto* const layers = new Shared<Content, Bound>;
+    layer_ = layers->Of(content, [&] { return new Bound{module_, Bind(arrays)}; });
   }
 
   // Several threads may do so at a time.
   void Compute(KernelContext* context) const {
-    const ecornn_description& d = module_.description();
+    const ecornn_description& d = module_->description();
     const std::optional<Array> x = Find(context, kX);
     if (!x || x->shape.size() != 3) throw Refused("X must have three axes");
-    const int64_t rows = x->shape[1];
-    Given given{*x, Make(context, 0, {x->shape[0], rows, d.directions * d.hidden}), Find(context, kLengths), {}, {}};
+    const int64_t steps = x->shape[0], rows = x->shape[1];
+    const bool both = d.directions > 1;
+    Given given{*x, Make(context, 0, {steps, both ? rows : 1, both ? 2 : rows, d.hidden}), Find(context, kLengths), {}, {}};
+    given.y.shape = {steps, rows, d.directions * d.hidden};
     for (size_t n = 0; n < static_cast<size_t>(d.state_count); ++n) {
       given.before.push_back(Find(context, kStates + n));
       given.after.push_back(Make(context, 1 + n, {d.directions, rows, d.hidden}));
@@ -61,11 +70,11 @@ class Kernel {
       }
     };
     if (layer_) {
-      run(*layer_);
+      run(layer_->layer);
     } else {
-      std::vector<const Value*> values(weights_);
-      for (size_t n = 0; n < weights_; ++n) Must(api_.input(context, kWeights + n, &values[n]));
-      run(Bind(values));
+      std::vector<Array> arrays;
+      for (size_t n = 0; n < weights_; ++n) arrays.push_back(Find(context, kWeights + n).value());
+      run(Bind(arrays));
     }
     if (given.lengths && d.device_type == kDLCPU) ClearRowsWithoutSteps(given);
   }
@@ -80,7 +89,7 @@ class Kernel {
   };
 
   void Run(const ecornn::Layer& layer, const Given& given, Rows rows, void* stream) const {
-    const ecornn_description& d = module_.description();
+    const ecornn_description& d = module_->description();
     Tensors tensors({d.device_type, device_}, rows);
     std::vector<const DLTensor*> before;
     std::vector<DLTensor*> after;
@@ -129,21 +138,19 @@ class Kernel {
     return state;
   }
 
-  ecornn::Layer Bind(const std::vector<const Value*>& values) const {
-    const ecornn_description& d = module_.description();
+  ecornn::Layer Bind(const std::vector<Array>& arrays) const {
+    const ecornn_description& d = module_->description();
     ecornn::Named named;
-    for (size_t n = 0; n < values.size(); ++n) {
-      const Array array = Array::Of(api_, values[n]);
-      const std::vector<int64_t>& shape = array.shape;
+    for (size_t n = 0; n < arrays.size(); ++n) {
+      const std::vector<int64_t>& shape = arrays[n].shape;
       if (shape.empty() || shape.size() > 2) throw Refused("a weight must have one axis or two");
-      const bool gpu = d.device_type == kDLCUDA && OnGpu(api_, values[n]);
-      const DLDevice place = gpu ? DLDevice{kDLCUDA, device_} : DLDevice{kDLCPU, 0};
+      const DLDevice host{kDLCPU, 0};
       const ecornn::Tensor tensor = shape.size() == 1
-                                        ? ecornn::Tensor(array.data, {shape[0]}, array.dl_type(), place)
-                                        : ecornn::Tensor(array.data, {shape[0], shape[1]}, array.dl_type(), place);
+                                        ? ecornn::Tensor(arrays[n].data, {shape[0]}, arrays[n].dl_type(), host)
+                                        : ecornn::Tensor(arrays[n].data, {shape[0], shape[1]}, arrays[n].dl_type(), host);
       named.emplace_back(d.parameters[n].name, tensor);
     }
-    return module_.bind(named, threads_, device_);
+    return module_->bind(named, threads_, device_);
   }
 
   std::optional<Array> Find(const KernelContext* context, size_t number) const {
@@ -162,10 +169,10 @@ class Kernel {
 
   const Api api_;
   const int threads_;
-  const ecornn::Module module_;
+  const std::shared_ptr<const ecornn::Module> module_;
   const size_t weights_;  // their number
   const int device_;
-  std::optional<ecornn::Layer> layer_;  // where weights are constants
+  std::shared_ptr<const Bound> layer_;  // where weights are constants
 };
 
 }  // namespace ort

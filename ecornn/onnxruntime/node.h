@@ -3,14 +3,17 @@
 #define ECORNN_ORT_NODE_H_
 
 #include <dlfcn.h>
+#include <sys/stat.h>
 
 #include <cstdlib>
-#include <cstring>
 #include <fstream>
+#include <memory>
 #include <string>
+#include <tuple>
 
 #include "ecornn.hpp"
 #include "ort_api.h"
+#include "shared.h"
 #include "status.h"
 
 namespace ort {
@@ -58,19 +61,24 @@ inline std::string DigestOf(const std::string& path) {
   return said;
 }
 
-// Opens the node's module.
-inline ecornn::Module ModuleOf(const Api& api, const KernelInfo* info) {
+// The node's module, which is opened once as long as its file stays what it is.
+inline std::shared_ptr<const ecornn::Module> ModuleOf(const Api& api, const KernelInfo* info) {
   const std::string name = Attribute(api, info, "module"), path = Folder() + "/" + name;
   if (name.empty() || name.find('/') != std::string::npos) {
     throw Refused("its attribute module must be the name of a file beside the library");
   }
-  if (!std::ifstream(path)) {
+  struct stat file{};
+  if (stat(path.c_str(), &file) != 0) {
     throw Refused("its module " + path + " is missing: it belongs beside the library", kNoSuchFile);
   }
-  if (!ecornn_damage_(path.c_str()) && DigestOf(path) != Attribute(api, info, "digest")) {
+  using Key = std::tuple<std::string, dev_t, ino_t, off_t, time_t, int64_t>;
+  static auto* const modules = new Shared<Key, ecornn::Module>;
+  const Key key{path, file.st_dev, file.st_ino, file.st_size, file.st_mtim.tv_sec, file.st_mtim.tv_nsec};
+  auto module = modules->Of(key, [&] { return new ecornn::Module(path); });  // which refuses a damaged one
+  if (DigestOf(path) != Attribute(api, info, "digest")) {
     throw Refused(path + " is another module than the one that the model was rewritten for", kFail);
   }
-  return ecornn::Module(path);  // which refuses a damaged one
+  return module;
 }
 
 inline size_t WeightsOf(const Api& api, const KernelInfo* info, size_t before) {
@@ -91,18 +99,6 @@ inline int DeviceOf(const Api& api, const KernelInfo* info) {
   api.release(allocator);
   Must(status);
   return number;
-}
-
-// Whether a tensor's memory is a GPU's, of an operator there. It has the first of its weights on the host, as it asks for:
-// ONNX Runtime counts all of these as one input there, and has the others where the operator runs.
-inline bool OnGpu(const Api& api, const Value* value) {
-  const MemoryInfo* memory = nullptr;
-  const char* name = nullptr;
-  MemoryType kind = kDefault;
-  Must(api.info(value, &memory));
-  Must(api.name(memory, &name));
-  Must(api.kind(memory, &kind));
-  return std::strcmp(name, "Cpu") != 0 && kind == kDefault;  // else it is pinned memory
 }
 
 }  // namespace ort

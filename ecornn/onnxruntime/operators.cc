@@ -1,7 +1,8 @@
 // ONNX Runtime's way to modules: a library of operators, CpuRecurrent and CudaRecurrent of the domain ecornn. A node's
 // attributes are `module`, the name of a module file beside this library, and `digest`, the one at the file's end.
 // Inputs: X (T, B, I), sequence_lens (B,), initial_h and initial_c (D, B, H), then the weights in the order that the
-// module has them, in PyTorch's layout. Outputs: y (T, B, D*H) and the last states (D, B, H).
+// module has them, in PyTorch's layout. Outputs: y (T, B, D, H), or (T, 1, B, H) of one direction, which is the same in
+// memory, and the last states (D, B, H).
 #include <algorithm>
 #include <cstdlib>
 #include <map>
@@ -20,6 +21,7 @@ namespace {
 
 constexpr const char* kThreads = "ecornn.threads";  // an entry of a session's options
 constexpr int kMostThreads = 1024;
+constexpr size_t kMostWeights = 10;  // two directions of an LSTM with peepholes
 
 struct Node {
   Api api;
@@ -33,19 +35,15 @@ class Operator : public CustomOp {
   Operator(const Api& api, bool cuda, Type type, int threads) : api_(api), cuda_(cuda), type_(type), threads_(threads) {
     name = [](const CustomOp* op) { return Of(op).cuda_ ? "CudaRecurrent" : "CpuRecurrent"; };
     provider = [](const CustomOp* op) { return Of(op).cuda_ ? "CUDAExecutionProvider" : "CPUExecutionProvider"; };
-    input_count = [](const CustomOp*) -> size_t { return kWeights + 1; };
+    input_count = [](const CustomOp*) -> size_t { return kWeights + kMostWeights; };
     input_type = [](const CustomOp* op, size_t n) {
-      return n == kLengths ? kInt32 : n == kWeights && Of(op).type_ != kDouble ? kFloat : Of(op).type_;
+      return n == kLengths ? kInt32 : n >= kWeights && Of(op).type_ != kDouble ? kFloat : Of(op).type_;
     };
-    input_presence = [](const CustomOp*, size_t n) {
-      return n == kX ? kRequired : n < kWeights ? kOptional : kVariadic;
-    };
+    input_presence = [](const CustomOp*, size_t n) { return n == kX ? kRequired : kOptional; };
     input_memory = [](const CustomOp* op, size_t n) { return Of(op).cuda_ && n >= kWeights ? kCpuInput : kDefault; };
     output_count = [](const CustomOp*) -> size_t { return 3; };
     output_type = [](const CustomOp* op, size_t) { return Of(op).type_; };
     output_presence = [](const CustomOp*, size_t n) { return n < 2 ? kRequired : kOptional; };  // GRU and RNN have no c
-    least_variadic_inputs = least_variadic_outputs = [](const CustomOp*) { return 1; };
-    variadic_inputs_alike = variadic_outputs_alike = [](const CustomOp*) { return 1; };
     create_with_status = [](const CustomOp* op, const void* const*, const KernelInfo* info, void** made) {
       return Of(op).Create(info, made);
     };

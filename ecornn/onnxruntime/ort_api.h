@@ -24,7 +24,7 @@ struct Value;
 
 enum Code : int { kFail = 1, kInvalidArgument = 2, kNoSuchFile = 3 };
 enum Type : int { kFloat = 1, kInt32 = 6, kFloat16 = 10, kDouble = 11, kBfloat16 = 16 };  // ONNX's numbers
-enum Presence : int { kRequired, kOptional, kVariadic };
+enum Presence : int { kRequired, kOptional };
 enum MemoryType : int { kCpuInput = -2, kCpuOutput, kDefault };  // on the host for a GPU's operator, where the operator runs
 
 // An operator, as ONNX Runtime reads one that says it is of version 16. The functions get the struct itself back.
@@ -71,10 +71,7 @@ class Api {
   Status* info(const Value* value, TensorInfo** made) const { return At<65, Status*>(value, made); }
   void release(TensorInfo* info) const { At<99, void>(info); }
 
-  Status* info(const Value* value, const MemoryInfo** found) const { return At<194, Status*>(value, found); }
-  Status* name(const MemoryInfo* info, const char** found) const { return At<71, Status*>(info, found); }
   Status* number(const MemoryInfo* info, int* device) const { return At<72, Status*>(info, device); }
-  Status* kind(const MemoryInfo* info, MemoryType* found) const { return At<73, Status*>(info, found); }
   Status* info(const Allocator* of, const MemoryInfo** found) const { return At<77, Status*>(of, found); }
   void release(Allocator* allocator) const { At<132, void>(allocator); }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +19,7 @@ DOMAIN = "ecornn"
 OPERATORS = {"llvm": "CpuRecurrent", "cuda": "CudaRecurrent"}  # by kind of device
 SWAPPED = [1, 0, 2]  # axes of X and states in ONNX's layout 1
 
-Step = tuple[str, dict[str, Any]]  # an operator and its attributes; the `shape` of a Reshape is a tensor
+Step = tuple[str, dict[str, Any]]  # an operator and its attributes
 
 
 class Names:
@@ -25,14 +27,14 @@ class Names:
 
     def __init__(self, scopes: Iterable[Scope]) -> None:
         self._taken = {name for scope in scopes for name in _names(scope.graph)}
+        self._made: Counter[str] = Counter()  # of each wanted name
 
     def new(self, *parts: str) -> str:
         """One that is made of these."""
         name = wanted = "/".join(parts)
-        number = 1
         while name in self._taken:
-            number += 1
-            name = f"{wanted}_{number}"
+            self._made[wanted] += 1
+            name = f"{wanted}_{self._made[wanted] + 1}"
         self._taken.add(name)
         return name
 
@@ -44,20 +46,42 @@ def _names(graph: Any) -> Iterator[str]:
         yield from (node.name, *node.input, *node.output)
 
 
+class Tensors:
+    """Initializers of a graph, of which equal ones are one."""
+
+    def __init__(self, names: Names) -> None:
+        self.made: list[Any] = []
+        self._names = names
+        self._known: dict[tuple[Any, ...], str] = {}  # by their content
+        self._seen: dict[tuple[int, str], tuple[Any, str]] = {}  # by arrays, which live as long, and types
+
+    def of(self, value: Any, dtype: str, *parts: str) -> str:
+        """The name of the one with an array's value in that type; a new one's is made of ``parts``."""
+        from onnx import numpy_helper
+
+        if (id(value), dtype) not in self._seen:
+            own = np.ascontiguousarray(value, dtype)
+            content = dtype, own.shape, hashlib.sha256(own.data).digest()
+            if content not in self._known:
+                self._known[content] = self._names.new(*parts)
+                self.made.append(numpy_helper.from_array(own, self._known[content]))
+            self._seen[id(value), dtype] = value, self._known[content]
+        return self._seen[id(value), dtype][1]
+
+
 class Replacement:
     """What takes a node's place.
 
     Attributes
     ----------
     node : that one
-    nodes : in their order, with the outputs that the node has
-    tensors : initializers that these need
+    nodes : in their order, with the outputs that the node has; they need tensors of ``tensors``
     """
 
-    def __init__(self, node: Any, meaning: Node, names: Names) -> None:
+    def __init__(self, node: Any, meaning: Node, names: Names, tensors: Tensors) -> None:
         self.node, self._meaning, self._names, self._title = node, meaning, names, title(node)
         self.nodes: list[Any] = []
-        self.tensors: list[Any] = []
+        self._tensors = tensors
 
     def make(self, device: str, dtype: str, module: str, digest: str, parameters: Sequence[str]) -> None:
         """For a module of ``dtype`` and a kind of device, whose weights are ``parameters``.
@@ -70,8 +94,8 @@ class Replacement:
         if device == "cuda" and any(before) and not all(before):
             raise ArgumentError(self._title, "one of initial_h and initial_c", "both or none on a GPU")
         x, *states = (self._inwards(name, dtype) for name in (given["X"], *before))
-        wide = np.float64 if dtype == "float64" else np.float32  # what weights are to our operators
-        weights = [self._tensor(name, self._meaning.weights[name].astype(wide)) for name in parameters]
+        wide = "float64" if dtype == "float64" else "float32"  # what weights are to our operators
+        weights = [self._tensors.of(self._meaning.weights[name], wide, self._title, name) for name in parameters]
         to = [*self.node.output, *[""] * 3][:1 + len(kinds)]
         place = len(self.nodes)
         cast = self._cast(dtype, self._meaning.dtype)
@@ -83,13 +107,6 @@ class Replacement:
 
     def _new(self, what: str) -> str:
         return self._names.new(self._title, what)
-
-    def _tensor(self, what: str, value: Any) -> str:
-        from onnx import numpy_helper
-
-        name = self._new(what)
-        self.tensors.append(numpy_helper.from_array(value, name))
-        return name
 
     def _node(self, operator: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> Any:
         from onnx import helper
@@ -117,18 +134,14 @@ class Replacement:
             return self._new(what)
         names = [*(self._new(what) for _ in steps), to]
         for (operator, attributes), (one, made) in zip(steps, pairwise(names), strict=True):
-            more = {key: value for key, value in attributes.items() if key != "shape"}
-            shape = [self._tensor("shape", attributes["shape"])] if "shape" in attributes else []
-            self.nodes.append(self._node(operator, [one, *shape], [made], **more))
+            self.nodes.append(self._node(operator, [one], [made], **attributes))
         return names[0]
 
     def _unfolded(self) -> list[Step]:
-        """Y, (T, D, B, H) or (B, T, D, H), of (T, B, D*H)."""
-        directions, hidden = 1 + (self._meaning.direction == "bidirectional"), self._meaning.hidden
-        if directions == 1 and not self._meaning.batch_first:
-            return [("Reshape", {"shape": np.array([0, 1, -1, hidden], np.int64)})]  # which copies nothing
-        order = [1, 0, 2, 3] if self._meaning.batch_first else [0, 2, 1, 3]
-        return [("Reshape", {"shape": np.array([0, 0, directions, hidden], np.int64)}), ("Transpose", {"perm": order})]
+        """Y, (T, D, B, H) or (B, T, D, H), of (T, B, D, H), which with one direction is (T, 1, B, H)."""
+        if self._meaning.direction != "bidirectional":
+            return [("Transpose", {"perm": [2, 0, 1, 3]})] if self._meaning.batch_first else []
+        return [("Transpose", {"perm": [1, 0, 2, 3] if self._meaning.batch_first else [0, 2, 1, 3]})]
 
 
 def _type(dtype: str) -> int:
@@ -137,33 +150,47 @@ def _type(dtype: str) -> int:
     return int(TensorProto.DataType.Value({"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper())))
 
 
-def apply(model: Any, replacements: Sequence[tuple[Scope, Replacement]]) -> None:
-    """Puts them where their nodes were, the scopes' order being that of the model, and takes out what nothing needs
-    any more."""
-    of = {id(scope): (scope, [r for s, r in replacements if s is scope]) for scope, _ in replacements}
-    for scope, own in reversed(of.values()):  # bodies before the graphs that hold their nodes
+def apply(model: Any, replacements: Sequence[tuple[Scope, Replacement]], tensors: Mapping[Scope, Tensors]) -> None:
+    """Puts them where their nodes were, the scopes' order being that of the model, with the tensors that each scope's
+    need, and takes out what nothing needs any more."""
+    of: dict[Scope, dict[int, Replacement]] = {}
+    for scope, replacement in replacements:
+        of.setdefault(scope, {})[id(replacement.node)] = replacement
+    for scope, own in reversed(of.items()):  # bodies before the graphs that hold their nodes
         nodes: list[Any] = []
-        for node in scope.graph.node:
-            replacement = next((r for r in own if r.node == node), None)
-            nodes += replacement.nodes if replacement else [type(node).FromString(node.SerializeToString())]
+        for node in scope.nodes:
+            nodes += own[id(node)].nodes if id(node) in own else [type(node).FromString(node.SerializeToString())]
         del scope.graph.node[:]
         scope.graph.node.extend(nodes)
-        scope.graph.initializer.extend(tensor for r in own for tensor in r.tensors)
+        scope.graph.initializer.extend(tensors[scope].made)
     _remove(model, {name for _, r in replacements for name in (*r.node.input[1:4], *r.node.input[7:]) if name})
 
 
 def _remove(model: Any, names: set[str]) -> None:
-    """Takes initializers and nodes of these names out where nothing uses them, and then what these alone used."""
-    given = {value.name for value in model.graph.input}
-    while names:
-        graphs = [scope.graph for scope in Scope(model.graph, model.opset_import).inner()]
-        dead = names - given - {name for graph in graphs for name in (
-            *(value.name for value in graph.output), *(name for node in graph.node for name in node.input))}
-        names = set()
-        for graph in graphs:
-            for tensors in (graph.initializer, graph.sparse_initializer):
-                for tensor in [t for t in tensors if getattr(t, "values", t).name in dead]:
-                    tensors.remove(tensor)
-            for node in [n for n in graph.node if n.output and {*n.output} <= dead]:
-                names |= {*filter(None, node.input)}
-                graph.node.remove(node)
+    """Takes initializers and nodes whose outputs are of these names out where nothing uses them, and then what these
+    alone used."""
+    scopes = [*Scope(model.graph, model.opset_import).inner()]
+    uses = Counter(name for scope in scopes for name in (
+        *(value.name for value in scope.graph.output), *(name for node in scope.nodes for name in node.input)))
+    if model.ir_version >= 4:  # before that, initializers are inputs that no call brings
+        uses.update(value.name for value in model.graph.input)
+    makers: dict[str, list[Any]] = {}
+    for scope in scopes:
+        for node in scope.nodes:
+            for name in filter(None, node.output):
+                makers.setdefault(name, []).append(node)
+    dead, gone = [name for name in names if not uses[name]], set()
+    while dead:
+        for node in makers.get(dead.pop(), ()):
+            if id(node) not in gone and not any(uses[name] for name in node.output):
+                gone.add(id(node))
+                uses.subtract(node.input)
+                dead += {name for name in node.input if name and not uses[name]}
+                names |= {*node.input}
+    names = {name for name in names if not uses[name]}
+    for scope in scopes:
+        for at in reversed([n for n, node in enumerate(scope.nodes) if id(node) in gone]):
+            del scope.graph.node[at]
+        for tensors in (scope.graph.initializer, scope.graph.sparse_initializer, scope.graph.input):
+            for at in reversed([n for n, t in enumerate(tensors) if getattr(t, "values", t).name in names]):
+                del tensors[at]

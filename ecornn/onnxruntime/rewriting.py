@@ -15,12 +15,14 @@ from ecornn.layer_spec import LayerSpec
 from ecornn.onnx.constants import DOMAINS, Scope
 from ecornn.onnx.layer import spec_of
 from ecornn.onnx.model import from_proto, load, recurrent, title
+from ecornn.onnx.node import Node, Shared
 from ecornn.onnxruntime import library
 from ecornn.onnxruntime.modules import Modules
 from ecornn.onnxruntime.options import folder_of
-from ecornn.onnxruntime.replacing import DOMAIN, Names, Replacement, apply
+from ecornn.onnxruntime.replacing import DOMAIN, Names, Replacement, Tensors, apply
 from ecornn.onnxruntime.sizes import Sizes
 
+DEEPEST = 31  # bodies in bodies: protobuf reads 100 messages in one another; a body is the third of three
 OPSET = 7  # the recurrent operators are as they are since then
 EXTERNAL = 1 << 30  # bytes of weights above which they are in a file of their own: a protobuf has room for 2 GiB
 
@@ -86,43 +88,44 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
         raise ArgumentError("model", f"one with ONNX's operators of version {opset}",
                             f"{OPSET} or newer: see onnx.version_converter")
     sizes, modules = Sizes(changed, batch, seq), Modules(folder_of(out), device)
-    try:
-        names = Names(Scope(changed.graph, changed.opset_import).inner())
-        found, inside = recurrent(changed, _variable(changed))
-        taken: list[tuple[Scope, Replacement, Taken]] = []
-        left = [Left(title(n), n.op_type, f"it is in the function {name}: inline the model's functions (onnx.inliner)")
-                for name, n in inside]
-        for scope, node in found:
-            try:
-                taken.append((scope, *_taken(scope, node, names, sizes, modules, dtype)))
-            except BuildError:
-                raise
-            except EcornnError as error:
-                left.append(Left(title(node), node.op_type, str(error)))
-    except RecursionError as error:
-        raise ModuleError("the model's graphs or constants are nested too deeply") from error
+    scopes = [*Scope(changed.graph, changed.opset_import).inner()]
+    if (depth := max(scope.depth for scope in scopes)) > DEEPEST:
+        raise ModuleError(f"the model's graphs are nested {depth} deep: a file that can be read has at most {DEEPEST}")
+    names = Names(scopes)
+    found, inside = recurrent(changed, _variable(changed))
+    taken: list[tuple[Scope, Replacement, Taken]] = []
+    left = [Left(title(n), n.op_type, f"it is in the function {name}: inline the model's functions (onnx.inliner)")
+            for name, n in inside]
+    weights: Shared = {}
+    tensors = {scope: Tensors(names) for scope, _ in found}
+    for scope, node in found:
+        try:
+            meaning = _meaning(scope, node, weights)
+            rows, steps = sizes.of(meaning, node.input[0])
+            layer = spec_of(meaning, device, rows, steps, dtype, lengths="sequence_lens" in meaning.inputs)
+            module, path, digest = modules.of(layer)
+            replacement = Replacement(node, meaning, names, tensors[scope])
+            parameters = [p.name for p in module.manifest.parameters]
+            replacement.make(device.kind, layer.workload.dtype, path.name, digest, parameters)
+            taken.append((scope, replacement, Taken(title(node), node.op_type, layer, path)))
+        except BuildError:
+            raise
+        except EcornnError as error:
+            left.append(Left(title(node), node.op_type, str(error)))
     if not taken:
         reasons = "; ".join(f"{one.node} ({one.op}): {one.reason}" for one in left) or "it has none"
         raise ArgumentError("model", _title(model), f"one with an LSTM, GRU or RNN that can be compiled; {reasons}")
-    apply(changed, [(scope, replacement) for scope, replacement, _ in taken])
+    apply(changed, [(scope, replacement) for scope, replacement, _ in taken], tensors)
     made = library.write(modules.folder)
     _save(changed, out)
     return Rewritten(out, made, tuple(one for *_, one in taken), tuple(left))
 
 
-def _taken(scope: Scope, node: Any, names: Names, sizes: Sizes, modules: Modules,
-           dtype: str | None) -> tuple[Replacement, Taken]:
-    """What takes a node's place. Raises what reading and compiling it raise."""
+def _meaning(scope: Scope, node: Any, weights: Shared) -> Node:
+    """Raises what reading a node raises."""
     if not node.input or not node.input[0]:
         raise ModuleError(f"node {title(node)}: it has no X")
-    meaning = from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name})
-    batch, seq = sizes.of(meaning, node.input[0])
-    layer = spec_of(meaning, modules.device, batch, seq, dtype, lengths="sequence_lens" in meaning.inputs)
-    module, path, digest = modules.of(layer)
-    replacement = Replacement(node, meaning, names)
-    parameters = [p.name for p in module.manifest.parameters]
-    replacement.make(modules.device.kind, layer.workload.dtype, path.name, digest, parameters)
-    return replacement, Taken(title(node), node.op_type, layer, path)
+    return from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name}, weights)
 
 
 def _title(model: Any) -> Any:
