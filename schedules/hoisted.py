@@ -158,15 +158,15 @@ class Hoisted:
 
 
 def hoisted_of(task: Task, config: Config) -> Hoisted:
-    """What a configuration with :func:`hoisted_knob` says."""
+    """What a configuration says by :func:`hoisted_knob`; in float32 where its schedule has no such knob."""
     w = task.workload
-    dtype = w.dtype if config["hoisted"] == "same" else "float32"
+    dtype = w.dtype if config.get("hoisted") == "same" else "float32"
     return Hoisted(dtype, len(task.graph.hoisted_outputs), w.hidden)
 
 
 def in_float32(task: Task) -> Hoisted:
     """The layout of schedules without the knob."""
-    return hoisted_of(task, {"hoisted": "float32"})
+    return hoisted_of(task, {})
 
 
 def hoisted_knob(task: Task) -> Knob:

@@ -28,6 +28,7 @@ from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.plan import plan_of
+from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.targets import KNOWN
 from ecornn.workload import ALONE, Traversal
@@ -159,6 +160,16 @@ def test_cells_without_recurrent_products(tmp_path, cell, sizes, dtype, change, 
     check_recurrence(tmp_path, schedule, layer, config, batch)
 
 
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "traversal", "batch"), [
+    ("lstm", (5, 5, 9, 33), "float32", Traversal(True, 2, True, True), 3),  # a product of four operands
+    ("gru_reset_before", (4, 3, 9, 20), "bfloat16", ALONE, None),
+    ("contrast", (5, 3, 7, 40), "float32", Traversal(resets=True), None),  # statistics, and no product
+    ("blend", (5, 3, 7, 20), "tf32", Traversal(lengths=True), None),
+], ids=str)
+def test_a_step_a_launch_in_plain_arithmetic(tmp_path, cell, sizes, dtype, traversal, batch):
+    check_recurrence(tmp_path, FusedStep(), task_of(cell, sizes, dtype, SMALL, traversal), batch=batch)
+
+
 def test_a_step_a_launch_with_tf32(tmp_path):
     check_recurrence(tmp_path, LayoutTransform(), task_of("lstm", (3, 5, 9, 32), "tf32", SMALL))
 
@@ -249,7 +260,8 @@ def test_schedules_that_cannot_say_so():
     layer = task_of("lstm", (5, 3, 24, 64), "bfloat16", HOPPER)
     task = recurrence_task(layer, adjoint(layer.graph, 64))
     refusing = {name for name, s in all_schedules().items() if "does not carry out adjoints" in str(s.serves(task))}
-    assert refusing == {*all_schedules()} - {"persistent", "persistent_wide", "elementwise", "layout_transform"}
+    assert refusing == {*all_schedules()} - {"persistent", "persistent_wide", "elementwise", "layout_transform",
+                                           "fused_step"}
     columns = recurrence_task(task_of("lstm", (5, 3, 24, 64), "bfloat16", HOPPER, Traversal(sequences=True)),
                               adjoint(layer.graph, 64))
     assert Persistent().serves(columns) is None

@@ -59,7 +59,7 @@ def test_a_cell_that_all_kinds_of_devices_serve(gated: Report):
     for name, why in (("elementwise", "has a recurrent product"), ("persistent_wide", "not just one recurrent")):
         refused, _ = found["sm_90a", name, "float16"]
         assert refused.result == "no" and why in refused.why
-    assert found["sm_90a", "fused_step", "float16"][1].why == "fused_step does not carry out adjoints"
+    assert found["sm_90a", "persistent_block", "float16"][1].why == "persistent_block does not carry out adjoints"
 
 
 def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
@@ -69,7 +69,7 @@ def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
     wanted = {o.why for r in gated.rows for o in (r.forward, r.gradients) if o.why}
     assert all(f"[{n}] " in text for n in range(1, len(wanted) + 1)) and f"[{len(wanted) + 1}]" not in text
     assert "cpu     cpu_sequence      float32                 right " in text
-    assert "        fused_step        float32, tf32, float16  yes            no [" in text
+    assert "        persistent_block  float32, tf32, float16  yes            no [" in text
 
 
 def test_a_step_that_cannot_be_analysed_is_pointed_at(tmp_path: Path):

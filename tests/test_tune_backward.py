@@ -225,7 +225,7 @@ def test_a_record_of_one_entry_says_nothing_of_the_other():
 
 
 @pytest.mark.parametrize(("arguments", "word"), [
-    ({"schedule": "fused_step"}, "one that carries out adjoints: persistent"),
+    ({"schedule": "persistent_block"}, "one that carries out adjoints: persistent"),
     ({"training": 1}, "training=1"), ({"weights": "int16"}, "expected None or int8 on a GPU")])
 def test_what_cannot_train_is_said_before_anything_is_tried(arguments, word, pretended, tmp_path):
     asked = {**SMALL_LSTM, "training": True, **arguments}

@@ -61,7 +61,9 @@ def reads(graph: StepGraph, p: int) -> list[Var]:
     was known before: products of one level are several phases if their matrices have several shapes."""
     found = [v for a in assigns_of(graph, p) for v in variables(a.value)]
     found += [v for s in statistics_of(graph, p) for v in s.operands]
-    early = {a.var for phase in graph.phases[:p] for a in phase.assigns}
+    before = graph.phases[:p]
+    early = {q.var for phase in before for q in phase.products} | {a.var for phase in before for a in phase.assigns}
+    early |= {v for v, made in statistics(graph).items() if made < p}
     found += [v for phase in graph.phases[p + 1:p + 2] for v in phase.operands if v in early]
     if p == phase_count(graph) - 1:
         found += [*graph.results.values(), *graph.outputs]

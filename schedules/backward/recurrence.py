@@ -60,7 +60,8 @@ def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
     the traversal; ``vectors``, as a layer has them; and ``outputs`` (T, B, O, H) in the layer's type."""
     w, graph = task.workload, task.graph
     call = [b for b in call_buffers(graph.states, task.traversal, w.dtype) if b.tensor not in ("x", "y")]
-    made = Buffer("outputs", KEPT, w.dtype, Extent(0, w.batch * len(graph.outputs) * w.hidden))
+    size = w.batch * len(graph.outputs) * w.hidden
+    made = [Buffer("outputs", KEPT, w.dtype, Extent(0, size))] if size else []  # of a step that only states read: none
     kept = [structs.replace(layout.buffer(w.batch), role=KEPT)] if graph.hoisted_outputs else []
     pieces = piece_buffers(task.traversal, w, len(graph.states))
-    return [*call, vector_buffer(task), *kept, made, *pieces]
+    return [*call, vector_buffer(task), *kept, *made, *pieces]

@@ -38,7 +38,8 @@ class Elementwise(Schedule):
         if task.traversal.backward and (reason := beyond(task)):
             return reason
         if task.graph.phases:
-            return f"cell {task.graph.cell!r} has a recurrent product"
+            what = "a recurrent product" if task.graph.product_phases else "statistics of what states give"
+            return f"cell {task.graph.cell!r} has {what}"
         if fault := no_projection(task):
             return fault
         if self._first_valid(task) is None:

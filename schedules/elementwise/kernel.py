@@ -43,7 +43,8 @@ def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoist
     graph, w = task.graph, task.workload
     columns, big = w.hidden // cut.units, T.int64(1 << 40)
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
-    kinds |= {"vectors": "float32", _made(task): w.dtype}
+    writes = graph.outputs or not task.traversal.backward  # an adjoint may have no gradient but those of states
+    kinds |= {"vectors": "float32"} | ({_made(task): w.dtype} if writes else {})
     kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
     with IRBuilder() as builder, T.prim_func():
         T.func_name(keeping("sequence", kept))

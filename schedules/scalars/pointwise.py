@@ -38,6 +38,8 @@ def _value(value: Expr, env: dict[Var, Expr], table: dict[str, tuple[str, str]])
             name, source = table[key_of(e)]
             inner = [T.let("inner", transform(part, visit)) for part in children(e)]
             return T.cuda.func_call(name, *inner, source_code=source, return_type="float32")
+        if type(e).__name__ == "Cast" and str(e.value.ty) == "bool":  # TVM does not lower a product of one with a value
+            return T.Select(transform(e.value, visit), T.float32(1), T.float32(0))
         return None
 
     return transform(value, visit)

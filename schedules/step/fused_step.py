@@ -6,6 +6,7 @@ cell's scalars and stores the new state. The input's products are hoisted out of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -15,9 +16,11 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.analysis.sums import one_by_one
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
+from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import PrimFunc, T
 from ecornn.schedules.hoisted import in_float32
+from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
 from ecornn.schedules.step.loop import loop
@@ -43,11 +46,18 @@ class FusedStep(Schedule):
     name = "fused_step"
     revision = 1
     kind = "cuda"
+    backward = True
     heads = True
 
     def refuses(self, task: Task) -> str | None:
         if task.device.capability < 80:
             return "needs compute capability 8.0"
+        if task.traversal.backward:
+            if most_heads(task.graph) > 1:
+                return f"step {task.graph.cell!r} has products with heads, of weights that are transposed"
+            task = plain(task)
+            if reason := beyond(task):
+                return reason
         if self._first_valid(task) is None:
             return f"cell {task.graph.cell!r} has too many gates for the registers of a thread"
         return None
@@ -59,7 +69,7 @@ class FusedStep(Schedule):
             Knob("groups", (1, 2, 4, 8), "more thread groups over the batch: fewer reads of weights, fewer blocks"),
             Knob("split", (1, 2, 4, 8, 16), "more parts of K: shorter chains of sums, more partial sums to add"),
             Knob("depth", (16, 32, 64), "deeper tiles: fewer barriers, more shared memory"),
-            Knob("math", MATH_FOR[task.workload.dtype], MATH_TRADES),
+            Knob("math", MATH_FOR["float32" if task.traversal.backward else task.workload.dtype], MATH_TRADES),
         )
 
     def check(self, task: Task, config: Config) -> str | None:
@@ -82,7 +92,8 @@ class FusedStep(Schedule):
     def _first_valid(self, task: Task) -> Config | None:
         """Blocks as wide as the batch allows and threads to fill them; less of it until it fits."""
         task = plain(task)
-        batch, math = task.workload.batch, "exact" if task.workload.dtype == "float32" else "fast"
+        exact = task.workload.dtype == "float32" or task.traversal.backward
+        batch, math = task.workload.batch, "exact" if exact else "fast"
         gates = max(g for g, _ in _products(task))
         most = max(1, 32 // max(gates, 1))
         rows = 1 << (min(batch, 32) - 1).bit_length()
@@ -118,28 +129,45 @@ class FusedStep(Schedule):
             "barriers": 2.0 * _turns(task, tile), "shared": shared,
             "chain": w.hidden // most_heads(task.graph) / tile.split, "estimate": estimate(task, tile)}
 
+    def recurrence(self, task: Task, config: Config) -> Component:
+        task = plain(task)
+        begin, steps = _parts(task, config, recurrence_buffers(task, in_float32(task)))
+        return joined(begin, steps(NOTHING))
+
     def program(self, task: Task, config: Config) -> Program:
-        task, tile, math = plain(task), tile_of(config), str(config["math"])
-        w, graph = task.workload, task.graph
-        width = -(-w.hidden // tile.depth) * tile.depth
-        layout = Layout(-(-w.batch // tile.rows) * tile.rows, width, width)
-        own = [*workspaces(task, layout),
-               *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, columns_of(phase, w.hidden))
-                 for p, phase in enumerate(graph.phases) if phase.products)]
-        inputs = in_float32(task)
-        buffers = [*shared_buffers(task, inputs), *own]
-        begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
-                          calls=tuple(begin_calls(task, layout, own)))
-
-        def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
-            return (_step_kernel(task, tile, layout, known, p, math, name),
-                    Launch(name, _grid(task, tile), tile.threads, _shared_of(task, tile, p)))
-
-        steps = partial(loop, task, layout, own, buffers, math, inputs, phase)
-        projection = project_plainly(task, tile, layout, inputs)
-        if late_operands(graph):  # which the beginning reads
+        task, inputs = plain(task), in_float32(task)
+        if task.traversal.backward:
+            return assemble_recurrence(task, self.recurrence(task, config), inputs)
+        begin, steps = _parts(task, config, shared_buffers(task, inputs))
+        projection = project_plainly(task, tile_of(config), _layout(task, tile_of(config)), inputs)
+        if late_operands(task.graph):  # which the beginning reads
             return assemble(task, lambda kept: joined(begin, steps(kept)), inputs, projection)
         return assemble(task, steps, inputs, joined(begin, projection))
+
+
+def _parts(task: Task, config: Config, around: list[Buffer]) -> tuple[Component, Callable[[Stored], Component]]:
+    """The states of the call into workspaces; and all steps, by what they store. ``around``: buffers of others that
+    these use."""
+    tile, math, hidden = tile_of(config), str(config["math"]), task.workload.hidden
+    layout = _layout(task, tile)
+    own = [*workspaces(task, layout),
+           *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, columns_of(phase, hidden))
+             for p, phase in enumerate(task.graph.phases) if phase.products)]
+    buffers, inputs = [*around, *own], in_float32(task)
+    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
+                      calls=tuple(begin_calls(task, layout, own)))
+
+    def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
+        return (_step_kernel(task, tile, layout, known, p, math, name),
+                Launch(name, _grid(task, tile), tile.threads, _shared_of(task, tile, p)))
+
+    return begin, partial(loop, task, layout, own, buffers, math, inputs, phase)
+
+
+def _layout(task: Task, tile: Tile) -> Layout:
+    """Of what is exchanged: whole tiles."""
+    width = -(-task.workload.hidden // tile.depth) * tile.depth
+    return Layout(-(-task.workload.batch // tile.rows) * tile.rows, width, width)
 
 
 def plain(task: Task) -> Task:

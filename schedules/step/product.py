@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
@@ -61,12 +62,15 @@ def tile_of(config: Config) -> Tile:
 
 def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:
     """Packed weights, of ``inputs`` values a unit, in the order (unit block, K tile, k, gate, unit): a block's tile is
-    contiguous."""
+    contiguous. Of weights that are transposed the axes of a source have changed places."""
     blocks, chunks = -(-task.workload.hidden // tile.units), -(-inputs // tile.depth)
-    pad = (len(rows), blocks * tile.units, chunks * tile.depth)
-    split = (len(rows), blocks, tile.units, chunks, tile.depth)
-    packing = Packing(tuple(p.term.source for p in rows), pad, split, (1, 3, 4, 0, 2), task.workload.dtype)
-    return Buffer(name, PACKED, task.workload.dtype, Extent(pad[0] * pad[1] * pad[2]), packing)
+    made, multiplied, order = (blocks, tile.units), (chunks, tile.depth), (1, 3, 4, 0, 2)
+    if rows[0].term.transposed:
+        made, multiplied, order = multiplied, made, (3, 1, 2, 0, 4)
+    pad = (len(rows), prod(made), prod(multiplied))
+    packing = Packing(tuple(p.term.source for p in rows), pad, (len(rows), *made, *multiplied), order,
+                      task.workload.dtype)
+    return Buffer(name, PACKED, task.workload.dtype, Extent(prod(pad)), packing)
 
 
 class BlockProduct:
