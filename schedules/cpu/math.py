@@ -170,6 +170,8 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
     if kind in ("Max", "Min"):
         a, b = parts[::-1] if is_constant(value.b) else parts
         return extremum(e, type(value), a, b, both=not any(map(is_constant, children(value))))
+    if kind == "Cast" and str(value.value.ty) == "bool":  # TVM has no bounds of conditions that are vectors
+        return select(e, parts[0], *(e.splat(n, e.type_of(value)) for n in (1.0, 0.0)))
     if kind == "Cast":
         return e.cast(e.type_of(value), parts[0])
     return type(value)(*parts)

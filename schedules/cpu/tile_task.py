@@ -194,7 +194,7 @@ class TileTask:
         if level == -3:
             source = o.data["vectors" if var in o.vectors else "invariants"]
             return e.vload(source, e.index(o.row[var] * self.s.width) + self.unit)
-        if var in o.totals or var in o.hoisted_totals:
+        if var in o.totals or (var in o.hoisted_totals and self.stage.level < 0):  # steps find it among hoisted values
             return e.splat(e.load(*self.total(var)))
         if level == -2 and self.stage.level == -1:
             return e.vload(o.data["hoisted"], self.hoisted(self.at_row, o.projected[var]))

@@ -60,7 +60,7 @@ def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
     recurrence, inputs = adjoint.recurrence, adjoint.inputs
     wanted = [*recurrence.outputs, *(s.value for s in recurrence.sums)]
     wanted += [v for o in recurrence.outer_products for v in (o.value, o.operand)]
-    own = _made(recurrence)
+    own = _made(recurrence) | {*recurrence.states.values()}  # a gradient may be what the step after left, as it is
     plan = _recurrence_plan(recurrence)
     written: dict[str, list[Var]] = {stage.name: [] for stage in plan.steps}
     for var in dict.fromkeys(v for v in wanted if v in own):
