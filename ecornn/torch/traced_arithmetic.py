@@ -75,7 +75,7 @@ class Arithmetic:
                 given.append(self.weights(operand, axes, count, width))
         found = self.scalars(function, given, axes, node.name, width or 1)
         found = Value(axes, found.gates * count) if len(found.gates) < count else found
-        return canonical(axes, [Gate(g.tensor, g.index, width) for g in found.gates] if width == 1 else found.gates)
+        return canonical(axes, found.gates)
 
     def frame(self, values: Sequence[Value], shape: Sequence[int]) -> tuple[tuple[str, ...], int, Width]:
         """Axes, gates and width of what is made of ``values``, of this shape in PyTorch."""
@@ -122,7 +122,4 @@ class Arithmetic:
         use = Vector(node, tuple(ONE if gates == 1 and axis == GATES else axis for axis in own), gates,
                      width if units else 1)
         tensor = self.parameter(use)
-        found = Value(axes, tuple(Gate(tensor, n, use.width, vector=True) for n in range(gates)))
-        if node.meta["val"].dtype == torch.bool:
-            found = self.scalars(lambda v: v, [found], axes, node.name)
-        return found
+        return Value(axes, tuple(Gate(tensor, n, use.width, vector=True) for n in range(gates)))

@@ -95,8 +95,7 @@ class Wrapped(torch.nn.Module):
         self.step, self.together = step, together
 
     def forward(self, x: Any, *states: Any) -> Any:
-        return self.step(x, states if self.together else states[0]) if self.together or len(
-            states) == 1 else self.step(x, *states)
+        return self.step(x, states) if self.together else self.step(x, *states)
 
 
 def export(traced: Traced) -> Graph:

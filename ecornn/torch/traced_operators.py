@@ -16,7 +16,7 @@ def _te() -> Any:
     return te
 
 
-def _number(value: Any) -> Any:
+def number_of(value: Any) -> Any:
     """A te scalar: of a number a constant, of a condition 1 or 0."""
     if isinstance(value, (bool, int, float)):
         return _te().const(float(value), "float32")
@@ -38,7 +38,7 @@ def select(condition: Any, yes: Any, no: Any) -> Any:
     """Of two scalars."""
     from tvm import tirx
 
-    return tirx.Select(_condition(condition), _number(yes), _number(no))
+    return tirx.Select(_condition(condition), number_of(yes), number_of(no))
 
 
 def _of(name: str) -> Callable[..., Any]:
@@ -46,16 +46,16 @@ def _of(name: str) -> Callable[..., Any]:
     def call(v: Any) -> Any:
         from tvm import tirx
 
-        return getattr(tirx, name)(_number(v))
+        return getattr(tirx, name)(number_of(v))
 
     return call
 
 
 def _two(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return lambda a, b: function(_number(a), _number(b))
+    return lambda a, b: function(number_of(a), number_of(b))
 
 
-def _tirx(name: str, convert: Callable[[Any], Any] = _number) -> Callable[..., Any]:
+def _tirx(name: str, convert: Callable[[Any], Any] = number_of) -> Callable[..., Any]:
     def call(a: Any, b: Any) -> Any:
         from tvm import tirx
 
@@ -83,73 +83,73 @@ def relu(v: Any) -> Any:
 
 def softplus(v: Any, beta: float = 1, threshold: float = 20) -> Any:
     """log(1 + e^v) without the overflow of e^v; the value itself above the threshold."""
-    te, scaled = _te(), _number(v) * _number(beta)
-    soft = relu(scaled) + te.log(_number(1) + te.exp(_number(0) - te.abs(scaled)))
-    return select(scaled > _number(threshold), v, soft / _number(beta))
+    te, scaled = _te(), number_of(v) * number_of(beta)
+    soft = relu(scaled) + te.log(number_of(1) + te.exp(number_of(0) - te.abs(scaled)))
+    return select(scaled > number_of(threshold), v, soft / number_of(beta))
 
 
 def _added(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     def call(a: Any, b: Any, alpha: Any = 1) -> Any:
-        return function(_number(a), _number(b) if alpha == 1 else _number(b) * _number(alpha))
+        return function(number_of(a), number_of(b) if alpha == 1 else number_of(b) * number_of(alpha))
 
     return call
 
 
 def divided(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     """Also rounded down, or to zero."""
-    found = _number(a) / _number(b)
+    found = number_of(a) / number_of(b)
     return found if rounding_mode is None else _of({"floor": "floor", "trunc": "trunc"}[rounding_mode])(found)
 
 
 def bounded(v: Any, low: Any = None, high: Any = None) -> Any:
     """Bounds as PyTorch has them: the upper one wins, and a value that is at one still has its gradient."""
-    v = v if low is None else select(_number(v) < _number(low), low, v)
-    return v if high is None else select(_number(v) > _number(high), high, v)
+    v = v if low is None else select(number_of(v) < number_of(low), low, v)
+    return v if high is None else select(number_of(v) > number_of(high), high, v)
 
 
 def hardtanh(v: Any, low: Any = -1, high: Any = 1) -> Any:
     """As :func:`bounded`, without a gradient at a bound."""
-    return select(_number(v) > _number(low), select(_number(v) < _number(high), v, high), low)
+    return select(number_of(v) > number_of(low), select(number_of(v) < number_of(high), v, high), low)
 
 
 def square_root(v: Any) -> Any:
     """Without a gradient at 0, as norms and standard deviations have it."""
-    positive = _number(v) > _number(0)
+    positive = number_of(v) > number_of(0)
     return select(positive, _of("sqrt")(select(positive, v, 1.0)), 0.0)
 
 
 def power(v: Any, exponent: Any) -> Any:
     """Small whole exponents as products, which negative numbers have, too."""
     if not isinstance(exponent, (int, float)):
-        return _te().power(_number(v), _number(exponent))
+        return _te().power(number_of(v), number_of(exponent))
     if exponent in (0.5, -0.5):
         return _of("sqrt" if exponent > 0 else "rsqrt")(v)
     if exponent != int(exponent) or abs(exponent) > 8:
-        return _te().power(_number(v), _number(exponent))
-    result = _number(1.0)
+        return _te().power(number_of(v), number_of(exponent))
+    result = number_of(1.0)
     for n in range(abs(int(exponent))):
-        result = _number(v) if n == 0 else result * _number(v)
-    return result if exponent >= 0 else _number(1.0) / result
+        result = number_of(v) if n == 0 else result * number_of(v)
+    return result if exponent >= 0 else number_of(1.0) / result
 
 
 def gelu(v: Any, approximate: str = "none") -> Any:
     """Hendrycks and Gimpel 2016, arXiv 1606.08415; with ``tanh`` its approximation."""
-    te, v = _te(), _number(v)
+    te, v = _te(), number_of(v)
     if approximate == "none":
-        return v * _number(0.5) * (_number(1) + te.erf(v * _number(math.sqrt(0.5))))
-    inner = _number(math.sqrt(2 / math.pi)) * (v + _number(0.044715) * v * v * v)
-    return v * _number(0.5) * (_number(1) + te.tanh(inner))
+        return v * number_of(0.5) * (number_of(1) + te.erf(v * number_of(math.sqrt(0.5))))
+    inner = number_of(math.sqrt(2 / math.pi)) * (v + number_of(0.044715) * v * v * v)
+    return v * number_of(0.5) * (number_of(1) + te.tanh(inner))
 
 
 def elu(v: Any, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
     """ELU, SELU and CELU."""
-    below = _te().exp(_min(_number(v) * _number(input_scale), 0.0)) - _number(1)
-    return select(_number(v) > _number(0), _number(v) * _number(scale), below * _number(alpha * scale))
+    below = _te().exp(_min(number_of(v) * number_of(input_scale), 0.0)) - number_of(1)
+    return select(number_of(v) > number_of(0), number_of(v) * number_of(scale), below * number_of(alpha * scale))
 
 
 def added(*values: Any) -> Any:
     """The sum."""
-    return reduce(lambda a, b: a + b, map(_number, values))
+    return reduce(lambda a, b: a + b, map(number_of, values))
 
 
 def highest(*values: Any) -> Any:
@@ -169,19 +169,19 @@ def angle(y: Any, x: Any) -> Any:
 
 def remainder(a: Any, b: Any) -> Any:
     """Of the sign of the divisor."""
-    return _number(a) - _of("floor")(_number(a) / _number(b)) * _number(b)
+    return number_of(a) - _of("floor")(number_of(a) / number_of(b)) * number_of(b)
 
 
 def sign(v: Any) -> Any:
-    return select(_number(v) > _number(0), 1.0, select(_number(v) < _number(0), -1.0, 0.0))
+    return select(number_of(v) > number_of(0), 1.0, select(number_of(v) < number_of(0), -1.0, 0.0))
 
 
 # Name of an operator -> on scalars, in the order of its arguments.
 POINTWISE: dict[str, Callable[..., Any]] = {
     "add": _added(lambda a, b: a + b), "sub": _added(lambda a, b: a - b),
-    "rsub": lambda a, b, alpha=1: _number(b) - _number(a) * _number(alpha),
-    "mul": _two(lambda a, b: a * b), "div": divided, "neg": lambda v: _number(0) - _number(v), "pow": power,
-    "reciprocal": lambda v: _number(1) / _number(v), "maximum": _max, "minimum": _min, "where": select,
+    "rsub": lambda a, b, alpha=1: number_of(b) - number_of(a) * number_of(alpha),
+    "mul": _two(lambda a, b: a * b), "div": divided, "neg": lambda v: number_of(0) - number_of(v), "pow": power,
+    "reciprocal": lambda v: number_of(1) / number_of(v), "maximum": _max, "minimum": _min, "where": select,
     "lt": _two(lambda a, b: a < b), "le": _two(lambda a, b: a <= b), "gt": _two(lambda a, b: a > b),
     "ge": _two(lambda a, b: a >= b), "eq": _tirx("EQ"), "ne": _tirx("NE"),
     "logical_and": _and, "bitwise_and": _and, "logical_or": _or, "bitwise_or": _or, "logical_not": _not,
@@ -189,13 +189,13 @@ POINTWISE: dict[str, Callable[..., Any]] = {
     **{name: _of(name) for name in ("sigmoid", "tanh", "exp", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "abs",
                                     "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
                                     "atanh", "erf", "floor", "ceil", "trunc")},
-    "expm1": lambda v: _te().exp(_number(v)) - _number(1), "erfc": lambda v: _number(1) - _of("erf")(v),
+    "expm1": lambda v: _te().exp(number_of(v)) - number_of(1), "erfc": lambda v: number_of(1) - _of("erf")(v),
     "round": _of("nearbyint"), "sign": sign, "sgn": sign, "relu": relu,
-    "silu": lambda v: _number(v) * _of("sigmoid")(v),
-    "gelu": gelu, "elu": elu, "softplus": softplus, "mish": lambda v: _number(v) * _of("tanh")(softplus(v)),
+    "silu": lambda v: number_of(v) * _of("sigmoid")(v),
+    "gelu": gelu, "elu": elu, "softplus": softplus, "mish": lambda v: number_of(v) * _of("tanh")(softplus(v)),
     "clamp": bounded, "hardtanh": hardtanh, "remainder": remainder,
-    "fmod": lambda a, b: _number(a) - _of("trunc")(_number(a) / _number(b)) * _number(b),
-    "atan2": angle, "hypot": lambda a, b: _of("sqrt")(_number(a) * _number(a) + _number(b) * _number(b))}
+    "fmod": lambda a, b: number_of(a) - _of("trunc")(number_of(a) / number_of(b)) * number_of(b),
+    "atan2": angle, "hypot": lambda a, b: _of("sqrt")(number_of(a) * number_of(a) + number_of(b) * number_of(b))}
 # What leaves each value as it is.
 SAME = ("alias", "clone", "detach", "contiguous", "lift_fresh_copy", "lift_fresh")
 

@@ -11,7 +11,7 @@ import torch
 from ecornn.cells import product
 from ecornn.errors import CellError
 from ecornn.torch.traced_graph import Graph, Traced, arguments, lines_of, operator_name, pointed, shape_of
-from ecornn.torch.traced_operators import POINTWISE, SAME, refused
+from ecornn.torch.traced_operators import POINTWISE, SAME, number_of, refused
 from ecornn.torch.traced_statistics import Statistics
 from ecornn.torch.traced_values import (
     BATCH,
@@ -22,7 +22,6 @@ from ecornn.torch.traced_values import (
     Gate,
     Value,
     canonical,
-    combined,
     cut,
     described,
     joined,
@@ -67,8 +66,8 @@ class Walk(Statistics):
             if value is None:
                 value = self.weights(node, (BATCH, UNITS), 1, "H") if len(shape_of(node)) == 2 else None
             if isinstance(value, (int, float)):
-                value = combined(lambda v, at=value: v * 0.0 + at, [self.known[self.graph.given[1]]], (BATCH, UNITS),
-                                 self.sizes, self.like, "constant")
+                state = self.known[self.graph.given[1]]
+                value = self.scalars(lambda _, v: number_of(v), [state, value], state.axes, "constant")
             wanted = self.sizes.batch, self.sizes.hidden
             if value is None or value.shape(self.sizes) != wanted or len(value.gates) > 1:
                 shape = tuple(shape_of(node)[1:])
@@ -211,7 +210,7 @@ class Walk(Statistics):
     def op_copy(self, node: torch.fx.Node, input: Any, src: Any) -> Any:
         if src in self.graph.data:
             return self.pointwise(node, lambda v: v, [src])
-        return self.pointwise(node, lambda v, w: v * 0.0 + w, [input, src])
+        return self.pointwise(node, lambda _, w: number_of(w), [input, src])
 
     def op_to_copy(self, node: torch.fx.Node, input: Any, dtype: Any = None) -> Value:
         value = self.value(input)
@@ -256,7 +255,7 @@ class Walk(Statistics):
         found = self.weights(node, own, *parts)
         state = self.known[self.graph.given[1]]
         rows = Value(own, state.gates)
-        return self.scalars(lambda s, v: s * 0.0 + v, [rows, found], own, node.name)
+        return self.scalars(lambda _, v: number_of(v), [rows, found], own, node.name)
 
     def op_stack(self, node: torch.fx.Node, tensors: Sequence[Any], dim: int = 0) -> Value:
         values = [self.value(t) for t in tensors]
