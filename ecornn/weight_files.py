@@ -111,13 +111,15 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Any]:
     """Those of mappings in mappings, by their keys with dots between; of one in several places, those of the first."""
-    every, seen, left = {}, set[int](), [("", found)]
+    every: dict[str, Any] = {}
+    seen, left = set[int](), [("", found)]
     while left:
         name, mapping = left.pop()
         if id(mapping) not in seen:
             seen.add(id(mapping))
-            every |= {f"{name}{key}": value.detach() for key, value in mapping.items() if isinstance(value, tensor)}
-            left += [(f"{name}{key}.", value) for key, value in reversed([*mapping.items()]) if isinstance(value, Mapping)]
+            items = [(f"{name}{key}", value) for key, value in mapping.items()]
+            every |= {path: value.detach() for path, value in items if isinstance(value, tensor)}
+            left += [(f"{path}.", value) for path, value in reversed(items) if isinstance(value, Mapping)]
     return every
 
 

@@ -234,7 +234,7 @@ def tensors(value: float) -> dict[str, Any]:
 
 
 def optimizer() -> dict[str, Any]:
-    return {"state": {0: {"exp_avg": value} for value in tensors(9).values()}, "param_groups": [{"lr": 0.1}]}
+    return {"state": {n: {"exp_avg": value} for n, value in enumerate(tensors(9).values())}, "param_groups": []}
 
 
 @pytest.mark.parametrize(("made", "prefix"), [
