@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from ecornn.errors import ArgumentError, ShapeError, WeightsError
 
 _NAME = re.compile(r"(.+)_l(\d+)(_reverse)?")
 CHECKPOINTS = (".pt", ".pth", ".bin", ".ckpt")
+PLACES = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights", "params")  # of a checkpoint
+LAST = "weight_hh_l0"  # that every layer has
 MARK = {"written_by": "ecornn"}  # metadata of the files that may be replaced
 
 
@@ -20,7 +22,9 @@ class WeightFile(Mapping[str, Any]):
     """The tensors of a file whose names start with ``prefix``, by the rest of their names.
 
     Read when they are asked for: NumPy arrays, or torch tensors of a checkpoint or where NumPy lacks the
-    type. ``path`` ends in ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only.
+    type. ``path`` ends in ``.safetensors``, or in one of :data:`CHECKPOINTS`, which is read as data only. Of a
+    checkpoint with more than a model's tensors these are looked for under :data:`PLACES`, or the only key that has
+    some; those under other keys have names that begin with these, as ``ema.encoder.weight_hh_l0``.
 
     Raises :class:`ArgumentError` for another kind of file, or one that cannot be read.
     """
@@ -36,8 +40,10 @@ class WeightFile(Mapping[str, Any]):
         every = read(self.path)
         self._found = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
         if not self._found:
-            raise WeightsError(f"{path} has no tensor whose name starts with {prefix!r}; it has "
-                               f"{', '.join(list(every)[:8])}{', ...' if len(every) > 8 else ''}", list(every))
+            layers = [n.removesuffix(LAST) for n in every if n.endswith(LAST)]
+            known = f"; layers have the prefixes {_some(map(repr, layers))}" if layers else ""
+            raise WeightsError(f"{path} has no tensor whose name starts with {prefix!r}; it has {_some(every)}{known}",
+                               list(every))
 
     def layer(self) -> dict[str, Any]:
         """Those that are named as a recurrent layer's are, ``..._l0`` and so on, and not further down."""
@@ -94,15 +100,53 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of damaged bytes an unpickler raises whatever they lead to
         raise ArgumentError("weights", str(path), f"a PyTorch checkpoint of tensors only ({error!r})") from error
-    seen: set[int] = set()
-    while isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+    if not isinstance(found, Mapping):
+        raise ArgumentError("weights", str(path), f"a checkpoint with a state_dict, not of a {type(found).__name__}")
+    every, place = _tensors(found, torch.Tensor), _place(path, found, torch.Tensor)
+    if not every:
+        raise ArgumentError("weights", str(path), f"a checkpoint with tensors; its keys are {_some(map(str, found))}")
+    outside = {name: value for name, value in every.items() if not name.startswith(place)}
+    return outside | {name.removeprefix(place): value for name, value in every.items() if name.startswith(place)}
+
+
+def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Any]:
+    """Those of mappings in mappings, by their keys with dots between; of one in several places, those of the first."""
+    every: dict[str, Any] = {}
+    seen, left = set[int](), [("", found)]
+    while left:
+        name, mapping = left.pop()
+        if id(mapping) not in seen:
+            seen.add(id(mapping))
+            items = [(f"{name}{key}", value) for key, value in mapping.items()]
+            every |= {path: value.detach() for path, value in items if isinstance(value, tensor)}
+            left += [(f"{path}.", value) for path, value in reversed(items) if isinstance(value, Mapping)]
+    return every
+
+
+def _place(path: Path, found: Mapping[Any, Any], tensor: type[Any]) -> str:
+    """What stands before the names of the model's tensors: keys as training programs have them, or the only one that
+    has tensors."""
+    place, seen = "", set[int]()
+    while True:
         if id(found) in seen:
             raise ArgumentError("weights", str(path), "a checkpoint whose state_dict is not its own")
         seen.add(id(found))
-        found = found["state_dict"]
-    if not isinstance(found, Mapping):
-        raise ArgumentError("weights", str(path), "a checkpoint with a state_dict")
-    return {str(n): v.detach() for n, v in found.items() if isinstance(v, torch.Tensor)}
+        below = {key: value for key, value in found.items() if isinstance(value, Mapping)}
+        known = [key for key in PLACES if key in below]
+        if any(isinstance(value, tensor) for value in found.values()):  # the model's own, or beside its state_dict
+            known = known[:1] if known[:1] == ["state_dict"] else []
+        elif not known:
+            known = [key for key, value in below.items() if any(isinstance(v, tensor) for v in value.values())]
+            known = known if len(known) == 1 else []
+        if not known:
+            return place
+        place, found = f"{place}{known[0]}.", below[known[0]]
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first ones."""
+    first = [*names]
+    return ", ".join(first[:8]) + (", ..." if len(first) > 8 else "") if first else "none"
 
 
 def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:

@@ -164,6 +164,27 @@ def test_a_layer_that_is_under_a_parametrization_already(fullgraph: bool):
     assert type(model.layer) is torch.nn.GRU
 
 
+@pytest.mark.parametrize("name", ["GRU", "LSTMCell"])
+def test_spectral_norm_as_a_parametrization(name: str):
+    """In training mode it iterates whenever a weight is read, of torch.nn's as often as they like; not in eval()."""
+    weight = "weight_hh" if name == "LSTMCell" else "weight_hh_l0"
+    theirs = torch.nn.utils.parametrizations.spectral_norm(getattr(torch.nn, name)(I, H), weight)
+    ours = copy.deepcopy(theirs)
+    ecornn.torch.replace(ours)
+    theirs.double()
+    x, found = torch.randn(B, I) if name == "LSTMCell" else torch.randn(T, B, I), []
+    with torch.no_grad():
+        agree(ours.eval()(x), theirs.eval()(x.double()), 1e-5)  # the norm is estimated in either type
+        for layer in (ours, theirs):
+            layer.train()
+            vector = layer.parametrizations[weight][0]._u.clone()
+            for _ in range(200):
+                layer(x.to(vector.dtype))
+            assert not torch.equal(layer.parametrizations[weight][0]._u, vector)
+            found.append(layer(x.to(vector.dtype)))
+        agree(*found, 1e-4)
+
+
 @pytest.mark.parametrize("kind", ["buffer", "attribute", "gone"])
 @pytest.mark.parametrize("name", ["GRU", "LSTMCell"])
 def test_weights_that_are_no_parameters(name: str, kind: str):

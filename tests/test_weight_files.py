@@ -221,3 +221,63 @@ def test_damage_is_named(tmp_path: Path):
             except (ArgumentError, WeightsError):
                 refused += 1
     assert refused > 150
+
+
+LAYER = {"weight_ih_l0": (4 * H, I), "weight_hh_l0": (4 * H, H), "bias_ih_l0": (4 * H,), "bias_hh_l0": (4 * H,)}
+
+
+def tensors(value: float) -> dict[str, Any]:
+    """Weights of a model with a layer ``rnn``."""
+    import torch
+    layer = {f"rnn.{name}": torch.full(shape, value) for name, shape in LAYER.items()}
+    return layer | {"head.weight": torch.full((2, H), value)}
+
+
+def optimizer() -> dict[str, Any]:
+    return {"state": {n: {"exp_avg": value} for n, value in enumerate(tensors(9).values())}, "param_groups": []}
+
+
+@pytest.mark.parametrize(("made", "prefix"), [
+    (lambda m: m, "rnn."),
+    (lambda m: {"model_state_dict": m, "optimizer_state_dict": optimizer(), "epoch": 3, "loss": tensors(9)}, "rnn."),
+    (lambda m: {"model": m, "optimizer": optimizer(), "args": {"lr": 1.0}}, "rnn."),
+    (lambda m: {"module": m, "ema": tensors(9), "step": 1}, "rnn."),
+    (lambda m: {"net": {"state_dict": m}, "acc": 1}, "rnn."), (lambda m: {"weights": m}, "rnn."),
+    (lambda m: {"state_dict": m, "mean": tensors(9)["head.weight"]}, "rnn."),
+    (lambda m: {"generator": m, "optimizer": optimizer()}, "rnn."),
+    (lambda m: {"params": {f"module.{n}": w for n, w in m.items()}}, "module.rnn."),
+    (lambda m: {"model": tensors(9), "ema": m}, "ema.rnn."),
+    (lambda m: {"generator": m, "discriminator": tensors(9)}, "generator.rnn."),
+    (lambda m: {"encoder": {n.removeprefix("rnn."): w for n, w in m.items()}, "decoder": tensors(9)}, "encoder."),
+    (lambda m: {"a": {"b": {"c": m}, "d": m}, "e": {"f": tensors(9)}}, "a.b.c.rnn."),
+], ids=["plain", "model_state_dict", "model", "module", "net", "weights", "beside", "one", "parallel", "ema", "gan",
+        "two", "twice"])
+def test_a_checkpoint_of_a_training_program(made: Any, prefix: str, tmp_path: Path):
+    import torch
+
+    torch.save(made(tensors(3)), tmp_path / "model.pt")
+    found = WeightFile(tmp_path / "model.pt", prefix).layer()
+    assert {name: tuple(value.shape) for name, value in found.items()} == LAYER
+    assert all(float(value.flatten()[0]) == 3 for value in found.values())
+    with pytest.raises(WeightsError, match=f"it has .*; layers have the prefixes .*'{prefix}'"):
+        WeightFile(tmp_path / "model.pt", "nothing.")
+
+
+def test_what_a_checkpoint_has_is_named(tmp_path: Path):
+    import torch
+
+    torch.save({"epoch": 3, "model": {"config": {"hidden": 4}}}, tmp_path / "model.pt")
+    with pytest.raises(ArgumentError, match=r"a checkpoint with tensors; its keys are epoch, model$"):
+        WeightFile(tmp_path / "model.pt")
+    for found, said in ({}, "its keys are none"), ([], "not of a list"):
+        torch.save(found, tmp_path / "model.pt")
+        with pytest.raises(ArgumentError, match=said):
+            WeightFile(tmp_path / "model.pt")
+    save(tmp_path / "none.safetensors", {})
+    with pytest.raises(WeightsError, match=r"starts with 'a\.'; it has none$"):
+        WeightFile(tmp_path / "none.safetensors", "a.")
+    nested: Any = {"weight_hh_l0": torch.ones(1)}
+    for _ in range(40):  # 2 to the power of 40 paths
+        nested = {"a": nested, "b": nested}
+    torch.save(nested, tmp_path / "model.pt")
+    assert len(WeightFile(tmp_path / "model.pt")) == 1

@@ -93,7 +93,7 @@ def derive(cell: Cell | str, weights: Mapping[str, Any], input: int, hidden: int
                 if key not in left or tuple(left[key].shape) != flat_shape(shape):
                     has = tuple(left[key].shape) if key in left else "missing"
                     raise WeightsError(f"weights[{key!r}]: {has}; expected {flat_shape(shape)} of I={input} and "
-                                       f"H={hidden}; given are {', '.join(weights)}")
+                                       f"H={hidden}; given are {', '.join(weights) or 'none'}")
                 made[name] = left.pop(key).reshape(shape)
             for name, value in parameters_of(cell, made, len(ends) * hidden if layer else input, hidden).items():
                 found[cell.parameter_name(name, layer, second)] = value.reshape(flat_shape(tuple(value.shape)))
