@@ -430,3 +430,24 @@ def test_cells_that_differ_where_h_is_large_have_identities_of_their_own():
 
     plain, same, wide, wider = (cell(most).identity() for most in (1 << 30, 1 << 29, 1000, 3000))
     assert plain == same and len({plain, wide, wider}) == 3
+
+
+def test_more_operators_than_pythons_stack_has_room_for():
+    """Behind one another, in one expression or each a tensor of its own."""
+    def one(x: Any, h: Any, p: Any) -> Any:
+        def value(b: Any, j: Any) -> Any:
+            made = h[b, j]
+            for _ in range(2000):
+                made = te.tanh(made)
+            return made
+
+        return [pointwise(value, h)]
+
+    def many(x: Any, h: Any, p: Any) -> Any:
+        for _ in range(2000):
+            h = pointwise(lambda b, j, h=h: te.tanh(h[b, j]), h)
+        return [h]
+
+    for step in (one, many):
+        with pytest.raises(CellError, match=r"cell 'faulty': its step has more operators.*sys\.setrecursionlimit"):
+            analyse(Faulty(step), 3, 4)

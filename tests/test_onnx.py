@@ -111,6 +111,31 @@ def test_everything_an_lstm_node_may_have():
     assert relative(y, wanted) <= 1e-6
 
 
+@pytest.mark.parametrize("peepholes", [False, True])
+def test_clip_is_that_of_onnx_runtime(peepholes: bool):
+    """It bounds sums that gates and new values are activations of, and not the c that h is of, as the text would."""
+    import onnxruntime
+
+    model, t = model_of("LSTM", 4, 1, peepholes=peepholes, clip=0.3)
+    model.ir_version = 10
+    model.opset_import[0].version = 20
+    rng = np.random.default_rng(6)
+    x, h0 = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, B, I), (1, B, H)))
+    c0, lengths = 3 * np.ones((1, B, H), np.float32), np.full(B, T, np.int32)
+    h, c, bounded = h0[0].astype(float), c0[0].astype(float), h0[0]
+    for step in x.astype(float):
+        p = t["P"][0].astype(float) if peepholes else np.zeros(3 * H)
+        h, c = lstm_by_the_text(step, h, c, *(t[n][0].astype(float) for n in "WRB"), p, lambda z: 1 / (1 + np.exp(-z)),
+                                np.tanh, np.tanh, 0.3, False)
+        bounded = h / np.tanh(c) * np.tanh(np.clip(c, -0.3, 0.3))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    theirs = session.run(["Y_h", "Y_c"], {"X": x, "lens": lengths, "h0": h0, "c0": c0})
+    ours = ecornn.onnx.compile(ecornn.onnx.read(model), batch=B, seq=T, target="cpu")(x, lengths, h0, c0)[1:]
+    for found in (theirs, ours):
+        assert relative(found[0][0], h) <= 1e-6 and relative(found[1][0], c) <= 1e-6
+        assert relative(found[0][0], bounded) > 0.1
+
+
 def test_gru_reset_forms_differ_as_the_text_says():
     for after in (0, 1):
         model, t = model_of("GRU", 3, 1, linear_before_reset=after)

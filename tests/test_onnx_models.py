@@ -76,6 +76,15 @@ def ours(value: np.ndarray) -> list[np.ndarray]:
     return [i, f, c, o]
 
 
+@pytest.mark.parametrize("opset", [13, 18, 21])
+def test_quantized_weights_of_each_version(opset: int):
+    """Of which the evaluator has but the newer ones."""
+    name, nodes, tensors, wanted = FOLDED["DequantizeLinear"]
+    model = behind(name, nodes, tensors)
+    model.opset_import[0].version = opset
+    np.testing.assert_array_equal(ecornn.onnx.read(model).weights["weight_ih_l0"], np.concatenate(ours(wanted[0])))
+
+
 def test_what_depends_on_a_call_is_no_constant():
     """As exporters make states of zeros for the batch of x; and random numbers, which are new at each call."""
     shape = [node("Shape", "X", out="s"), node("ConstantOfShape", "s", out="h0")]

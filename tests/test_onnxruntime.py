@@ -180,6 +180,27 @@ def test_weights_that_nodes_share_are_there_once(apart: bool, tmp_path: Path):
     assert len(weights) == 4 and operators(made.model).count("Constant") == 0
 
 
+def test_models_whose_initializers_are_inputs(tmp_path: Path):
+    """As all had to be before version 4 of the format, where no call brings them; in bodies there were none."""
+    model = model_of("RNN")
+    body = helper.make_graph([*model.graph.node], "body", [], model.graph.output[:1])
+    other = helper.make_graph([helper.make_node("Identity", ["X"], ["Z"])], "other", [], [
+        helper.make_tensor_value_info("Z", TensorProto.FLOAT, None)])
+    del model.graph.node[:], model.graph.output[1:]
+    model.graph.node.append(helper.make_node("If", ["yes"], ["Y2"], then_branch=body, else_branch=other))
+    model.graph.output[0].name = "Y2"
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
+    for tensor in model.graph.initializer:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    model.ir_version = 3
+    made, fast = rewritten(model, tmp_path)
+    assert len(made.taken) == 1 and [value.name for value in fast.get_inputs()] == ["X"]
+    before = session(model)
+    x = {"X": np.random.default_rng(1).standard_normal((T, B, I)).astype(np.float32)}
+    alike(fast, before, x)
+    assert not {"W", "R", "B"} & {t.name for t in onnx.load(made.model).graph.initializer}
+
+
 MEMORY = """
 import sys, onnxruntime
 def used(): return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import logging
 import threading
 import warnings
 from typing import Any
@@ -201,6 +202,54 @@ def test_exporters_that_trace(name: str, how: str, monkeypatch: pytest.MonkeyPat
         else:
             made.append(str(torch.jit.trace(layer, (x,)).graph.nodes().__next__().kind()))
     assert made[0] == made[1]
+
+
+class Mixed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.middle = torch.nn.LSTM(I, H, bidirectional=True), torch.nn.GRU(2 * H, H, batch_first=True)
+        self.last, self.cell = torch.nn.RNN(H, H), torch.nn.LSTMCell(H, H)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, (h, _) = self.encoder(x)
+        y, _ = self.last(self.middle(y.transpose(0, 1))[0])
+        return self.cell(y[:, 0], (h[0], h[1]))[0], y
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_exporter_to_onnx_that_captures(monkeypatch: pytest.MonkeyPatch):
+    """torch.onnx.export(dynamo=True), today's default. Its graph of a model with compiled layers is the one without."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # of which pytest keeps 100,000 lines
+    monkeypatch.setenv("ECORNN_STRICT", "0")
+    torch.manual_seed(0)
+    model, x, made = Mixed().eval(), torch.randn(T, B, I), []
+    wanted = model(x)
+    for ours in (False, True):
+        if ours:
+            ecornn.torch.replace(model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            proto = torch.onnx.export(model, (x,), dynamo=True, verbose=False).model_proto
+        assert any("PyTorch's own layer runs: torch.onnx.export" in str(w.message) for w in said) == ours
+        made.append([[(n.op_type, n.input, n.output, n.attribute) for n in proto.graph.node],
+                     {t.name: t.raw_data for t in proto.graph.initializer}])
+    assert made[0] == made[1] and {"LSTM", "GRU"} <= {op for op, *_ in made[0][0]}
+    for found, value in zip(model(x), wanted, strict=True):  # the model is as it was
+        assert error(found, value) <= 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_that_exporter_refuses(strict: bool, monkeypatch: pytest.MonkeyPatch):
+    """Layers under ECORNN_STRICT, and cells that PyTorch lacks. Its last attempt is by torch._dynamo, where it must be
+    known, too, that an export runs."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
+    monkeypatch.setenv("ECORNN_STRICT", str(int(strict)))
+    layer = ecornn.torch.LSTM(I, H) if strict else ecornn.torch.Recurrent("indrnn", I, H)
+    words = (r"torch\.onnx\.export knows PyTorch's operators only; ecornn\.torch\.restore\(model\)" if strict else
+             r"PyTorch has no layer of this cell: torch\.onnx\.export knows")
+    with pytest.raises(Exception, match=words):
+        torch.onnx.export(layer.eval(), (torch.randn(T, B, I),), dynamo=True, verbose=False)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -40,8 +40,12 @@ def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGra
 
     Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
     """
-    graph = _Walk(cell, input, hidden).run()
-    return summed(graph) if sums else graph
+    try:
+        graph = _Walk(cell, input, hidden).run()
+        return summed(graph) if sums else graph
+    except RecursionError as error:
+        raise CellError(f"cell {cell.name!r}: its step has more operators behind one another than Python's stack has "
+                        "room for, of which about a hundred fit: sys.setrecursionlimit() makes it larger") from error
 
 
 class _Walk(RowReductions):

@@ -28,7 +28,7 @@ class LSTM(Optioned):
         together; h' = o tanh(LN(c') weight_ln_c + bias_ln_c), while c' itself is handed on as it is. LN subtracts
         the mean and divides by sqrt(variance + 1e-5). ``weight_ln_ih``, ``weight_ln_hh`` (4*H,), ``weight_ln_c``,
         ``bias_ln_c`` (H,); the gates' biases are bias_ih and bias_hh. Two more exchanges a step, of sums
-    clip : bound of the inputs of activations (ONNX's clip)
+    clip : bound of what gates and new values are activations of (ONNX Runtime's clip; c' is as it is)
     clip_state : bound of c' (Sak et al. 2014)
     projection : h' = W_hr (o tanh(c')) (Sak et al. 2014), ``weight_hr`` (H, H); one more exchange of state
         a step. A projection to P < H values is one whose other rows, and columns of R, are zero

@@ -172,8 +172,7 @@ def _remove(model: Any, names: set[str]) -> None:
     scopes = [*Scope(model.graph, model.opset_import).inner()]
     uses = Counter(name for scope in scopes for name in (
         *(value.name for value in scope.graph.output), *(name for node in scope.nodes for name in node.input)))
-    if model.ir_version >= 4:  # before that, initializers are inputs that no call brings
-        uses.update(value.name for value in model.graph.input)
+    uses.update(value.name for value in model.graph.input)  # which stay
     makers: dict[str, list[Any]] = {}
     for scope in scopes:
         for node in scope.nodes:
@@ -191,6 +190,6 @@ def _remove(model: Any, names: set[str]) -> None:
     for scope in scopes:
         for at in reversed([n for n, node in enumerate(scope.nodes) if id(node) in gone]):
             del scope.graph.node[at]
-        for tensors in (scope.graph.initializer, scope.graph.sparse_initializer, scope.graph.input):
+        for tensors in (scope.graph.initializer, scope.graph.sparse_initializer):
             for at in reversed([n for n, t in enumerate(tensors) if getattr(t, "values", t).name in names]):
                 del tensors[at]

@@ -23,6 +23,7 @@ from ecornn.onnxruntime.replacing import DOMAIN, Names, Replacement, Tensors, ap
 from ecornn.onnxruntime.sizes import Sizes
 
 DEEPEST = 31  # bodies in bodies: protobuf reads 100 messages in one another; a body is the third of three
+FORMAT = 4  # of the file; before that, all initializers had to be inputs, which no call brought
 OPSET = 7  # the recurrent operators are as they are since then
 EXTERNAL = 1 << 30  # bytes of weights above which they are in a file of their own: a protobuf has room for 2 GiB
 
@@ -92,7 +93,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     if (depth := max(scope.depth for scope in scopes)) > DEEPEST:
         raise ModuleError(f"the model's graphs are nested {depth} deep: a file that can be read has at most {DEEPEST}")
     names = Names(scopes)
-    found, inside = recurrent(changed, _variable(changed))
+    found, inside = recurrent(changed, {value.name for value in changed.graph.input})
     taken: list[tuple[Scope, Replacement, Taken]] = []
     left = [Left(title(n), n.op_type, f"it is in the function {name}: inline the model's functions (onnx.inliner)")
             for name, n in inside]
@@ -133,17 +134,18 @@ def _title(model: Any) -> Any:
 
 
 def _own(model: Any) -> Any:
-    """A model that may be changed."""
+    """A model that may be changed, whose inputs are what a call may bring."""
     found = load(model)
     if found is model:
         found = type(model)()
         found.CopyFrom(model)
+    if found.ir_version < FORMAT:
+        held = {*(t.name for t in found.graph.initializer), *(t.values.name for t in found.graph.sparse_initializer)}
+        inputs = [value for value in found.graph.input if value.name not in held]
+        del found.graph.input[:]
+        found.graph.input.extend(inputs)
+        found.ir_version = FORMAT
     return found
-
-
-def _variable(model: Any) -> set[str]:
-    """Tensors of the model's that a call may bring others for: since version 4 of the format these are inputs, too."""
-    return {value.name for value in model.graph.input} if model.ir_version >= 4 else set()
 
 
 def _save(model: Any, out: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -20,6 +21,8 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
     """Why PyTorch's own layer has to run, empty if not, and whether gradients are asked for."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records PyTorch's operators only", False
+    if exporting_to_onnx():
+        return "torch.onnx.export knows PyTorch's operators only", False
     data = input.data if isinstance(input, PackedSequence) else input
     if not serves(data.device, data.dtype) or (data.is_cpu and torch.is_autocast_enabled("cpu")):
         engine.check_type(data, module._flat_weights[0])
@@ -29,6 +32,16 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
     if asked == "forward derivatives":
         return "forward derivatives are asked for", False
     return "", bool(asked)
+
+
+def exporting_to_onnx() -> bool:
+    """Whether ``torch.onnx.export`` runs, which captures with ``torch.export`` first."""
+    exporter = sys.modules.get("torch.onnx")
+    return exporter is not None and bool(exporter.is_in_onnx_export())
+
+
+# as torch.compiler.assume_constant_result(), which would import the whole of torch._dynamo here: that calls it as it is
+exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @torch._disable_dynamo  # torch.compiler.disable() would import the whole of torch._dynamo here
@@ -41,7 +54,7 @@ def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
         if module.TORCH is None:
             raise FallbackError(f"PyTorch has no layer of this cell: {why}")
         if os.environ.get("ECORNN_STRICT", "0") not in ("", "0"):
-            raise FallbackError(f"PyTorch's own layer would have to run: {why}")
+            raise FallbackError(f"PyTorch's own layer would have to run: {why}; ecornn.torch.restore(model) has it run")
         warnings.warn(f"PyTorch's own layer runs: {why}", stacklevel=3)
     if torch.is_grad_enabled():
         suspect(engine.weights_of(module))

@@ -1,0 +1,73 @@
+"""Random ONNX models, rewritten, against ONNX Runtime's own nodes; ECORNN_RANDOM_ONNX of them where asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from onnxruntime_sample import alike, session
+from random_onnx import feeds_of, random_model
+
+import ecornn.onnxruntime
+from ecornn.compiler import compile_layer
+from ecornn.errors import ArgumentError
+from ecornn.onnxruntime import modules
+
+MANY = int(os.environ.get("ECORNN_RANDOM_ONNX", "300"))
+FIRST = int(os.environ.get("ECORNN_RANDOM_ONNX_FIRST", "1000"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    """A layer that several models have."""
+    known = {}
+
+    def compiled(layer, target):
+        key = f"{layer.workload} {layer.stack}"
+        if key not in known:
+            known[key] = compile_layer(layer, target=target)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modules, "compile_layer", compiled)
+        yield
+
+
+def check(seed: int, folder: Path) -> int:
+    """That a model's nodes are compiled and compute the same, and those that cannot be stay with a reason; returns the
+    number of nodes that are compiled."""
+    sample = random_model(seed)
+    out = folder / "fast.onnx"
+    try:
+        made = ecornn.onnxruntime.rewrite(sample.model, out, batch=4, seq=7, target="cpu")
+    except ArgumentError as error:
+        assert sample.refused and "can be compiled" in str(error), sample.made
+        return 0
+    assert {one.node for one in made.left} == {*sample.refused}, (made.left, sample.made)
+    for one in made.left:
+        assert sample.refused[one.node] in one.reason
+    before = session(sample.plain)
+    after = session(out, ecornn.onnxruntime.session_options(out, threads=1))
+    for number, (steps, rows) in enumerate(sample.sizes):
+        alike(after, before, feeds_of(sample, steps, rows, number))
+    return len(made.taken)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_some(seed: int, tmp_path: Path):
+    check(seed, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_many(tmp_path: Path):
+    """All are looked at before those that are wrong are named."""
+    wrong, compiled = {}, 0
+    for seed in range(FIRST, FIRST + MANY):
+        try:
+            compiled += check(seed, tmp_path)
+        except Exception as error:
+            wrong[seed] = f"{type(error).__name__}: {str(error)[:300]}"
+    print(f"{MANY} models, {compiled} nodes compiled, {len(wrong)} wrong")
+    assert not wrong, "\n".join(f"{seed}: {what}" for seed, what in wrong.items())
