@@ -12,6 +12,7 @@ from msgspec import structs
 from test_adjoint import cell_of, formula
 
 from ecornn.build.module import build_module
+from ecornn.cells import Cell
 from ecornn.host_cpu import detect
 from ecornn.numpy_tape import Traced, backward
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
@@ -48,7 +49,7 @@ class Call:
 class Layer:
     """A layer with the entries ``forward`` and ``backward``, once :func:`build` has built it."""
 
-    name: str
+    name: str | Cell  # one that ``test_adjoint`` knows by name, or that has a formula of its own
     input: int
     hidden: int
     batch: int
@@ -168,7 +169,7 @@ def build(folder: Path, *layers: Layer) -> None:
         layer.module = module
 
 
-def reference(name: str, call: Call, reverse: bool) -> dict[str, np.ndarray]:
+def reference(name: str | Cell, call: Call, reverse: bool) -> dict[str, np.ndarray]:
     """The same in float64, by a tape; masks as the runtime describes them."""
     cell, step = cell_of(name), formula(name)
     steps, batch, _ = call.x.shape

@@ -1,8 +1,9 @@
 """Random steps: cells that no one wrote, each with its formula in NumPy on a tape in float64.
 
-A step is drawn as statements, which are carried out twice, apart from each other: as te, for the compiler, and on arrays
-of ``ecornn.numpy_tape``. ``draw(seed)`` gives a :class:`Drawn`; ``Drawn.sample()`` arguments in which no comparison, maximum
-or magnitude is near enough to a tie for float32 to decide otherwise, and whose gradients do not depend on the last digits.
+A step is drawn as statements, which are carried out twice, apart from each other: as te, for the compiler, and on
+arrays of ``ecornn.numpy_tape``. ``draw(seed)`` gives a :class:`Drawn`; ``Drawn.sample()`` arguments in which no
+comparison, maximum or magnitude is near enough to a tie for float32 to decide otherwise, and whose gradients do not
+depend on the last digits.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ class Drawing:
         if what < 0.12:
             return self.any(self.rows)  # a product, a state, or what another state is, too
         if what < 0.16:
-            return self.compute(self.any((("constant", 0.75), ("vector", self.vector()))))
+            return self.compute(("vector", self.vector()))  # a parameter outright
         if what < 0.4:  # a moving average, perhaps of what others are an average of
             keep = self.any((0.9, 0.5))
             return self.compute(("+", ("*", ("constant", keep), ("value", state)),
@@ -483,12 +483,6 @@ class Drawn:
         found |= {f"{n}_out": s.value for n, s in zip(names, states, strict=True)}
         found |= {f"d{n}_in": s.gradient for n, s in zip(names, first, strict=True)}
         return found | {f"gradient_{n}": p.gradient for n, p in parameters.items()}, margin
-
-    @cached_property
-    def analysed(self) -> Any:
-        from ecornn.analysis import analyse
-
-        return analyse(self.cell, self.width(), HIDDEN)
 
 
 def relative(found: np.ndarray, wanted: np.ndarray) -> float:

@@ -37,20 +37,21 @@ ALL = list(dict.fromkeys([*OPTIONED, *OF_STEP, *OF_CPU]))
 Step = Callable[[Any, list[Any], dict[str, Any]], list[Any]]
 
 
-def cell_of(name: str) -> Cell:
-    return OF_STEP.get(name) or OF_CPU.get(name) or get(name)
+def cell_of(name: str | Cell) -> Cell:
+    """The cell of that name; one that has a ``formula`` of its own may be passed itself."""
+    return name if isinstance(name, Cell) else OF_STEP.get(name) or OF_CPU.get(name) or get(name)
 
 
 def width(name: str) -> int:
     return H if name in SQUARE or name == "residual" else I
 
 
-def formula(name: str) -> Step:
+def formula(name: str | Cell) -> Step:
     """The cell's step in NumPy, apart from its te graph."""
     cell: Any = cell_of(name)
     if name in OF_CPU:
         return cell.numpy
-    if name in OF_STEP:
+    if name in OF_STEP or cell is name:
         return lambda x, states, p: list(cell.formula(x, dict(zip(cell.states, states, strict=True)), p)[0].values())
     changed = {k: v for k, v in cell.options.items() if v != cell.OPTIONS[k]}
     return lambda x, states, p: variants.FORMULAS[cell.name](x, states, p, changed)
