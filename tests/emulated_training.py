@@ -13,10 +13,10 @@ from ecornn.program import BACKWARD, FORWARD, PACKED, TENSORS, Program
 
 
 def train(program: Program, folder: Path, given: Mapping[str, Any], made: Mapping[str, int],
-          parameters: Mapping[str, Any], steps: int, batch: int) -> dict[str, Any]:
+          parameters: Mapping[str, Any], steps: int, batch: int, arch: str = "sm_90a") -> dict[str, Any]:
     """What the two entries make of ``given``, arrays by the names of buffers, and of parameters in te shape: float64,
     by the names of buffers. ``made``: elements of those that have no extent. What is written holds NaN before, and has
-    a guard behind it. The gradient of x is written over what is kept where the program allows it."""
+    a guard behind it. The gradient of x, and workspaces, are written over what is kept where the program allows it."""
     memory: dict[str, Any] = {}
     for b in program.buffers:
         if b.role == PACKED:
@@ -34,7 +34,8 @@ def train(program: Program, folder: Path, given: Mapping[str, Any], made: Mappin
     if program.dx_in:
         assert memory["dx"].nbytes == memory[program.dx_in].nbytes
         memory["dx"] = memory[program.dx_in]
-    emulated = Emulated(program, folder)
+    memory |= {own: memory[kept] for own, kept in program.in_place.items()}
+    emulated = Emulated(program, folder, arch)
     for entry in (FORWARD, BACKWARD):
         emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, steps, batch, entry, add=False)
     assert all((memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all() for b in program.buffers if b.role != PACKED)

@@ -7,9 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import test_adjoint
+from emulated import task_of
+from exact import ALL_CELLS
 from test_backward_emulated import Step, check
+from test_backward_recurrence_emulated import check_recurrence
+from test_persistent_emulated import SMALL
 
+from ecornn.analysis.adjoint import adjoint
+from ecornn.analysis.liveness import late_operands
 from ecornn.cells import Cell, mean, pointwise, product
+from ecornn.schedules.backward.recurrence import recurrence_task
+from ecornn.schedules.persistent import Persistent
+from ecornn.schedules.step.fused_step import FusedStep
+from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.workload import ALONE, Traversal
 
 
@@ -112,8 +122,33 @@ class Detour(Cell):
                 "h": np.tanh(s["h"] @ p["R"][0].T @ p["R"][1].T)}, "c"
 
 
+class Shown(Cell):
+    """y and the new state are products, of what takes x: the adjoint multiplies their gradients as they are."""
+
+    name, states, output = "shown", ("h",), "o"
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (1, hidden, input), "R": (2, hidden, hidden)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        from tvm import te
+
+        (h,), wx = states, product(x, p["W"], 0)
+        seen = pointwise(lambda b, j: te.tanh(wx[b, j] + h[b, j]), h)
+        return [product(seen, p["R"], 0), product(seen, p["R"], 1)]
+
+
 BARE = {cell.name: cell for cell in (Swap(), Level(), Drift(), Reset(), Detour())}
 BOTH = Traversal(lengths=True, resets=True)
+
+
+@pytest.mark.parametrize("schedule", [Persistent(), LayoutTransform(), FusedStep()], ids=lambda s: s.name)
+def test_an_adjoint_that_multiplies_a_gradient_of_y(schedule, tmp_path, monkeypatch):
+    monkeypatch.setitem(ALL_CELLS, "shown", Shown())
+    layer = task_of("shown", (5, 3, 6, 20), "float32", SMALL, BOTH)
+    task = recurrence_task(layer, adjoint(layer.graph, 20))
+    assert late_operands(task.graph) and not task.graph.prologue
+    check_recurrence(tmp_path, schedule, layer)
 
 
 @pytest.mark.parametrize(("schedule", "name", "backward", "traversal", "keep"), [

@@ -69,7 +69,9 @@ class Parts:
               for level in range(INVARIANT, max((STATE, *self.exchanges)) + 1)}
         last = max((0, *self.exchanges))
         late = [v for level, those in at.items() if level >= STATE for a in those for v in variables(a.value)]
-        late += [v for level, e in self.exchanges.items() if level > 0 for s in e.statistics for v in s.operands]
+        exchanges = [e for level, e in self.exchanges.items() if level > 0]
+        late += [v for e in exchanges for s in e.statistics for v in s.operands]
+        late += [t.operand for e in exchanges for p in e.products for t in p.terms]
         late += [*results.values(), *outputs, *(s.value for s in sums)]
         before = self.exchanges.get(NORMALIZED, Exchange())
         hoisted = unique(v for v in late if v not in states.values() and self._level(v) in (INPUT, NORMALIZED))

@@ -133,8 +133,8 @@ def needed(assigns: Iterable[Assign], wanted: set[Var]) -> tuple[tuple[Assign, .
 
 def late_operands(graph: StepGraph) -> tuple[Var, ...]:
     """Operands of a step's first exchange that the states before it and parameters do not determine: they take the
-    step's inputs, too."""
-    made = {a.var for a in graph.prologue} - {a.var for a in opening(graph)}
+    step's inputs, too, or are one of these."""
+    made = {a.var for a in graph.prologue} - {a.var for a in opening(graph)} | {*graph.hoisted_outputs}
     return tuple(o for o in (graph.phases[0].operands if graph.phases else ()) if o in made)
 
 
