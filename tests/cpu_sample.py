@@ -49,7 +49,9 @@ class Array:
 def pack(packing: Any, parameters: dict[str, np.ndarray]) -> np.ndarray:
     if packing.dtype not in ("float32", "float64"):
         return runtime_pack(packing, parameters)
-    stacked = np.stack([parameters[name][gate] for name, gate in packing.sources])
+    known = [parameters[name][gate] for name, gate in packing.sources if name]
+    nothing = np.zeros(known[0].shape if known else packing.pad[1:])
+    stacked = np.stack([parameters[name][gate] if name else nothing for name, gate in packing.sources])
     padded = np.pad(stacked, [(0, to - n) for n, to in zip(stacked.shape, packing.pad, strict=True)])
     return np.ascontiguousarray(padded.reshape(packing.split).transpose(packing.order), packing.dtype)
 

@@ -19,6 +19,7 @@ from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, so
 from ecornn.numpy_tape import Traced, backward, erf, plain
 
 STEPS, BATCH, INPUT, HIDDEN = 3, 3, 5, 12
+PARTS = 2  # heads of a product, groups of a reduction
 NEAR = 2e-4  # a tie, for float32
 SENSITIVE = 4e-6  # relative, of what rounding every value to float32 changes
 Expression = tuple[Any, ...]  # (kind, ...): see ``Drawing.expression``
@@ -64,11 +65,13 @@ class Drawing:
         ("product", source, matrix)         of a value before
         ("row", kind, source)               mean, square (the mean of squares), largest: of all units
         ("whole", kind, source)             normalized, softmax: the same, at each unit
+        ("heads", source, matrix)           a product with heads
+        ("groups", kind, source)            mean, largest, normalized, softmax of the unit's own group
         ("pointwise", expression)           arithmetic at a unit
     """
 
-    def __init__(self, rng: np.random.Generator, states: int) -> None:
-        self.rng = rng
+    def __init__(self, rng: np.random.Generator, states: int, more: bool = False) -> None:
+        self.rng, self.more = rng, more
         self.states = tuple("hcnm"[:states])
         self.statements: list[Expression] = []
         self.rows: list[int] = []  # statements that are values (B, H)
@@ -86,6 +89,8 @@ class Drawing:
         for _ in range(int(rng.integers(1, 7))):
             self.statement()
         self.results = [self.result(name) for name in self.states]
+        if more and rng.random() < 0.5:
+            self.results.append(self.any(self.rows))  # y, which is no state
 
     def put(self, statement: Expression, kind: list[int], recurrent: bool) -> int:
         at = len(self.statements)
@@ -101,7 +106,15 @@ class Drawing:
 
     def statement(self) -> None:
         what = self.rng.random()
-        if what < 0.3:
+        if self.more and self.rng.random() < 0.3:
+            if what < 0.5:
+                source = self.any(v for v in self.rows if v in self.recurrent)
+                self.put(("heads", source, self.matrices), self.rows, True)
+                self.matrices += 1
+            else:
+                source, kind = self.any(self.rows), self.any(("mean", "largest", "normalized", "softmax"))
+                self.put(("groups", kind, source), self.rows, source in self.recurrent)
+        elif what < 0.3:
             source = self.any(v for v in self.rows if v in self.recurrent)
             self.put(("product", source, self.matrices), self.rows, True)
             self.matrices += 1
@@ -208,8 +221,10 @@ class Drawing:
                     continue
                 found.add(what)
                 what = self.statements[what]
-                if what[0] in ("product", "row", "whole"):
-                    waiting.append(what[1] if what[0] == "product" else what[2])
+                if what[0] in ("product", "heads"):
+                    waiting.append(what[1])
+                elif what[0] in ("row", "whole", "groups"):
+                    waiting.append(what[2])
                 elif what[0] == "pointwise":
                     waiting.append(what[1])
             elif what[0] in ("value", "number", "held"):
@@ -236,12 +251,15 @@ class Te:
             return product(self.x, self.p["W"], rest[0])
         if kind == "product":
             return product(values[rest[0]], self.p[f"R{rest[1]}"], 0)
+        if kind == "heads":
+            return product(values[rest[0]], self.p[f"R{rest[1]}"], 0, heads=PARTS)
         if kind == "pointwise":
             return pointwise(lambda b, j: self.scalar(rest[0], values, b, j), self.like)
         name, source = rest[0], values[rest[1]]
         if name == "square":
             return mean(pointwise(lambda b, j: source[b, j] * source[b, j], self.like))
-        return {"mean": mean, "largest": largest, "normalized": normalized, "softmax": softmax}[name](source)
+        of = {"mean": mean, "largest": largest, "normalized": normalized, "softmax": softmax}[name]
+        return of(source, groups=PARTS) if kind == "groups" else of(source)
 
     def scalar(self, e: Expression, values: dict[int, Any], b: Any, j: Any) -> Any:
         from tvm import te, tirx
@@ -301,7 +319,16 @@ class Tape:
             if isinstance(value, Traced):
                 return value * whole
             return np.broadcast_to(value, self.shape) if np.asarray(value).dtype == bool else Traced(value * whole)
-        name, v = rest[0], values[rest[1]]
+        if kind in ("heads", "groups"):
+            v, width = values[rest[0 if kind == "heads" else 1]], self.shape[1] // PARTS
+            cuts = [slice(n * width, (n + 1) * width) for n in range(PARTS)]
+            if kind == "heads":
+                return np.concatenate([v[:, c] @ self.p[f"R{rest[1]}"][0][c].T for c in cuts], axis=1)
+            return np.concatenate([self.row(rest[0], v[:, c]) * np.ones((1, width)) for c in cuts], axis=1)
+        return self.row(rest[0], values[rest[1]])
+
+    def row(self, name: str, v: Any) -> Any:
+        """What goes over the units of a row."""
         if name == "mean":
             return v.mean(1, keepdims=True)
         if name == "square":
@@ -361,6 +388,7 @@ class RandomCell(Cell):
 
     def __init__(self, name: str, drawing: Drawing) -> None:
         self.name, self.states, self.drawing = name, drawing.states, drawing
+        self.output = "y" * (len(drawing.results) > len(drawing.states))
         self.needed = drawing.needed()
         self.statements = [drawing.statements[n] for n in self.needed]
         # gates of W, matrices and vectors that are read count from 0
@@ -374,7 +402,8 @@ class RandomCell(Cell):
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
         count = {kind: len({e[1] for e in _parts(self.statements) if e[0] == kind}) for kind in ("wx", "vector")}
         made: dict[str, tuple[int, ...]] = {"W": (count["wx"], hidden, input)} if count["wx"] else {}
-        made |= {f"R{s[2]}": (1, hidden, hidden) for s in self.statements if s[0] == "product"}
+        width = {"product": hidden, "heads": hidden // PARTS}
+        made |= {f"R{s[2]}": (1, hidden, width[s[0]]) for s in self.statements if s[0] in width}
         return made | ({"v": (count["vector"], hidden)} if count["vector"] else {})
 
     def carry_out(self, world: Te | Tape) -> list[Any]:
@@ -389,7 +418,7 @@ class RandomCell(Cell):
     def formula(self, x: Any, states: dict[str, Any], parameters: Any) -> tuple[dict[str, Any], str]:
         """The step on a tape; the states by name, and the one that is y."""
         made = self.carry_out(Tape(x, states, parameters))
-        return dict(zip(self.states, made, strict=True)), self.states[0]
+        return dict(zip((*self.states, "y"), made, strict=False)), self.output or self.states[0]
 
 
 def _parts(of: Any) -> Iterator[Expression]:
@@ -431,7 +460,7 @@ class Drawn:
     def description(self) -> str:
         """The step in lines, ``v<n> = ...``."""
         lines = [f"v{n} = {_text(s)}" for n, s in zip(self.cell.needed, self.cell.statements, strict=True)]
-        new = [f"{s}' = v{n}" for s, n in zip(self.cell.states, self.cell.drawing.results, strict=True)]
+        new = [f"{s}' = v{n}" for s, n in zip((*self.cell.states, "y"), self.cell.drawing.results, strict=False)]
         return "\n".join([f"{self.cell.name}:", *(f"  {line}" for line in lines + new)])
 
     def width(self, hidden: int = HIDDEN, input: int = INPUT) -> int:
@@ -474,8 +503,9 @@ class Drawn:
         states, y, margin, names = list(first), [], np.inf, self.cell.states
         for t in range(len(a.x)):
             tape = Tape(x[t], dict(zip(names, states, strict=True)), parameters, rounds)
-            states = self.cell.carry_out(tape)
-            y.append(states[0])
+            made = self.cell.carry_out(tape)
+            states = made[:len(names)]
+            y.append(made[-1] if self.cell.output else made[0])
             margin = min(margin, tape.margin)
         dy, dstates = (np.asarray(d, np.float64) for d in (a.dy, a.dstates))
         backward([*zip(y, dy, strict=True), *zip(states, dstates, strict=True)])
@@ -490,11 +520,12 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-6))
 
 
-def draw(seed: int, states: int | None = None) -> Drawn:
-    """A random step, the same for the same seed, of ``states`` states, or of one to four."""
+def draw(seed: int, states: int | None = None, more: bool = False) -> Drawn:
+    """A random step, the same for the same seed, of ``states`` states, or of one to four. ``more``: also with products
+    with heads, reductions of groups, and a y that is no state."""
     for attempt in range(40):
         rng = np.random.default_rng([seed, attempt, 48])
-        drawing = Drawing(rng, states or int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])))
+        drawing = Drawing(rng, states or int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])), more)
         drawn = Drawn(seed, RandomCell(f"random_step_{seed}", drawing))
         try:
             drawn.sample()
@@ -522,8 +553,8 @@ def _text(e: Any) -> str:
         return f"v[{rest[0]}]"
     if kind in ("smooth", "guarded", "stepped"):
         return f"{rest[0]}({_text(rest[1])})"
-    if kind == "product":
-        return f"R{rest[1]} v{rest[0]}"
-    if kind in ("row", "whole"):
-        return f"{rest[0]} of v{rest[1]}"
+    if kind in ("product", "heads"):
+        return f"R{rest[1]} v{rest[0]}" + " in heads" * (kind == "heads")
+    if kind in ("row", "whole", "groups"):
+        return f"{rest[0]} of v{rest[1]}" + " in groups" * (kind == "groups")
     return f"{kind}({', '.join(map(_text, rest))})" if rest else kind

@@ -14,7 +14,10 @@ from test_published_cells import LIMIT, drawn, flat, formula
 import ecornn
 from ecornn.analysis import analyse
 from ecornn.cells import Cell, pointwise, product
+from ecornn.cli.cell_checks import Checks
 from ecornn.errors import CellError
+from ecornn.host_cpu import detect
+from ecornn.schedules.cpu import CPUSequence
 from ecornn.tune.oracle import relative_error
 
 TEXT = (Path(__file__).parent.parent / "docs" / "CELLS.md").read_text()
@@ -52,6 +55,13 @@ def test_its_cells_are_their_formulas(documented: dict[str, Cell], name: str):
     for got, want in zip((y, *after), (wanted, *last), strict=True):
         assert relative_error(got, want) <= LIMIT
     assert cell.output_names() == ours.output_names()
+
+
+def test_its_neurons_train_on_a_cpu(documented: dict[str, Cell]):
+    checks = Checks(documented["lif"], 5, 8, 3)
+    assert checks.derivative().result == "right"
+    forward, gradients = checks.run_one(detect(), CPUSequence(), "float32", None)
+    assert (forward.result, gradients.result) == ("right", "right"), gradients.why
 
 
 def test_a_stack_of_the_first_one_is_its_reference(documented: dict[str, Cell]):

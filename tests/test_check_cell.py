@@ -72,6 +72,19 @@ def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
     assert "        persistent_block  float32, tf32, float16  yes            no [" in text
 
 
+@pytest.mark.parametrize(("error", "result"), [(KeyError("d_h"), "fails"), (ScheduleError("no gradients"), "no")])
+def test_a_backward_pass_that_fails_is_no_fault_of_forward(monkeypatch: pytest.MonkeyPatch, error: Exception,
+                                                           result: str):
+    def training_program(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("ecornn.schedules.cpu.training.training_program", training_program)
+    checks = cell_checks.Checks(step_cells.Gated(), 15, 24, 3)
+    assert checks.derivative().result == "right"
+    forward, gradients = checks.run_one(resolve("cpu"), CPUSequence(), "float32", None)
+    assert forward.result == "right" and gradients.result == result and str(error) in gradients.why
+
+
 def test_a_step_that_cannot_be_analysed_is_pointed_at(tmp_path: Path):
     file = tmp_path / "mine.py"
     file.write_text(CELL.format("h[b, 0]"))

@@ -17,8 +17,11 @@ from published.base import Published
 import ecornn
 from ecornn.analysis import analyse
 from ecornn.build.link import find_compiler
+from ecornn.cli.cell_checks import Checks
+from ecornn.host_cpu import detect
 from ecornn.interpreter import output_numbers
 from ecornn.schedules import Task, all_schedules
+from ecornn.schedules.cpu import CPUSequence
 from ecornn.tune.oracle import relative_error
 from ecornn.workload import Workload
 
@@ -28,6 +31,7 @@ LIMIT = 1e-5  # relative; some roundings of float32
 LATER = {"lstm_1997", "lstm_slim3", "sublstm", "mgu2", "ligru", "mut1", "mut2", "caru", "fast_rnn", "mi_rnn", "ct_rnn",
          "mega_ema", "t_rnn", "min_gru", "brc", "echo_state", "cfn", "alif", "gru3", "unicornn",
          "antisymmetric"}
+OWN_GRADIENTS = {"lru", "lif"}  # whose gradients with respect to a product are states of the backward pass
 GPU = [s for s in all_schedules().values() if s.kind == "cuda"]
 
 
@@ -95,6 +99,18 @@ def test_compiled_for_the_cpu(name: str):
     y, after = module.bind(flat(cell, parameters), threads=1)(x, states)
     for what, got, want in zip(("y", *cell.states), (y, *after), (wanted, *last), strict=True):
         assert relative_error(got, want) <= LIMIT, what
+
+
+@pytest.mark.usefixtures("quick_host_code")
+@pytest.mark.parametrize("name", [n if n in OWN_GRADIENTS else pytest.param(n, marks=pytest.mark.exhaustive)
+                                  for n in CELLS])
+def test_trained_on_the_cpu(name: str):
+    """Its gradients are those that the analysis derives, which agree with differences of the te step in float64."""
+    cell = CELLS[name]
+    checks = Checks(cell, cell.hidden if cell.square else I, cell.hidden, B)
+    assert checks.derivative().result == "right"
+    for outcome in checks.run_one(detect(), CPUSequence(), "float32", None):
+        assert outcome.result == "right", outcome.why
 
 
 @pytest.mark.exhaustive

@@ -189,11 +189,18 @@ class Checks:
         work = self.work(dtype, weights)
         given, upstream = self.inputs(work)
         layer: Any = None
+        untrained: Exception | None = None  # why there is no module that trains
+
+        def compiled(trains: bool) -> Any:
+            return compile(self.cell, hidden=self.hidden, input=self.input, batch=self.batch, seq=oracle.STEPS,
+                           dtype=dtype, weights=weights, training=trains, target=device, schedule=schedule.name)
 
         def forward() -> Outcome:
-            nonlocal layer
-            module = compile(self.cell, hidden=self.hidden, input=self.input, batch=self.batch, seq=oracle.STEPS,
-                             dtype=dtype, weights=weights, training=training, target=device, schedule=schedule.name)
+            nonlocal layer, untrained
+            try:
+                module = compiled(training)
+            except Exception as error:  # of the backward pass, where there is a module without one
+                untrained, module = error, compiled(False)
             layer = module.bind(typed(given.flat, dtype))
             layer.whole_rows = True
             y, state = layer(given.x.astype(dtype), [s.astype(dtype) for s in given.states])
@@ -203,6 +210,8 @@ class Checks:
         def gradients() -> Outcome:
             if layer is None:
                 return UNTRIED
+            if untrained is not None:
+                raise untrained
             found = self.derived(given, upstream)
             _, _, kept = layer.forward(given.x.astype(dtype), [s.astype(dtype) for s in given.states])
             got = layer.backward(kept, upstream[0].astype(dtype), [d.astype(dtype) for d in upstream[1]])

@@ -1,0 +1,171 @@
+"""Random steps trained on a CPU: results and gradients against a tape in float64, and never an error without a type.
+
+    ECORNN_RANDOM_STEPS=1000 pytest -n 0 -s -m exhaustive tests/test_random_steps.py    # prints figures
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_training_sample import Call, Layer, build, compare
+from random_steps import BATCH, HIDDEN, INPUT, STEPS, Drawn, draw, relative
+
+from ecornn.analysis.operators import OPERATORS
+from ecornn.cells import Cell, largest, pointwise, product
+from ecornn.errors import EcornnError
+from ecornn.workload import Traversal
+
+# a product that is a state, among others; a parameter that is one; a maximum of hoisted values that the step reads; a
+# comparison as a number; new states of states that others have a part of
+SEEDS = (2, 3, 7, 16, 17, 38)
+COUNT = int(os.environ.get("ECORNN_RANDOM_STEPS", "1000"))
+FIRST = int(os.environ.get("ECORNN_RANDOM_STEPS_FROM", "1000"))
+TOGETHER = 10  # layers in a module
+MASKED = Traversal(lengths=True, resets=True, reverse=True)
+
+
+class Averages(Cell):
+    """Two moving averages of one product: the gradient of each goes on by itself."""
+
+    name, states = "averages", ("f", "g")
+
+    def parameters(self, input, hidden):
+        return {"W": (1, hidden, input)}
+
+    def step(self, x, states, p):
+        (f, g), wx = states, product(x, p["W"], 0)
+        return [pointwise(lambda b, j: 0.9 * f[b, j] + 0.1 * wx[b, j], f),
+                pointwise(lambda b, j: 0.5 * g[b, j] + 0.5 * wx[b, j], f)]
+
+    @staticmethod
+    def formula(x, s, p):
+        wx = x @ p["W"][0].T
+        return {"f": 0.9 * s["f"] + 0.1 * wx, "g": 0.5 * s["g"] + 0.5 * wx}, "f"
+
+
+class Projected(Cell):
+    """A state that is a product of x, one that is a parameter, and one that is the state before."""
+
+    name, states = "projected", ("h", "a", "b", "c")
+
+    def parameters(self, input, hidden):
+        return {"W": (1, hidden, input), "R": (1, hidden, hidden), "v": (1, hidden)}
+
+    def step(self, x, states, p):
+        (h, a, b, c), wx, v = states, product(x, p["W"], 0), p["v"]
+        rb = product(b, p["R"], 0)
+        return [pointwise(lambda i, j: 0.5 * h[i, j] * c[i, j] + rb[i, j], h), wx,
+                pointwise(lambda i, j: v[0, j], h), a]
+
+    @staticmethod
+    def formula(x, s, p):
+        return {"h": 0.5 * s["h"] * s["c"] + s["b"] @ p["R"][0].T, "a": x @ p["W"][0].T,
+                "b": p["v"][0] + 0.0 * s["h"], "c": s["a"]}, "h"
+
+
+class Peak(Cell):
+    """The largest product of x, which the step reads as it is."""
+
+    name, states = "peak", ("h",)
+
+    def parameters(self, input, hidden):
+        return {"W": (1, hidden, input)}
+
+    def step(self, x, states, p):
+        (h,), wx = states, product(x, p["W"], 0)
+        top = largest(wx)
+        return [pointwise(lambda b, j: 0.5 * h[b, j] + wx[b, j] * top[b] * h[b, j], h)]
+
+    @staticmethod
+    def formula(x, s, p):
+        wx = x @ p["W"][0].T
+        value = wx.value
+        top = wx[np.arange(len(value)), value.argmax(axis=1)].reshape(-1, 1)
+        return {"h": 0.5 * s["h"] + wx * top * s["h"]}, "h"
+
+
+def layer_of(drawn: Drawn) -> Layer:
+    return Layer(drawn.cell, drawn.width(), HIDDEN, BATCH, STEPS, keep=("gates", "states")[drawn.seed % 2])
+
+
+def errors(drawn: Drawn, layer: Layer) -> dict[str, float]:
+    """What is beyond its limit, relative to the tape."""
+    a = drawn.sample()
+    found = layer(Call(a.x, a.states, a.dy, a.dstates, a.parameters))
+    off = {n: relative(found[n], v) for n, v in drawn.reference(a).items()}
+    return {n: e for n, e in off.items() if not e < (1e-5 if n == "y" or n.endswith("_out") else 2e-5)}
+
+
+def test_steps_that_share_values_and_states_that_are_products_train(tmp_path: Path):
+    """Also with lengths, resets, backwards in time, and a chunk after another."""
+    drawn = [draw(seed) for seed in SEEDS]
+    layers = [layer_of(d) for d in drawn]
+    own = [Layer(Averages(), INPUT, HIDDEN, BATCH, 7), Layer(Projected(), INPUT, HIDDEN, BATCH, 7, MASKED),
+           Layer(Peak(), INPUT, HIDDEN, BATCH, 7)]
+    build(tmp_path, *layers, *own)
+    for d, layer in zip(drawn, layers, strict=True):
+        assert not errors(d, layer), d.description
+    for layer in own:
+        compare(layer, layer.arguments(7, BATCH))
+
+
+@pytest.mark.exhaustive
+def test_many_random_steps(tmp_path: Path):
+    found: dict[str, list[Any]] = defaultdict(list)
+    waiting: list[tuple[Drawn, Layer]] = []
+
+    def kind_of(error: Exception) -> str:
+        """An error of ecornn that names an operator is a reason."""
+        named = any(operator in str(error) for operator in OPERATORS)
+        return "refused" if isinstance(error, EcornnError) and named else "untyped"
+
+    def run(some: list[tuple[Drawn, Layer]]) -> None:
+        try:
+            build(tmp_path, *(layer for _, layer in some))
+        except Exception as error:
+            if len(some) == 1:
+                found[kind_of(error)].append((some[0][0].seed, repr(error)[:200]))
+            else:
+                for one in some:
+                    run([one])
+            return
+        for drawn, layer in some:
+            off = errors(drawn, layer)
+            found["wrong" if off else "trained"].append((drawn.seed, off))
+
+    for seed in range(FIRST, FIRST + COUNT):
+        drawn = draw(seed)
+        try:
+            waiting.append((drawn, layer_of(drawn)))
+        except Exception as error:
+            found[kind_of(error)].append((seed, repr(error)[:200]))
+        if len(waiting) == TOGETHER or seed == FIRST + COUNT - 1:
+            if waiting:
+                run(waiting)
+            waiting = []
+    print(f"{COUNT} random steps: " + ", ".join(f"{len(found[k])} {k}" for k in ("trained", "refused", "wrong",
+                                                                               "untyped")))
+    assert not found["wrong"] and not found["untyped"], dict(found["wrong"]) | dict(found["untyped"])
+    assert len(found["refused"]) <= COUNT // 100, found["refused"]
+
+
+def test_the_generator_is_the_same_each_time_and_has_every_kind_of_value():
+    kinds: set[str] = set()
+    for seed in range(60):
+        drawn = draw(seed)
+        assert drawn.description == draw(seed).description
+        kinds |= {part for statement in drawn.cell.statements for part in _kinds(statement)}
+        a = drawn.sample()
+        assert all(np.isfinite(v).all() for v in drawn.reference(a).values())
+    assert kinds >= {"x", "wx", "product", "mean", "square", "largest", "normalized", "softmax", "select", "compare",
+                     "max", "min", "abs", "cast", "vector", "constant", "held", "floor", "log1p", "erf", "and", "not"}
+
+
+def _kinds(e: Any) -> set[str]:
+    return {v for part in e for v in ([part] if isinstance(part, str) else _kinds(part) if isinstance(part, tuple)
+                                      else ())}
