@@ -3,9 +3,12 @@ that is empty at first; and another CPU to take this one for, where ECORNN_TEST_
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -24,6 +28,9 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR.name
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.load_profile("any machine")
 
+
+# Under python -O, too, what these assert is held: pytest writes their assertions anew, as it does those of tests.
+pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "conftest"))
 
 # Tests, by the begin of their files' names, of what is around a CPU's layer, whatever its tiles.
 AROUND = ("test_gradient_matrix", "test_late_operands", "test_operators", "test_outputs", "test_pytorch_cases_",
@@ -94,6 +101,38 @@ def _exact_products(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
+
+
+Start = Callable[..., "subprocess.Popen[Any]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts processes, as ``subprocess.Popen``, to which signals do what they do by default, also where the suite is
+    started with some of them ignored, as by ``nohup``. With the test they end, and all that they started."""
+    mark, made = f"ECORNN_TEST_STARTED_{secrets.token_hex(8)}", list["subprocess.Popen[Any]"]()
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
+        options["env"] = {**(options.get("env") or os.environ), mark: "1"}
+        ignored = [s for s in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(s) is signal.SIG_IGN]
+        for which in ignored:  # a program that is started inherits what is ignored, not what a function handles
+            signal.signal(which, lambda *_: None)
+        try:
+            made.append(subprocess.Popen(*arguments, **options))
+        finally:
+            for which in ignored:
+                signal.signal(which, signal.SIG_IGN)
+        return made[-1]
+
+    yield popen
+    for process in psutil.process_iter(["environ"]):  # whatever has become of the process between
+        if mark in (process.info["environ"] or ()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    for one in made:
+        one.wait()
+        for pipe in filter(None, (one.stdin, one.stdout, one.stderr)):
+            pipe.close()
 
 
 @pytest.fixture

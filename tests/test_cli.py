@@ -293,19 +293,15 @@ def test_overlaps_are_chosen_said_and_explained():
     assert "wavefront" not in run(*layer, "--layers", "4", "--overlap", "none")
 
 
-def test_interrupting_keeps_the_trials_and_exits_with_130(folder):
+def test_interrupting_keeps_the_trials_and_exits_with_130(folder, start):
     program = [sys.executable, "-c", "from ecornn.cli import tune; tune()"]
     command = [*program, *LAYER, "--hidden", "32", "--trials", "400", "--no-torch"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              env=dict(os.environ)) as process:
-        try:
-            deadline = time.monotonic() + 120
-            while time.monotonic() < deadline and not any(read(p).trials() for p in folder.glob("*.jsonl")):
-                time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-            output, _ = process.communicate(timeout=30)
-        finally:
-            process.kill()
+    process = start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not any(read(p).trials() for p in folder.glob("*.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate()
     assert process.returncode == 130 and "the same command goes on" in output
     (path,) = folder.glob("*.jsonl")
     log = read(path)

@@ -147,14 +147,14 @@ def test_code_2_is_what_cannot_be_done(arguments, tmp_path):
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
-def test_code_130_is_stopped_and_leaves_nothing_behind(tmp_path, which):
+def test_code_130_is_stopped_and_leaves_nothing_behind(tmp_path, which, start):
     """A compilation, while a compiler runs."""
     temporary, compiler = tmp_path / "temporary", tmp_path / "c++"
     temporary.mkdir()
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 1000\n')
     compiler.chmod(0o755)
     command = [sys.executable, "-m", "ecornn", "compile", *LAYER, "-o", str(tmp_path / "m.so")]
-    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={
+    running = start(command, stderr=subprocess.PIPE, text=True, env={
         **os.environ, "TMPDIR": str(temporary), "CXX": str(compiler), "ECORNN_CACHE": "off"})
     below: list[psutil.Process] = []
     while not any(process.name() == "sleep" for process in below):
@@ -162,7 +162,7 @@ def test_code_130_is_stopped_and_leaves_nothing_behind(tmp_path, which):
         time.sleep(0.1)
         below = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(which)
-    said = running.communicate(timeout=60)[1]
-    _, alive = psutil.wait_procs(below, timeout=10)
+    said = running.communicate()[1]
+    _, alive = psutil.wait_procs(below, timeout=120)
     assert running.returncode == 130 and "Traceback" not in said and said.endswith("stopped\n")
     assert not alive and not list(temporary.iterdir()) and not (tmp_path / "m.so").exists()

@@ -159,21 +159,20 @@ def test_ctrl_c_stops_what_a_process_does_before_anything_is_built(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [
     signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)])
-def test_a_signal_that_ends_it_leaves_nothing_behind(which, tmp_path):
+def test_a_signal_that_ends_it_leaves_nothing_behind(which, tmp_path, start):
     log, temporary = tmp_path / "log.jsonl", tmp_path / "temporary"
     temporary.mkdir()
     command = [sys.executable, "-m", "ecornn", "tune", "--cell", "lstm", "--hidden", "64", "--target", "cpu"]
-    running = subprocess.Popen([*command, "--no-torch", "--output", str(log)],
-                               env={**os.environ, "TMPDIR": str(temporary)},
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = start([*command, "--no-torch", "--output", str(log)], env={**os.environ, "TMPDIR": str(temporary)},
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not log.exists() or len(read(log).trials()) < 2:
         assert running.poll() is None
         time.sleep(0.1)
     below = psutil.Process(running.pid).children(recursive=True)
     running.send_signal(which)
-    said = running.communicate(timeout=60)[0]
+    said = running.communicate()[0]
     assert running.returncode == 130 and "the same command goes on" in said
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=120)
     assert not alive and not list(temporary.iterdir())
 
 

@@ -30,7 +30,7 @@ from ecornn.tune.remote import NoServer, Tracker
 from ecornn.tune.serving import HANDSHAKE, WARM, require_loopback, start
 
 asked: list[str] = []  # in a worker process
-LIMIT = 60.0  # seconds for a server to start, on a busy machine
+LIMIT = 240.0  # seconds for a server to start, on a busy machine
 
 
 def free_port() -> int:
@@ -125,13 +125,13 @@ def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
         assert below
         server.kill()  # alone: the processes that it started notice
         server.wait()
-        _, alive = psutil.wait_procs(below, timeout=10)
+        _, alive = psutil.wait_procs(below, timeout=120)
         assert not alive
         wait_for(lambda: tracker.servers() == 0)
 
 
 @pytest.mark.slow
-def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker, tmp_path):
+def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker, tmp_path, start):
     """Killed: a server once there are a few trials, and the command itself a little later."""
     listed, output, each = tmp_path / "layers.txt", tmp_path / "log.jsonl", 5
     listed.write_text("# two lines, three layers\n--cell lstm --hidden 16 --batch 2 --seq 8\n\n"
@@ -143,15 +143,15 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
         return [t for t in read(output).trials() if t.stage == "search"] if output.exists() else []
 
     with servers(tracker, 2) as running:
-        first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        first = start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         wait_for(lambda: len({t.run for t in trials()}) == 2)  # at once, a server each
         kill_tree(running[0])
         wait_for(lambda: len(trials()) >= 6)
         first.send_signal(signal.SIGINT)
-        said, _ = first.communicate(timeout=LIMIT)
+        said, _ = first.communicate()
         assert first.returncode == 130 and "the same command goes on" in said, said
         done = trials()
-        again = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=2 * LIMIT)
+        again = subprocess.run([*command, "--json"], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert "[3/3] " in again.stderr and " trials in the log" in again.stderr
     results = json.loads(again.stdout)

@@ -40,7 +40,8 @@ def training_program(task: Task, config: Config) -> Program:
     entries[BACKWARD] = Entry((backward_call,), tuple(b.name for b in backward.buffers))
     buffers: dict[str, Buffer] = {}
     for b in (*run.buffers, *keeping.buffers, *backward.buffers):
-        assert buffers.setdefault(b.name, b) == b, f"two buffers {b.name}"
+        known = buffers.setdefault(b.name, b)
+        assert known == b, f"two buffers {b.name}"
     return replace(run, functions=functions, buffers=tuple(buffers.values()), entries=entries)
 
 
