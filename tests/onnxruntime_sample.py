@@ -73,14 +73,14 @@ def rewritten(model: Any, folder: Path, threads: int = 1, **more: Any) -> tuple[
     return made, session(out, ecornn.onnxruntime.session_options(out, threads=threads))
 
 
-def alike(one: Any, other: Any, feeds: Mapping[str, np.ndarray], limit: float = LIMIT) -> None:
-    """That two sessions have the same outputs."""
+def alike(one: Any, other: Any, feeds: Mapping[str, np.ndarray], limit: float = LIMIT, least: float = 0.0) -> None:
+    """That two sessions have the same outputs, to ``limit`` of their norm, or of that of values of ``least``."""
     names = [o.name for o in one.get_outputs()]
     assert [o.name for o in other.get_outputs()] == names
     for name, found, wanted in zip(names, one.run(None, feeds), other.run(None, feeds), strict=True):
         assert found.dtype == wanted.dtype and found.shape == wanted.shape, name
         error = np.linalg.norm(found.astype(float) - wanted.astype(float))
-        assert error <= limit * np.linalg.norm(wanted.astype(float)), f"{name}: {error}"
+        assert error <= limit * max(np.linalg.norm(wanted.astype(float)), least * wanted.size**0.5), f"{name}: {error}"
 
 
 def speech(path: Path) -> None:

@@ -16,6 +16,7 @@ from ecornn.onnxruntime import modules
 
 MANY = int(os.environ.get("ECORNN_RANDOM_ONNX", "300"))
 FIRST = int(os.environ.get("ECORNN_RANDOM_ONNX_FIRST", "1000"))
+LEAST = 0.1  # states of some turns may be small, and what is added up to them is not
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,7 +51,7 @@ def check(seed: int, folder: Path) -> int:
     before = session(sample.plain)
     after = session(out, ecornn.onnxruntime.session_options(out, threads=1))
     for number, (steps, rows) in enumerate(sample.sizes):
-        alike(after, before, feeds_of(sample, steps, rows, number))
+        alike(after, before, feeds_of(sample, steps, rows, number), least=LEAST)
     return len(made.taken)
 
 
