@@ -27,6 +27,7 @@ from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import ALONE, Workload
 
 VALUES, GRADIENTS = 1e-5, 2e-5  # relative
+REFUSED = "depends on neither x nor a state"  # a sum or maximum of parameters, by its name
 SEEDS = range(*map(int, os.environ.get("ECORNN_RANDOM_STEPS", "0:40").split(":")))
 
 
@@ -86,7 +87,7 @@ def test_a_training_step(seed: int, chosen: bool, tmp_path: Path):
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("chosen", [True, False], ids=["chosen", "others"])
 def test_many_training_steps(chosen: bool):
-    """None is refused, none is wrong, and none ends in an error of another kind."""
+    """None is wrong, none ends in an error of another kind, and none is refused but for one reason."""
     tally, faults = Counter[str](), []
     for seed in SEEDS:
         drawn = draw(seed)
@@ -96,8 +97,8 @@ def test_many_training_steps(chosen: bool):
                 errors = wrong(drawn, program, Path(folder), arch)
         except (CellError, ScheduleError) as error:
             tally["refused"] += 1
-            faults.append(f"{seed} is refused: {error}")
-            print(faults[-1], flush=True)
+            print(seed, f"is refused: {error}", flush=True)
+            faults += [] if REFUSED in str(error) else [f"{seed} is refused: {error}"]
             continue
         except Exception as error:  # whatever it is
             tally["other errors"] += 1
