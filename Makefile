@@ -32,7 +32,7 @@ define install
 	@touch $@
 endef
 
-.PHONY: setup run examples test test-cpus test-packages soak lint docs test-wheel bench sanitize clean
+.PHONY: setup run examples test test-optimized test-cpus test-packages soak lint docs test-wheel bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -73,6 +73,13 @@ examples: $(VENV)/installed-examples
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)
+
+# Without assertions in the package: python -O drops them. Pytest rewrites those of tests, which hold.
+OPTIMIZED := $(addprefix tests/,test_asserts.py test_runtime_layer.py test_runtime_packing.py test_cpu_training.py \
+	test_torch_recurrent.py)
+test-optimized: $(VENV)/installed-test
+	$(BIN)/python -O -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" \
+		-W "ignore:assertions not in test modules:pytest.PytestConfigWarning" $(OPTIMIZED) $(PYTEST)
 
 # An older CPU's code runs on a newer one: tests with this CPU, then with each of CPUS in its place.
 test-cpus:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 
 from ecornn import temporary
+from ecornn.boundary import public
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
@@ -98,6 +99,7 @@ def device_of(target: str | Device | None) -> Device:
     return resolve(target if target is not None else default_target())
 
 
+@public
 def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
@@ -192,6 +194,7 @@ def generate(planned: LayerPlan) -> Generated:
                          planned.device)
 
 
+@public
 def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = BATCH, seq: int = SEQ,
             dtype: str = "float32", weights: str | None = None, precision: str | None = None, layers: int = 1,
             bidirectional: bool = False, lengths: bool = False, resets: bool = False, reverse: bool = False,
@@ -246,6 +249,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
     return compile_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap, out=out)
 
 
+@public
 def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
                   config: Mapping[str, Value] | None = None, overlap: str = "auto",
                   out: str | Path | None = None) -> Module:

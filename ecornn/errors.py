@@ -94,3 +94,17 @@ class ModuleError(EcornnError):
 
 class RecordError(EcornnError, ValueError):
     """A tuning record or log line does not follow the format."""
+
+
+class InternalError(EcornnError, RuntimeError):
+    """A fault of ecornn's own, at a layer that it should have served or refused. ``__cause__`` is the error that showed
+    it, ``layer`` what was called with what, and ``versions`` those of all that took part."""
+
+    def __init__(self, error: BaseException | str, layer: str, versions: str) -> None:
+        what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        super().__init__(f"ecornn failed in {layer}: {what}. This is a fault of ecornn, not of the call: please report "
+                         f"it with this message and the traceback. Versions: {versions}")
+        self.what, self.layer, self.versions = what, layer, versions
+
+    def __reduce__(self) -> tuple[type[InternalError], tuple[str, str, str]]:
+        return type(self), (self.what, self.layer, self.versions)

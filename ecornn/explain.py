@@ -13,6 +13,7 @@ import msgspec
 
 from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import narrow_terms
+from ecornn.boundary import public
 from ecornn.floor import Step, floor_of, machine_of
 from ecornn.tune.choose import candidates, refusal
 from ecornn.tune.record import Trial
@@ -126,6 +127,7 @@ CHIP = {"blocks": "blocks", "threads": "threads", "registers": "registers", "sha
 OF_A_THREAD = {"llvm": {"threads": "threads_of_a_call"}}
 
 
+@public
 def explain(planned: LayerPlan) -> Explanation:
     """Explains a plan. Sequences of a stack that have the same sizes, direction and choice are one part."""
     from ecornn.task import adjoint_task

@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ecornn.boundary import public
 from ecornn.errors import EcornnError, ModuleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.manifest import Manifest
@@ -51,6 +52,7 @@ def had(module: Module) -> Module:
     return module
 
 
+@public
 def save_modules(folder: str | os.PathLike[str]) -> list[Path]:
     """Copies the module files that ``ecornn.torch`` has used in this process to a folder, for processes with
     ``ECORNN_MODULES=folder``. They are named after their content, so that several programs may share a folder.

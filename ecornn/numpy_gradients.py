@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from ecornn.boundary import public
 from ecornn.errors import ShapeError
 from ecornn.numpy_layers import Array, States, checked, run
 from ecornn.numpy_reference import formula_of
 from ecornn.numpy_tape import Traced, backward
 
 
+@public
 def reference_gradients(cell: str, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None = None, *, dy: Any,
                         dstate: Sequence[Any] | None = None, lengths: Any = None,
                         resets: Any = None) -> tuple[Array, dict[str, Array], States]:

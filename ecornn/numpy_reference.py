@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.boundary import public
 from ecornn.errors import ArgumentError
 from ecornn.numpy_layers import Array, Formula, States, checked, run, weight
 from ecornn.outputs import by_output
@@ -136,6 +137,7 @@ def _as_in_pytorch(kind: str, layer: int, reverse: bool) -> str:
     return f"{kind}_l{layer}" + ("_reverse" if reverse else "")
 
 
+@public
 def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None = None, *,
               lengths: Any = None, resets: Any = None) -> tuple[Any, States]:
     """Runs a layer, or a stack of them, in float64. Layers and directions are those of the weights' names.

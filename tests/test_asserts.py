@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = "ecornn", "schedules", "benchmarks", "examples"
 FILES = sorted(path for place in PLACES for path in (ROOT / place).rglob("*.py"))
+# Of the functions of builtins.
 PURE = {"abs", "all", "any", "bool", "float", "frozenset", "getattr", "hasattr", "int", "isinstance", "issubclass",
-        "len", "list", "max", "min", "range", "set", "sorted", "str", "sum", "tuple", "type"}  # of the functions of builtins
+        "len", "list", "max", "min", "range", "set", "sorted", "str", "sum", "tuple", "type"}
 
 
 def effects(source: str) -> Iterator[str]:

@@ -256,8 +256,11 @@ def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(saying, "EVERY", 0.05)
     with saying.Saying() as told:
         told("compiling")
-        time.sleep(0.3)
-    lines = capsys.readouterr().err.splitlines()
+        said = ""
+        while "still" not in said:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    lines = said.splitlines()
     assert lines[0] == "compiling" and lines[1].startswith("  still compiling, ")
 
 

@@ -181,9 +181,8 @@ def test_from_tuning_to_a_timed_module(folder, tmp_path):
     trials = [t for t in read(path).trials() if t.stage == "search"]
     assert len(trials) == 5 and all(t.check <= 1e-5 for t in trials if t.times)
     before = path.read_bytes()
-    began = time.monotonic()
     assert "This run is finished: 5 trials" in run(*command)
-    assert path.read_bytes() == before and time.monotonic() - began < 5
+    assert path.read_bytes() == before
 
     finish = next(line.record for line in read(path).lines if isinstance(line.record, Finish))
     module = tmp_path / "lstm24.so"

@@ -69,8 +69,8 @@ def files(tmp_path_factory) -> list[str]:
 
 def run(files: list[str], program: str, **environment: str) -> None:
     """Runs PROGRAM and this in a process of its own, without PyTorch, whoever else wants the cores."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM + program, *files], capture_output=True, text=True, timeout=90,
-                          env={**os.environ, "ECORNN_CROWDED": "off", **environment}, check=False)
+    done = subprocess.run([sys.executable, "-c", PROGRAM + program, *files], capture_output=True, text=True,
+                          timeout=240, env={**os.environ, "ECORNN_CROWDED": "off", **environment}, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -109,7 +109,7 @@ for _ in range(5):
     operation()
 assert tasks() - alone == {2 if wanted else 0}, (alone, tasks())
 """
-    done = subprocess.run([sys.executable, "-c", program, *files], capture_output=True, text=True, timeout=90, env={
+    done = subprocess.run([sys.executable, "-c", program, *files], capture_output=True, text=True, timeout=240, env={
         **nothing_set, **({"ECORNN_OPENMP": wanted, "ECORNN_CROWDED": "off"} if wanted else {})}, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -393,7 +393,7 @@ def test_without_ecornn(fast: Path, recognizer: Path, tmp_path: Path):
     fast.with_suffix(".modules").rename(folder)
     try:
         subprocess.run([sys.executable, "-c", ALONE, str(fast), str(folder / "libecornn_onnxruntime.so"),
-                        str(tmp_path / "y.npy")], check=True, cwd="/", env={}, timeout=60)
+                        str(tmp_path / "y.npy")], check=True, cwd="/", env={}, timeout=240)
     finally:
         folder.rename(fast.with_suffix(".modules"))
     wanted = session(recognizer).run(None, {"x": np.ones((9, 2, 20), np.float32)})[0]

@@ -148,12 +148,12 @@ def test_ctrl_c_stops_what_a_process_does_before_anything_is_built(monkeypatch):
     with Session("cpu", entries=ENTRIES) as session:
         first = session.pool
         with pytest.raises(KeyboardInterrupt), ProcessEvaluator(
-                make(), "lstm", lambda _: first.builders[0].call("tune_fakes:nap", 60.0, bool, 90.0), first,
-                limit=60.0, seed=0):
+                make(), "lstm", lambda _: first.builders[0].call("tune_fakes:nap", 600.0, bool, 900.0), first,
+                limit=600.0, seed=0):
             began = time.monotonic()
             time.sleep(1.0)
             raise KeyboardInterrupt
-        assert time.monotonic() - began < 20 and first.closed and session.pool is not first
+        assert time.monotonic() - began < 250 and first.closed and session.pool is not first
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ value and nothing else.
 | exit code | meaning |
 |---|---|
 | 0 | done |
-| 1 | the command ran, and its answer is no: nothing was found that works, or a check failed |
+| 1 | the command ran, and its answer is no: nothing was found that works, or a check failed; or ecornn has a fault |
 | 2 | what was asked for cannot be done: wrong arguments, a file that is no log or module, a missing compiler |
 | 130 | stopped by Ctrl-C; what was done is kept. `serve`, which has no other end, exits with 0 |
 """

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import shlex
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import click
 
-from ecornn.errors import EcornnError
+from ecornn.boundary import public
+from ecornn.errors import EcornnError, InternalError
 from ecornn.layer_spec import usual_dtype
 from ecornn.workload import BATCH, DTYPES, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
@@ -25,7 +28,9 @@ SIZE = click.IntRange(min=1, max=1 << 20)
 
 
 def plain_errors(function: F) -> F:
-    """An :class:`EcornnError`, and what the system says of a file, become one message and exit code 2, Ctrl-C 130."""
+    """An :class:`EcornnError`, and what the system says of a file, become one message and exit code 2, Ctrl-C 130; a
+    fault of ecornn's own 1, and with ECORNN_TRACEBACK=1 in the environment its traceback is shown."""
+    checked = public(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +38,12 @@ def plain_errors(function: F) -> F:
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")
         try:
-            return function(*args, **kwargs)
+            return checked(*args, **kwargs)
+        except InternalError as error:
+            if os.environ.get("ECORNN_TRACEBACK") == "1":
+                traceback.print_exception(error)
+            click.echo(f"error: {error} (ECORNN_TRACEBACK=1 shows the traceback)", err=True)
+            raise SystemExit(1) from None
         except EcornnError as error:
             click.echo(f"error: {error}", err=True)
             raise SystemExit(2) from None

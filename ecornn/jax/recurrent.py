@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ecornn.boundary import public
 from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError, WeightsError
 from ecornn.host_cpu import physical_cores
 from ecornn.jax.handler import TARGET, register
@@ -25,6 +26,7 @@ _MOST_THREADS = 1024
 Arrays = tuple[jax.Array, ...]
 
 
+@public
 def recurrent(module: Module, *, threads: int | None = None) -> Recurrent:
     """A module as a function of JAX arrays.
 
@@ -70,6 +72,7 @@ class Recurrent:
     def __repr__(self) -> str:
         return f"<ecornn.jax.Recurrent of {self.module!r}>"
 
+    @public
     def __call__(self, weights: Mapping[str, jax.Array], x: jax.Array, state: Sequence[jax.Array] | None = None, *,
                  lengths: Any = None, resets: Any = None) -> tuple[jax.Array, Arrays]:
         """Runs the sequence ``x``.

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ecornn.boundary import public
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.layer_spec import LayerSpec
@@ -26,6 +27,7 @@ class OnnxLayer:
     def __init__(self, node: Node, layer: Layer) -> None:
         self.node, self.layer = node, layer
 
+    @public
     def __call__(self, x: Any, sequence_lens: Any = None, initial_h: Any = None,
                  initial_c: Any = None) -> tuple[Any, ...]:
         """Runs the node on NumPy arrays of its data type, or of the layer's, and returns such.
@@ -101,6 +103,7 @@ def as_type(value: Any, dtype: str) -> Any:
     return value.astype(dtype)
 
 
+@public
 def compile(node: Node, *, batch: int = BATCH, seq: int = SEQ, target: str | Device | None = None,
             dtype: str | None = None) -> OnnxLayer:
     """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``.

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ecornn.boundary import public
 from ecornn.errors import ArgumentError, ModuleError, WeightsError
 from ecornn.onnx.constants import DOMAINS, Scope
 from ecornn.onnx.node import GATES, Node, Shared, interpret
@@ -18,6 +19,7 @@ TYPES = {"activation_alpha": "FLOATS", "activation_beta": "FLOATS", "activations
          "linear_before_reset": "INT"}
 
 
+@public
 def read(model: Any, node: str | None = None) -> Node:
     """A recurrent node of a model, with its weights.
 

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ecornn.boundary import public
 from ecornn.errors import ArgumentError, ModuleError
 from ecornn.onnxruntime.library import NAME
 
@@ -18,6 +19,7 @@ def folder_of(model: str | os.PathLike[str]) -> Path:
     return Path(model).with_suffix(".modules")
 
 
+@public
 def session_options(model: str | os.PathLike[str], options: Any = None, *, threads: int | None = None) -> Any:
     """Options for a session of a model that :func:`ecornn.onnxruntime.rewrite` wrote.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ecornn.boundary import public
 from ecornn.compiler import device_of
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, BuildError, EcornnError, ModuleError
@@ -57,6 +58,7 @@ class Rewritten:
     left: tuple[Left, ...]
 
 
+@public
 def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None, seq: int | None = None,
             target: str | Device | None = None, dtype: str | None = None) -> Rewritten:
     """Writes a model whose LSTM, GRU and RNN nodes are compiled, for :func:`ecornn.onnxruntime.session_options`.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ecornn.boundary import public, refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.runtime.addressed import AddressedCall
@@ -109,42 +110,47 @@ class Caller(TrainingCalls):
         ArgumentError : an argument is no array, or of another framework than x; ``lengths``, ``resets`` or
             ``sequences`` for a module that was compiled without them; or Columns that wrap around elsewhere
         """
-        arrays = arrays_of(x, "x")
-        x = arrays.take(x, "x")
-        if self._inputs or inputs is not None:
-            x, _ = rows_with(self.manifest, arrays, x, inputs)
-        if batch_first:
-            if out is not None:
-                raise ArgumentError("out", type(out), "None with batch_first=True")
-            x = arrays.swapped(x)
-        steps, batch = self._check_x(arrays, x)
-        x, x_at = arrays.ready(x, "x")
-        masks: list[Placed] = []
-        active, rows = steps, batch
-        if self._masked or not (lengths is None and resets is None and sequences is None):
-            masks, active, rows = self._masks(arrays, x, steps, batch, lengths, resets, sequences)
-        states = None if state is None else self._check_state(arrays, state, rows)
-        library = self.library
-        if out is None:
-            y, y_at = arrays.empty((steps, batch, self.width), x, library)
-        else:
-            y, y_at = self._check_out(arrays, out, (steps, batch, self.width), [(x, x_at), *(states or ())])
-        if active < steps and not arrays.clear(y, active):
-            active = steps
-        shape = self.state_shape(rows)
-        after = [arrays.empty(shape, x, library) for _ in self._names]
-        read, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
-        if arrays.staged and not self._on_cpu:
-            self._by_copies(active, batch, rows, states is not None, read, outputs)
-        else:
-            queue: int = self.threads or arrays.queue(self.device)
-            self._launch(arrays, x, queue, (active, batch, rows), states is not None, [at for _, at in read + outputs])
-        result = arrays.give(y) if out is None else out
-        if batch_first:
-            result = arrays.swapped(result)
-        if not self.whole_rows and out is None:
-            result = named(self.manifest, result)
-        return result, tuple([arrays.give(s) for s, _ in after])
+        try:
+            arrays = arrays_of(x, "x")
+            x = arrays.take(x, "x")
+            if self._inputs or inputs is not None:
+                x, _ = rows_with(self.manifest, arrays, x, inputs)
+            if batch_first:
+                if out is not None:
+                    raise ArgumentError("out", type(out), "None with batch_first=True")
+                x = arrays.swapped(x)
+            steps, batch = self._check_x(arrays, x)
+            x, x_at = arrays.ready(x, "x")
+            masks: list[Placed] = []
+            active, rows = steps, batch
+            if self._masked or not (lengths is None and resets is None and sequences is None):
+                masks, active, rows = self._masks(arrays, x, steps, batch, lengths, resets, sequences)
+            states = None if state is None else self._check_state(arrays, state, rows)
+            library = self.library
+            if out is None:
+                y, y_at = arrays.empty((steps, batch, self.width), x, library)
+            else:
+                y, y_at = self._check_out(arrays, out, (steps, batch, self.width), [(x, x_at), *(states or ())])
+            if active < steps and not arrays.clear(y, active):
+                active = steps
+            shape = self.state_shape(rows)
+            after = [arrays.empty(shape, x, library) for _ in self._names]
+            read, outputs = [(x, x_at), *(states or ()), *masks], [(y, y_at), *after]
+            if arrays.staged and not self._on_cpu:
+                self._by_copies(active, batch, rows, states is not None, read, outputs)
+            else:
+                queue: int = self.threads or arrays.queue(self.device)
+                self._launch(arrays, x, queue, (active, batch, rows), states is not None,
+                             [at for _, at in read + outputs])
+            result = arrays.give(y) if out is None else out
+            if batch_first:
+                result = arrays.swapped(result)
+            if not self.whole_rows and out is None:
+                result = named(self.manifest, result)
+            return result, tuple([arrays.give(s) for s, _ in after])
+        except Exception as error:
+            refuse_untyped(error, f"a call of {self!r} with x={shown(x)}")
+            raise
 
     def state_shape(self, batch: int) -> Shape:
         """Of each state of a call: (B, H), or (L*D, B, H)."""
@@ -172,6 +178,7 @@ class Caller(TrainingCalls):
             found.append(placed)
         return found, active, rows
 
+    @public
     def repack(self, weights: Mapping[str, Any], changed: Collection[str] | None = None) -> None:
         """Packs weights that have changed where they were before; the layer computes with them from then on. No call
         of it may be under way on a CPU. On a GPU the weights are tensors that lie there, and are packed on torch's

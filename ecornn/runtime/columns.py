@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.boundary import public
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.program import EARLIER, LATER, PIECES_APART
 
@@ -63,6 +64,7 @@ class Columns:
         return self.places[self.first[number]:self.first[number + 1]]
 
     @classmethod
+    @public
     def of(cls, lengths: Any, width: int, together: int = 1) -> Columns:
         """Lays sequences of ``lengths`` (S,), each >= 1, in at most ``width`` columns.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecornn import temporary
+from ecornn.boundary import public
 from ecornn.errors import ArgumentError, CopyError, ModuleError
 from ecornn.manifest import Manifest, decode
 from ecornn.runtime.caller import Caller
@@ -55,6 +56,7 @@ class Module:
     def __deepcopy__(self, memo: Any) -> Module:
         return self
 
+    @public
     def save(self, path: str | os.PathLike[str]) -> None:
         """Copies the module file to ``path``, complete or not at all; an older file there is replaced.
 
@@ -77,6 +79,7 @@ class Module:
         finally:
             made.unlink(missing_ok=True)
 
+    @public
     def bind(self, weights: Mapping[str, Any] | str | os.PathLike[str], device: int = 0, *,
              threads: int | None = None, prefix: str = "") -> Layer:
         """Packs ``weights`` for this module, once, and copies them to the GPU if it is for one. Torch tensors that
@@ -151,6 +154,7 @@ class Layer(Caller):
         return f"<ecornn.Layer {what} on {where}>"
 
 
+@public
 def load(path: str | os.PathLike[str]) -> Module:
     """Loads a module file.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ecornn.boundary import public
 from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.program import BACKWARD, FORWARD, KEPT
@@ -220,6 +221,7 @@ class Training:
 class TrainingCalls:
     """:meth:`forward` and :meth:`backward` of a layer, on arrays of a caller."""
 
+    @public
     def forward(self: Any, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
                 sequences: Any = None, inputs: Mapping[str, Any] | None = None,
                 memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
@@ -252,6 +254,7 @@ class TrainingCalls:
         rows = arrays.give(y[0])
         return rows if self.whole_rows else named(self.manifest, rows), tuple(arrays.give(a) for a, _ in after), kept
 
+    @public
     def kept_in(self: Any, memory: Any, x: Any, y: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
                 resets: Any = None, sequences: Any = None, inputs: Mapping[str, Any] | None = None) -> Kept:
         """What a call of :meth:`forward` with these arguments kept in ``memory``, for :meth:`backward`, for callers
@@ -263,6 +266,7 @@ class TrainingCalls:
         room = self._memory(arrays, memory, steps, batch)
         return Kept(self, arrays, placed, result, states, masks, room, steps, batch, rows, widths)
 
+    @public
     def backward(self: Any, kept: Kept, dy: Any = None, dstate: Sequence[Any] | None = None, *,
                  gradients: Mapping[str, Any] | None = None, want_state: bool = True) -> Gradients:
         """The gradients of a call of :meth:`forward`.

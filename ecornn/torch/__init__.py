@@ -32,14 +32,17 @@ where there is little to do. Calls at the same time share the cores.
 from __future__ import annotations
 
 import ecornn.torch.quantizing  # noqa: F401  has quantization see compiled layers
+from ecornn.boundary import public
 from ecornn.module_folders import save_modules
 from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.preparing import prepare
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, rebind, replace, restore
-from ecornn.torch.traced import cell
+from ecornn.torch.traced import cell as traced_cell
 from ecornn.torch.traced_cell import TracedCell
+
+cell = public(traced_cell)
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "Recurrent", "Report", "TracedCell", "cell",
            "prepare", "rebind", "replace", "restore", "save_modules"]

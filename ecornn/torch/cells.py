@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ecornn.boundary import refuse_untyped, shown
 from ecornn.torch import engine, like_before, stepping_training
 from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
@@ -35,13 +36,19 @@ class CompiledCell(torch.nn.RNNCellBase):
 
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         """As ``torch.nn``'s: input (B, I) and states (B, H) to the states after one step, or (I,) and (H,)."""
-        compiling = torch.compiler.is_compiling()
-        if not compiling:
-            if self.least and torch.is_grad_enabled() and _too_small(self, input):
-                return self.TORCH.forward(self, input, hx)
+        if torch.compiler.is_compiling():
+            return self._any_call(input, hx, True)
+        if self.least and torch.is_grad_enabled() and _too_small(self, input):
+            return self.TORCH.forward(self, input, hx)
+        try:
             found = like_before.again(self, input, hx)
-            if found is not None:
-                return found
+            return found if found is not None else self._any_call(input, hx, False)
+        except Exception as error:
+            refuse_untyped(error, f"a call of {self!r} with input={shown(input)}")
+            raise
+
+    def _any_call(self: Any, input: Any, hx: Any, compiling: bool) -> Any:
+        """As :meth:`forward`, like no earlier call."""
         if isinstance(input, torch.fx.Proxy):
             return leaf(self, input, hx)
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ecornn.boundary import public
 from ecornn.torch import training
 from ecornn.torch.engine import Engine
 from ecornn.torch.training_operator import recurrent_backward
@@ -34,6 +35,7 @@ class RecurrentForward(torch.autograd.Function):
         return tuple(found)
 
     @staticmethod
+    @public
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         x, y, kept, lengths, *rest = ctx.saved_tensors
         state, weights, engine = rest[:ctx.states], rest[ctx.states:], ctx.engine

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ecornn.boundary import public
 from ecornn.build import cache
 from ecornn.build.commands import WORK
 from ecornn.cells import BUILTIN
@@ -30,6 +31,7 @@ from ecornn.torch.precision import precision_of
 SAYS = "from ecornn.module_cache import main; main()"
 
 
+@public
 def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None, **named: Any) -> int:
     """Compiles what the layers of ``model`` need for calls like ``model(*example, **named)``, which may be one itself:
     of these shapes, data types and devices, with gradients where they would be asked for. How far it is, is printed on

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ecornn.boundary import public
 from ecornn.cells import Cell, get
 from ecornn.cells.deriving import derives, learned_shapes
 from ecornn.errors import ArgumentError, ShapeError
@@ -46,6 +47,7 @@ class Recurrent(Sequences, torch.nn.Module):
     class.
     """
 
+    @public
     def __init__(self, cell: Cell | str, input_size: int, hidden_size: int, num_layers: int = 1,
                  batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False, device: Any = None,
                  dtype: Any = None, tf32: bool | None = None, keep: str | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ecornn.boundary import public
 from ecornn.errors import ArgumentError
 from ecornn.torch import engine
 from ecornn.torch.classes import CELLS, COMPILED, OURS, compiled_class, original_class, overridden, reclass
@@ -33,6 +34,7 @@ class Report:
         return "\n".join(lines) or "no recurrent layers"
 
 
+@public
 def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | None = None,
             keep: str | None = None) -> Report:
     """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place, and every ``LSTMCell``,
@@ -81,6 +83,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     return Report(tuple(swapped), kept)
 
 
+@public
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
     """Makes every compiled LSTM, GRU, RNN and cell of a model what it was, or one of ``torch.nn``, in place: what
     :func:`replace` did, undone. Returns their names."""
@@ -94,6 +97,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
+@public
 def rebind(model: torch.nn.Module) -> None:
     """Has the compiled layers of a model, which may be one itself, read their weights again at their next call.
 

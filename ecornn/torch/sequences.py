@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from ecornn.boundary import refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
 from ecornn.torch import direct, engine, layer_by_layer, like_before, packed, packed_training
 from ecornn.torch.compiling import KEPT, serves
@@ -48,10 +49,17 @@ class Sequences:
         Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
         ``DeviceError`` where an argument does not fit.
         """
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return self._any_call(input, hx)
+        try:
             found = like_before.again(self, input, hx)
-            if found is not None:
-                return found
+            return found if found is not None else self._any_call(input, hx)
+        except Exception as error:
+            refuse_untyped(error, f"a call of {self!r} with input={shown(input)}")
+            raise
+
+    def _any_call(self: Any, input: Any, hx: Any) -> Any:
+        """As :meth:`forward`, like no earlier call."""
         if not isinstance(input, (torch.Tensor, PackedSequence)):
             return leaf(self, input, hx)
         why, asked = obstacle(self, input, hx)

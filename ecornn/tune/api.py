@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ecornn.boundary import public
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.tune.session import TIMEOUT, Result, Session
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ecornn.tune.tuner import Progress
 
 
+@public
 def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = BATCH, seq: int = SEQ,
          dtype: str | None = None, weights: str | None = None, precision: str | None = None, training: bool = False,
          target: str | Device | None = None, trials: int | None = None, timeout: float = TIMEOUT,

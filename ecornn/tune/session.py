@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ecornn.boundary import public
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
@@ -86,6 +87,7 @@ class Session:
     Raises :class:`~ecornn.errors.DeviceError` without the device.
     """
 
+    @public
     def __init__(self, target: str | Device | None = None, *, timeout: float = TIMEOUT, seed: int = 0,
                  tracker: Tracker | None = None, entries: Entries | None = None) -> None:
         from ecornn.cells.naming import importing
@@ -146,6 +148,7 @@ class Session:
                 self._environment = environment(self.device)
             return self._environment
 
+    @public
     def tune(self, cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = BATCH, seq: int = SEQ,
              dtype: str | None = None, weights: str | None = None, precision: str | None = None,
              training: bool = False, trials: int | None = None, time_limit: float | None = None, resume: bool = True,
@@ -166,6 +169,7 @@ class Session:
         return LayerSpec(cell, dtype=dtype or usual_dtype(self.device.kind, precision), precision=precision,
                          **properties)
 
+    @public
     def tune_layer(self, layer: LayerSpec, *, trials: int | None = None, time_limit: float | None = None,
                    resume: bool = True, early_stop: bool = True, output: Path | None = None,
                    schedule: str | None = None, only: Sequence[Choice] | None = None,
@@ -198,6 +202,7 @@ class Session:
         serving(make_task(layer.loaded, layer.workload.adjoint, self.device), schedule)
         return True
 
+    @public
     def tune_workload(self, layer: LayerSpec, workload: Workload, *, trials: int | None = None,
                       time_limit: float | None = None, resume: bool = True, early_stop: bool = True,
                       output: Path | None = None, schedule: str | None = None, only: Sequence[Choice] | None = None,

@@ -1,0 +1,97 @@
+"""Nothing untyped leaves the package: a fault of its own becomes an :class:`~ecornn.errors.InternalError`.
+
+Public functions have the decorator :func:`public`. Calls that take microseconds have a ``try`` of their own, which
+costs nothing, and :func:`refuse_untyped` behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ecornn.errors import EcornnError, InternalError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# What Python raises of a fault, and nobody on purpose; besides TVM's own errors.
+UNTYPED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, StopIteration,
+           TypeError)
+# What the package calls: an error that is raised there is one of whoever called it.
+LIBRARIES = {"importlib", "ml_dtypes", "msgspec", "numpy", "onnx", "safetensors", "torch", "tvm", "tvm_ffi", "xgboost",
+             *sys.stdlib_module_names}
+INSTEAD = {"ecornn.torch.falling_back"}  # runs PyTorch's own layers, whose errors are PyTorch's
+MOST = 200  # characters of a value that is shown
+
+
+def public(function: F) -> F:
+    """The function, whose untyped errors are :class:`~ecornn.errors.InternalError`; see :func:`refuse_untyped`."""
+    @functools.wraps(function)
+    def boundary(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is not None:  # else its caller gave what the function does not take
+                refuse_untyped(error, call_text(function, args, kwargs))
+            raise
+
+    return boundary  # type: ignore[return-value]
+
+
+def refuse_untyped(error: Exception, layer: str) -> None:
+    """Raises :class:`~ecornn.errors.InternalError` from an error that the package has made itself and did not mean to;
+    ``layer`` says what was called with what.
+
+    Returns where the error is one of :mod:`ecornn.errors`, of a kind that is raised on purpose, or another's: the last
+    frame that is not a library's decides whose it is. A step or a hook that a user wrote is so told from a fault here.
+    """
+    fault = isinstance(error, UNTYPED) or type(error).__module__.partition(".")[0] in ("tvm", "tvm_ffi")
+    if fault and not isinstance(error, EcornnError) and ours(error):
+        raise InternalError(error, layer, versions()) from error
+
+
+def ours(error: BaseException) -> bool:
+    """Whether the package raised the error, or a library that it called."""
+    frame, found = error.__traceback__, False
+    while frame is not None:
+        name = str(frame.tb_frame.f_globals.get("__name__", "importlib"))  # C++ has none
+        root = name.partition(".")[0]
+        if root not in LIBRARIES:
+            found = root == "ecornn" and name not in INSTEAD
+        frame = frame.tb_next
+    return found
+
+
+def versions() -> str:
+    """Of the package, of Python, and of the libraries that are loaded."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    said = []
+    for name, module in (("ecornn", "ecornn"), ("apache-tvm", "tvm"), ("apache-tvm-ffi", "tvm_ffi"),
+                         ("torch", "torch"), ("numpy", "numpy"), ("onnx", "onnx"), ("jax", "jax")):
+        if module in sys.modules:
+            try:
+                said.append(f"{name} {version(name)}")
+            except PackageNotFoundError:  # a checkout that is not installed
+                said.append(f"{name} of unknown version")
+    return ", ".join((*said, f"Python {platform.python_version()}", platform.platform()))
+
+
+def call_text(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """A call as it is written, arrays by type and shape."""
+    given = [*map(shown, args), *(f"{name}={shown(value)}" for name, value in kwargs.items())]
+    return f"{function.__module__}.{function.__qualname__}({', '.join(given)})"
+
+
+def shown(value: object) -> str:
+    """A value in few words; it may be what the fault is of, and must not fail here."""
+    try:
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return f"<{value.dtype} {tuple(value.shape)}>"
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= MOST else f"{text[:MOST]}..."
