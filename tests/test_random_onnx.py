@@ -1,21 +1,23 @@
-"""Random ONNX models, rewritten, against ONNX Runtime's own nodes; ECORNN_RANDOM_ONNX of them where asked for."""
+"""Random ONNX models, rewritten, against ONNX Runtime's own nodes.
+
+    ECORNN_RANDOM=1000:1300 python -m pytest -m exhaustive -s tests/test_random_onnx.py
+"""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from onnxruntime_sample import alike, session
 from random_onnx import feeds_of, random_model
+from random_seeds import seeds
 
 import ecornn.onnxruntime
 from ecornn.compiler import compile_layer
 from ecornn.errors import ArgumentError
 from ecornn.onnxruntime import modules
 
-MANY = int(os.environ.get("ECORNN_RANDOM_ONNX", "300"))
-FIRST = int(os.environ.get("ECORNN_RANDOM_ONNX_FIRST", "1000"))
+MANY = seeds(range(1000, 1300))
 LEAST = 0.1  # states of some turns may be small, and what is added up to them is not
 
 
@@ -65,10 +67,10 @@ def test_some(seed: int, tmp_path: Path):
 def test_many(tmp_path: Path):
     """All are looked at before those that are wrong are named."""
     wrong, compiled = {}, 0
-    for seed in range(FIRST, FIRST + MANY):
+    for seed in MANY:
         try:
             compiled += check(seed, tmp_path)
         except Exception as error:
             wrong[seed] = f"{type(error).__name__}: {str(error)[:300]}"
-    print(f"{MANY} models, {compiled} nodes compiled, {len(wrong)} wrong")
+    print(f"{len(MANY)} models, {compiled} nodes compiled, {len(wrong)} wrong")
     assert not wrong, "\n".join(f"{seed}: {what}" for seed, what in wrong.items())

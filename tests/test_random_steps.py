@@ -1,11 +1,10 @@
 """Random steps trained on a CPU: results and gradients against a tape in float64, and never an error without a type.
 
-    ECORNN_RANDOM_STEPS=1000 pytest -n 0 -s -m exhaustive tests/test_random_steps.py    # prints figures
+    ECORNN_RANDOM=1000:2000 pytest -n 0 -s -m exhaustive tests/test_random_steps.py    # prints figures
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_training_sample import Call, Layer, build, compare
+from random_seeds import seeds
 from random_steps import BATCH, HIDDEN, INPUT, STEPS, Drawn, draw, relative
 
 from ecornn.analysis.operators import OPERATORS
@@ -23,8 +23,7 @@ from ecornn.workload import Traversal
 # a product that is a state, among others; a parameter that is one; a maximum of hoisted values that the step reads; a
 # comparison as a number; new states of states that others have a part of
 SEEDS = (2, 3, 7, 16, 17, 38)
-COUNT = int(os.environ.get("ECORNN_RANDOM_STEPS", "1000"))
-FIRST = int(os.environ.get("ECORNN_RANDOM_STEPS_FROM", "1000"))
+MANY = seeds(range(1000, 2000))
 TOGETHER = 10  # layers in a module
 MASKED = Traversal(lengths=True, resets=True, reverse=True)
 
@@ -117,6 +116,7 @@ def test_steps_that_share_values_and_states_that_are_products_train(tmp_path: Pa
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(0)
 def test_many_random_steps(tmp_path: Path):
     found: dict[str, list[Any]] = defaultdict(list)
     waiting: list[tuple[Drawn, Layer]] = []
@@ -140,20 +140,20 @@ def test_many_random_steps(tmp_path: Path):
             off = errors(drawn, layer)
             found["wrong" if off else "trained"].append((drawn.seed, off))
 
-    for seed in range(FIRST, FIRST + COUNT):
+    for seed in MANY:
         drawn = draw(seed)
         try:
             waiting.append((drawn, layer_of(drawn)))
         except Exception as error:
             found[kind_of(error)].append((seed, repr(error)[:200]))
-        if len(waiting) == TOGETHER or seed == FIRST + COUNT - 1:
+        if len(waiting) == TOGETHER or seed == MANY[-1]:
             if waiting:
                 run(waiting)
             waiting = []
-    print(f"{COUNT} random steps: " + ", ".join(f"{len(found[k])} {k}" for k in ("trained", "refused", "wrong",
+    print(f"{len(MANY)} random steps: " + ", ".join(f"{len(found[k])} {k}" for k in ("trained", "refused", "wrong",
                                                                                "untyped")))
     assert not found["wrong"] and not found["untyped"], dict(found["wrong"]) | dict(found["untyped"])
-    assert len(found["refused"]) <= COUNT // 100, found["refused"]
+    assert len(found["refused"]) <= len(MANY) // 100, found["refused"]
 
 
 def test_the_generator_is_the_same_each_time_and_has_every_kind_of_value():

@@ -1,11 +1,10 @@
 """Training steps of random cells by the kernels of a GPU, emulated, against a float64 tape over their formulas.
 
-    ECORNN_RANDOM_STEPS=200:700 python -m pytest -s -m exhaustive tests/test_random_steps_emulated.py
+    ECORNN_RANDOM=200:700 python -m pytest -s -m exhaustive tests/test_random_steps_emulated.py
 """
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -17,6 +16,7 @@ import random_steps
 from emulated_training import train
 from msgspec import structs
 from random_cells import Call, Drawn
+from random_seeds import seeds
 
 from ecornn.compiler import plan
 from ecornn.errors import CellError, ScheduleError
@@ -28,7 +28,7 @@ from ecornn.workload import ALONE, Workload
 
 VALUES, GRADIENTS = 1e-5, 2e-5  # relative
 REFUSED = "depends on neither x nor a state"  # a sum or maximum of parameters, by its name
-SEEDS = range(*map(int, os.environ.get("ECORNN_RANDOM_STEPS", "0:40").split(":")))
+SEEDS = seeds(range(40))
 
 
 def draw(seed: int) -> Drawn:

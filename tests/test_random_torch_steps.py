@@ -1,19 +1,19 @@
 """Random steps that are written in PyTorch: what :func:`ecornn.torch.cell` takes is the module's loop, values and
 gradients through several steps; what it does not take is an error of ours.
 
-    ECORNN_RANDOM_STEPS=500 python -m pytest -m exhaustive -s tests/test_random_torch_steps.py
+    ECORNN_RANDOM=0:500 python -m pytest -m exhaustive -s tests/test_random_torch_steps.py
 """
 
 from __future__ import annotations
 
 import collections
-import os
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from random_seeds import seeds
 from random_torch_steps import CAPTURED, REFUSED, Drawn, draw
 
 import ecornn
@@ -45,14 +45,12 @@ def test_two_as_layers(seed: int, one_thread: None):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(24 * 3600)
+@pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore")
 def test_many(one_thread: None):
     """Every twentieth as a compiled layer as well."""
     found: collections.Counter[str] = collections.Counter()
-    first, count = (int(os.environ.get(name, usual)) for name, usual in (
-        ("ECORNN_RANDOM_FIRST", "0"), ("ECORNN_RANDOM_STEPS", "60")))
-    for seed in range(first, first + count):
+    for seed in (chosen := seeds(range(60))):
         drawn = draw(seed)
         found[f"{drawn.wanted}: {outcome(drawn)}"] += 1
         if seed % 20 == 0 and drawn.wanted == CAPTURED:
@@ -60,7 +58,7 @@ def test_many(one_thread: None):
             if cell is not None and cell.parameters(drawn.input, drawn.hidden):
                 as_a_layer(drawn, cell)
                 found["as layers"] += 1
-    print(f"{count} random steps of PyTorch: {dict(found)}")
+    print(f"{len(chosen)} random steps of PyTorch: {dict(found)}")
     cells = found["captured: captured"] + found["captured: refused"]
     assert found["captured: captured"] >= 0.9 * cells
 
