@@ -181,6 +181,12 @@ CASES = {
     "maxima": case("persistent", "peaks", "float16", (4, 9, 17, 48)),
     "maxima layout": case("layout_transform", "peaks", "float32", (6, 9, 17, 48)),
     "training heads": case("persistent", "block_2", "float16", (9, 5, 24, 128), training=True, keep="gates"),
+    # adjoints of fused_step: units that see each other by statistics alone, conditions as numbers, products of products
+    "training fused drift": case("fused_step", "drift", "float32", (6, 5, 13, 40), training=True),
+    "training fused level": case("fused_step", "level", "float32", (6, 5, 13, 40), training=True, keep="states"),
+    "training fused reset": case("fused_step", "reset", "float32", (6, 5, 13, 40), training=True),
+    "training fused detour": case("fused_step", "detour", "float32", (6, 5, 13, 40), training=True),
+    "training block reset": case("persistent_block", "reset", "float32", (6, 5, 13, 40), training=True),
     "training maxima": case("persistent", "peaks", "float32", (6, 5, 13, 40), training=True),
 }
 
@@ -189,11 +195,12 @@ def cell_of(name: str) -> Any:
     """A cell by its name, also of those that only tests have."""
     import exact
     import maximum_cells
+    import test_bare_steps_emulated
     import test_heads
 
     from ecornn.cells import get
 
-    more = maximum_cells.Peaks(), test_heads.BlockRNN(4), test_heads.BlockRNN(2)
+    more = maximum_cells.Peaks(), test_heads.BlockRNN(4), test_heads.BlockRNN(2), *test_bare_steps_emulated.BARE.values()
     exact.ALL_CELLS.update((c.name, c) for c in more)
     return exact.ALL_CELLS.get(name) or get(name)
 
