@@ -200,7 +200,8 @@ def cell_of(name: str) -> Any:
 
     from ecornn.cells import get
 
-    more = maximum_cells.Peaks(), test_heads.BlockRNN(4), test_heads.BlockRNN(2), *test_bare_steps_emulated.BARE.values()
+    more = (maximum_cells.Peaks(), test_heads.BlockRNN(4), test_heads.BlockRNN(2),
+            *test_bare_steps_emulated.BARE.values())
     exact.ALL_CELLS.update((c.name, c) for c in more)
     return exact.ALL_CELLS.get(name) or get(name)
 
