@@ -15,7 +15,7 @@ import numpy as np
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.errors import CellError, EcornnError
+from ecornn.errors import CellError, EcornnError, InternalError
 from ecornn.interpreter import interpret
 from ecornn.schedules import Config, Schedule
 from ecornn.tune import adjoint_oracle, oracle
@@ -93,9 +93,11 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def attempt(function: Callable[[], Outcome]) -> Outcome:
-    """What it finds; an :class:`EcornnError` is a no, any other a failure."""
+    """What it finds; an :class:`EcornnError` is a no, unless it is ecornn's own fault; any other a failure."""
     try:
         return function()
+    except InternalError as error:
+        return Outcome(FAILS, why=str(error))
     except EcornnError as error:
         return Outcome(NO, why=str(error))
     except Exception as error:  # what schedules, TVM and compilers raise of a cell that they did not expect
