@@ -78,6 +78,8 @@ def recompute(forward: StepGraph, wanted: tuple[Var, ...], known: set[Var]) -> S
     reads |= {q.var: [t.operand for t in q.terms if t.operand is not None] for q in products}
     statistics = (*forward.hoisted_statistics, *forward.statistics)
     reads |= {v: [s.total, *s.operands] if v is not s.total else list(s.operands) for s in statistics for v in s.made}
+    # parameters are there anyway, also where a state is one and so is kept
+    known = known - {v.var for v in forward.vectors} - {a.var for a in forward.invariants}
     used: set[Var] = set()
     given: dict[Var, None] = {}
     waiting = list(wanted)
