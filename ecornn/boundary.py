@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from ecornn.errors import EcornnError, InternalError
@@ -23,7 +25,7 @@ UNTYPED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameErr
 LIBRARIES = {"importlib", "ml_dtypes", "msgspec", "numpy", "onnx", "safetensors", "torch", "tvm", "tvm_ffi", "xgboost",
              *sys.stdlib_module_names}
 INSTEAD = {"ecornn.torch.falling_back"}  # runs PyTorch's own layers, whose errors are PyTorch's
-MOST = 200  # characters of a value that is shown
+MOST, FEW = 200, 8  # characters of a value that is shown, and values of one that has several
 
 
 def public(function: F) -> F:
@@ -35,13 +37,13 @@ def public(function: F) -> F:
         except Exception as error:
             trace = error.__traceback__
             if trace is not None and trace.tb_next is not None:  # else its caller gave what the function does not take
-                refuse_untyped(error, call_text(function, args, kwargs))
+                refuse_untyped(error, lambda: call_text(function, args, kwargs))
             raise
 
     return boundary  # type: ignore[return-value]
 
 
-def refuse_untyped(error: Exception, layer: str) -> None:
+def refuse_untyped(error: Exception, layer: Callable[[], str]) -> None:
     """Raises :class:`~ecornn.errors.InternalError` from an error that the package has made itself and did not mean to;
     ``layer`` says what was called with what.
 
@@ -50,7 +52,7 @@ def refuse_untyped(error: Exception, layer: str) -> None:
     """
     fault = isinstance(error, UNTYPED) or type(error).__module__.partition(".")[0] in ("tvm", "tvm_ffi")
     if fault and not isinstance(error, EcornnError) and ours(error):
-        raise InternalError(error, layer, versions()) from error
+        raise InternalError(error, layer(), versions()) from error
 
 
 def ours(error: BaseException) -> bool:
@@ -87,11 +89,20 @@ def call_text(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def shown(value: object) -> str:
-    """A value in few words; it may be what the fault is of, and must not fail here."""
+    """A value in few words. It may be what the fault is of, and must not fail here: of arrays, whose memory may be
+    gone, the type and shape."""
     try:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return f"<{value.dtype} {tuple(value.shape)}>"
-        text = repr(value)
+        if isinstance(value, Mapping):
+            text = "{" + ", ".join(f"{shown(k)}: {shown(v)}" for k, v in islice(value.items(), FEW)) + "}"
+        elif isinstance(value, (list, tuple)):
+            text = f"[{', '.join(map(shown, value[:FEW]))}]"
+        elif value is None or isinstance(value, (str, bytes, int, float, PurePath)) or (
+                type(value).__module__.partition(".")[0] == "ecornn"):
+            text = repr(value)
+        else:
+            text = f"<{type(value).__name__}>"
     except Exception:
         return f"<{type(value).__name__}>"
     return text if len(text) <= MOST else f"{text[:MOST]}..."

@@ -418,6 +418,18 @@ def test_tied_weights_are_one_parameter():
     assert cell.weights()["lin_weight_l0"].data_ptr() == both.lin.weight.data_ptr()
 
 
+def test_pytorchs_settings_are_as_before():
+    """Also those with which torch.export fails: TF32 for RNNs alone."""
+    conv, rnn = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = conv.fp32_precision, rnn.fp32_precision
+    conv.fp32_precision, rnn.fp32_precision = "ieee", "tf32"
+    try:
+        same_step(Module(lambda m, x, h: torch.tanh(x + m.lin(h))))
+        assert (conv.fp32_precision, rnn.fp32_precision) == ("ieee", "tf32")
+    finally:
+        conv.fp32_precision, rnn.fp32_precision = before
+
+
 def test_plain_tensors_and_shared_spellings():
     tau = torch.tensor(0.3)
     same_step(Module(lambda m, x, h: (1 - tau) * h + tau * F.relu(x, inplace=True)))

@@ -149,7 +149,7 @@ class Caller(TrainingCalls):
                 result = named(self.manifest, result)
             return result, tuple([arrays.give(s) for s, _ in after])
         except Exception as error:
-            refuse_untyped(error, f"a call of {self!r} with x={shown(x)}")
+            refuse_untyped(error, lambda: f"a call of {self!r} with x={shown(x)}")
             raise
 
     def state_shape(self, batch: int) -> Shape:

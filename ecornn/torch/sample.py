@@ -33,13 +33,17 @@ class Sample:
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self._each = [_looks(w) if w.is_cpu else [] for w in weights]  # as many as a power of 2, or none
-        count = max(map(len, self._each), default=0)
-        self._looks = [[looks[n % len(looks)] for looks in self._each if looks] for n in range(count)]
+        self._weights, self._places = weights, list[int]()
         self.renew()
 
     def renew(self) -> None:
-        """They are what they are now."""
+        """They are what they are now, and where they are now."""
+        places = [w.data_ptr() for w in self._weights]
+        if places != self._places or not places:
+            self._places = places
+            self._each = [_looks(w) if w.is_cpu else [] for w in self._weights]  # as many as a power of 2, or none
+            count = max(map(len, self._each), default=0)
+            self._looks = [[looks[n % len(looks)] for looks in self._each if looks] for n in range(count)]
         self._were = [[read() for read in looks] for looks in self._each]
         self._turns = cycle([(looks, [were[n % len(were)] for were in self._were if were])
                              for n, looks in enumerate(self._looks)] or [([], [])])

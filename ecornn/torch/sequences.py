@@ -55,7 +55,7 @@ class Sequences:
             found = like_before.again(self, input, hx)
             return found if found is not None else self._any_call(input, hx)
         except Exception as error:
-            refuse_untyped(error, f"a call of {self!r} with input={shown(input)}")
+            refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
             raise
 
     def _any_call(self: Any, input: Any, hx: Any) -> Any:

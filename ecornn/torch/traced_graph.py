@@ -108,7 +108,7 @@ def export(traced: Traced) -> Graph:
     like = next((t for t in tensors_of(traced.step) if t.is_floating_point()), torch.empty(0))
     sizes = (batch, traced.input), *((batch, traced.hidden) for _ in traced.states)
     example = tuple(torch.zeros(size, dtype=like.dtype, device=like.device) for size in sizes)
-    with _one_at_a_time, _quiet(), _whole_lines():
+    with _one_at_a_time, _quiet(), _whole_lines(), _one_precision():
         try:
             wrapped = Wrapped(traced.step, traced.together)
             try:
@@ -242,6 +242,22 @@ def _whole_lines() -> Iterator[None]:
         yield
     finally:
         TracerBase._filter_traceback_frames = before
+
+
+@contextmanager
+def _one_precision() -> Iterator[None]:
+    """Whether cuDNN may use TF32 is one setting: torch.export asks for it as such, and PyTorch raises where those of
+    convolutions and RNNs differ."""
+    conv, rnn = (getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn"))
+    before = getattr(conv, "fp32_precision", None)
+    if conv is None or rnn is None or before == rnn.fp32_precision:
+        yield
+        return
+    conv.fp32_precision = rnn.fp32_precision
+    try:
+        yield
+    finally:
+        conv.fp32_precision = before
 
 
 def _why(error: Exception, traced: Traced) -> str:
