@@ -18,10 +18,10 @@ from ecornn.errors import EcornnError, InternalError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# What Python raises of a fault, and nobody on purpose; besides TVM's own errors.
+# Python raises these of a fault, and nobody on purpose. TVM's own errors count, too.
 UNTYPED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RecursionError, StopIteration,
            TypeError)
-# What the package calls: an error that is raised there is one of whoever called it.
+# The package calls these: an error that is raised there belongs to whoever called.
 LIBRARIES = {"importlib", "ml_dtypes", "msgspec", "numpy", "onnx", "safetensors", "torch", "tvm", "tvm_ffi", "xgboost",
              *sys.stdlib_module_names}
 INSTEAD = {"ecornn.torch.falling_back"}  # runs PyTorch's own layers, whose errors are PyTorch's
@@ -56,7 +56,7 @@ def refuse_untyped(error: Exception, layer: Callable[[], str]) -> None:
 
 
 def ours(error: BaseException) -> bool:
-    """Whether the package raised the error, or a library that it called."""
+    """Tells whether the package, or a library that it called, raised the error."""
     frame, found = error.__traceback__, False
     while frame is not None:
         name = str(frame.tb_frame.f_globals.get("__name__", "importlib"))  # C++ has none
@@ -68,7 +68,7 @@ def ours(error: BaseException) -> bool:
 
 
 def versions() -> str:
-    """Of the package, of Python, and of the libraries that are loaded."""
+    """Lists the versions of the package, Python and the loaded libraries."""
     from importlib.metadata import PackageNotFoundError, version
 
     said = []
@@ -104,5 +104,5 @@ def shown(value: object) -> str:
         else:
             text = f"<{type(value).__name__}>"
     except Exception:
-        return f"<{type(value).__name__}>"
+        return f"<{type(value).__name__}>"  # its own methods may raise anything, and hide the fault
     return text if len(text) <= MOST else f"{text[:MOST]}..."

@@ -57,7 +57,7 @@ def named(name: str) -> Device | None:
 
 
 def known(name: str, triple: str) -> bool:
-    """Whether LLVM compiles for a CPU of this name: for one of 32 bits it would end the process."""
+    """Tells whether LLVM compiles for a CPU of this name: for one of 32 bits it would end the process."""
     from tvm.target import codegen
 
     return bool(codegen.llvm_is_valid_cpu(name, triple)) and ("x86_64" not in triple or "64bit" in used(name, triple))
@@ -69,7 +69,7 @@ def promised(name: str, triple: str) -> set[str]:
 
 
 def used(name: str, triple: str, attributes: Sequence[str] = ()) -> set[str]:
-    """What LLVM uses for a CPU that it knows, with ``+`` and ``-`` of some features in this order."""
+    """Returns what LLVM uses for a CPU that it knows, with ``+`` and ``-`` of some features in this order."""
     from tvm.target import Target, codegen
 
     target = Target({"kind": "llvm", "mcpu": name, "mtriple": triple, "mattr": [*attributes]})

@@ -252,7 +252,7 @@ def same_step(module: nn.Module, *states: torch.Tensor, **options: Any) -> ecorn
         given = [s.clone() for s in states]  # which it may write to
         wanted = module(x, tuple(given)) if cell.traced.together else module(x, *given)
     for found, value in zip(one_step(cell, x, *states), wanted if isinstance(wanted, tuple) else [wanted], strict=True):
-        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)  # the module is of float32
+        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)  # the module rounds values near 1
     return cell
 
 

@@ -93,7 +93,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def attempt(function: Callable[[], Outcome]) -> Outcome:
-    """What it finds; an :class:`EcornnError` is a no, unless it is ecornn's own fault; any other a failure."""
+    """Returns its outcome; an :class:`EcornnError` is a no, ecornn's own fault and any other error a failure."""
     try:
         return function()
     except InternalError as error:

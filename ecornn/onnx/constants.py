@@ -123,7 +123,7 @@ class Scope:
 
 
 def settled(scope: Scope, name: str, known_of: Callable[[Scope], Known], judge: Callable[[Scope, str], Any]) -> Any:
-    """What ``judge`` says of a tensor, after it was asked of all that the tensor is computed from; each scope has in
+    """Returns what ``judge`` says of a tensor, asked of all that the tensor is computed from before; each scope has in
     ``known_of`` what was said of its tensors. A graph may be deeper than Python's stack."""
     waiting, begun = [(scope, name)], set()
     while waiting:
