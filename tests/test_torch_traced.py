@@ -418,16 +418,47 @@ def test_tied_weights_are_one_parameter():
     assert cell.weights()["lin_weight_l0"].data_ptr() == both.lin.weight.data_ptr()
 
 
-def test_pytorchs_settings_are_as_before():
-    """Also those with which torch.export fails: TF32 for RNNs alone."""
-    conv, rnn = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    before = conv.fp32_precision, rnn.fp32_precision
-    conv.fp32_precision, rnn.fp32_precision = "ieee", "tf32"
+def _precisions() -> tuple[list[str], bool | None]:
+    """PyTorch's settings, as it reads them where those around them are open and where they are not."""
+    where = ("generic", "all"), ("cuda", "all"), ("cuda", "conv"), ("cuda", "rnn")
+    read, write = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
+    found, (generic, cuda) = [read(*one) for one in where], (read(*one) for one in where[:2])
+    write(*where[0], "none")
+    own = read(*where[1])
+    write(*where[1], "none")
+    found += [own, *(read(*one) for one in where[2:])]
+    write(*where[0], generic)
+    write(*where[1], own)
+    assert read(*where[1]) == cuda
     try:
+        return found, torch.backends.cudnn.allow_tf32
+    except RuntimeError:
+        return found, None
+
+
+@pytest.mark.parametrize("older", [True, False])
+@pytest.mark.parametrize("newer", [{}, {"rnn": "tf32", "conv": "ieee"}, {"rnn": "ieee", "conv": "ieee"},
+                                   {"rnn": "none", "conv": "none"}, {"rnn": "none", "conv": "tf32", "cudnn": "ieee"},
+                                   {"rnn": "none", "conv": "ieee", "generic": "tf32"}], ids=str)
+def test_pytorchs_settings_are_as_before(older, newer):
+    """Also those with which torch.export fails: where newer ones differ from each other, or from the older one."""
+    backends = torch.backends
+    where = {"generic": backends, "cudnn": backends.cudnn, "rnn": backends.cudnn.rnn, "conv": backends.cudnn.conv}
+    backends.cudnn.allow_tf32 = older
+    try:
+        for name, value in newer.items():
+            where[name].fp32_precision = value
+        before = _precisions()
         same_step(Module(lambda m, x, h: torch.tanh(x + m.lin(h))))
-        assert (conv.fp32_precision, rnn.fp32_precision) == ("ieee", "tf32")
+        assert _precisions() == before
+        both = {"rnn": "tf32", "conv": "tf32"} if older else {"rnn": "none", "conv": "none"}
+        for name, value in both.items():
+            where[name].fp32_precision = value
+        if "generic" not in newer and "cudnn" not in newer:
+            assert backends.cudnn.allow_tf32 is older
     finally:
-        conv.fp32_precision, rnn.fp32_precision = before
+        backends.fp32_precision = backends.cudnn.fp32_precision = "none"
+        backends.cudnn.allow_tf32 = True
 
 
 def test_plain_tensors_and_shared_spellings():

@@ -246,18 +246,33 @@ def _whole_lines() -> Iterator[None]:
 
 @contextmanager
 def _one_precision() -> Iterator[None]:
-    """Whether cuDNN may use TF32 is one setting: torch.export asks for it as such, and PyTorch raises where those of
-    convolutions and RNNs differ."""
-    conv, rnn = (getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn"))
-    before = getattr(conv, "fp32_precision", None)
-    if conv is None or rnn is None or before == rnn.fp32_precision:
+    """torch.export reads ``torch.backends.cudnn.allow_tf32``, for which PyTorch raises where newer settings of
+    convolutions and RNNs differ from it, or from each other, and sets it, which loses these."""
+    if not hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch before 2.9 has one setting
         yield
         return
-    conv.fp32_precision = rnn.fp32_precision
+    before = _precisions()
+    torch._C._set_cudnn_allow_tf32(True)
     try:
         yield
     finally:
-        conv.fp32_precision = before
+        torch._C._set_cudnn_allow_tf32(before.pop(("cuda", "older")) == "tf32")  # which sets the newer ones, too
+        for where, value in before.items():
+            torch._C._set_fp32_precision_setter(*where, value)
+
+
+def _precisions() -> dict[tuple[str, str], str]:
+    """What was set by itself of PyTorch's settings, the outermost first: each is read while those around it are open,
+    as otherwise theirs is what one reads. The last, cuDNN's older one, agrees with two others or PyTorch raises."""
+    found = {}
+    for where in (("generic", "all"), ("cuda", "all"), ("cuda", "conv"), ("cuda", "rnn")):
+        found[where] = torch._C._get_fp32_precision_getter(*where)
+        torch._C._set_fp32_precision_setter(*where, "none" if where[1] == "all" else "tf32")
+    try:
+        found["cuda", "older"] = "tf32" if torch._C._get_cudnn_allow_tf32() else "none"
+    except RuntimeError:
+        found["cuda", "older"] = "none"
+    return found
 
 
 def _why(error: Exception, traced: Traced) -> str:
