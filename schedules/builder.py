@@ -81,26 +81,3 @@ def name_of(value: Expr) -> str:
 
 
 T = Builder()
-
-
-def opaque(name: str, value: Expr) -> Expr:
-    """An int32 value as a variable that TVM does not look into. What TVM sees through it puts into every index that
-    uses it, with 64 bits there, and registers are few."""
-    return T.let(name, T.cuda.func_call("ecornn_named", value, source_code=_NAMED, return_type="int32"))
-
-
-def pinned(name: str, value: Expr) -> Expr:
-    """The same, computed here and not later."""
-    return T.let(name, T.cuda.func_call("ecornn_pinned", value, source_code=_PINNED, return_type="int32"))
-
-
-_NAMED = """
-__device__ __forceinline__ int ecornn_named(int value) {
-  return value;
-}"""
-
-_PINNED = """
-__device__ __forceinline__ int ecornn_pinned(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}"""

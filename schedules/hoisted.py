@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Config, Knob, Task
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.tensor_core import pack_pair, unpack_half
+from ecornn.schedules.cuda.isa.memory import ld_global, st_global
+from ecornn.schedules.cuda.isa.tensor_core import pack_pair, unpack_half
 from ecornn.schedules.rates import gpu_rates
 
 SECTOR = 16  # 16-bit values of 32 bytes
@@ -118,9 +119,8 @@ class Hoisted:
             return [buffer[first + p.base] for p in self.pieces()]
         first, into, done = T.let("first", row * self.row), self.registers(), 0
         for p in self.pieces():
-            kind = "u16" if p.apart == 1 else "b32" if p.words == 1 else f"v{p.words}.b32"
-            T.evaluate(T.ptx[f"ld.global.{kind}"](*(into[done + k] for k in range(p.words)),
-                                                  buffer.ptr_to([first + p.base + unit * p.apart])))
+            ld_global([into[done + k] for k in range(p.words)], buffer.ptr_to([first + p.base + unit * p.apart]),
+                      "u16" if p.apart == 1 else "b32")
             done += p.words
         return [into[k] for k in range(done)]
 
@@ -152,8 +152,7 @@ class Hoisted:
         words = [pack_pair(halves[k, False], halves[k, True], self.dtype, finite=finite)
                  for k in range(self.words(units))]
         for p in self.pieces(units):
-            kind = "b32" if p.words == 1 else f"v{p.words}.b32"
-            T.evaluate(T.ptx[f"st.global.{kind}"](buffer.ptr_to([first + p.base + unit * p.apart]), *words[:p.words]))
+            st_global(buffer.ptr_to([first + p.base + unit * p.apart]), words[:p.words])
             del words[:p.words]
 
 

@@ -20,7 +20,7 @@ PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
 BASE = {"boundary", "errors", "workload", "device", "program", "manifest"}
 HOSTS = {"host_cpu", "host_gpu"}
 TEMPLATE = {"analysis", "device", "program", "workload", "schedules.base", "schedules.builder", "schedules.timeline"}
-KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.isa", "schedules.rates", "schedules.scalars",
+KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.rates", "schedules.scalars",
                      "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -52,8 +52,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.timeline": {"program", "workload", "schedules.builder"},
     "schedules.rates": {"device"},
     "schedules.few_steps": {"schedules.base", "schedules.rates"},
-    "schedules.isa": {"schedules.builder"},
-    "schedules.hoisted": {"program", "schedules.base", "schedules.builder", "schedules.isa", "schedules.rates"},
+    "schedules.cuda": set(),
+    "schedules.cuda.isa": {"schedules.builder"},
+    "schedules.hoisted": {"program", "schedules.base", "schedules.builder", "schedules.cuda.isa", "schedules.rates"},
     "schedules.outputs": {"analysis", "schedules.base", "schedules.builder"},
     "schedules.keeping": TEMPLATE - {"schedules.timeline"} | {"schedules.outputs"},
     "schedules.chunks": {"program", "schedules.base", "schedules.keeping", "schedules.timeline"},
@@ -134,8 +135,9 @@ def layer(module: str) -> str:
 
 
 def room(module: str) -> str:
-    """As :func:`layer`, and ``schedules.gemm`` for ecornn.schedules.gemm.mma."""
-    return ".".join(module.split(".")[1:3]) if layer(module) == "schedules" else layer(module)
+    """As :func:`layer`, and ``schedules.gemm`` for ecornn.schedules.gemm.mma, ``schedules.cuda.isa`` for its files."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[:3 if parts[1:2] == ["cuda"] else 2]) if layer(module) == "schedules" else layer(module)
 
 
 def imports(tree: ast.Module, modules: dict[str, Path]) -> Iterator[str]:
@@ -257,3 +259,12 @@ def test_the_architecture_names_every_part():
              if path.suffix == ".py" or (path / "__init__.py").exists()} - {"__init__.py"}
     missing = sorted(part for part in parts if part not in text)
     assert not missing, f"docs/ARCHITECTURE.md says nothing of {missing}"
+
+
+def test_ptx_and_intrinsics_are_written_in_isa_alone():
+    words = "T.ptx", "T.cuda.", "func_call", "asm(", "asm volatile", "__device__"
+    door = ROOT / "schedules/cuda/isa"
+    texts = {path: path.read_text(encoding="utf-8") for path in (ROOT / "schedules").rglob("*.py")}
+    found = {path: [word for word in words if word in text] for path, text in texts.items()}
+    assert not [*filter(None, (found[p] for p in texts if not p.is_relative_to(door)))]
+    assert {word for p in texts if p.is_relative_to(door) for word in found[p]} == {*words}

@@ -8,7 +8,7 @@ import pytest
 from ecornn.analysis import analyse
 from ecornn.cells import BUILTIN
 from ecornn.schedules.base import Task
-from ecornn.schedules.isa.tensor_core import per_word
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.exchange import word_of
 from ecornn.schedules.persistent.plan import packing_of, plan_of

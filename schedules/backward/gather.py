@@ -16,6 +16,7 @@ from ecornn.program import EARLIER, LATER, WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.backward.memory import Memory, read_before
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.memory import ld_global, st_global
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.timeline import Timeline, row_arguments
 from ecornn.workload import Traversal
@@ -80,8 +81,7 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ha
                     _load(values, words, first, T.cast(origin.first, "int64") * w.hidden + unit)
             place = T.let("place", T.cast(row, "int64") * stride + unit)
             if words:
-                store = T.ptx[f"st.global.{_kind(words)}"]
-                T.evaluate(store(before.ptr_to([place]), *(values[k] for k in range(words))))
+                st_global(before.ptr_to([place]), [values[k] for k in range(words)])
             else:
                 T.buffer_store(before, values[0], [place])
     return builder.get()
@@ -141,12 +141,8 @@ def _of_sequences(timeline: Timeline, row: Expr) -> _Origin:
     return _Origin(number < 0, T.let("earliest", T.And(begins, T.Not(goes_on))), at[0], first)
 
 
-def _kind(words: int) -> str:
-    return "b32" if words == 1 else f"v{words}.b32"
-
-
 def _load(values: TirBuffer, words: int, buffer: TirBuffer, place: Expr) -> None:
     if words:
-        T.evaluate(T.ptx[f"ld.global.{_kind(words)}"](*(values[k] for k in range(words)), buffer.ptr_to([place])))
+        ld_global([values[k] for k in range(words)], buffer.ptr_to([place]))
     else:
         T.buffer_store(values, buffer[place], [0])

@@ -34,9 +34,10 @@ from ecornn.analysis.step import StepGraph
 from ecornn.program import Buffer, Extent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.memory import ld_global, st_global
+from ecornn.schedules.cuda.isa.tensor_core import lowered, pack_pair, unpack_half
 from ecornn.schedules.gemm.aligned import x_of
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
-from ecornn.schedules.isa.tensor_core import lowered, pack_pair, unpack_half
 from ecornn.schedules.keeping import spot
 from ecornn.schedules.outputs import outputs_row, together, written
 from ecornn.workload import Traversal
@@ -67,11 +68,10 @@ class Place:
         first = buffer.ptr_to([columns.place(row, unit)])
         if self.dtype == "float32":
             loaded = T.local("loaded", (span,), "float32")
-            T.evaluate(T.ptx[f"ld.global.v{span}.f32"](*(loaded[e] for e in range(span)), first))
+            ld_global([loaded[e] for e in range(span)], first, "f32")
             return [loaded[e] for e in range(span)]
         words = T.local("loaded", (span // 2,), "uint32")
-        T.evaluate(T.ptx["ld.global.b32" if span == 2 else "ld.global.v2.b32"](
-            *(words[k] for k in range(span // 2)), first))
+        ld_global([words[k] for k in range(span // 2)], first)
         return [unpack_half(words[e // 2], e % 2 == 1, self.dtype) for e in range(span)]
 
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, values: Sequence[Expr]) -> None:
@@ -84,10 +84,10 @@ class Place:
             return
         first = buffer.ptr_to([columns.place(row, unit)])
         if self.dtype == "float32":
-            T.evaluate(T.ptx[f"st.global.v{span}.f32"](first, *values))
+            st_global(first, values, "f32")
             return
         words = [pack_pair(values[e], values[e + 1], self.dtype) for e in range(0, span, 2)]
-        T.evaluate(T.ptx["st.global.b32" if span == 2 else "st.global.v2.b32"](first, *words))
+        st_global(first, words)
 
 
 def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.base import Component
 from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import COUNT
 from ecornn.schedules.timeline import Timeline
 from ecornn.workload import Traversal
@@ -41,12 +42,12 @@ def _kernel(traversal: Traversal) -> PrimFunc:
             number = T.let("number", table[turn * THREADS + thread])
             include(T.Select(number < 0, T.int32(-1), timeline.sequence(number)))
         T.buffer_store(found, highest[0], [thread])
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
         with T.If(thread < FEW), T.Then(), T.unroll("k", THREADS // FEW) as k:
             include(found[thread + k * FEW])
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
         T.buffer_store(found, highest[0], [thread])
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
         with T.If(thread == 0), T.Then():
             with T.unroll("k", FEW) as k:
                 include(found[k])

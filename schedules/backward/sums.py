@@ -17,6 +17,7 @@ from ecornn.schedules.backward.memory import Memory, Place
 from ecornn.schedules.backward.weights import zeros
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import STEPS, counted, rows_of
 from ecornn.schedules.gemm.outer import with_existing
 from ecornn.schedules.scalars.pointwise import emit, vectors_at
@@ -130,7 +131,7 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
                         T.buffer_store(total, total[e] + value, [e])
         for e in range(span):
             T.buffer_store(memory, total[e], [thread * span + e])
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
         with T.If(T.And(warp == 0, unit < hidden)), T.Then():
             for e in range(span):
                 value = memory[thread * span + e]

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all
+from ecornn.schedules.cuda.isa.memory import ld_shared, st_global
+from ecornn.schedules.cuda.isa.tensor_core import pack_pair
 from ecornn.schedules.hoisted import Hoisted, Piece
-from ecornn.schedules.isa.tensor_core import pack_pair
 from ecornn.schedules.keeping import NOTHING, Spot, Stored, keeping
 from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants
@@ -129,7 +131,7 @@ class _Units:
         with T.serial("number", 0, groups) as number:
             slot = T.let("slot", number % max(1, ahead) * group)
             if self.ring is not None:
-                T.evaluate(T.ptx["cp.async.wait_group"](ahead - 1))
+                cp_async_wait(ahead - 1)
                 for i in range(group):
                     self._take(i, slot)
             for i in range(group):
@@ -137,7 +139,7 @@ class _Units:
             if self.ring is not None:
                 self._copy(T.let("group_ahead", number + ahead), slot)
             self._mark(T.let("next_group", number + 1))
-        T.evaluate(T.ptx["cp.async.wait_all"]())  # for the rest; and no thread leaves before its copies have landed
+        cp_async_wait_all()  # for the rest; and no thread leaves before its copies have landed
         slot = T.let("slot", groups % max(1, ahead) * group)
         for i in range(group - 1):
             t = T.let("t", groups * group + i)
@@ -170,14 +172,13 @@ class _Units:
                 for i in range(self.group - 1):
                     with T.If(left > i), T.Then():
                         self._copy_step(T.let("step_at", first + i * self.inputs_apart), slot + i)
-        T.evaluate(T.ptx["cp.async.commit_group"]())
+        cp_async_commit()
 
     def _copy_step(self, first: Expr, slot: Expr) -> None:
         done = 0
         for p in self.hoisted.pieces(self.count):
             source = self.arguments["hoisted"].ptr_to([first + (p.base + self.unit * p.apart)])
-            kind = "cg" if p.words == 4 else "ca"
-            T.evaluate(T.ptx[f"cp.async.{kind}.shared.global"](self._slot(slot, done, p), source, 4 * p.words))
+            cp_async(self._slot(slot, done, p), source, 4 * p.words)
             done += p.words
 
     def _take(self, i: int, slot: Expr) -> None:
@@ -185,8 +186,7 @@ class _Units:
         done, kind = 0, "b32" if self.hoisted.packed else "f32"
         for p in self.hoisted.pieces(self.count):
             into = [self.inputs[i, done + k] for k in range(p.words)]
-            width = f"v{p.words}." if p.words > 1 else ""
-            T.evaluate(T.ptx[f"ld.shared.{width}{kind}"](*into, self._slot(slot + i, done, p)))
+            ld_shared(into, self._slot(slot + i, done, p), kind)
             done += p.words
 
     def _mark(self, number: Expr) -> None:
@@ -235,7 +235,7 @@ class _Units:
         if self.count == 1:
             T.buffer_store(into, T.cast(values[0], dtype), [at])
         elif dtype == "float32":
-            T.evaluate(T.ptx[f"st.global.v{self.count}.f32"](into.ptr_to([at]), *values))
+            st_global(into.ptr_to([at]), values, "f32")
         else:
             words = [pack_pair(values[e], values[e + 1], dtype) for e in range(0, self.count, 2)]
-            T.evaluate(T.ptx[f"st.global{'.v2' if len(words) > 1 else ''}.b32"](into.ptr_to([at]), *words))
+            st_global(into.ptr_to([at]), words)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import PrimFunc, T
+from ecornn.schedules.cuda.isa.memory import st_global
 from ecornn.schedules.gemm.job import CHUNK, Columns, whole_chunks
 
 NAME = "x_aligned"
@@ -77,5 +78,5 @@ def _kernel(source: Columns, into: Columns, itemsize: int, blocks: int) -> PrimF
                 T.buffer_store(values, T.uint32(0), [k])
                 with T.If(word + k < width), T.Then():
                     T.buffer_store(values, given[place + k], [k])
-            T.evaluate(T.ptx["st.global.v4.b32"](made.ptr_to([item * 4]), *(values[k] for k in range(4))))
+            st_global(made.ptr_to([item * 4]), [values[k] for k in range(4)])
     return builder.get()

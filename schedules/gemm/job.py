@@ -30,7 +30,7 @@ Vectors = Callable[[int | None], Expr]  # number of a parameter vector -> its va
 @dataclass(frozen=True)
 class Columns:
     """``width`` values of each row of a buffer (T*B, ``stride``), from value ``offset`` on. ``raised``: as of
-    :func:`~ecornn.schedules.isa.tensor_core.raised`."""
+    :func:`~ecornn.schedules.cuda.isa.tensor_core.raised`."""
 
     name: str
     width: int

@@ -10,8 +10,8 @@ from math import gcd
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr
+from ecornn.schedules.cuda.isa.tensor_core import per_word, words
 from ecornn.schedules.gemm.job import Job, Operand
-from ecornn.schedules.isa.tensor_core import per_word, words
 
 THREADS = 256
 STAGES = 3  # 2 where shared memory is short

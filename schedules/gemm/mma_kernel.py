@@ -15,10 +15,14 @@ from dataclasses import replace
 from functools import reduce
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
+from ecornn.schedules.cuda.isa.launch import launch_dependents
+from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa.tensor_core import WORDS, ldmatrix, mma, per_word, split, words
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import Columns, Epilogue, Job, Operand
 from ecornn.schedules.gemm.mma import ROW, SPAN, THREADS, WARP_COLUMNS, Shape, rows_ahead, spares_warps
 from ecornn.schedules.gemm.outputs import Outputs
-from ecornn.schedules.isa.tensor_core import WORDS, mma, per_word, split, words
 
 
 def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: int = 100) -> PrimFunc:
@@ -32,11 +36,11 @@ def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: i
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
         if job.followed:
-            T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
+            launch_dependents()
         # float32 in every kernel: CUDA wants one type for all dynamic shared memory of a file
         memory = T.shared(shape.shared // 4)  # (stage, rows of operands and then weights)
         rows = T.let("rows", job.count(arguments, steps, batch))
-        team = Team(job, shape, epilogue, arguments, memory, thread, T.cuda.cta_sync)
+        team = Team(job, shape, epilogue, arguments, memory, thread, sync_block)
         team.run(T.int32(0), T.let("rows_ahead", rows_ahead(rows, ahead)), block, blocks)
     return builder.get()
 
@@ -105,7 +109,7 @@ class Team:
                     begin(T.let("next", turn[0] + members))  # on their way while this tile's sums are written
             self._write(row, end, column)
             if done is not None:
-                T.evaluate(self.barrier())
+                self.barrier()
                 with T.If(self.thread == 0), T.Then():
                     done(group)
             T.buffer_store(turn, turn[0] + members, [0])
@@ -115,23 +119,23 @@ class Team:
         for stage in range(self.shape.stages - 1):
             if stage < self.shape.slabs:
                 self._load_stage(row, end, column, stage, stage)
-            T.evaluate(T.ptx["cp.async.commit_group"]())
+            cp_async_commit()
 
     def _products(self, row: Expr, end: Expr, column: Expr) -> None:
         s = self.shape
         with T.serial("slab", 0, s.slabs) as slab:
-            T.evaluate(T.ptx["cp.async.wait_group"](s.stages - 2))
-            T.evaluate(self.barrier())
+            cp_async_wait(s.stages - 2)
+            self.barrier()
             ahead = T.let("ahead", slab + (s.stages - 1))
             with T.If(ahead < s.slabs), T.Then():
                 self._load_stage(row, end, column, ahead, ahead % s.stages)
-            T.evaluate(T.ptx["cp.async.commit_group"]())
+            cp_async_commit()
             base = T.let("base", slab % s.stages * s.stage_words)
             cut = self._raised(slab)
             with self._where(self._has_units(column)):
                 for span in range(SPAN):
                     self._multiply(base, span, cut, slab)
-        T.evaluate(self.barrier())  # the next tile's copies overwrite the stages
+        self.barrier()  # the next tile's copies overwrite the stages
 
     def _load_stage(self, row: Expr, end: Expr, column: Expr, slab: Expr, stage: Expr) -> None:
         """A slab of the operand that it belongs to, and of its weights."""
@@ -167,15 +171,13 @@ class Team:
             index = T.let("index", r * THREADS + self.thread)
             with T.If(index < chunks), T.Then():
                 source = (T.cast(column * slabs + slab, "int64") * s.weight_words + index * 4) * pw
-                T.evaluate(T.ptx["cp.async.cg.shared.global"](
-                    self.shared.ptr_to([base + s.block_rows * ROW + index * 4]),
-                    self.arguments[operand.weights].ptr_to([source]), 16))
+                cp_async(self.shared.ptr_to([base + s.block_rows * ROW + index * 4]),
+                         self.arguments[operand.weights].ptr_to([source]), 16)
 
     def _copy_rows(self, x: Columns, base: Expr, row: Expr, end: Expr, slab: Expr, count: int,
                    head: Expr | None = None) -> None:
         """Copies a slab of each row, ``count`` words at a time; what lies outside of it becomes zero."""
         s, pw, copies = self.shape, per_word(self.job.dtype), SPAN * 16 // count
-        kind = "cp.async.cg.shared.global" if count == 4 else "cp.async.ca.shared.global"
         for r in range(s.block_rows * copies // THREADS):
             index = T.let("index", r * THREADS + self.thread)
             local, word = T.let("local", index // copies), T.let("word", index % copies * count)
@@ -183,9 +185,8 @@ class Team:
             inside = T.let("inside", T.And(row + local < end, value < x.width))
             at = value if head is None else head + value
             source = T.Select(inside, x.place(row + local, at), T.int64(0))
-            T.evaluate(T.ptx[kind](self.shared.ptr_to([base + local * ROW + word]),
-                                   self.arguments[x.name].ptr_to([source]), count * 4,
-                                   T.Select(inside, T.uint32(count * 4), T.uint32(0))))
+            cp_async(self.shared.ptr_to([base + local * ROW + word]), self.arguments[x.name].ptr_to([source]),
+                     count * 4, T.Select(inside, T.uint32(count * 4), T.uint32(0)))
 
     def _copy_values(self, x: Columns, base: Expr, row: Expr, end: Expr, slab: Expr) -> None:
         """The same for rows of 16-bit values that are not of whole words, which no asynchronous copy serves."""
@@ -245,7 +246,7 @@ class Team:
         first = base + s.block_rows * ROW + span * (s.weight_words // SPAN)
         with T.unroll("n", s.products) as n:
             place = first + ((self.warp_column * s.products + n) * 32 + self.lane) * 4
-            T.evaluate(T.ptx["ld.shared.v4.b32"](*(b[n, i] for i in range(4)), self.shared.ptr_to([place])))
+            ld_shared([b[n, i] for i in range(4)], self.shared.ptr_to([place]))
         for tile in range(2):
             with self._where(tile == 0 or self._has_values(slab, 2 * span + 1)):
                 self._tile(base, span, tile, cut)
@@ -255,8 +256,7 @@ class Team:
         with T.unroll("m", s.tiles) as m:
             place = (base + ((self.warp_row * s.tiles + m) * 16 + self.lane % 16) * ROW
                      + span * 16 + tile * 8 + self.lane // 16 * 4)
-            T.evaluate(T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](
-                *(a[m, i] for i in range(4)), self.shared.ptr_to([place])))
+            ldmatrix([a[m, i] for i in range(4)], self.shared.ptr_to([place]))
         with T.unroll("m", s.tiles) as m:
             rows = [split(a[m, i], kind, cut) for i in range(4)]
             with T.unroll("n", s.products) as n:

@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 
 from ecornn.device import Device
 from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.memory import ld_global, st_global
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.gemm.job import Columns
-from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.rates import gpu_rates
 from ecornn.workload import ITEMSIZE
 
@@ -104,12 +105,11 @@ class Into:
                 with self._if_added():
                     for k, offset in enumerate(offsets):
                         with T.If(first + offset < width), T.Then():
-                            T.evaluate(T.ptx["ld.global.v2.f32"](before[k, 0], before[k, 1],
-                                                                 buffer.ptr_to([to + offset])))
+                            ld_global([before[k, 0], before[k, 1]], buffer.ptr_to([to + offset]), "f32")
                 values = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
             for offset, pair in zip(offsets, values, strict=True):
                 with T.If(first + offset < width), T.Then():
-                    T.evaluate(T.ptx["st.global.v2.f32"](buffer.ptr_to([to + offset]), *pair))
+                    st_global(buffer.ptr_to([to + offset]), pair, "f32")
 
     @contextmanager
     def _if_added(self) -> Iterator[None]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
+from ecornn.schedules.cuda.isa.tensor_core import ldmatrix, mma, per_word, split
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.gemm.outer import COLUMN_WARPS, PAD, STAGES, THREADS, Into, OuterJob, OuterShape, part_of_sums
-from ecornn.schedules.isa.tensor_core import mma, per_word, split
 from ecornn.schedules.timeline import takes_part
 
 
@@ -66,14 +68,14 @@ class _Block:
         for stage in range(STAGES - 1):
             with T.If(self.count > stage), T.Then():
                 self._load(T.int32(stage), stage)
-            T.evaluate(T.ptx["cp.async.commit_group"]())
+            cp_async_commit()
         with T.serial("turn", 0, self.count) as turn:
-            T.evaluate(T.ptx["cp.async.wait_group"](STAGES - 2))
-            T.evaluate(T.cuda.cta_sync())
+            cp_async_wait(STAGES - 2)
+            sync_block()
             ahead = T.let("ahead", turn + (STAGES - 1))
             with T.If(ahead < self.count), T.Then():
                 self._load(ahead, ahead % STAGES)
-            T.evaluate(T.ptx["cp.async.commit_group"]())
+            cp_async_commit()
             base = T.let("base", turn % STAGES * s.stage_values)
             across = T.let("across", base + s.depth * (s.height + PAD))
             step = 8 * per_word(self.job.dtype)
@@ -112,9 +114,8 @@ class _Block:
             column = column if head is None else head + column
             if bytes_ >= 4:
                 at = T.Select(inside, source.place(row, column), T.int64(0))
-                kind = "cp.async.cg.shared.global" if bytes_ == 16 else "cp.async.ca.shared.global"
-                T.evaluate(T.ptx[kind](self.memory.ptr_to([place]), buffer.ptr_to([at]), bytes_,
-                                       T.Select(inside, T.uint32(bytes_), T.uint32(0))))
+                cp_async(self.memory.ptr_to([place]), buffer.ptr_to([at]), bytes_,
+                         T.Select(inside, T.uint32(bytes_), T.uint32(0)))
                 return
             T.buffer_store(self.memory, T.cast(T.float32(0), self.job.dtype), [place])
             with T.If(inside), T.Then():
@@ -143,14 +144,13 @@ class _Block:
     def _read_halves(self, base: Expr, across: Expr, k: int) -> None:
         """Both operands lie as (k, column): matrices of 8 x 8 values come transposed."""
         s, lane = self.shape, self.lane
-        transposed = T.ptx["ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"]
         with T.unroll("m", s.m_tiles) as m:
             place = (base + (k + lane % 8 + lane // 16 * 8) * (s.height + PAD)
                      + self.m_warp + m * 16 + lane // 8 % 2 * 8)
-            T.evaluate(transposed(*(self.a[m, i] for i in range(4)), self.memory.ptr_to([place])))
+            ldmatrix([self.a[m, i] for i in range(4)], self.memory.ptr_to([place]), transposed=True)
         with T.unroll("n", s.n_tiles // 2) as n:
             place = across + (k + lane % 16) * (s.width + PAD) + self.n_warp + n * 16 + lane // 16 * 8
-            T.evaluate(transposed(*(self.b[n * 2 + i // 2, i % 2] for i in range(4)), self.memory.ptr_to([place])))
+            ldmatrix([self.b[n * 2 + i // 2, i % 2] for i in range(4)], self.memory.ptr_to([place]), transposed=True)
 
     def _read_words(self, base: Expr, across: Expr, k: int) -> None:
         s, lane = self.shape, self.lane

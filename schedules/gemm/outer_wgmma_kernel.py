@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_mbarrier_arrive, cp_async_wait_all
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive, mbarrier_init, mbarrier_wait
+from ecornn.schedules.cuda.isa.memory import fence_async_shared, shared_address
+from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
+from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.cuda.isa.wgmma import descriptor, wgmma, wgmma_commit, wgmma_fence, wgmma_wait, wgmma_wait_pending
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.gemm.outer import Into, OuterJob, part_of_sums
 from ecornn.schedules.gemm.outer_wgmma import DEPTH, DOWN, PANEL, PANEL_BYTES, THREADS, OuterHopper
-from ecornn.schedules.isa.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
-from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_wait
 from ecornn.schedules.timeline import takes_part
 
 GROUP = 128  # threads of a warpgroup
@@ -45,11 +49,11 @@ def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper, into: Into) -> PrimFun
         with T.If(thread < GROUP):
             with T.Then():
                 if moves:
-                    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
+                    register_dealloc(COPY_REGISTERS)
                 ring.copy()
             with T.Else():
                 if moves:
-                    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
+                    register_alloc(MULTIPLY_REGISTERS)
                 ring.multiply(sums, into)
     return builder.get()
 
@@ -64,7 +68,7 @@ class _Ring:
         self.every = T.let("every", (rows + (DEPTH - 1)) // DEPTH)  # stages of all rows
         self.each = T.let("each", (self.every + (shape.parts - 1)) // shape.parts)  # and of a part
         self.first_barrier = shape.stages * shape.stage_bytes // 4
-        self.base = T.let("base", T.cuda.cvta_generic_to_shared(memory.ptr_to([0])))
+        self.base = T.let("base", shared_address(memory.ptr_to([0])))
         self.turn = T.local("turn", (1,), "uint32")  # uses of stages so far
 
     def begin(self) -> None:
@@ -73,8 +77,8 @@ class _Ring:
             for stage in range(self.shape.stages):
                 mbarrier_init(self._full(stage), GROUP)
                 mbarrier_init(self._empty(stage), 2 * GROUP // 32)
-            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
-        T.evaluate(T.cuda.cta_sync())
+            fence_mbarrier_init()
+        sync_block()
 
     def copy(self) -> None:
         """The copying warpgroup: the panels of every tile, stage by stage."""
@@ -83,11 +87,11 @@ class _Ring:
                 stage, parity = self._use()
                 mbarrier_wait(self._empty(stage), parity ^ T.uint32(1))
                 self._copy_stage(stage, T.let("row0", (part * self.each + number) * DEPTH), m0, n0)
-                T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](self._full(stage)))
+                cp_async_mbarrier_arrive(self._full(stage))
                 T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
 
         self._tiles(tile)
-        T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
+        cp_async_wait_all()  # no thread leaves before its copies have landed
 
     def multiply(self, sums: TirBuffer, into: Into) -> None:
         """A multiplying warpgroup: its panel of values by all of the operand's."""
@@ -137,20 +141,20 @@ class _Ring:
         with T.serial("number", 0, stages) as number:
             stage, parity = self._use()
             mbarrier_wait(self._full(stage), parity)
-            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+            fence_async_shared()
             start = T.let("start", self.base + T.cast(stage * s.stage_bytes, "uint32"))
             mine = T.let("mine", start + T.cast(panel * PANEL_BYTES, "uint32"))
             values = T.let("values", descriptor(mine, PANEL_BYTES, 8 * PANEL * 2, swizzled=True))
             operand = T.let("operand", descriptor(start + T.uint32(DOWN * PANEL_BYTES), PANEL_BYTES, 8 * PANEL * 2,
                                                   swizzled=True))
-            T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+            wgmma_fence()
             for k in range(DEPTH // 16):
                 keep = T.uint32(1) if k else T.Select(number > 0, T.uint32(1), T.uint32(0))
                 ahead = T.uint64(k * 16 * PANEL * 2 // 16)
                 wgmma(every, values + ahead, operand + ahead, keep, self.job.arithmetic, across=True)
-            T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+            wgmma_commit()
             with T.If(number > 0), T.Then():
-                T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
+                wgmma_wait_pending(1)
                 release()  # the stage before this one
             T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
         wgmma_wait(every)
@@ -194,12 +198,10 @@ class _Ring:
         """16 bytes, in as many copies as the alignment of rows takes; of none of them nothing is read. What comes from
         behind a row's values is multiplied for sums that nobody stores."""
         values = source.copied(CHUNK)
-        kind = "cp.async.cg.shared.global" if values == CHUNK else "cp.async.ca.shared.global"
         for v in range(0, CHUNK, values):
             there = T.And(live, column + v < source.width)
-            T.evaluate(T.ptx[kind](
-                self.memory.ptr_to([to + v // 2]), self.arguments[name].ptr_to([at + v]), 2 * values,
-                T.Select(there, T.uint32(2 * values), T.uint32(0))))
+            cp_async(self.memory.ptr_to([to + v // 2]), self.arguments[name].ptr_to([at + v]), 2 * values,
+                     T.Select(there, T.uint32(2 * values), T.uint32(0)))
 
     def _use(self) -> tuple[Expr, Expr]:
         """Stage (int32) and parity of the phase (uint32) of the current use."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.memory import st_global
 from ecornn.schedules.gemm.job import Epilogue, Vectors
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants
@@ -114,5 +115,4 @@ def store_hoisted(layout: Hoisted, into: TirBuffer, row: Expr, unit: Expr, value
                 if step == 1:
                     T.buffer_store(into, values[e][q], [place + e])
                 else:
-                    T.evaluate(T.ptx[f"st.global.v{step}.f32"](
-                        into.ptr_to([place + e]), *(values[e + i][q] for i in range(step))))
+                    st_global(into.ptr_to([place + e]), [values[e + i][q] for i in range(step)], "f32")

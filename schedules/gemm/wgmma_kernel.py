@@ -25,11 +25,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import (
+    bulk_copy,
+    cp_async,
+    cp_async_commit,
+    cp_async_mbarrier_arrive,
+    cp_async_wait,
+    cp_async_wait_all,
+)
+from ecornn.schedules.cuda.isa.launch import launch_dependents
+from ecornn.schedules.cuda.isa.mbarrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from ecornn.schedules.cuda.isa.memory import fence_async_shared, shared_address
+from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
+from ecornn.schedules.cuda.isa.threads import named_barrier_arrive, named_barrier_sync, sync_block
+from ecornn.schedules.cuda.isa.wgmma import descriptor, wgmma, wgmma_commit, wgmma_fence, wgmma_wait, wgmma_wait_pending
 from ecornn.schedules.gemm.job import Columns, Epilogue, Job, Operand
 from ecornn.schedules.gemm.outputs import Outputs
 from ecornn.schedules.gemm.wgmma import CHUNK, LINE, ROWS, THREADS, Shape
-from ecornn.schedules.isa.mbarrier import mbarrier_arrive, mbarrier_init, mbarrier_wait
-from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_wait
 
 GROUP = 128  # threads of a warpgroup
 BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
@@ -49,18 +67,18 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         if job.followed:
-            T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
+            launch_dependents()
         memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
         ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", job.count(arguments, steps, batch)))
         ring.begin()
         with T.If(thread < GROUP):
             with T.Then():
                 if shape.moves_registers:
-                    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](COPY_REGISTERS))
+                    register_dealloc(COPY_REGISTERS)
                 ring.copy()
             with T.Else():
                 if shape.moves_registers:
-                    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](MULTIPLY_REGISTERS))
+                    register_alloc(MULTIPLY_REGISTERS)
                 ring.multiply(epilogue)
     return builder.get()
 
@@ -75,7 +93,7 @@ class _Ring:
         self.groups = T.let("groups", (rows + (ROWS - 1)) // ROWS)
         self.first_vector = shape.stages * shape.stage_bytes // 4
         self.first_barrier = self.first_vector + 4 * shape.vector_floats
-        self.base = T.let("base", T.cuda.cvta_generic_to_shared(memory.ptr_to([0])))
+        self.base = T.let("base", shared_address(memory.ptr_to([0])))
         self.turn = T.local("turn", (1,), "uint32")  # uses of stages so far
 
     def begin(self) -> None:
@@ -84,9 +102,9 @@ class _Ring:
             for stage in range(self.shape.stages):
                 mbarrier_init(self._full(stage), GROUP + 1)
                 mbarrier_init(self._empty(stage), 2 * GROUP // 32)
-            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
-            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
-        T.evaluate(T.cuda.cta_sync())
+            fence_mbarrier_init()
+            fence_async_shared()  # bulk copies arrive through this proxy
+        sync_block()
 
     def copy(self) -> None:
         """The copying warpgroup: operands and weights of every tile, stage by stage."""
@@ -97,7 +115,7 @@ class _Ring:
                 with T.If(self.thread == 0), T.Then():
                     self._copy_weights(self.arguments[operand.weights], stage, T.let("piece", column * slabs + slab))
                 self._copy_rows(operand.columns, stage, group, slab)
-                T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](self._full(stage)))
+                cp_async_mbarrier_arrive(self._full(stage))
                 T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
 
         def tile(group: Expr, column: Expr) -> None:
@@ -105,7 +123,7 @@ class _Ring:
                 part(group, column, operand, slabs)
 
         self._tiles(tile)
-        T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
+        cp_async_wait_all()  # no thread leaves before its copies have landed
 
     def multiply(self, epilogue: Epilogue) -> None:
         """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
@@ -122,9 +140,9 @@ class _Ring:
             place = T.let("place", self.first_vector + (half * 2 + flip[0]) * s.vector_floats)
             self._copy_vectors(place, unit0, member)
             self._products(acc, half, lane)
-            T.evaluate(T.ptx["cp.async.wait_group"](0))
+            cp_async_wait(0)
             # also: nobody writes the vectors of the tile after next while others still read these
-            T.evaluate(T.ptx["bar.sync"](T.cast(half + 1, "uint32"), T.uint32(GROUP)))
+            named_barrier_sync(half + 1, GROUP)
             row0 = T.let("row0", group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
             outputs = Outputs(epilogue, self.arguments, self.job.units, s.rows, acc, s.octets, 1,
                               lambda i, at: self.memory[place + i * s.units + (at - unit0)], span)
@@ -163,23 +181,23 @@ class _Ring:
         with T.serial("slab", 0, s.slabs) as slab:
             if lag > 0:
                 with T.If(T.And(half == 0, self.turn[0] == T.uint32(lag))), T.Then():
-                    T.evaluate(T.ptx["bar.arrive"](T.uint32(LAG_BARRIER), T.uint32(2 * GROUP)))
+                    named_barrier_arrive(LAG_BARRIER, 2 * GROUP)
                 with T.If(T.And(half == 1, self.turn[0] == T.uint32(0))), T.Then():
-                    T.evaluate(T.ptx["bar.sync"](T.uint32(LAG_BARRIER), T.uint32(2 * GROUP)))
+                    named_barrier_sync(LAG_BARRIER, 2 * GROUP)
             stage, parity = self._use()
             mbarrier_wait(self._full(stage), parity)
-            T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+            fence_async_shared()
             start = T.let("start", self.base + T.cast(stage * s.stage_bytes, "uint32"))
             mine = T.let("mine", start + T.cast(half * (64 * LINE * 4), "uint32"))
             x = T.let("x", descriptor(mine, 16, 8 * LINE * 4, swizzled=True))
             weights = T.let("weights", descriptor(start + T.uint32(ROWS * LINE * 4), s.width * 16, 128, swizzled=False))
-            T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+            wgmma_fence()
             for k in range(LINE * 4 // (2 * CHUNK)):
                 keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
                 wgmma(every, x + T.uint64(k * 2), weights + T.uint64(k * 2 * s.width), keep, kind)
-            T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+            wgmma_commit()
             with T.If(slab > 0), T.Then():
-                T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
+                wgmma_wait_pending(1)
                 release()  # the stage before this one
             T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
         wgmma_wait(every)
@@ -187,11 +205,9 @@ class _Ring:
 
     def _copy_weights(self, weights: TirBuffer, stage: Expr, tile: Expr) -> None:
         s = self.shape
-        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._full(stage), T.uint32(s.weight_bytes)))
-        T.evaluate(T.ptx["cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"](
-            self._at(stage, ROWS * LINE),
-            weights.ptr_to([T.cast(tile, "int64") * (s.weight_bytes // s.size)]),
-            T.uint32(s.weight_bytes), self._full(stage)))
+        mbarrier_expect(self._full(stage), s.weight_bytes)
+        bulk_copy(self._at(stage, ROWS * LINE), weights.ptr_to([T.cast(tile, "int64") * (s.weight_bytes // s.size)]),
+                  T.uint32(s.weight_bytes), self._full(stage))
 
     def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
         """A thread's eight chunks, one of every 16th row, in as many copies as the alignment of rows takes; what lies
@@ -202,17 +218,15 @@ class _Ring:
         source = T.let("source", x.place(row, value))
         place = T.let("place", first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
         values = x.copied(chunked)  # of a copy
-        kind = "cp.async.cg.shared.global" if values == chunked else "cp.async.ca.shared.global"
         for r in range(0, ROWS, GROUP // 8):
             for v in range(0, chunked, values):
                 inside = T.And(row + r < self.rows, value + v < x.width)
                 there: Expr = T.uint32(size * values)
                 if rest := x.width % values:
                     there = T.Select(value + v == x.width - rest, T.uint32(size * rest), there)
-                T.evaluate(T.ptx[kind](
-                    self._at(stage, place + (r * LINE + v * size // 4)),
-                    self.arguments[x.name].ptr_to([source + (r * x.stride + v)]), size * values,
-                    T.Select(inside, there, T.uint32(0))))
+                cp_async(self._at(stage, place + (r * LINE + v * size // 4)),
+                         self.arguments[x.name].ptr_to([source + (r * x.stride + v)]), size * values,
+                         T.Select(inside, there, T.uint32(0)))
 
     def _copy_vectors(self, place: Expr, unit0: Expr, member: Expr) -> None:
         """The parameter vectors of a tile's units."""
@@ -221,9 +235,8 @@ class _Ring:
             index = T.let("index", turn * GROUP + member)
             with T.If(index < s.vector_floats), T.Then():
                 source = index // s.units * units + T.min(unit0 + index % s.units, units - 1)
-                T.evaluate(T.ptx["cp.async.ca.shared.global"](
-                    self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4))
-        T.evaluate(T.ptx["cp.async.commit_group"]())
+                cp_async(self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4)
+        cp_async_commit()
 
     def _use(self) -> tuple[Expr, Expr]:
         """Stage (int32) and parity of the phase (uint32) of the current use."""

@@ -17,10 +17,10 @@ from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
 from ecornn.schedules.builder import PrimFunc
+from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.mma import shape_of
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.isa.tensor_core import words
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, parts_of, recurrence, workers_time

@@ -19,8 +19,18 @@ bytes, in whatever order: each phase is for one step.
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.mbarrier import cluster_send, mbarrier_init, mbarrier_wait
-from ecornn.schedules.isa.tensor_core import pack_pair, words
+from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_send, cluster_wait
+from ecornn.schedules.cuda.isa.mbarrier import (
+    fence_mbarrier_init,
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_wait,
+)
+from ecornn.schedules.cuda.isa.memory import ld_shared, shared_address
+from ecornn.schedules.cuda.isa.registers import float_bits
+from ecornn.schedules.cuda.isa.tensor_core import pack_pair, words
+from ecornn.schedules.cuda.isa.threads import sync_warp
 from ecornn.schedules.persistent.exchange import pair_place, within
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.persistent.start import head_of, initial_values, located
@@ -28,12 +38,6 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 
 LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
 AT_ONCE = 4  # words of the initial state that a thread has under way
-
-_BITS = """
-__device__ __forceinline__ unsigned ecornn_bits(float value) {
-  return *(unsigned*)&value;
-}"""
-
 
 class Cluster:
     """Emits both ends, as :class:`~ecornn.schedules.persistent.exchange.Ring` does for the way through L2."""
@@ -59,10 +63,10 @@ class Cluster:
             for e in range(len(plan.sums)):
                 for slot in range(2):
                     mbarrier_init(self.sum_barrier(e, slot), 1)
-            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+            fence_mbarrier_init()
             for p in range(len(plan.phases)):
                 if p == 0:  # what the call was given is there at once
-                    T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](self._barrier(0, 0)))
+                    mbarrier_arrive(self._barrier(0, 0))
                 else:
                     self._expect(p, 0)
                 with T.If(self.steps > 1), T.Then():
@@ -88,8 +92,8 @@ class Cluster:
                     with T.If(place < total), T.Then():
                         T.buffer_store(self.words, word, [first + place])
                         T.buffer_store(self.words, T.uint32(0), [first + total + place])
-        T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
-        T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())
+        cluster_arrive()
+        cluster_wait()
 
     def slot(self, phase: int, step: Expr) -> Expr:
         """First word of the slot of a step."""
@@ -106,8 +110,8 @@ class Cluster:
             for n in range(plan.tiles):
                 with within(plan, n, lane // 4):
                     at = self.words.ptr_to([start + pair_place(plan, plan.phases[phase], q, n)])
-                    T.evaluate(T.ptx["ld.shared.v4.b32"](*(state[place, n, i] for i in range(4)), at))
-        T.evaluate(T.cuda.warp_sync())
+                    ld_shared([state[place, n, i] for i in range(4)], at)
+        sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
@@ -122,16 +126,15 @@ class Cluster:
     def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
         """As :meth:`word`, of what may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
         a constant where that is reinterpreted."""
-        return self.word(value, neighbour) if neighbour is not None else T.let(
-            "word", T.cuda.func_call("ecornn_bits", value, source_code=_BITS, return_type="uint32"))
+        return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
         """Sends a word to all blocks, from threads that it is a word of."""
         with T.If(T.And(mine, step < self.steps)), T.Then():
-            to = T.let("to", T.cuda.cvta_generic_to_shared(self.words.ptr_to([slot + place])))
-            barrier = T.let("barrier", T.cuda.cvta_generic_to_shared(self._barrier(phase, step % 2)))
+            to = T.let("to", shared_address(self.words.ptr_to([slot + place])))
+            barrier = T.let("barrier", shared_address(self._barrier(phase, step % 2)))
             for rank in range(self.plan.blocks):
-                cluster_send(to, barrier, rank, word)
+                cluster_send(to, barrier, T.uint32(rank), [word])
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
         """Nothing needs to be taken back."""
@@ -152,12 +155,11 @@ class Cluster:
 
     def expect_sums(self, e: int, slot: Expr) -> None:
         """The arrival of the slot's next phase."""
-        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](
-            self.sum_barrier(e, slot), T.uint32(self.plan.sums[e] * self.plan.rows * self.plan.sum_parts * 8)))
+        mbarrier_expect(self.sum_barrier(e, slot), self.plan.sums[e] * self.plan.rows * self.plan.sum_parts * 8)
 
     def _expect(self, phase: int, slot: Expr) -> None:
         count = expected_bytes(self.plan, self.plan.phases[phase])
-        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(phase, slot), T.uint32(count)))
+        mbarrier_expect(self._barrier(phase, slot), count)
 
 
 def expected_bytes(plan: PersistentPlan, phase: PhasePlan) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.cuda.isa.integers import UNPACKED
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.gemm.projection import projection_time
 from ecornn.schedules.hoisted import unhidden
-from ecornn.schedules.isa.integers import UNPACKED
-from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.persistent.plan import LINE, PersistentPlan, PhasePlan, worker_shape
 from ecornn.schedules.rates import GPURates, gpu_rates
 

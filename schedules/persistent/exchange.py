@@ -33,7 +33,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.tensor_core import pack_pair, per_word
+from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_relaxed, st_relaxed
+from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
+from ecornn.schedules.cuda.isa.threads import sync_warp
 from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan
 
 SENTINEL = 0xFFFFFFFF
@@ -94,15 +96,15 @@ class Ring:
             for place, q in enumerate(pairs):
                 for n in range(plan.tiles):
                     with within(plan, n, lane // 4):
-                        T.evaluate(T.ptx["ld.relaxed.gpu.global.v4.b32"](
-                            *(state[place, n, i] for i in range(4)), ring.ptr_to([start + pair_place(plan, p, q, n)])))
+                        ld_relaxed([state[place, n, i] for i in range(4)],
+                                   ring.ptr_to([start + pair_place(plan, p, q, n)]))
             # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
             highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
             while len(highest) > 1:
                 maxima = [T.let("highest", T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
                 highest = maxima + highest[len(maxima) * 2:]
             T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
-        T.evaluate(T.cuda.warp_sync())
+        sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
@@ -128,7 +130,7 @@ class Ring:
 
     def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
         with T.If(mine), T.Then():
-            T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](self.rings[phase].ptr_to([place]), word))
+            st_relaxed(self.rings[phase].ptr_to([place]), [word])
 
     def acquired(self, t: Expr) -> None:
         """Behind a gate warp's reads of statistics in a step."""
@@ -140,4 +142,4 @@ class Ring:
             if where is not True:
                 stack.enter_context(T.If(where))
                 stack.enter_context(T.Then())
-            T.evaluate(T.ptx["fence.acq_rel.gpu"]())
+            fence_gpu()

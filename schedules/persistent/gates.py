@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.launch import wait_on_earlier
+from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, word_of
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
@@ -51,7 +54,7 @@ class Gates(GateThreads):
     def run(self) -> None:
         """The whole sequence."""
         if self.early:
-            T.evaluate(T.ptx["griddepcontrol.wait"]())
+            wait_on_earlier()
         self.begin()
         self._load_scales()
         self._fetch(T.int32(0))
@@ -86,7 +89,7 @@ class Gates(GateThreads):
             if phase.products:
                 use = T.let("use", t * len(plan.phases) + p)
                 side = T.let("side", use % 2)
-                T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
+                named_barrier_sync(side + FULL, plan.threads)
                 sums, p = [sums[i] | self._sums(i, p, side) for i in range(plan.items)], p + 1
             for i in range(plan.items):
                 envs[i] = emit(phase.assigns if following else self.urgent.first, envs[i] | sums[i], self.math)
@@ -94,7 +97,7 @@ class Gates(GateThreads):
                     self._announce(i, p, t, envs[i])
             ended = [] if following is not None else [self._finish(i, envs[i], t) for i in range(plan.items)]
             if plan.held and (following is None or following.products):
-                T.evaluate(T.ptx["bar.sync"](T.uint32(SENT), T.uint32(plan.threads)))
+                named_barrier_sync(SENT, plan.threads)
             if phase.products and self.sums is None:
                 self.carrier.wipe(p - 1, t, self._places(p - 1))
             if following is None:
@@ -147,8 +150,7 @@ class Gates(GateThreads):
     def _load(self, place: Expr, count: int) -> list[Expr]:
         if count in (2, 4):
             into = T.local("sums", (count,), "float32")  # neighbouring gates of a unit
-            T.evaluate(T.ptx[f"ld.shared.v{count}.f32"](*(into[k] for k in range(count)),
-                                                        self.shared.ptr_to([place])))
+            ld_shared([into[k] for k in range(count)], self.shared.ptr_to([place]), "f32")
             return [into[k] for k in range(count)]
         return [T.let("sum", self.shared[place + k]) for k in range(count)]
 

@@ -10,10 +10,10 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr
+from ecornn.schedules.cuda.isa.integers import UNPACKED
+from ecornn.schedules.cuda.isa.tensor_core import per_word, words
 from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
 from ecornn.schedules.gemm.projection import job_of
-from ecornn.schedules.isa.integers import UNPACKED
-from ecornn.schedules.isa.tensor_core import per_word, words
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
 PAIR = 16  # words of a pair of k-tiles

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.integers import unpacked
-from ecornn.schedules.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.cuda.isa.integers import unpacked
+from ecornn.schedules.cuda.isa.launch import wait_on_earlier
+from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared, st_shared
+from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.exchange import Ring, within
 from ecornn.schedules.persistent.gates import FULL, SENT
@@ -49,12 +52,11 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
                 address = _weights(plan, phase, source, at, q, v)
                 if q < streamed + kept:
                     r = [registers[(q - streamed) * octets + v, i] for i in range(n)]
-                    T.evaluate(T.ptx[f"ld.global.v{n}.b32"](*r, address))
+                    ld_global(r, address)
                 else:
                     r = [T.local("word", (1,), "uint32")[0] for _ in range(n)]  # of the lane
-                    T.evaluate(T.ptx[f"ld.global.v{n}.b32"](*r, address))
-                    T.evaluate(T.ptx[f"st.shared.v{n}.b32"](
-                        words.ptr_to([_shared_place(plan, phase, first, at, q, v)]), *r))
+                    ld_global(r, address)
+                    st_shared(words.ptr_to([_shared_place(plan, phase, first, at, q, v)]), r)
         place += plan.shared_weight_words(phase)
         stream = Stream(plan, index, words, place, source, at, steps) if phase.slots else None
         if stream is not None:
@@ -62,7 +64,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
         kept_of.append(_Kept(registers, words, first, source, stream))
         place += plan.stream_words(phase)
     if early:
-        T.evaluate(T.ptx["griddepcontrol.wait"]())
+        wait_on_earlier()
     with T.serial("t", 0, steps) as t:
         for index, phase in enumerate(plan.phases):
             use = T.let("use", t * len(plan.phases) + index)
@@ -79,10 +81,10 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
                         with within(plan, n, lane % 4 * 2 + i % 2):
                             T.buffer_store(shared, acc(m, n, i),
                                            [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
-            T.evaluate(T.ptx["bar.sync"](T.cast(side + FULL, "uint32"), T.uint32(plan.threads)))
+            named_barrier_sync(side + FULL, plan.threads)
             carrier.done(index, t, warp, lane)
             if plan.held:
-                T.evaluate(T.ptx["bar.sync"](T.uint32(SENT), T.uint32(plan.threads)))
+                named_barrier_sync(SENT, plan.threads)
 
 
 def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Position, q: int, v: int) -> Expr:
@@ -119,7 +121,7 @@ class _Stored:
         if like >= streamed + self.phase.register_pairs:
             for v in range(self.octets):
                 place = _shared_place(self.plan, self.phase, self.kept.place, self.at, q, v)
-                self._into(0, v, "ld.shared", self.kept.words.ptr_to([place]))
+                ld_shared(self._loaded(0, v), self.kept.words.ptr_to([place]))
         elif like < streamed and self.kept.stream is not None:
             self.kept.stream.read(q, self.t, self.loaded)
         elif like + 1 < streamed:
@@ -128,15 +130,14 @@ class _Stored:
     def _from_l2(self, q: int) -> None:
         for v in range(self.octets):
             address = _weights(self.plan, self.phase, self.kept.source, self.at, q, v)
-            self._into(self._turn(q), v, "ld.global", address)
+            ld_global(self._loaded(self._turn(q), v), address)
 
     def _turn(self, q: int) -> int:
         """Which of the loaded pairs q is: of what is loaded ahead, the second and third in turns."""
         return 1 + q % 2 if self.ahead and q < self.phase.streamed_pairs else 0
 
-    def _into(self, turn: int, v: int, instruction: str, address: Expr) -> None:
-        count = self.plan.lane_words
-        T.evaluate(T.ptx[f"{instruction}.v{count}.b32"](*(self.loaded[turn, v, i] for i in range(count)), address))
+    def _loaded(self, turn: int, v: int) -> list[Expr]:
+        return [self.loaded[turn, v, i] for i in range(self.plan.lane_words)]
 
     def word(self, q: int, v: int, i: int) -> Expr:
         """Word i of octet v of pair q, or of one like it, after :meth:`load`, as it is multiplied."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_acquire, red_release
+from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.gemm.mma import THREADS, rows_ahead
 from ecornn.schedules.gemm.mma_kernel import Team
 from ecornn.schedules.gemm.outputs import HoistedValues
@@ -43,12 +45,12 @@ class ProjectionWorkers:
     def work(self, worker: Expr, thread: Expr, shared: TirBuffer) -> None:
         """A worker block's whole life; for its first ``THREADS`` threads."""
 
-        def barrier() -> Expr:
-            return T.ptx["bar.sync"](T.uint32(BARRIER), T.uint32(THREADS))
+        def barrier() -> None:
+            named_barrier_sync(BARRIER, THREADS)
 
         def done(group: Expr) -> None:
-            T.evaluate(T.ptx["fence.acq_rel.gpu"]())
-            T.evaluate(T.ptx["red.release.gpu.global.add.u32"](self.arguments["ready"].ptr_to([group]), T.uint32(1)))
+            fence_gpu()
+            red_release(self.arguments["ready"].ptr_to([group]))
 
         epilogue = HoistedValues(self.task, self.hoisted)
         team = Team(job_of(self.task), self.shape, epilogue, self.arguments, shared, thread, barrier)
@@ -62,5 +64,5 @@ class ProjectionWorkers:
         with T.While(self.first + self.seen[0] * self.shape.block_rows <= last):
             T.buffer_store(count, T.uint32(0), [0])
             with T.While(count[0] < T.uint32(columns)):
-                T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](count[0], self.arguments["ready"].ptr_to([self.seen[0]])))
+                ld_acquire(count[0], self.arguments["ready"].ptr_to([self.seen[0]]))
             T.buffer_store(self.seen, self.seen[0] + 1, [0])

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from ecornn.analysis.liveness import before_first, late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.few_steps import short
 from ecornn.schedules.gemm.mma import LEAST_ROWS
 from ecornn.schedules.gemm.projection import may_be_followed
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
@@ -73,7 +74,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int,
         T.device_entry()
         first = T.let("first", T.block(blocks) * THREADS + T.thread(THREADS))
         if early:
-            T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
+            launch_dependents()
         if ready is not None:
             counters = T.let("counters", (steps * batch + (LEAST_ROWS - 1)) // LEAST_ROWS)
             turns = T.let("turns", (counters + (blocks * THREADS - 1)) // (blocks * THREADS))
@@ -101,7 +102,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int,
                         with T.Else():
                             T.buffer_store(ring, rest, [place])
         if early:
-            T.evaluate(T.ptx["griddepcontrol.wait"]())
+            wait_on_earlier()
     return builder.get()
 
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
+from ecornn.schedules.cuda.isa.copies import bulk_copy
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_expect, mbarrier_init, mbarrier_wait
+from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_shared
+from ecornn.schedules.cuda.isa.threads import sync_warp
 from ecornn.schedules.persistent.plan import PersistentPlan
-
-_BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Stream:
         with T.If(self.lane == 0), T.Then():
             for slot in range(self.phase.slots):
                 mbarrier_init(self._barrier(slot), 1)
-            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+            fence_mbarrier_init()
             for slot in range(self.phase.slots):
                 self._copy(slot)
-        T.evaluate(T.cuda.warp_sync())
+        sync_warp()
 
     def read(self, q: Expr, t: Expr, into: TirBuffer) -> None:
         """Waits for streamed pair ``q`` in step t, reads this lane's words, and asks for what the slot holds next."""
@@ -65,9 +66,9 @@ class Stream:
         plan, n = self.plan, self.plan.lane_words
         for v in range(self.phase.octets(plan.units)):
             at = self.words.ptr_to([self.ring + (slot * self.size + v * plan.octet_words) + self.lane * n])
-            T.evaluate(T.ptx[f"ld.shared.v{n}.b32"](*(into[0, v, i] for i in range(n)), at))
-        T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
-        T.evaluate(T.cuda.warp_sync())
+            ld_shared([into[0, v, i] for i in range(n)], at)
+        fence_async_shared()
+        sync_warp()
         follows = q + slots < count  # in this step
         if not isinstance(q, int):
             with T.If(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))), T.Then():
@@ -83,6 +84,6 @@ class Stream:
     def _copy(self, q: Expr) -> None:
         slot = q % self.phase.slots
         place = T.cast((self.pairs + q) * self.size, "int64") * self.plan.per_word
-        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(slot), T.uint32(self.size * 4)))
-        T.evaluate(T.ptx[_BULK](self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),
-                                T.uint32(self.size * 4), self._barrier(slot)))
+        mbarrier_expect(self._barrier(slot), self.size * 4)
+        bulk_copy(self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),
+                  T.uint32(self.size * 4), self._barrier(slot))

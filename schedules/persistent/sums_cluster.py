@@ -14,21 +14,15 @@ from __future__ import annotations
 
 from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T
-from ecornn.schedules.isa.mbarrier import mbarrier_wait
+from ecornn.schedules.cuda.isa.cluster import cluster_send
+from ecornn.schedules.cuda.isa.mbarrier import mbarrier_wait
+from ecornn.schedules.cuda.isa.memory import ld_shared, shared_address
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.plan import PersistentPlan
 from ecornn.schedules.persistent.sums import LOWEST_BITS, Sums, added
 from ecornn.schedules.scalars.row_sums import across_warp
 
 LOADS = 16  # of 16 bytes a lane and row, at most; beyond, lanes share the parts and shuffle
-
-_SEND = """
-__device__ __forceinline__ void ecornn_send_sums{count}(unsigned to, unsigned barrier, unsigned rank, {arguments}) {{
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v{count}.b32 [%0], {{{places}}}, [%{last}];"
-               : : "r"(to), {values}, "r"(barrier) : "memory");
-}}"""
 
 
 class ClusterSums(Sums):
@@ -45,16 +39,15 @@ class ClusterSums(Sums):
     def send(self, e: int, t: Expr, slot: Expr, i: int, sums: list[Expr]) -> None:
         plan = self.plan
         words = [T.let("word", T.reinterpret("uint32", v)) for v in sums]
-        barrier = T.let("barrier", T.cuda.cvta_generic_to_shared(self.carrier.sum_barrier(e, t % 2)))
+        barrier = T.let("barrier", shared_address(self.carrier.sum_barrier(e, t % 2)))
         for n in range(0, len(self.all[e]), 2):
             own = words[2 * n:2 * n + 4]
-            to = T.let("to", T.cuda.cvta_generic_to_shared(self.carrier.words.ptr_to(
+            to = T.let("to", shared_address(self.carrier.words.ptr_to(
                 [slot + self._row(e, n, self.rows[i]) + self.part * len(own)])))
             for turn in range(-(-plan.blocks // self.lanes)):  # each lane to a block of its own
                 rank = T.let("rank", self.lane + turn * self.lanes)
                 with T.If(T.And(self.mine[i], rank < plan.blocks)), T.Then():
-                    T.evaluate(T.cuda.func_call(f"ecornn_send_sums{len(own)}", to, barrier, T.cast(rank, "uint32"),
-                                                *own, source_code=_send(len(own))))
+                    cluster_send(to, barrier, T.cast(rank, "uint32"), own)
 
     def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
         plan = self.plan
@@ -112,11 +105,4 @@ class ClusterSums(Sums):
         return [added([v[k] for v in values for k in range(f, 4, width)], largest[f]) for f in range(width)]
 
     def _load(self, into: list[Expr], place: Expr) -> None:
-        T.evaluate(T.ptx["ld.shared.v4.b32"](*into, self.carrier.words.ptr_to([place])))
-
-
-def _send(count: int) -> str:
-    names = "abcd"[:count]
-    return _SEND.format(count=count, arguments=", ".join(f"unsigned {n}" for n in names), last=count + 1,
-                        places=", ".join(f"%{k + 1}" for k in range(count)),
-                        values=", ".join(f'"r"({n})' for n in names))
+        ld_shared(into, self.carrier.words.ptr_to([place]))

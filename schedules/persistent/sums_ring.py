@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.memory import ld_relaxed, ld_shared, st_relaxed, st_shared
+from ecornn.schedules.cuda.isa.threads import named_barrier_sync, pause, sync_warp
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PersistentPlan
 from ecornn.schedules.persistent.sums import LOWEST_BITS, Sums, added
@@ -28,13 +30,6 @@ from ecornn.schedules.scalars.row_sums import Kind, across_lanes
 
 SUMMED = 3  # named barrier of gate warps
 PAUSE = 300  # cycles before the first poll, which disturbs what is on its way and finds nothing yet
-
-_PAUSE = """
-__device__ __forceinline__ void ecornn_pause(unsigned cycles) {
-  unsigned start, now;
-  asm volatile("mov.u32 %0, %%clock;" : "=r"(start));
-  do { asm volatile("mov.u32 %0, %%clock;" : "=r"(now)); } while (now - start < cycles);
-}"""
 
 
 class RingSums(Sums):
@@ -66,7 +61,7 @@ class RingSums(Sums):
         plan = self.plan
         with T.If(T.And(self.mine[i], self.lane < plan.row_quads(e))), T.Then():
             place = slot + self.part * plan.sum_stride(e) + (self.rows[i] * plan.row_quads(e) + self.lane) * 4
-            T.evaluate(T.ptx["st.relaxed.gpu.global.v4.b32"](self.rings[e].ptr_to([place]), *words))
+            st_relaxed(self.rings[e].ptr_to([place]), words)
 
     def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
         plan, count = self.plan, len(self.all[e])
@@ -98,8 +93,8 @@ class RingSums(Sums):
             own = [T.reinterpret("uint32", v) for v in sums] + [T.uint32(0)] * (4 - used)
             with T.If(self.thread % 32 < across), T.Then():
                 at = self._between(side, self.thread // 32) + (self.thread % 32 + outer * across) * 4
-                T.evaluate(T.ptx["st.shared.v4.b32"](self.words.ptr_to([at]), *own))
-        T.evaluate(T.ptx["bar.sync"](T.uint32(SUMMED), T.uint32(plan.gate_warps * 32)))
+                st_shared(self.words.ptr_to([at]), own)
+        named_barrier_sync(SUMMED, plan.gate_warps * 32)
         totals = []
         for i in range(plan.items):
             for n in range(count):
@@ -128,18 +123,17 @@ class RingSums(Sums):
     def _poll(self, e: int, words: TirBuffer, loads: list[tuple[Expr, Expr]]) -> None:
         missing = T.local("missing", (1,), "int32")
         T.buffer_store(missing, T.int32(1), [0])
-        T.evaluate(T.cuda.func_call("ecornn_pause", T.uint32(PAUSE), source_code=_PAUSE))
+        pause(PAUSE)
         with T.While(missing[0] != 0):
             for n, (at, inside) in enumerate(loads):
                 with T.If(inside), T.Then():
-                    T.evaluate(T.ptx["ld.relaxed.gpu.global.v4.b32"](*(words[n, k] for k in range(4)),
-                                                                     self.rings[e].ptr_to([at])))
+                    ld_relaxed([words[n, k] for k in range(4)], self.rings[e].ptr_to([at]))
             highest = [words[n, k] for n in range(len(loads)) for k in range(4)]
             while len(highest) > 1:
                 maxima = [T.let("highest", T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
                 highest = maxima + highest[len(maxima) * 2:]
             T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
-        T.evaluate(T.cuda.warp_sync())
+        sync_warp()
 
     def _between(self, side: Expr, warp: Expr) -> Expr:
         """Place in shared memory of what a gate warp has read."""
@@ -148,8 +142,7 @@ class RingSums(Sums):
 
     def _pair(self, side: Expr, warp: int, place: Expr) -> list[Expr]:
         found = T.local("found", (2,), "uint32")  # of values and of squares
-        T.evaluate(T.ptx["ld.shared.v2.b32"](found[0], found[1],
-                                             self.words.ptr_to([self._between(side, warp) + place])))
+        ld_shared([found[0], found[1]], self.words.ptr_to([self._between(side, warp) + place]))
         return [T.let("sum", T.reinterpret("float32", found[k])) for k in range(2)]
 
 

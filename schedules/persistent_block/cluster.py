@@ -16,8 +16,11 @@ each has a barrier. One of its phases has the bytes of one step, and one arrival
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.mbarrier import cluster_send, mbarrier_init, mbarrier_wait
-from ecornn.schedules.isa.tensor_core import pack_pair
+from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_send, cluster_wait
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_expect, mbarrier_init, mbarrier_wait
+from ecornn.schedules.cuda.isa.memory import shared_address
+from ecornn.schedules.cuda.isa.tensor_core import pack_pair
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.persistent_block.fma import exchanged
 from ecornn.schedules.persistent_block.plan import BlockPlan
 
@@ -36,15 +39,15 @@ class Sent:
         with T.If(self.thread == 0), T.Then():
             for slot in range(2):
                 mbarrier_init(self._barrier(T.int32(slot)), 1)
-            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
-        T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
-        T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())
+            fence_mbarrier_init()
+        cluster_arrive()
+        cluster_wait()
         with T.If(self.thread == 0), T.Then():
             self._expect(T.int32(0))
 
     def wait(self, step: Expr) -> None:
         """For the state before a step, behind what this block's threads have sent of it. For all threads."""
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
         with T.If(T.And(self.thread == 0, step < self.steps)), T.Then():
             self._expect(step + 1)
         mbarrier_wait(self._barrier(step % 2), T.cast(step // 2 % 2, "uint32"), cluster=True)
@@ -58,14 +61,14 @@ class Sent:
 
     def send(self, step: Expr, place: Expr, word: Expr) -> None:
         """To all blocks, as word ``place`` of their memory."""
-        to = T.let("to", T.cuda.cvta_generic_to_shared(self.words.ptr_to([place])))
-        barrier = T.let("barrier", T.cuda.cvta_generic_to_shared(self._barrier(step % 2)))
+        to = T.let("to", shared_address(self.words.ptr_to([place])))
+        barrier = T.let("barrier", shared_address(self._barrier(step % 2)))
         for rank in range(self.plan.cluster):
-            cluster_send(to, barrier, rank, word)
+            cluster_send(to, barrier, T.uint32(rank), [word])
 
     def _barrier(self, slot: Expr) -> Expr:
         return self.words.ptr_to([self.plan.barriers_place + slot * 2])
 
     def _expect(self, step: Expr) -> None:
         count = self.plan.rows * self.plan.head * (4 if self.plan.dtype == "float32" else 2)
-        T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](self._barrier(step % 2), T.uint32(count)))
+        mbarrier_expect(self._barrier(step % 2), count)

@@ -9,9 +9,9 @@ as latencies of an H100's instructions and are fitted, close to these, to 117 co
 from __future__ import annotations
 
 from ecornn.schedules.base import Config, Task
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.gemm.projection import projection_time
 from ecornn.schedules.hoisted import hoisted_of
-from ecornn.schedules.isa.tensor_core import per_word
 from ecornn.schedules.persistent_block.plan import BlockPlan, Part
 from ecornn.schedules.rates import GPURates, gpu_rates
 

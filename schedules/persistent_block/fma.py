@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa.threads import shuffle_xor
 from ecornn.schedules.persistent_block.plan import BlockPlan, Part
 from ecornn.schedules.persistent_block.products import Products
 from ecornn.schedules.scalars.row_sums import across_lanes
@@ -79,7 +81,7 @@ class MultiplyAdds(Products):
         def load(piece: int) -> None:
             with T.unroll("r", plan.rows) as r:
                 at = self.shared.ptr_to([first + r * (plan.held * plan.depth_of_k) + piece * 4 * plan.lanes])
-                T.evaluate(T.ptx["ld.shared.v4.f32"](*(state[piece % ahead, r, i] for i in range(4)), at))
+                ld_shared([state[piece % ahead, r, i] for i in range(4)], at, "f32")
 
         for piece in range(ahead):
             load(piece)
@@ -131,11 +133,4 @@ class MultiplyAdds(Products):
 
 def exchanged(values: list[Expr], lanes: int) -> list[Expr]:
     """The values of the lane that is so far away."""
-    return [T.let("theirs", T.cuda.func_call("ecornn_exchanged", value, T.int32(lanes), source_code=_EXCHANGED,
-                                             return_type="float32")) for value in values]
-
-
-_EXCHANGED = """
-__device__ __forceinline__ float ecornn_exchanged(float value, int lanes) {
-  return __shfl_xor_sync(0xffffffffu, value, lanes);
-}"""
+    return [T.let("theirs", shuffle_xor(value, lanes)) for value in values]

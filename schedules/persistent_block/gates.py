@@ -11,8 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from ecornn.analysis.liveness import before_first
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var, pinned
-from ecornn.schedules.isa.tensor_core import per_word
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all
+from ecornn.schedules.cuda.isa.launch import wait_on_earlier
+from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa.registers import pinned
+from ecornn.schedules.cuda.isa.tensor_core import per_word
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.persistent_block.cluster import Sent
 from ecornn.schedules.persistent_block.plan import BlockPlan
 from ecornn.schedules.persistent_block.products import Products
@@ -74,7 +79,7 @@ class Gates(GateThreads):
             with T.If(place < words), T.Then():
                 T.buffer_store(self.products.words, T.uint32(0), [place])
         if self.early:  # nothing before reads what the projection writes, or writes what it reads
-            T.evaluate(T.ptx["griddepcontrol.wait"]())
+            wait_on_earlier()
         self.begin()
         self._mark(T.int32(0))
         for t in range(plan.depth - 1 if self.hoisted.outputs else 0):
@@ -84,7 +89,7 @@ class Gates(GateThreads):
         if self.sent is not None:
             self.sent.begin()
         else:
-            T.evaluate(T.cuda.cta_sync())
+            sync_block()
         for i in range(self.items):
             env = {v: self.states[i, s] for s, v in enumerate(self.graph.states.values())}
             env |= {v: self.constants[i, k] for k, v in enumerate(self.graph.invariant_outputs)}
@@ -97,7 +102,7 @@ class Gates(GateThreads):
         self._multiply(T.int32(0))
         with T.serial("t", 0, self.steps) as t:
             self._step(t)
-        T.evaluate(T.ptx["cp.async.wait_all"]())  # no thread leaves before its copies have landed
+        cp_async_wait_all()  # no thread leaves before its copies have landed
 
     def _step(self, t: Expr) -> None:
         graph = self.graph
@@ -124,7 +129,7 @@ class Gates(GateThreads):
             self.sent.wait(step)
             return
         self.products.stored()
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
 
     def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
         """The first products of step t, also of the one behind the last, which nobody looks at."""
@@ -197,7 +202,7 @@ class Gates(GateThreads):
         if not self.hoisted.outputs:
             return
         self._copy(t + (self.plan.depth - 1))
-        T.evaluate(T.ptx["cp.async.wait_group"](self.plan.depth - 1))
+        cp_async_wait(self.plan.depth - 1)
         slot = t % self.plan.depth
         for i in range(self.items):
             done, kind = 0, "b32" if self.hoisted.packed else "f32"
@@ -206,9 +211,8 @@ class Gates(GateThreads):
                 T.buffer_store(into, nothing, [i, k])
             with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
                 for piece in self.hoisted.pieces():
-                    width = f"v{piece.words}." if piece.words > 1 else ""
-                    T.evaluate(T.ptx[f"ld.shared.{width}{kind}"](*(into[i, done + k] for k in range(piece.words)),
-                                                                 self._slot(slot, i, done, piece.words)))
+                    ld_shared([into[i, done + k] for k in range(piece.words)],
+                              self._slot(slot, i, done, piece.words), kind)
                     if self.hoisted.packed and piece.apart == 1:  # of two neighbouring units
                         half = T.shift_right(into[i, done], T.cast(self.unit[i] % 2 * 16, "uint32"))
                         T.buffer_store(into, half, [i, done])
@@ -224,11 +228,10 @@ class Gates(GateThreads):
                 for piece in self.hoisted.pieces():
                     pair = self.hoisted.packed and piece.apart == 1
                     unit = self.unit[i] // 2 * 2 if pair else self.unit[i] * piece.apart
-                    T.evaluate(T.ptx["cp.async.ca.shared.global"](
-                        self._slot(slot, i, done, piece.words),
-                        self.arguments["hoisted"].ptr_to([first + piece.base + unit]), 4 * piece.words))
+                    cp_async(self._slot(slot, i, done, piece.words),
+                             self.arguments["hoisted"].ptr_to([first + piece.base + unit]), 4 * piece.words, l1=True)
                     done += piece.words
-        T.evaluate(T.ptx["cp.async.commit_group"]())
+        cp_async_commit()
 
     def _slot(self, slot: Expr, i: int, done: int, words: int) -> Expr:
         """Where this thread's piece of item i behind ``done`` words is."""

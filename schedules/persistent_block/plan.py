@@ -9,8 +9,8 @@ from ecornn.analysis.heads import most_heads
 from ecornn.analysis.step import Phase
 from ecornn.program import Packing
 from ecornn.schedules.base import Config, Task
+from ecornn.schedules.cuda.isa.tensor_core import per_word, words
 from ecornn.schedules.hoisted import hoisted_of
-from ecornn.schedules.isa.tensor_core import per_word, words
 
 PAIR = 16  # words of a pair of k-tiles
 CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a multiply-add takes

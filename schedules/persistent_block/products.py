@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared, st_shared
 from ecornn.schedules.persistent_block.plan import BlockPlan, Part
 
 
@@ -59,12 +60,12 @@ class Products(ABC):
             for n in range(part.pieces * each):
                 address = source.ptr_to([T.cast(self._weight(part, n), "int64") * (16 // self._itemsize)])
                 if n < part.kept * each:
-                    T.evaluate(T.ptx["ld.global.v4.b32"](*(kept[n, i] for i in range(4)), address))
+                    ld_global([kept[n, i] for i in range(4)], address)
                     continue
                 loaded = T.local("loaded", (4,), "uint32")
-                T.evaluate(T.ptx["ld.global.v4.b32"](*(loaded[i] for i in range(4)), address))
+                ld_global([loaded[i] for i in range(4)], address)
                 at = self.words.ptr_to([place + (n - part.kept * each) * plan.threads * 4 + self.thread * 4])
-                T.evaluate(T.ptx["st.shared.v4.b32"](at, *(loaded[i] for i in range(4))))
+                st_shared(at, [loaded[i] for i in range(4)])
             place += plan.shared_words(part)
 
     @property
@@ -86,7 +87,7 @@ class Products(ABC):
         loaded = self._registers(each)
         for n in range(each):
             at = self.places[number] + ((piece - part.kept) * each + n) * plan.threads * 4 + self.thread * 4
-            T.evaluate(T.ptx["ld.shared.v4.b32"](*(loaded[n, i] for i in range(4)), self.words.ptr_to([at])))
+            ld_shared([loaded[n, i] for i in range(4)], self.words.ptr_to([at]))
         return [[loaded[n, i] for i in range(4)] for n in range(each)]
 
     def _registers(self, count: int) -> TirBuffer:

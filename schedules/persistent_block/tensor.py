@@ -16,8 +16,9 @@ from collections.abc import Callable
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.isa.tensor_core import mma, per_word, split
-from ecornn.schedules.isa.wgmma import descriptor, wgmma_registers, wgmma_wait
+from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_shared, shared_address
+from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.cuda.isa.wgmma import descriptor, wgmma_commit, wgmma_fence, wgmma_registers, wgmma_wait
 from ecornn.schedules.persistent_block.plan import PAIR, BlockPlan, Part
 from ecornn.schedules.persistent_block.products import Products
 
@@ -107,7 +108,7 @@ class TensorProducts(Products):
         def load(pair: int) -> None:
             for n, row in enumerate(self.loads):
                 at = self.words.ptr_to([first + (pair * plan.rows + row) * PAIR + self.tile_lane % 4 * 4])
-                T.evaluate(T.ptx["ld.shared.v4.b32"](*(state[pair % ahead, n, i] for i in range(4)), at))
+                ld_shared([state[pair % ahead, n, i] for i in range(4)], at)
 
         for pair in range(ahead):
             load(pair)
@@ -163,7 +164,7 @@ class WarpgroupProducts(TensorProducts):
             T.buffer_store(self.values, value, [first * 2 + (matrix * 8 + at % 8) * 8 + unit % 8])
 
     def stored(self) -> None:
-        T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
+        fence_async_shared()
 
     def _part(self, number: int, part: Part, first: Expr, chains: int, meanwhile: Callable[[], None]) -> TirBuffer:
         plan = self.plan
@@ -172,9 +173,9 @@ class WarpgroupProducts(TensorProducts):
         acc = T.local("acc", (1, tiles, plan.tiles, 4), "float32")
         if plan.held > 1:
             first = first + self.head * (plan.depth_of_k * PAIR * plan.tiles * 8)
-        address = T.cuda.cvta_generic_to_shared(self.words.ptr_to([first]))
+        address = shared_address(self.words.ptr_to([first]))
         state = T.let("state", descriptor(address, apart, 128, swizzled=False))
-        T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+        wgmma_fence()
         for pair in range(part.pieces):
             weights = self.piece(number, pair)
             for tile in range(2):
@@ -184,7 +185,7 @@ class WarpgroupProducts(TensorProducts):
                             for half in range(2) for v in (2 * m, 2 * m + 1)]
                     wgmma_registers([acc[0, m, n, i] for n in range(plan.tiles) for i in range(4)], rows,
                                     state + T.uint64(step * 2 * apart // 16), T.uint32(1 if step else 0), plan.dtype)
-        T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+        wgmma_commit()
         meanwhile()
         wgmma_wait([acc[0, m, n, i] for m in range(tiles) for n in range(plan.tiles) for i in range(4)])
         return acc

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ecornn.schedules.builder import Expr, T, opaque
+from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.cuda.isa.registers import opaque
+from ecornn.schedules.cuda.isa.threads import special_register
 from ecornn.schedules.persistent_wide.plan import TEAM, WidePlan
 
 
@@ -28,7 +30,7 @@ class BlockRole:
 
     def anew(self) -> BlockRole:
         """The same, worked out again: no register keeps it, or what follows from it."""
-        return BlockRole.of(self.plan, _special("ctaid"))
+        return BlockRole.of(self.plan, special_register("ctaid"))
 
     @property
     def first(self) -> Expr:
@@ -47,18 +49,4 @@ class BlockRole:
 
 def multiplier() -> Expr:
     """The number of this thread among those that multiply, read anew: no register keeps it, or what follows from it."""
-    return T.let("multiplier", T.bitwise_and(_special("tid") - TEAM, 511))
-
-
-def _special(name: str) -> Expr:
-    """What a special register holds, which is read here."""
-    source = _SPECIAL.format(name=name)
-    return T.let(name, T.cuda.func_call(f"ecornn_{name}", source_code=source, return_type="int32"))
-
-
-_SPECIAL = """
-__device__ __forceinline__ int ecornn_{name}() {{
-  int value;
-  asm volatile("mov.u32 %0, %%{name}.x;" : "=r"(value));
-  return value;
-}}"""
+    return T.let("multiplier", T.bitwise_and(special_register("tid") - TEAM, 511))

@@ -8,14 +8,16 @@ not all read the same part of L2 at once.
 
 from __future__ import annotations
 
-from ecornn.schedules.builder import Expr, T, TirBuffer, opaque
-from ecornn.schedules.isa.mbarrier import mbarrier_test
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import bulk_copy
+from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect, mbarrier_test
+from ecornn.schedules.cuda.isa.memory import fence_async_global, ld_acquire
+from ecornn.schedules.cuda.isa.registers import opaque
+from ecornn.schedules.cuda.isa.threads import ballot, sync_active, sync_warp
 from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, writers
 from ecornn.schedules.persistent_wide.plan import DEPTH, LANES, SLOTS, WidePlan
 from ecornn.schedules.sequence_kernel import SequenceKernel
-
-BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 
 class Memory:
@@ -103,7 +105,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         with T.While(issued[0] != T.uint32(every)):
             with T.If(waiting[0] != T.uint32(0)), T.Then():
                 with T.If(T.cast(count[0], "int32") < t * needed), T.Then():
-                    T.evaluate(T.ptx["ld.acquire.gpu.global.u32"](count[0], counter))
+                    ld_acquire(count[0], counter)
                 # a parity says nothing about the use after next: the one before must have been issued
                 before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
@@ -113,16 +115,15 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
                     with T.If(empty != T.uint32(0)), T.Then():
                         # The copies of several lanes issue as one instruction, which a race checker takes for the
                         # first lane's: that one must have seen what the others have waited for.
-                        T.evaluate(T.cuda.func_call("ecornn_meet", source_code=_MEET))
+                        sync_active()
                         announce(memory.full(ring, stage), plan.stage_bytes)
-                        T.evaluate(T.ptx["fence.proxy.async.global"]())
+                        fence_async_global()
                         _bulk(memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
                               plan.stage_bytes, memory.full(ring, stage))
                         T.buffer_store(waiting, T.uint32(0), [0])
             done = waiting[0] == T.uint32(0)
             done = T.cast(T.And(done, mine) if plan.copiers == 1 else done, "int32")
-            T.buffer_store(issued, T.cuda.func_call("ecornn_ballot", done, source_code=_BALLOT,
-                                                    return_type="uint32"), [0])
+            T.buffer_store(issued, ballot(done), [0])
 
 
 def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: Expr, chunk: Expr,
@@ -141,25 +142,14 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
             piece = T.cast(role.member * plan.packed_chunks + chunk, "int64")
             _bulk(memory.words.ptr_to([memory.weights(ring, position)]),
                   weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes, memory.stored(ring))
-    T.evaluate(T.cuda.warp_sync())
+    sync_warp()
 
 
 def announce(barrier: Expr, count: int) -> None:
     """Arrives at a barrier whose phase ends when ``count`` bytes have come, too."""
-    T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(count)))
+    mbarrier_expect(barrier, count)
 
 
 def _bulk(to: Expr, source: Expr, count: int, barrier: Expr) -> None:
     """Copies ``count`` bytes, and counts them at the barrier."""
-    T.evaluate(T.ptx[BULK](to, source, T.uint32(count), barrier))
-
-
-_BALLOT = """
-__device__ __forceinline__ unsigned ecornn_ballot(int value) {
-  return __ballot_sync(0xffffffffu, value);
-}"""
-
-_MEET = """
-__device__ __forceinline__ void ecornn_meet() {
-  __syncwarp(__activemask());
-}"""
+    bulk_copy(to, source, T.uint32(count), barrier)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ecornn.schedules.builder import Expr, T, Var, opaque, pinned
+from ecornn.schedules.builder import Expr, T, Var
+from ecornn.schedules.cuda.isa.memory import fence_async_global, ld_shared, red_release, st_relaxed
+from ecornn.schedules.cuda.isa.registers import opaque, pinned
+from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier
 from ecornn.schedules.persistent_wide.copies import Memory
@@ -82,7 +85,7 @@ class Gates(GateThreads):
             env = emit(self.urgent.first, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
         self._exchange()
-        T.evaluate(T.ptx["fence.proxy.async.global"]())
+        fence_async_global()
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
         self._publish()
         self._barrier(PUBLISHED)  # what follows would make the release wait longer
@@ -96,7 +99,7 @@ class Gates(GateThreads):
         self._start_at(T.let("after_next", t + 2))
 
     def _barrier(self, name: int) -> None:
-        T.evaluate(T.ptx["bar.sync"](T.uint32(name), T.uint32(self.plan.teams * TEAM)))
+        named_barrier_sync(name, self.plan.teams * TEAM)
 
     def _row(self, unit: Expr) -> Expr:
         """Product of partial sums where a unit's interleaved gates begin."""
@@ -119,7 +122,7 @@ class Gates(GateThreads):
     def _load(self, place: Expr, count: int) -> list[Expr]:
         if count in (2, 4):
             into = T.local("sums", (count,), "float32")  # neighbouring gates of a unit
-            T.evaluate(T.ptx[f"ld.shared.v{count}.f32"](*(into[k] for k in range(count)), self.sums.ptr_to([place])))
+            ld_shared([into[k] for k in range(count)], self.sums.ptr_to([place]), "f32")
             return [into[k] for k in range(count)]
         return [T.let("sum", self.sums[place + k]) for k in range(count)]
 
@@ -137,7 +140,7 @@ class Gates(GateThreads):
         for place, own in zip(self.places, words, strict=True):
             with T.If(place >= 0), T.Then():
                 for o, word in enumerate(own):
-                    T.evaluate(T.ptx["st.relaxed.gpu.global.b32"](exchange.ptr_to([place + o * apart]), word))
+                    st_relaxed(exchange.ptr_to([place + o * apart]), [word])
 
     def _counter(self) -> Expr:
         """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""
@@ -157,4 +160,4 @@ class Gates(GateThreads):
         """Counts this block's part of the chunks that it has written."""
         with T.If(self.counter >= 0), T.Then():
             counter = self.arguments["counters"].ptr_to([self.counter])
-            T.evaluate(T.ptx["red.release.gpu.global.add.u32"](counter, T.uint32(1)))
+            red_release(counter)

@@ -23,7 +23,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ecornn.schedules.builder import Expr, T, TirBuffer, opaque
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.memory import ld_relaxed, st_relaxed
+from ecornn.schedules.cuda.isa.registers import opaque
 from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.plan import HANDED, WidePlan
 
@@ -50,7 +52,7 @@ def tag_of(step: Expr) -> Expr:
 def store(handed: TirBuffer, place: Expr, values: list[Expr], tag: Expr) -> None:
     """Writes the sums of two batch rows for another block."""
     words = [T.bitwise_or(T.bitwise_and(T.reinterpret("uint32", value), T.uint32(0xFFFFFFFE)), tag) for value in values]
-    T.evaluate(T.ptx["st.relaxed.gpu.global.v2.b32"](handed.ptr_to([place]), *words))
+    st_relaxed(handed.ptr_to([place]), words)
 
 
 class Parcels:
@@ -80,7 +82,7 @@ class Parcels:
             for i, other, k, count, at in self._each(firsts):
                 into = [self.words[i, other, k + n] for n in range(count)]
                 with T.If(self.owners[i]), T.Then():
-                    T.evaluate(T.ptx[f"ld.relaxed.gpu.global.v{count}.b32"](*into, self.handed.ptr_to([at])))
+                    ld_relaxed(into, self.handed.ptr_to([at]))
             others = T.uint32(0)
             for word in every:
                 others = T.bitwise_or(others, T.bitwise_xor(self.words[word], tag))

@@ -18,6 +18,10 @@ from __future__ import annotations
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_init
+from ecornn.schedules.cuda.isa.memory import fence_async_shared
+from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_wide.block_role import BlockRole
@@ -61,7 +65,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
         # without this bound ptxas ignores setmaxnreg
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}), T.If(thread < TEAM):
             with T.Then():
-                T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](copying))
+                register_dealloc(copying)
                 with T.If(thread < plan.rings * plan.copiers * 32), T.Then():
                     copy(kernel, plan, memory, role, T.let("warp", thread // 32), T.let("lane", thread % 32))
                 if plan.streamed:
@@ -69,7 +73,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
                     with T.If(T.And(T.And(ring >= 0, ring < plan.rings), thread % 32 == 0)), T.Then():
                         stream(kernel.steps, plan, memory, role, ring, a["recurrent"])
             with T.Else():
-                T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](multiplying))
+                register_alloc(multiplying)
                 worker = T.let("worker", thread - TEAM)
                 products = Products(plan, memory, role, T.let("team", worker // TEAM),
                                     T.let("team_thread", worker % TEAM), a["recurrent"])
@@ -88,15 +92,15 @@ def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
     with T.If(thread == 0), T.Then():
         for ring in range(plan.rings):
             for stage in range(plan.stages):
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.full(ring, stage), T.uint32(1)))
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.empty(ring, stage), arrivals))
+                mbarrier_init(memory.full(ring, stage), 1)
+                mbarrier_init(memory.empty(ring, stage), arrivals)
             if plan.resident:
                 count = T.uint32(plan.resident)
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.stored(ring), count))
+                mbarrier_init(memory.stored(ring), count)
             for slot in range(plan.slots):
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.filled(ring, slot), T.uint32(1)))
-                T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](memory.used(ring, slot), arrivals))
-        T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
-        T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())  # bulk copies arrive through this proxy
-    T.evaluate(T.cuda.cta_sync())
+                mbarrier_init(memory.filled(ring, slot), 1)
+                mbarrier_init(memory.used(ring, slot), arrivals)
+        fence_mbarrier_init()
+        fence_async_shared()  # bulk copies arrive through this proxy
+    sync_block()
 

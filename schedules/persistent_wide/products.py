@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecornn.schedules.builder import Expr, T, TirBuffer, opaque, pinned
-from ecornn.schedules.isa.mbarrier import mbarrier_wait
-from ecornn.schedules.isa.wgmma import descriptor, wgmma, wgmma_registers, wgmma_wait
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.mbarrier import mbarrier_arrive, mbarrier_wait
+from ecornn.schedules.cuda.isa.memory import shared_address
+from ecornn.schedules.cuda.isa.registers import opaque, pinned
+from ecornn.schedules.cuda.isa.threads import uniform
+from ecornn.schedules.cuda.isa.wgmma import (
+    descriptor,
+    wgmma,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_registers,
+    wgmma_wait,
+    wgmma_wait_pending,
+)
 from ecornn.schedules.persistent_wide import handover
 from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
@@ -23,7 +34,7 @@ class Products:
                  weights: TirBuffer) -> None:
         self.plan, self.memory, self.role, self.home, self.team = plan, memory, role, team, team
         self.warp, self.lane = T.let("warp", team_thread // 32), T.let("lane", team_thread % 32)
-        self.base = self.begin = T.let("base", T.cuda.cvta_generic_to_shared(memory.words.ptr_to([0])))
+        self.base = self.begin = T.let("base", shared_address(memory.words.ptr_to([0])))
         # (m64 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
         self.acc = T.local("acc", (plan.own_tiles, plan.columns // 8, 4), "float32")
         # (position of a chunk, step of K, m64 tile), 4 of fragment A
@@ -65,15 +76,15 @@ class Products:
             mbarrier_wait(self.memory.full(self.ring, stage), parity)
             if (number := plan.stream(p)) is not None:
                 mbarrier_wait(self.memory.filled(self.ring, number % plan.slots), parity_of(plan, t, number))
-            T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+            wgmma_fence()
             state = self._address(self.memory.stage(self.ring, stage))
             b = T.let("b", descriptor(state, 16, 8 * DEPTH * 2, swizzled=True))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
                     self._multiply(every[m], p, k, m, b + T.uint64(2 * k))
-            T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+            wgmma_commit()
             if p:
-                T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](1))
+                wgmma_wait_pending(1)
                 self._release(p - 1)
         if plan.rings == 1:
             self.rows = self._find_rows(t)
@@ -108,7 +119,7 @@ class Products:
             empty.append(self.memory.used(self.ring, number % self.plan.slots))
         with T.If(self.lane == 0), T.Then():
             for barrier in empty:
-                T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](barrier))
+                mbarrier_arrive(barrier)
 
     def store(self, handed: TirBuffer | None) -> None:
         """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of
@@ -169,14 +180,3 @@ class Products:
         outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
         return (opaque("finisher", T.cast(T.floordiv(within, finished), "int32")),
                 opaque("own", T.cast(outer * finished + T.floormod(within, finished), "int32")))
-
-
-def uniform(name: str, value: Expr) -> Expr:
-    """A value that all threads of a warp have, as what the compiler can see to be that."""
-    return T.let(name, T.cuda.func_call("ecornn_uniform", value, source_code=_UNIFORM, return_type="int32"))
-
-
-_UNIFORM = """
-__device__ __forceinline__ int ecornn_uniform(int value) {
-  return __shfl_sync(0xffffffffu, value, 0, 32);
-}"""

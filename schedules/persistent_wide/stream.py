@@ -12,10 +12,13 @@ when it is read again. So the first ones of a step are asked to stay, and the ot
 
 from __future__ import annotations
 
-from ecornn.schedules.builder import Expr, T, TirBuffer, opaque
-from ecornn.schedules.isa.mbarrier import mbarrier_wait
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import bulk_copy
+from ecornn.schedules.cuda.isa.mbarrier import mbarrier_wait
+from ecornn.schedules.cuda.isa.memory import l2_policy
+from ecornn.schedules.cuda.isa.registers import opaque
 from ecornn.schedules.persistent_wide.block_role import BlockRole
-from ecornn.schedules.persistent_wide.copies import BULK, Memory, announce, chunk_at
+from ecornn.schedules.persistent_wide.copies import Memory, announce, chunk_at
 from ecornn.schedules.persistent_wide.plan import WidePlan
 
 
@@ -24,8 +27,8 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
     count, among = plan.streamed, plan.chunks - plan.kept
     policies = T.local("policies", (2,), "uint64")
     if plan.lasting < count:
-        T.evaluate(T.ptx["createpolicy.fractional.L2::evict_last.b64"](policies[0]))
-        T.evaluate(T.ptx["createpolicy.fractional.L2::evict_first.b64"](policies[1]))
+        l2_policy(policies[0], "evict_last")
+        l2_policy(policies[1], "evict_first")
     turn = T.local("turn", (1,), "int32")  # a loop that is not unrolled: a thread that copies has few registers
     with T.serial("t", 0, steps) as t:
         T.buffer_store(turn, T.int32(0), [0])
@@ -37,11 +40,8 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
             mbarrier_wait(memory.used(ring, slot), T.bitwise_xor(parity_of(plan, t, number), T.uint32(1)))
             announce(memory.filled(ring, slot), plan.weight_bytes)
             to, size = memory.words.ptr_to([memory.slot(ring, slot)]), T.uint32(plan.weight_bytes)
-            if plan.lasting < count:
-                policy = T.Select(number < plan.lasting, policies[0], policies[1])
-                T.evaluate(T.ptx[f"{BULK}.L2::cache_hint"](to, source, size, memory.filled(ring, slot), policy))
-            else:
-                T.evaluate(T.ptx[BULK](to, source, size, memory.filled(ring, slot)))
+            policy = T.Select(number < plan.lasting, policies[0], policies[1]) if plan.lasting < count else None
+            bulk_copy(to, source, size, memory.filled(ring, slot), policy=policy)
             T.buffer_store(turn, number + 1, [0])
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ecornn.analysis.liveness import late_operands, urgent
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.threads import neighbour
 from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -320,11 +321,4 @@ class GateThreads(ABC):
 
     def _neighbour(self, value: Expr) -> Expr:
         """The value of the neighbouring thread."""
-        return T.let("neighbour", T.cuda.func_call("ecornn_neighbour", value, source_code=_NEIGHBOUR,
-                                                   return_type="float32"))
-
-
-_NEIGHBOUR = """
-__device__ __forceinline__ float ecornn_neighbour(float value) {
-  return __shfl_xor_sync(0xffffffffu, value, 1);
-}"""
+        return T.let("neighbour", neighbour(value))

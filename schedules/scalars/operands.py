@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr
-from ecornn.schedules.isa.tensor_core import raised
+from ecornn.schedules.cuda.isa.tensor_core import raised
 
 
 def for_products(output: Expr, task: Task) -> Expr:

@@ -8,7 +8,8 @@ from ecornn.analysis import Assign, StepGraph, Vector
 from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children, is_leaf, transform
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.scalars.cuda_functions import FUNCTIONS
+from ecornn.schedules.cuda.isa.approximate import FUNCTIONS
+from ecornn.schedules.cuda.isa.functions import call
 
 MATH = ("exact", "fast", "approx")
 MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2, lg2 and rcp of the special function unit (error 2e-7), or "
@@ -37,7 +38,7 @@ def _value(value: Expr, env: dict[Var, Expr], table: dict[str, tuple[str, str]])
         if not is_leaf(e) and key_of(e) in table:
             name, source = table[key_of(e)]
             inner = [T.let("inner", transform(part, visit)) for part in children(e)]
-            return T.cuda.func_call(name, *inner, source_code=source, return_type="float32")
+            return call(name, source, *inner, returns="float32")
         if type(e).__name__ == "Cast" and str(e.value.ty) == "bool":  # TVM does not lower a product of one with a value
             return T.Select(transform(e.value, visit), T.float32(1), T.float32(0))
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from ecornn.analysis import Statistic, StepGraph
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.threads import largest_xor, sum_xor, sync_block
 
 Env = dict[Var, Expr]  # variable -> its value
 Each = Callable[[Callable[[Env, Expr], None]], None]
@@ -26,15 +27,6 @@ def parts_of(graph: StepGraph) -> list[tuple[int, ...] | int]:
             together = ()
     return [*found, together] if together else found or [0]
 
-
-_ACROSS = """
-__device__ __forceinline__ float ecornn_across(float value, int lanes) {
-  return value + __shfl_xor_sync(0xffffffffu, value, lanes);
-}"""
-_LARGEST = """
-__device__ __forceinline__ float ecornn_largest_across(float value, int lanes) {
-  return fmaxf(value, __shfl_xor_sync(0xffffffffu, value, lanes));
-}"""
 
 Kind = Any  # whether a statistic is a maximum, not a sum: a bool, or an expression where only a thread knows
 LOWEST = -3.4028234663852886e38  # below all numbers of float32 that there are
@@ -73,8 +65,7 @@ def across_warp(values: list[Expr], lanes: int = 32, largest: Sequence[Kind] = (
 def across_lanes(values: list[Expr], lanes: int, largest: Sequence[Kind] = ()) -> list[Expr]:
     """The sums of each lane's and another one's that is ``lanes`` (a power of two) away."""
     def across(value: Expr, largest: bool) -> Expr:
-        name, source = ("ecornn_largest_across", _LARGEST) if largest else ("ecornn_across", _ACROSS)
-        return T.cuda.func_call(name, value, T.int32(lanes), source_code=source, return_type="float32")
+        return largest_xor(value, lanes) if largest else sum_xor(value, lanes)
 
     found = []
     for value, kind in zip(values, largest or [False] * len(values), strict=True):
@@ -135,11 +126,11 @@ class RowSums:
                 T.buffer_store(sums, total if s.units is None else T.Select(among(s, unit), total, sums[n]), [n])
 
         each(add)
-        T.evaluate(T.cuda.cta_sync())  # what was there before has been read
+        sync_block()  # what was there before has been read
         for n, total in enumerate(across_warp([sums[n] for n in range(count)], largest=kinds)):
             with T.If(self.thread % 32 == 0), T.Then():
                 T.buffer_store(self.memory, total, [self.first + n * self.warps + self.thread // 32])
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
         found = []
         for n in range(count):
             total = self.memory[self.first + n * self.warps]

@@ -15,9 +15,9 @@ from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
-from ecornn.schedules.isa.tensor_core import words
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES

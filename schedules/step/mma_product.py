@@ -19,7 +19,10 @@ from ecornn.analysis.narrow import narrow_of
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
+from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.step.scalars import Layout
 
 PAIR = 16  # words of a pair of k-tiles
@@ -207,17 +210,17 @@ class TensorProduct:
                         stack.enter_context(T.If(has))
                         stack.enter_context(T.Then())
                     load(T.int32(turn))
-            T.evaluate(T.ptx["cp.async.commit_group"]())
+            cp_async_commit()
         with T.serial("turn", 0, turns if has is None else T.Select(has, turns, 0)) as turn:
-            T.evaluate(T.ptx["cp.async.wait_group"](plan.stages - 2))
-            T.evaluate(T.cuda.cta_sync())
+            cp_async_wait(plan.stages - 2)
+            sync_block()
             with T.If(turn + (plan.stages - 1) < turns), T.Then():
                 load(T.let("turn_ahead", turn + (plan.stages - 1)))
-            T.evaluate(T.ptx["cp.async.commit_group"]())
+            cp_async_commit()
             self._multiply(acc, T.let("stage", turn % plan.stages * plan.stage_words(p)))
-        T.evaluate(T.cuda.cta_sync())  # partial sums overwrite the stages
+        sync_block()  # partial sums overwrite the stages
         self._store_sums(acc)
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
 
     def _copies(self, count: int) -> Expr:
         """Numbers of this thread's copies, each in a scope where it is below ``count``."""
@@ -235,9 +238,8 @@ class TensorProduct:
         size = plan.stage_pairs * plan.weight_rows(p) * PAIR  # words
         first = T.let("first", T.cast(column * plan.turns(p) + turn, "int64") * (size * per_word(plan.dtype)))
         for index in self._copies(size // 4):
-            T.evaluate(T.ptx["cp.async.cg.shared.global"](
-                self.shared.ptr_to([place + index * 4]),
-                weights.ptr_to([first + index * (4 * per_word(plan.dtype))]), 16))
+            cp_async(self.shared.ptr_to([place + index * 4]),
+                     weights.ptr_to([first + index * (4 * per_word(plan.dtype))]), 16)
 
     def _load_operand(self, operands: TirBuffer, base: Expr, row0: Expr, turn: Expr, place: Expr,
                       layout: Layout) -> None:
@@ -254,9 +256,8 @@ class TensorProduct:
                 pair, row = index // (4 * plan.rows), index // 4 % plan.rows
             value = (pair0 + pair) * (PAIR * n) + quarter * (4 * n)
             source = operand + layout.place(row0 + row, value if self.head is None else self.head + value)
-            T.evaluate(T.ptx["cp.async.cg.shared.global"](
-                self.shared.ptr_to([start + (pair * plan.rows + row) * PAIR + quarter * 4]),
-                operands.ptr_to([source]), 16))
+            cp_async(self.shared.ptr_to([start + (pair * plan.rows + row) * PAIR + quarter * 4]),
+                     operands.ptr_to([source]), 16)
 
     def _multiply(self, acc: TirBuffer, place: Expr) -> None:
         plan, p = self.plan, self.p
@@ -271,8 +272,7 @@ class TensorProduct:
                        + (pair * plan.rows + self.batch_warp * (octets * 8)) * PAIR)
             for into, count, first in ((a, 2 * tiles, T.let("rows", rows)), (b, octets, T.let("columns", columns))):
                 for v in range(count):
-                    T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[v, i] for i in range(4)),
-                                                         self.shared.ptr_to([first + v * (8 * PAIR)])))
+                    ld_shared([into[v, i] for i in range(4)], self.shared.ptr_to([first + v * (8 * PAIR)]))
             for tile in range(2):
                 right = [[split(b[n, tile * 2 + i], plan.arithmetic) for i in range(2)] for n in range(octets)]
                 for m in range(tiles):

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.isa.mbarrier import mbarrier_init, mbarrier_wait
-from ecornn.schedules.isa.tensor_core import per_word
+from ecornn.schedules.cuda.isa.copies import bulk_copy
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_expect, mbarrier_init, mbarrier_wait
+from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 
 PAIR = 16  # words of a pair of k-tiles
-_MULTICAST = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
 
 
 class Operand(Protocol):
@@ -43,13 +44,13 @@ class RowsInMemory:
         k = T.let("k", pair * (PAIR * n) + quarter * (4 * n))
         at = self.starts[octet] + k
         if whole_pieces(self.stride, self.dtype) and whole_pieces(width, self.dtype):
-            load = T.ptx["ld.global.v4.b32"](*(into[slot, octet, i] for i in range(4)), self.source.ptr_to([at]))
+            words = [into[slot, octet, i] for i in range(4)]
             if width % (PAIR * n) == 0:
-                T.evaluate(load)
+                ld_global(words, self.source.ptr_to([at]))
                 return
             with T.If(k < width):
                 with T.Then():
-                    T.evaluate(load)
+                    ld_global(words, self.source.ptr_to([at]))
                 with T.Else():
                     for i in range(4):
                         T.buffer_store(into, T.uint32(0), [slot, octet, i])
@@ -58,13 +59,13 @@ class RowsInMemory:
             T.buffer_store(into, T.uint32(0), [slot, octet, i])
             with T.If(k + i * n < width), T.Then():
                 if self.stride % n == 0 and width % n == 0:
-                    T.evaluate(T.ptx["ld.global.b32"](into[slot, octet, i], self.source.ptr_to([at + i * n])))
+                    ld_global([into[slot, octet, i]], self.source.ptr_to([at + i * n]))
                     continue
                 half = T.local("half", (2,), "uint32")
-                T.evaluate(T.ptx["ld.global.u16"](half[0], self.source.ptr_to([at + i * n])))
+                ld_global([half[0]], self.source.ptr_to([at + i * n]), "u16")
                 T.buffer_store(half, T.uint32(0), [1])
                 with T.If(k + (i * n + 1) < width), T.Then():
-                    T.evaluate(T.ptx["ld.global.u16"](half[1], self.source.ptr_to([at + (i * n + 1)])))
+                    ld_global([half[1]], self.source.ptr_to([at + (i * n + 1)]), "u16")
                 T.buffer_store(into, T.bitwise_or(half[0], T.shift_left(half[1], T.uint32(16))), [slot, octet, i])
 
 
@@ -93,8 +94,7 @@ class StagedRows:
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
         at = (self.lane_row + octet * 8) * staged_words(self.width, self.dtype) + pair * PAIR + quarter * 4
-        T.evaluate(T.ptx["ld.shared.v4.b32"](*(into[slot, octet, i] for i in range(4)),
-                                             self.words.ptr_to([self.first + at])))
+        ld_shared([into[slot, octet, i] for i in range(4)], self.words.ptr_to([self.first + at]))
 
     def clear(self, thread: Expr, threads: int) -> None:
         """Zeros behind the end of each row."""
@@ -114,8 +114,8 @@ class StagedRows:
         size = T.let("size", T.min(pieces - part * each, each) * 16)
         to = self.first + row * staged_words(self.width, self.dtype) + part * (each * 4)
         with T.If(size > 0), T.Then():
-            T.evaluate(T.ptx[_MULTICAST](self.words.ptr_to([to]), source.ptr_to([start + part * (each * 4 * n)]),
-                                         T.cast(size, "uint32"), barrier, T.uint16((1 << parts) - 1)))
+            bulk_copy(self.words.ptr_to([to]), source.ptr_to([start + part * (each * 4 * n)]), T.cast(size, "uint32"),
+                      barrier, ranks=T.uint16((1 << parts) - 1))
 
 
 def staged_words(width: int, dtype: str) -> int:
@@ -127,12 +127,12 @@ def make_barrier(barrier: Expr) -> None:
     """Makes the barrier of a block (a pointer), for bytes that come from the blocks of its cluster. A barrier of the
     cluster must lie between this and all that uses it."""
     mbarrier_init(barrier, 1)
-    T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+    fence_mbarrier_init()
 
 
 def announce(barrier: Expr, count: int) -> None:
     """Says how many bytes it waits for. Some of them may have come: it counts, and lacks this arrival until now."""
-    T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(count)))
+    mbarrier_expect(barrier, count)
 
 
 def arrived(barrier: Expr) -> None:

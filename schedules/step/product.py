@@ -16,6 +16,7 @@ from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.threads import sync_block
 
 UNROLL = 4  # steps along K
 
@@ -111,7 +112,7 @@ class BlockProduct:
             T.buffer_store(acc, T.float32(0), [g, r])
         chunks, size = -(-inputs // tile.depth), tile.weight_floats(gates)
         with T.serial("chunk", 0, chunks) as chunk:
-            T.evaluate(T.cuda.cta_sync())
+            sync_block()
             first = T.let("first", T.cast(block * chunks + chunk, "int64") * size)
             with T.unroll("turn", -(-size // tile.threads)) as turn:
                 index = T.let("index", turn * tile.threads + self.thread)
@@ -131,17 +132,17 @@ class BlockProduct:
                         place = T.let("place", head * self.own + T.Select(inside, at, 0))
                         value = T.Select(inside, operand(of // self.near, row, place), T.float32(0))
                     T.buffer_store(self.memory, value, [size + vector * (tile.depth + 1) + k])
-            T.evaluate(T.cuda.cta_sync())
+            sync_block()
             steps = tile.depth // tile.split
             inner = min(steps, UNROLL)  # whole tiles unrolled compile for seconds
             with T.serial("outer", 0, steps // inner) as outer, T.unroll("turn", inner) as turn:
                 self._multiply(acc, (outer * inner + turn) * tile.split + self.part, size)
-        T.evaluate(T.cuda.cta_sync())  # partial sums overwrite the tiles
+        sync_block()  # partial sums overwrite the tiles
         for g in range(gates):
             for r in range(tile.thread_rows):
                 row = self.group * tile.thread_rows + r
                 T.buffer_store(self.memory, acc[g, r], [self._place(self.part, row, g, self.unit)])
-        T.evaluate(T.cuda.cta_sync())
+        sync_block()
 
     def _multiply(self, acc: TirBuffer, k: Expr, size: int) -> None:
         tile, gates = self.tile, len(self.rows)

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.cuda.isa.memory import ld_global
+from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.cuda.isa.threads import sync_warp
 from ecornn.schedules.step.operand_rows import PAIR, Operand
 
 GROUP = 8 * PAIR  # words of a group of weight rows
@@ -145,8 +147,7 @@ class WarpProduct:
             place = pair * (share.groups * GROUP * n) + self.lane * (4 * n)
             first = T.let("first", block + T.cast(place, "int64"))
             for g in range(share.groups):
-                T.evaluate(T.ptx["ld.global.v4.b32"](*(self.a[slot, g, i] for i in range(4)),
-                                                     weights.ptr_to([first + g * (GROUP * n)])))
+                ld_global([self.a[slot, g, i] for i in range(4)], weights.ptr_to([first + g * (GROUP * n)]))
 
         def load_operand(slot: int, pair: Expr) -> None:
             for o in range(share.octets):
@@ -164,7 +165,7 @@ class WarpProduct:
                     load(slot, pair)
             if load is load_weights:
                 before()
-        T.evaluate(T.cuda.warp_sync())  # so that no load waits behind a product for a register to become free
+        sync_warp()  # so that no load waits behind a product for a register to become free
         if share.turns <= share.slots:
             for slot in range(share.slots):
                 with self._pair(slot) as pair:

@@ -9,6 +9,10 @@ from ecornn.analysis import Product
 from ecornn.program import Buffer
 from ecornn.schedules.base import Config, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
+from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
+from ecornn.schedules.cuda.isa.memory import prefetch_l1
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.outputs import leaves_of_rows
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.step.operand_rows import (
@@ -127,10 +131,10 @@ class StepStates(StepScalars):
         with T.If(a["t"] == 0):
             with T.Then():
                 for name in self.graph.states:
-                    T.evaluate(T.ptx["prefetch.global.L1"](a[f"{name}_in"].ptr_to([self.at(0, row, unit)])))
+                    prefetch_l1(a[f"{name}_in"].ptr_to([self.at(0, row, unit)]))
             with T.Else():
                 for s in range(len(self.graph.states)):
-                    T.evaluate(T.ptx["prefetch.global.L1"](a["states"].ptr_to([self.at(s, row, unit)])))
+                    prefetch_l1(a["states"].ptr_to([self.at(s, row, unit)]))
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
         with T.If(self.arguments["t"] + 1 < self.arguments["T"]), T.Then():
@@ -160,9 +164,9 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
         memory = T.shared(plan.shared // 4)  # sums of the shares' warps
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
         if plan.chained:
-            T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
+            launch_dependents()
             with T.If(row0 >= a["B"]), T.Then():  # a launch that has ended has waited for all before it
-                T.evaluate(T.ptx["griddepcontrol.wait"]())
+                wait_on_earlier()
         with T.If(row0 < a["B"]), T.Then():
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
             time = T.let("time", scalars.timeline.at(a["t"]))
@@ -187,16 +191,16 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                     make_barrier(barrier)
                 for one in staged:
                     one.clear(thread, plan.threads)
-                T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
+                cluster_arrive()
 
             def before() -> None:
                 """Nothing but weights may be read before, and nothing written."""
                 if plan.chained:
-                    T.evaluate(T.ptx["griddepcontrol.wait"]())
+                    wait_on_earlier()
                 scalars.prefetch(T.min(row0 + thread // plan.units, a["B"] - 1),
                                  T.min(column * plan.units + thread % plan.units, H - 1))
                 if plan.cluster > 1:
-                    T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())  # behind it all barriers are there
+                    cluster_wait()  # behind it all barriers are there
                     with T.If(thread == 0), T.Then():
                         announce(barrier, sum(plan.rows * share.width * w.itemsize for share in shares))
                     for i, one in enumerate(staged):
@@ -224,10 +228,10 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                         multiply(0)
                     scope.enter_context(T.Else())
                 multiply(len(shares) - 1)
-            T.evaluate(T.cuda.cta_sync())
+            sync_block()
             for share, first in zip(shares, firsts, strict=True):
                 add_up(share, memory, first, thread, plan.threads)
-            T.evaluate(T.cuda.cta_sync())
+            sync_block()
             with T.serial("turn", 0, -(-plan.units * plan.rows // plan.threads)) as turn:
                 item = T.let("item", turn * plan.threads + thread)
                 row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
@@ -250,7 +254,7 @@ def _prefetch(vectors: TirBuffer, count: int, plan: StepPlan, column: Expr, thre
         item = T.let("item", first + thread)
         unit = T.let("unit", column * plan.units + item % plan.units)
         with T.If(T.And(item < count * plan.units, unit < hidden)), T.Then():
-            T.evaluate(T.ptx["prefetch.global.L1"](vectors.ptr_to([item // plan.units * hidden + unit])))
+            prefetch_l1(vectors.ptr_to([item // plan.units * hidden + unit]))
 
 
 def _hoisted(task: Task, scalars: StepScalars, a: dict[str, TirBuffer], x_row: Expr, unit: Expr,

@@ -16,6 +16,7 @@ take twice as many: the permutation is volatile.
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.cuda.isa.functions import call
 
 UNPACKED = {"float16": 2, "bfloat16": 4}  # instructions for a word of two
 _LOWER, _UPPER = 0x4140, 0x4342  # which bytes of the word, and of the constant, make the lower and upper two
@@ -41,5 +42,5 @@ __device__ __forceinline__ unsigned ecornn_integers_bf16(unsigned word, unsigned
 def unpacked(word: Expr, upper: bool, dtype: str) -> Expr:
     """The lower or upper two of a word's four integers, as a word of that 16-bit type."""
     kind = "f16" if dtype == "float16" else "bf16"
-    return T.let("integers", T.cuda.func_call(f"ecornn_integers_{kind}", word, T.uint32(_UPPER if upper else _LOWER),
-                                              source_code=_UNPACK[dtype], return_type="uint32"))
+    which = T.uint32(_UPPER if upper else _LOWER)
+    return T.let("integers", call(f"ecornn_integers_{kind}", _UNPACK[dtype], word, which, returns="uint32"))

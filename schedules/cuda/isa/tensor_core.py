@@ -14,7 +14,10 @@ one tf32 number.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.cuda.isa.functions import call
 
 WORDS = 8  # of a k-tile
 _KIND = {"float16": "m16n8k16.row.col.f32.f16.f16.f32", "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
@@ -58,7 +61,7 @@ def pack_pair(low: Expr, high: Expr, dtype: str, *, finite: bool = False) -> Exp
     kind = "f16" if dtype == "float16" else "bf16"
     name, kind = (f"finite_{kind}", f"satfinite.{kind}") if finite and kind == "f16" else (kind, kind)
     source = _PACK.format(name=name, kind=kind)
-    return T.let("word", T.cuda.func_call(f"ecornn_pack_{name}", low, high, source_code=source, return_type="uint32"))
+    return T.let("word", call(f"ecornn_pack_{name}", source, low, high, returns="uint32"))
 
 
 def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
@@ -67,14 +70,13 @@ def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
         bits = T.bitwise_and(word, T.uint32(0xFFFF0000)) if upper else T.shift_left(word, T.uint32(16))
         return T.let("value", T.reinterpret("float32", bits))
     name = "high" if upper else "low"
-    return T.let("value", T.cuda.func_call(f"ecornn_{name}_f16", word, source_code=_UNPACK.format(name=name),
-                                           return_type="float32"))
+    return T.let("value", call(f"ecornn_{name}_f16", _UNPACK.format(name=name), word, returns="float32"))
 
 
 def raised(value: Expr) -> Expr:
     """A float32 value with half a unit of TF32's last place added to its bits: products that cut off what TF32 has no
     bits for then round it to nearest, and :func:`lowered` still has all of it."""
-    return T.let("raised", T.cuda.func_call("ecornn_raised", value, source_code=_RAISE, return_type="float32"))
+    return T.let("raised", call("ecornn_raised", _RAISE, value, returns="float32"))
 
 
 def lowered(value: Expr) -> Expr:
@@ -89,13 +91,20 @@ def split(word: Expr, arithmetic: str, cut: Expr | bool = False) -> tuple[Expr, 
         whole = T.bitwise_and(word, T.uint32(0xFFFFE000))
         if cut is True:
             return (T.let("rounded", whole),)
-        rounded = T.cuda.func_call("ecornn_tf32", word, source_code=_ROUND, return_type="uint32")
+        rounded = call("ecornn_tf32", _ROUND, word, returns="uint32")
         return (T.let("rounded", rounded if cut is False else T.Select(cut, whole, rounded)),)
     if arithmetic != "float32":
         return (word,)
     high = T.let("high", T.bitwise_and(word, T.uint32(0xFFFFE000)))
     low = T.let("low", T.reinterpret("uint32", T.reinterpret("float32", word) - T.reinterpret("float32", high)))
     return high, low
+
+
+def ldmatrix(into: Iterable[Expr], address: Expr, *, transposed: bool = False) -> None:
+    """Loads four matrices of 8 x 8 16-bit values from shared memory, one word of each a thread; lane l has the address
+    of row l % 8 of matrix l / 8. ``transposed``: rows come as columns."""
+    across = ".trans" if transposed else ""
+    T.evaluate(T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{across}.shared.b16"](*into, address))
 
 
 def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], arithmetic: str, *,

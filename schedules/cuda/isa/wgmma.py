@@ -1,8 +1,9 @@
-"""Warpgroup products of Hopper's tensor cores."""
+"""Warpgroup products of Hopper's tensor cores (PTX: wgmma). sm_90a."""
 
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.cuda.isa.functions import run
 
 _KIND = {"float16": "f16.f16", "bfloat16": "bf16.bf16"}
 
@@ -39,12 +40,27 @@ def descriptor(address: Expr, leading: int, stride: int, swizzled: bool) -> Expr
     return T.cast(address >> T.uint32(4), "uint64") + T.uint64(fixed)
 
 
+def wgmma_fence() -> None:
+    """Orders what this warpgroup did with registers and shared memory, and its products that follow."""
+    T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
+
+
+def wgmma_commit() -> None:
+    """Makes a group of the products since the last one."""
+    T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
+
+
+def wgmma_wait_pending(count: int) -> None:
+    """Waits until at most so many of the last groups are under way. Accumulators may not be read behind it."""
+    T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](count))
+
+
 def wgmma_wait(acc: list[Expr]) -> None:
     """Waits for all products; names the accumulators, so that none is read before."""
     count = len(acc)
     arguments = ", ".join(f"float& d{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d{i})' for i in range(count))
-    T.evaluate(T.cuda.func_call(f"ecornn_wgmma_wait_{count}", *acc, source_code=f"""
+    run(f"ecornn_wgmma_wait_{count}", f"""
 __device__ __forceinline__ void ecornn_wgmma_wait_{count}({arguments}) {{
   asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} : : "memory");
-}}"""))
+}}""", *acc)

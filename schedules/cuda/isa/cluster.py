@@ -1,0 +1,41 @@
+"""Blocks of a cluster, which read and write each other's shared memory (PTX: barrier.cluster, st.async). sm_90."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.cuda.isa import functions
+
+_SEND = """
+__device__ __forceinline__ void {name}(unsigned to, unsigned barrier, unsigned rank, {arguments}) {{
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [%0], {places}, [%{last}];"
+               : : "r"(to), {values}, "r"(barrier) : "memory");
+}}"""
+
+
+def cluster_arrive() -> None:
+    """Arrives at the barrier of all threads of the cluster, and releases what the thread did before."""
+    T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
+
+
+def cluster_wait() -> None:
+    """Waits until all threads of the cluster have arrived, and sees what they did before."""
+    T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())
+
+
+def cluster_send(to: Expr, barrier: Expr, rank: Expr, words: Sequence[Expr]) -> None:
+    """Writes one, two or four words of 32 bits to a block of the cluster, whose mbarrier counts their bytes. ``to`` and
+    ``barrier`` are addresses in this block's shared memory, of which that block has the same."""
+    count = len(words)
+    if count == 1:
+        name, names, places = "ecornn_send", ["word"], "%1"
+    else:
+        name, names = f"ecornn_send_sums{count}", [*"abcd"[:count]]
+        places = "{" + ", ".join(f"%{k + 1}" for k in range(count)) + "}"
+    source = _SEND.format(name=name, arguments=", ".join(f"unsigned {n}" for n in names), places=places,
+                          vector=f".v{count}" if count > 1 else "", last=count + 1,
+                          values=", ".join(f'"r"({n})' for n in names))
+    functions.run(name, source, to, barrier, rank, *words)

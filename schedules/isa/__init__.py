@@ -1,1 +1,0 @@
-"""Instructions of the hardware in words: tensor cores, warpgroup products, barriers in shared memory."""
