@@ -20,6 +20,9 @@ else:
     Expr = PrimFunc = TirBuffer = Var = Any
 
 
+NOTE = "ecornn_note"  # called with a text where a kernel's author wrote T.note
+
+
 class Builder:
     """TVM's builder. A name is a wish: it gets a number where another variable has it.
 
@@ -61,6 +64,11 @@ class Builder:
     def shared(self, words: int, align: int = 16) -> TirBuffer:
         """The block's dynamic shared memory, (words,) float32; ``align`` in bytes."""
         return self.named("shared", self._tvm.alloc_buffer((words,), "float32", scope="shared.dyn", align=align))
+
+    def note(self, text: str) -> None:
+        """A comment in code for people (``--emit``), at a phase of a kernel or a role of its warps. It leaves nothing in
+        what is compiled (``without_notes``)."""
+        self._tvm.evaluate(self._tvm.call_extern("void", NOTE, text))
 
     @contextmanager
     def serial(self, name: str, start: Expr | int, stop: Expr | int) -> Iterator[Var]:

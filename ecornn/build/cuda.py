@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.host_cuda import COOPERATIVE, PACK, SCALARS, Kernel, host_sources, image
 from ecornn.build.local_arrays import as_variables
-from ecornn.build.nvcc import compile_cubin
+from ecornn.build.nvcc import compile_cubin, ptx
+from ecornn.build.readable import readable_text, without_notes
+from ecornn.build.simplified import simplified
 from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.program import Launch, Program, launches, packs
@@ -30,10 +32,9 @@ _COMPILE_HOOK = "tvm_callback_cuda_compile"
 def generate(program: Program, device: Device) -> Generated:
     """Machine code and host code of a CUDA program.
 
-    ``emitted`` holds ``tir`` (the functions as the schedule made them) and ``cuda``; for PTX call
-    :func:`ecornn.build.nvcc.ptx` on the latter. Raises :class:`BuildError` where a function is no
-    single kernel, its parameters are not the program's, its launch differs from its declaration,
-    or a compiler fails.
+    ``emitted`` holds ``tir`` (the functions as the schedule made them), ``cuda`` (:func:`readable`) and ``ptx``.
+    Raises :class:`BuildError` where a function is no single kernel, its parameters are not the program's, its launch
+    differs from its declaration, or a compiler fails.
     """
     groups = _groups(_lower(program, device.arch))
     kernels = {one.name: replace(one.kernel, image=number) for number, (group, _) in enumerate(groups) for one in group}
@@ -49,7 +50,8 @@ def generate(program: Program, device: Device) -> Generated:
         sources=sources,
         binaries={image(number): cubin for number, (cubin, _) in enumerate(compiled)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
-                      cuda=lambda: lower(program, device.arch)[1]),
+                      cuda=lambda: readable(program, device.arch),
+                      ptx=lambda: ptx(lower(program, device.arch)[1], device.arch)),
         resources={name: used[kernel.symbol] for name, kernel in kernels.items() if kernel.symbol in used},
     )
 
@@ -61,6 +63,11 @@ def _groups(lowered: list[_Lowered]) -> list[tuple[list[_Lowered], str]]:
     alone = [one for group, _ in apart for one in group]
     rest = [one for one in lowered if one not in alone]
     return ([(rest, _source([one.code for one in rest], rest[0].key[1]))] if rest else []) + apart
+
+
+def readable(program: Program, arch: str) -> str:
+    """CUDA source of the program's kernels for people, that does what is compiled."""
+    return readable_text(_printed([simplified(one.code) for one in _lower(program, arch)], arch))
 
 
 def lower(program: Program, arch: str) -> tuple[dict[str, Kernel], str]:
@@ -201,7 +208,12 @@ def launches_of(program: Program, name: str) -> list[Launch]:
 
 
 def _source(functions: Sequence[PrimFunc], arch: str) -> str:
-    """CUDA source of lowered functions, without having TVM compile it."""
+    """CUDA source of lowered functions, as it is compiled."""
+    return as_variables(without_notes(_printed(functions, arch)))
+
+
+def _printed(functions: Sequence[PrimFunc], arch: str) -> str:
+    """CUDA source of lowered functions as TVM prints it, without having TVM compile it."""
     import tvm
     import tvm_ffi
 
@@ -220,7 +232,7 @@ def _source(functions: Sequence[PrimFunc], arch: str) -> str:
         with target:
             module = tvm.IRModule(dict(zip(symbols, functions, strict=True)))
             built = tvm_ffi.get_global_func("target.build.cuda")(module, target)
-        return as_variables(captured[-1] if captured else str(built.inspect_source("cuda")))
+        return captured[-1] if captured else str(built.inspect_source("cuda"))
     except Exception as error:
         raise BuildError(f"no CUDA source for {', '.join(symbols)}: {error}") from error
     finally:

@@ -104,7 +104,7 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     elif emit == "archive" and emit_to is not None:
         click.echo(f"wrote {emit_to} and {build_archive(planned, emit_to)}", err=True)
     elif emit is not None:
-        show(step_of(layer.spec) if emit == "step" else emitted(planned, generated, emit), emit_to)
+        show(step_of(layer.spec) if emit == "step" else generated.emitted[emit], emit_to)
     if json:
         as_json({"workload": planned.workload, "stack": planned.stack, "overlap": str(planned.overlap),
                  "device": planned.device.name, "arch": planned.device.arch,
@@ -156,12 +156,3 @@ def machine_code(generated: Generated) -> bytes:
     """The object file, of a CPU's code."""
     (code,) = generated.objects.values()
     return code
-
-
-def emitted(planned: LayerPlan, generated: Generated, kind: str) -> str:
-    """The code of that kind, one of those that the target has."""
-    if kind != "ptx":
-        return generated.emitted[kind]
-    from ecornn.build.nvcc import ptx
-
-    return ptx(generated.emitted["cuda"], planned.task.device.arch)

@@ -66,6 +66,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
     if early:
         wait_on_earlier()
     with T.serial("t", 0, steps) as t:
+        T.note("MMA warps: wait for the state, multiply, leave partial sums")
         for index, phase in enumerate(plan.phases):
             use = T.let("use", t * len(plan.phases) + index)
             side = T.let("side", use % 2)
