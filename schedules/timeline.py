@@ -77,6 +77,7 @@ def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
         T.device_entry()
         first = T.let("first", T.block(_BLOCKS) * _THREADS + T.thread(_THREADS))
         total = T.let("total", steps * rows)
+        T.note("a thread an element: lengths as seen from each step")
         with T.serial("turn", 0, T.let("turns", (total + (_BLOCKS * _THREADS - 1)) // (_BLOCKS * _THREADS))) as turn:
             place = T.let("place", turn * (_BLOCKS * _THREADS) + first)
             with T.If(place < total), T.Then():
@@ -106,6 +107,7 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
         item = T.let("first_item", T.block(_BLOCKS) * _THREADS + T.thread(_THREADS))
         count = T.let("count", T.Select(there, batch * hidden, 0))
         turns = T.let("turns", (count - item + (_BLOCKS * _THREADS - 1)) // (_BLOCKS * _THREADS))
+        T.note("the rows in which a sequence starts at the border of the chunk: their state to zero")
         with T.serial("turn", 0, turns) as turn:
             place = T.let("place", turn * (_BLOCKS * _THREADS) + item)
             row = T.let("row", place // hidden)

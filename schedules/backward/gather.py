@@ -63,6 +63,7 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ha
         thread = T.let("first_item", T.cast(T.block(blocks) * THREADS + T.thread(THREADS), "int64"))
         total = T.let("total", T.cast(steps * batch, "int64") * chunks)
         turns = T.let("turns", (total - thread + (blocks * THREADS - 1)) // (blocks * THREADS))
+        T.note("the state before each step: that after the one before it, or the sequence's first one")
         with T.serial("turn", T.int64(0), turns) as turn:
             item = T.let("item", turn * (blocks * THREADS) + thread)
             row, unit = T.let("row", T.cast(item // chunks, "int32")), T.let("unit", item % chunks * span)

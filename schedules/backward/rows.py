@@ -47,6 +47,7 @@ def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic
         block, thread = T.block(blocks), T.thread(THREADS)
         rows = T.let("rows", rows_of(each, arguments, steps, batch))
         work = _Units(scalars, arguments, units)
+        T.note("the adjoint's scalars of all T*B rows")
         if statistics:
             memory = T.shared(words)
             with T.serial("turn", 0, T.let("turns", (rows - block + (blocks - 1)) // blocks)) as turn:
@@ -97,6 +98,7 @@ def _every_unit(work: _Units, rows: Expr, thread: Expr, threads: int) -> None:
 
 
 def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thread: Expr, memory: TirBuffer) -> None:
+    T.note("a CTA a row: statistics over its units, then what needs them")
     sums, found = RowSums(THREADS, thread, memory), Env()
 
     def units(function: Callable[[Expr], None]) -> None:

@@ -37,6 +37,7 @@ def _kernel(traversal: Traversal) -> PrimFunc:
         def include(number: Expr) -> None:
             T.buffer_store(highest, T.max(highest[0], number), [0])
 
+        T.note("each thread's highest number of a sequence, then the CTA's, through shared memory")
         T.buffer_store(highest, T.int32(-1), [0])
         with T.serial("turn", 0, T.let("turns", (total - thread + (THREADS - 1)) // THREADS)) as turn:
             number = T.let("number", table[turn * THREADS + thread])

@@ -113,6 +113,7 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
         unit = T.let("unit", column % across * (32 * span) + lane * span)
         each = T.let("each", (rows + (CHUNKS - 1)) // CHUNKS)
         end = T.let("end", T.min(rows, (chunk + 1) * each))
+        T.note("a warp adds every eighth row of its chunk, a lane some neighbouring units")
         total = T.local("total", (span,), "float32")
         for e in range(span):
             T.buffer_store(total, T.float32(0), [e])
@@ -129,6 +130,7 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
                     values = whole.load(arguments, row, first, lambda at, e: at + e, span, aligned=True)
                     for e, value in enumerate(values):
                         T.buffer_store(total, total[e] + value, [e])
+        T.note("the sums of all warps, through shared memory, to the chunk's partial sums")
         for e in range(span):
             T.buffer_store(memory, total[e], [thread * span + e])
         sync_block()
@@ -157,6 +159,7 @@ def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
         a = {n: T.arg(n, T.buffer((T.int64(1 << 40),), "float32")) for n in buffers}
         T.device_entry()
         unit = T.let("unit", T.block(blocks) * THREADS + T.thread(THREADS))
+        T.note("a thread a unit: partial sums of all chunks, then the gradients of vectors")
         with T.If(unit < H), T.Then():
             env = vectors_at(back.forward.vectors, a["vectors"], H, unit, used)
             for var, places in at.items():

@@ -150,6 +150,7 @@ def zero_kernel(name: str, first: int, size: int, blocks: int, add: bool) -> Pri
         wanted = T.arg("add", T.int32()) == 0 if add else True
         into = T.arg("into", T.buffer((T.int64(1 << 40),), "float32"))
         T.device_entry()
+        T.note("gradients of matrices that nothing flows into: zeros")
         thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
         with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
             item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))

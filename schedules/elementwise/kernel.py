@@ -61,6 +61,7 @@ def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoist
             ring = T.shared(ring_words(cut.prefetch, hoisted, cut.threads, cut.units))
         item = T.let("item", block * cut.threads + thread)
         row = T.let("row", item // columns)
+        T.note("a thread takes its units of one batch row through all steps")
         with T.If(row < batch), T.Then():
             unit = T.let("unit", item % columns * cut.units)
             kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
@@ -114,6 +115,7 @@ class _Units:
     def run(self) -> None:
         """The whole sequence."""
         H, group = self.task.workload.hidden, self.group
+        T.note("prologue: copies of the first groups of steps (cp.async), constants, states")
         ahead = self.prefetch // group if self.ring is not None else 0  # groups
         for number in range(ahead):
             self._copy(T.int32(number), T.int32(number * group))
@@ -129,6 +131,7 @@ class _Units:
                 T.buffer_store(self.states, T.cast(self.arguments[f"{name}_in"][first + e], "float32"), [s, e])
         groups = T.let("groups", self.steps // group)
         with T.serial("number", 0, groups) as number:
+            T.note("a group of steps: wait for its inputs, carry them out, copy those of a group ahead")
             slot = T.let("slot", number % max(1, ahead) * group)
             if self.ring is not None:
                 cp_async_wait(ahead - 1)
@@ -139,6 +142,7 @@ class _Units:
             if self.ring is not None:
                 self._copy(T.let("group_ahead", number + ahead), slot)
             self._mark(T.let("next_group", number + 1))
+        T.note("the steps that are no whole group")
         cp_async_wait_all()  # for the rest; and no thread leaves before its copies have landed
         slot = T.let("slot", groups % max(1, ahead) * group)
         for i in range(group - 1):
@@ -147,6 +151,7 @@ class _Units:
                 if self.ring is not None:
                     self._take(i, slot)
                 self._step(i, t)
+        T.note("epilogue: the last states")
         # an adjoint's may have been cleared since
         clears = self.timeline.fresh(self.steps, self.row, self.limit) if self.task.traversal.backward else None
         for s, name in enumerate(self.graph.states):

@@ -69,6 +69,7 @@ def _kernel(source: Columns, into: Columns, itemsize: int, blocks: int) -> PrimF
         thread = T.let("first_item", T.cast(T.block(blocks) * THREADS + T.thread(THREADS), "int64"))
         total = T.let("total", T.cast(steps * batch, "int64") * chunks)
         turns = T.let("turns", (total - thread + (blocks * THREADS - 1)) // (blocks * THREADS))
+        T.note("rows of x to rows that are aligned to 16 bytes, zeros behind their values")
         with T.serial("turn", T.int64(0), turns) as turn:
             item = T.let("item", turn * (blocks * THREADS) + thread)
             word = T.let("word", T.cast(item % chunks, "int32") * 4)

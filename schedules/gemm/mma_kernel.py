@@ -78,6 +78,7 @@ class Team:
         written by all threads. Where somebody waits for that, copies begin with their tile, and padding is multiplied:
         blocks beside a recurrence have its registers, too few for what spares that.
         """
+        T.note("tiles of rows by units, in turn")
         s, self.alone = self.shape, done is None
         tiles = T.let("tiles", (end - first + (s.block_rows - 1)) // s.block_rows * s.columns)
         turn = T.local("turn", (1,), "int32")  # number of the tile
@@ -123,6 +124,7 @@ class Team:
 
     def _products(self, row: Expr, end: Expr, column: Expr) -> None:
         s = self.shape
+        T.note("main loop over K: wait for a stage, copy one ahead, multiply (mma)")
         with T.serial("slab", 0, s.slabs) as slab:
             cp_async_wait(s.stages - 2)
             self.barrier()
@@ -264,6 +266,7 @@ class Team:
                     [split(b[n, tile * 2 + i], kind) for i in range(2)], kind, apart=True)
 
     def _write(self, row: Expr, end: Expr, column: Expr) -> None:
+        T.note("epilogue: sums and vectors to the values that the job makes")
         s, units, vectors = self.shape, self.job.units, self.arguments["vectors"]
         outputs = Outputs(self.epilogue, self.arguments, units, s.rows, self.acc, s.octets, s.tiles,
                           lambda i, at: vectors[i * units + at])

@@ -62,6 +62,7 @@ class _Block:
         self.b = T.local("b", (shape.n_tiles, 2), "uint32")
 
     def run(self, sums: TirBuffer, into: Into) -> None:
+        T.note("prologue: the first stages of values and operand to shared memory (cp.async)")
         s = self.shape
         with T.unroll("m", s.m_tiles) as m, T.unroll("n", s.n_tiles) as n, T.unroll("e", 4) as e:
             T.buffer_store(self.acc, T.float32(0), [m, n, e])
@@ -69,6 +70,7 @@ class _Block:
             with T.If(self.count > stage), T.Then():
                 self._load(T.int32(stage), stage)
             cp_async_commit()
+        T.note("main loop over rows: wait for a stage, copy one ahead, multiply (mma)")
         with T.serial("turn", 0, self.count) as turn:
             cp_async_wait(STAGES - 2)
             sync_block()
@@ -81,6 +83,7 @@ class _Block:
             step = 8 * per_word(self.job.dtype)
             for k in range(0, s.depth, step):
                 self._multiply(base, across, k)
+        T.note("epilogue: sums to the gradient, or to a part of it")
         self._write(sums, into if s.parts == 1 else part_of_sums(self.part, self.job.values.width,
                                                                  self.job.operand.width))
 
@@ -195,6 +198,7 @@ def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, i
         T.device_entry()
         thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
         size = height * width
+        T.note("a thread an element: the parts' sums, in order")
         with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
             item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))
             with T.If(item < size), T.Then():

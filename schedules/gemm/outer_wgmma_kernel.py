@@ -44,6 +44,7 @@ def outer_wgmma_kernel(job: OuterJob, shape: OuterHopper, into: Into) -> PrimFun
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         memory = T.shared(shape.shared // 4, 1024)
         ring = _Ring(job, shape, arguments, memory, thread, block, batch, T.let("rows", steps * batch))
+        T.note("prologue: one thread initialises the mbarriers (full, empty) of all stages")
         ring.begin()
         moves = shape.panels > 2  # the multiplying warps need more registers than an even share
         with T.If(thread < GROUP):
@@ -82,6 +83,7 @@ class _Ring:
 
     def copy(self) -> None:
         """The copying warpgroup: the panels of every tile, stage by stage."""
+        T.note("producer warpgroup: wait for an empty stage, copy the rows' panels into it (cp.async)")
         def tile(part: Expr, m0: Expr, n0: Expr) -> None:
             with T.serial("number", 0, self._stages(part)) as number:
                 stage, parity = self._use()
@@ -96,12 +98,15 @@ class _Ring:
     def multiply(self, sums: TirBuffer, into: Into) -> None:
         """A multiplying warpgroup: its panel of values by all of the operand's."""
         s = self.shape
+        T.note("MMA warpgroups: a panel of values by all of the operand's")
         acc = T.local("acc", (s.width // 8, 4), "float32")
         lane, warp = T.let("lane", self.thread % 32), T.let("warp", self.thread % GROUP // 32)
         panel = T.let("panel", self.thread // GROUP - 1)
 
         def tile(part: Expr, m0: Expr, n0: Expr) -> None:
+            T.note("main loop over rows: wait for a full stage, wgmma, then hand the stage before it back")
             self._products(acc, panel, lane, self._stages(part))
+            T.note("epilogue: sums to the gradient, or to a part of it")
             row0 = T.let("m", m0 + panel * PANEL + warp * 16 + lane // 4)
             to = into if s.parts == 1 else part_of_sums(part, self.job.values.width, self.job.operand.width)
             self._write(sums, to, acc, row0, T.let("n", n0 + lane % 4 * 2))

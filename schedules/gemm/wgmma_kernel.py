@@ -70,6 +70,7 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
             launch_dependents()
         memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
         ring = _Ring(job, shape, arguments, memory, thread, block, T.let("rows", job.count(arguments, steps, batch)))
+        T.note("prologue: one thread initialises the mbarriers (full, empty) of all stages")
         ring.begin()
         with T.If(thread < GROUP):
             with T.Then():
@@ -108,6 +109,7 @@ class _Ring:
 
     def copy(self) -> None:
         """The copying warpgroup: operands and weights of every tile, stage by stage."""
+        T.note("producer warpgroup: wait for an empty stage, copy weights (bulk) and rows (cp.async) into it")
         def part(group: Expr, column: Expr, operand: Operand, slabs: int) -> None:
             with T.serial("slab", 0, slabs) as slab:
                 stage, parity = self._use()
@@ -127,6 +129,7 @@ class _Ring:
 
     def multiply(self, epilogue: Epilogue) -> None:
         """A multiplying warpgroup: products and outputs of its 64 rows of every tile."""
+        T.note("MMA warpgroups: 64 rows of every tile each")
         s, span = self.shape, epilogue.span
         # (m64 tile of rows of x, n8 tile of an octet of units and a product, 4 of fragment C)
         acc = T.local("acc", (1, s.width // 8, 4), "float32")
@@ -139,10 +142,12 @@ class _Ring:
             unit0 = T.let("unit0", column * s.units)
             place = T.let("place", self.first_vector + (half * 2 + flip[0]) * s.vector_floats)
             self._copy_vectors(place, unit0, member)
+            T.note("main loop: wait for a full stage, wgmma, then hand the stage before it back")
             self._products(acc, half, lane)
             cp_async_wait(0)
             # also: nobody writes the vectors of the tile after next while others still read these
             named_barrier_sync(half + 1, GROUP)
+            T.note("epilogue: sums and vectors to hoisted values")
             row0 = T.let("row0", group * ROWS + half * 64 + member // 32 * 16 + lane // 4)
             outputs = Outputs(epilogue, self.arguments, self.job.units, s.rows, acc, s.octets, 1,
                               lambda i, at: self.memory[place + i * s.units + (at - unit0)], span)

@@ -75,6 +75,7 @@ class Cluster:
                 self.expect_sums(e, 0)
                 with T.If(self.steps > 1), T.Then():
                     self.expect_sums(e, 1)
+        T.note("cluster, prologue: the state that the call was given into the slot of step 0")
         task, arguments, timeline = kernel.task, kernel.arguments, kernel.timeline
         states = {s: arguments[f"{s}_in"] for s in task.graph.states}
         for p, phase in enumerate(plan.phases):
@@ -101,6 +102,7 @@ class Cluster:
 
     def wait(self, phase: int, t: Expr) -> None:
         """Until all words of step t have arrived."""
+        T.note("consumer: the mbarrier's phase ends when the state's bytes have come from all CTAs of the cluster")
         mbarrier_wait(self._barrier(phase, t % 2), T.cast(t // 2 % 2, "uint32"), cluster=True)
 
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
@@ -115,6 +117,7 @@ class Cluster:
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
+        T.note("one thread: the slot has been read; its mbarrier expects the state of step t + 2")
         with T.If(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)), T.Then():
             self._expect(phase, t % 2)
 

@@ -89,6 +89,7 @@ class Ring:
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
         """Reads these pairs of a slot into ``state`` until every word has been written."""
         plan, p, ring = self.plan, self.plan.phases[phase], self.rings[phase]
+        T.note("consumer: poll the slot in L2 until no word is the sentinel")
         missing = T.local("missing", (1,), "int32")
         T.buffer_store(missing, T.int32(1), [0])
         with T.While(missing[0] != 0):
@@ -120,6 +121,7 @@ class Ring:
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
         """Takes back what was sent: (place, whether it is this thread's word)."""
+        T.note("producer: the words of an earlier step become the sentinel again")
         slot = T.let("slot", self.slot(phase, t + (self.plan.ring - 1)))
         for place, mine in places:
             self._store(phase, slot + place, T.uint32(SENTINEL), mine)

@@ -53,6 +53,7 @@ class Gates(GateThreads):
 
     def run(self) -> None:
         """The whole sequence."""
+        T.note("gate warps, prologue: each thread's constants, states and the inputs of the first two steps")
         if self.early:
             wait_on_earlier()
         self.begin()
@@ -87,10 +88,12 @@ class Gates(GateThreads):
                 lives = [self._live(i, t) for i in range(plan.items)]
                 sums, e = self.sums.exchange(e, t, envs, self._units(), self.unit, lives), e + 1
             if phase.products:
+                T.note("gate warps: wait for the partial sums of all MMA warps, add them up")
                 use = T.let("use", t * len(plan.phases) + p)
                 side = T.let("side", use % 2)
                 named_barrier_sync(side + FULL, plan.threads)
                 sums, p = [sums[i] | self._sums(i, p, side) for i in range(plan.items)], p + 1
+            T.note("gate warps, epilogue: the cell's scalars; the new state goes to the other CTAs at once")
             for i in range(plan.items):
                 envs[i] = emit(phase.assigns if following else self.urgent.first, envs[i] | sums[i], self.math)
                 if following is not None and following.products:
@@ -115,6 +118,7 @@ class Gates(GateThreads):
         it, so y is stored and inputs are fetched after it, two steps ahead: memory is further away
         than L2.
         """
+        T.note("gate warps: what nobody waits for: y, last states, inputs two steps ahead")
         if self.sums is not None:
             for p in range(len(self.plan.phases)):
                 self.carrier.wipe(p, t, self._places(p))

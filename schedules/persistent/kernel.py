@@ -78,6 +78,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
         beside = ProjectionWorkers(kernel, plan) if plan.workers else None
 
         def recurrence() -> None:
+            T.note("a group of CTAs holds all recurrent weights for its batch rows; each CTA has some hidden units")
             group, member = T.let("group", block // plan.blocks), T.let("member", block % plan.blocks)
             place = T.let("place", group % plan.heads * plan.blocks + member) if plan.heads > 1 else member
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)

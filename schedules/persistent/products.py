@@ -41,6 +41,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
              shared: TirBuffer, early: bool) -> None:
     """A product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32;
     ``early``: the states before the first step may not be there yet."""
+    T.note("MMA warps, prologue: recurrent weights to registers, and to shared memory where they do not fit")
     words, warp, lane = shared.view("uint32"), at.warp, at.lane
     kept_of, place, n = [], 2 * plan.sum_floats, plan.lane_words
     for index, (phase, source) in enumerate(zip(plan.phases, weights, strict=True)):
@@ -66,14 +67,15 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
     if early:
         wait_on_earlier()
     with T.serial("t", 0, steps) as t:
-        T.note("MMA warps: wait for the state, multiply, leave partial sums")
         for index, phase in enumerate(plan.phases):
             use = T.let("use", t * len(plan.phases) + index)
             side = T.let("side", use % 2)
             stored = _Stored(plan, phase, kept_of[index], at, t)
             start = T.let("start", carrier.slot(index, t) + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
+            T.note("MMA warps: wait for the state of step t, multiply it with the weights (K is split among the warps)")
             carrier.wait(index, t)
             acc = _multiply(plan, index, stored, carrier, start, lane)
+            T.note("MMA warps: partial sums to shared memory, then the named barrier at which gate warps wait for them")
             stride = plan.stride(phase)
             base = T.let("base", side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
             for m in range(-(-phase.octets(plan.units) // 2)):

@@ -52,12 +52,14 @@ class ProjectionWorkers:
             fence_gpu()
             red_release(self.arguments["ready"].ptr_to([group]))
 
+        T.note("projection CTAs: tiles of the input's product for later steps; a counter says how many are done")
         epilogue = HoistedValues(self.task, self.hoisted)
         team = Team(job_of(self.task), self.shape, epilogue, self.arguments, shared, thread, barrier)
         team.run(self.first, self.rows, worker, self.plan.workers, done)
 
     def wait(self, t: Expr) -> None:
         """Until all rows of step t are there."""
+        T.note("gate warps: wait until projection CTAs have counted all tiles of step t")
         columns = self.shape.columns
         last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)
         count = T.local("count", (1,), "uint32")  # finished tiles of a group

@@ -73,6 +73,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, blocks: int,
         ready = T.arg("ready", T.buffer((big,), "uint32")) if plan.workers else None
         T.device_entry()
         first = T.let("first", T.block(blocks) * THREADS + T.thread(THREADS))
+        T.note("before the recurrence: counters to zero, the first state and sentinels into the rings")
         if early:
             launch_dependents()
         if ready is not None:

@@ -47,6 +47,7 @@ class Stream:
 
     def begin(self) -> None:
         """Barriers, and the first pairs."""
+        T.note("weight stream, prologue: mbarriers of the ring, and its first bulk copies from L2")
         with T.If(self.lane == 0), T.Then():
             for slot in range(self.phase.slots):
                 mbarrier_init(self._barrier(slot), 1)

@@ -47,6 +47,7 @@ class Sums(ABC):
                  lives: list[Expr | None]) -> list[dict[Var, Expr]]:
         """The variables of exchange ``e`` for each item, from the operands in ``envs``; ``owners``: whether an item is
         one of the layer's ``units``; ``lives``: whether its row takes part in the step, None where it does."""
+        T.note("gate warps: statistics of batch rows, over the lanes of a warp and then over the CTAs of the group")
         plan, statistics = self.plan, self.all[e]
         first = sum(len(s) for s in self.all[:e])
         each = [(i, n, s) for i in range(plan.items) for n, s in enumerate(statistics)]

@@ -36,6 +36,7 @@ class Sent:
 
     def begin(self) -> None:
         """The barriers; behind it all blocks have theirs, and what their threads stored before. For all threads."""
+        T.note("cluster, prologue: mbarriers, then all CTAs meet")
         with T.If(self.thread == 0), T.Then():
             for slot in range(2):
                 mbarrier_init(self._barrier(T.int32(slot)), 1)
@@ -48,6 +49,7 @@ class Sent:
     def wait(self, step: Expr) -> None:
         """For the state before a step, behind what this block's threads have sent of it. For all threads."""
         sync_block()
+        T.note("consumer: one thread says what comes next; all wait for the state's bytes from the CTAs of the cluster")
         with T.If(T.And(self.thread == 0, step < self.steps)), T.Then():
             self._expect(step + 1)
         mbarrier_wait(self._barrier(step % 2), T.cast(step // 2 % 2, "uint32"), cluster=True)

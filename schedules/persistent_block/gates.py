@@ -73,6 +73,7 @@ class Gates(GateThreads):
     def run(self) -> None:
         """The whole sequence."""
         plan, words = self.plan, self.plan.weights_place
+        T.note("all warps, prologue: recurrent weights to registers and shared memory, states to zero")
         self.products.begin()
         with T.serial("turn", 0, -(-words // plan.threads)) as turn:  # beyond the layer's units it stays zero
             place = T.let("place", turn * plan.threads + self.thread)
@@ -80,6 +81,7 @@ class Gates(GateThreads):
                 T.buffer_store(self.products.words, T.uint32(0), [place])
         if self.early:  # nothing before reads what the projection writes, or writes what it reads
             wait_on_earlier()
+        T.note("all threads, prologue: constants and states of their (unit, batch row) pairs, the first inputs")
         self.begin()
         self._mark(T.int32(0))
         for t in range(plan.depth - 1 if self.hoisted.outputs else 0):
@@ -96,12 +98,14 @@ class Gates(GateThreads):
             if self.late:
                 env |= self._before(i)
             self._announce(i, 0, T.int32(0), emit(before_first(self.graph), env, self.math))
+        T.note("CTA barrier: the state before step 0 is in shared memory; its products")
         self._fetch(T.int32(1))
         self._meet(T.int32(0))
         self.sums = T.local("sums", (self.items, len(self.graph.phases[0].products)), "float32")  # of the first phase
         self._multiply(T.int32(0))
         with T.serial("t", 0, self.steps) as t:
             self._step(t)
+        T.note("no thread leaves before its copies have landed")
         cp_async_wait_all()  # no thread leaves before its copies have landed
 
     def _step(self, t: Expr) -> None:
@@ -114,11 +118,13 @@ class Gates(GateThreads):
                 sums = [{product.var: self.sums[i, n] for n, product in enumerate(phase.products)}
                         for i in range(self.items)]
             last = p + 1 == len(graph.phases)
+            T.note("epilogue of the products: the cell's scalars; the new state to shared memory at once")
             for i in range(self.items):
                 envs[i] = emit(self.urgent.first if last else phase.assigns, envs[i] | sums[i], self.math)
                 if not last:
                     self._announce(i, p + 1, t, envs[i])
             ended: list[Ended] = [self._finish(i, envs[i], t) for i in range(self.items)] if last else []
+            T.note("barrier: the state before step t + 1 is there")
             self._meet(t + 1)
             if last:
                 self._multiply(t + 1, partial(self._after, t, ended))
@@ -133,6 +139,7 @@ class Gates(GateThreads):
 
     def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
         """The first products of step t, also of the one behind the last, which nobody looks at."""
+        T.note("products of the next step; y and inputs two steps ahead while these are under way")
         sums = self.products.multiply(0, self._side(t), meanwhile)
         for i, own in enumerate(sums):
             for n, product in enumerate(self.graph.phases[0].products):

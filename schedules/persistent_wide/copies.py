@@ -96,6 +96,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
     counter = counters.ptr_to([keep("counter", counter_of(plan, role.group, chunk))])
     needed = keep("needed", writers(plan, chunk))
     count, waiting, issued = (T.local(name, (1,), "uint32") for name in ("count", "waiting", "issued"))
+    T.note("producer: bulk copies of the state's chunks into free stages, as soon as all CTAs have counted them")
     T.buffer_store(count, T.uint32(0), [0])
     with T.serial("t", 0, kernel.steps) as t:
         T.buffer_store(waiting, T.cast(mine, "uint32"), [0])
@@ -129,6 +130,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
 def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: Expr, chunk: Expr,
              weights: TirBuffer) -> None:
     """Weights that are kept in shared memory."""
+    T.note("producer, prologue: weights that stay in shared memory")
     if not plan.resident:
         return
     for first in range(0, plan.chunks, LANES):

@@ -85,9 +85,11 @@ class Gates(GateThreads):
             env = emit(self.urgent.first, self._before(i) | self._products(i), self.math)
             ended.append(self._finish(i, env, t))
         self._exchange()
+        T.note("named barrier: all words of the new state are written; then their chunks are counted (release)")
         fence_async_global()
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
         self._publish()
+        T.note("what nobody waits for: y, last states, the next inputs")
         self._barrier(PUBLISHED)  # what follows would make the release wait longer
         for i in range(self.items):
             self._store(i, t, ended[i])

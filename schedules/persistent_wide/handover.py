@@ -70,6 +70,7 @@ class Parcels:
 
     def poll(self, t: Expr) -> None:
         """Loads all words, again and again until all have the step's tag."""
+        T.note("gates: poll L2 for the partial sums of CTAs that share K, until their tags are the step's")
         tag = tag_of(t)
         firsts = [opaque("sums_at", slot_of(self.plan, self.role, t) + place) for place in self.places]
         every = [(i, other, k) for i in range(self.pairs) for other in range(self.plan.parts - 1)

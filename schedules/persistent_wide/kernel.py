@@ -65,6 +65,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
         # without this bound ptxas ignores setmaxnreg
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}), T.If(thread < TEAM):
             with T.Then():
+                T.note("producer warpgroup: few registers; what it gives back, the MMA warpgroups get")
                 register_dealloc(copying)
                 with T.If(thread < plan.rings * plan.copiers * 32), T.Then():
                     copy(kernel, plan, memory, role, T.let("warp", thread // 32), T.let("lane", thread % 32))
@@ -73,21 +74,26 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
                     with T.If(T.And(T.And(ring >= 0, ring < plan.rings), thread % 32 == 0)), T.Then():
                         stream(kernel.steps, plan, memory, role, ring, a["recurrent"])
             with T.Else():
+                T.note("MMA warpgroups: weights to registers, then products and gates of every step")
                 register_alloc(multiplying)
                 worker = T.let("worker", thread - TEAM)
                 products = Products(plan, memory, role, T.let("team", worker // TEAM),
                                     T.let("team_thread", worker % TEAM), a["recurrent"])
+                T.note("gates, prologue: constants, states and first inputs of each thread's (unit, batch row) pairs")
                 gates = Gates(kernel, plan, memory, role, worker)
                 gates.begin()
                 with T.serial("t", 0, steps) as t:
                     products.run(t, gates.meanwhile)
+                    T.note("MMA warpgroups: partial sums to shared memory, or to the CTA that finishes their units")
                     products.store(a.get("handed"))
+                    T.note("gates, epilogue: wait for all partial sums; the cell's scalars")
                     gates.step(t)
     return builder.get()
 
 
 def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
     """The barriers, by the first thread, for all."""
+    T.note("prologue: one thread initialises the mbarriers of all stages: full, empty, weights")
     arrivals = T.uint32(plan.sharers * TEAM // 32)
     with T.If(thread == 0), T.Then():
         for ring in range(plan.rings):

@@ -64,6 +64,7 @@ class Products:
     def run(self, t: Expr, meanwhile: Callable[[Expr], None]) -> None:
         """All products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last are under way."""
         plan = self.plan
+        T.note("MMA warpgroups: wait for each chunk's mbarrier (full), wgmma, then hand the stage back (empty)")
         home = self.home if plan.rings > 1 else multiplier() // TEAM
         self.team = uniform("team", home)  # anew: addresses computed before the loop would take too many registers
         if plan.streamed:  # of more chunks; the same

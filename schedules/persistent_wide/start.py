@@ -34,6 +34,7 @@ def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, blocks: int, math:
         exchange = T.arg("exchange", T.buffer((big,), "uint32"))
         counters = T.arg("counters", T.buffer((big,), "uint32"))
         T.device_entry()
+        T.note("before the recurrence: chunk counters to zero, the first state into the exchange")
         first = T.let("first", T.block(blocks) * THREADS + T.thread(THREADS))
         with T.If(first < plan.groups * plan.counters), T.Then():
             T.buffer_store(counters, T.uint32(0), [first * SPACING])

@@ -64,6 +64,7 @@ def _kernel(task: Task, layout: Hoisted, blocks: int, words: int, deferred: bool
         block, thread = T.block(blocks), T.thread(THREADS)
         memory = T.shared(words)  # (statistic, warp)
         rows = T.let("rows", steps * batch)
+        T.note("a CTA a row of hoisted values: statistics over its units, then the values normalized")
         with T.serial("turn", 0, T.let("turns", (rows - block + (blocks - 1)) // blocks)) as turn:
             row = T.let("row", T.cast(turn * blocks + block, "int64"))
             _Row(task, layout, vectors, hoisted, thread, row).run(memory, into)

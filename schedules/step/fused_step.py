@@ -243,6 +243,7 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
         memory = T.shared(_shared_of(task, tile, p) // 4)  # BlockProduct's
         column, row0 = T.let("column", block % columns), T.let("row0", block // columns * tile.rows)
         with T.If(row0 < a["B"]), T.Then():
+            T.note("products of a tile of units by batch rows, in FMA; K is split among the warps")
             heads = heads_of(graph.phases[p]) if graph.phases else 1
             product = BlockProduct(tile, rows, memory, thread, heads, w.hidden)
             if rows:
@@ -252,6 +253,7 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
                 product.run(a[f"recurrent_{p}"], column, inputs, lambda o, row, k: T.cast(
                     source[base + scalars.wide(o) * layout.size + layout.place(scalars.wide(row0 + row), k)],
                     "float32"))
+            T.note("epilogue: the cell's scalars of each (batch row, unit), operands of the next products, y")
             with T.serial("turn", 0, -(-tile.units * tile.rows // tile.threads)) as turn:
                 item = T.let("item", turn * tile.threads + thread)
                 row, unit = T.let("row", item // tile.units), T.let("unit", item % tile.units)

@@ -225,6 +225,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
             for i in range(items if items <= AHEAD else 0):  # on their way while the product is computed
                 *_, b, j = place(i)
                 ahead.append(scalars.hoisted(T.let("ahead", T.min(b, a["B"] - 1)), T.let("ahead", T.min(j, H - 1))))
+            T.note("products of a tile of units by batch rows, on tensor cores")
             base = T.let("base", scalars.operand_base(p, a["t"] % 2 if p == 0 else 0))
             product.run(a[f"recurrent_{p}"], column, a[f"operands_{p}"], base, scalars.wide(row0), layout)
 
@@ -234,6 +235,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
                     scalars.finish(p, b, j, product.sums(row, unit),
                                    scalars.hoisted(b, j) if hoisted is None else hoisted)
 
+            T.note("epilogue: the cell's scalars of each (batch row, unit), operands of the next products, y")
             if items <= AHEAD:
                 for i, hoisted in enumerate(ahead):
                     finish(i, hoisted)

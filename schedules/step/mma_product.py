@@ -202,6 +202,7 @@ class TensorProduct:
             self._load_weights(weights, column, turn, place)
             self._load_operand(operands, base, row0, turn, place, layout)
 
+        T.note("prologue: the first stages of weights and state to shared memory (cp.async)")
         has = None if plan.blocks(p) == plan.columns else T.let("has", column < plan.blocks(p))
         for turn in range(plan.stages - 1):
             if turn < turns:
@@ -211,6 +212,7 @@ class TensorProduct:
                         stack.enter_context(T.Then())
                     load(T.int32(turn))
             cp_async_commit()
+        T.note("main loop: wait for a stage, copy one ahead, multiply (mma)")
         with T.serial("turn", 0, turns if has is None else T.Select(has, turns, 0)) as turn:
             cp_async_wait(plan.stages - 2)
             sync_block()
@@ -218,6 +220,7 @@ class TensorProduct:
                 load(T.let("turn_ahead", turn + (plan.stages - 1)))
             cp_async_commit()
             self._multiply(acc, T.let("stage", turn % plan.stages * plan.stage_words(p)))
+        T.note("partial sums of all warps to shared memory, where the stages were")
         sync_block()  # partial sums overwrite the stages
         self._store_sums(acc)
         sync_block()

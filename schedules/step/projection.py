@@ -55,6 +55,7 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
             place = T.Select(inside, T.cast(row0 + row, "int64") * rows + k, T.int64(0))
             return T.Select(inside, T.cast(a["x"][place], "float32"), T.float32(0))
 
+        T.note("tiles of all T*B rows, in turn: products in FMA, then the hoisted scalars")
         with T.While(turn[0] < (total + (tile.rows - 1)) // tile.rows * columns):
             column, row0 = T.let("column", turn[0] % columns), T.let("row0", turn[0] // columns * tile.rows)
             if gates:

@@ -121,6 +121,7 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
         item = T.let("item", T.block(_begin_blocks(task)) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
         row, unit = T.let("row", item // w.hidden), T.let("unit", item % w.hidden)
         with T.If(row < scalars.arguments["B"]), T.Then():
+            T.note("before the first step: the states of the call into the workspaces")
             values = []
             for name in graph.states:
                 given = scalars.arguments[f"{name}_in"][scalars.at(0, row, unit)]

@@ -35,6 +35,7 @@ def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, 
         row, thread = T.named("row", T.cta_id([w.batch])), T.thread(threads)
         memory = T.shared(words)  # (statistic, warp)
         with T.If(row < a["B"]), T.Then():
+            T.note("a CTA a batch row: statistics over its units, then the scalars of phases without a product")
             sums, found = RowSums(threads, thread, memory), Env()
 
             def units(function: Callable[[Expr], None]) -> None:

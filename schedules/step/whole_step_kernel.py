@@ -163,6 +163,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
         block, thread = T.block(plan.blocks(w.batch)), T.thread(plan.threads)
         memory = T.shared(plan.shared // 4)  # sums of the shares' warps
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
+        T.note("programmatic dependent launch: weights may be read before the launch of the step before has ended")
         if plan.chained:
             launch_dependents()
             with T.If(row0 >= a["B"]), T.Then():  # a launch that has ended has waited for all before it
@@ -179,6 +180,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                     return T.let("start", scalars.wide(row) * H)
                 return T.let("start", T.cast(time * a["B"] + row, "int64") * w.input)
 
+            T.note("MMA warps: products of x and of the state, each warp a part of K")
             sources = [a["x"], a["state_before"]][-len(shares):]
             words, staged = memory.view("uint32"), []
             if plan.cluster > 1:
@@ -229,9 +231,11 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                     scope.enter_context(T.Else())
                 multiply(len(shares) - 1)
             sync_block()
+            T.note("CTA barrier: partial sums are in shared memory; add them up")
             for share, first in zip(shares, firsts, strict=True):
                 add_up(share, memory, first, thread, plan.threads)
             sync_block()
+            T.note("epilogue: the cell's scalars of each (batch row, unit); states and y")
             with T.serial("turn", 0, -(-plan.units * plan.rows // plan.threads)) as turn:
                 item = T.let("item", turn * plan.threads + thread)
                 row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
