@@ -18,14 +18,12 @@ from ecornn.program import (
     TENSORS,
     WORKSPACE,
     Buffer,
-    Call,
     Chunks,
-    Concurrent,
     Entry,
     Fill,
-    Launch,
-    Loop,
+    Leaf,
     Program,
+    mapped,
 )
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
@@ -159,21 +157,11 @@ def _named(part: Component, names: Mapping[str, str], everything: bool = True) -
     def of(name: str) -> str:
         return names.get(name, OWN + name if everything else name)
 
-    def call(one: Call) -> Call:
-        if isinstance(one, Fill):
-            return replace(one, buffer=of(one.buffer))
-        if isinstance(one, Loop):
-            return replace(one, calls=tuple(map(launch, one.calls)))
-        if isinstance(one, Concurrent):
-            return Concurrent(tuple(tuple(map(call, branch)) for branch in one.branches))
-        assert isinstance(one, Launch), "chunks come later"
-        return launch(one)
-
-    def launch(one: Launch) -> Launch:
+    def leaf(one: Leaf) -> Leaf:
         parameters = (p.name for p in part.functions[one.function].params)
         given = {p: of(one.names.get(p, p)) for p in parameters if p not in SCALARS}
         return replace(one, function=OWN + one.function if everything else one.function, names=given)
 
     functions: dict[str, PrimFunc] = {OWN + n if everything else n: f for n, f in part.functions.items()}
     return Component(functions, tuple(structs.replace(b, name=of(b.name)) for b in part.buffers),
-                     tuple(map(call, part.calls)))
+                     tuple(mapped(call, leaf, of) for call in part.calls))

@@ -30,7 +30,7 @@ SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
 
 def no_projection(task: Task) -> str | None:
     """None, or why a GPU cannot compute the task's projection."""
-    if task.device.capability < 80:
+    if not task.device.can.tensor_cores:
         return "needs tensor cores and asynchronous copies of compute capability 8.0"
     need = shape_of(job_of(task)).shared if task.graph.hoisted_products else 0
     if need > task.device.shared:
@@ -68,7 +68,7 @@ def may_be_followed(task: Task) -> bool:
     graph, traversal = task.graph, task.traversal
     if traversal.backward or traversal.keep is not None or graph.hoisted_statistics:
         return False
-    return task.device.capability >= 90 and bool(graph.hoisted_outputs)
+    return task.device.can.early_launches and bool(graph.hoisted_outputs)
 
 
 def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followed: bool = False) -> Component:

@@ -87,7 +87,7 @@ class Persistent(Schedule):
             return f"cell {task.graph.cell!r} has statistics before its first product"
         if task.graph.hoisted_statistics and (late := late_operands(task.graph)):
             return f"cell {task.graph.cell!r} multiplies {late[0].name}, which takes statistics of x and a state"
-        if task.device.capability < 80:
+        if not task.device.can.tensor_cores:
             return "needs tensor cores of compute capability 8.0"
         if not any(self.check(task, config) is None for _, config in self.cuts(task)):  # the first that is found
             return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "

@@ -359,7 +359,7 @@ def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) 
     Some of the room is for rings, if there are bulk copies to fill them.
     """
     left, ring = p.pairs - p.register_pairs, size + BARRIER * plan.warps
-    slots = min(left, max(2, -(-AHEAD_BYTES // size)), room // ring) if task.device.capability >= 90 else 0
+    slots = min(left, max(2, -(-AHEAD_BYTES // size)), room // ring) if task.device.can.bulk_copies else 0
     if slots < 2:
         return p._replace(shared_pairs=min(room // size, left))
     return p._replace(shared_pairs=min((room - slots * ring) // size, left - slots), slots=slots)

@@ -88,7 +88,7 @@ class PersistentBlock(Schedule):
         # of those that make the same number of blocks, the fewest
         at_once = [task.device.clusters(n) if n > 1 else task.device.cores for n in self._clusters(task)]
         fair = {-(-w.batch * heads // (n * blocks * turns)) for blocks in at_once for turns in (1, 2) for n in held}
-        wide = task.device.arch == "sm_90a" and w.dtype != "float32"
+        wide = task.device.can.warpgroups and w.dtype != "float32"
         kinds = ("fma", "mma", "wgmma") if wide else ("fma", "mma")
         rows = {r for r in {*ROWS, *fair} if r <= min(w.batch, ROWS[-1])}
         several = (Knob("heads", tuple(held), "of a block. More: fewer blocks, each with more work a step"),)

@@ -67,7 +67,7 @@ class PersistentWide(Schedule):
         w, phases, backward = task.workload, task.graph.phases, task.traversal.backward
         if backward and (reason := beyond(task)):
             return reason
-        if task.device.arch != "sm_90a":
+        if not task.device.can.warpgroups:
             return "needs the warpgroup products of sm_90a"
         if w.dtype == "float32":
             return "needs a 16-bit data type"

@@ -50,7 +50,7 @@ class FusedStep(Schedule):
     heads = True
 
     def refuses(self, task: Task) -> str | None:
-        if task.device.capability < 80:
+        if not task.device.can.tensor_cores:
             return "needs compute capability 8.0"
         if task.traversal.backward:
             if most_heads(task.graph) > 1:

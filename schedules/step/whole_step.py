@@ -44,7 +44,7 @@ class WholeStep(Schedule):
         graph, traversal = task.graph, task.traversal
         if task.workload.seq > FEW:
             return f"is for calls of {FEW} steps at most"
-        if task.device.capability < 80:
+        if not task.device.can.tensor_cores:
             return "needs compute capability 8.0"
         if graph.statistics or graph.hoisted_statistics:
             return f"cell {graph.cell!r} has sums over a batch row"
@@ -65,7 +65,7 @@ class WholeStep(Schedule):
         rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
         pieces = all(whole_pieces(n, w.dtype) for n in (w.hidden, w.input, task.own_input))
         clusters = tuple(n for n in (1, 2, 4, 8) if n == 1 or (pieces and task.device.clusters(n) > 0))
-        chained = (False, True) if task.device.capability >= 90 else (False,)
+        chained = (False, True) if task.device.can.early_launches else (False,)
         return (
             Knob("units", units, "fewer units a block: more blocks; more: fewer reads of x and the state"),
             Knob("rows", rows, "fewer batch rows a block: more blocks; more: fewer reads of weights"),
