@@ -50,12 +50,12 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = replace(recurrence_task(task, made), row=outputs_row(task, made))
-    layout = hoisted_of(inner, config)
-    together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
+    plan, layout = schedule.plan(inner, config), hoisted_of(inner, str(config.get("hoisted", "float32")))
+    together = gcd(forward.together, schedule.together(inner, plan)) if traversal.sequences else 1
     # the gradient of x of a second direction is added to the first one's, at once or by somebody else, not rounded
     second = traversal.reverse and traversal.directions > 1
     add_dx, dx = second and not beside, "float32" if second and beside else w.dtype
-    before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
+    before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, plan))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
     assert traversal.keep is not None
     known = kept(made, traversal.keep, by_steps=True)

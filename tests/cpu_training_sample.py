@@ -65,7 +65,7 @@ class Layer:
         self.schedule = CPUSequence()
         assert self.schedule.serves(self.task) is None
         self.config = self.schedule.default(self.task)
-        self.program = self.schedule.program(self.task, self.config)
+        self.program = self.schedule.program(self.task, self.schedule.plan(self.task, self.config))
         self.module: Any = None
         self.prefix = ""
 

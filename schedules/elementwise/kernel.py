@@ -10,39 +10,37 @@ several loads at once.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ecornn.schedules.base import Task
+from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all
 from ecornn.schedules.cuda.isa.memory import ld_shared, st_global
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair
-from ecornn.schedules.hoisted import Hoisted, Piece
+from ecornn.schedules.hoisted import Hoisted, Piece, hoisted_knob, hoisted_of
 from ecornn.schedules.keeping import NOTHING, Spot, Stored, keeping
 from ecornn.schedules.scalars.operands import for_products
-from ecornn.schedules.scalars.pointwise import emit, invariants
+from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel
 from ecornn.schedules.timeline import row_arguments
 
 
-@dataclass(frozen=True)
-class Cut:
-    """``units`` of a thread, ``threads`` of a block, and steps: copied ahead (``prefetch``), and between waits
-    (``group``)."""
+class ElementwiseKnobs(Knobs):
+    """The knobs of ``elementwise``."""
 
-    units: int
-    threads: int
-    prefetch: int
-    group: int
+    units: int = knob("more units a thread: fewer and wider loads and stores; fewer: more threads")
+    threads: int = knob("smaller blocks: spread over more multiprocessors; larger: fewer to start")
+    prefetch: int = knob("steps that inputs are copied ahead: hides more of memory's latency, for shared memory")
+    group: int = knob("more steps between waits for copies: fewer waits; fewer: less code and registers")
+    hoisted: str = hoisted_knob()
+    math: str = knob(MATH_TRADES)
 
 
-def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoisted,
-                    kept: Stored = NOTHING) -> PrimFunc:
+def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored = NOTHING) -> PrimFunc:
     """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
     ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
-    graph, w = task.graph, task.workload
+    graph, w, hoisted, math = task.graph, task.workload, hoisted_of(task, cut.hoisted), cut.math
     columns, big = w.hidden // cut.units, T.int64(1 << 40)
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
     writes = graph.outputs or not task.traversal.backward  # an adjoint may have no gradient but those of states
@@ -81,7 +79,7 @@ def _made(task: Task) -> str:
 class _Units:
     """Emits the code of a thread: units ``unit`` .. ``unit + count - 1`` of a row, in groups of ``group`` steps."""
 
-    def __init__(self, kernel: SequenceKernel, cut: Cut, ring: TirBuffer | None, thread: Expr, row: Expr,
+    def __init__(self, kernel: SequenceKernel, cut: ElementwiseKnobs, ring: TirBuffer | None, thread: Expr, row: Expr,
                  unit: Expr) -> None:
         """``ring``: the block's shared memory, where there are hoisted values."""
         task, hoisted, batch, count, group = kernel.task, kernel.hoisted, kernel.batch, cut.units, cut.group

@@ -22,7 +22,7 @@ from ecornn.schedules.gemm.job import Columns, Job, Operand
 from ecornn.schedules.gemm.mma import LEAST_ROWS, shape_of
 from ecornn.schedules.gemm.outputs import HoistedValues
 from ecornn.schedules.gemm.over_rows import on_hopper, over_rows, weights_of
-from ecornn.schedules.hoisted import Hoisted, in_float32
+from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.rates import gpu_rates
 
 SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
@@ -81,7 +81,7 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followe
     w, job = task.workload, job_of(task)
     if not job.outputs:
         return Component()
-    epilogue = HoistedValues(task, layout or in_float32(task))
+    epilogue = HoistedValues(task, layout or hoisted_of(task))
     if ahead == 100:
         operands = tuple(replace(o, columns=x_of(task)) for o in job.operands)
         return joined(align(task), over_rows(replace(job, operands=operands, followed=followed), epilogue))

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable
 from ecornn.analysis import Assign, StepGraph, Vector
 from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children, is_leaf, transform
+from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.approximate import FUNCTIONS
 from ecornn.schedules.cuda.isa.functions import call
@@ -17,6 +18,11 @@ MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2, lg2 and rcp of the special func
 
 # approx would be most of the error that float16 may have
 MATH_FOR = {"float32": MATH[:1], "float16": MATH[:2], "bfloat16": MATH}
+
+
+def math_choices(task: Task) -> tuple[str, ...]:
+    """The values of a knob ``math``: an adjoint's scalars are exact."""
+    return MATH_FOR["float32" if task.traversal.backward else task.workload.dtype]
 
 
 def emit(assigns: Iterable[Assign], env: dict[Var, Expr], math: str = "exact") -> dict[Var, Expr]:
