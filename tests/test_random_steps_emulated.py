@@ -76,7 +76,11 @@ def wrong(drawn: Drawn, program: Program, folder: Path, arch: str) -> dict[str, 
             if not e < (VALUES if n == "y" or n.endswith("_out") else GRADIENTS)}
 
 
-@pytest.mark.parametrize(("seed", "chosen"), [(0, True), (1, True), (2, False), (3, False), (4, False), (5, True)])
+# x without a gradient beside a vector's by way of x's products; one input of a value that a vector's gradient reads; an
+# adjoint whose first exchange is left out, of a maximum in a softmax; one that leaves nothing but states; a chosen value
+# that is multiplied
+@pytest.mark.parametrize(("seed", "chosen"), [(0, True), (1, True), (2, False), (3, False), (4, False), (5, True),
+                                              (628, True), (676, True), (252, True), (70, True), (32, True)])
 def test_a_training_step(seed: int, chosen: bool, tmp_path: Path):
     drawn = draw(seed)
     program, _, arch = program_of(drawn, seed, chosen)

@@ -20,7 +20,7 @@ from ecornn.schedules.hoisted import Hoisted, Piece, hoisted_knob, hoisted_of
 from ecornn.schedules.keeping import NOTHING, Spot, Stored, keeping
 from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit, invariants
-from ecornn.schedules.sequence_kernel import SequenceKernel
+from ecornn.schedules.sequence_kernel import SequenceKernel, written_by
 from ecornn.schedules.timeline import row_arguments
 
 
@@ -43,8 +43,7 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
     graph, w, hoisted, math = task.graph, task.workload, hoisted_of(task, cut.hoisted), cut.math
     columns, big = w.hidden // cut.units, T.int64(1 << 40)
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
-    writes = graph.outputs or not task.traversal.backward  # an adjoint may have no gradient but those of states
-    kinds |= {"vectors": "float32"} | ({_made(task): w.dtype} if writes else {})
+    kinds |= {"vectors": "float32"} | dict.fromkeys(written_by(task), w.dtype)
     kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
     with IRBuilder() as builder, T.prim_func():
         T.func_name(keeping("sequence", kept))
@@ -69,11 +68,6 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
 def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int:
     """Words of a block's ring in shared memory."""
     return prefetch * threads * hoisted.words(units)
-
-
-def _made(task: Task) -> str:
-    """The buffer of what each step makes."""
-    return "outputs" if task.traversal.backward else "y"
 
 
 class _Units:
@@ -218,8 +212,9 @@ class _Units:
             for spot, value in self.kept.found(after, env).items():
                 kept_values.setdefault(spot, []).append(timeline.masked(live, value, T.float32(0)))
         at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)
-        for o, made_here in enumerate(zip(*outputs, strict=True)):
-            self._store(_made(self.task), at + o * self.task.workload.hidden if o else at, made_here)
+        for name in written_by(self.task):
+            for o, made_here in enumerate(zip(*outputs, strict=True)):
+                self._store(name, at + o * self.task.workload.hidden if o else at, made_here)
         if self.kept and self.kept_first is not self.output:
             at = T.let("kept_at", self.kept_first + T.cast(t, "int64") * self.kept_apart)
         rows = T.let("kept_row", self.first + T.cast(t, "int64") * self.apart) if self.kept.together else None
