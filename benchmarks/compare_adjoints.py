@@ -89,7 +89,7 @@ def cuts(case: Case, count: int) -> Iterator[Cut]:
         return
     knobs, default = {k.name: k.values for k in wide.knobs(task)}, wide.default(task)
     best: dict[tuple[Any, ...], Cut] = {}
-    for one in sorted(wide.candidates(task), key=lambda c: wide.features(task, c)["estimate"]):
+    for one in sorted(wide.candidates(task), key=lambda c: wide.features(task, wide.plan(task, c))["estimate"]):
         kind = tuple(one[k] for k in ("groups", "parts", "row_teams"))
         best.setdefault(kind, cut(case, task, wide, {**one, "hoisted": default["hoisted"]}))
     fewer = [{**default, "registers": r} for r in knobs["registers"] if r < int(default["registers"])]
@@ -99,7 +99,8 @@ def cuts(case: Case, count: int) -> Iterator[Cut]:
 
 
 def cut(case: Case, task: Task, schedule: Schedule, config: Any) -> Cut:
-    return Cut(case, schedule.name, tuple(config.items()), schedule.features(task, config)["estimate"] / 1e3)
+    features = schedule.features(task, schedule.plan(task, config))
+    return Cut(case, schedule.name, tuple(config.items()), features["estimate"] / 1e3)
 
 
 def build(one: Cut, path: str) -> str:
@@ -112,7 +113,7 @@ def build(one: Cut, path: str) -> str:
 
     task, schedule = task_of(one.case), all_schedules()[one.schedule]
     try:
-        program = schedule.program(task, dict(one.config))
+        program = schedule.program(task, schedule.plan(task, dict(one.config)))
         manifest = make_manifest(get(one.case.cell), task, schedule, dict(one.config), program, "compare_adjoints")
         build_module(program, manifest, Path(path))
     except EcornnError as error:
@@ -175,7 +176,7 @@ class Side:
 
         case, task, config = one.case, sample.task, dict(one.config)
         self.case, self.steps, self.run = case, steps, open_library(Path(path)).run
-        program = all_schedules()[one.schedule].program(task, config)
+        program = all_schedules()[one.schedule].program(task, all_schedules()[one.schedule].plan(task, config))
         self.memory: dict[str, torch.Tensor] = {}
         for b in program.buffers:
             kind = getattr(torch, b.dtype)
@@ -186,7 +187,7 @@ class Side:
             else:
                 words = torch.full((b.extent.at(steps) * kind.itemsize,), 0xFF, dtype=torch.uint8, device=DEVICE)
                 self.memory[b.name] = words.view(kind)
-        layout = hoisted_of(task, config)
+        layout = hoisted_of(task, str(config.get("hoisted", "float32")))
         memory, first, q = self.memory["hoisted"].view(steps, case.B, layout.row), 0, 0
         rows = torch.from_numpy(sample.hoisted).to(DEVICE, memory.dtype)
         for count in layout.planes:

@@ -54,7 +54,6 @@ class Case:
         from ecornn.schedules.base import Task
         from ecornn.schedules.persistent_wide import PersistentWide
         from ecornn.schedules.persistent_wide.estimate import estimate
-        from ecornn.schedules.persistent_wide.plan import plan_of
         from ecornn.targets import KNOWN
         from ecornn.tune.choose import choose, serving_or_raise
         from ecornn.workload import Workload
@@ -78,7 +77,8 @@ class Case:
             some = [c for c in every if c["parts"] == parts]
             if not some:
                 continue
-            one = {**min(some, key=lambda c: estimate(task, plan_of(task, c))), "hoisted": best["hoisted"]}
+            least = min(some, key=lambda c: estimate(task, PersistentWide().plan(task, c)))
+            one = {**least, "hoisted": best["hoisted"]}
             cut = {name: one[name] for name in ("groups", "units", "parts", "row_teams")}
             for ahead in (16, 32, 64, 96):
                 made = wide.fullest(task, cut, {**one, "ahead": ahead})

@@ -147,14 +147,14 @@ def waits(case: Case) -> int:
     if case.schedule != "persistent":
         return 1
     from ecornn.cells import get
-    from ecornn.schedules.persistent.plan import plan_of
+    from ecornn.schedules import all_schedules
     from ecornn.targets import KNOWN
     from ecornn.task import make_task
     from ecornn.workload import Workload
 
     work = Workload(case.cell, case.H, case.I, case.B, case.T, case.row.kind,
                     precision="tf32" if case.row.arithmetic == "tf32" else None)
-    plan = plan_of(make_task(get(case.cell), work, KNOWN["sm_90a"]), dict(case.config))
+    plan = all_schedules()["persistent"].plan(make_task(get(case.cell), work, KNOWN["sm_90a"]), dict(case.config))
     return sum(-(-phase.pairs // phase.polled_pairs) for phase in plan.phases)
 
 

@@ -27,15 +27,12 @@ from ecornn.program import (
     Concurrent,
     Entry,
     Extent,
-    Fill,
-    Launch,
-    Loop,
-    Parallel,
+    Leaf,
     Program,
-    Relay,
     Wave,
     WaveLayer,
     chunk_extent,
+    mapped,
 )
 from ecornn.workload import SERIAL, Overlap, Part, Stack, Workload
 
@@ -233,27 +230,10 @@ def _keep(functions: dict[str, PrimFunc], name: str, function: PrimFunc) -> str:
 
 
 def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:
-    if isinstance(call, Fill):
-        return replace(call, buffer=names[call.buffer])
-    if isinstance(call, Loop):
-        return Loop(tuple(_launch(one, names, known) for one in call.calls))
-    if isinstance(call, Relay):
-        return Relay(tuple(_launch(one, names, known) for one in call.calls), names[call.before], names[call.after],
-                     names[call.given], names[call.written], call.row)
-    if isinstance(call, Chunks):
-        return replace(call, calls=tuple(_renamed(one, names, known) for one in call.calls),
-                       rows={names[n]: size for n, size in call.rows.items()},
-                       states=tuple((names[a], names[b]) for a, b in call.states),
-                       in_place=())  # parts share workspaces, but no memory that is kept
-    if isinstance(call, Concurrent):
-        return Concurrent(tuple(tuple(_renamed(one, names, known) for one in branch) for branch in call.branches))
-    if isinstance(call, Parallel):
-        given = {parameter: names[buffer] for parameter, buffer in call.names.items()}
-        return replace(call, function=known[call.function], names={**names, **given})
-    assert isinstance(call, Launch), "only stacks have waves"
-    return _launch(call, names, known)
+    def leaf(one: Leaf) -> Leaf:
+        given = {parameter: names[buffer] for parameter, buffer in one.names.items()}
+        return replace(one, function=known[one.function], names={**names, **given})
 
-
-def _launch(call: Launch, names: dict[str, str], known: dict[str, str]) -> Launch:
-    given = {parameter: names[buffer] for parameter, buffer in call.names.items()}
-    return replace(call, function=known[call.function], names={**names, **given})
+    if isinstance(call, Chunks):  # parts share workspaces, but no memory that is kept
+        call = replace(call, in_place=())
+    return mapped(call, leaf, names.__getitem__)

@@ -11,6 +11,34 @@ Text = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
+class Capabilities(msgspec.Struct, frozen=True):
+    """What kernels may use of a GPU.
+
+    Attributes
+    ----------
+    tensor_cores : mma of 16-bit types and TF32, and asynchronous copies
+    fp8 : mma of 8-bit floating-point types
+    bulk_copies : copies that an mbarrier counts, and ``st.async``
+    early_launches : programmatic dependent launch
+    cluster : blocks of a cluster at most; more than 8 are not portable, but every GPU that has 16 here has them
+    warpgroups : products of warpgroups, and their registers
+    """
+
+    tensor_cores: bool = False
+    fp8: bool = False
+    bulk_copies: bool = False
+    early_launches: bool = False
+    cluster: int = 1
+    warpgroups: bool = False
+
+
+# From a compute capability on; and those of one architecture alone, whose names end in a letter.
+_HOPPER = Capabilities(tensor_cores=True, fp8=True, bulk_copies=True, early_launches=True, cluster=16)
+_FROM = {0: Capabilities(), 80: Capabilities(tensor_cores=True), 89: Capabilities(tensor_cores=True, fp8=True),
+         90: _HOPPER}
+_ALONE = {"sm_90a": msgspec.structs.replace(_HOPPER, warpgroups=True)}
+
+
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A target and the capabilities that schedules plan with.
 
@@ -38,9 +66,10 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     features: Annotated[tuple[Text, ...], msgspec.Meta(max_length=256)] = ()
 
     @property
-    def capability(self) -> int:
-        """Compute capability as a number, 90 for sm_90a; 0 for a CPU."""
-        return int(self.arch[3:].rstrip("af")) if self.kind == "cuda" else 0
+    def can(self) -> Capabilities:
+        """What kernels may use of it; nothing of a CPU."""
+        number = int(self.arch[3:].rstrip("af")) if self.kind == "cuda" else 0
+        return _ALONE.get(self.arch) or _FROM[max(first for first in _FROM if first <= number)]
 
     @property
     def identity(self) -> Device:
@@ -59,6 +88,6 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         more and one of at least 8 (30 clusters of 4, 15 of 8, 7 of 12 and 16); which have more differs from chip to
         chip. Another number of multiprocessors, or a share of them, has as many in proportion.
         """
-        if self.capability < 90 or not 1 <= blocks <= 16:
+        if not self.can.bulk_copies or not 1 <= blocks <= self.can.cluster:
             return 0
         return (7 * (16 // blocks) + 8 // blocks) * self.cores // 132

@@ -150,7 +150,8 @@ def explain(planned: LayerPlan) -> Explanation:
 def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
     graph, work = task.graph, task.workload
     step = summary(task)
-    features = found.schedule.features(task, found.config)
+    plan = found.schedule.plan(task, found.config)
+    features = found.schedule.features(task, plan)
     estimate = features.get("estimate")
     names = CHIP | OF_A_THREAD.get(task.device.kind, {})
     trial = found.line.record if found.line is not None else None
@@ -163,8 +164,8 @@ def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
     least = floor_terms(task) if bounded else None
     expected = None if estimate is None else estimate / 1e3
     best = record.us if record is not None else expected
-    stages = {name: ns / 1e3 for name, ns in found.schedule.stages(task, found.config).items()}
-    cut = found.schedule.cut(task, found.config)
+    stages = {name: ns / 1e3 for name, ns in found.schedule.stages(task, plan).items()}
+    cut = found.schedule.cut(task, plan)
     return Part(labels, entry, str(work), step, alternatives(task, found), found.schedule.name, dict(found.config),
                 found.provenance, record, {names[n]: float(v) for n, v in features.items() if n in names}, expected,
                 least, None if best is None else best * work.seq, stages,
@@ -196,7 +197,7 @@ def alternatives(task: Task, found: Found) -> list[Alternative]:
         reason = refusal(schedule, task)
         expected = math.inf
         if reason is None:
-            expected = schedule.features(task, schedule.default(task)).get("estimate", math.inf)
+            expected = schedule.features(task, schedule.plan(task, schedule.default(task))).get("estimate", math.inf)
         listed.append(Alternative(schedule.name, reason, expected / 1e3 if math.isfinite(expected) else None,
                                   schedule.name == found.schedule.name))
     return listed

@@ -7,10 +7,10 @@ weights and how much workspace a call needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -311,7 +311,8 @@ class Chunks:
     in_place: tuple[tuple[str, str], ...] = ()
 
 
-Call = Fill | Launch | Loop | Relay | Parallel | Concurrent | Wave | Chunks
+Leaf = Launch | Parallel
+Call = Fill | Leaf | Loop | Relay | Concurrent | Wave | Chunks
 
 
 @dataclass(frozen=True)
@@ -354,21 +355,57 @@ class Program:
         return tuple(call for entry in self.entries.values() for call in entry.calls)
 
 
-def launches(calls: Iterable[Call]) -> Iterator[Launch]:
-    """Every launch among ``calls``."""
+def mapped(call: Call, leaf: Callable[[Leaf], Leaf], name: Callable[[str], str] = str) -> Call:
+    """The call with ``leaf`` of each launch in its place, and ``name`` of each buffer that calls around them name.
+
+    It and :func:`every` are the only walks over calls; a kind that they do not know is an error.
+    """
+    def inside(calls: Iterable[Call]) -> tuple[Any, ...]:
+        return tuple(mapped(one, leaf, name) for one in calls)
+
+    def moved(one: Chunks | WaveLayer) -> dict[str, Any]:
+        return {"calls": inside(one.calls), "rows": {name(n): size for n, size in one.rows.items()},
+                "states": tuple((name(a), name(b)) for a, b in one.states)}
+
+    match call:
+        case Launch() | Parallel():
+            return leaf(call)
+        case Fill():
+            return replace(call, buffer=name(call.buffer))
+        case Loop():
+            return Loop(inside(call.calls))
+        case Relay():
+            return Relay(inside(call.calls), name(call.before), name(call.after), name(call.given), name(call.written),
+                         call.row)
+        case Concurrent():
+            return Concurrent(tuple(map(inside, call.branches)))
+        case Wave():
+            return replace(call, layers=tuple(replace(layer, **moved(layer)) for layer in call.layers))
+        case Chunks():
+            return replace(call, **moved(call), in_place=tuple((name(a), name(b)) for a, b in call.in_place))
+    raise TypeError(f"{call!r} is no call of a program")
+
+
+def every(calls: Iterable[Call]) -> Iterator[Call]:
+    """Each of ``calls``, in order, and behind it those inside it."""
     for call in calls:
-        if isinstance(call, Launch):
-            yield call
-        elif isinstance(call, (Loop, Relay)):
-            yield from call.calls
-        elif isinstance(call, Chunks):
-            yield from launches(call.calls)
-        elif isinstance(call, Concurrent):
-            for branch in call.branches:
-                yield from launches(branch)
-        elif isinstance(call, Wave):
-            for layer in call.layers:
-                yield from launches(layer.calls)
+        yield call
+        match call:
+            case Loop() | Relay() | Chunks():
+                yield from every(call.calls)
+            case Concurrent():
+                yield from every(one for branch in call.branches for one in branch)
+            case Wave():
+                yield from every(one for layer in call.layers for one in layer.calls)
+            case Launch() | Parallel() | Fill():
+                pass
+            case _:
+                raise TypeError(f"{call!r} is no call of a program")
+
+
+def launches(calls: Iterable[Call]) -> Iterator[Launch]:
+    """Every launch of a kernel among ``calls``, in order."""
+    return (one for one in every(calls) if isinstance(one, Launch))
 
 
 def packs(program: Program) -> bool:

@@ -67,7 +67,7 @@ def make_program(schedule: Schedule, task: Task, config: Config,
     ``backward`` : what carries out its recurrence, where that :func:`is a choice of its own <tunes_backward>`
     ``overlap`` : of its stack
     """
-    program = schedule.program(task, config)
+    program = schedule.program(task, schedule.plan(task, config))
     if task.after is not None and task.device.kind == "cuda":  # on a CPU it is within the program
         from ecornn.schedules.backward.read_out import with_read_out
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product as combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.heads import most_heads
@@ -38,6 +38,47 @@ class Knob:
     values: tuple[Value, ...]
     trades: str
     before: Value | None = None
+
+
+class Knobs:
+    """A configuration with a type for each knob, which a subclass declares as ``name: int = knob(...)``.
+
+    A knob is looked up when it is first read and not before: a search learns from those that ``check`` reads which
+    others need not be tried (ecornn/tune/space.py).
+    """
+
+    def __init__(self, values: Config) -> None:
+        self.values = values
+
+    @classmethod
+    def offered(cls, choices: Mapping[str, tuple[Value, ...]]) -> tuple[Knob, ...]:
+        """The knobs of these names, with these values."""
+        declared = {name: vars(cls)[name] for name in choices}
+        return tuple(Knob(name, choices[name], one.trades, one.before) for name, one in declared.items())
+
+
+class _Declared:
+    def __init__(self, trades: str, before: Value | None, absent: Value | None) -> None:
+        self.trades, self.before, self.absent = trades, before, absent
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, knobs: Knobs, owner: type) -> Value:
+        value = knobs.values[self.name] if self.absent is None else knobs.values.get(self.name, self.absent)
+        knobs.__dict__[self.name] = value  # where Python looks before it asks this descriptor
+        return value
+
+
+def knob(trades: str, *, before: Value | None = None, absent: Value | None = None) -> Any:
+    """Declares a knob of a :class:`Knobs`.
+
+    Parameters
+    ----------
+    trades, before : as of a :class:`Knob`
+    absent : the value for a task that does not offer the knob
+    """
+    return _Declared(trades, before, absent)
 
 
 @dataclass(frozen=True)
@@ -110,8 +151,12 @@ def beside(one: Component, other: Component) -> Component:
     return replace(both, calls=(Concurrent((one.calls, other.calls)),)) if one.calls and other.calls else both
 
 
-class Schedule(ABC):
-    """A schedule template.
+Plan = TypeVar("Plan")
+
+
+class Schedule(ABC, Generic[Plan]):
+    """A schedule template. ``Plan`` is what it makes of a task and a configuration: how the layer is cut, and what that
+    takes; everything but ``check`` is asked of a plan, which is made once.
 
     Class attributes
     ----------------
@@ -158,6 +203,10 @@ class Schedule(ABC):
         """The knobs, with the values that make sense for the task."""
 
     @abstractmethod
+    def plan(self, task: Task, config: Config) -> Plan:
+        """The plan of a configuration; it need not fit, :meth:`check` says that."""
+
+    @abstractmethod
     def check(self, task: Task, config: Config) -> str | None:
         """None, or the reason (registers, shared memory, ...) why the configuration cannot run."""
 
@@ -186,21 +235,21 @@ class Schedule(ABC):
         return 0.0
 
     @abstractmethod
-    def features(self, task: Task, config: Config) -> dict[str, float]:
+    def features(self, task: Task, plan: Plan) -> dict[str, float]:
         """What the cost model sees besides the knobs: bytes, products, occupancy, exchanges; and as ``estimate``, where
         somebody can say, nanoseconds of a step, which it starts from."""
 
-    def stages(self, task: Task, config: Config) -> dict[str, float]:
+    def stages(self, task: Task, plan: Plan) -> dict[str, float]:
         """What the estimate of a step is made of, by name, nanoseconds; empty where there is none. What runs beside the
         recurrence is not in it."""
         return {}
 
-    def cut(self, task: Task, config: Config) -> Cut | None:
+    def cut(self, task: Task, plan: Plan) -> Cut | None:
         """How the layer lies on the chip; None where blocks keep nothing from step to step."""
         return None
 
     @abstractmethod
-    def program(self, task: Task, config: Config) -> Program:
+    def program(self, task: Task, plan: Plan) -> Program:
         """Generates the code."""
 
     def valid(self, task: Task, values: Mapping[str, Sequence[Any]]) -> Iterator[Config]:
@@ -210,14 +259,14 @@ class Schedule(ABC):
             if self.check(task, config) is None:
                 yield config
 
-    def recurrence(self, task: Task, config: Config) -> Component:
+    def recurrence(self, task: Task, plan: Plan) -> Component:
         """The recurrence of an adjoint, of schedules with ``backward``: from ``hoisted``, as
         :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``; around it come
         :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`. Without ``backward`` nobody asks: look-up
         offers such schedules for no adjoint."""
         raise NotImplementedError(f"{self.name} does not carry out adjoints")
 
-    def together(self, task: Task, config: Config) -> int:
+    def together(self, task: Task, plan: Plan) -> int:
         """As of a :class:`~ecornn.program.Program`."""
         return 1
 

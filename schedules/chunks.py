@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Concurrent, Extent, Fill, Launch, Loop
+from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Extent, Leaf, mapped
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.keeping import stored
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
@@ -103,20 +103,12 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
     if traversal.resets and traversal.reverse:  # one between two chunks of such a layer is neither's
         function, launch = cleared_between(traversal, w.hidden, w.dtype, behind=not reverse)
         functions[launch.function] = function
-        calls += tuple(_launch(replace(launch, names={"state": out}), names) for _, out in states)
+        calls += tuple(_renamed(replace(launch, names={"state": out}), names) for _, out in states)
     return Component(functions, tuple(buffers), (*first, Chunks(calls, rows, tuple(states), steps, reverse)))
 
 
 def _renamed(call: Call, names: dict[str, str]) -> Call:
-    if isinstance(call, Fill):
-        return replace(call, buffer=names.get(call.buffer, call.buffer))
-    if isinstance(call, Loop):
-        return Loop(tuple(_launch(one, names) for one in call.calls))
-    if isinstance(call, Concurrent):
-        return Concurrent(tuple(tuple(_renamed(one, names) for one in branch) for branch in call.branches))
-    assert isinstance(call, Launch), "chunks have no chunks"
-    return _launch(call, names)
+    def leaf(one: Leaf) -> Leaf:
+        return replace(one, names={**names, **{p: names.get(b, b) for p, b in one.names.items()}})
 
-
-def _launch(call: Launch, names: dict[str, str]) -> Launch:
-    return replace(call, names={**names, **{p: names.get(b, b) for p, b in call.names.items()}})
+    return mapped(call, leaf, lambda b: names.get(b, b))

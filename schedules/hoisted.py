@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.program import WORKSPACE, Buffer, Extent
-from ecornn.schedules.base import Config, Knob, Task
+from ecornn.schedules.base import Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, unpack_half
@@ -156,24 +156,22 @@ class Hoisted:
             del words[:p.words]
 
 
-def hoisted_of(task: Task, config: Config) -> Hoisted:
-    """What a configuration says by :func:`hoisted_knob`; in float32 where its schedule has no such knob."""
+def hoisted_of(task: Task, kind: str = "float32") -> Hoisted:
+    """The layout for a value of :func:`hoisted_knob`; in float32 for schedules without that knob."""
     w = task.workload
-    dtype = w.dtype if config.get("hoisted") == "same" else "float32"
-    return Hoisted(dtype, len(task.graph.hoisted_outputs), w.hidden)
+    return Hoisted(w.dtype if kind == "same" else "float32", len(task.graph.hoisted_outputs), w.hidden)
 
 
-def in_float32(task: Task) -> Hoisted:
-    """The layout of schedules without the knob."""
-    return hoisted_of(task, {})
-
-
-def hoisted_knob(task: Task) -> Knob:
-    """The knob of schedules that have the choice."""
-    choice = task.workload.dtype != "float32" and task.graph.hoisted_outputs
-    return Knob("hoisted", ("float32", "same") if choice else ("float32",),
-                "type of the hoisted input products between kernels; same: the layer's 16 bits, half the bytes, "
+def hoisted_knob() -> Any:
+    """Declares the knob ``hoisted`` of schedules that have the choice."""
+    return knob("type of the hoisted input products between kernels; same: the layer's 16 bits, half the bytes, "
                 "rounded as cuDNN does", before="float32")
+
+
+def hoisted_choices(task: Task) -> tuple[str, ...]:
+    """The values of that knob."""
+    choice = task.workload.dtype != "float32" and task.graph.hoisted_outputs
+    return ("float32", "same") if choice else ("float32",)
 
 
 def saved(task: Task) -> float:
@@ -187,9 +185,9 @@ def saved(task: Task) -> float:
     return w.batch * outputs * w.hidden * 2 / gpu_rates(task.device).memory_beside
 
 
-def gained(task: Task, config: Config) -> float:
-    """What of it a configuration gains."""
-    return saved(task) if config["hoisted"] == "same" else 0.0
+def gained(task: Task, kind: str) -> float:
+    """What a value of that knob gains of it."""
+    return saved(task) if kind == "same" else 0.0
 
 
 def unhidden(task: Task, step: float, hides: float) -> float:

@@ -41,3 +41,10 @@ class SequenceKernel:
     def timeline(self) -> Timeline:
         """Of its steps."""
         return Timeline(self.task.traversal, self.arguments, self.steps, self.batch)
+
+
+def written_by(task: Task) -> tuple[str, ...]:
+    """The argument that each step is written to: ``y``, or of an adjoint ``outputs``, if it has any but states."""
+    if not task.traversal.backward:
+        return ("y",)
+    return ("outputs",) if task.graph.outputs else ()

@@ -18,14 +18,12 @@ from ecornn.program import (
     TENSORS,
     WORKSPACE,
     Buffer,
-    Call,
     Chunks,
-    Concurrent,
     Entry,
     Fill,
-    Launch,
-    Loop,
+    Leaf,
     Program,
+    mapped,
 )
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of
@@ -52,12 +50,12 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = replace(recurrence_task(task, made), row=outputs_row(task, made))
-    layout = hoisted_of(inner, config)
-    together = gcd(forward.together, schedule.together(inner, config)) if traversal.sequences else 1
+    plan, layout = schedule.plan(inner, config), hoisted_of(inner, str(config.get("hoisted", "float32")))
+    together = gcd(forward.together, schedule.together(inner, plan)) if traversal.sequences else 1
     # the gradient of x of a second direction is added to the first one's, at once or by somebody else, not rounded
     second = traversal.reverse and traversal.directions > 1
     add_dx, dx = second and not beside, "float32" if second and beside else w.dtype
-    before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, config))
+    before, recurrence, handed = _recurrence(inner, made, schedule.recurrence(inner, plan))
     hoisted = (layout.buffer(w.batch),) if inner.graph.hoisted_outputs else ()
     assert traversal.keep is not None
     known = kept(made, traversal.keep, by_steps=True)
@@ -159,21 +157,11 @@ def _named(part: Component, names: Mapping[str, str], everything: bool = True) -
     def of(name: str) -> str:
         return names.get(name, OWN + name if everything else name)
 
-    def call(one: Call) -> Call:
-        if isinstance(one, Fill):
-            return replace(one, buffer=of(one.buffer))
-        if isinstance(one, Loop):
-            return replace(one, calls=tuple(map(launch, one.calls)))
-        if isinstance(one, Concurrent):
-            return Concurrent(tuple(tuple(map(call, branch)) for branch in one.branches))
-        assert isinstance(one, Launch), "chunks come later"
-        return launch(one)
-
-    def launch(one: Launch) -> Launch:
+    def leaf(one: Leaf) -> Leaf:
         parameters = (p.name for p in part.functions[one.function].params)
         given = {p: of(one.names.get(p, p)) for p in parameters if p not in SCALARS}
         return replace(one, function=OWN + one.function if everything else one.function, names=given)
 
     functions: dict[str, PrimFunc] = {OWN + n if everything else n: f for n, f in part.functions.items()}
     return Component(functions, tuple(structs.replace(b, name=of(b.name)) for b in part.buffers),
-                     tuple(map(call, part.calls)))
+                     tuple(mapped(call, leaf, of) for call in part.calls))

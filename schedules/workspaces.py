@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from ecornn.program import WORKSPACE, Buffer, Call, Chunks, Concurrent, Extent, Fill, Launch, Loop, launches
+from ecornn.program import WORKSPACE, Buffer, Call, Chunks, Extent, Fill, Launch, Leaf, Relay, every, mapped
 from ecornn.schedules.base import Component
 from ecornn.schedules.builder import PrimFunc
 
@@ -41,7 +41,7 @@ def free_for(result: str, uses: Uses, calls: Iterable[Call], names: Iterable[str
     """Those of ``names`` that nothing uses from the first call on that uses ``result``, of one chunk of time where
     calls go by these. A chunk uses its own rows of what is kept, and the one before them in its order, whose results
     come later."""
-    moments = [uses.of(call) for call in _flat(calls)]
+    moments = [uses.of(one) for call in calls for one in (call.calls if isinstance(call, Chunks) else [call])]
     first = next((n for n, names in enumerate(moments) if result in names), len(moments))
     later = set().union(*moments[first:])
     return [name for name in names if name not in later]
@@ -55,18 +55,18 @@ class Uses:
 
     def of(self, call: Call) -> set[str]:
         """Those of one call."""
-        if isinstance(call, Fill):
-            return {call.buffer}
-        if isinstance(call, Concurrent):
-            return set().union(*(self.of(each) for branch in call.branches for each in branch))
-        if isinstance(call, Chunks):
-            return {name for pair in call.states for name in pair}.union(*map(self.of, call.calls))
-        return {one.names.get(p.name, p.name) for one in launches([call]) for p in self.functions[one.function].params}
-
-
-def _flat(calls: Iterable[Call]) -> Iterator[Call]:
-    for call in calls:
-        yield from _flat(call.calls) if isinstance(call, Chunks) else [call]
+        found: set[str] = set()
+        for one in every([call]):
+            match one:
+                case Fill():
+                    found.add(one.buffer)
+                case Relay():
+                    found |= {one.before, one.after, one.given, one.written}
+                case Chunks():
+                    found.update(*one.states)
+                case Launch():
+                    found |= {one.names.get(p.name, p.name) for p in self.functions[one.function].params}
+        return found
 
 
 def _matched(free: Sequence[Buffer], moments: Sequence[set[str]], steps: int,
@@ -95,16 +95,8 @@ def _holding(place: Buffer, other: Buffer) -> Buffer:
 
 
 def _with(call: Call, instead: Mapping[str, str], functions: Mapping[str, PrimFunc]) -> Call:
-    def launch(one: Launch) -> Launch:
+    def leaf(one: Leaf) -> Leaf:
         names = {p.name: one.names.get(p.name, p.name) for p in functions[one.function].params}
         return replace(one, names={p: instead.get(b, b) for p, b in names.items() if p in one.names or b in instead})
 
-    if isinstance(call, Launch):
-        return launch(call)
-    if isinstance(call, Loop):
-        return Loop(tuple(map(launch, call.calls)))
-    if isinstance(call, Concurrent):
-        return Concurrent(tuple(tuple(_with(one, instead, functions) for one in branch) for branch in call.branches))
-    if isinstance(call, Chunks):
-        return replace(call, calls=tuple(_with(one, instead, functions) for one in call.calls))
-    return call
+    return mapped(call, leaf)

@@ -71,7 +71,7 @@ class Sample:
         paired = config.get("pairs") or config.get("project_pairs")
         self.config = {**schedule.default(self.task), **(ALL_GATES if paired else {}), **config}
         assert schedule.check(self.task, self.config) is None
-        self.program = schedule.program(self.task, self.config)
+        self.program = schedule.program(self.task, schedule.plan(self.task, self.config))
         manifest = make_manifest(self.cell, self.task, schedule, self.config, self.program, "test")
         self.file = folder / f"{self.cell.name}.so"
         self.generated = build_module(self.program, manifest, self.file)

@@ -65,7 +65,7 @@ class Layer:
         self.schedule = CPUSequence()
         assert self.schedule.serves(self.task) is None
         self.config = self.schedule.default(self.task)
-        self.program = self.schedule.program(self.task, self.config)
+        self.program = self.schedule.program(self.task, self.schedule.plan(self.task, self.config))
         self.module: Any = None
         self.prefix = ""
 
@@ -89,8 +89,8 @@ class Layer:
         each of the two calls."""
         steps, batch, _ = call.x.shape
         states, rows = list(self.cell.states), (steps, batch, self.hidden)
-        shapes = {"x": (steps, batch, self.input), "dx": (steps, batch, self.input), "y": rows, "dy": rows,
-                  "state_kept": rows, "value_kept": rows}
+        shapes = {"x": (steps, batch, self.input), "dx": (steps, batch, self.input), "y": call.dy.shape,
+                  "dy": call.dy.shape, "state_kept": rows, "value_kept": rows}
         taken = {n for entry in (FORWARD, BACKWARD) for n in self.program.entries[entry].takes}
         arrays: dict[str, Any] = {}
         for b in self.program.buffers:

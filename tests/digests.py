@@ -185,7 +185,8 @@ def program_of(layer: Layer) -> Program:
     programs: dict[Any, Program] = {}
     for task, found in zip(made.tasks, made.chosen, strict=True):
         if (task.workload, task.traversal) not in programs:
-            programs[task.workload, task.traversal] = found.schedule.program(task, found.config)
+            plan = found.schedule.plan(task, found.config)
+            programs[task.workload, task.traversal] = found.schedule.program(task, plan)
     parts = [programs[task.workload, task.traversal] for task in made.tasks]
     return compose(layer.stack, whole, parts, made.overlap)
 

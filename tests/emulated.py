@@ -84,7 +84,7 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
     assert schedule.check(task, config) is None
     sizes = (w.seq, batch or w.batch, w.input, w.hidden)
     x, states, parameters = inputs(w.cell, sizes, w.dtype, graph.parameters, tuple(graph.states))
-    program = only(schedule.program(task, config), RUN if traversal.keep is None else FORWARD)
+    program = only(schedule.program(task, schedule.plan(task, config)), RUN if traversal.keep is None else FORWARD)
     masks = masks_of(traversal, *sizes[:2], program.together) if masks is None else masks
     for b, n in enumerate(masks.get("lengths", ())):
         x[n:, b] = np.nan

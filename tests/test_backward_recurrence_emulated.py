@@ -27,7 +27,6 @@ from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.persistent import Persistent
-from ecornn.schedules.persistent.plan import plan_of
 from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.targets import KNOWN
@@ -49,7 +48,7 @@ def check_recurrence(folder: Path, schedule: Schedule, layer: Task, config: Conf
     config = config or schedule.default(task)
     assert schedule.check(task, config) is None
     w, graph, rows = task.workload, task.graph, batch or layer.workload.batch
-    layout = hoisted_of(task, config)
+    layout = hoisted_of(task, str(config.get("hoisted", "float32")))
     sample = draw(task, made, layout)
     sample = type(sample)(sample.weights, sample.hoisted.reshape(w.seq, w.batch, -1)[:, :rows].reshape(
         w.seq * rows, *sample.hoisted.shape[1:]), {n: v[:rows] for n, v in sample.first.items()})
@@ -57,7 +56,7 @@ def check_recurrence(folder: Path, schedule: Schedule, layer: Task, config: Conf
     memory_of = sample.hoisted.copy()
     for b, n in enumerate(masks.get("lengths", ())):
         memory_of.reshape(w.seq, rows, -1)[n:, b] = np.nan
-    program = schedule.program(task, config)
+    program = schedule.program(task, schedule.plan(task, config))
     memory = memory_for(program, sample.weights, sample.first, masks, w.seq)
     if layout.outputs:
         values = laid(layout, memory_of)
@@ -155,7 +154,7 @@ def test_cells_without_recurrent_products(tmp_path, cell, sizes, dtype, change, 
     task = recurrence_task(layer, adjoint(layer.graph, layer.workload.hidden))
     knobs, default = {knob.name: knob.values for knob in schedule.knobs(task)}, schedule.default(task)
     assert all(value in knobs[name] for name, value in default.items()) and knobs["math"] == ("exact",)
-    assert schedule.features(task, default)["estimate"] == schedule.expected(task) > 0
+    assert schedule.features(task, schedule.plan(task, default))["estimate"] == schedule.expected(task) > 0
     config = {**default, "prefetch": 8, "group": 4, **change}
     check_recurrence(tmp_path, schedule, layer, config, batch)
 
@@ -192,7 +191,7 @@ def test_weights_that_do_not_fit_on_chip(tmp_path, arch):
     """Of four operands, read from L2 in every step: through a ring of shared memory, or straight into registers."""
     layer = task_of("lstm", (5, 3, 9, 136), "bfloat16", replace(SMALL, cores=9, arch=arch, shared=12 << 10))
     config = cut(layer, warps=1, registers=25)
-    plan = plan_of(recurrence_task(layer, adjoint(layer.graph, 136)), config)
+    plan = Persistent().plan(recurrence_task(layer, adjoint(layer.graph, 136)), config)
     assert plan.streamed and bool(plan.phases[0].slots) == (arch == "sm_90a")
     check_recurrence(tmp_path, Persistent(), layer, config)
 
@@ -232,8 +231,8 @@ def test_packing_without_zeros():
     layer = task_of("lstm", (5, 3, 24, 768), "bfloat16", HOPPER)
     task = recurrence_task(layer, adjoint(layer.graph, 768))
     config = Persistent().default(task)
-    plan = plan_of(task, config)
-    (recurrent,) = [b for b in Persistent().program(task, config).buffers if b.name.startswith("recurrent")]
+    plan = Persistent().plan(task, config)
+    (recurrent,) = [b for b in Persistent().program(task, plan).buffers if b.name.startswith("recurrent")]
     assert recurrent.packing is not None
     assert recurrent.packing.sources == tuple(("weight_hh", gate) for gate in (0, 1, 2, 3))
     (phase,) = plan.phases
@@ -252,7 +251,7 @@ def test_what_is_asked_of_a_schedule_that_carries_out_adjoints():
         assert all(value in knobs[name] for name, value in config.items())
         assert knobs["ahead"] == (100,) and knobs["math"] == ("exact",)
         assert "no projection" in str(schedule.check(task, {**config, "ahead": 50, "carrier": "l2", "fences": "every"}))
-        assert schedule.features(task, config)["estimate"] == schedule.expected(task) > 0
+        assert schedule.features(task, schedule.plan(task, config))["estimate"] == schedule.expected(task) > 0
         assert schedule.default(layer) != config == schedule.default(task)
 
 

@@ -32,7 +32,8 @@ def test_what_is_right_and_what_is_not(tmp_path: Path, monkeypatch: pytest.Monke
         assert np.isfinite(memory["outputs"].astype(np.float32)).all()
 
     monkeypatch.setattr(compare_adjoints.Side, "__call__", run)
-    emulated = Emulated(all_schedules()[schedule].program(sample.task, dict(found.config)), tmp_path)
+    of = all_schedules()[schedule]
+    emulated = Emulated(of.program(sample.task, of.plan(sample.task, dict(found.config))), tmp_path)
     fault, error = fault_of(found, "", sample)
     assert not fault and 0 < error < 1e-3
     ways = 1.01

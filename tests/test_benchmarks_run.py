@@ -35,9 +35,7 @@ def test_a_row_that_fails_costs_the_others_nothing(tmp_path: Path):
         assert process.measure(VANILLA, file) == {"failed": "the process ended with 7"}
         second = process.measure(LSTM, file)
         assert second["ecornn_us"] == 2.0 and second["process"] != first["process"]
-        begin = time.monotonic()
         assert process.measure(GRU, file) == {"failed": "nothing after 1 s"}
-        assert time.monotonic() - begin < 10
         assert process.measure(LSTM, file)["process"] not in (first["process"], second["process"])
     finally:
         process.close()

@@ -148,7 +148,7 @@ def test_every_barrier_is_missed(tmp_path, products):
     task = task_of("lstm", (4, 3, 5, 24), "float16", SMALL)
     config = CUT | {"products": products, "rows": 3, "lanes": 2 if products == "fma" else 1}
     assert PersistentBlock().check(task, config) is None
-    program = only(PersistentBlock().program(task, config), RUN)
+    program = only(PersistentBlock().program(task, PersistentBlock().plan(task, config)), RUN)
     given = inputs("lstm", (4, 3, 5, 24), "float16", task.graph.parameters, tuple(task.graph.states))
 
     def run(dropped: int | None) -> Any:

@@ -34,7 +34,7 @@ def test_a_layer_on_a_gpu_from_c(tmp_path: Path, fake: Path, monkeypatch: pytest
             monkeypatch.setattr(builder, "packs", lambda program: False)
     task = Task(Workload("gru", H, I, B, T), analyse(get("gru"), I, H), TINY)
     schedule, folder = SCHEDULES["layout_transform"], tmp_path / "arrays"
-    program = schedule.program(task, config := schedule.default(task))
+    program = schedule.program(task, schedule.plan(task, config := schedule.default(task)))
     kernels, source = cuda.lower(program, "sm_90a")
     texts, names = [source], [kernel.symbol for kernel in kernels.values()]
     if packs:

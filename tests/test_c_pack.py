@@ -43,7 +43,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tvm_ffi import libinfo
 
     out = tmp_path_factory.mktemp("pack") / "pack.so"
-    folders = [resources.files("ecornn.build"), resources.files("ecornn") / "include",
+    out.with_name("c_kinds.h").write_text(c_tables.kinds())
+    folders = [out.parent, resources.files("ecornn.build"), resources.files("ecornn") / "include",
                libinfo.find_dlpack_include_path()]
     subprocess.run([*find_compiler(), "-shared", "-fPIC", "-O1", "-std=c++17", "-Wall", "-Wextra", "-Werror",
                     *(f"-I{f}" for f in folders), str(Path(__file__).with_name("c_pack_sample.cc")), "-o", str(out)],

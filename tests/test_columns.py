@@ -183,7 +183,7 @@ def test_groups_that_every_part_of_a_stack_has(groups: list[int], stack: dict[st
     programs = []
     for task, count in zip(made.tasks, groups, strict=True):
         assert made.found.schedule.check(task, {**config, "groups": count}) is None
-        programs.append(made.found.schedule.program(task, {**config, "groups": count}))
+        programs.append(made.found.schedule.program(task, made.found.schedule.plan(task, {**config, "groups": count})))
     program = compose(made.stack, made.workload, programs)
     manifest = make_manifest(made.cell, made.task, made.found.schedule, config, program, "", made.stack)
     assert manifest.together == together

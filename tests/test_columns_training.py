@@ -86,7 +86,7 @@ def test_which_columns_may_share_a_sequence_in_both_passes(monkeypatch, tmp_path
     """Those that forward and backward have in one group."""
     step = Step(tmp_path, "persistent", "lstm", (9, 3, 6, H), "float32", COLUMNS)
     whole, schedule = step.program.together, Persistent()
-    assert whole == 0 == schedule.together(step.task, schedule.default(step.task))
+    assert whole == 0 == schedule.together(step.task, schedule.plan(step.task, schedule.default(step.task)))
     program, config = replace(step.program, together=12), schedule.default(adjoint_task(step.task))
     monkeypatch.setattr(Persistent, "together", lambda self, task, config: 8)
     assert with_backward(step.task, program, schedule, config).together == 4

@@ -127,20 +127,23 @@ def test_releases_the_gil(sample):
             original(*arguments)
             span.append(time.perf_counter())
 
-    module, sample.module = sample.module, Timed()
-    try:
-        worker = threading.Thread(target=call)
-        seen = []
+    def most_within() -> int:
+        """How often this thread ran while the other one computed."""
+        span.clear()
+        worker, seen = threading.Thread(target=call), list[float]()
         worker.start()
         while worker.is_alive():
             seen.append(time.perf_counter())
             time.sleep(0.001)
         worker.join()
+        begin, end = span
+        return sum(begin < s < end for s in seen)
+
+    module, sample.module = sample.module, Timed()
+    try:  # never where the lock is held, and on a busy machine not in every call
+        assert any(most_within() >= 5 for _ in range(100))
     finally:
         sample.module = module
-    begin, end = span
-    assert end - begin > 0.02
-    assert sum(begin < s < end for s in seen) >= 5  # this thread ran while the other one computed
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="has one processor only")

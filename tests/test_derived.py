@@ -102,7 +102,7 @@ def test_emulated_on_a_gpu(tmp_path: Path):
     work = Workload(Computed().identity(), H, I, B, T)
     task = Task(work, analyse(Computed(), I, H), TINY)
     schedule = all_schedules()["persistent"]
-    y, _ = Emulated(schedule.program(task, schedule.default(task)), tmp_path).run(
+    y, _ = Emulated(schedule.program(task, schedule.plan(task, schedule.default(task))), tmp_path).run(
         np.float32(x), {"h": np.float32(h)}, {n: np.float32(weights[f"{n}_l0"]).reshape(s) for n, s in shapes.items()})
     wanted = formula(*(torch.from_numpy(v) for v in (x, h)), {n: torch.from_numpy(w) for n, w in learned.items()})
     assert oracle.norm(y - wanted.numpy()) <= 1e-5 * oracle.norm(wanted.numpy())

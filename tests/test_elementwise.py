@@ -77,7 +77,8 @@ def test_a_stack(tmp_path: Path, overlap: Overlap):
                                  seed=part.number)
         given = given if part.number else x
         task = Task(part.workload, analyse(cell, wide, H), TINY, traversal)
-        programs.setdefault((part.workload, traversal), SCHEDULE.program(task, SCHEDULE.default(task)))
+        plan = SCHEDULE.plan(task, SCHEDULE.default(task))
+        programs.setdefault((part.workload, traversal), SCHEDULE.program(task, plan))
         parameters |= {parameter_prefix(stack, part) + n: v for n, v in found.items()}
         weights |= {f"{n}_{part.label}": v for n, v in found.items()}
         states |= {f"{part.label}_{n}": v for n, v in first.items()}
@@ -97,7 +98,7 @@ def test_defaults_fit(cell: str, dtype: str, arch: str, batch: int, hidden: int)
     config, knobs = SCHEDULE.default(task), {k.name: k.values for k in SCHEDULE.knobs(task)}
     assert SCHEDULE.check(task, config) is None
     assert set(config) == set(knobs) and all(value in knobs[name] for name, value in config.items())
-    features = SCHEDULE.features(task, config)
+    features = SCHEDULE.features(task, SCHEDULE.plan(task, config))
     assert features["waste"] >= 1 and all(np.isfinite(v) and v >= 0 for v in features.values())
     assert 0 < SCHEDULE.expected(task) < 1e9
 
@@ -131,7 +132,7 @@ def test_registers_suffice(cell: str, dtype: str, traversal: Traversal):
     for change in ({}, {"units": 4, "group": 4}, {"units": 2, "group": 16, "prefetch": 16}):
         config = {**SCHEDULE.default(task), **change}
         assert SCHEDULE.check(task, config) is None
-        kernels, source = lower(SCHEDULE.program(task, config), "sm_90a")
+        kernels, source = lower(SCHEDULE.program(task, SCHEDULE.plan(task, config)), "sm_90a")
         used = compile_cubin(source, "sm_90a")[1][kernels["sequence"].symbol]
         assert used["spill_stores"] == used["stack"] == 0
         assert used["registers"] * config["threads"] <= task.device.registers

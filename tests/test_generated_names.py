@@ -49,7 +49,7 @@ ODD = [Named("taken", ("expf", "max"), ("threadIdx", "half"), ("ecornn_sigmoid_f
 def test_source_has_the_names_of_the_step(schedule: str):
     task = task_of("lstm", SHAPES[4], "bfloat16")
     made = all_schedules()[schedule]
-    source = lower(made.program(task, made.default(task)), TINY.arch)[1]
+    source = lower(made.program(task, made.plan(task, made.default(task))), TINY.arch)[1]
     kernels = source[source.index('extern "C"'):]
     assert {"gate__5", "cell__0", "state__0"} <= set(re.findall(r"float (\w+) = ", kernels))
     assert not re.findall(r"\b(?:v|_ptr)(?:_\d+)?\b", kernels), "a variable without a name"
@@ -60,7 +60,7 @@ def test_the_code_in_the_docs_is_what_is_generated():
     text = (Path(__file__).parent.parent / "docs" / "ARCHITECTURE.md").read_text()
     shown = text.split("```c\n")[1].split("```")[0].splitlines()
     made, task = all_schedules()["persistent"], task_of("lstm", SHAPES[4], "bfloat16")
-    source = lower(made.program(task, {**made.default(task), "warps": 4}), TINY.arch)[1].splitlines()
+    source = lower(made.program(task, made.plan(task, {**made.default(task), "warps": 4})), TINY.arch)[1].splitlines()
     assert shown and not set(shown) - set(source)
 
 
@@ -72,7 +72,7 @@ def test_names_of_a_cell_mean_nothing_else(tmp_path, cell: Named, schedule: str)
     for one in (PLAIN, cell):
         graph = analyse(one, sizes[2], sizes[3])
         task = Task(Workload(one.name, sizes[3], sizes[2], sizes[1], sizes[0], "float16"), graph, TINY)
-        program = made.program(task, made.default(task))
+        program = made.program(task, made.plan(task, made.default(task)))
         compile_cubin(lower(program, TINY.arch)[1], TINY.arch)
         x, states, weights = inputs("plain", sizes, "float16", analyse(PLAIN, *sizes[2:]).parameters, PLAIN.states)
         states = dict(zip(one.states, states.values(), strict=True))

@@ -11,7 +11,7 @@ from limits import Wanted, limit, relative
 import ecornn
 from ecornn.compiler import plan
 from ecornn.numpy_reference import random_weights, reference
-from ecornn.schedules.persistent.plan import plan_of
+from ecornn.schedules import all_schedules
 from ecornn.workload import SINGLE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
@@ -127,7 +127,7 @@ def test_weights_past_the_chip(cell, dtype, T, B, H):
     kind, I = getattr(torch, dtype), 64
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     planned = plan(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule="persistent")
-    assert plan_of(planned.task, planned.found.config).streamed
+    assert all_schedules()["persistent"].plan(planned.task, planned.found.config).streamed
     weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(cell, I, H, seed=6).items()}
     layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule="persistent",
                            config=planned.found.config).bind(weights)

@@ -199,7 +199,7 @@ def test_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden: int, 
     if knobs:
         config |= {"warps": 1, "gate_warps": 2 if knobs["carrier"] == "l2" else 1, "registers": 100}
     assert found.check(task, config) is None
-    emulated = Emulated(found.program(task, config), tmp_path)
+    emulated = Emulated(found.program(task, found.plan(task, config)), tmp_path)
     got, after = emulated.run(x.astype(dtype), {"h": h.astype(dtype)}, parameters)
     limit = 2e-5 if dtype == "float32" else 2e-3
     assert relative_error(got, y) <= limit and relative_error(after["h"], last) <= limit

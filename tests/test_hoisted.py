@@ -143,7 +143,7 @@ def test_large_values_stay_finite(tmp_path, dtype):
         value[...] = {"weight_ih": 100.0, "weight_hh": -60000.0}.get(name, 0.0)  # infinity would stay what it is
     states["h"][...] = 1.0
     config = cut(task, units=8, warps=1, hoisted="same")
-    y, _ = Emulated(Persistent().program(task, config), tmp_path).run(x, states, parameters)
+    y, _ = Emulated(Persistent().program(task, Persistent().plan(task, config)), tmp_path).run(x, states, parameters)
     assert (np.abs(y.astype(np.float32)) == 1).all()
     assert (y[0].astype(np.float32) == (-1 if dtype == "float16" else 1)).all()
 
@@ -198,6 +198,6 @@ def test_memory_counts_where_rows_are_many():
     chosen = serving_or_raise(task)[0]
     assert (chosen.name, chosen.default(task)["rows"]) == ("persistent_block", 18)
     wide_schedule = all_schedules()["persistent_wide"]
-    parts = wide_schedule.stages(task, {**wide_schedule.default(task), "hoisted": "float32"})
-    features = wide_schedule.features(task, {**wide_schedule.default(task), "hoisted": "float32"})
+    plan = wide_schedule.plan(task, {**wide_schedule.default(task), "hoisted": "float32"})
+    parts, features = wide_schedule.stages(task, plan), wide_schedule.features(task, plan)
     assert parts["memory"] > 0 and abs(sum(parts.values()) - features["estimate"]) < 1

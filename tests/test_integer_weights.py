@@ -22,7 +22,6 @@ from ecornn.explain import floor_terms
 from ecornn.numpy_reference import random_weights
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent import plan as persistent_plan
-from ecornn.schedules.persistent.plan import plan_of
 from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving
 from ecornn.workload import ALONE, SINGLE, Traversal
@@ -58,7 +57,7 @@ def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, arch
     device = replace(KNOWN[arch], cores=6, shared=5 << 10)
     task, whole = (task_of("echo", (5, 3, 0, 150), kind, device) for kind in ("float16, int8", "float16"))
     config = cut(task, units=32, registers=0, warps=1)
-    ours, wide = (plan_of(of, config) for of in (task, whole))
+    ours, wide = (Persistent().plan(of, config) for of in (task, whole))
     assert (ours.phases[0].slots > 0) == (arch == "sm_90a") and 0 < ours.streamed < wide.streamed
     check_numbers(tmp_path, Persistent(), task, config)
 
@@ -67,9 +66,9 @@ def test_products_that_are_too_much_code_are_loops(tmp_path, monkeypatch):
     monkeypatch.setattr(persistent_plan, "FLIGHT", 2)
     task = task_of("rnn_tanh", (4, 3, 7, 200), "float16, int8", replace(SMALL, cores=8))
     config = cut(task, units=64, registers=25, warps=1)
-    first = plan_of(task, config)
+    first = Persistent().plan(task, config)
     monkeypatch.setattr(persistent_plan, "UNROLLED", first.code(first.phases[0], 3))
-    (phase,) = (made := plan_of(task, config)).phases
+    (phase,) = (made := Persistent().plan(task, config)).phases
     assert [rolled for *_, rolled in made.stretches(phase)] == [False, True] and made.written(phase) < phase.pairs
     check_numbers(tmp_path, Persistent(), task, config)
 
@@ -89,7 +88,7 @@ def test_every_integer_is_what_it_stands_for(tmp_path, dtype):
     value[0] = np.stack([np.roll(numbers, k) for k in range(256)]).astype(value.dtype)
     first[:] = 0
     first[0, 7] = 1
-    y, _ = Emulated(Persistent().program(task, config), tmp_path).run(x, states, parameters)
+    y, _ = Emulated(Persistent().program(task, Persistent().plan(task, config)), tmp_path).run(x, states, parameters)
     wanted, _ = in_float64("echo", x, states, {name: value.astype(np.float64)})
     assert np.array_equal(y.astype(np.float64), wanted.astype(y.dtype).astype(np.float64))
 
@@ -100,7 +99,7 @@ def test_rows_of_zeros_are_zeros(tmp_path):
     x, states, parameters = inputs("lstm", (3, 2, 8, 40), "float16", graph.parameters, tuple(graph.states))
     (name,) = {t.source[0] for q in graph.product_phases[0].products for t in q.terms}
     parameters[name][:, ::3] = 0
-    y, _ = Emulated(Persistent().program(task, config), tmp_path).run(x, states, parameters)
+    y, _ = Emulated(Persistent().program(task, Persistent().plan(task, config)), tmp_path).run(x, states, parameters)
     wanted, _ = in_float64("lstm", x.astype(np.float64), states, rounded_weights(task, parameters))
     assert relative(y, wanted) < 1e-3
 
@@ -146,8 +145,8 @@ def test_a_layer_whose_weights_are_past_the_chip_stays_on_it():
     task, whole = (task_of("lstm", (300, 8, 2560, 2560), kind, KNOWN["sm_90a"])
                    for kind in ("float16, int8", "float16"))
     schedule = Persistent()
-    assert not plan_of(task, schedule.default(task)).streamed
-    assert schedule.serves(whole) or plan_of(whole, schedule.default(whole)).streamed
+    assert not Persistent().plan(task, schedule.default(task)).streamed
+    assert schedule.serves(whole) or Persistent().plan(whole, schedule.default(whole)).streamed
 
 
 def test_what_is_said_of_them():

@@ -98,7 +98,7 @@ def both(schedule: str, cell: str, device: Device) -> tuple[Program, Program]:
                                                                                    Traversal(resets=True)))
     found = all_schedules()[schedule]
     config = found.default(plain)
-    return found.program(task, config), found.program(plain, config)
+    return found.program(task, found.plan(task, config)), found.program(plain, found.plan(plain, config))
 
 
 @pytest.mark.parametrize(("schedule", "cell", "kept"), [

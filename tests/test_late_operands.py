@@ -97,7 +97,7 @@ def test_registers_suffice(schedule: str):
     task = task_of("lru", (300, 64, 512, 1024), "bfloat16", KNOWN["sm_90a"], Traversal(lengths=True))
     found = all_schedules()[schedule]
     assert found.serves(task) is None
-    kernels, source = lower(found.program(task, found.default(task)), "sm_90a")
+    kernels, source = lower(found.program(task, found.plan(task, found.default(task))), "sm_90a")
     used = compile_cubin(source, "sm_90a")[1][kernels[schedule].symbol]
     assert used["spill_stores"] == used["stack"] == 0
 

@@ -43,9 +43,10 @@ def test_what_is_asked_of_it():
     task = recurrence_task(layer, adjoint(layer.graph, 640))
     knobs, config = {k.name: k.values for k in schedule.knobs(task)}, schedule.default(task)
     assert all(value in knobs[name] for name, value in config.items()) and knobs["math"] == ("exact",)
-    assert schedule.features(task, config)["estimate"] == schedule.expected(task) > 0
+    assert schedule.features(task, schedule.plan(task, config))["estimate"] == schedule.expected(task) > 0
     assert schedule.expected(layer) == float("inf")  # of layers others say what they expect
-    (weights,) = [b for b in schedule.program(task, config).buffers if b.role == PACKED and b.name == "recurrent_0"]
+    buffers = schedule.program(task, schedule.plan(task, config)).buffers
+    (weights,) = [b for b in buffers if b.role == PACKED and b.name == "recurrent_0"]
     assert weights.packing is not None
     assert weights.packing.sources == tuple(("weight_hh", gate) for gate in range(4))
 

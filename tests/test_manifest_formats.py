@@ -54,7 +54,7 @@ def test_nothing_of_a_manifest_is_lost(name: str):
             prefixes = [f"{part.label}_" for part in parts] if len(parts) > 1 else [""]
             assert [buffers[p - SCALARS].name for p in each] == [f"{prefix}{state}_{end}" for prefix in prefixes]
     masks = {b.name for b in buffers if b.name in ("lengths", "resets", "sequences")}
-    assert masks == {buffers[p - SCALARS].name for p in (*plan.lengths, *plan.resets, *plan.sequences)}
+    assert masks == {buffers[p - SCALARS].name for p in plan.masks}
 
 
 def test_format_2_is_this_one_without_whole_parameters():

@@ -30,7 +30,7 @@ from ecornn.cli.step_text import step_text
 from ecornn.errors import CellError
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
-from ecornn.schedules.persistent.plan import plan_of
+from ecornn.schedules.persistent import Persistent
 from ecornn.workload import ALONE, SINGLE, Traversal, Workload
 
 T, B, I, H = 6, 4, 5, 22
@@ -68,7 +68,7 @@ def test_exchanged_between_blocks(tmp_path: Path, cell: str, hidden: int, dtype:
     task = replace(task_of(cell, dtype, traversal, hidden), device=structs.replace(SMALL, cores=15))
     config = cut(task, fences="rare", **change)
     wanted = {"peaks": (3, 1, 1, 1), "grouped": (2, 2, 2, 2), "chunks": (1, 1, 2, 1)}
-    assert plan_of(task, config).sums == wanted[cell]
+    assert Persistent().plan(task, config).sums == wanted[cell]
     check_numbers(tmp_path, all_schedules()["persistent"], task, config)
 
 

@@ -69,7 +69,7 @@ def program_of(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Task, Any]:
     schedule = PersistentWide() if name == "wide" else Persistent()
     config = config_of() if name == "wide" else cut(task, **{**TINY, **change})
     assert schedule.check(task, config) is None
-    return task, schedule.program(task, config)
+    return task, schedule.program(task, schedule.plan(task, config))
 
 
 def without(text: str, numbers: tuple[int, ...], count: int) -> str:

@@ -225,7 +225,7 @@ def test_emulated_on_a_gpu(schedule: str, cell: Any, hidden: int, dtype: str, ba
     assert found.serves(task) is None
     config = {**found.default(task), **knobs}
     assert found.check(task, config) is None
-    emulated = Emulated(found.program(task, config), tmp_path)
+    emulated = Emulated(found.program(task, found.plan(task, config)), tmp_path)
     got, after = emulated.run(x.astype(dtype), {n: s.astype(dtype) for n, s in zip(cell.states, states, strict=True)},
                               parameters)
     limit = 2e-5 if dtype == "float32" else 2e-3

@@ -93,7 +93,7 @@ def test_on_a_gpu(tmp_path: Path, program: Path, fake: Path):
     """Of the session's number, on its stream, with weights from the host."""
     task = Task(Workload("gru", H, I, B, T), analyse(get("gru"), I, H), TINY)
     schedule = SCHEDULES["layout_transform"]
-    made = schedule.program(task, config := schedule.default(task))
+    made = schedule.program(task, schedule.plan(task, config := schedule.default(task)))
     Emulated(made, tmp_path)
     manifest = make_manifest(get("gru"), task, schedule, config, made, "by a test")
     build_module(made, manifest, tmp_path / "gru.so")

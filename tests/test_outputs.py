@@ -62,8 +62,11 @@ class Loop:
     def check(self, _: Task, config: Any) -> str | None:
         return self.schedule.check(self.task, config)
 
-    def program(self, _: Task, config: Any) -> Any:
-        return make_program(self.schedule, self.task, config)
+    def plan(self, _: Task, config: Any) -> Any:
+        return config
+
+    def program(self, _: Task, plan: Any) -> Any:
+        return make_program(self.schedule, self.task, plan)
 
 
 @pytest.mark.parametrize(("cell", "schedule", "dtype", "traversal"), [

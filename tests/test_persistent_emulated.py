@@ -16,7 +16,6 @@ from ecornn.runtime import Columns
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent import plan as persistent_plan
-from ecornn.schedules.persistent.plan import plan_of
 from ecornn.targets import KNOWN
 from ecornn.workload import Traversal
 
@@ -109,7 +108,7 @@ def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(local_arrays, "EACH", 1)
     task = task_of("lstm", (5, 9, 24, 40), dtype, SMALL)
     config = cut(task, registers=50)
-    source = lower(Persistent().program(task, config), SMALL.arch)[1]
+    source = lower(Persistent().program(task, Persistent().plan(task, config)), SMALL.arch)[1]
     assert "acc_ptr_e0" in source and not re.search(r"alignas\(64\) float \w+\[", source)
     check_numbers(tmp_path, Persistent(), task, config)
 
@@ -129,7 +128,7 @@ def test_columns_of_random_lengths(tmp_path, reverse, seed):
     assert columns.wrapped.size and len(columns.table) < len(Columns.of(lengths, 11).table)
     task = task_of("lstm", (len(columns.table), 11, 9, 34), "float16", SMALL, Traversal(reverse, 2, sequences=True))
     config = cut(task, groups=2, units=24)
-    assert Persistent().program(task, config).together == 6
+    assert Persistent().program(task, Persistent().plan(task, config)).together == 6
     check_numbers(tmp_path, Persistent(), task, config, masks={"sequences": columns.marked})
 
 
@@ -162,7 +161,7 @@ def test_each_direction_has_a_default_of_its_own():
 def test_polls_in_parts_where_registers_are_short(tmp_path):
     task = task_of("lstm", (2, 57, 8, 150), "bfloat16", replace(SMALL, cores=19))
     config = cut(task, units=8, warps=1, registers=0)
-    phase = plan_of(task, config).phases[0]
+    phase = Persistent().plan(task, config).phases[0]
     assert phase.polled_pairs < phase.pairs
     check_numbers(tmp_path, Persistent(), task, config)
 
@@ -187,7 +186,7 @@ def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell
     monkeypatch.setattr(persistent_plan, "AHEAD_BYTES", 1)
     task = task_of(cell, sizes, dtype, replace(KNOWN[arch], cores=6, shared=kilobytes << 10))
     config = cut(task, **change)
-    plan = plan_of(task, config)
+    plan = Persistent().plan(task, config)
     if arch == "sm_90a":
         assert [(p.streamed_pairs, p.slots) for p in plan.phases] == expected
     else:
@@ -211,8 +210,9 @@ def test_products_that_are_too_much_code_are_loops(tmp_path, monkeypatch, cell, 
     monkeypatch.setattr(persistent_plan, "FLIGHT", 2 * -(-sizes[1] // 8))  # two pairs at a time: loops may leave a rest
     task = task_of(cell, sizes, dtype, replace(KNOWN["sm_90a"], cores=8, shared=kilobytes << 10))
     config = cut(task, **change)
-    monkeypatch.setattr(persistent_plan, "UNROLLED", plan_of(task, config).code(plan_of(task, config).phases[0], 3))
-    (phase,) = (plan := plan_of(task, config)).phases
+    plan = Persistent().plan(task, config)
+    monkeypatch.setattr(persistent_plan, "UNROLLED", plan.code(plan.phases[0], 3))
+    (phase,) = (plan := Persistent().plan(task, config)).phases
     assert plan.stretches(phase) == stretches and plan.written(phase) < phase.pairs
     check_numbers(tmp_path, Persistent(), task, config)
 
@@ -248,8 +248,8 @@ def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, tra
     """Words arrive as early as they can, and as late."""
     task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
     config = cut(task, carrier="cluster", fences="rare", **change)
-    program = Persistent().program(task, config)
-    last, plan = program.calls[-1], plan_of(task, config)
+    program = Persistent().program(task, Persistent().plan(task, config))
+    last, plan = program.calls[-1], Persistent().plan(task, config)
     assert (last.grid, last.cluster, last.cooperative) == (plan.groups * plan.blocks, plan.blocks, False)
     assert not any(b.name.startswith("exchange") for b in program.buffers)
     check_numbers(tmp_path, Persistent(), task, config, lazy=lazy)

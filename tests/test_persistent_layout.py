@@ -11,7 +11,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.exchange import word_of
-from ecornn.schedules.persistent.plan import packing_of, plan_of
+from ecornn.schedules.persistent.plan import packing_of
 from ecornn.targets import resolve
 from ecornn.workload import Workload
 
@@ -37,7 +37,7 @@ def task_of(cell, hidden, batch, dtype):
 def test_fragments_multiply_to_the_product(cell, dtype, hidden, batch):
     rng = np.random.default_rng(hidden)
     task = task_of(cell, hidden, batch, dtype)
-    plan = plan_of(task, Persistent().default(task))
+    plan = Persistent().plan(task, Persistent().default(task))
     parameters = {n: rng.standard_normal(s) for n, s in task.graph.parameters.items()}
     n = per_word(dtype)
     for index, phase in enumerate(plan.phases):
@@ -69,7 +69,7 @@ def test_fragments_multiply_to_the_product(cell, dtype, hidden, batch):
 
 def test_every_word_has_one_place():
     task = task_of("lstm", 65, 20, "float16")
-    plan = plan_of(task, Persistent().default(task))
+    plan = Persistent().plan(task, Persistent().default(task))
     places = [word_of(plan, plan.phases[0], 0, unit, column)
               for unit in range(0, 65, 2) for column in range(plan.columns)]
     assert len(set(places)) == len(places)

@@ -20,7 +20,7 @@ from ecornn.cells import get
 from ecornn.interpreter import interpret
 from ecornn.schedules import all_schedules
 from ecornn.schedules.persistent import Persistent
-from ecornn.schedules.persistent.plan import LINE, lanes_of, plan_of
+from ecornn.schedules.persistent.plan import LINE, lanes_of
 from ecornn.targets import KNOWN
 from ecornn.workload import Traversal
 
@@ -67,7 +67,8 @@ def test_in_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
     """Words arrive as early as they can, and as late."""
     task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
     config = cut(task, carrier="cluster", fences="rare", **change)
-    assert not any(b.name.startswith("sums") for b in Persistent().program(task, config).buffers)
+    program = Persistent().program(task, Persistent().plan(task, config))
+    assert not any(b.name.startswith("sums") for b in program.buffers)
     check_numbers(tmp_path, Persistent(), task, config, lazy=lazy)
 
 
@@ -83,7 +84,7 @@ def test_a_mean_that_is_large_beside_the_deviations(tmp_path):
     x, states, parameters = inputs(LSTM, (6, 3, 8, 40), "float32", task.graph.parameters, tuple(task.graph.states))
     parameters["bias_hh"][1] += 9  # forget gates stay open
     states["c"] += np.float32(20)
-    y, _ = Emulated(Persistent().program(task, cut(task)), tmp_path).run(x, states, parameters)
+    y, _ = Emulated(Persistent().program(task, Persistent().plan(task, cut(task))), tmp_path).run(x, states, parameters)
     wanted, _ = interpret(get(LSTM), x, parameters, list(states.values()))
     assert relative(y[1:], wanted[1:]) < 2e-5
 
@@ -94,7 +95,7 @@ def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
     x, states, parameters = inputs(LSTM, (6, 3, 8, 40), "float32", task.graph.parameters, tuple(task.graph.states))
     clean, resets = x.copy(), np.zeros((6, 3), bool)
     x[1, 1], resets[3, 1] = np.nan, True
-    run = Emulated(Persistent().program(task, cut(task)), tmp_path).run
+    run = Emulated(Persistent().program(task, Persistent().plan(task, cut(task))), tmp_path).run
     y, wanted = (run(values, states, parameters, {"resets": resets})[0] for values in (x, clean))
     assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all()
     assert relative(y[3:], wanted[3:]) < 1e-5
@@ -109,7 +110,8 @@ def test_rows_of_any_size_before_a_row_begins(tmp_path, monkeypatch):
     lengths = np.array([2, 5, 3], np.int32)
     for b, n in enumerate(lengths):
         x[n:, b] = 1e5
-    y, _ = Emulated(Persistent().program(task, cut(task)), tmp_path).run(x, states, parameters, {"lengths": lengths})
+    program = Persistent().program(task, Persistent().plan(task, cut(task)))
+    y, _ = Emulated(program, tmp_path).run(x, states, parameters, {"lengths": lengths})
     wanted, _ = exact.expected("shared", task.traversal, x.astype(np.float64), {"h": states["h"].astype(np.float64)},
                                {n: p.astype(np.float64) for n, p in parameters.items()}, {"lengths": lengths},
                                exact.in_float64)
@@ -123,7 +125,7 @@ def test_an_odd_number_of_statistics_in_one_exchange(tmp_path, monkeypatch, carr
         monkeypatch.setitem(known, "thrice", Thrice())
     task = task_of("thrice", (6, 3, 9, 40), "float16", replace(SMALL, cores=12))
     config = cut(task, carrier=carrier, fences="rare", warps=2, gate_warps=2 if change["units"] > 8 else 1, **change)
-    assert plan_of(task, config).sums == (3,)
+    assert Persistent().plan(task, config).sums == (3,)
     check_numbers(tmp_path, Persistent(), task, config)
 
 
@@ -131,7 +133,7 @@ def test_an_odd_number_of_statistics_in_one_exchange(tmp_path, monkeypatch, carr
                                               (GRU, {"units": 40, "warps": 2, "gate_warps": 6, "registers": 0})])
 def test_a_line_of_sums_has_one_writer_and_a_store_of_a_warp_fills_sectors(cell, change):
     task = task_of(cell, (5, 8, 24, 80), "float16", SMALL)
-    plan = plan_of(task, cut(task, **change))
+    plan = Persistent().plan(task, cut(task, **change))
     for e in range(len(plan.sums)):
         assert plan.sum_stride(e) % LINE == 0 and plan.sum_stride(e) >= plan.rows * plan.row_quads(e) * 4
         assert max(1, 32 // plan.lanes) * plan.row_quads(e) * 16 % 32 == 0
@@ -143,7 +145,7 @@ def test_the_recurrence_normalizes_what_is_rounded_once():
     schedule, task = Persistent(), task_of(LSTM, (256, 16, 1024, 1024), "float16", KNOWN["sm_90a"])
     config = schedule.default(task)
     assert config["hoisted"] == "same"
-    kernels = lower(schedule.program(task, config), "sm_90a")[0]
+    kernels = lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")[0]
     assert set(kernels["normalize"].arguments) == {"hoisted", "row_sums", "T", "B"}
     assert "row_sums" in kernels["persistent"].arguments
     small = task_of(LSTM, (256, 16, 256, 256), "float16", KNOWN["sm_90a"])
@@ -164,6 +166,6 @@ def test_defaults(cell, sizes):
     task, schedule = task_of(cell, sizes, "float16", KNOWN["sm_90a"]), Persistent()
     config = schedule.default(task)
     assert schedule.check(task, config) is None and set(config) == {k.name for k in schedule.knobs(task)}
-    assert config["ahead"] == 100 and plan_of(task, config).sums == ((1, 1) if cell == LSTM else (2,))
+    assert config["ahead"] == 100 and Persistent().plan(task, config).sums == ((1, 1) if cell == LSTM else (2,))
     plain = task_of(cell.split("(")[0], sizes, "float16", KNOWN["sm_90a"])
     assert schedule.expected(plain) < schedule.expected(task) < 4 * schedule.expected(plain)

@@ -18,7 +18,7 @@ from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.compiler import plan
 from ecornn.schedules.persistent_wide import PersistentWide
-from ecornn.schedules.persistent_wide.plan import packing_of, plan_of
+from ecornn.schedules.persistent_wide.plan import packing_of
 from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import Traversal
@@ -106,10 +106,10 @@ def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, tra
 def test_more_chunks_than_stages_over_many_steps(tmp_path, registers, lazy):
     """Stages are given back and used again within a step, an odd number of times in one step for some."""
     task, config = task_of("rnn_tanh", (9, 9, 8, 600), "float16", SMALL), config_of(units=104, registers=registers)
-    plan = plan_of(task, config)
+    plan = PersistentWide().plan(task, config)
     room = plan.shared - 2 * 2 * (plan.stage_bytes + 16)
     task = task_of("rnn_tanh", (9, 9, 8, 600), "float16", replace(SMALL, shared=room))
-    plan = plan_of(task, config)
+    plan = PersistentWide().plan(task, config)
     assert (plan.chunks, plan.stages) == (5, 3)
     check_numbers(tmp_path, PersistentWide(), task, config, lazy=lazy)
 
@@ -142,7 +142,7 @@ def test_weights_are_streamed_where_they_fit_no_other_way():
     for cell, batch, hidden in (("gru", 64, 3072), ("lstm", 8, 4096), ("rnn_tanh", 8, 6144)):
         task = task_of(cell, (4, batch, 64, hidden), "float16", HOPPER)
         config = schedule.default(task)
-        plan = plan_of(task, config)
+        plan = PersistentWide().plan(task, config)
         assert schedule.check(task, config) is None and plan.streamed and plan.stages >= min(4, plan.chunks)
         streamed = [n for n in map(plan.stream, range(plan.chunks)) if n is not None]
         assert streamed == [*range(plan.streamed)] and plan.kept + plan.resident + plan.streamed == plan.chunks
@@ -167,7 +167,7 @@ def test_weights_lie_as_wgmma_reads_them(cell, units):
     """8 rows of 16 bytes in a piece; the pieces of 8 values of K one behind the other."""
     H = 70
     task = task_of(cell, (3, 4, 8, H), "float16", replace(HOPPER, cores=16))
-    plan = plan_of(task, config_of(units=units))
+    plan = PersistentWide().plan(task, config_of(units=units))
     parameters = {n: np.arange(np.prod(s)).reshape(s) % 2039 for n, s in task.graph.parameters.items()}
     made = pack(packing_of(task, plan), parameters).reshape(plan.blocks, 2 * plan.chunks, 8, plan.octets, 8, 8)
     rows, e = task.graph.phases[0].products, plan.interleave
@@ -232,11 +232,11 @@ def test_compiles_without_spills(cell, batch, hidden):
         pytest.skip("nvcc is optional, and this reads what its ptxas says")
     task, schedule = task_of(cell, (100, batch, hidden, hidden), "float16", HOPPER), PersistentWide()
     config = schedule.default(task)
-    source = lower(schedule.program(task, config), "sm_90a")[1]
+    source = lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")[1]
     _, log = compile_loud(nvcc, source)
     found = parse_resources(log)["persistent_wide_kernel"]
     assert found["spill_stores"] == found["stack"] == 0
-    assert found["registers"] == 65536 // plan_of(task, config).threads // 8 * 8
+    assert found["registers"] == 65536 // PersistentWide().plan(task, config).threads // 8 * 8
     assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
 
 
@@ -244,7 +244,7 @@ def test_the_cost_model_is_told_numbers():
     schedule = PersistentWide()
     for cell, batch, hidden in (("lstm", 64, 1024), ("gru", 32, 2048), ("rnn_tanh", 1, 64)):
         task = task_of(cell, (4, batch, hidden, hidden), "float16", HOPPER)
-        features = schedule.features(task, schedule.default(task))
+        features = schedule.features(task, schedule.plan(task, schedule.default(task)))
         assert features["waste"] >= 1 and all(np.isfinite(v) and v >= 0 for v in features.values())
         assert features["estimate"] == schedule.expected(task) > features["recurrence"] > 0
 

@@ -20,7 +20,7 @@ from ecornn.schedules import few_steps
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.wgmma import THREADS, shape_of
-from ecornn.schedules.hoisted import in_float32
+from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.targets import KNOWN
@@ -125,7 +125,7 @@ def test_compiles_without_spills(cell, hidden, input, dtype, wide):
     made = task(cell, (64, 16, input, hidden), dtype, 132)
     part = project(made)
     assert part.calls[-1].threads == THREADS  # x may be copied before
-    buffers = (*shared_buffers(made, in_float32(made)), *part.buffers)
+    buffers = (*shared_buffers(made, hoisted_of(made)), *part.buffers)
     source = lower(Program.running(dict(part.functions), buffers, part.calls), "sm_90a")[1]
     # not compile_cubin: warnings are what this looks for
     code, log = compile_loud(nvcc, source)

@@ -125,7 +125,7 @@ def test_emulated_on_a_gpu(name: str, tmp_path: Path):
     serving = [s for s in GPU if s.serves(task) is None]
     for schedule in serving:
         (folder := tmp_path / schedule.name).mkdir()
-        emulated = Emulated(schedule.program(task, schedule.default(task)), folder)
+        emulated = Emulated(schedule.program(task, schedule.plan(task, schedule.default(task))), folder)
         y, after = emulated.run(x, dict(zip(cell.states, states, strict=True)), parameters)
         for what, got, want in zip(("y", *cell.states), (y, *(after[n] for n in cell.states)), (wanted, *last),
                                    strict=True):

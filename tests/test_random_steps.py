@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import random_cells
 from cpu_training_sample import Call, Layer, build, compare
 from random_seeds import seeds
 from random_steps import BATCH, HIDDEN, INPUT, STEPS, Drawn, draw, relative
@@ -90,27 +92,47 @@ class Peak(Cell):
         return {"h": np.tanh(s["h"] * top + wx)}, "h"
 
 
-def layer_of(drawn: Drawn) -> Layer:
-    return Layer(drawn.cell, drawn.width(), HIDDEN, BATCH, STEPS, keep=("gates", "states")[drawn.seed % 2])
+@dataclass(frozen=True)
+class Step:
+    """A training step of a random cell: its layer on a CPU, a call, and what must come of it."""
+
+    seed: int
+    layer: Layer
+    call: Call
+    wanted: dict[str, np.ndarray]
+
+    def errors(self) -> dict[str, float]:
+        """What is beyond its limit, relative to the tape."""
+        found = self.layer(self.call)
+        off = {n: relative(found[n], v.reshape(found[n].shape)) for n, v in self.wanted.items()}
+        return {n: e for n, e in off.items() if not e < (1e-5 if n == "y" or n.endswith("_out") else 2e-5)}
 
 
-def errors(drawn: Drawn, layer: Layer) -> dict[str, float]:
-    """What is beyond its limit, relative to the tape."""
-    a = drawn.sample()
-    found = layer(Call(a.x, a.states, a.dy, a.dstates, a.parameters))
-    off = {n: relative(found[n], v) for n, v in drawn.reference(a).items()}
-    return {n: e for n, e in off.items() if not e < (1e-5 if n == "y" or n.endswith("_out") else 2e-5)}
+def step_of(drawn: Drawn) -> Step:
+    a, keep = drawn.sample(), ("gates", "states")[drawn.seed % 2]
+    return Step(drawn.seed, Layer(drawn.cell, drawn.width(), HIDDEN, BATCH, STEPS, keep=keep),
+                Call(a.x, a.states, a.dy, a.dstates, a.parameters), drawn.reference(a))
+
+
+def any_step(seed: int) -> Step:
+    """Of every fourth seed a cell of ``random_cells.py``, with masks, of others a step of ``random_steps.py``, a third
+    of these with heads and groups, too."""
+    if seed % 4 != 3:
+        return step_of(draw(seed, more=seed % 4 == 2))
+    drawn, keep = random_cells.draw(seed), ("gates", "states")[seed // 4 % 2]
+    steps, batch, width, hidden = drawn.sizes
+    call = Call(**{f.name: getattr(drawn.call, f.name, None) for f in fields(Call)})
+    return Step(seed, Layer(drawn.cell, width, hidden, batch, steps, drawn.traversal, keep=keep), call, drawn.wanted)
 
 
 def test_steps_that_share_values_and_states_that_are_products_train(tmp_path: Path):
     """Also with lengths, resets, backwards in time, and a chunk after another."""
-    drawn = [draw(seed) for seed in SEEDS]
-    layers = [layer_of(d) for d in drawn]
+    steps = [step_of(draw(seed)) for seed in SEEDS]
     own = [Layer(Averages(), INPUT, HIDDEN, 130, 5), Layer(Projected(), INPUT, HIDDEN, BATCH, 7, MASKED),
            Layer(Peak(), INPUT, HIDDEN, BATCH, 7)]
-    build(tmp_path, *layers, *own)
-    for d, layer in zip(drawn, layers, strict=True):
-        assert not errors(d, layer), d.description
+    build(tmp_path, *(step.layer for step in steps), *own)
+    for step in steps:
+        assert not step.errors(), step
     for layer in own:
         compare(layer, layer.arguments(layer.seq, layer.batch))
 
@@ -119,7 +141,7 @@ def test_steps_that_share_values_and_states_that_are_products_train(tmp_path: Pa
 @pytest.mark.timeout(0)
 def test_many_random_steps(tmp_path: Path):
     found: dict[str, list[Any]] = defaultdict(list)
-    waiting: list[tuple[Drawn, Layer]] = []
+    waiting: list[Step] = []
 
     def kind_of(error: Exception) -> str:
         """An error of ecornn that names an operator, or a sum of parameters alone, is a reason."""
@@ -127,26 +149,27 @@ def test_many_random_steps(tmp_path: Path):
         meant = isinstance(error, EcornnError) and not isinstance(error, InternalError)
         return "refused" if meant and named else "untyped"
 
-    def run(some: list[tuple[Drawn, Layer]]) -> None:
+    def run(some: list[Step]) -> None:
         try:
-            build(tmp_path, *(layer for _, layer in some))
+            build(tmp_path, *(step.layer for step in some))
         except Exception as error:
             if len(some) == 1:
-                found[kind_of(error)].append((some[0][0].seed, repr(error)[:200]))
+                found[kind_of(error)].append((some[0].seed, repr(error)[:200]))
             else:
                 for one in some:
                     run([one])
             return
-        for drawn, layer in some:
-            off = errors(drawn, layer)
-            found["wrong" if off else "trained"].append((drawn.seed, off))
+        for step in some:
+            off = step.errors()
+            found["wrong" if off else "trained"].append((step.seed, off))
+            print(step.seed, off or "", flush=True)
 
     for seed in MANY:
-        drawn = draw(seed)
         try:
-            waiting.append((drawn, layer_of(drawn)))
+            waiting.append(any_step(seed))
         except Exception as error:
             found[kind_of(error)].append((seed, repr(error)[:200]))
+            print(seed, kind_of(error), repr(error)[:200], flush=True)
         if len(waiting) == TOGETHER or seed == MANY[-1]:
             if waiting:
                 run(waiting)

@@ -37,7 +37,8 @@ def test_estimates_read_the_row(monkeypatch: pytest.MonkeyPatch, cell: str, size
     configs = {name: all_schedules()[name].default(task) for name in schedules}
 
     def estimates() -> list[float]:
-        return [all_schedules()[name].features(task, config)["estimate"] for name, config in configs.items()]
+        of = {all_schedules()[name]: config for name, config in configs.items()}
+        return [one.features(task, one.plan(task, config))["estimate"] for one, config in of.items()]
 
     fast = estimates()
     times = ("launch", "tensor_launch", "l2_exchange", "cluster_exchange", "l2_counted", "memory_latency")

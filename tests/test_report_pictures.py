@@ -94,7 +94,7 @@ def test_stages_are_those_of_the_estimate(shipped):  # noqa: F811
             stages = stages_of(one, task)
             if stages and "hoisted" in one.config and one.config.get("ahead", 100) == 100:
                 assert set(stages) <= set(page.TERMS) and all(us >= 0 for us in stages.values())
-                more = schedule.features(task, one.config)["estimate"] / 1e3
+                more = schedule.features(task, schedule.plan(task, one.config))["estimate"] / 1e3
                 gained = sum(stages.values()) - more  # by hoisted values of 16 bits, which the estimate takes off
                 if one.config["hoisted"] == "float32":
                     assert sum(stages.values()) == pytest.approx(more, rel=1e-9), one
@@ -130,10 +130,12 @@ def test_lines_of_code_are_marked_by_the_knobs_that_make_them(shipped):  # noqa:
     task, schedule = task_of(run.best), all_schedules()["persistent"]
     found = marked(run.best, task)
     config = up_to_date(run.best, schedule, task).config
-    assert "\n".join(text for text, _ in found.lines) == schedule.program(task, config).functions[found.name].script()
+    functions = schedule.program(task, schedule.plan(task, config)).functions
+    assert "\n".join(text for text, _ in found.lines) == functions[found.name].script()
     assert set(found.others) | set(found.alone) == set(config) and {"units", "warps"} <= set(found.others)
     for knob, value in found.others.items():
-        other = schedule.program(task, {**config, knob: value}).functions[found.name].script().splitlines()
+        functions = schedule.program(task, schedule.plan(task, {**config, knob: value})).functions
+        other = functions[found.name].script().splitlines()
         rest = iter(line.strip() for line in other)
         kept = [text.strip() for text, knobs in found.lines if knob not in knobs]
         assert all(line in rest for line in kept) and len(kept) > 20

@@ -215,7 +215,7 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
     cell, schedule = get("gru"), all_schedules()["persistent"]
     task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16", rounded), resolve("sm_90a"))
     config = schedule.default(task)
-    manifest = make_manifest(cell, task, schedule, config, schedule.program(task, config), "")
+    manifest = make_manifest(cell, task, schedule, config, schedule.program(task, schedule.plan(task, config)), "")
     held: dict[int, ctypes.Array[ctypes.c_char]] = {}
     queues = []
 

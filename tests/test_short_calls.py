@@ -16,7 +16,7 @@ from test_persistent_emulated import SMALL, cut
 from ecornn.build.cuda import lower
 from ecornn.build.host_cuda import host_sources
 from ecornn.program import Program
-from ecornn.schedules.base import Config, Task
+from ecornn.schedules.base import Task
 from ecornn.schedules.few_steps import SHORT
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.wgmma import shape_of
@@ -32,8 +32,8 @@ known = known_by_name(late_cells.CELLS)
 class InAnotherOrder(Persistent):
     """``start`` as early as it may come: all of it before the projection."""
 
-    def program(self, task: Task, config: Config) -> Program:
-        program = super().program(task, config)
+    def program(self, task: Task, plan: Any) -> Program:
+        program = super().program(task, plan)
         (name, entry), = program.entries.items()
         project, start, persistent = entry.calls
         assert (project.function, start.function, persistent.function) == ("project", "start", "persistent")
@@ -43,13 +43,13 @@ class InAnotherOrder(Persistent):
 class ForFewSteps(Persistent):
     """Programs of any task as if it were of a short call."""
 
-    def program(self, task: Task, config: Config) -> Program:
-        return super().program(changed(task, workload=replace(task.workload, seq=SHORT)), config)
+    def program(self, task: Task, plan: Any) -> Program:
+        return super().program(changed(task, workload=replace(task.workload, seq=SHORT)), plan)
 
 
 def texts(task: Task, **change: Any) -> tuple[str, dict[str, str]]:
     """The host's text, and those of kernels by name, of `persistent`."""
-    return texts_of(SCHEDULE.program(task, cut(task, **change)), task)
+    return texts_of(SCHEDULE.program(task, SCHEDULE.plan(task, cut(task, **change))), task)
 
 
 def texts_of(program: Program, task: Task) -> tuple[str, dict[str, str]]:
@@ -101,7 +101,7 @@ def test_others_do_not(cell: str, steps: int, device: str, change: dict[str, Any
 @pytest.mark.parametrize(("cell", "dtype"), [("lstm", "float32"), ("gru", "float16")])
 def test_a_block_loads_weights_until_the_projection_has_ended(cell: str, dtype: str):
     task, schedule = task_of(cell, (40, 3, 24, 40), dtype, KNOWN["sm_90a"]), PersistentBlock()
-    host, kernels = texts_of(schedule.program(task, schedule.default(task)), task)
+    host, kernels = texts_of(schedule.program(task, schedule.plan(task, schedule.default(task))), task)
     assert re.findall(r"kLaunchEarly.*// (\w+)", host) == ["persistent_block"]
     leave, wait = (f"tvm_builtin_ptx_griddepcontrol_{what}();" for what in ("launch_dependents", "wait"))
     assert not buffers(kernels["project"].partition(leave)[0]) and leave in kernels["project"]
@@ -110,7 +110,8 @@ def test_a_block_loads_weights_until_the_projection_has_ended(cell: str, dtype: 
     for other in (replace(KNOWN["sm_80"], cores=6), KNOWN["sm_90a"]):
         keep = None if other.arch == "sm_80" else "states"
         task = task_of(cell, (40, 3, 24, 40), dtype, other, Traversal(keep=keep))
-        assert "kLaunchEarly" not in texts_of(schedule.program(task, schedule.default(task)), task)[0]
+        plan = schedule.plan(task, schedule.default(task))
+        assert "kLaunchEarly" not in texts_of(schedule.program(task, plan), task)[0]
 
 
 def test_clusters_of_blocks_wait_for_whole_multiprocessors():
@@ -120,7 +121,7 @@ def test_clusters_of_blocks_wait_for_whole_multiprocessors():
         config = {"products": "mma", "rows": 8, "units": 1, "lanes": 1, "cluster": cluster, "resident": 1,
                   "registers": 100, "hoisted": "same", "math": "fast"}
         assert schedule.check(task, config) is None
-        host, kernels = texts_of(schedule.program(task, config), task)
+        host, kernels = texts_of(schedule.program(task, schedule.plan(task, config)), task)
         assert re.findall(r"kLaunchEarly.*// (\w+)", host) == early
         assert any("griddepcontrol" in text for text in kernels.values()) is bool(early)
 

@@ -44,7 +44,8 @@ def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 
             own = {} if part.traversal.reverse else forward or {}
             config = {**SCHEDULES[schedule].default(task), **change, **own}
             assert SCHEDULES[schedule].check(task, config) is None
-            made[part.workload, part.traversal] = SCHEDULES[schedule].program(task, config)
+            plan = SCHEDULES[schedule].plan(task, config)
+            made[part.workload, part.traversal] = SCHEDULES[schedule].program(task, plan)
     return compose(stack, whole, [made[p.workload, p.traversal] for p in stack.parts(whole)], overlap)
 
 

@@ -107,7 +107,7 @@ def test_defaults_fit(schedule: str, cell: str, dtype: str, arch: str, batch: in
     config = found.default(task)
     assert found.check(task, config) is None
     assert set(config) == {k.name for k in found.knobs(task)}
-    features = found.features(task, config)
+    features = found.features(task, found.plan(task, config))
     assert features["waste"] >= 1 and all(np.isfinite(v) and v >= 0 for v in features.values())
 
 
@@ -123,7 +123,7 @@ def test_programs_agree_with_their_buffers(schedule: str):
             if found.check(task, config) is not None:
                 continue
             built += 1
-            program = found.program(task, config)
+            program = found.program(task, found.plan(task, config))
             for b in program.buffers:
                 if b.packing is not None:
                     assert prod(b.packing.pad) == prod(b.packing.split) == b.extent.fixed
@@ -174,7 +174,7 @@ def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dt
     task = task_of(cell, (100, batch, hidden, hidden), dtype, KNOWN["sm_90a"])
     found = SCHEDULES[schedule]
     config = found.default(task)
-    kernels, source = lower(found.program(task, config), "sm_90a")
+    kernels, source = lower(found.program(task, found.plan(task, config)), "sm_90a")
     resources = compile_cubin(source, "sm_90a")[1]
     for name, kernel in kernels.items():
         if name.startswith("step"):
@@ -182,7 +182,8 @@ def test_registers_suffice(schedule: str, cell: str, batch: int, hidden: int, dt
             threads = kernel.extents["threadIdx.x"]
             assert resources[kernel.symbol]["registers"] * threads <= task.device.registers
             if schedule == "layout_transform":
-                assert resources[kernel.symbol]["registers"] <= found.features(task, config)["registers"]
+                features = found.features(task, found.plan(task, config))
+                assert resources[kernel.symbol]["registers"] <= features["registers"]
 
 
 @pytest.mark.parametrize("name", [name for name, schedule in all_schedules().items() if schedule.kind == "cuda"])
@@ -194,7 +195,7 @@ def test_every_schedule_of_a_gpu_estimates_times(name):
         task = task_of("indrnn" if name == "elementwise" else "lstm", (steps, batch, hidden, hidden), "float16",
                        KNOWN["sm_90a"])
         assert schedule.serves(task) is None
-        times.append(schedule.features(task, schedule.default(task))["estimate"])
+        times.append(schedule.features(task, schedule.plan(task, schedule.default(task)))["estimate"])
     assert all(10 < ns < 1e6 for ns in times) and times == sorted(times)
 
 
@@ -206,6 +207,6 @@ def test_the_estimate_of_the_fallback_knows_what_is_slow():
     def estimate(**change: object) -> float:
         config = {**default, **change}
         assert schedule.check(task, config) is None
-        return schedule.features(task, config)["estimate"]
+        return schedule.features(task, schedule.plan(task, config))["estimate"]
 
     assert estimate() < min(estimate(depth=16), estimate(split=1), estimate(groups=1, thread_rows=1))

@@ -64,7 +64,7 @@ def test_emulated_on_a_gpu(name: str, schedule: str, tmp_path: Path):
     wanted, last = formula(cell, x, parameters, states)
     task = task_of(name, x)
     assert found.serves(task) is None
-    program = found.program(task, found.default(task))
+    program = found.program(task, found.plan(task, found.default(task)))
     y, after = Emulated(program, tmp_path).run(x, dict(zip(cell.states, states, strict=True)), parameters)
     for got, want in zip((y, *(after[n] for n in cell.states)), (wanted, *last), strict=True):
         assert relative_error(got, want) <= 2e-5
@@ -82,7 +82,7 @@ def test_half_as_many_weights_are_on_the_chip():
     persistent, sizes = all_schedules()["persistent"], []
     for sums in (True, False):
         task = task_of("cornn", np.zeros((5, 3, 5)), sums, 64)
-        program = persistent.program(task, persistent.default(task))
+        program = persistent.program(task, persistent.plan(task, persistent.default(task)))
         sizes.append(sum(b.extent.fixed for b in program.buffers
                          if b.role == PACKED and b.name.startswith("recurrent")))
     assert sizes[0] == 2 * 64 * 64 and sizes[1] == 4 * 64 * 64

@@ -90,7 +90,7 @@ def module_of(cell: Any, task: Task, schedule: str, change: dict[str, Any], fold
     found = all_schedules()[schedule]
     config = {**found.default(task), **change}
     assert found.check(task, config) is None
-    program = found.program(task, config)
+    program = found.program(task, found.plan(task, config))
     manifest = make_manifest(cell, task, found, config, program, "test")
     return SimpleNamespace(manifest=manifest, library=Device(Emulated(program, folder)))
 
@@ -133,7 +133,7 @@ def test_a_recurrence_alone_has_no_c_interface():
     workload = Workload("lstm", 128, 128, 8, 40, "bfloat16").adjoint
     task = make_task(get("lstm"), workload, H100)
     schedule = all_schedules()["persistent"]
-    program = schedule.program(task, config := schedule.default(task))
+    program = schedule.program(task, schedule.plan(task, config := schedule.default(task)))
     manifest = make_manifest(get("lstm"), task, schedule, config, program, "by a test")
     assert c_tables.tables(manifest, program.entries) == b""
 

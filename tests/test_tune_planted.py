@@ -28,7 +28,7 @@ SAID = {"cuda": {"endless": HUNG, "astray": "illegal memory access|ILLEGAL_ADDRE
 
 def program():
     task = make_task(get("lstm"), Workload("lstm", 64, 64, 4, 20, "bfloat16"), resolve("sm_90a"))
-    return FusedStep().program(task, FusedStep().default(task))
+    return FusedStep().program(task, FusedStep().plan(task, FusedStep().default(task)))
 
 
 @pytest.mark.parametrize(("fault", "text"), [("endless", "ptx_ld_acquire_gpu_global_u32"), ("astray", "68719476736"),

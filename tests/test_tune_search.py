@@ -154,8 +154,8 @@ def test_too_few_samples_teach_nothing():
 class Estimated(Fake):
     """Says of its candidates how long they take, of the knob ``f`` nothing."""
 
-    def features(self, task, config):
-        return {"estimate": 1000 * cost({**config, "f": 0})}
+    def features(self, task, plan):
+        return {"estimate": 1000 * cost({**plan, "f": 0})}
 
 
 def test_estimates_lead_a_search_until_times_correct_them():
@@ -202,7 +202,7 @@ def test_estimates_are_doubted_until_something_is_measured():
 
 def test_only_the_preferred_default_is_tried_whatever_it_seems_where_there_are_estimates():
     class Slow(Estimated):
-        def features(self, task, config):
+        def features(self, task, plan):
             return {"estimate": 1e9}
 
     known = Candidate.of("fake", {**dict.fromkeys("abcdef", 1), "behaviour": "ok"})

@@ -43,9 +43,7 @@ def test_the_end_of_one_run_stops_nothing_of_another(quiet, monkeypatch):
         while sum(w in pool.at_work for w in busy) < (2 if quiet else 1):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        began = time.monotonic()
         one.drop()
-        assert time.monotonic() - began < 3
         outcome = other.next()[1]
         assert outcome.error == "build: took longer than 4 s and was stopped" if quiet else outcome.times
 

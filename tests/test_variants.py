@@ -186,7 +186,7 @@ def test_cuda(tmp_path: Path, schedule: str, case: tuple[str, dict[str, Any]]):
     device = replace(KNOWN["sm_90a"], cores=3)
     task = Task(Workload(cell.identity(), H, I, B, T), analyse(cell, I, H), device)
     chosen = all_schedules()[schedule]
-    y, last = Emulated(chosen.program(task, chosen.default(task)), tmp_path).run(x, states, p)
+    y, last = Emulated(chosen.program(task, chosen.plan(task, chosen.default(task))), tmp_path).run(x, states, p)
     wanted, after = expected(name, options, x, states, p)
     assert error(y, wanted) < 1e-5
     assert all(error(last[n], v) < 1e-5 for n, v in zip(cell.states, after, strict=True))

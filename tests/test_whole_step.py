@@ -19,7 +19,6 @@ from ecornn.compiler import plan
 from ecornn.program import Relay
 from ecornn.schedules.base import Task
 from ecornn.schedules.step.whole_step import WholeStep
-from ecornn.schedules.step.whole_step_kernel import plan_of
 from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import FEW, Traversal
@@ -59,7 +58,7 @@ def test_states_may_be_in_place(tmp_path: Path, steps: int):
     sizes = (steps, 11, 24, 64)
     task = task_of("lstm", sizes, "float16")
     config = {**SCHEDULE.default(task), "units": 8, "rows": 8}
-    program = SCHEDULE.program(task, config)
+    program = SCHEDULE.program(task, SCHEDULE.plan(task, config))
     emulated = Emulated(program, tmp_path)
     x, states, parameters = inputs("lstm", sizes, "float16", task.graph.parameters, ("h", "c"))
     apart = emulated.run(x, states, parameters)
@@ -76,7 +75,7 @@ def test_states_may_be_in_place(tmp_path: Path, steps: int):
 def test_a_call_of_one_step_uses_no_workspace(tmp_path: Path):
     sizes = (1, 3, 24, 40)
     task = task_of("gru", sizes, "float16")
-    program = SCHEDULE.program(task, SCHEDULE.default(task))
+    program = SCHEDULE.program(task, SCHEDULE.plan(task, SCHEDULE.default(task)))
     emulated = Emulated(program, tmp_path)
     x, states, parameters = inputs("gru", sizes, "float16", task.graph.parameters, ("h",))
     memory = {b.name: emulated._allocate(b, x, states, parameters, (1, 3, 3 * 40, 40)) for b in program.buffers}
@@ -91,24 +90,25 @@ def test_a_call_of_one_step_uses_no_workspace(tmp_path: Path):
 def test_defaults_compile_without_spills(cell: str, sizes: tuple[int, int, int, int], dtype: str):
     task = task_of(cell, sizes, dtype, KNOWN["sm_90a"])
     config = SCHEDULE.default(task)
-    _, source = lower(SCHEDULE.program(task, config), "sm_90a")
+    _, source = lower(SCHEDULE.program(task, SCHEDULE.plan(task, config)), "sm_90a")
     (used,) = compile_cubin(source, "sm_90a")[1].values()
     assert used["spill_stores"] == used["stack"] == 0
-    registers = 32 * plan_of(task, config).warps * used["registers"]
+    registers = 32 * WholeStep().plan(task, config).warps * used["registers"]
     assert registers <= KNOWN["sm_90a"].registers
 
 
 def test_launches_may_begin_early():
     task = task_of("lstm", (1, 4, 32, 32), "float16", KNOWN["sm_90a"])
     for chained in (True, False):
-        program = SCHEDULE.program(task, {**SCHEDULE.default(task), "chained": chained})
+        program = SCHEDULE.program(task, SCHEDULE.plan(task, {**SCHEDULE.default(task), "chained": chained}))
         kernels, source = lower(program, "sm_90a")
         text = host_sources(program, kernels, "sm_90a")["program.cc"]
         assert ("kLaunchEarly" in text) == ("griddepcontrol.wait" in source) == chained
         (call,) = program.calls
         assert isinstance(call, Relay)
     older = task_of("lstm", (1, 4, 32, 32), "float16", KNOWN["sm_80"])
-    compile_cubin(lower(SCHEDULE.program(older, SCHEDULE.default(older)), "sm_80")[1], "sm_80")  # which knows of none
+    program = SCHEDULE.program(older, SCHEDULE.plan(older, SCHEDULE.default(older)))
+    compile_cubin(lower(program, "sm_80")[1], "sm_80")  # which knows of none
 
 
 @pytest.mark.parametrize(("cell", "traversal", "reason"), [

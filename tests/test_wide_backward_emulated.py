@@ -22,7 +22,7 @@ from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent_wide import PersistentWide
-from ecornn.schedules.persistent_wide.plan import packing_of, plan_of
+from ecornn.schedules.persistent_wide.plan import packing_of
 from ecornn.workload import ALONE, Traversal
 
 Sizes = tuple[int, int, int, int]
@@ -76,9 +76,9 @@ def test_more_chunks_than_stages(tmp_path):
     """Stages are given back and used again within a step."""
     layer = task_of("lstm", (7, 9, 8, 130), "float16", SMALL)
     config = cut(units=136, row_teams=2, parts=2, registers=50)
-    plan = plan_of(recurrence_of(layer), config)
+    plan = PersistentWide().plan(recurrence_of(layer), config)
     layer = task_of("lstm", (7, 9, 8, 130), "float16", replace(SMALL, shared=plan.shared - 3 * (plan.stage_bytes + 16)))
-    plan = plan_of(recurrence_of(layer), config)
+    plan = PersistentWide().plan(recurrence_of(layer), config)
     assert (plan.chunks, plan.stages) == (6, 3)
     check_recurrence(tmp_path, PersistentWide(), layer, config)
 
@@ -114,7 +114,7 @@ def test_with_no_more_order_of_memory_than_is_promised(tmp_path, numbers, change
 def test_weights_lie_as_wgmma_reads_them(cell, H, change):
     """8 rows of 16 bytes in a piece, the pieces of 8 values of K one behind the other, K operand by operand."""
     task = recurrence_of(task_of(cell, (3, 4, 8, H), "float16", replace(HOPPER, cores=16)))
-    plan = plan_of(task, cut(**change))
+    plan = PersistentWide().plan(task, cut(**change))
     parameters = {n: np.arange(np.prod(s)).reshape(s) % 2039 for n, s in task.graph.parameters.items()}
     packing, (phase,) = packing_of(task, plan), task.graph.phases
     made = pack(packing, parameters).reshape(plan.sets, -1, 8, plan.octets, 8, 8)
@@ -153,8 +153,8 @@ def test_compiles_without_spills(cell, batch, hidden):
     config = schedule.default(task)
     knobs = {k.name: k.values for k in schedule.knobs(task)}
     assert all(value in knobs[name] for name, value in config.items())
-    assert schedule.features(task, config)["estimate"] == schedule.expected(task) > 0
-    _, log = compile_loud(nvcc, lower(schedule.program(task, config), "sm_90a")[1])
+    assert schedule.features(task, schedule.plan(task, config))["estimate"] == schedule.expected(task) > 0
+    _, log = compile_loud(nvcc, lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")[1])
     found = parse_resources(log)["persistent_wide_kernel"]
     assert found["spill_stores"] == found["stack"] == 0
     assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log

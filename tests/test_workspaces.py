@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
-from ecornn.program import WORKSPACE, Buffer, Chunks, Concurrent, Extent, Fill, Launch
+import pytest
+
+from ecornn.program import (
+    WORKSPACE,
+    Buffer,
+    Call,
+    Chunks,
+    Concurrent,
+    Extent,
+    Fill,
+    Launch,
+    Leaf,
+    Loop,
+    Parallel,
+    Relay,
+    Wave,
+    WaveLayer,
+    every,
+    launches,
+    mapped,
+)
 from ecornn.schedules.base import Component
 from ecornn.schedules.workspaces import Uses, free_for, overlaid
 
@@ -52,3 +74,25 @@ def test_what_a_result_may_be_written_over():
     uses = Uses({"read": function("kept", "other"), "make": function("dx", "other")})
     calls = (Chunks((launch("read"), launch("make")), {}, (), 8), launch("read", kept="late", other="late"))
     assert free_for("dx", uses, calls, ["kept", "other", "late"]) == ["kept"]
+
+
+def test_a_walk_knows_every_kind_of_call():
+    """Each kind of call, of which one has another inside: all launches are seen and replaced, and all buffers."""
+    leaf = launch("kernel", into="a")
+    rows = {"x": 3}
+    kinds: dict[type, Any] = {
+        Launch: leaf, Parallel: Parallel("kernel", {"into": "a"}), Fill: Fill("a", 0, Extent(8)), Loop: Loop((leaf,)),
+        Relay: Relay((leaf,), "a", "b", "c", "d", 4), Concurrent: Concurrent(((leaf,), (leaf,))),
+        Wave: Wave((WaveLayer((leaf,), rows, (("a", "b"),)),) * 2, 2, 8),
+        Chunks: Chunks((leaf,), rows, (("a", "b"),), 8, in_place=(("a", "x"),))}
+    assert {*kinds} == {kind for one in get_args(Call) for kind in (get_args(one) or [one])}
+    counts = [1, 0, 0, 1, 1, 2, 2, 1]
+    assert [len([*launches([call])]) for call in kinds.values()] == counts
+    for call in kinds.values():
+        assert mapped(call, lambda one: one) == call
+        other = mapped(call, lambda one: replace(one, function="other"), str.upper)
+        assert all(one.function == "other" for one in every([other]) if isinstance(one, Leaf))
+        assert not {*re.findall(r"'[abcdx]'", repr(other))} - ({"'a'"} if "into" in repr(call) else set())
+    for walk in (lambda call: [*every([call])], lambda call: mapped(call, lambda one: one)):
+        with pytest.raises(TypeError, match="is no call of a program"):
+            walk(SimpleNamespace(calls=()))

@@ -50,10 +50,13 @@ class Fake(Schedule):
     def default(self, task: Task) -> Config:
         return {**dict.fromkeys(self.letters, 0), "behaviour": self.behaviours[0]}
 
-    def features(self, task: Task, config: Config) -> dict[str, float]:
-        return {"sum": float(config["a"]) + float(config["b"])}
+    def plan(self, task: Task, config: Config) -> Config:
+        return config
 
-    def program(self, task: Task, config: Config):
+    def features(self, task: Task, plan: Config) -> dict[str, float]:
+        return {"sum": float(plan["a"]) + float(plan["b"])}
+
+    def program(self, task: Task, plan: Config):
         raise AssertionError("the worker functions below build without a program")
 
 

@@ -4,7 +4,7 @@ follow which exchange."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.liveness import levels, needed
@@ -76,16 +76,24 @@ class Parts:
         before = self.exchanges.get(NORMALIZED, Exchange())
         hoisted = unique(v for v in late if v not in states.values() and self._level(v) in (INPUT, NORMALIZED))
         vectors = tuple(v for v in self.forward.vectors if v.var in wanted)
+        exchanged_at = {p for p, e in self.exchanges.items() if e.products or e.statistics}
+        prologue, phases = at[STATE], list[Phase]()
+        for p in range(1, last + 1):
+            if p in exchanged_at:
+                phases.append(self._phase(p, at[p]))
+            elif phases:  # where nothing is exchanged a phase goes on
+                phases[-1] = replace(phases[-1], assigns=(*phases[-1].assigns, *at[p]))
+            else:
+                prologue += at[p]
         return StepGraph(
             cell=name, parameters=self.forward.parameters, states=dict(states), results=dict(results), output="", x=x,
             vectors=vectors, invariants=(*invariants, *at[INVARIANT]), hoisted_products=(), hoisted=at[INPUT],
             hoisted_outputs=hoisted, projected=hoisted, hoisted_statistics=before.statistics, normalized=at[NORMALIZED],
-            invariant_outputs=unique(v for v in late if self._level(v) == INVARIANT), prologue=at[STATE],
-            phases=tuple(self._phase(p, at[p]) for p in range(1, last + 1)), given=given, outputs=outputs, sums=sums,
-            outer_products=tuple(outer_products))
+            invariant_outputs=unique(v for v in late if self._level(v) == INVARIANT), prologue=prologue,
+            phases=tuple(phases), given=given, outputs=outputs, sums=sums, outer_products=tuple(outer_products))
 
     def _phase(self, p: int, assigns: tuple[Assign, ...]) -> Phase:
-        exchange = self.exchanges.get(p, Exchange())
+        exchange = self.exchanges[p]
         operands = unique(t.operand for product in exchange.products for t in product.terms)
         return Phase(operands, exchange.products, assigns, exchange.statistics)
 

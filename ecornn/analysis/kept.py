@@ -46,6 +46,8 @@ def kept(adjoint: Adjoint, keep: str, by_steps: bool = False) -> Kept:
     """What ``keep``, one of :data:`KEEP`, means for a step; ``by_steps``: nothing that steps do not have."""
     forward, level = adjoint.forward, levels(adjoint.forward)
     known = {*forward.states.values(), *forward.results.values(), *rows_of(forward)}
+    maxima = [s for s in (*forward.hoisted_statistics, *forward.statistics) if s.largest and s.total in adjoint.needed]
+    known -= {s.total for s in maxima if not known.issuperset(s.operands)}
     wanted = sorted((v for v in adjoint.needed if v not in known), key=list(level).index)
     before = {*(q.var for q in forward.hoisted_products), *(a.var for a in (*forward.hoisted, *forward.normalized)),
               *(v for s in forward.hoisted_statistics for v in s.made)}
@@ -55,6 +57,10 @@ def kept(adjoint: Adjoint, keep: str, by_steps: bool = False) -> Kept:
         others = tuple(v for v in values if v is not var)
         if not multiplies(recompute(forward, (var,), known.union(others))):
             values = others
+    # a maximum is compared with what it is of: both are computed again, or both are kept, since what is computed again
+    # is rounded otherwise
+    again = {s.total for s in maxima if not known.union(values).issuperset(s.operands)}
+    values = tuple(v for v in values if v not in again)
     replay = recompute(forward, tuple(v for v in wanted if v not in values), known.union(values))
     used = {*adjoint.needed, *replay.given}
     states = tuple(n for n, leaf in forward.states.items() if leaf in used or forward.results[n] in used)

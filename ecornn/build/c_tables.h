@@ -5,21 +5,10 @@
 #include <utility>
 #include <vector>
 
+#include "c_kinds.h"
 #include "ecornn.h"
 
 namespace ecornn_c {
-
-// Kinds of pointers that an entry takes, in the order of POINTERS.
-enum Kind : int64_t {
-  kX, kY, kStateIn, kStateOut, kLengths, kResets, kSequences, kDy, kDstateOut, kDx, kDstateIn, kGradient, kExisting,
-  kKept, kPacked, kWorkspace
-};
-
-// In the order of PACKINGS.
-enum Stored : int64_t {
-  kFloat64, kFloat32, kFloat16, kBfloat16, kTf32, kInt8, kScale, kInt16, kInt16Scale, kInt21, kInt21Scale, kBalanced,
-  kBalance, kPairs
-};
 
 // See Packing in ecornn/program.py.
 struct Packing {

@@ -13,7 +13,20 @@ from importlib import resources
 from ecornn.device import Device
 from ecornn.host_cpu import FLAGS
 from ecornn.manifest import Manifest
-from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, WORKSPACE, Buffer, Packing, Program, packs
+from ecornn.program import (
+    BACKWARD,
+    ENTRIES,
+    FORWARD,
+    KEPT,
+    PACKED,
+    RUN,
+    TENSORS,
+    WORKSPACE,
+    Buffer,
+    Packing,
+    Program,
+    packs,
+)
 from ecornn.workload import summed
 
 SYMBOL = "ecornn_c_tables"
@@ -22,9 +35,8 @@ HEADERS = ("ecornn.h", "ecornn_checksum.h")
 # what c_api.cc calls, in its order; 0 stands for what a module does not have
 FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchronize")
 TYPES = {"float64": (2, 64), "float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16)}  # DLDataType
-# kinds of pointers, and of packings, by their number in c_tables.h
-POINTERS = ("x", "y", "state_in", "state_out", "lengths", "resets", "sequences", "dy", "dstate_out", "dx", "dstate_in",
-            "gradient", "existing", KEPT, PACKED, WORKSPACE)
+# Kinds of pointers that an entry takes, and of packings, numbered in this order, which c_kinds.h repeats.
+POINTERS = (*(name for name, tensor in TENSORS.items() if tensor.role != KEPT), KEPT, PACKED, WORKSPACE)
 PACKINGS = ("float64", "float32", "float16", "bfloat16", "tf32", "int8", "scale", "int16", "int16_scale", "int21",
             "int21_scale", "balanced", "balance", "pairs")
 
@@ -33,7 +45,16 @@ def sources() -> dict[str, str]:
     """File name -> C++ text."""
     folder, headers = resources.files("ecornn.build"), resources.files("ecornn").joinpath("include")
     places = [(folder, name) for name in FILES] + [(headers, name) for name in HEADERS]
-    return {name: (place / name).read_text() for place, name in places}
+    return {"c_kinds.h": kinds(), **{name: (place / name).read_text() for place, name in places}}
+
+
+def kinds() -> str:
+    """``c_kinds.h``: the numbers of :data:`POINTERS` and :data:`PACKINGS`, as ``kStateIn`` and the like."""
+    def enum(name: str, values: Iterable[str]) -> str:
+        return f"enum {name} : int64_t {{{', '.join('k' + v.title().replace('_', '') for v in values)}}};"
+
+    return "\n".join(["#pragma once", "#include <cstdint>", "", "namespace ecornn_c {", "", enum("Kind", POINTERS),
+                      enum("Stored", PACKINGS), "", "}  // namespace ecornn_c", ""])
 
 
 def functions(program: Program, device: Device) -> tuple[str, ...]:

@@ -52,7 +52,7 @@ def _marked(schedule: Schedule, task: Task, config: Config) -> MarkedCode | None
 
 def _functions(schedule: Schedule, task: Task, config: Config) -> Mapping[str, list[str]]:
     """TVM's text of each function."""
-    program = schedule.program(task, config)
+    program = schedule.program(task, schedule.plan(task, config))
     return {name: function.script().splitlines() for name, function in program.functions.items()}
 
 

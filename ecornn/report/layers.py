@@ -97,20 +97,20 @@ def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task, C
 
 def chip(trial: Trial, task: Task | None) -> dict[str, float]:
     """What a configuration takes on the chip, by name."""
-    said = asked(trial, task, lambda schedule, task, config: schedule.features(task, config)) or {}
+    said = asked(trial, task, lambda schedule, task, config: schedule.features(task, schedule.plan(task, config))) or {}
     names = CHIP | (ON_A_CPU if trial.device.kind == "llvm" else {})
     return {words: said[name] for name, words in names.items() if name in said}
 
 
 def stages_of(trial: Trial, task: Task | None) -> dict[str, float]:
     """µs of a step by stages, as the schedule's estimate has them."""
-    said = asked(trial, task, lambda schedule, task, config: schedule.stages(task, config)) or {}
+    said = asked(trial, task, lambda schedule, task, config: schedule.stages(task, schedule.plan(task, config))) or {}
     return {name: ns / 1e3 for name, ns in said.items()}
 
 
 def cut_of(trial: Trial, task: Task | None) -> Cut | None:
     """How it lies on the chip."""
-    return asked(trial, task, lambda schedule, task, config: schedule.cut(task, config))
+    return asked(trial, task, lambda schedule, task, config: schedule.cut(task, schedule.plan(task, config)))
 
 
 def teraflops(trial: Trial, step: StepSummary | None) -> float | None:

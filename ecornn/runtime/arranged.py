@@ -22,15 +22,14 @@ class Order:
     def __init__(self, plan: CallPlan, arguments: Sequence[int], with_states: bool) -> None:
         self._before = (*plan.state_in,) if with_states else ()
         zeros = [] if with_states else [p for positions in plan.state_in for p in positions]
-        masks = (*plan.lengths, *plan.resets, *plan.sequences)
         self._packed = tuple(arguments[p] for p, _ in plan.packed)
         positions = [*range(SCALARS), *(p for p, _ in plan.packed), *zeros, *plan.workspace, plan.x,
-                     *(p for positions in self._before for p in positions), *masks, plan.y,
+                     *(p for positions in self._before for p in positions), *plan.masks, plan.y,
                      *(p for positions in plan.state_out for p in positions)]
         assert sorted(positions) == [*range(plan.count)]
         self._order: Callable[[tuple[int, ...]], tuple[int, ...]] = itemgetter(
             *sorted(range(plan.count), key=positions.__getitem__))
-        self._zeros, self._parts, self._masks = len(zeros), len(plan.state_out[0]), len(masks)
+        self._zeros, self._parts, self._masks = len(zeros), len(plan.state_out[0]), len(plan.masks)
 
     def of(self, scalars: tuple[int, int, int, int], zeros: int, scratch: Sequence[int], given: Sequence[int],
            size: int) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ class CallPlan:
     count : arguments in all
     x, y : of the input and the output
     state_in, state_out : for each state in the manifest's order, one for each (layer, direction)
-    lengths, resets, sequences : one or none
+    masks : of those of :data:`MASKS` that the module takes, in that order
     packed : (position, buffer) of the packed weights
     workspace : positions of the workspace buffers
     scratch : the workspace buffers themselves
@@ -34,9 +34,7 @@ class CallPlan:
     y: int
     state_in: tuple[tuple[int, ...], ...]
     state_out: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...]
-    resets: tuple[int, ...]
-    sequences: tuple[int, ...]
+    masks: tuple[int, ...]
     packed: tuple[tuple[int, Buffer], ...]
     workspace: tuple[int, ...]
     scratch: tuple[Buffer, ...]
@@ -56,7 +54,7 @@ def make_plan(manifest: Manifest) -> CallPlan:
     (x,), (y,) = at["x"], at["y"]
     state_in, state_out = (tuple(at[name][i * count:(i + 1) * count] for i in range(len(manifest.states)))
                            for name in ("state_in", "state_out"))
-    return CallPlan(entry.count, x, y, state_in, state_out, at["lengths"], at["resets"], at["sequences"],
+    return CallPlan(entry.count, x, y, state_in, state_out, tuple(i for name in MASKS for i in at[name]),
                     entry.packed, tuple(i for i, _ in entry.scratch), tuple(b for _, b in entry.scratch))
 
 

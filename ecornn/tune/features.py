@@ -24,7 +24,7 @@ def features(schedule: Schedule, task: Task, candidate: Candidate) -> dict[str, 
             row[f"{name}.{knob}={value}"] = 1.0
         else:
             row[f"{name}.{knob}"] = float(value)
-    for key, number in schedule.features(task, candidate.config).items():
+    for key, number in schedule.features(task, schedule.plan(task, candidate.config)).items():
         if key == ESTIMATE:
             row[ESTIMATE] = math.log(max(1.0, number))
             continue

@@ -158,8 +158,10 @@ def _for_this_batch(best: Evidence, schedules: Sequence[Schedule], task: Task) -
     first = min(schedules, key=lambda s: s.rank(task))
     config, name = first.default(task), best.trial.schedule
     (schedule,) = (s for s in schedules if s.name == name)
-    expected = schedule.features(task, best.trial.config).get("estimate")
-    own = first.rank(task) if first.rank(task) < math.inf else first.features(task, config).get("estimate", math.inf)
+    expected = schedule.features(task, schedule.plan(task, best.trial.config)).get("estimate")
+    own = first.rank(task)
+    if own == math.inf:
+        own = first.features(task, first.plan(task, config)).get("estimate", math.inf)
     if expected is None or expected < OTHER_BATCH * own:
         return None
     return Found(first, config, f"untuned default of {first.name}: for B={task.workload.batch} it is expected to be "

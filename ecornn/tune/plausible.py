@@ -34,5 +34,5 @@ def credible(trial: Trial, task: Task, schedule: Schedule) -> bool:
     if trial.times is None or trial.device.arch != task.device.arch:
         return True
     asked = replace(task, workload=msgspec.structs.replace(task.workload, seq=work.seq))
-    expected = schedule.features(asked, trial.config).get("estimate", 0.0)
+    expected = schedule.features(asked, schedule.plan(asked, trial.config)).get("estimate", 0.0)
     return trial.times.median * 1000 >= SHARE * expected * min(1.0, work.batch / task.workload.batch)

@@ -19,8 +19,9 @@ from ecornn.schedules.timeline import rows_mask
 def input_gradients(memory: Memory, add: bool = False, dtype: str | None = None) -> Component:
     """``dx`` (T, B, I), with gradients of the cell's inputs behind it in its rows, or with ``add`` these and what is
     there, of ``dtype`` (default: the layer's); and workspaces of :func:`made_of_inputs`."""
-    of_x = _gradient_of_x(memory, add, dtype)
-    return joined(of_x, _gradients_beside(memory, add, dtype)) if memory.adjoint.dinputs else of_x
+    of_x, back = _gradient_of_x(memory, add, dtype), memory.adjoint
+    # what is made on the way to dx is made without it, too, where x has no gradient
+    return joined(of_x, _gradients_beside(memory, add, dtype)) if back.dinputs or back.dx is None else of_x
 
 
 def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:

@@ -138,9 +138,10 @@ class RowPass:
         return self._kernels(stages, wanted)
 
     def _stages(self, items: Sequence[Item]) -> list[_Stage]:
-        """Products of what memory holds are in the first one."""
+        """Products of what memory holds are in the first one, unless their units are others than those of scalars."""
         products = [p for item in items for p in item if isinstance(p, Product)]
-        first = tuple(p for p in products if all(self._at_hand(t.operand) for t in p.terms))
+        apart = self.units not in (None, self.memory.task.workload.hidden)
+        first = tuple(p for p in products if not apart and all(self._at_hand(t.operand) for t in p.terms))
         stages = [_Stage(first)]
         for item in items:
             if isinstance(item[0], Product):
@@ -151,7 +152,7 @@ class RowPass:
                 stages[-1].statistics.append(item)  # type: ignore[arg-type]
             else:
                 stages[-1].assigns += item  # type: ignore[operator]
-        return stages
+        return stages[1:] if apart and stages[1:] and not stages[0].made else stages
 
     def _at_hand(self, operand: Var | None) -> bool:
         return operand is None or (operand in self.leaves and self.leaves[operand].dtype == self.memory.dtype)

@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ecornn.analysis.step import StepGraph
-from ecornn.program import RUN, WORKSPACE, Buffer, Call, Entry, Extent, Fill, Launch, Loop, Program, Relay
+from ecornn.program import RUN, WORKSPACE, Buffer, Call, Entry, Extent, Leaf, Program, mapped
 from ecornn.schedules.backward.memory import Place
 from ecornn.schedules.backward.passes import RowPass, Wanted, items_of
 from ecornn.schedules.base import Task
@@ -63,14 +62,7 @@ def with_read_out(task: Task, program: Program) -> Program:
 
 def _elsewhere(call: Call) -> Call:
     """A call of the loop, whose y is the workspace."""
-    if isinstance(call, Fill):
-        return call
-    if isinstance(call, (Loop, Relay)):
-        return replace(call, calls=tuple(map(_launch, call.calls)))
-    assert isinstance(call, Launch), "a sequence runs in one stream"
-    return _launch(call)
+    def leaf(one: Leaf) -> Leaf:
+        return replace(one, names={"y": SPACE, **{p: SPACE if b == "y" else b for p, b in one.names.items()}})
 
-
-def _launch(call: Launch) -> Launch:
-    names: Mapping[str, str] = {p: SPACE if b == "y" else b for p, b in call.names.items()}
-    return replace(call, names={"y": SPACE, **names})
+    return mapped(call, leaf)

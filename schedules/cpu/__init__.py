@@ -7,17 +7,19 @@ from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.cpu.cost import (
     PAIRS,
+    CPUKnobs,
     best_team,
     best_tile,
     beyond_l2,
     features,
     gates_at_once,
+    gates_of,
     left_for_read_out,
     pairs_pay,
     shape_of,
     tiles,
 )
-from ecornn.schedules.cpu.tiling import column_choices, head_vectors, registers_of, registers_used, row_choices
+from ecornn.schedules.cpu.tiling import Shape, column_choices, head_vectors, registers_of, registers_used, row_choices
 from ecornn.schedules.rates import cpu_rates
 from ecornn.workload import SERVED
 
@@ -28,7 +30,7 @@ TEAM = (0, 1, 2, 4, 8)
 CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-class CPUSequence(Schedule):
+class CPUSequence(Schedule[Shape]):
     """All steps in one call of a team of threads.
 
     Hoisted products are computed for a chunk of time steps at once; then each step multiplies the
@@ -66,34 +68,21 @@ class CPUSequence(Schedule):
         device, work = task.device, task.workload
         widest = max((len(p.products) for p in task.graph.phases), default=1)
         steps = tuple(c for c in CHUNK if c < 2 * work.seq)
-        return (
-            Knob("rows", row_choices(device, work.batch),
-                 "batch rows of a register tile: reuse of weights against registers"),
-            Knob("columns", column_choices(device, widest, work),
-                 "vectors of gates and units in a tile: reuse of the state against even division of work"),
-            Knob("unroll", UNROLL, "products in a row without a jump: fewer jumps against larger code"),
-            Knob("project_rows", row_choices(device, work.batch * work.seq),
-                 "rows of x in a register tile of the hoisted product"),
-            Knob("project_columns", column_choices(device, max(1, len(task.graph.hoisted_products)), work),
-                 "vectors of gates and units in a tile of the hoisted product"),
-            Knob("team", tuple(t for t in TEAM if t < max(2, task.device.cores)),
-                 "the most threads of a call (0: as many as it is given): no barriers against less work for each",
-                 before=0),
-            Knob("pairs", PAIRS, "of how many values of k two are multiplied as a pair, which takes work from the "
-                                 "units that multiply to those that add (0: none)", before=0),
-            Knob("project_pairs", PAIRS, "the same of the hoisted product", before=0),
-            Knob("gates", GATES, "of how many gates sums are in registers at the same time (0: of all): higher tiles, "
-                                 "which reuse weights, against loops that read the state again", before=0),
-            Knob("project_gates", GATES, "the same of the hoisted product", before=0),
-            Knob("ahead", (0, 1), "whether tiles of rows ask for the weights of the next units while they multiply: "
-                                  "L3 works at that time, too, against more instructions", before=0),
-            Knob("chunk", steps, "steps projected at once: reuse of input weights against cached results"),
-        )
+        return CPUKnobs.offered({
+            "rows": row_choices(device, work.batch), "columns": column_choices(device, widest, work), "unroll": UNROLL,
+            "project_rows": row_choices(device, work.batch * work.seq),
+            "project_columns": column_choices(device, max(1, len(task.graph.hoisted_products)), work),
+            "team": tuple(t for t in TEAM if t < max(2, task.device.cores)), "pairs": PAIRS, "project_pairs": PAIRS,
+            "gates": GATES, "project_gates": GATES, "ahead": (0, 1), "chunk": steps})
+
+    def plan(self, task: Task, config: Config) -> Shape:
+        return shape_of(task, CPUKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
         """None, or that a tile needs more vector registers than the CPU has."""
         available, head = registers_of(task.device), head_vectors(task)
-        for name, tile, gates in tiles(task, config):
+        for name, tile in tiles(task, CPUKnobs(config)).items():
+            gates = gates_of(task, name)
             if tile.pairs and tile.ahead:
                 return f"{name}: weights are asked for ahead in plain products, not in those of pairs"
             if tile.pairs and task.workload.stored != "float32":
@@ -138,20 +127,20 @@ class CPUSequence(Schedule):
                 "project_pairs": project_pairs, "gates": gates, "project_gates": project_gates,
                 "team": best_team(task), "ahead": int(ahead), "chunk": chunk}
 
-    def features(self, task: Task, config: Config) -> dict[str, float]:
+    def features(self, task: Task, plan: Shape) -> dict[str, float]:
         """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""
-        return features(task, config)
+        return features(task, plan)
 
-    def program(self, task: Task, config: Config) -> Program:
+    def program(self, task: Task, plan: Shape) -> Program:
         """Generates the worker function, and those of training where the task has a backward pass."""
         from ecornn.schedules.cpu.sequence import sequence
-        from ecornn.schedules.cpu.stages import plan
+        from ecornn.schedules.cpu.stages import plan as plan_step
         from ecornn.schedules.cpu.training import training_program
 
         if task.traversal.keep is not None:
-            return training_program(task, config)
+            return training_program(task, plan)
         if task.after is not None:
             from ecornn.schedules.cpu.read_out import sequence_with_read_out
 
-            return sequence_with_read_out(task, plan(task.graph), shape_of(task, config))
-        return sequence(plan(task.graph), shape_of(task, config), task.traversal)
+            return sequence_with_read_out(task, plan_step(task.graph), plan)
+        return sequence(plan_step(task.graph), plan, task.traversal)

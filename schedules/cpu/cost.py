@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 from ecornn.analysis.heads import multiplied
 from ecornn.analysis.narrow import columns_of
-from ecornn.schedules.base import Config, Task
+from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import (
     Shape,
@@ -26,30 +26,53 @@ PAIRS_REACH = 0.75  # of the rate that the units would allow: layers of pairs
 COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
 
 
-def tiles(task: Task, config: Config) -> list[tuple[str, Tile, int]]:
-    """(stage, tile, gates) of the hoisted product, then of each phase of a step."""
-    graph, unroll, head = task.graph, int(config["unroll"]), head_vectors(task)
+class CPUKnobs(Knobs):
+    """The knobs of ``cpu_sequence``."""
 
-    def tile(prefix: str, gates: int) -> Tile:
-        vectors = vectors_of(int(config[f"{prefix}columns"]), gates, 0 if prefix else head)
-        return Tile(int(config[f"{prefix}rows"]), vectors, unroll,
-                    int(config[f"{prefix}pairs"]) if gates else 0, bool(gates and not prefix and config["ahead"]),
-                    int(config[f"{prefix}gates"]))
+    rows: int = knob("batch rows of a register tile: reuse of weights against registers")
+    columns: int = knob("vectors of gates and units in a tile: reuse of the state against even division of work")
+    unroll: int = knob("products in a row without a jump: fewer jumps against larger code")
+    project_rows: int = knob("rows of x in a register tile of the hoisted product")
+    project_columns: int = knob("vectors of gates and units in a tile of the hoisted product")
+    team: int = knob("the most threads of a call (0: as many as it is given): no barriers against less work for each",
+                     before=0)
+    pairs: int = knob("of how many values of k two are multiplied as a pair, which takes work from the units that "
+                      "multiply to those that add (0: none)", before=0)
+    project_pairs: int = knob("the same of the hoisted product", before=0)
+    gates: int = knob("of how many gates sums are in registers at the same time (0: of all): higher tiles, which reuse "
+                      "weights, against loops that read the state again", before=0)
+    project_gates: int = knob("the same of the hoisted product", before=0)
+    ahead: int = knob("whether tiles of rows ask for the weights of the next units while they multiply: L3 works at "
+                      "that time, too, against more instructions", before=0)
+    chunk: int = knob("steps projected at once: reuse of input weights against cached results")
 
-    project = len(graph.hoisted_products)
-    found = [("hoisted", tile("project_", project), project)]
-    found.append(("prologue", Tile(int(config["rows"]), 1, unroll), 0))  # pointwise, where there is one
-    found += [(f"phase{p}", tile("", len(phase.products)), len(phase.products))
-              for p, phase in enumerate(task.graph.phases, 1) if phase.products]
+
+def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:
+    """The tiles of the hoisted product, and of each phase of a step that has products; ``prologue``: the pointwise
+    part, where there is one."""
+    graph, unroll, head, project = task.graph, knobs.unroll, head_vectors(task), len(task.graph.hoisted_products)
+    vectors = vectors_of(knobs.project_columns, project, 0)
+    found = {"hoisted": Tile(knobs.project_rows, vectors, unroll, knobs.project_pairs if project else 0, False,
+                             knobs.project_gates), "prologue": Tile(knobs.rows, 1, unroll)}
+    for p, phase in enumerate(graph.phases, 1):
+        if gates := len(phase.products):
+            vectors = vectors_of(knobs.columns, gates, head)
+            found[f"phase{p}"] = Tile(knobs.rows, vectors, unroll, knobs.pairs, bool(knobs.ahead), knobs.gates)
     return found
 
 
-def shape_of(task: Task, config: Config) -> Shape:
+def gates_of(task: Task, name: str) -> int:
+    """Products of the stage of that name."""
+    if name.startswith("phase"):
+        return len(task.graph.phases[int(name.removeprefix("phase")) - 1].products)
+    return len(task.graph.hoisted_products) if name == "hoisted" else 0
+
+
+def shape_of(task: Task, knobs: CPUKnobs) -> Shape:
     """The sizes that the code of a configuration is generated for."""
     workload = task.workload
-    return Shape(workload.batch, task.own_input, workload.hidden, lanes_for(task),
-                 int(config["chunk"]), {name: tile for name, tile, _ in tiles(task, config)},
-                 workload.stored, int(config["team"]))
+    return Shape(workload.batch, task.own_input, workload.hidden, lanes_for(task), knobs.chunk, tiles(task, knobs),
+                 workload.stored, knobs.team)
 
 
 def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
@@ -174,14 +197,14 @@ def best_team(task: Task) -> int:
     return int(bool(graph.phases) and values <= barriers * lanes_for(task))
 
 
-def features(task: Task, config: Config) -> dict[str, float]:
+def features(task: Task, shape: Shape) -> dict[str, float]:
     """Numbers a cost model can rank configurations by, from sizes alone."""
-    shape, workload = shape_of(task, config), task.workload
+    workload = task.workload
     threads = max(1, min(task.device.cores, shape.team or task.device.cores))
     found: dict[str, float] = {}
     weights = padded = useful = busiest = 0.0
-    for name, tile, gates in tiles(task, config):
-        if not gates:
+    for name, tile in shape.tiles.items():
+        if not (gates := gates_of(task, name)):
             continue
         hoisted = name == "hoisted"
         deep = workload.input if hoisted else columns_of(task.graph.phases[int(name[5:]) - 1], workload.hidden)

@@ -10,43 +10,40 @@ several loads at once.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ecornn.schedules.base import Task
+from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all
 from ecornn.schedules.cuda.isa.memory import ld_shared, st_global
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair
-from ecornn.schedules.hoisted import Hoisted, Piece
+from ecornn.schedules.hoisted import Hoisted, Piece, hoisted_knob, hoisted_of
 from ecornn.schedules.keeping import NOTHING, Spot, Stored, keeping
 from ecornn.schedules.scalars.operands import for_products
-from ecornn.schedules.scalars.pointwise import emit, invariants
-from ecornn.schedules.sequence_kernel import SequenceKernel
+from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit, invariants
+from ecornn.schedules.sequence_kernel import SequenceKernel, written_by
 from ecornn.schedules.timeline import row_arguments
 
 
-@dataclass(frozen=True)
-class Cut:
-    """``units`` of a thread, ``threads`` of a block, and steps: copied ahead (``prefetch``), and between waits
-    (``group``)."""
+class ElementwiseKnobs(Knobs):
+    """The knobs of ``elementwise``."""
 
-    units: int
-    threads: int
-    prefetch: int
-    group: int
+    units: int = knob("more units a thread: fewer and wider loads and stores; fewer: more threads")
+    threads: int = knob("smaller blocks: spread over more multiprocessors; larger: fewer to start")
+    prefetch: int = knob("steps that inputs are copied ahead: hides more of memory's latency, for shared memory")
+    group: int = knob("more steps between waits for copies: fewer waits; fewer: less code and registers")
+    hoisted: str = hoisted_knob()
+    math: str = knob(MATH_TRADES)
 
 
-def sequence_kernel(task: Task, cut: Cut, blocks: int, math: str, hoisted: Hoisted,
-                    kept: Stored = NOTHING) -> PrimFunc:
+def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored = NOTHING) -> PrimFunc:
     """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
     ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
-    graph, w = task.graph, task.workload
+    graph, w, hoisted, math = task.graph, task.workload, hoisted_of(task, cut.hoisted), cut.math
     columns, big = w.hidden // cut.units, T.int64(1 << 40)
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
-    writes = graph.outputs or not task.traversal.backward  # an adjoint may have no gradient but those of states
-    kinds |= {"vectors": "float32"} | ({_made(task): w.dtype} if writes else {})
+    kinds |= {"vectors": "float32"} | dict.fromkeys(written_by(task), w.dtype)
     kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
     with IRBuilder() as builder, T.prim_func():
         T.func_name(keeping("sequence", kept))
@@ -74,15 +71,10 @@ def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int
     return prefetch * threads * hoisted.words(units)
 
 
-def _made(task: Task) -> str:
-    """The buffer of what each step makes."""
-    return "outputs" if task.traversal.backward else "y"
-
-
 class _Units:
     """Emits the code of a thread: units ``unit`` .. ``unit + count - 1`` of a row, in groups of ``group`` steps."""
 
-    def __init__(self, kernel: SequenceKernel, cut: Cut, ring: TirBuffer | None, thread: Expr, row: Expr,
+    def __init__(self, kernel: SequenceKernel, cut: ElementwiseKnobs, ring: TirBuffer | None, thread: Expr, row: Expr,
                  unit: Expr) -> None:
         """``ring``: the block's shared memory, where there are hoisted values."""
         task, hoisted, batch, count, group = kernel.task, kernel.hoisted, kernel.batch, cut.units, cut.group
@@ -225,8 +217,9 @@ class _Units:
             for spot, value in self.kept.found(after, env).items():
                 kept_values.setdefault(spot, []).append(timeline.masked(live, value, T.float32(0)))
         at = T.let("y_at", self.output + T.cast(t, "int64") * self.outputs_apart)
-        for o, made_here in enumerate(zip(*outputs, strict=True)):
-            self._store(_made(self.task), at + o * self.task.workload.hidden if o else at, made_here)
+        for name in written_by(self.task):
+            for o, made_here in enumerate(zip(*outputs, strict=True)):
+                self._store(name, at + o * self.task.workload.hidden if o else at, made_here)
         if self.kept and self.kept_first is not self.output:
             at = T.let("kept_at", self.kept_first + T.cast(t, "int64") * self.kept_apart)
         rows = T.let("kept_row", self.first + T.cast(t, "int64") * self.apart) if self.kept.together else None

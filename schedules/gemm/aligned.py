@@ -44,7 +44,7 @@ def align(task: Task) -> Component:
 def _pays(task: Task, x: Columns) -> bool:
     w, most = task.workload, CHUNK // task.workload.itemsize
     products = len(task.graph.hoisted_products)
-    words = task.device.arch == "sm_90a" and w.arithmetic != "float32" and x.copied(most) < most
+    words = task.device.can.warpgroups and w.arithmetic != "float32" and x.copied(most) < most
     if not (words and products) or x.copied(most) * w.itemsize % 4 or x.width * w.itemsize % 4:
         return False
     rows, bytes_of_row = w.seq * w.batch, x.width * w.itemsize

@@ -65,7 +65,7 @@ class OuterHopper:
 def hopper_shape(job: OuterJob) -> OuterHopper | None:
     """The tiles; None where this kernel does not serve the job. Narrower ones than necessary where they fill the chip's
     turns better."""
-    if job.device.arch != "sm_90a" or job.itemsize != 2 or job.heads > 1 or job.operand.width % 2:
+    if not job.device.can.warpgroups or job.itemsize != 2 or job.heads > 1 or job.operand.width % 2:
         return None
     if job.values.copied(8) < 2 or job.operand.copied(8) < 2:
         return None

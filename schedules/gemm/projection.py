@@ -22,7 +22,7 @@ from ecornn.schedules.gemm.job import Columns, Job, Operand
 from ecornn.schedules.gemm.mma import LEAST_ROWS, shape_of
 from ecornn.schedules.gemm.outputs import HoistedValues
 from ecornn.schedules.gemm.over_rows import on_hopper, over_rows, weights_of
-from ecornn.schedules.hoisted import Hoisted, in_float32
+from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.rates import gpu_rates
 
 SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
@@ -30,7 +30,7 @@ SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
 
 def no_projection(task: Task) -> str | None:
     """None, or why a GPU cannot compute the task's projection."""
-    if task.device.capability < 80:
+    if not task.device.can.tensor_cores:
         return "needs tensor cores and asynchronous copies of compute capability 8.0"
     need = shape_of(job_of(task)).shared if task.graph.hoisted_products else 0
     if need > task.device.shared:
@@ -68,7 +68,7 @@ def may_be_followed(task: Task) -> bool:
     graph, traversal = task.graph, task.traversal
     if traversal.backward or traversal.keep is not None or graph.hoisted_statistics:
         return False
-    return task.device.capability >= 90 and bool(graph.hoisted_outputs)
+    return task.device.can.early_launches and bool(graph.hoisted_outputs)
 
 
 def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followed: bool = False) -> Component:
@@ -81,7 +81,7 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followe
     w, job = task.workload, job_of(task)
     if not job.outputs:
         return Component()
-    epilogue = HoistedValues(task, layout or in_float32(task))
+    epilogue = HoistedValues(task, layout or hoisted_of(task))
     if ahead == 100:
         operands = tuple(replace(o, columns=x_of(task)) for o in job.operands)
         return joined(align(task), over_rows(replace(job, operands=operands, followed=followed), epilogue))

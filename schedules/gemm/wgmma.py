@@ -105,7 +105,7 @@ class Shape:
 def shape_of(job: Job) -> Shape | None:
     """The tiles; None where this kernel does not serve the job."""
     rows, size = job.rows, job.itemsize
-    if (job.device.arch != "sm_90a" or job.arithmetic == "float32" or not 0 < rows <= COLUMNS // 16
+    if (not job.device.can.warpgroups or job.arithmetic == "float32" or not 0 < rows <= COLUMNS // 16
             or any(o.heads > 1 for o in job.operands)
             or any(o.columns.copied(CHUNK // size) * size % 4 for o in job.operands)):
         return None

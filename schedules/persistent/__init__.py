@@ -20,13 +20,14 @@ from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.mma import shape_of
 from ecornn.schedules.gemm.projection import job_of, project
-from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, parts_of, recurrence, workers_time
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
     PAIR,
+    PersistentKnobs,
     PersistentPlan,
     block_shared,
     lanes_of,
@@ -40,7 +41,7 @@ from ecornn.schedules.persistent.plan import (
 from ecornn.schedules.persistent.start import begins_early, start_kernel
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.normalization import deferred
-from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
 from ecornn.workload import Traversal, Workload
 
@@ -57,7 +58,7 @@ UNWRITTEN = 0xFF  # bytes of a sentinel
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
-class Persistent(Schedule):
+class Persistent(Schedule[PersistentPlan]):
     """Serves every cell with a recurrent product whose weights fit in registers and shared memory."""
 
     name = "persistent"
@@ -87,7 +88,7 @@ class Persistent(Schedule):
             return f"cell {task.graph.cell!r} has statistics before its first product"
         if task.graph.hoisted_statistics and (late := late_operands(task.graph)):
             return f"cell {task.graph.cell!r} multiplies {late[0].name}, which takes statistics of x and a state"
-        if task.device.capability < 80:
+        if not task.device.can.tensor_cores:
             return "needs tensor cores of compute capability 8.0"
         if not any(self.check(task, config) is None for _, config in self.cuts(task)):  # the first that is found
             return (f"the recurrent weights of {task.workload} do not fit on the {task.device.cores} "
@@ -111,30 +112,18 @@ class Persistent(Schedule):
             few = [-(-w.batch // count) for count in
                    (task.device.clusters(size) // heads for size in (8, LARGEST)) if count]
             groups |= {-(-w.batch // rows) for rows in few}
-        return (
-            Knob("groups", tuple(sorted(groups)), "smaller exchanges and products a group, against fewer SMs for each"),
-            Knob("units", units, "fewer units a block: less work a step; more: fewer blocks to wait for"),
-            Knob("warps", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
-                 "more product warps: less work each, but more partial sums to add"),
-            Knob("gate_warps", (1, 2, 3, 4, 5, 6, 8), "more gate warps: shorter gate math, fewer registers a thread"),
-            Knob("chains", (1, 2), "2: shorter chains of dependent products, at an accumulator more"),
-            Knob("registers", (100, 75, 60, 50, 40, 33, 25, 15, 0) if scarce else (100, 75, 60, 50, 40, 25, 0),
-                 "percent of weights in registers; the rest in shared memory, and in L2 what does not fit there"),
-            Knob("interleave", (0, 4) if wide else (0,),
-                 "4: pad three gates to four for smaller unit steps and wider loads; 0: no padding"),
-            Knob("ahead", AHEAD if projected and not task.graph.hoisted_statistics and not late_operands(task.graph)
-                 else AHEAD[:1],
-                 "percent of the input projection done before the recurrence; the rest runs beside it, on what "
-                 "blocks the recurrence leaves over", before=100),
-            Knob("fences", ("every", "products", FEWEST),
-                 "of products and gates in every step, of products, or rare: less waiting, against polls that begin at "
-                 "once and disturb what they wait for", before="every"),
-            hoisted_knob(task),
-            Knob("carrier", ("l2", "cluster") if clusters else ("l2",),
-                 "of state: through L2 to many blocks, or to at most 16 inside a cluster, which takes half the time, "
-                 "though fewer clusters fit than groups of blocks", before="l2"),
-            Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
-        )
+        return PersistentKnobs.offered({
+            "groups": tuple(sorted(groups)), "units": units, "warps": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
+            "gate_warps": (1, 2, 3, 4, 5, 6, 8), "chains": (1, 2),
+            "registers": (100, 75, 60, 50, 40, 33, 25, 15, 0) if scarce else (100, 75, 60, 50, 40, 25, 0),
+            "interleave": (0, 4) if wide else (0,),
+            "ahead": AHEAD if projected and not task.graph.hoisted_statistics and not late_operands(task.graph)
+            else AHEAD[:1],
+            "fences": ("every", "products", FEWEST), "hoisted": hoisted_choices(task),
+            "carrier": ("l2", "cluster") if clusters else ("l2",), "math": math_choices(task)})
+
+    def plan(self, task: Task, config: Config) -> PersistentPlan:
+        return plan_of(task, PersistentKnobs(config))
 
     @staticmethod
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
@@ -154,25 +143,26 @@ class Persistent(Schedule):
                    for p in task.graph.product_phases) * w.hidden * (2 if w.weights else 4)
 
     def check(self, task: Task, config: Config) -> str | None:
+        knobs = PersistentKnobs(config)
         # What needs few knobs comes first: a search learns from the knobs that were read which others
         # need not be asked for.
-        reason = self._unplaced(task, config) or self._idle_gates(task, config)
-        if reason is None and int(config["units"]) % (step := unit_step(task, int(config["interleave"]))):
-            reason = f"units={config['units']} is no multiple of {step}"
-        return reason or self._idle_warps(task, config) or self._unfit(task, config)
+        reason = self._unplaced(task, knobs) or self._idle_gates(task, knobs)
+        if reason is None and knobs.units % (step := unit_step(task, knobs.interleave)):
+            reason = f"units={knobs.units} is no multiple of {step}"
+        return reason or self._idle_warps(task, knobs) or self._unfit(task, knobs)
 
     @staticmethod
-    def _unplaced(task: Task, config: Config) -> str | None:
+    def _unplaced(task: Task, knobs: PersistentKnobs) -> str | None:
         """Why blocks of ``units`` in so many ``groups`` are not on the chip at once, or not carried that way."""
         device, w = task.device, task.workload
-        units, groups, heads = int(config["units"]), int(config["groups"]), most_heads(task.graph)
+        units, groups, heads = knobs.units, knobs.groups, most_heads(task.graph)
         own = w.hidden // heads
         if heads > 1 and own % units:
             return f"units={units} does not divide a head of {own}"
         blocks = groups * -(-w.hidden // units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
-        if config["carrier"] == "cluster":
+        if knobs.carrier == "cluster":
             size = blocks // (groups * heads)
             if not 2 <= size <= LARGEST:
                 return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
@@ -183,10 +173,10 @@ class Persistent(Schedule):
         return "a group without batch rows" if (groups - 1) * -(-w.batch // groups) >= w.batch else None
 
     @staticmethod
-    def _idle_gates(task: Task, config: Config) -> str | None:
+    def _idle_gates(task: Task, knobs: PersistentKnobs) -> str | None:
         """Why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a block."""
-        units, rows = int(config["units"]), -(-task.workload.batch // int(config["groups"]))
-        threads = 32 * int(config["gate_warps"])
+        units, rows = knobs.units, -(-task.workload.batch // knobs.groups)
+        threads = 32 * knobs.gate_warps
         lanes = lanes_of(units) if task.graph.statistics else units
         items = -(-lanes * rows // threads)
         if (items - 1) * threads >= lanes * rows or items > ITEMS:
@@ -196,15 +186,15 @@ class Persistent(Schedule):
         if task.graph.statistics and lanes > 32 and items > 1 and threads % lanes:
             return f"{lanes} lanes a row, in turns of {threads} threads"
         most = max((len(p.statistics) for p in task.graph.phases), default=0)
-        if config["carrier"] == "l2" and most > 2 * min(32, lanes):  # a lane sends two
+        if knobs.carrier == "l2" and most > 2 * min(32, lanes):  # a lane sends two
             return f"{most} statistics at once, of rows of {lanes} lanes"
         return None
 
     @staticmethod
-    def _idle_warps(task: Task, config: Config) -> str | None:
+    def _idle_warps(task: Task, knobs: PersistentKnobs) -> str | None:
         """Why ``warps`` are too many for the products, or too many beside ``gate_warps``."""
-        w, units, gate_threads = task.workload, int(config["units"]), 32 * int(config["gate_warps"])
-        heads, warps, rows = most_heads(task.graph), int(config["warps"]), -(-w.batch // int(config["groups"]))
+        w, units, gate_threads = task.workload, knobs.units, 32 * knobs.gate_warps
+        heads, warps, rows = most_heads(task.graph), knobs.warps, -(-w.batch // knobs.groups)
         of_state, threads = words(w.hidden // heads, w.dtype), gate_threads + 32 * warps
         lanes = lanes_of(units) if task.graph.statistics else units
         if threads > 1024:
@@ -217,29 +207,29 @@ class Persistent(Schedule):
             return f"{of_state} words of a head do not fill pairs of k-tiles of {warps} warps"
         return None
 
-    def _unfit(self, task: Task, config: Config) -> str | None:
+    def _unfit(self, task: Task, knobs: PersistentKnobs) -> str | None:
         """Why the rest of what is asked for does not fit, beside the projection or without it."""
         device = task.device
         # neither another chain nor the projection beside makes room for what does not fit without them
-        if task.graph.hoisted_statistics and config["ahead"] != 100:
+        if task.graph.hoisted_statistics and knobs.ahead != 100:
             return "statistics of the projection are computed after all of it"
-        if task.traversal.backward and config["ahead"] != 100:
+        if task.traversal.backward and knobs.ahead != 100:
             return "an adjoint has no projection"
-        if late_operands(task.graph) and config["ahead"] != 100:  # a knob that is read is one that matters
+        if late_operands(task.graph) and knobs.ahead != 100:  # a knob that is read is one that matters
             return "the first operands read the projection"
-        reason = self._crowded(task, plan_of(task, config, chains=1, ahead=100))
-        if reason is None and config["chains"] != 1:
-            reason = self._crowded(task, plan_of(task, config, ahead=100))
-        if reason is None and config["carrier"] == "cluster" and config["fences"] != FEWEST:
+        reason = self._crowded(task, plan_of(task, knobs, chains=1, ahead=100))
+        if reason is None and knobs.chains != 1:
+            reason = self._crowded(task, plan_of(task, knobs, ahead=100))
+        if reason is None and knobs.carrier == "cluster" and knobs.fences != FEWEST:
             return "a cluster needs no fences"
-        if reason is None and config["ahead"] != 100:
-            if config["carrier"] == "cluster":
+        if reason is None and knobs.ahead != 100:
+            if knobs.carrier == "cluster":
                 return "the projection beside the recurrence needs blocks outside of clusters"
             if task.traversal.reverse:
                 return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
-            if int(config["groups"]) * -(-task.workload.hidden // int(config["units"])) == device.cores:
+            if knobs.groups * -(-task.workload.hidden // knobs.units) == device.cores:
                 return "no multiprocessor is left for the projection beside the recurrence"
-            plan = plan_of(task, config)
+            plan = plan_of(task, knobs)
             if workers_time(task, plan) > LATE * recurrence(plan, gpu_rates(device)):
                 return f"{plan.workers} blocks are too few for the projection beside the recurrence"
             reason = self._crowded(task, plan)
@@ -269,13 +259,14 @@ class Persistent(Schedule):
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as many eights."""
-        rows = -(-batch // int(config["groups"]))
-        size = rows if config["carrier"] == "cluster" else -(-rows // 8) * 8
+        knobs = PersistentKnobs(config)
+        rows = -(-batch // knobs.groups)
+        size = rows if knobs.carrier == "cluster" else -(-rows // 8) * 8
         return {**config, "groups": -(-task.workload.batch // size)}
 
     def expected(self, task: Task) -> float:
-        config = self.default(task)
-        return estimate(task, plan_of(task, config)) - gained(task, config)
+        plan = self.plan(task, self.default(task))
+        return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
     def _best(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, kept for the next question."""
@@ -287,7 +278,7 @@ class Persistent(Schedule):
     def _search(self, task: Task) -> Config | None:
         found: tuple[float, Config] | None = None
         for cost, config in self.cuts(task):
-            cost *= DOUBT if config["carrier"] == "cluster" else 1
+            cost *= DOUBT if PersistentKnobs(config).carrier == "cluster" else 1
             if (found is None or cost < found[0]) and self.check(task, config) is None:
                 found = cost, config
         return None if found is None else {**found[1], "hoisted": preferred(task, found[0], once=True)}
@@ -300,44 +291,45 @@ class Persistent(Schedule):
         fences = "rare" if task.workload.batch == 1 or task.graph.statistics else "products"
         for carrier, groups, units in product(*(knobs[n] for n in ("carrier", "groups", "units"))):
             placed: Config = {"carrier": carrier, "groups": groups, "units": units}
-            if self._unplaced(task, placed):
+            if self._unplaced(task, PersistentKnobs(placed)):
                 continue
-            gates = [n for n in knobs["gate_warps"] if self._idle_gates(task, {**placed, "gate_warps": n}) is None]
+            gates = [n for n in knobs["gate_warps"]
+                     if self._idle_gates(task, PersistentKnobs({**placed, "gate_warps": n})) is None]
             for interleave, warps, gate_warps in product(knobs["interleave"], knobs["warps"], gates):
                 shape: Config = {**placed, "interleave": interleave, "warps": warps, "gate_warps": gate_warps}
-                if int(units) % unit_step(task, int(interleave)) or self._idle_warps(task, shape):
+                of = PersistentKnobs(shape)
+                if of.units % unit_step(task, of.interleave) or self._idle_warps(task, of):
                     continue
                 for registers in knobs["registers"]:
                     cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100,
                                    "fences": FEWEST if carrier == "cluster" else fences, "hoisted": "float32",
                                    "math": math}
-                    plan = plan_of(task, cut)
+                    plan = self.plan(task, cut)
                     if self._crowded(task, plan) is not None:
                         continue
                     beside = carrier == "l2" and len(knobs["ahead"]) > 1
                     for ahead in best_ahead(task, plan) if beside else (100,):
                         config = {**cut, "ahead": ahead}
-                        yield estimate(task, plan if ahead == 100 else plan_of(task, config)), config
+                        yield estimate(task, plan if ahead == 100 else self.plan(task, config)), config
                     break
 
-    def features(self, task: Task, config: Config) -> dict[str, float]:
-        plan = plan_of(task, config)
+    def features(self, task: Task, plan: PersistentPlan) -> dict[str, float]:
         return {
             "blocks": plan.groups * plan.blocks, "threads": plan.threads, "columns": plan.columns, "rows": plan.rows,
             "polled_words": sum(plan.slot_words(p) for p in plan.phases),
             "lane_words": sum(p.pairs * plan.tiles * 4 for p in plan.phases),
             "products": sum(p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles for p in plan.phases),
             "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
-            "registers": plan.registers, "shared": plan.shared, "estimate": estimate(task, plan) - gained(task, config),
+            "registers": plan.registers, "shared": plan.shared,
+            "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted),
             "workers": plan.workers, "ring": plan.ring, "acquires": int(plan.fences != "rare"),
             "polls": max(map(plan.turns, plan.phases)),
             "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
 
-    def stages(self, task: Task, config: Config) -> dict[str, float]:
-        return parts_of(task, plan_of(task, config))
+    def stages(self, task: Task, plan: PersistentPlan) -> dict[str, float]:
+        return parts_of(task, plan)
 
-    def cut(self, task: Task, config: Config) -> Cut:
-        plan = plan_of(task, config)
+    def cut(self, task: Task, plan: PersistentPlan) -> Cut:
         bytes_of = 4 * plan.warps * plan.octet_words  # of a pair of k-tiles, of 8 weight rows
         octets = [(p, bytes_of * p.octets(plan.units)) for p in plan.phases]
         held = {"registers": sum(p.register_pairs * size for p, size in octets),
@@ -346,25 +338,24 @@ class Persistent(Schedule):
         return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "cluster" if plan.cluster else "L2", held,
                    heads=plan.heads, workers=plan.workers)
 
-    def recurrence(self, task: Task, config: Config) -> Component:
-        return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]), early=False)
+    def recurrence(self, task: Task, plan: PersistentPlan) -> Component:
+        return _recurrence(task, plan, hoisted_of(task, plan.knobs.hoisted), early=False)
 
-    def together(self, task: Task, config: Config) -> int:
-        plan = plan_of(task, config)
+    def together(self, task: Task, plan: PersistentPlan) -> int:
         return together(task.traversal, plan.groups // plan.heads, plan.rows)
 
-    def program(self, task: Task, config: Config) -> Program:
-        plan, layout = plan_of(task, config), hoisted_of(task, config)
+    def program(self, task: Task, plan: PersistentPlan) -> Program:
+        layout = hoisted_of(task, plan.knobs.hoisted)
         if task.traversal.backward:
-            return assemble_recurrence(task, self.recurrence(task, config), layout, self.together(task, config))
+            return assemble_recurrence(task, self.recurrence(task, plan), layout, self.together(task, plan))
         inner, early = replace(task, graph=deferred(task.graph)), begins_early(task, plan)
-        recurrence = partial(_recurrence, inner, plan, layout, str(config["math"]), early=early)
+        recurrence = partial(_recurrence, inner, plan, layout, early=early)
         return assemble(task, recurrence, layout, project(task, layout, plan.ahead, early), deferred=True,
-                        together=self.together(task, config))
+                        together=self.together(task, plan))
 
 
-def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, kept: Stored = NOTHING, *,
-                early: bool) -> Component:
+def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored = NOTHING, *, early: bool) -> Component:
+    math = plan.knobs.math
     functions: dict[str, PrimFunc] = {}
     buffers: list[Buffer] = []
     calls: list[Call] = []

@@ -33,7 +33,7 @@ from ecornn.schedules.persistent.plan import PersistentPlan, block_shared
 from ecornn.schedules.persistent.products import products
 from ecornn.schedules.persistent.projection_workers import ProjectionWorkers
 from ecornn.schedules.persistent.stream import Position
-from ecornn.schedules.sequence_kernel import SequenceKernel
+from ecornn.schedules.sequence_kernel import SequenceKernel, written_by
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
@@ -65,8 +65,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
         rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(0 if plan.cluster else len(weights))]
         for e in range(0 if plan.cluster else len(plan.sums)):
             arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))
-        made = "outputs" if task.traversal.backward else "y"
-        arguments[made] = T.arg(made, T.buffer((big,), dtype))
+        arguments |= {made: T.arg(made, T.buffer((big,), dtype)) for made in written_by(task)}
         arguments |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         recurrent = plan.groups * plan.blocks

@@ -8,12 +8,14 @@ from typing import NamedTuple
 from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
-from ecornn.schedules.base import Config, Task
+from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.cuda.isa.integers import UNPACKED
 from ecornn.schedules.cuda.isa.tensor_core import per_word, words
 from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
 from ecornn.schedules.gemm.projection import job_of
+from ecornn.schedules.hoisted import hoisted_knob
+from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
 PAIR = 16  # words of a pair of k-tiles
@@ -67,6 +69,27 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
         return self.gates * units // 8
 
 
+class PersistentKnobs(Knobs):
+    """The knobs of ``persistent``."""
+
+    groups: int = knob("smaller exchanges and products a group, against fewer SMs for each")
+    units: int = knob("fewer units a block: less work a step; more: fewer blocks to wait for")
+    warps: int = knob("more product warps: less work each, but more partial sums to add")
+    gate_warps: int = knob("more gate warps: shorter gate math, fewer registers a thread")
+    chains: int = knob("2: shorter chains of dependent products, at an accumulator more")
+    registers: int = knob("percent of weights in registers; the rest in shared memory, and in L2 what does not fit "
+                          "there")
+    interleave: int = knob("4: pad three gates to four for smaller unit steps and wider loads; 0: no padding")
+    ahead: int = knob("percent of the input projection done before the recurrence; the rest runs beside it, on what "
+                      "blocks the recurrence leaves over", before=100)
+    fences: str = knob("of products and gates in every step, of products, or rare: less waiting, against polls that "
+                       "begin at once and disturb what they wait for", before="every")
+    hoisted: str = hoisted_knob()
+    carrier: str = knob("of state: through L2 to many blocks, or to at most 16 inside a cluster, which takes half the "
+                        "time, though fewer clusters fit than groups of blocks", before="l2")
+    math: str = knob(MATH_TRADES)
+
+
 class PersistentPlan(NamedTuple):
     """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows.
 
@@ -92,6 +115,7 @@ class PersistentPlan(NamedTuple):
     sums: tuple[int, ...]  # statistics of each exchange of them, as sums.py says
     kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say, scales
     phases: tuple[PhasePlan, ...]
+    knobs: PersistentKnobs
     heads: int = 1
 
     @property
@@ -304,36 +328,36 @@ def _interleave(gates: int, wanted: int) -> int:
     return wanted if wanted and gates > 2 else natural_interleave(gates)
 
 
-def plan_of(task: Task, config: Config, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
+def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
     """The plan of a configuration, or of that with other ``chains`` or ``ahead``; it need not fit,
     ``check`` says that."""
     w = task.workload
-    chains, ahead = chains or int(config["chains"]), int(config["ahead"]) if ahead is None else ahead
-    groups, units, heads = int(config["groups"]), int(config["units"]), most_heads(task.graph)
-    warps = int(config["warps"])
+    chains, ahead = chains or knobs.chains, knobs.ahead if ahead is None else ahead
+    groups, units, heads = knobs.groups, knobs.units, most_heads(task.graph)
+    warps = knobs.warps
     phases = []
     for phase in task.graph.product_phases:
-        interleave = _interleave(len(phase.products), int(config["interleave"]))
+        interleave = _interleave(len(phase.products), knobs.interleave)
         gates = -(-len(phase.products) // interleave) * interleave
         exchanged = columns_of(phase, w.hidden)
         pairs_of_state = -(-words(exchanged, w.dtype) // PAIR)
         warp_pairs = -(-pairs_of_state // warps)
         pairs = len(phase.operands) * warp_pairs
-        registers = -(-pairs * int(config["registers"]) // 100)
+        registers = -(-pairs * knobs.registers // 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs, exchanged))
     rows, blocks, groups = -(-w.batch // groups), -(-(w.hidden // heads) // units), groups * heads
     masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(task.graph.states))
-    cluster, statistics = config["carrier"] == "cluster", len(task.graph.statistics)
+    cluster, statistics = knobs.carrier == "cluster", len(task.graph.statistics)
     plan = PersistentPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, stored=w.stored, groups=groups, blocks=blocks,
-        units=units, rows=rows, warps=warps, gate_warps=int(config["gate_warps"]), chains=chains, ahead=ahead,
+        units=units, rows=rows, warps=warps, gate_warps=knobs.gate_warps, chains=chains, ahead=ahead,
         workers=0 if ahead == 100 else task.device.cores - groups * blocks,
-        fences="rare" if cluster else str(config["fences"]), cluster=cluster,
+        fences="rare" if cluster else knobs.fences, cluster=cluster,
         sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
         kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
         + 4 * len(task.graph.hoisted_statistics)
         + (sum(len(p.products) for p in task.graph.product_phases) if w.weights else 0),
-        phases=tuple(phases), heads=heads)
+        phases=tuple(phases), knobs=knobs, heads=heads)
     pair_bytes = [4 * plan.warps * p.octets(units) * plan.octet_words for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
     room = max(0, task.device.shared - plan.shared)
@@ -359,7 +383,7 @@ def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) 
     Some of the room is for rings, if there are bulk copies to fill them.
     """
     left, ring = p.pairs - p.register_pairs, size + BARRIER * plan.warps
-    slots = min(left, max(2, -(-AHEAD_BYTES // size)), room // ring) if task.device.capability >= 90 else 0
+    slots = min(left, max(2, -(-AHEAD_BYTES // size)), room // ring) if task.device.can.bulk_copies else 0
     if slots < 2:
         return p._replace(shared_pairs=min(room // size, left))
     return p._replace(shared_pairs=min((room - slots * ring) // size, left - slots), slots=slots)

@@ -14,14 +14,14 @@ from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
 from ecornn.schedules.few_steps import others
 from ecornn.schedules.gemm.projection import may_be_followed, no_projection, project
-from ecornn.schedules.hoisted import Hoisted, hoisted_knob, hoisted_of, preferred, saved
+from ecornn.schedules.hoisted import Hoisted, hoisted_choices, hoisted_of, preferred, saved
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.cluster import SIZES
 from ecornn.schedules.persistent_block.estimate import cycles, estimate, turns_of
 from ecornn.schedules.persistent_block.kernel import block_kernel
-from ecornn.schedules.persistent_block.plan import RESERVED, BlockPlan, held_of, packing_of, plan_of, register_limit
+from ecornn.schedules.persistent_block.plan import RESERVED, BlockKnobs, BlockPlan, packing_of, plan_of, register_limit
 from ecornn.schedules.rates import gpu_rates
-from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.scalars.pointwise import MATH_FOR
 from ecornn.schedules.timeline import together
 from ecornn.workload import FEW, Traversal, Workload
 
@@ -35,7 +35,7 @@ THREADS, QUAD = 1024, 4
 CODE = 4096  # multiply-adds of unrolled code, at most
 
 
-class PersistentBlock(Schedule):
+class PersistentBlock(Schedule[BlockPlan]):
     """Serves small layers and heads: cells with recurrent products whose weights fit in one multiprocessor."""
 
     name = "persistent_block"
@@ -88,41 +88,30 @@ class PersistentBlock(Schedule):
         # of those that make the same number of blocks, the fewest
         at_once = [task.device.clusters(n) if n > 1 else task.device.cores for n in self._clusters(task)]
         fair = {-(-w.batch * heads // (n * blocks * turns)) for blocks in at_once for turns in (1, 2) for n in held}
-        wide = task.device.arch == "sm_90a" and w.dtype != "float32"
+        wide = task.device.can.warpgroups and w.dtype != "float32"
         kinds = ("fma", "mma", "wgmma") if wide else ("fma", "mma")
         rows = {r for r in {*ROWS, *fair} if r <= min(w.batch, ROWS[-1])}
-        several = (Knob("heads", tuple(held), "of a block. More: fewer blocks, each with more work a step"),)
-        return (
-            *(several if heads > 1 else ()),
-            Knob("products", kinds, "fma: multiply-adds of float32, for few rows; mma: tensor cores, which always "
-                 "multiply eights of rows; wgmma: those of Hopper, faster, which read the state from shared memory"),
-            Knob("rows", tuple(sorted(rows)), "batch rows of a block. More: a weight is loaded for more rows; fewer: "
-                 "more blocks, a shorter step"),
-            Knob("units", UNITS, "of the lanes that share K, or eights of units of a warp of mma. More: fewer threads, "
-                 "which load the state more seldom, with more registers for each"),
-            Knob("lanes", LANES, "that share K of a multiply-add: more threads with fewer weights each, and more sums "
-                 "that they exchange"),
-            Knob("registers", REGISTERS, "percent of weights in registers; the rest in shared memory"),
-            Knob("cluster", self._clusters(task), "blocks that share the weights, of more rows each; state travels "
-                 "between them in every step", before=1),
-            Knob("resident", RESIDENT, "blocks that a multiprocessor has room for: while one waits, another computes; "
-                 "registers are fewer for each"),
-            hoisted_knob(task),
-            Knob("math", math_for(task), MATH_TRADES + "; relative: as the second, with a polynomial for tanh near 0"),
-        )
+        several: dict[str, tuple[int, ...]] = {"heads": tuple(held)} if heads > 1 else {}
+        return BlockKnobs.offered({
+            **several, "products": kinds, "rows": tuple(sorted(rows)), "units": UNITS, "lanes": LANES,
+            "registers": REGISTERS, "cluster": self._clusters(task), "resident": RESIDENT,
+            "hoisted": hoisted_choices(task), "math": math_for(task)})
+
+    def plan(self, task: Task, config: Config) -> BlockPlan:
+        return plan_of(task, BlockKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
-        device, w = task.device, task.workload
-        rows, units, lanes, resident = (int(config[k]) for k in ("rows", "units", "lanes", "resident"))
-        mma, wide = config["products"] != "fma", config["products"] == "wgmma"
+        device, w, knobs = task.device, task.workload, BlockKnobs(config)
+        rows, units, lanes, resident = knobs.rows, knobs.units, knobs.lanes, knobs.resident
+        mma, wide = knobs.products != "fma", knobs.products == "wgmma"
         if mma and lanes > 1:
             return "lanes share K of multiply-adds alone"
-        if wide and config["registers"] != 100:
+        if wide and knobs.registers != 100:
             return "warpgroups have all weights in registers"
-        heads, held, cluster = most_heads(task.graph), held_of(config), int(config["cluster"])
+        heads, held, cluster = most_heads(task.graph), knobs.heads, knobs.cluster
         head, blocks = w.hidden // heads, -(-w.batch // rows) * (heads // held)
         own = head // cluster
-        if cluster > 1 and (config["products"] != "mma" or resident > 1 or rows <= QUAD or held > 1):
+        if cluster > 1 and (knobs.products != "mma" or resident > 1 or rows <= QUAD or held > 1):
             return "clusters are for mma of more rows than a quad has lanes, of a head, a block on each multiprocessor"
         if cluster > 1 and head % (8 * units * cluster):
             return "a warp of a cluster with fewer units than others"
@@ -139,10 +128,10 @@ class PersistentBlock(Schedule):
         threads = (groups if mma else -(-groups * lanes // 32)) * 32
         if threads > THREADS:
             return f"{threads} threads a block"
-        plan = plan_of(task, config)
+        plan = plan_of(task, knobs)
         if plan.items > ITEMS:
             return f"{plan.items} items a thread"
-        if config["registers"] != 100 and all(p.kept == p.pieces for p in plan.parts):
+        if knobs.registers != 100 and all(p.kept == p.pieces for p in plan.parts):
             return "all weights are in registers"
         if sum(p.pieces * len(p.products) for p in plan.parts) * units * 4 > CODE:
             return "too many products of a thread in unrolled code"
@@ -163,26 +152,26 @@ class PersistentBlock(Schedule):
         """Later with heads, and in clusters."""
         if most_heads(task.graph) > 1:
             return "2026-11-25T16:00:00Z"
-        return "2026-11-25T10:00:00Z" if int(self.default(task)["cluster"]) == 1 else "2026-11-25T15:00:00Z"
+        return "2026-11-25T10:00:00Z" if BlockKnobs(self.default(task)).cluster == 1 else "2026-11-25T15:00:00Z"
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """As many rows a block, and as many blocks at once, while there are as many."""
-        rows = min(int(config["rows"]), task.workload.batch)
-        if int(config["cluster"]) > 1:
+        knobs = BlockKnobs(config)
+        rows = min(knobs.rows, task.workload.batch)
+        if knobs.cluster > 1:
             return {**config, "rows": rows}
-        blocks = -(-task.workload.batch // rows) * (most_heads(task.graph) // held_of(config))
+        blocks = -(-task.workload.batch // rows) * (most_heads(task.graph) // knobs.heads)
         together = -(-blocks // task.device.cores)
-        return {**config, "rows": rows, "resident": min(int(config["resident"]), together)}
+        return {**config, "rows": rows, "resident": min(knobs.resident, together)}
 
     def expected(self, task: Task) -> float:
-        config = self.default(task)
-        return estimate(task, plan_of(task, config), config)
+        return estimate(task, self.plan(task, self.default(task)))
 
     def rank(self, task: Task) -> float:
         """Of calls of few steps it is known to take less beside them than others."""
-        config, w = self.default(task), task.workload
-        step = estimate(task, plan_of(task, config), config) * DOUBT
-        few = w.seq <= FEW and config["cluster"] == 1 and len(task.graph.phases) == 1
+        plan, w = self.plan(task, self.default(task)), task.workload
+        step = estimate(task, plan) * DOUBT
+        few = w.seq <= FEW and plan.cluster == 1 and len(task.graph.phases) == 1
         return step - (others(task) - CALL) / w.seq if few else step
 
     def beside(self, task: Task) -> float:
@@ -191,13 +180,13 @@ class PersistentBlock(Schedule):
     def _best(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, and of these, whole tiles; kept for the next question."""
         def order(config: Config) -> tuple[float, bool]:
-            return estimate(task, plan_of(task, config), config), int(config["rows"]) % 8 != 0
+            return estimate(task, plan := self.plan(task, config)), plan.rows % 8 != 0
 
         key = task.workload, task.device, task.traversal
         if key not in self._known:
             found = min(self.candidates(task), key=order, default=None)
             if found is not None:
-                other = {**found, "hoisted": preferred(task, estimate(task, plan_of(task, found), found))}
+                other = {**found, "hoisted": preferred(task, estimate(task, self.plan(task, found)))}
                 found = other if self.check(task, other) is None else found
             self._known[key] = found
         return self._known[key]
@@ -216,26 +205,24 @@ class PersistentBlock(Schedule):
                 if reason is None or not reason.startswith("about"):
                     break  # fewer in registers only help where these are what is missing
 
-    def features(self, task: Task, config: Config) -> dict[str, float]:
-        plan = plan_of(task, config)
-        waits, issued = cycles(task, plan, str(config["math"]))
+    def features(self, task: Task, plan: BlockPlan) -> dict[str, float]:
+        waits, issued = cycles(task, plan, plan.knobs.math)
         return {"blocks": plan.blocks * plan.cluster, "threads": plan.threads, "turns": turns_of(task, plan),
                 "items": plan.items, "registers": plan.registers, "shared": plan.shared, "waits": waits,
                 "issued": issued, "depth": plan.depth, "shared_weights": sum(map(plan.shared_words, plan.parts)),
-                "estimate": estimate(task, plan, config)}
+                "estimate": estimate(task, plan)}
 
-    def together(self, task: Task, config: Config) -> int:
-        plan = plan_of(task, config)
+    def together(self, task: Task, plan: BlockPlan) -> int:
         return together(task.traversal, plan.blocks // plan.shares, plan.rows)
 
-    def program(self, task: Task, config: Config) -> Program:
-        plan, layout = plan_of(task, config), hoisted_of(task, config)
+    def program(self, task: Task, plan: BlockPlan) -> Program:
+        layout = hoisted_of(task, plan.knobs.hoisted)
         # Weights, which nothing of a call makes, are loaded meanwhile; but clusters that take what multiprocessors are
         # free then are two to some of them, for all steps.
         early = may_be_followed(task) and plan.cluster == 1
-        recurrence = partial(_recurrence, task, plan, layout, str(config["math"]), early=early)
+        recurrence = partial(_recurrence, task, plan, layout, early=early)
         return assemble(task, recurrence, layout, project(task, layout, followed=early),
-                        together=self.together(task, config))
+                        together=self.together(task, plan))
 
 
 def math_for(task: Task) -> tuple[str, ...]:
@@ -243,11 +230,10 @@ def math_for(task: Task) -> tuple[str, ...]:
     return ("exact", "relative") if task.workload.dtype == "float32" else MATH_FOR[task.workload.dtype]
 
 
-def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, math: str, kept: Stored = NOTHING, *,
-                early: bool) -> Component:
+def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, kept: Stored = NOTHING, *, early: bool) -> Component:
     packings = [packing_of(task, plan, part) for part in plan.parts]
     buffers = tuple(Buffer(f"recurrent_{i}", PACKED, packing.dtype, Extent(prod(packing.pad)), packing)
                     for i, packing in enumerate(packings))
     name = keeping("persistent_block", kept)
-    return Component({name: block_kernel(task, plan, layout, math, kept, early)}, buffers, (
+    return Component({name: block_kernel(task, plan, layout, plan.knobs.math, kept, early)}, buffers, (
         Launch(name, plan.blocks * plan.cluster, plan.threads, plan.shared, cluster=plan.cluster, early=early),))

@@ -8,7 +8,7 @@ as latencies of an H100's instructions and are fitted, close to these, to 117 co
 
 from __future__ import annotations
 
-from ecornn.schedules.base import Config, Task
+from ecornn.schedules.base import Task
 from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.gemm.projection import projection_time
 from ecornn.schedules.hoisted import hoisted_of
@@ -41,15 +41,15 @@ MEMORY = 0.905  # of memory's rate, which is reached
 TURN = 6_000.0  # nanoseconds of a sequence that a further turn of blocks costs: loading weights, mostly
 
 
-def estimate(task: Task, plan: BlockPlan, config: Config) -> float:
+def estimate(task: Task, plan: BlockPlan) -> float:
     """Nanoseconds of a step: the projection, then the recurrence, as often as blocks take turns; of each at least what
     memory takes, for what it reads and writes of all rows."""
     w, turns = task.workload, turns_of(task, plan)
-    hoisted, rates = hoisted_of(task, config), gpu_rates(task.device)
+    hoisted, rates = hoisted_of(task, plan.knobs.hoisted), gpu_rates(task.device)
     memory = MEMORY * rates.memory * task.device.cores
     values = w.batch * hoisted.row * (2 if hoisted.packed else 4)
     before, after = (values + w.batch * width * w.itemsize for width in (w.input, w.hidden))
-    step = turns * recurrence(task, plan, config, rates) + (turns - 1) * TURN / w.seq
+    step = turns * recurrence(task, plan, rates) + (turns - 1) * TURN / w.seq
     return max(projection_time(task) / task.device.cores, before / memory) + max(step, after / memory)
 
 
@@ -59,10 +59,10 @@ def turns_of(task: Task, plan: BlockPlan) -> int:
     return -(-plan.blocks // at_once)
 
 
-def recurrence(task: Task, plan: BlockPlan, config: Config, rates: GPURates) -> float:
+def recurrence(task: Task, plan: BlockPlan, rates: GPURates) -> float:
     """Nanoseconds of a step of the blocks of a multiprocessor."""
     together = min(plan.resident, -(-plan.blocks // task.device.cores))  # of clusters one
-    alone, busy = cycles(task, plan, str(config["math"]))
+    alone, busy = cycles(task, plan, plan.knobs.math)
     return max(alone + busy, together * busy) / rates.clock
 
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from ecornn.analysis.heads import most_heads
 from ecornn.analysis.step import Phase
 from ecornn.program import Packing
-from ecornn.schedules.base import Config, Task
+from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.cuda.isa.tensor_core import per_word, words
-from ecornn.schedules.hoisted import hoisted_of
+from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
+from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 PAIR = 16  # words of a pair of k-tiles
 CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a multiply-add takes
@@ -38,6 +39,27 @@ class Part(NamedTuple):
     kept: int
 
 
+class BlockKnobs(Knobs):
+    """The knobs of ``persistent_block``."""
+
+    heads: int = knob("of a block. More: fewer blocks, each with more work a step", absent=1)
+    products: str = knob("fma: multiply-adds of float32, for few rows; mma: tensor cores, which always multiply eights "
+                         "of rows; wgmma: those of Hopper, faster, which read the state from shared memory")
+    rows: int = knob("batch rows of a block. More: a weight is loaded for more rows; fewer: more blocks, a shorter "
+                     "step")
+    units: int = knob("of the lanes that share K, or eights of units of a warp of mma. More: fewer threads, which load "
+                      "the state more seldom, with more registers for each")
+    lanes: int = knob("that share K of a multiply-add: more threads with fewer weights each, and more sums that they "
+                      "exchange")
+    registers: int = knob("percent of weights in registers; the rest in shared memory")
+    cluster: int = knob("blocks that share the weights, of more rows each; state travels between them in every step",
+                        before=1)
+    resident: int = knob("blocks that a multiprocessor has room for: while one waits, another computes; registers are "
+                         "fewer for each")
+    hoisted: str = hoisted_knob()
+    math: str = knob(MATH_TRADES + "; relative: as the second, with a polynomial for tanh near 0")
+
+
 class BlockPlan(NamedTuple):
     """The cut: ``blocks`` of ``rows`` batch rows, each with all weights; or as many clusters of ``cluster`` blocks, of
     which each has the weights of as many units. Of a layer with heads, whose units see those of their own head alone,
@@ -62,6 +84,7 @@ class BlockPlan(NamedTuple):
     kept: int  # values that a thread keeps for each pair: states, inputs of two steps, what masks say
     operands: tuple[int, ...]  # of each phase
     parts: tuple[Part, ...]
+    knobs: BlockKnobs
     heads: int = 1
     held: int = 1
 
@@ -237,26 +260,21 @@ def parts_of(phases: tuple[Phase, ...], pieces: int, percent: int) -> tuple[Part
     return tuple(found)
 
 
-def plan_of(task: Task, config: Config) -> BlockPlan:
+def plan_of(task: Task, knobs: BlockKnobs) -> BlockPlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph, traversal = task.workload, task.graph, task.traversal
-    rows, phases, heads, held = int(config["rows"]), graph.product_phases, most_heads(graph), held_of(config)
+    rows, phases, heads, held = knobs.rows, graph.product_phases, most_heads(graph), knobs.heads
     masks = traversal.lengths + 2 * traversal.resets + traversal.sequences * (3 + len(graph.states))
     plan = BlockPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=-(-w.batch // rows) * (heads // held),
-        rows=rows, cluster=int(config["cluster"]),
-        products=str(config["products"]), units=int(config["units"]), lanes=int(config["lanes"]),
-        resident=int(config["resident"]), depth=DEPTHS[0], words=hoisted_of(task, config).words(),
-        kept=len(graph.states) + len(graph.invariant_outputs) + 2 * hoisted_of(task, config).words() + masks,
-        operands=tuple(len(p.operands) for p in phases), parts=(), heads=heads, held=held)
+        rows=rows, cluster=knobs.cluster,
+        products=knobs.products, units=knobs.units, lanes=knobs.lanes,
+        resident=knobs.resident, depth=DEPTHS[0], words=hoisted_of(task, knobs.hoisted).words(),
+        kept=len(graph.states) + len(graph.invariant_outputs) + 2 * hoisted_of(task, knobs.hoisted).words() + masks,
+        operands=tuple(len(p.operands) for p in phases), parts=(), knobs=knobs, heads=heads, held=held)
     pieces = plan.depth_of_k if plan.mma else plan.depth_of_k // (4 * plan.lanes)
     depth = next((d for d in DEPTHS if d * plan.input_words * 4 <= INPUT_BYTES), DEPTHS[-1])
-    return plan._replace(parts=parts_of(phases, pieces, int(config["registers"])), depth=depth)
-
-
-def held_of(config: Config) -> int:
-    """Heads of a block; a layer without heads is one."""
-    return int(config.get("heads", 1))
+    return plan._replace(parts=parts_of(phases, pieces, knobs.registers), depth=depth)
 
 
 def register_limit(task: Task, plan: BlockPlan) -> int:

@@ -11,7 +11,7 @@ from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
 from ecornn.schedules.gemm.projection import no_projection
-from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_wide.estimate import estimate, parts_of, product_cycles, recurrence
 from ecornn.schedules.persistent_wide.handover import UNWRITTEN
@@ -25,6 +25,7 @@ from ecornn.schedules.persistent_wide.plan import (
     REGISTERS,
     SLOTS,
     SPACING,
+    WideKnobs,
     WidePlan,
     packing_of,
     plan_of,
@@ -32,7 +33,7 @@ from ecornn.schedules.persistent_wide.plan import (
 )
 from ecornn.schedules.persistent_wide.start import start_kernel
 from ecornn.schedules.rates import gpu_rates
-from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
 
 START_BLOCKS = 128
@@ -52,7 +53,7 @@ KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 _defaults: dict[int, tuple[Task, Config]] = {}  # of the latest tasks: of large layers there are thousands of cuts
 
 
-class PersistentWide(Schedule):
+class PersistentWide(Schedule[WidePlan]):
     """Serves cells with one recurrent product, and their adjoints, in 16-bit types on Hopper, where weights fit on
     chip."""
 
@@ -67,7 +68,7 @@ class PersistentWide(Schedule):
         w, phases, backward = task.workload, task.graph.phases, task.traversal.backward
         if backward and (reason := beyond(task)):
             return reason
-        if task.device.arch != "sm_90a":
+        if not task.device.can.warpgroups:
             return "needs the warpgroup products of sm_90a"
         if w.dtype == "float32":
             return "needs a 16-bit data type"
@@ -89,30 +90,19 @@ class PersistentWide(Schedule):
         # of those that make the same number of blocks, the fewest
         units = tuple({-(-w.hidden // u): u for u in range(widest // step * step, 0, -step)
                        if -(-w.hidden // u) <= task.device.cores}.values())
-        streamed = Knob("streamed", STREAMED, "percent of weights that are read from L2 or memory in every step: what "
-                        "registers and shared memory have no room for", before=0)
-        lasting = Knob("lasting", LASTING, "percent of streamed weights that L2 is asked to keep, where it has no "
-                       "room for all; 100: it is asked nothing", before=100)
-        ahead = Knob("ahead", AHEAD, "KB of streamed weights that a block has on their way; more: less room for "
-                     "those that stay", before=AHEAD[0])
-        return (
-            Knob("groups", tuple(groups), "more: fewer batch rows for each, whose blocks hold more of the weights"),
-            Knob("units", units, "more units a block: fewer blocks that read the state, more weights for each"),
-            Knob("parts", MORE_PARTS if several else PARTS,
-                 "more: blocks that share K, so that each reads less of the state; sums travel between them", before=1),
-            Knob("row_teams", (1, *REGISTERS), "2 or 3 warpgroups that each have rows of their own, and a copy of "
-                 "the state for all; 1: two that share K, which small blocks need", before=1),
-            Knob("registers", KEPT,
-                 "percent of weights in registers, which products need not read; the rest leaves less room for state"),
-            *([streamed, ahead, lasting] if _large(task) else []),
-            hoisted_knob(task),
-            Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
-        )
+        large = {"streamed": STREAMED, "ahead": AHEAD, "lasting": LASTING} if _large(task) else {}
+        return WideKnobs.offered({
+            "groups": tuple(groups), "units": units, "parts": MORE_PARTS if several else PARTS,
+            "row_teams": (1, *REGISTERS), "registers": KEPT, **large, "hoisted": hoisted_choices(task),
+            "math": math_choices(task)})
+
+    def plan(self, task: Task, config: Config) -> WidePlan:
+        return plan_of(task, WideKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
-        device, w = task.device, task.workload
-        groups, units, step = int(config["groups"]), int(config["units"]), unit_step(task)
-        parts, row_teams = int(config["parts"]), int(config["row_teams"])
+        device, w, knobs = task.device, task.workload, WideKnobs(config)
+        groups, units, step = knobs.groups, knobs.units, unit_step(task)
+        parts, row_teams = knobs.parts, knobs.row_teams
         blocks, rows = groups * -(-w.hidden // units) * parts, -(-w.batch // groups)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
@@ -122,7 +112,7 @@ class PersistentWide(Schedule):
             return f"units={units} is no multiple of {step}"
         if parts > 1 and row_teams == 1:
             return "warpgroups that share K in blocks that share K"
-        plan = plan_of(task, config)
+        plan = plan_of(task, knobs)
         if plan.resident < 0:
             return f"{plan.kept} and {plan.streamed} of {plan.chunks} chunks in registers and streamed"
         if plan.chunks > plan.most_chunks:
@@ -146,9 +136,9 @@ class PersistentWide(Schedule):
     def default(self, task: Task) -> Config:
         if (known := _defaults.get(id(task))) is not None and known[0] is task:
             return known[1]
-        best = min(self.candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        best = min(self.candidates(task), key=lambda c: estimate(task, self.plan(task, c)), default=None)
         assert best is not None, "default() is for tasks that serves() accepts"
-        found = {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
+        found = {**best, "hoisted": preferred(task, estimate(task, self.plan(task, best)))}
         if len(_defaults) >= 64:
             _defaults.clear()
         _defaults[id(task)] = task, found
@@ -156,16 +146,16 @@ class PersistentWide(Schedule):
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Groups of as many eights of batch rows."""
-        return {**config, "groups": -(-task.workload.batch // (-(-batch // int(config["groups"]) // 8) * 8))}
+        return {**config, "groups": -(-task.workload.batch // (-(-batch // WideKnobs(config).groups // 8) * 8))}
 
     def expected(self, task: Task) -> float:
-        config = self.default(task)
-        return estimate(task, plan_of(task, config)) - gained(task, config)
+        plan = self.plan(task, self.default(task))
+        return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
     def since(self, task: Task) -> str:
         """Weights are streamed since then. Of few rows `persistent` does that, too, and records know it: these two have
         not been measured beside each other."""
-        streams = task.workload.batch > FEW_ROWS and _large(task) and int(self.default(task)["streamed"])
+        streams = task.workload.batch > FEW_ROWS and _large(task) and WideKnobs(self.default(task)).streamed
         return "2026-11-25T15:00:00Z" if streams else ""
 
     def candidates(self, task: Task) -> Iterator[Config]:
@@ -195,53 +185,52 @@ class PersistentWide(Schedule):
                 tried: Config = {**cut, "registers": registers, **rest, **({"streamed": percent} if percent else {})}
                 reason = self.check(task, tried)
                 if reason is None and percent:
-                    plan = plan_of(task, tried)
+                    plan = self.plan(task, tried)
                     reason = "few stages" if plan.stages < min(BUSY, plan.chunks) else None
                 if reason is None:
-                    found.append({**tried, "lasting": _lasting(task, plan_of(task, tried))} if percent else tried)
+                    found.append({**tried, "lasting": _lasting(task, self.plan(task, tried))} if percent else tried)
                 elif "shared memory" not in reason and "stages" not in reason:
                     break  # more that is streamed only helps where room is what is missing
                 if len(found) == TRIED:
                     break
             if found:
-                return min(found, key=lambda c: estimate(task, plan_of(task, c))) if found[1:] else found[0]
+                return min(found, key=lambda c: estimate(task, self.plan(task, c))) if found[1:] else found[0]
             if reason is None or not (reason.startswith("about") or " in registers and " in reason):
                 return None  # fewer in registers only help where these are what is missing
         return None
 
-    def features(self, task: Task, config: Config) -> dict[str, float]:
-        plan, rates = plan_of(task, config), gpu_rates(task.device)
+    def features(self, task: Task, plan: WidePlan) -> dict[str, float]:
+        rates = gpu_rates(task.device)
         return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
                 "waste": plan.own_tiles * plan.sharers * 64 / (plan.gates * plan.units), "copied": plan.copied_bytes,
                 "handed": plan.handed_bytes,
                 "products": product_cycles(plan, rates), "items": plan.share.items, "stages": plan.stages,
                 "resident": plan.stages / plan.chunks, "streamed": plan.streamed_bytes,
                 "registers": plan.registers, "shared": plan.shared,
-                "recurrence": recurrence(plan, rates), "estimate": estimate(task, plan) - gained(task, config)}
+                "recurrence": recurrence(plan, rates),
+                "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted)}
 
-    def stages(self, task: Task, config: Config) -> dict[str, float]:
-        return parts_of(task, plan_of(task, config))
+    def stages(self, task: Task, plan: WidePlan) -> dict[str, float]:
+        return parts_of(task, plan)
 
-    def cut(self, task: Task, config: Config) -> Cut:
-        plan = plan_of(task, config)
+    def cut(self, task: Task, plan: WidePlan) -> Cut:
         held = {"registers": plan.rings * plan.kept * plan.weight_bytes,
                 "shared memory": plan.rings * plan.resident * plan.weight_bytes,
                 "L2 and memory, read every step": plan.streamed_bytes}
         return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "L2", held, parts=plan.parts)
 
-    def recurrence(self, task: Task, config: Config) -> Component:
-        return _recurrence(task, plan_of(task, config), hoisted_of(task, config), str(config["math"]))(NOTHING)
+    def recurrence(self, task: Task, plan: WidePlan) -> Component:
+        return _recurrence(task, plan, hoisted_of(task, plan.knobs.hoisted))(NOTHING)
 
-    def together(self, task: Task, config: Config) -> int:
-        plan = plan_of(task, config)
+    def together(self, task: Task, plan: WidePlan) -> int:
         return together(task.traversal, plan.groups, plan.rows)
 
-    def program(self, task: Task, config: Config) -> Program:
-        plan, layout = plan_of(task, config), hoisted_of(task, config)
+    def program(self, task: Task, plan: WidePlan) -> Program:
+        layout = hoisted_of(task, plan.knobs.hoisted)
         if task.traversal.backward:
-            return assemble_recurrence(task, self.recurrence(task, config), layout, self.together(task, config))
-        return assemble(task, _recurrence(task, plan, layout, str(config["math"])), layout,
-                        together=self.together(task, config))
+            return assemble_recurrence(task, self.recurrence(task, plan), layout, self.together(task, plan))
+        return assemble(task, _recurrence(task, plan, layout), layout,
+                        together=self.together(task, plan))
 
 
 def _lasting(task: Task, plan: WidePlan) -> int:
@@ -259,9 +248,10 @@ def _large(task: Task) -> bool:
     return not task.traversal.backward and weights > LARGE * task.device.cores
 
 
-def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Callable[[Stored], Component]:
+def _recurrence(task: Task, plan: WidePlan, layout: Hoisted) -> Callable[[Stored], Component]:
     """What makes one that stores the states of these names after each step."""
-    packing, handed = packing_of(task, plan), Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
+    math, packing = plan.knobs.math, packing_of(task, plan)
+    handed = Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
     buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
                Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
                Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * SPACING))]

@@ -30,7 +30,7 @@ from ecornn.schedules.persistent_wide.gates import Gates
 from ecornn.schedules.persistent_wide.plan import REGISTERS, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.products import Products
 from ecornn.schedules.persistent_wide.stream import stream
-from ecornn.schedules.sequence_kernel import SequenceKernel
+from ecornn.schedules.sequence_kernel import SequenceKernel, written_by
 from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
@@ -52,8 +52,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
             a[name] = T.arg(name, T.buffer((big,), dtype))
         for name in ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else [])):
             a[name] = T.arg(name, T.buffer((big,), "uint32"))
-        made = "outputs" if task.traversal.backward else "y"
-        a[made] = T.arg(made, T.buffer((big,), dtype))
+        a |= {made: T.arg(made, T.buffer((big,), dtype)) for made in written_by(task)}
         a |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)

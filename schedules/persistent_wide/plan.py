@@ -8,9 +8,10 @@ from typing import Any
 
 from ecornn.analysis.liveness import late_operands
 from ecornn.program import Packing
-from ecornn.schedules.base import Config, Task
-from ecornn.schedules.hoisted import hoisted_of
+from ecornn.schedules.base import Knobs, Task, knob
+from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
 from ecornn.schedules.scalars.gate_threads import Share
+from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 TEAM = 128  # threads of a warpgroup
 DEPTH = 64  # values of K of a chunk: 128 bytes
@@ -25,6 +26,27 @@ MORE_SPARE = 8  # where weights are streamed
 OUTPUTS = 5  # registers of an item for where an adjoint's outputs go; with one ring, these are made anew
 REGISTERS = {2: (40, 232), 3: (24, 160)}  # of a copying and a multiplying thread, by multiplying warpgroups
 HELD_SLOTS = 2  # for streamed weights, of chunks that are multiplied, while others are on their way
+
+
+class WideKnobs(Knobs):
+    """The knobs of ``persistent_wide``."""
+
+    groups: int = knob("more: fewer batch rows for each, whose blocks hold more of the weights")
+    units: int = knob("more units a block: fewer blocks that read the state, more weights for each")
+    parts: int = knob("more: blocks that share K, so that each reads less of the state; sums travel between them",
+                      before=1)
+    row_teams: int = knob("2 or 3 warpgroups that each have rows of their own, and a copy of the state for all; 1: two "
+                          "that share K, which small blocks need", before=1)
+    registers: int = knob("percent of weights in registers, which products need not read; the rest leaves less room "
+                          "for state")
+    streamed: int = knob("percent of weights that are read from L2 or memory in every step: what registers and shared "
+                         "memory have no room for", before=0, absent=0)
+    ahead: int = knob("KB of streamed weights that a block has on their way; more: less room for those that stay",
+                      before=32, absent=0)
+    lasting: int = knob("percent of streamed weights that L2 is asked to keep, where it has no room for all; 100: it "
+                        "is asked nothing", before=100, absent=100)
+    hoisted: str = hoisted_knob()
+    math: str = knob(MATH_TRADES)
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,7 @@ class WidePlan:
     kept: int
     stages: int
     values: int
+    knobs: WideKnobs
     streamed: int = 0
     lasting: int = 0
     ahead: int = 0
@@ -259,30 +282,30 @@ def unit_step(task: Task) -> int:
     return max(2, 8 // gcd(len(task.graph.phases[0].products), 8))
 
 
-def plan_of(task: Task, config: Config) -> WidePlan:
+def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
     (phase,) = graph.phases
     gates, operands = len(phase.products), len(phase.operands)
-    groups, units = int(config["groups"]), int(config["units"])
-    parts, row_teams = int(config["parts"]), int(config["row_teams"])
+    groups, units = knobs.groups, knobs.units
+    parts, row_teams = knobs.parts, knobs.row_teams
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
     chunks = -(-operands * -(-w.hidden // DEPTH) // (rings * parts))
     masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(graph.states))
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
     if task.traversal.backward:  # what is exchanged is not kept, but for rows that take no part
         states = set(graph.states.values()) - (set() if task.traversal.lengths else set(phase.operands))
-        values = len(states) + hoisted_of(task, config).words() + masks + 2 + (operands if masks else 0)
+        values = len(states) + hoisted_of(task, knobs.hoisted).words() + masks + 2 + (operands if masks else 0)
         values += OUTPUTS if rings > 1 else 0
     if late_operands(graph):  # the next step's inputs, too
-        values += hoisted_of(task, config).words()
-    streamed = -(-chunks * int(config.get("streamed", 0)) // 100)
+        values += hoisted_of(task, knobs.hoisted).words()
+    streamed = -(-chunks * knobs.streamed // 100)
     plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=-(-w.hidden // units),
                 parts=parts, units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
-                teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * int(config["registers"]) // 100),
-                stages=1, values=values, streamed=streamed,
-                lasting=streamed * int(config.get("lasting", 100)) // 100,
-                ahead=int(config.get("ahead", 0)) << 10)
+                teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * knobs.registers // 100),
+                stages=1, values=values, knobs=knobs, streamed=streamed,
+                lasting=streamed * knobs.lasting // 100,
+                ahead=knobs.ahead << 10)
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 

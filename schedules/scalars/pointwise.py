@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable
 
 from ecornn.analysis import Assign, StepGraph, Vector
 from ecornn.analysis.operators import key_of
-from ecornn.analysis.scalar import children, is_leaf, transform
+from ecornn.analysis.scalar import children, is_constant, is_leaf, transform
+from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.approximate import FUNCTIONS
 from ecornn.schedules.cuda.isa.functions import call
@@ -17,6 +18,11 @@ MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2, lg2 and rcp of the special func
 
 # approx would be most of the error that float16 may have
 MATH_FOR = {"float32": MATH[:1], "float16": MATH[:2], "bfloat16": MATH}
+
+
+def math_choices(task: Task) -> tuple[str, ...]:
+    """The values of a knob ``math``: an adjoint's scalars are exact."""
+    return MATH_FOR["float32" if task.traversal.backward else task.workload.dtype]
 
 
 def emit(assigns: Iterable[Assign], env: dict[Var, Expr], math: str = "exact") -> dict[Var, Expr]:
@@ -39,8 +45,12 @@ def _value(value: Expr, env: dict[Var, Expr], table: dict[str, tuple[str, str]])
             name, source = table[key_of(e)]
             inner = [T.let("inner", transform(part, visit)) for part in children(e)]
             return call(name, source, *inner, returns="float32")
-        if type(e).__name__ == "Cast" and str(e.value.ty) == "bool":  # TVM does not lower a product of one with a value
+        # TVM works out between which values a variable lies, and fails at products of one that is a Cast of a
+        # condition, or a Select of two values of which it knows neither.
+        if type(e).__name__ == "Cast" and str(e.value.ty) == "bool":
             return T.Select(transform(e.value, visit), T.float32(1), T.float32(0))
+        if type(e).__name__ == "Select" and not (is_constant(e.true_value) or is_constant(e.false_value)):
+            return T.if_then_else(*(transform(part, visit) for part in children(e)))
         return None
 
     return transform(value, visit)

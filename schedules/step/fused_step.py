@@ -19,12 +19,12 @@ from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import PrimFunc, T
-from ecornn.schedules.hoisted import in_float32
+from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
-from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.step.loop import loop
-from ecornn.schedules.step.product import BlockProduct, Tile, tile_of, weights_buffer
+from ecornn.schedules.step.product import BlockProduct, Tile, weights_buffer
 from ecornn.schedules.step.projection import project_plainly
 from ecornn.schedules.step.scalars import (
     Layout,
@@ -40,7 +40,7 @@ REGISTERS = 40  # of a thread, beside accumulators: addresses, tiles on their wa
 CHAINED, TILE_BARRIER, WEIGHT, PRODUCT = 2.1, 89.0, 0.2, 0.01
 
 
-class FusedStep(Schedule):
+class FusedStep(Schedule[Tile]):
     """Serves everything that a CUDA GPU of compute capability 8.0 or later can run."""
 
     name = "fused_step"
@@ -50,7 +50,7 @@ class FusedStep(Schedule):
     heads = True
 
     def refuses(self, task: Task) -> str | None:
-        if task.device.capability < 80:
+        if not task.device.can.tensor_cores:
             return "needs compute capability 8.0"
         if task.traversal.backward:
             if most_heads(task.graph) > 1:
@@ -63,17 +63,14 @@ class FusedStep(Schedule):
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
-        return (
-            Knob("units", (8, 16, 32), "fewer units a block: more blocks; more: fewer reads of the operands"),
-            Knob("thread_rows", (1, 2, 4, 8), "more batch rows a thread: fewer reads of weights, more registers"),
-            Knob("groups", (1, 2, 4, 8), "more thread groups over the batch: fewer reads of weights, fewer blocks"),
-            Knob("split", (1, 2, 4, 8, 16), "more parts of K: shorter chains of sums, more partial sums to add"),
-            Knob("depth", (16, 32, 64), "deeper tiles: fewer barriers, more shared memory"),
-            Knob("math", MATH_FOR["float32" if task.traversal.backward else task.workload.dtype], MATH_TRADES),
-        )
+        return Tile.offered({"units": (8, 16, 32), "thread_rows": (1, 2, 4, 8), "groups": (1, 2, 4, 8),
+                             "split": (1, 2, 4, 8, 16), "depth": (16, 32, 64), "math": math_choices(task)})
+
+    def plan(self, task: Task, config: Config) -> Tile:
+        return Tile(config)
 
     def check(self, task: Task, config: Config) -> str | None:
-        task, tile = plain(task), tile_of(config)
+        task, tile = plain(task), self.plan(task, config)
         if not 32 <= tile.threads <= 1024 or tile.threads % 32:
             return f"{tile.threads} threads a block"
         if tile.depth % tile.split:
@@ -117,8 +114,8 @@ class FusedStep(Schedule):
                 return config
         return None
 
-    def features(self, task: Task, config: Config) -> dict[str, float]:
-        task, tile = plain(task), tile_of(config)
+    def features(self, task: Task, plan: Tile) -> dict[str, float]:
+        task, tile = plain(task), plan
         w = task.workload
         columns, rows = -(-w.hidden // tile.units), -(-w.batch // tile.rows)
         weights, shared = multiplied(task.graph, w.hidden), _shared(task, tile)
@@ -129,31 +126,31 @@ class FusedStep(Schedule):
             "barriers": 2.0 * _turns(task, tile), "shared": shared,
             "chain": w.hidden // most_heads(task.graph) / tile.split, "estimate": estimate(task, tile)}
 
-    def recurrence(self, task: Task, config: Config) -> Component:
+    def recurrence(self, task: Task, plan: Tile) -> Component:
         task = plain(task)
-        begin, steps = _parts(task, config, recurrence_buffers(task, in_float32(task)))
+        begin, steps = _parts(task, plan, recurrence_buffers(task, hoisted_of(task)))
         return joined(begin, steps(NOTHING))
 
-    def program(self, task: Task, config: Config) -> Program:
-        task, inputs = plain(task), in_float32(task)
+    def program(self, task: Task, plan: Tile) -> Program:
+        task, inputs = plain(task), hoisted_of(task)
         if task.traversal.backward:
-            return assemble_recurrence(task, self.recurrence(task, config), inputs)
-        begin, steps = _parts(task, config, shared_buffers(task, inputs))
-        projection = project_plainly(task, tile_of(config), _layout(task, tile_of(config)), inputs)
+            return assemble_recurrence(task, self.recurrence(task, plan), inputs)
+        begin, steps = _parts(task, plan, shared_buffers(task, inputs))
+        projection = project_plainly(task, plan, _layout(task, plan), inputs)
         if late_operands(task.graph):  # which the beginning reads
             return assemble(task, lambda kept: joined(begin, steps(kept)), inputs, projection)
         return assemble(task, steps, inputs, joined(begin, projection))
 
 
-def _parts(task: Task, config: Config, around: list[Buffer]) -> tuple[Component, Callable[[Stored], Component]]:
+def _parts(task: Task, tile: Tile, around: list[Buffer]) -> tuple[Component, Callable[[Stored], Component]]:
     """The states of the call into workspaces; and all steps, by what they store. ``around``: buffers of others that
     these use."""
-    tile, math, hidden = tile_of(config), str(config["math"]), task.workload.hidden
+    math, hidden = tile.math, task.workload.hidden
     layout = _layout(task, tile)
     own = [*workspaces(task, layout),
            *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, columns_of(phase, hidden))
              for p, phase in enumerate(task.graph.phases) if phase.products)]
-    buffers, inputs = [*around, *own], in_float32(task)
+    buffers, inputs = [*around, *own], hoisted_of(task)
     begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
                       calls=tuple(begin_calls(task, layout, own)))
 

@@ -17,12 +17,20 @@ from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joine
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.projection import no_projection
-from ecornn.schedules.hoisted import Hoisted, gained, hoisted_knob, hoisted_of, preferred
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
-from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.step.loop import loop
-from ecornn.schedules.step.mma_product import PAIR, TensorProduct, TilePlan, plan_of, unit_step, weights_buffer
+from ecornn.schedules.step.mma_product import (
+    PAIR,
+    TensorProduct,
+    TileKnobs,
+    TilePlan,
+    plan_of,
+    unit_step,
+    weights_buffer,
+)
 from ecornn.schedules.step.scalars import (
     Layout,
     StepScalars,
@@ -38,7 +46,7 @@ SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
 ITEM = 60  # cycles of the scalars of an item
 
 
-class LayoutTransform(Schedule):
+class LayoutTransform(Schedule[TilePlan]):
     """Serves every cell with a recurrent product."""
 
     name = "layout_transform"
@@ -69,25 +77,19 @@ class LayoutTransform(Schedule):
                       if u == step or (u * gates <= MOST_ROWS and u < 2 * w.hidden))
         rows = {-(-w.batch // (8 * n)) * 8 for n in (1, 2, 3, 4, 6, 8)}
         rows = {r for r in rows if r <= 256} | {r for r in (64, 128, 256) if r < w.batch}
-        return (
-            Knob("units", units, "fewer units a block: more blocks; more: fewer reads of the state"),
-            Knob("rows", tuple(sorted(rows)), "fewer batch rows a block: more blocks; more: fewer reads of weights"),
-            Knob("row_warps", (1, 2, 4, 8), "more warps over weight rows: fewer registers each, state read by each"),
-            Knob("batch_warps", (1, 2, 4), "more warps over the batch: fewer registers each, weights read by each"),
-            Knob("split", (1, 2, 4, 8), "more warps over K: more loads under way, more partial sums to add"),
-            Knob("depth", (1, 2, 4), "deeper stages: fewer barriers, more shared memory and padding"),
-            Knob("stages", (2, 3, 4, 6), "more stages hide more latency, for shared memory"),
-            Knob("layout", ("hidden", "batch"),
-                 "hidden innermost: writers of new state fill sectors; batch inside blocks: readers do"),
-            hoisted_knob(task),
-            Knob("math", MATH_FOR["float32" if task.traversal.backward else w.dtype], MATH_TRADES),
-        )
+        return TileKnobs.offered({
+            "units": units, "rows": tuple(sorted(rows)), "row_warps": (1, 2, 4, 8), "batch_warps": (1, 2, 4),
+            "split": (1, 2, 4, 8), "depth": (1, 2, 4), "stages": (2, 3, 4, 6), "layout": ("hidden", "batch"),
+            "hoisted": hoisted_choices(task), "math": math_choices(task)})
+
+    def plan(self, task: Task, config: Config) -> TilePlan:
+        return plan_of(task, TileKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
         step = unit_step(task)
-        if int(config["units"]) % step:
-            return f"units={config['units']} is no multiple of {step}"
-        plan, device = plan_of(task, config), task.device
+        if (units := TileKnobs(config).units) % step:
+            return f"units={units} is no multiple of {step}"
+        plan, device = self.plan(task, config), task.device
         if plan.threads > 1024:
             return f"{plan.threads} threads a block"
         if plan.rows % (8 * plan.batch_warps):
@@ -104,15 +106,15 @@ class LayoutTransform(Schedule):
         return None
 
     def default(self, task: Task) -> Config:
-        best = min(self._candidates(task), key=lambda c: estimate(task, plan_of(task, c)), default=None)
+        best = min(self._candidates(task), key=lambda c: estimate(task, self.plan(task, c)), default=None)
         assert best is not None, "default() is for tasks that serves() accepts"
-        return {**best, "hoisted": preferred(task, estimate(task, plan_of(task, best)))}
+        return {**best, "hoisted": preferred(task, estimate(task, self.plan(task, best)))}
 
     def expected(self, task: Task) -> float:
         if not task.traversal.backward:
             return super().expected(task)
-        config = self.default(task)
-        return estimate(task, plan_of(task, config)) - gained(task, config)
+        plan = self.plan(task, self.default(task))
+        return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
     def _candidates(self, task: Task) -> Iterator[Config]:
         """Valid configurations, thinned out: the heuristic leaves the layout to the tuner, and the deepest stages,
@@ -122,8 +124,8 @@ class LayoutTransform(Schedule):
         knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
         return self.valid(task, knobs)
 
-    def features(self, task: Task, config: Config) -> dict[str, float]:
-        plan, w = plan_of(task, config), task.workload
+    def features(self, task: Task, plan: TilePlan) -> dict[str, float]:
+        w = task.workload
         phases = range(len(plan.gates))
         rows, width = -(-w.batch // plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
         blocks = plan.columns * rows
@@ -136,25 +138,24 @@ class LayoutTransform(Schedule):
             "waste": plan.columns * plan.units * rows * plan.rows * width / (w.hidden * w.batch * w.hidden),
             "turns": sum(plan.turns(p) for p in phases), "shared": max(plan.shared(p) for p in phases),
             "registers": max(plan.registers(p) for p in phases),
-            "estimate": estimate(task, plan) - gained(task, config)}
+            "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted)}
 
-    def recurrence(self, task: Task, config: Config) -> Component:
-        inputs = hoisted_of(task, config)
-        return self._recurrence(task, config, inputs, recurrence_buffers(task, inputs), NOTHING)
+    def recurrence(self, task: Task, plan: TilePlan) -> Component:
+        inputs = hoisted_of(task, plan.knobs.hoisted)
+        return self._recurrence(task, plan, inputs, recurrence_buffers(task, inputs), NOTHING)
 
-    def program(self, task: Task, config: Config) -> Program:
-        inputs = hoisted_of(task, config)
+    def program(self, task: Task, plan: TilePlan) -> Program:
+        inputs = hoisted_of(task, plan.knobs.hoisted)
         if task.traversal.backward:
-            return assemble_recurrence(task, self.recurrence(task, config), inputs)
+            return assemble_recurrence(task, self.recurrence(task, plan), inputs)
         around = shared_buffers(task, inputs)
-        return assemble(task, lambda kept: self._recurrence(task, config, inputs, around, kept), inputs)
+        return assemble(task, lambda kept: self._recurrence(task, plan, inputs, around, kept), inputs)
 
     @staticmethod
-    def _recurrence(task: Task, config: Config, inputs: Hoisted, around: list[Buffer],
+    def _recurrence(task: Task, plan: TilePlan, inputs: Hoisted, around: list[Buffer],
                     kept: Stored) -> Component:
         """The states of the call into workspaces, then all steps; ``around``: buffers of others that these use."""
-        plan, math = plan_of(task, config), str(config["math"])
-        layout = plan.layout(task.workload.batch, str(config["layout"]))
+        math, layout = plan.knobs.math, plan.layout(task.workload.batch, plan.knobs.layout)
         own = [*workspaces(task, layout),
                *(weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates)]
         buffers = [*around, *own]

@@ -17,22 +17,40 @@ from ecornn.analysis import Product
 from ecornn.analysis.heads import heads_of
 from ecornn.analysis.narrow import narrow_of
 from ecornn.program import PACKED, Buffer, Extent, Packing
-from ecornn.schedules.base import Config, Task
+from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
 from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.hoisted import hoisted_knob
+from ecornn.schedules.scalars.pointwise import MATH_TRADES
 from ecornn.schedules.step.scalars import Layout
 
 PAIR = 16  # words of a pair of k-tiles
 SPARE_REGISTERS = 44  # of a thread, beside accumulators and fragments: addresses, loops, gate math
 
 
+class TileKnobs(Knobs):
+    """The knobs of ``layout_transform``."""
+
+    units: int = knob("fewer units a block: more blocks; more: fewer reads of the state")
+    rows: int = knob("fewer batch rows a block: more blocks; more: fewer reads of weights")
+    row_warps: int = knob("more warps over weight rows: fewer registers each, state read by each")
+    batch_warps: int = knob("more warps over the batch: fewer registers each, weights read by each")
+    split: int = knob("more warps over K: more loads under way, more partial sums to add")
+    depth: int = knob("deeper stages: fewer barriers, more shared memory and padding")
+    stages: int = knob("more stages hide more latency, for shared memory")
+    layout: str = knob("hidden innermost: writers of new state fill sectors; batch inside blocks: readers do")
+    hoisted: str = hoisted_knob()
+    math: str = knob(MATH_TRADES)
+
+
 @dataclass(frozen=True)
 class TilePlan:
     """How a configuration cuts the products of a step."""
 
+    knobs: TileKnobs
     hidden: int
     dtype: str
     arithmetic: str  # of the products: dtype, or tf32
@@ -128,14 +146,14 @@ def unit_step(task: Task) -> int:
     return lcm(*(16 // gcd(len(p.products), 16) for p in task.graph.phases))
 
 
-def plan_of(task: Task, config: Config) -> TilePlan:
+def plan_of(task: Task, knobs: TileKnobs) -> TilePlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     phases = task.graph.phases
-    cut = {k: int(config[k]) for k in ("units", "rows", "row_warps", "batch_warps", "split", "depth", "stages")}
-    return TilePlan(hidden=task.workload.hidden, dtype=task.workload.dtype,
-                arithmetic=task.workload.arithmetic, **cut,
-                gates=tuple(len(p.products) for p in phases), operands=tuple(len(p.operands) for p in phases),
-                heads=tuple(heads_of(p) for p in phases), narrow=tuple(narrow_of(p) for p in phases))
+    return TilePlan(knobs=knobs, hidden=task.workload.hidden, dtype=task.workload.dtype,
+                    arithmetic=task.workload.arithmetic, units=knobs.units, rows=knobs.rows, row_warps=knobs.row_warps,
+                    batch_warps=knobs.batch_warps, split=knobs.split, depth=knobs.depth, stages=knobs.stages,
+                    gates=tuple(len(p.products) for p in phases), operands=tuple(len(p.operands) for p in phases),
+                    heads=tuple(heads_of(p) for p in phases), narrow=tuple(narrow_of(p) for p in phases))
 
 
 def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:

@@ -9,27 +9,27 @@ memory, where they are added in a fixed order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
-from ecornn.schedules.base import Config, Task
+from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 UNROLL = 4  # steps along K
 
 
-@dataclass(frozen=True)
-class Tile:
-    """The part of a product that one block computes, and how its threads share it."""
+class Tile(Knobs):
+    """The knobs of ``fused_step``: the part of a product that one block computes, and how its threads share it."""
 
-    units: int
-    thread_rows: int  # batch rows of a thread
-    groups: int  # of threads, over batch rows
-    split: int  # of threads, over K
-    depth: int  # K of a tile
+    units: int = knob("fewer units a block: more blocks; more: fewer reads of the operands")
+    thread_rows: int = knob("more batch rows a thread: fewer reads of weights, more registers")
+    groups: int = knob("more thread groups over the batch: fewer reads of weights, fewer blocks")
+    split: int = knob("more parts of K: shorter chains of sums, more partial sums to add")
+    depth: int = knob("deeper tiles: fewer barriers, more shared memory")
+    math: str = knob(MATH_TRADES)
 
     @property
     def rows(self) -> int:
@@ -54,11 +54,6 @@ class Tile:
         """Bytes of shared memory: tiles while multiplying, partial sums afterwards; ``operands`` of each head."""
         tiles = self.weight_floats(gates) + operands * self.rows * (self.depth + 1)
         return 4 * max(tiles, self.split * self.rows * gates * self.units, 4)
-
-
-def tile_of(config: Config) -> Tile:
-    """The tile of a configuration of ``fused_step``."""
-    return Tile(*(int(config[k]) for k in ("units", "thread_rows", "groups", "split", "depth")))
 
 
 def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:

@@ -29,7 +29,7 @@ from ecornn.analysis.liveness import (
 from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
-from ecornn.schedules.hoisted import Hoisted, in_float32
+from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.keeping import NOTHING, Spot, Stored, stored
 from ecornn.schedules.scalars.operands import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
@@ -147,7 +147,7 @@ class StepScalars:
     def __init__(self, task: Task, layout: Layout, arguments: dict[str, TirBuffer], math: str,
                  hoisted: Hoisted | None = None) -> None:
         self.task, self.graph, self.layout = task, task.graph, layout
-        self.arguments, self.math, self.inputs = arguments, math, hoisted or in_float32(task)
+        self.arguments, self.math, self.inputs = arguments, math, hoisted or hoisted_of(task)
         self.carried, self.statistics = carried(task.graph), statistics(task.graph)
         keeps = task.traversal.keep is not None and any(name.endswith("_kept") for name in arguments)
         self.kept = stored(task) if keeps else NOTHING

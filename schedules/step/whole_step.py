@@ -16,9 +16,9 @@ from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
 from ecornn.schedules.few_steps import others
 from ecornn.schedules.rates import gpu_rates
-from ecornn.schedules.scalars.pointwise import MATH_FOR, MATH_TRADES
+from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.step.operand_rows import whole_pieces
-from ecornn.schedules.step.whole_step_kernel import StepPlan, operand_of, plan_of, step_kernel
+from ecornn.schedules.step.whole_step_kernel import StepKnobs, StepPlan, operand_of, plan_of, step_kernel
 from ecornn.workload import FEW
 
 # Nanoseconds, of an H100's calls (benchmarks/results/h100_few_steps.txt): of a call beside its steps, and what a step
@@ -32,7 +32,7 @@ TURN, LOAD, ADDED = 40, 8, 2  # cycles of a warp beside products: of a turn, of 
 SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
 
 
-class WholeStep(Schedule):
+class WholeStep(Schedule[StepPlan]):
     """Serves cells with one exchange a step, whose operand is a state."""
 
     name = "whole_step"
@@ -44,7 +44,7 @@ class WholeStep(Schedule):
         graph, traversal = task.graph, task.traversal
         if task.workload.seq > FEW:
             return f"is for calls of {FEW} steps at most"
-        if task.device.capability < 80:
+        if not task.device.can.tensor_cores:
             return "needs compute capability 8.0"
         if graph.statistics or graph.hoisted_statistics:
             return f"cell {graph.cell!r} has sums over a batch row"
@@ -65,20 +65,15 @@ class WholeStep(Schedule):
         rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
         pieces = all(whole_pieces(n, w.dtype) for n in (w.hidden, w.input, task.own_input))
         clusters = tuple(n for n in (1, 2, 4, 8) if n == 1 or (pieces and task.device.clusters(n) > 0))
-        chained = (False, True) if task.device.capability >= 90 else (False,)
-        return (
-            Knob("units", units, "fewer units a block: more blocks; more: fewer reads of x and the state"),
-            Knob("rows", rows, "fewer batch rows a block: more blocks; more: fewer reads of weights"),
-            Knob("warps", (2, 4, 8, 16), "more warps that share K: more loads under way, more sums to add"),
-            Knob("ahead", (1, 2, 4, 8), "more loads ahead of a warp, for registers"),
-            Knob("cluster", clusters,
-                 "more blocks that read x and the state once for all: less from L2, a copy that is waited for"),
-            Knob("chained", chained, "a launch begins, and reads weights, before the one ahead of it has ended"),
-            Knob("math", MATH_FOR[w.dtype], MATH_TRADES),
-        )
+        chained = (False, True) if task.device.can.early_launches else (False,)
+        return StepKnobs.offered({"units": units, "rows": rows, "warps": (2, 4, 8, 16), "ahead": (1, 2, 4, 8),
+                                  "cluster": clusters, "chained": chained, "math": math_choices(task)})
+
+    def plan(self, task: Task, config: Config) -> StepPlan:
+        return plan_of(task, StepKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
-        plan = plan_of(task, config)
+        plan = self.plan(task, config)
         registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
         if plan.cluster > 1 and 2 * plan.rows > plan.threads:
             return f"{plan.threads} threads to copy {2 * plan.rows} rows"
@@ -87,14 +82,14 @@ class WholeStep(Schedule):
     def default(self, task: Task) -> Config:
         def order(config: Config) -> tuple[float, int, bool]:
             """Of blocks that are expected to take as long those with more warps were always faster, by 3 to 30%."""
-            return estimate(task, plan_of(task, config)), -int(config["warps"]), config["ahead"] == 1
+            return estimate(task, plan := self.plan(task, config)), -plan.knobs.warps, plan.knobs.ahead == 1
 
         best = min(self._candidates(task), key=order, default=None)
         assert best is not None, "default() is for tasks that serves() accepts"
         return best
 
     def expected(self, task: Task) -> float:
-        return max(LEAST, estimate(task, plan_of(task, self.default(task))) - HIDDEN) + CALL / task.workload.seq
+        return max(LEAST, estimate(task, self.plan(task, self.default(task))) - HIDDEN) + CALL / task.workload.seq
 
     def rank(self, task: Task) -> float:
         """What others expect of a step leaves out what a call takes beside its steps."""
@@ -106,8 +101,8 @@ class WholeStep(Schedule):
         knobs["math"] = ("exact",) if len(knobs["math"]) == 1 else ("fast",)
         return self.valid(task, knobs)
 
-    def features(self, task: Task, config: Config) -> dict[str, float]:
-        plan, w = plan_of(task, config), task.workload
+    def features(self, task: Task, plan: StepPlan) -> dict[str, float]:
+        w = task.workload
         blocks = plan.blocks(w.batch)
         return {
             "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
@@ -117,13 +112,13 @@ class WholeStep(Schedule):
             "shared": plan.shared, "registers": max(share.registers for share in plan.shares),
             "estimate": estimate(task, plan)}
 
-    def program(self, task: Task, config: Config) -> Program:
-        plan, w, graph = plan_of(task, config), task.workload, task.graph
+    def program(self, task: Task, plan: StepPlan) -> Program:
+        w, graph = task.workload, task.graph
         rows = Extent(w.batch * w.hidden)
         own = (Buffer("states", WORKSPACE, "float32", Extent(len(graph.states) * rows.fixed)),
                Buffer("state_before", WORKSPACE, w.dtype, rows), Buffer("state_after", WORKSPACE, w.dtype, rows),
                *plan.weights(task))
-        kernel = step_kernel(task, plan, [*shared_buffers(task, None), *own], str(config["math"]))
+        kernel = step_kernel(task, plan, [*shared_buffers(task, None), *own], plan.knobs.math)
         step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained,
                       cluster=plan.cluster)
         state = operand_of(task)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from ecornn.analysis import Product
 from ecornn.program import Buffer
-from ecornn.schedules.base import Config, Task
+from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
 from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.memory import prefetch_l1
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.outputs import leaves_of_rows
-from ecornn.schedules.scalars.pointwise import emit
+from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit
 from ecornn.schedules.step.operand_rows import (
     Operand,
     RowsInMemory,
@@ -28,10 +28,23 @@ from ecornn.schedules.step.scalars import Layout, StepScalars, declare
 from ecornn.schedules.step.warp_product import Share, WarpProduct, add_up, sums
 
 
+class StepKnobs(Knobs):
+    """The knobs of ``whole_step``."""
+
+    units: int = knob("fewer units a block: more blocks; more: fewer reads of x and the state")
+    rows: int = knob("fewer batch rows a block: more blocks; more: fewer reads of weights")
+    warps: int = knob("more warps that share K: more loads under way, more sums to add")
+    ahead: int = knob("more loads ahead of a warp, for registers")
+    cluster: int = knob("more blocks that read x and the state once for all: less from L2, a copy that is waited for")
+    chained: bool = knob("a launch begins, and reads weights, before the one ahead of it has ended")
+    math: str = knob(MATH_TRADES)
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """How a block is cut: ``shares`` of its warps multiply x, where the cell does, and the state."""
 
+    knobs: StepKnobs
     units: int
     rows: int
     columns: int  # blocks over the hidden units
@@ -84,10 +97,10 @@ def products_of(task: Task) -> tuple[tuple[Product, ...], ...]:
     return tuple(filter(None, (task.graph.hoisted_products, task.graph.phases[0].products)))
 
 
-def plan_of(task: Task, config: Config) -> StepPlan:
+def plan_of(task: Task, knobs: StepKnobs) -> StepPlan:
     """The plan of a configuration; it need not fit. Warps are shared out by how much each product reads."""
     w, products = task.workload, products_of(task)
-    units, rows, warps, ahead, cluster = (int(config[k]) for k in ("units", "rows", "warps", "ahead", "cluster"))
+    units, rows, warps, ahead, cluster = knobs.units, knobs.rows, knobs.warps, knobs.ahead, knobs.cluster
     widths = (task.own_input, w.hidden)[-len(products):]
     sizes = [width * (8 * rows + len(own) * units) for width, own in zip(widths, products, strict=True)]
     first = max(1, min(warps - 1, round(warps * sizes[0] / sum(sizes))))
@@ -95,7 +108,7 @@ def plan_of(task: Task, config: Config) -> StepPlan:
     shares = tuple(Share(w.dtype, w.arithmetic, units, rows, len(own), width, part, ahead, cluster > 1)
                    for own, width, part in zip(products, widths, parts, strict=True))
     columns = -(-w.hidden // (units * cluster)) * cluster
-    return StepPlan(units, rows, columns, bool(config["chained"]), cluster, shares)
+    return StepPlan(knobs, units, rows, columns, knobs.chained, cluster, shares)
 
 
 def operand_of(task: Task) -> str:

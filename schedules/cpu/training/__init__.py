@@ -9,8 +9,8 @@ from msgspec import structs
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
-from ecornn.schedules.base import Config, Task
-from ecornn.schedules.cpu.cost import best_tile, beyond_l2, gates_at_once, shape_of
+from ecornn.schedules.base import Task
+from ecornn.schedules.cpu.cost import best_tile, beyond_l2, gates_at_once
 from ecornn.schedules.cpu.sequence import sequence
 from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.stages import plan as plan_step
@@ -23,10 +23,10 @@ from ecornn.schedules.rates import cpu_rates
 CHUNK_ROWS = 256  # rows of the batch in a chunk of the backward pass, about
 
 
-def training_program(task: Task, config: Config) -> Program:
+def training_program(task: Task, shape: Shape) -> Program:
     """The program of a layer with the entries ``run``, ``forward`` and ``backward``."""
     assert task.traversal.keep is not None
-    plan, shape = plan_step(task.graph), shape_of(task, config)
+    plan = plan_step(task.graph)
     run = sequence(plan, shape, task.traversal)
     made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
     plans = backward_plans(made, kept(made, task.traversal.keep))
