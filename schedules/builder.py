@@ -66,8 +66,8 @@ class Builder:
         return self.named("shared", self._tvm.alloc_buffer((words,), "float32", scope="shared.dyn", align=align))
 
     def note(self, text: str) -> None:
-        """A comment in code for people (``--emit``), at a phase of a kernel or a role of its warps. It leaves nothing in
-        what is compiled (``without_notes``)."""
+        """A comment in code for people (``--emit``), at a phase of a kernel or a role of its warps. It leaves nothing
+        in what is compiled (``without_notes``)."""
         self._tvm.evaluate(self._tvm.call_extern("void", NOTE, text))
 
     @contextmanager

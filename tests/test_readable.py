@@ -85,7 +85,7 @@ def made(name: str) -> tuple[Task, Program]:
     kinds = {"persistent": lambda: cut(task, **change), "persistent_wide": lambda: config_of(**change)}
     config = kinds[schedule]() if schedule in kinds else found.default(task)
     assert found.check(task, config) is None
-    return task, found.program(task, config)
+    return task, found.program(task, found.plan(task, config))
 
 
 def trained(name: str) -> Program:
@@ -201,7 +201,8 @@ def test_a_fault_in_the_text_would_be_seen(tmp_path: Path):
     """Of a read text with another sign, so that the comparison above is one."""
     task, program = made("mma")
     w = task.workload
-    given = inputs(w.cell, (w.seq, w.batch, w.input, w.hidden), w.dtype, task.graph.parameters, tuple(task.graph.states))
+    sizes = w.seq, w.batch, w.input, w.hidden
+    given = inputs(w.cell, sizes, w.dtype, task.graph.parameters, tuple(task.graph.states))
     text = compilable(text_of("mma"))
     broken = re.sub(r"(float gate__2 = \S+) \+ ", r"\1 - ", text, count=1)
     assert broken != text

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[A-Za-z_]\w*|(?:\d|\.\d)(?:[eE][-+]|[\w.])*|<<|>>|<=|>=|==|!=|&&|\|\||->|[-+]=|\S')
+TOKEN = re.compile(
+    r'"(?:[^"\\]|\\.)*"|[A-Za-z_]\w*|(?:\d|\.\d)(?:[eE][-+]|[\w.])*|<<|>>|<=|>=|==|!=|&&|\|\||->|[-+]=|\S')
 _LEVELS = ("? :", "||", "&&", "|", "^", "&", "== !=", "< > <= >=", "<< >>", "+ -", "* / %")
 _LEVEL = {operator: level for level, operators in enumerate(_LEVELS, 1) for operator in operators.split()}
 _CHOICE, _TIGHT = 1, len(_LEVELS) + 1  # of an expression with ?: and of one without binary operators
 _ALONE = {"|", "^", "&", "<<", ">>", "/", "%"}  # operators that nobody knows the levels of
-_TYPE = re.compile(r"(?:const|unsigned|signed|void|bool|float\d?|double|half2?|nv_bfloat16\d*|u?int|u?char|u?short|long|"
-                   r"u?int\d+_t|\*)(?: (?:const|unsigned|int|long|char|short|\*))*")
+_TYPE = re.compile(r"(?:const|unsigned|signed|void|bool|float\d?|double|half2?|nv_bfloat16\d*|u?int|u?char|u?short|"
+                   r"long|u?int\d+_t|\*)(?: (?:const|unsigned|int|long|char|short|\*))*")
 _CLOSED = {"", "(", "[", ",", ";", "{", "=", "+=", "return", ")", "]"}  # what ends an expression
 
 

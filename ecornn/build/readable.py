@@ -44,7 +44,7 @@ def _decimal(match: re.Match[str]) -> str:
 
 
 def wrapped(line: str) -> Iterator[str]:
-    """``line`` in lines of ``WIDTH``, which end behind commas and before operators, where parentheses are least deep."""
+    """``line`` in lines of ``WIDTH`` that end behind commas and before operators, where parentheses are least deep."""
     indent = len(line) - len(line.lstrip())
     if len(line) <= WIDTH or line.lstrip().startswith(("#", "//")) or line.endswith("\\"):
         yield line

@@ -14,7 +14,6 @@ from ecornn.workload import SERIAL
 
 if TYPE_CHECKING:
     from ecornn.build.generated import Generated
-    from ecornn.compiler import LayerPlan
     from ecornn.layer_spec import LayerSpec
 
 EPILOG = """\b
