@@ -12,6 +12,7 @@ from cuda_on_cpu import Emulated
 from emulated import TINY, training_program
 from msgspec.structs import replace
 from test_backward_emulated import LIMITS, Step
+from test_cpu_weights import needs_vnni
 from tvm import te
 
 import ecornn
@@ -135,7 +136,8 @@ def test_what_is_exchanged_is_narrow():
 
 
 @pytest.mark.parametrize(("cell", "hidden", "weights", "limit"), [
-    (CELLS[1], 40, "int8", 3e-2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
+    pytest.param(CELLS[1], 40, "int8", 3e-2, marks=needs_vnni),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
         (CELLS[0], 40, None, 2e-6), (CELLS[2], 33, "int16", 2e-4), (LowRank(17), 70, None, 2e-6)))])
 def test_on_a_cpu(cell: Any, hidden: int, weights: str | None, limit: float):
     x, parameters, states = drawn(cell, hidden)
