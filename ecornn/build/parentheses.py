@@ -36,7 +36,7 @@ def clear(line: str) -> str:
     if line.lstrip().startswith(("#", "//", "extern")) or '"' in line:
         return line
     found = list(TOKEN.finditer(line))
-    words, gone, casts = [token[0] for token in found], set(), set()
+    words, gone, casts = [token[0] for token in found], set[int](), set[int]()
     pairs = [_Pair(-1)]
     for place, word in enumerate(words):
         if word in "([":

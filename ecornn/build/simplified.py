@@ -25,9 +25,11 @@ def _named(statement: Any, known: dict[Any, Any]) -> Any:
     import tvm_ffi
     from tvm import ir, tirx
 
+    structure: Any = tvm_ffi.StructuralKey  # whose annotations have one argument more than it takes
+
     def name(value: Any) -> Any:
         constant = isinstance(value, (tirx.IntImm, tirx.FloatImm, ir.StringImm))
-        return value if constant else known.get(tvm_ffi.StructuralKey(value), value)
+        return value if constant else known.get(structure(value), value)
 
     def with_names(part: Any) -> Any:
         return tvm_ffi.structural_map(part, (ir.Expr, name), order="pre") if known else part
@@ -36,7 +38,7 @@ def _named(statement: Any, known: dict[Any, Any]) -> Any:
         return tirx.SeqStmt([_named(one, known) for one in statement.seq])
     if not isinstance(statement, tirx.Bind):
         return _rebuilt(statement, with_names, lambda body: _named(body, dict(known)))
-    key = tvm_ffi.StructuralKey(statement.value)
+    key = structure(statement.value)
     if key in known and known[key].name.startswith(MADE) and not statement.var.name.startswith(MADE):
         del known[key]  # this name is better
     named = tirx.Bind(statement.var, with_names(statement.value))
