@@ -29,7 +29,7 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
 
     Parameters
     ----------
-    recurrence : makes one that stores what it is told of each step, with the buffers of one that stores nothing
+    recurrence : makes the recurrence that stores these values of each step; its buffers are those of one that stores nothing
     layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads; None: there is none,
         since the recurrence multiplies x itself
     projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
@@ -62,8 +62,8 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
 
 
 def shared_buffers(task: Task, layout: Hoisted | None) -> list[Buffer]:
-    """What any kernel of the program may use: the tensors of the call, ``vectors`` (V, H), float32, the cell's
-    parameter vectors, and ``hoisted``, where there is anything to keep there."""
+    """The buffers that any kernel of the program may use: the tensors of the call, ``vectors`` (V, H), float32, the
+    cell's parameter vectors, and ``hoisted``, if there is a ``layout`` and the step has hoisted outputs."""
     w, graph = task.workload, task.graph
     found = [*call_buffers(graph.states, task.traversal, w.dtype), vector_buffer(task)]
     return [*found, layout.buffer(w.batch)] if layout is not None and graph.hoisted_outputs else found
@@ -83,7 +83,7 @@ def call_buffers(states: Iterable[str], traversal: Traversal, dtype: str) -> lis
 
 def tensor_buffers(tensors: Iterable[str], traversal: Traversal, dtype: str, states: Iterable[str] = (),
                    parameters: Iterable[str] = ()) -> list[Buffer]:
-    """The buffers of ``tensors``, of those that are optional only what the traversal reads."""
+    """The buffers of ``tensors``; an optional tensor has one only if the traversal reads it."""
     found = []
     for tensor in tensors:
         kind = TENSORS[tensor]

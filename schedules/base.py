@@ -1,4 +1,4 @@
-"""What a schedule is: a template with declared knobs.
+"""A schedule: a template with declared knobs.
 
 A schedule says which workloads it serves, declares its knobs, checks a configuration's resources
 before anything is built, and turns a configuration into a :class:`~ecornn.program.Program`.
@@ -91,9 +91,9 @@ class After:
 
 @dataclass(frozen=True)
 class Task:
-    """What a schedule is asked for: one sequence, and how it sits in the layer around it. ``after``: a pass that
-    somebody else makes of what the sequence writes, if it is not y. ``row``: values from one row of an adjoint's
-    ``outputs`` to the next, where these are more than there are outputs."""
+    """The input of a schedule: one sequence, and how it sits in the layer around it. ``after``: a pass over all steps,
+    by others, of what the sequence writes, if that is not y. ``row``: values from one row of an adjoint's ``outputs``
+    to the next, which may be more than the outputs have; 0: as many."""
 
     workload: Workload
     graph: StepGraph
@@ -139,14 +139,14 @@ class Component:
 
 
 def joined(*components: Component) -> Component:
-    """One after the other."""
+    """The components one after the other."""
     return Component({name: function for one in components for name, function in one.functions.items()},
                      tuple(b for one in components for b in one.buffers),
                      tuple(call for one in components for call in one.calls))
 
 
 def beside(one: Component, other: Component) -> Component:
-    """Both at the same time; neither may write what the other one uses."""
+    """Both components at the same time; neither may write what the other one uses."""
     both = joined(one, other)
     return replace(both, calls=(Concurrent((one.calls, other.calls)),)) if one.calls and other.calls else both
 
@@ -215,7 +215,7 @@ class Schedule(ABC, Generic[Plan]):
         """The configuration of the declared heuristic, used where no record applies."""
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """What a configuration that was found for another ``batch`` becomes for the task; it need not fit."""
+        """The configuration for the task that comes of one which was found for another ``batch``; it need not fit."""
         return config
 
     def expected(self, task: Task) -> float:
@@ -223,25 +223,26 @@ class Schedule(ABC, Generic[Plan]):
         return math.inf
 
     def since(self, task: Task) -> str:
-        """When it came to serve the task, as records have times: those before it say nothing of it."""
+        """The time from which the schedule serves the task, as records have times: records from before it say nothing
+        of it."""
         return ""
 
     def rank(self, task: Task) -> float:
-        """By which it competes without a record: the least is preferred."""
+        """The number by which the schedule competes where there is no record: the least is preferred."""
         return self.expected(task) * (self.doubt if task.traversal.backward else 1.0)
 
     def beside(self, task: Task) -> float:
-        """Nanoseconds of a sequence that records have in what a step takes, and :meth:`rank` has not."""
+        """Fixed cost of a call, in ns, that recorded step times include and :meth:`rank` does not."""
         return 0.0
 
     @abstractmethod
     def features(self, task: Task, plan: Plan) -> dict[str, float]:
-        """What the cost model sees besides the knobs: bytes, products, occupancy, exchanges; and as ``estimate``, where
-        somebody can say, nanoseconds of a step, which it starts from."""
+        """The inputs of the cost model besides the knobs: bytes, products, occupancy, exchanges; and as ``estimate``,
+        if the schedule has one, nanoseconds of a step, from which the model starts."""
 
     def stages(self, task: Task, plan: Plan) -> dict[str, float]:
-        """What the estimate of a step is made of, by name, nanoseconds; empty where there is none. What runs beside the
-        recurrence is not in it."""
+        """The parts of the estimate of a step: name -> nanoseconds; empty if there is no estimate. They leave out what
+        runs beside the recurrence."""
         return {}
 
     def cut(self, task: Task, plan: Plan) -> Cut | None:
@@ -267,7 +268,7 @@ class Schedule(ABC, Generic[Plan]):
         raise NotImplementedError(f"{self.name} does not carry out adjoints")
 
     def together(self, task: Task, plan: Plan) -> int:
-        """As of a :class:`~ecornn.program.Program`."""
+        """:attr:`Program.together <ecornn.program.Program>` of the program."""
         return 1
 
 

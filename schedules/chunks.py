@@ -68,7 +68,7 @@ def _workspaces(buffers: Iterable[Buffer]) -> list[Buffer]:
 
 
 def may_be_cut(task: Task) -> bool:
-    """Whether the sequence is long enough for chunks, and rows may be cut at any step."""
+    """True if the sequence is long enough for chunks and its rows may be cut at any step."""
     return task.workload.seq >= SHORTEST and not task.traversal.sequences
 
 

@@ -13,13 +13,14 @@ OTHERS = 18_000  # nanoseconds of an H100's calls (benchmarks/results/h100_few_s
 
 
 def short(task: Task) -> bool:
-    """Whether the task's calls are expected to be of so few steps. Modules serve any number: this is about time."""
+    """True if the task's calls are expected to have at most ``SHORT`` steps. Modules serve any number: this is about
+    time."""
     return task.workload.seq <= SHORT
 
 
 def others(task: Task) -> float:
-    """Nanoseconds that a call takes beside its steps, of schedules with several launches, which read all weights before
-    their first step; of a layer with one exchange."""
+    """Nanoseconds that a call takes beside its steps, with a schedule that has several launches and reads all weights
+    before its first step; of a layer with one exchange."""
     w, rates = task.workload, gpu_rates(task.device)
     (phase,) = task.graph.phases
     weights = w.hidden * w.itemsize * (len(task.graph.hoisted_products) * task.own_input

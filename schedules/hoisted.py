@@ -32,7 +32,7 @@ WORTH_NORMALIZED = 0.02
 
 @dataclass(frozen=True)
 class Piece:
-    """What one instruction loads, stores or copies of some neighbouring units.
+    """The part of some neighbouring units' values that one instruction loads, stores or copies.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Hoisted:
 
     @property
     def packed(self) -> bool:
-        """Whether values are of 16 bits."""
+        """True if values have 16 bits."""
         return self.dtype != "float32"
 
     @property
@@ -81,7 +81,7 @@ class Hoisted:
         return 2 if self.packed and self.outputs % WIDEST == 0 else 4
 
     def pieces(self, units: int = 1) -> tuple[Piece, ...]:
-        """Of 1, 2 or 4 neighbouring units, of which the first is a multiple of as many."""
+        """The pieces of ``units`` (1, 2 or 4) neighbouring units, the first of which is a multiple of ``units``."""
         found, base = [], 0
         for n in self.planes:
             words = -(-n * units // 2) if self.packed else units
@@ -98,7 +98,7 @@ class Hoisted:
         return T.local(name, (*shape, max(1, self.words(units))), "uint32" if self.packed else "float32")
 
     def buffer(self, batch: int) -> Buffer:
-        """The workspace."""
+        """The workspace ``hoisted``."""
         return Buffer("hoisted", WORKSPACE, self.dtype, Extent(0, batch * self.row))
 
     def laid(self, values: NDArray[Any]) -> NDArray[Any]:
@@ -125,7 +125,7 @@ class Hoisted:
         return [into[k] for k in range(done)]
 
     def order(self, units: int = 1) -> list[list[tuple[int, bool]]]:
-        """For each unit and output its register, and whether it is the upper half of it."""
+        """The register of each output of each unit, and whether it is in the upper half of it."""
         found: list[list[tuple[int, bool]]] = [[] for _ in range(units)]
         first, per = 0, 2 if self.packed else 1
         for n in self.planes:
@@ -135,7 +135,7 @@ class Hoisted:
         return found
 
     def values(self, loaded: Sequence[Expr], units: int = 1) -> list[list[Expr]]:
-        """For each unit its values, in float32."""
+        """The values of each unit, in float32."""
         return [[unpack_half(loaded[k], upper, self.dtype) if self.packed else loaded[k] for k, upper in own]
                 for own in self.order(units)]
 
@@ -169,7 +169,7 @@ def hoisted_knob() -> Any:
 
 
 def hoisted_choices(task: Task) -> tuple[str, ...]:
-    """The values of that knob."""
+    """The values of the knob ``hoisted`` for a task."""
     choice = task.workload.dtype != "float32" and task.graph.hoisted_outputs
     return ("float32", "same") if choice else ("float32",)
 
@@ -186,7 +186,7 @@ def saved(task: Task) -> float:
 
 
 def gained(task: Task, kind: str) -> float:
-    """What a value of that knob gains of it."""
+    """Nanoseconds of a step that the value ``kind`` of the knob ``hoisted`` is expected to save."""
     return saved(task) if kind == "same" else 0.0
 
 

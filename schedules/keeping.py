@@ -25,8 +25,8 @@ VALUES = "values_kept"
 
 @dataclass(frozen=True)
 class Spot:
-    """Where something goes that is kept: rows of ``buffer`` have ``count`` times H values, of which these are the ones
-    of this ``number``."""
+    """The place of a kept value: a row of ``buffer`` has ``count`` times H values, and this value has the H of its
+    ``number``."""
 
     buffer: str
     number: int = 0
@@ -40,9 +40,9 @@ class Spot:
 
 @dataclass(frozen=True)
 class Stored:
-    """What kernels of a GPU store of each step besides y: states of these names, and values of the step, of which the
-    first ones lie ``together`` in rows of ``values_kept`` (T, B, V, H), each of which may become one of what backward's
-    recurrence writes."""
+    """The values that kernels of a GPU store of each step besides y: states, by name, and values of the step. The first
+    ``together`` of the values lie in rows of ``values_kept`` (T, B, V, H), where backward's recurrence may write as
+    many outputs over them."""
 
     states: tuple[str, ...] = ()
     values: tuple[Var, ...] = ()
@@ -52,7 +52,8 @@ class Stored:
         return bool(self.states or self.values)
 
     def buffers(self, batch: int, hidden: int, dtype: str) -> list[Buffer]:
-        """Where they go: :func:`kept_buffers` and :func:`value_buffers`, but for values that lie ``together``."""
+        """The buffers of these: :func:`kept_buffers` and :func:`value_buffers`, but one buffer for values that lie
+        ``together``."""
         row = batch * self.together * hidden
         values = structs.replace(Buffer.of(VALUES, dtype, "0"), name=VALUES, extent=Extent(0, row))
         return [*kept_buffers(self.states, batch, hidden, dtype), *[values] * bool(self.together),
@@ -65,12 +66,12 @@ class Stored:
         return {name: T.arg(name, T.buffer((T.int64(1 << 40),), dtype)) for name in names}
 
     def found(self, after: Mapping[str, Value], env: Mapping[Var, Value]) -> dict[Spot, Value]:
-        """Each of them by where it goes, from the states after a step and its values."""
+        """The values to store by their spot, from the states after a step and the step's values."""
         return {**{Spot(f"{s}_kept"): after[s] for s in self.states},
                 **{self.spot(n): env[v] for n, v in enumerate(self.values)}}
 
     def spot(self, number: int) -> Spot:
-        """Where the value of this number goes."""
+        """The spot of the value of this number."""
         return spot(number, self.together)
 
 
@@ -78,12 +79,12 @@ NOTHING = Stored()
 
 
 def spot(number: int, several: int) -> Spot:
-    """Where the value of this number goes, if the first ``several`` lie together."""
+    """The spot of the value of this number, if the first ``several`` values lie together."""
     return Spot(VALUES, number, several) if number < several else Spot(f"value{number}_kept")
 
 
 def stored(task: Task) -> Stored:
-    """What the kernels of ``forward`` store, of a task that trains."""
+    """The values that the kernels of ``forward`` store, of a task that trains."""
     keep, graph = task.traversal.keep, task.graph
     assert keep is not None
     made = adjoint(graph, task.workload.hidden, starts_anew=task.traversal.resets)
@@ -93,8 +94,8 @@ def stored(task: Task) -> Stored:
 
 
 def usual_keep(task: Task, count: int) -> str:
-    """What is kept of a layer of ``count`` sequences, of which one is a task that trains: what makes backward faster,
-    unless that is large at the expected T."""
+    """The default of ``keep`` for a layer of ``count`` sequences, of which one is the task, which trains: ``gates``,
+    which makes backward faster, unless they take more than ``MOST`` bytes at the expected T."""
     work = task.workload
     made = adjoint(task.graph, work.hidden, starts_anew=task.traversal.resets)
     size = count * kept(made, "gates").units * work.itemsize * work.seq * work.batch * work.hidden
@@ -102,18 +103,18 @@ def usual_keep(task: Task, count: int) -> str:
 
 
 def kept_buffers(states: Iterable[str], batch: int, hidden: int, dtype: str) -> list[Buffer]:
-    """Where they are, ``<state>_kept`` (T, B, H) of the layer's type: at a step's place in x's time, zero where a row
-    takes no part."""
+    """The buffers of kept states, ``<state>_kept`` (T, B, H) of the layer's type: at a step's place in x's time, zero
+    where a row takes no part."""
     return [structs.replace(Buffer.of("state_kept", dtype, name), extent=Extent(0, batch * hidden)) for name in states]
 
 
 def value_buffers(count: int, batch: int, hidden: int, dtype: str) -> list[Buffer]:
-    """Where values other than states are, ``value<number>_kept``, in the same way."""
+    """The buffers of kept values other than states, ``value<number>_kept``, in the same way."""
     extent = Extent(0, batch * hidden)
     return [structs.replace(Buffer.of("value_kept", dtype, str(n)), name=f"value{n}_kept", extent=extent)
             for n in range(count)]
 
 
 def keeping(kernel: str, kept: Stored) -> str:
-    """The name of a kernel, another one where it stores any."""
+    """The name of a kernel; one that stores kept values has a name of its own."""
     return f"{kernel}_keeping" if kept else kernel

@@ -12,7 +12,8 @@ LINES = 16  # of a row, at least, for which others fill up the last one
 
 
 def written(adjoint: Adjoint) -> tuple[Var, ...]:
-    """What the recurrence writes of each step, ``outputs``: the graph's, and what is summed over steps besides."""
+    """The values that the recurrence writes of each step to ``outputs``: the graph's, and what is summed over steps
+    besides."""
     graph = adjoint.recurrence
     return tuple(dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums))))
 

@@ -1,4 +1,4 @@
-"""What estimates know of devices: how fast each is, in one table.
+"""The speed of each device, as estimates use it, in one table.
 
 A row is what was measured on a GPU or CPU, or fitted to trials on it. What belongs to the code of one kernel (cycles of
 its instructions, an order of its loops) is a constant beside that kernel's estimate. Estimates only order
@@ -107,7 +107,7 @@ class CPURates:
 
     @property
     def slow_l3(self) -> bool:
-        """Whether L3 gives a core far less than its L2 does."""
+        """True if L3 gives a core far less than its L2 does."""
         return self.unhidden_l3_vector > self.unhidden_vector
 
 

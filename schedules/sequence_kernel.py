@@ -1,4 +1,4 @@
-"""What the parts of a kernel of all steps have in common."""
+"""The data that the parts of a kernel of all steps share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SequenceKernel:
 
     @property
     def timeline(self) -> Timeline:
-        """Of its steps."""
+        """The timeline of its steps."""
         return Timeline(self.task.traversal, self.arguments, self.steps, self.batch)
 
 

@@ -1,4 +1,4 @@
-"""Where a step of a sequence is in time, and which batch rows take part in it: for CUDA kernels.
+"""The place of a sequence's step in time, and the batch rows that take part in it: for CUDA kernels.
 
 The loop counts t = 0 .. T-1; a reverse sequence is at step T-1-t of x and y then. A row that takes
 no part in a step keeps its state, and its y is zero. What a row computes there is thrown away by a
@@ -25,13 +25,13 @@ from ecornn.workload import Traversal, Workload
 
 
 def row_arguments(traversal: Traversal) -> dict[str, TirBuffer]:
-    """Kernel parameters for them."""
+    """Kernel parameters for the optional tensors that the traversal reads: ``lengths``, ``resets``, ``sequences``."""
     return {name: T.arg(name, T.buffer((T.int64(1 << 40),), kind.dtype)) for name, kind in TENSORS.items()
             if kind.optional and getattr(traversal, name)}
 
 
 def piece_arguments(traversal: Traversal) -> dict[str, TirBuffer]:
-    """The parameter of a kernel that works on sequences besides: what :func:`piece_buffers` says."""
+    """The parameter that a kernel with ``sequences`` has besides: the buffer of :func:`piece_buffers`."""
     return {"pieces": T.arg("pieces", T.buffer((T.int64(1 << 40),), "float32"))} if traversal.sequences else {}
 
 
@@ -52,8 +52,8 @@ def rows_mask(traversal: Traversal) -> str | None:
 
 
 def takes_part(mask: str, values: TirBuffer, row: Expr, batch: Expr, there: Expr | None = None) -> Expr:
-    """Whether a row of T*B, in x's time, does; ``mask``: what ``values`` are, of :func:`rows_mask`; ``there``: whether
-    there is such a row, where that is not sure."""
+    """True if a row of T*B, in x's time, takes part in its step. ``mask``: the tensor that ``values`` are of, as
+    :func:`rows_mask` names it; ``there``: true if there is such a row, where that is not sure."""
     place = row % batch if mask == "lengths" else row
     value = values[place if there is None else T.Select(there, place, 0)]
     return row // batch < value if mask == "lengths" else value >= 0
@@ -133,11 +133,11 @@ class Timeline:
         return self.steps - 1 - t if self.traversal.reverse else t
 
     def limit(self, row: Expr) -> Expr:
-        """Steps that a row takes part in."""
+        """The number of steps that a row takes part in."""
         return T.min(self.arguments["lengths"][row], self.steps) if self.traversal.lengths else self.steps
 
     def live(self, t: Expr, limit: Expr) -> Expr | None:
-        """Whether a row takes part in step ``t``; None: always."""
+        """True if a row takes part in step ``t``; None: always."""
         return T.let("live", self.at(t) < limit) if self.traversal.lengths else None
 
     def number(self, t: Expr, row: Expr) -> Expr:
@@ -150,16 +150,17 @@ class Timeline:
         return T.bitwise_and(number, LATER - 1)
 
     def continues(self, number: Expr) -> Expr:
-        """Whether a number that is not below 0 is of a piece that goes on from the other one's state."""
+        """True if ``number``, at least 0, is of a piece that continues from the state of the other piece."""
         return T.bitwise_and(number, EARLIER if self.traversal.reverse else LATER) != 0
 
     def hands_over(self, number: Expr) -> Expr:
-        """Whether it is of a piece that the other one goes on from."""
+        """True if ``number``, at least 0, is of a piece that the other piece continues from."""
         return T.bitwise_and(number, LATER if self.traversal.reverse else EARLIER) != 0
 
     @property
     def other(self) -> int:
-        """From the column of such a piece that goes on to the other one's: in x's time the first piece lies behind."""
+        """Columns from a piece that continues to the one it continues from: 1, since in x's time the first piece lies
+        behind; -1 in reverse."""
         return -1 if self.traversal.reverse else 1
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
@@ -167,7 +168,7 @@ class Timeline:
         return value if live is None else T.let(name_of(value), T.Select(live, value, otherwise))
 
     def fresh(self, t: Expr, row: Expr, limit: Expr) -> Expr | None:
-        """Whether a row's new sequence starts before step ``t``, which may be T, behind the last one; None: never."""
+        """True if a row's new sequence starts before step ``t``, which may be T, behind the last one; None: never."""
         if not self.traversal.resets:
             return None
         step, inside = self._start(t, limit)
@@ -175,11 +176,12 @@ class Timeline:
         return T.let("fresh", T.And(inside, mark != T.uint8(0)))
 
     def mark(self, t: Expr, row: Expr) -> Expr:
-        """What :meth:`starts` needs for step ``t`` < T: loaded, not looked at. ``resets`` only."""
+        """The element of ``resets`` that :meth:`starts` needs for step ``t`` < T: loaded, not looked at. ``resets``
+        only."""
         return self._mark(T.min(self.steps - t, self.steps - 1) if self.traversal.reverse else t, row)
 
     def starts(self, t: Expr, limit: Expr, mark: Expr) -> Expr:
-        """As :meth:`fresh`, with the mark loaded before."""
+        """:meth:`fresh` for step ``t`` < T, from the mark that was loaded before."""
         return T.let("starts", T.And(self._start(t, limit)[1], mark != 0))
 
     def _start(self, t: Expr, limit: Expr) -> tuple[Expr, Expr]:

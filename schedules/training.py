@@ -95,7 +95,7 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
 
 
 def _room_for_dx(task: Task, uses: Uses, entry: Entry) -> str | None:
-    """One of what is kept that is as large as the gradient of x, which may then be written over it."""
+    """A kept buffer as large as the gradient of x, which may then be written over it; None if there is none."""
     w, rooms = task.workload, [b.name for b in stored(task).buffers(1, 1, task.workload.dtype) if b.name != VALUES]
     if w.input != w.hidden or task.traversal.sequences or task.traversal.directions > 1:
         return None
@@ -103,8 +103,8 @@ def _room_for_dx(task: Task, uses: Uses, entry: Entry) -> str | None:
 
 
 def _with_less(task: Task, part: Component) -> tuple[Component, list[Buffer]]:
-    """The calls of ``part`` with less memory, and workspaces that are no more among its own: they may lie where the
-    values are that forward kept."""
+    """The calls of ``part`` with less memory, and the workspaces that it has lost: these may lie where the values are
+    that forward kept."""
     own = _in_place(task, part)
     apart = [*own, *(b.name for b in part.buffers if b.name.startswith(RECURRENCE))]
     less, pairs = overlaid(part, task.workload.seq, apart), tuple((name, VALUES) for name in own)
@@ -114,15 +114,16 @@ def _with_less(task: Task, part: Component) -> tuple[Component, list[Buffer]]:
 
 
 def _in_place(task: Task, part: Component) -> list[str]:
-    """What the recurrence writes may lie where as many values are that forward kept, if nobody reads these any more."""
+    """The workspaces that may lie over values that forward kept: the recurrence's outputs, if forward kept as many
+    values and nobody reads these any more."""
     names = [VALUES] * bool(stored(task).together)
     return [OWN + "outputs"] * len(free_for(OWN + "outputs", Uses(part.functions), part.calls, names))
 
 
 def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,
                                                                           list[tuple[str, str]]]:
-    """What comes before the recurrence; it between its neighbours: it begins with gradients of the final states, and
-    zeros, and leaves ``last_<state>``; and these pairs."""
+    """The component before the recurrence; the recurrence, between its neighbours; and pairs of a state's first and
+    last buffer. It begins with gradients of the final states, and zeros, and leaves ``last_<state>``."""
     w, graph = task.workload, task.graph
     first = {state: name for name, state in adjoint.first.items()}
     # those that all states share, unless chunks of time hand each its own
@@ -143,7 +144,7 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
 
 
 def _names(task: Task) -> dict[str, str]:
-    """What the parts call tensors, and what the entry does; all else gets a prefix."""
+    """Name of a tensor in the parts -> its name in the entry; all other names get a prefix."""
     tensors = [b.name for b in tensor_buffers(ENTRIES[BACKWARD], task.traversal, task.workload.dtype, task.graph.states,
                                               task.graph.parameters)]
     kept_ones = (b.name for b in stored(task).buffers(1, 1, task.workload.dtype))
@@ -153,7 +154,8 @@ def _names(task: Task) -> dict[str, str]:
 
 
 def _named(part: Component, names: Mapping[str, str], everything: bool = True) -> Component:
-    """The same with other names of buffers; ``everything``: those that have none get a prefix, and functions, too."""
+    """The component with other names of buffers; ``everything``: those that are not in ``names`` get a prefix, and
+    functions, too."""
     def of(name: str) -> str:
         return names.get(name, OWN + name if everything else name)
 

@@ -1,4 +1,5 @@
-"""Which memory nobody uses any more: workspaces lie where earlier ones were, and a result where something was kept."""
+"""Memory that nobody uses any more, used again: workspaces lie where earlier ones were, and a result where something
+was kept."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
 
 
 def free_for(result: str, uses: Uses, calls: Iterable[Call], names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that nothing uses from the first call on that uses ``result``, of one chunk of time where
-    calls go by these. A chunk uses its own rows of what is kept, and the one before them in its order, whose results
-    come later."""
+    """The ``names`` that nothing uses from the first call on that uses ``result``, of one chunk of time where calls go
+    by these. A chunk uses its own rows of what is kept, and the one before them in its order, whose results come
+    later."""
     moments = [uses.of(one) for call in calls for one in (call.calls if isinstance(call, Chunks) else [call])]
     first = next((n for n, names in enumerate(moments) if result in names), len(moments))
     later = set().union(*moments[first:])
@@ -54,7 +55,7 @@ class Uses:
     functions: Mapping[str, PrimFunc]
 
     def of(self, call: Call) -> set[str]:
-        """Those of one call."""
+        """The buffers that one call uses."""
         found: set[str] = set()
         for one in every([call]):
             match one:
@@ -71,7 +72,8 @@ class Uses:
 
 def _matched(free: Sequence[Buffer], moments: Sequence[set[str]], steps: int,
              sizes: dict[str, Buffer]) -> dict[str, str]:
-    """What lies in another one's place, which grows to hold both in ``sizes``; ``moments``: what each call uses."""
+    """The workspaces that lie in another one's place: name -> place, which grows in ``sizes`` to hold both.
+    ``moments``: the buffers that each call uses."""
     times = {b.name: [n for n, names in enumerate(moments) if b.name in names] for b in free}
     instead, last = dict[str, str](), dict[str, int]()  # last: of a place, the last use of what lies there
     for b in sorted(free, key=lambda b: (times[b.name][0], -b.nbytes(steps))):

@@ -39,9 +39,9 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
 def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
              add_dx: bool = False, first: bool = True, chunked: bool = False,
              dx: str | None = None) -> tuple[Component, Component]:
-    """What goes over the rows of all steps, or with ``chunked`` of a chunk of them, and what comes after the last one.
-    In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first. ``dx``: its data
-    type, if not the layer's."""
+    """The component that goes over the rows of all steps, or with ``chunked`` of a chunk of them, and the one after the
+    last step. In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first. ``dx``:
+    its data type, if not the layer's."""
     w, memory = task.workload, Memory(task, adjoint, kept)
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     step = w.batch * memory.outputs_row if written(adjoint) else 0

@@ -26,7 +26,8 @@ def state_gradients(memory: Memory) -> Component:
 
 
 def _left_out(made: Component, gradients: Sequence[str]) -> Component:
-    """The same, where a call that does not want these gradients has no launches; if each makes one of them."""
+    """``made``, but a call that does not want these gradients leaves out the launches that make them; unchanged if a
+    launch makes none of them."""
     wanted = [tuple(p.name for p in made.functions[one.function].params if p.name in gradients)
               for one in launches(made.calls)]
     if not all(wanted):
@@ -36,7 +37,7 @@ def _left_out(made: Component, gradients: Sequence[str]) -> Component:
 
 
 def finish_summed(memory: Memory) -> Workspaces:
-    """What remains to be summed over the batch, float32."""
+    """The workspace of values that remain to be summed over the batch, float32."""
     found = Workspaces("finish_summed", "float32", memory.task.workload.hidden, WORKSPACE)
     found.add(s.value for s in memory.adjoint.finish.sums)
     return found

@@ -90,8 +90,8 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ha
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where a row's state before its step comes from: ``zero``, it is none; ``earliest``, it is row ``first`` of the
-    first states; else that after the step of row ``beside``."""
+    """The origin of a row's state before its step: none if ``zero``; row ``first`` of the first states if ``earliest``;
+    else the state after the step of row ``beside``."""
 
     zero: Expr
     earliest: Expr
@@ -101,7 +101,7 @@ class _Origin:
 
 def _of_rows(traversal: Traversal, masks: Mapping[str, TirBuffer], row: Expr, batch: Expr, steps: Expr,
              first_step: Expr, left: Expr, chunked: bool) -> _Origin:
-    """Each row of the batch is one sequence, but for resets."""
+    """The origin if each row of the batch is one sequence, but for resets."""
     back = traversal.reverse
     t, b = T.let("t", row // batch), T.let("b", row % batch)
     after_this = left - first_step if chunked else steps
@@ -116,7 +116,7 @@ def _of_rows(traversal: Traversal, masks: Mapping[str, TirBuffer], row: Expr, ba
 
 
 def _of_sequences(timeline: Timeline, row: Expr) -> _Origin:
-    """Each column has one sequence or piece after the other."""
+    """The origin if each column has one sequence or piece after the other."""
     steps, batch, table = timeline.steps, timeline.batch, timeline.arguments["sequences"]
     back = timeline.traversal.reverse
     number, beside = T.let("number", table[row]), T.let("beside", row + batch if back else row - batch)

@@ -49,7 +49,8 @@ def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
 
 
 def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component:
-    """Those of the cell's inputs, which need no product, and what is made on the way: a pass over hidden units."""
+    """The gradients of the cell's inputs, which need no product, and the values made on the way: a pass over hidden
+    units."""
     from tvm import tirx
 
     back = memory.adjoint
@@ -75,7 +76,7 @@ def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component
 
 
 def summed_directions(cores: int, units: int, dtype: str) -> Component:
-    """``dx`` (T, B, units) += ``dx_second``, that of a layer's second direction, in float32; on as many
+    """``dx`` (T, B, units) += ``dx_second``, that of a layer's second direction, in float32; on ``cores``
     multiprocessors."""
     from tvm import tirx
 
@@ -99,7 +100,7 @@ def made_of_inputs(memory: Memory) -> tuple[Workspaces, Workspaces]:
 
 
 def places_of_inputs(memory: Memory) -> dict[Var, Place]:
-    """Where these lie; what is in both, as it is multiplied."""
+    """The places of the values of :func:`made_of_inputs`; of a value in both workspaces, that of the factor."""
     multiplied, summed = made_of_inputs(memory)
     return {**summed.places(), **multiplied.places()}
 

@@ -1,4 +1,4 @@
-"""Where the values of a backward pass lie: rows are those of T*B in x's time, whatever the direction.
+"""The places of the values of a backward pass: rows are those of T*B in x's time, whatever the direction.
 
     x, dx                 (T, B, I), and behind it H of each of the cell's inputs; of x there may be ``x_aligned``
     y, dy                 (T, B, W), this direction's H of each output from an offset on; y is zero where a row takes
@@ -47,7 +47,7 @@ Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value of each row and unit lies."""
+    """The place of a value of each row and unit."""
 
     columns: Columns
     dtype: str
@@ -75,7 +75,7 @@ class Place:
         return [unpack_half(words[e // 2], e % 2 == 1, self.dtype) for e in range(span)]
 
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, values: Sequence[Expr]) -> None:
-        """As many neighbouring units; those beyond the last one are none."""
+        """Stores ``values`` of as many neighbouring units, from ``unit`` on, but not those beyond the last unit."""
         buffer, columns, span = arguments[self.columns.name], self.columns, len(values)
         if span == 1 or columns.together(span) < span:
             for e, value in enumerate(values):
@@ -115,7 +115,7 @@ class Memory:
 
     @property
     def each_state(self) -> str:
-        """:func:`rows_of_states`."""
+        """The kind of rows that states have, of :func:`rows_of_states`."""
         return rows_of_states(self.task.traversal)
 
     def y(self, name: str, output: int = 0) -> Columns:
@@ -141,7 +141,7 @@ class Memory:
 
     @property
     def x(self) -> Columns:
-        """Where products read it, and steps."""
+        """The columns from which products and steps read x."""
         return x_of(self.task)
 
     def inputs(self, name: str, dtype: str) -> dict[Var, Place]:
@@ -151,7 +151,7 @@ class Memory:
                 for v, at in self.adjoint.forward.input_offsets(w.input, w.hidden).items()}
 
     def leaves(self) -> dict[Var, Place]:
-        """What each step has before the recurrence begins."""
+        """The places of the values that each step has before the recurrence begins."""
         forward, H = self.adjoint.forward, self.task.workload.hidden
         found: dict[Var, Place] = {}
         for name in self.kept.states:
@@ -168,13 +168,14 @@ class Memory:
         return found | {v: Place(self.y("dy", n), self.dtype) for n, v in enumerate(self.adjoint.dys)}
 
     def outputs(self) -> dict[Var, Place]:
-        """What the recurrence writes."""
+        """The places of the values that the recurrence writes."""
         H, row, raised = self.task.workload.hidden, self.outputs_row, self.task.workload.arithmetic == "tf32"
         return {v: Place(Columns("outputs", H, row, o * H, raised), self.dtype)
                 for o, v in enumerate(written(self.adjoint))}
 
     def last(self) -> dict[Var, Place]:
-        """What it leaves after the last step; a row for each of the batch."""
+        """The places of the states that the recurrence leaves after the last step; rows are those of
+        :func:`rows_of_states`."""
         H, graph = self.task.workload.hidden, self.adjoint.recurrence
         return {v: Place(Columns(f"last_{n}", H, H), self.dtype) for n, v in graph.states.items()}
 
@@ -190,23 +191,24 @@ class Workspaces:
     variables: list[Var] = field(default_factory=list)
 
     def add(self, variables: Iterable[Var]) -> None:
-        """Room for those that have none yet."""
+        """Makes room for the variables that have none yet."""
         self.variables += [v for v in dict.fromkeys(variables) if not any(v.same_as(o) for o in self.variables)]
 
     def places(self) -> dict[Any, Place]:
-        """All of them."""
+        """The places of all variables."""
         stride = len(self.variables) * self.units
         return {v: Place(Columns(self.name, self.units, stride, n * self.units), self.dtype)
                 for n, v in enumerate(self.variables)}
 
     def buffers(self, batch: int, each: str) -> tuple[Buffer, ...]:
-        """It, if there is anything in it; ``each``: what there is a row of, of sequences as many as steps at most."""
+        """The buffer, if there is anything in it; ``each``: the kind of its rows; of sequences there may be as many as
+        steps."""
         size = batch * len(self.variables) * self.units
         return (Buffer(self.name, self.role, self.dtype, rows_extent(each, size)),) if size else ()
 
 
 def rows_of_states(traversal: Traversal) -> str:
-    """What there is a row of in first and last states, as of a :class:`~ecornn.schedules.gemm.job.Job`."""
+    """The kind of rows that first and last states have: ``each`` of a :class:`~ecornn.schedules.gemm.job.Job`."""
     return SEQUENCES if traversal.sequences else BATCH
 
 

@@ -56,16 +56,16 @@ class _Stage:
 
     @property
     def operands(self) -> list[Var]:
-        """What is multiplied, but for x."""
+        """The values that are multiplied, but for x."""
         return [t.operand for p in self.products for t in p.terms if t.operand is not None]
 
     @property
     def scalar_reads(self) -> set[Var]:
-        """What its scalars read, its own values among it."""
+        """The variables that its scalars read, its own among them."""
         return {v for a in self.assigns for v in variables(a.value)} | self._wanted(set())
 
     def reads(self, wanted: set[Var]) -> set[Var]:
-        """Drops what ``wanted`` does not need; what is read of earlier stages and of memory."""
+        """Drops what ``wanted`` does not need; returns the variables that are read of earlier stages and of memory."""
         self.statistics = [kept for those in self.statistics if (kept := tuple(
             s for s in those if self._read(wanted).intersection(s.made)))]
         self.assigns, read = needed(self.assigns, self._wanted(wanted))
@@ -81,7 +81,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a pass leaves: ``stores``, values and where they go; and ``hoisted``, in ``layout``; ``instead``: as of
+    """The results of a pass: ``stores``, values and where they go; and ``hoisted``, in ``layout``; ``instead``: see
     :class:`Scalars`."""
 
     stores: tuple[tuple[Var, Place], ...] = ()
@@ -95,7 +95,7 @@ class Wanted:
 
 
 class Around(Protocol):
-    """What a pass asks of the memory around it; ``forward``: the step whose parameter vectors it reads."""
+    """The memory around a pass, as the pass needs it; ``forward``: the step whose parameter vectors it reads."""
 
     @property
     def task(self) -> Task: ...
@@ -109,7 +109,7 @@ class Around(Protocol):
 
 @dataclass(frozen=True)
 class RowPass:
-    """A pass.
+    """A pass over all rows.
 
     Attributes
     ----------
@@ -205,8 +205,9 @@ class RowPass:
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns], itemsize: int,
                 gates: Mapping[str, int]) -> tuple[Operand, ...]:
-    """What is multiplied, each once if nothing multiplies it twice; neighbours in memory are one where they are whole
-    stages, or where all ``gates`` of a parameter multiply them and rows are aligned better than each of them."""
+    """The operands of products, each once if nothing multiplies it twice; neighbours in memory are one operand if they
+    are whole stages, or if all ``gates`` of a parameter multiply them and rows of the whole are aligned better than
+    those of each."""
     slots: list[tuple[Columns, bool, list[tuple[str, int]], int]] = []
     for r, product in enumerate(products):
         taken: set[int] = set()
@@ -238,6 +239,6 @@ def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | N
 
 
 def unique_invariants(*graphs: StepGraph) -> tuple[Assign, ...]:
-    """Those of all graphs, each variable once."""
+    """The invariants of all graphs, each variable once."""
     return tuple({a.var: a for g in graphs for a in g.invariants}.values())
 

@@ -1,4 +1,5 @@
-"""What only the outputs of a layer need, after its loop: a pass over all rows, from what the loop wrote to y.
+"""The values that only the outputs of a layer need, after its loop: a pass over all rows, from what the loop wrote to
+y.
 
     read_out    (T, B, N, H), what the loop writes in place of y; zero where a row takes no part
     y           (T, B, W), as the layer has it
@@ -22,7 +23,7 @@ SPACE = "read_out"
 
 @dataclass(frozen=True)
 class _Memory:
-    """What a pass asks of the memory around it."""
+    """The memory around the pass, as the pass needs it."""
 
     task: Task
     forward: StepGraph

@@ -56,8 +56,8 @@ def assemble_recurrence(task: Task, recurrence: Component, layout: Hoisted, toge
 
 
 def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
-    """What a recurrence shares with what comes before and after it: ``hoisted``; its states before and after; rows of
-    the traversal; ``vectors``, as a layer has them; and ``outputs`` (T, B, O, H) in the layer's type."""
+    """The buffers that a recurrence shares with what comes before and after it: ``hoisted``; its states before and
+    after; rows of the traversal; ``vectors``, as a layer has them; and ``outputs`` (T, B, O, H) in the layer's type."""
     w, graph = task.workload, task.graph
     call = [b for b in call_buffers(graph.states, task.traversal, w.dtype) if b.tensor not in ("x", "y")]
     size = w.batch * len(graph.outputs) * w.hidden

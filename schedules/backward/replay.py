@@ -1,4 +1,5 @@
-"""What the recurrence reads of the forward pass, of all steps at once, from what that kept."""
+"""The values of the forward pass that the recurrence reads, computed for all steps at once from those that were
+kept."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def materialized(memory: Memory) -> tuple[Workspaces, Workspaces]:
 
 
 def replayed(memory: Memory) -> dict[Var, Place]:
-    """Where these lie."""
+    """The places of the values of :func:`materialized`."""
     multiplied, read = materialized(memory)
     return {**multiplied.places(), **read.places()}
 

@@ -19,8 +19,8 @@ BLOCKS = 6  # a multiprocessor
 
 def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
                 each: str) -> Component:
-    """A kernel for as many multiprocessors: the statistics, group after group, where one may read what another one
-    gives; then the scalars.
+    """A kernel for ``cores`` multiprocessors: the statistics, group after group, where one may read the result of
+    another; then the scalars.
 
     With statistics a block has whole rows; else threads take some neighbouring units each. ``each``: what there is a
     row of, as of a :class:`~ecornn.schedules.gemm.job.Job`.
@@ -32,7 +32,7 @@ def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Se
 
 def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int, each: str,
             blocks: int, words: int) -> PrimFunc:
-    """``(T, B, what is read, vectors, what is written)``."""
+    """The kernel ``(T, B, what is read, vectors, what is written)``."""
     from tvm.script.ir_builder import IRBuilder
 
     made = [v for those in statistics for s in those for v in s.made]
@@ -58,7 +58,7 @@ def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic
 
 
 class _Units:
-    """What a thread does with some neighbouring units of a row."""
+    """The work of a thread on some neighbouring units of a row."""
 
     def __init__(self, scalars: Scalars, arguments: dict[str, TirBuffer], units: int) -> None:
         self.scalars, self.arguments, self.units = scalars, arguments, units
@@ -66,15 +66,15 @@ class _Units:
 
     @property
     def chunks(self) -> int:
-        """Of a row."""
+        """Chunks of ``span`` units in a row."""
         return -(-self.units // self.span)
 
     def within(self, unit: Expr, e: int) -> Expr:
-        """A unit that there is."""
+        """Unit ``unit`` + e, or the last one if that is beyond it."""
         return unit + e if self.units % self.span == 0 else T.min(unit + e, self.units - 1)
 
     def values(self, row: Expr, unit: Expr, found: Env, wanted: set[object] | None = None) -> list[Env]:
-        """What is wanted of each; ``found``: statistics of the row."""
+        """The wanted values of each unit; ``found``: statistics of the row."""
         known = [self.scalars.constants(partial(self._vector, unit, e), wanted) | found for e in range(self.span)]
         return self.scalars.values(self.arguments, row, unit, self.within, known, wanted)
 
@@ -84,7 +84,7 @@ class _Units:
         return self.arguments["vectors"][i * self.units + self.within(unit, e)]
 
     def store(self, row: Expr, unit: Expr, found: Env) -> None:
-        """All values."""
+        """Computes and stores all values."""
         self.scalars.store(self.arguments, row, unit, self.values(row, unit, found))
 
 

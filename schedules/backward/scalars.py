@@ -33,7 +33,7 @@ class Scalars:
     stores : values, and where they go
     hoisted, layout : values that go to the buffer ``hoisted``
     mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
-    instead : or another one's value, in place of some
+    instead : of some values, the one that is stored there in place of zeros
     """
 
     vectors: tuple[Vector, ...]
@@ -49,18 +49,18 @@ class Scalars:
 
     @property
     def wanted(self) -> set[Var]:
-        """What is stored."""
+        """The variables that are stored."""
         return {*(v for v, _ in self.stores), *self.hoisted}
 
     @property
     def reads_vectors(self) -> bool:
-        """Whether parameter vectors are among what is needed."""
+        """True if parameter vectors are among what is needed."""
         read = self._needed(self.wanted)
         return any(v.var in read for v in self.vectors)
 
     def reads(self, known: Iterable[Var] = (), besides: Iterable[Var] = ()) -> dict[str, str]:
-        """Buffers that are read to have what is stored, with their types, and what is wanted ``besides``, if ``known``
-        is known."""
+        """The buffers, with their types, that must be read for what is stored and what is wanted ``besides``, if
+        ``known`` is known."""
         read = self._needed({*self.wanted, *besides}) - set(known)
         found = {p.columns.name: p.dtype for v, p in self.leaves.items() if v in read}
         return found | ({self.mask: "int32"} if self.mask else {})
@@ -74,7 +74,7 @@ class Scalars:
         return needed(self.invariants, needed(self.assigns, wanted)[1])[1]
 
     def constants(self, vector: Vectors, wanted: set[Var] | None = None) -> Env:
-        """What parameters determine, as far as ``wanted`` (default: what is stored) needs it."""
+        """The values that parameters determine, as far as ``wanted`` (default: what is stored) needs them."""
         read = self._needed(self.wanted if wanted is None else wanted)
         env = {v.var: T.let(v.var.name, vector(None if v.numbers else i))
                for i, v in enumerate(self.vectors) if v.var in read}
@@ -82,7 +82,7 @@ class Scalars:
 
     def values(self, arguments: Arguments, row: Expr, unit: Expr, within: Within, known: Sequence[Env],
                wanted: set[Var] | None = None) -> list[Env]:
-        """Of as many neighbouring units as ``known`` has environments: these, and what ``wanted`` needs besides."""
+        """The values of neighbouring units, an environment each: ``known``, and what ``wanted`` needs besides."""
         assigns, read = needed(self.assigns, self.wanted if wanted is None else wanted)
         assigns = tuple(a for a in assigns if a.var not in known[0])
         envs = [dict(env) for env in known]
@@ -93,7 +93,7 @@ class Scalars:
         return [emit(assigns, env, self.math) for env in envs]
 
     def store(self, arguments: Arguments, row: Expr, unit: Expr, envs: Sequence[Env]) -> None:
-        """What ``values`` found."""
+        """Stores the result of :meth:`values`."""
         live = self._live(arguments, row)
         for var, place in self.stores:
             values = [env[var] for env in envs]

@@ -59,7 +59,7 @@ def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = Fa
 
 
 def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
-    """What one kernel does: values one behind the other in memory, with one operand, for one parameter."""
+    """The groups, one for each kernel: values one behind the other in memory, with one operand, for one parameter."""
     def columns(var: Var | None) -> Columns:
         return memory.x if var is None else places[var].columns
 

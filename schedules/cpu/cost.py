@@ -1,4 +1,4 @@
-"""What a configuration costs: the heuristic's estimate, and the features of the tuner's cost model."""
+"""The cost of a configuration: the heuristic's estimate, and the features of the tuner's cost model."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
 
 
 def busiest(costs: Sequence[tuple[float, int]], times: int, threads: int) -> float:
-    """What the thread with the most to do has of tasks, so many of each cost, and all of them ``times`` one after the
-    other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share` makes."""
+    """The cost of the tasks of the thread with the most to do. ``costs``: of a task, and how many tasks have it; all of
+    these come ``times`` one after the other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share`
+    makes."""
     count, whole = sum(many for _, many in costs), sum(cost * many for cost, many in costs)
 
     def until(task: int) -> float:
@@ -129,7 +130,7 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
 
 
 def pairs_pay(task: Task) -> bool:
-    """Whether products of pairs may gain anything; with one batch row it is bytes that take the time."""
+    """True if products of pairs may gain anything; with one batch row the bytes take the time."""
     work = task.workload
     return (work.weights is None and work.dtype == "float32" and work.batch > 1
             and cpu_rates(task.device).adds_apart)
@@ -145,7 +146,7 @@ def left_for_read_out(task: Task) -> int:
 
 
 def beyond_l2(task: Task) -> bool:
-    """Whether a thread has more recurrent weights than its L2 holds."""
+    """True if a thread has more recurrent weights than its L2 holds."""
     weights = multiplied(task.graph, task.workload.hidden) * STORED[task.workload.stored].bytes
     return weights > task.device.l2 * max(1, task.device.cores)
 
@@ -184,7 +185,8 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
 
 
 def gates_at_once(task: Task) -> tuple[int, ...]:
-    """Of how many gates a tile may have the sums in registers by default: with 32 registers of all."""
+    """The numbers of gates that may by default have their sums in registers at the same time (0: all, always so with 32
+    registers)."""
     few = registers_of(task.device) < 32 and task.workload.batch > 1 and task.workload.weights != "int8"
     return (0, 1, 2) if few else (0,)
 

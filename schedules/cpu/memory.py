@@ -1,4 +1,4 @@
-"""Where everything lies that a step reads and writes: what the tasks of a thread know of their function."""
+"""The place of everything that a step reads and writes: what the tasks of a thread know of their function."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SCALAR = 8  # multiply-adds that take as long as an assignment of the step
 
 @dataclass(frozen=True)
 class Span:
-    """What a stage goes over: ``rows`` of x from the chunk's ``first`` step on (hoisted), or of the batch in step
-    ``t``."""
+    """The rows that a stage works on: ``rows`` of x from the chunk's ``first`` step on (hoisted), or of the batch in
+    step ``t``."""
 
     first: Expr
     t: Expr
@@ -30,10 +30,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value of each row lies, its units side by side: from ``start`` on, rows ``stride`` elements apart.
+    """The place of a value of each row, its units side by side: from ``start`` on, rows ``stride`` elements apart.
 
-    ``units``: of an array of the caller, which has the rows of all steps, not of a chunk, and only so many units of
-    each: nothing else is read; 0 for workspace, where there is room behind a row, and behind the last one.
+    ``units``: units of a row in an array of the caller, which has the rows of all steps, not of a chunk: nothing beyond
+    them is read; 0 for workspace, where there is room behind a row, and behind the last one.
     """
 
     data: TirBuffer
@@ -42,7 +42,7 @@ class Place:
     units: int = 0
 
     def at(self, e: Emitter, row: Expr) -> Expr:
-        """Where the row's first unit is."""
+        """The index of the row's first unit."""
         return e.index(self.start) + row * e.index(self.stride)
 
 
@@ -74,7 +74,7 @@ class Memory:
         self.numbers = {v.var for v in self.graph.vectors if v.numbers}
 
     def every_step(self, stage: Stage) -> bool:
-        """Whether a stage is of the batch's rows in each step; else it is of all rows of a chunk."""
+        """True if a stage works on the batch's rows in each step; else it works on all rows of a chunk."""
         return stage.level >= 0
 
     def row_of_chunk(self, first: Expr, t: Expr, row: Expr) -> Expr:
@@ -103,7 +103,7 @@ class Memory:
         return multiplied + hidden * SCALAR * len(self.plan.definition)
 
     def slot(self, state: str, t: Expr) -> Expr:
-        """Where a state before step ``t`` starts in its workspace."""
+        """The index in its workspace at which a state before step ``t`` starts."""
         if state not in self.plan.doubled:
             return self.e.index(0)
         return self.e.mod(t, 2) * self.e.index(self.shape.padded_batch * self.shape.width)

@@ -1,5 +1,5 @@
-"""What only the outputs of a layer need, after the steps of a chunk: a pass over its rows, from what the steps left to
-y."""
+"""The values that only the outputs of a layer need, after the steps of a chunk: a pass over its rows, from what the
+steps left, to y."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReadOutTask(TileTask):
 
 
 class ReadOutPass(Pass):
-    """The pass. ``y``: how the layer's y lies."""
+    """The pass. ``y``: the traversal of the layer, which says where y lies."""
 
     task = ReadOutTask
 
@@ -88,7 +88,7 @@ class ReadOutSequence(Sequence):
         self.aliases |= {alias: self.read_out.prefix + name for alias, name in self.read_out.aliases.items()}
 
     def live_row(self, first: Expr, row: Expr) -> Expr | None:
-        """Whether a row of the chunk takes part in its step; None where all do."""
+        """True if a row of the chunk takes part in its step; None if all do."""
         if not self.traversal.lengths:
             return None
         e = self.e

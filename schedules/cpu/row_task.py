@@ -1,4 +1,4 @@
-"""What a thread does for one row: statistics over all of its units, then what follows from them."""
+"""The work of a thread on one row: statistics over all of its units, then what follows from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RowTask:
                 self.task(vector).pointwise(0, 0)
 
     def task(self, vector: Expr) -> TileTask:
-        """What has the values of a vector of units."""
+        """The task that has the values of a vector of units."""
         return self.kind(self.o, self.stage, ONE, self.span, vector, self.row)
 
     def summarize(self, s: Statistic) -> None:
@@ -91,7 +91,7 @@ class RowTask:
         return e.let("total_value", e.load(total, 0))
 
     def keep(self, var: Var, value: Expr) -> None:
-        """Where other threads, and this one, will find it."""
+        """Stores a statistic where other threads, and this one, will find it."""
         place = self.task(self.e.index(0))
         place.locate(0, 0)
         buffer, at = place.total(var)

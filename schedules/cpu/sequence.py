@@ -88,7 +88,7 @@ class Sequence(Worker):
         return e.function(name)
 
     def after_steps(self, low: Expr, count: Expr) -> None:
-        """What follows the steps of a chunk, the first of which in x's time is ``low``: nothing."""
+        """Writes the code behind the steps of a chunk, the first of which in x's time is ``low``: none."""
 
     def prelude(self) -> None:
         e, s = self.e, self.shape

@@ -27,7 +27,7 @@ from ecornn.schedules.scalars.row_sums import parts_of
 
 @dataclass(frozen=True)
 class Stage:
-    """What threads do between two barriers: products ``rows``, then values to ``keep``.
+    """The work of threads between two barriers: products ``rows``, then values to ``keep``.
 
     ``keep`` are stored in workspace for later stages; ``level`` is that of the rows. A stage ``by_row`` has no
     products: one thread computes ``statistics`` of a row, then, if it ``finishes``, all values of the row.

@@ -39,7 +39,7 @@ class Stored:
 
     @property
     def bytes(self) -> float:
-        """Of one weight."""
+        """Bytes of one weight."""
         return self.word * self.words / self.group
 
     def size(self, k: int, columns: int) -> int:

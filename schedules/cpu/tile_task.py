@@ -1,4 +1,4 @@
-"""What a thread does for one tile of units and rows: products, then the cell's pointwise part."""
+"""The work of a thread on one tile of units and rows: products, then the cell's pointwise part."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TileTask:
                 self.pointwise(m, v)
 
     def plain(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
-        """What adds a product to registers."""
+        """The function that adds a product to registers."""
         e, s = self.e, self.s
         k = self.o.depth(term)
         data, starts = self.operand(number, term.operand)
@@ -71,7 +71,7 @@ class TileTask:
         return add
 
     def asked(self, size: int) -> Ahead | None:
-        """What to ask for during a product whose unit tiles have ``size`` words of weights."""
+        """The weights to ask for during a product whose unit tiles have ``size`` words of weights."""
         if self.ahead is None:
             return None
         e, (units, part, parts) = self.e, self.ahead
@@ -79,7 +79,7 @@ class TileTask:
         return Ahead(e.let("ahead", units * e.index(size) + part * e.index(share)), share)
 
     def pairs(self, number: int, term: Term, columns: int) -> Callable[[list[list[TirBuffer]]], None]:
-        """The same by pairs, of the copies that were made of the operand's rows."""
+        """The function that adds a product by pairs, of the copies that were made of the operand's rows."""
         e, s, data = self.e, self.s, self.o.data
         copy, vectors = self.o.paired[self.stage.name, number], self.tile.vectors
         size, units = copy.pairs * copy.length * columns * s.lanes, s.units(self.tile) * vectors * s.lanes
@@ -111,7 +111,7 @@ class TileTask:
         return data, [e.let("x_row", start + e.tirx.Min(self.top + e.index(m), last) * e.index(stride)) for m in rows]
 
     def locate(self, m: int, v: int) -> None:
-        """Which row and vector values are of from now on."""
+        """Sets the row and the vector that values are of from now on."""
         e, s = self.e, self.s
         self.values, self.m, self.v = {}, m, v
         self.at_row = e.let("row", self.top + e.index(m))
@@ -119,12 +119,12 @@ class TileTask:
         self.at = e.let("at", self.at_row * e.index(s.width) + self.unit)
 
     def pointwise(self, m: int, v: int) -> None:
-        """All values of a row and vector."""
+        """Computes and stores all values of a row and vector."""
         self.locate(m, v)
         self.compute()
 
     def compute(self) -> None:
-        """What the stage makes at the place at hand."""
+        """Computes and stores the values of the stage at the row and vector at hand."""
         e, stage = self.e, self.stage
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
@@ -140,7 +140,7 @@ class TileTask:
             self.finish(results)
 
     def made_outputs(self) -> list[Expr]:
-        """What is y in place of a state."""
+        """The values that y has in place of a state."""
         return [self.value(var) for var in self.o.graph.outputs]
 
     def finish(self, results: dict[str, Expr]) -> None:
@@ -171,7 +171,7 @@ class TileTask:
             e.vstore_part("y_part", o.data["y"], place, output, valid)
 
     def hoisted(self, row: Expr, place: int) -> Expr:
-        """Where a hoisted value of a row of the chunk is."""
+        """The index of a hoisted value of a row of the chunk."""
         width = self.e.index(self.s.width)
         return (row * self.e.index(len(self.o.graph.hoisted_outputs)) + self.e.index(place)) * width + self.unit
 
@@ -214,7 +214,7 @@ class TileTask:
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
 
     def read(self, place: Place) -> Expr:
-        """The vector of what other parts made, or the caller has."""
+        """The vector of a value that other parts made, or the caller has."""
         e, o = self.e, self.o
         if not place.units:
             row = o.row_of_chunk(self.first, self.t, self.at_row)
@@ -227,7 +227,7 @@ class TileTask:
         return e.vload_part("caller", place.data, start, e.let("caller_valid", e.index(place.units) - self.unit))
 
     def total(self, var: Var) -> tuple[TirBuffer, Expr]:
-        """The elements that a statistic is among, and its place."""
+        """The buffer that a statistic is in, and its index there."""
         e, o = self.e, self.o
         name, places = ("statistics", o.totals) if var in o.totals else ("hoisted_statistics", o.hoisted_totals)
         return o.data[name], self.at_row * e.index(len(places)) + e.index(places[var])

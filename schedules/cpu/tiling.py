@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def real(self) -> str:
-        """What it computes in: rounded weights are of float32 layers."""
+        """The data type that it computes in: rounded weights are of float32 layers."""
         return "float64" if self.weights == "float64" else "float32"
 
     def units(self, tile: Tile) -> int:
@@ -79,8 +79,8 @@ def lanes_of(device: Device, dtype: str = "float32") -> int:
 
 
 def head_size(task: Task) -> int:
-    """What tiles of units must divide where products have heads: the units of a head, of all phases in common; else
-    0."""
+    """The number that the units of a tile must divide where products have heads: units of a head, of all phases in
+    common; else 0."""
     heads = {heads_of(phase) for phase in task.graph.phases} - {1}
     return gcd(*(task.workload.hidden // n for n in heads)) if heads else 0
 

@@ -1,6 +1,6 @@
-"""Where a step of a sequence is in time, and which batch rows take part in it: for CPU code.
+"""The place of a sequence's step in time, and the batch rows that take part in it: for CPU code.
 
-As :mod:`ecornn.schedules.timeline` says; a vector is of one row, so a predicate is one scalar.
+The rules are those of :mod:`ecornn.schedules.timeline`; a vector is of one row, so a predicate is one scalar.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Timeline:
         return self.steps - self.e.index(1) - t if self.traversal.reverse else t
 
     def limit(self, row: Expr) -> Expr:
-        """Steps that a row takes part in; ``row`` may be padding."""
+        """The number of steps that a row takes part in; ``row`` may be padding."""
         e = self.e
         if not self.traversal.lengths:
             return self.steps
@@ -34,11 +34,11 @@ class Timeline:
         return e.let("limit", e.tirx.Min(e.tirx.Cast("int64", e.load(self.data["lengths"], last)), self.steps))
 
     def live(self, t: Expr, row: Expr) -> Expr | None:
-        """Whether a row takes part in step ``t``; None: always."""
+        """True if a row takes part in step ``t``; None: always."""
         return self.e.let("live", self.at(t) < self.limit(row)) if self.traversal.lengths else None
 
     def any_live(self, t: Expr, first: Expr, rows: int) -> Expr | None:
-        """Whether one of ``rows`` rows does; None: always."""
+        """True if one of ``rows`` rows, from ``first`` on, takes part in step ``t``; None: always."""
         if not self.traversal.lengths:
             return None
         most = self.limit(first)

@@ -1,4 +1,4 @@
-"""What a thread of the team does between barriers: a stage's tasks, and the buffers that their products need.
+"""The work of a thread of the team between barriers: a stage's tasks, and the buffers that their products need.
 
 Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the
 same part, so that its weights stay in its cache; what is larger than the cache is gone through to and fro. With
@@ -48,13 +48,13 @@ class Worker(Memory):
         self.data[buffer.name] = self.e.pointer(buffer.name, buffer.dtype)
 
     def declare_scalars(self) -> None:
-        """The function's own parameters."""
+        """Declares the function's own parameters."""
         e = self.e
         self.thread, self.threads = e.scalar("thread"), e.scalar("threads")
         self.steps, self.batch = e.scalar("T"), e.scalar("B")
 
     def share_scalars(self, other: Worker) -> None:
-        """Those of another part of the same function."""
+        """Takes over the parameters of another part of the same function."""
         self.thread, self.threads, self.steps, self.batch = other.thread, other.threads, other.steps, other.batch
 
     def declare_products(self, stages: Iterable[Stage]) -> None:
@@ -107,7 +107,7 @@ class Worker(Memory):
                 e.vstore(self.data["invariants"], e.index(self.row[a.var] * s.width) + unit, values[a.var])
 
     def declare_scales(self, stage: Stage, number: int, pack: Packing) -> None:
-        """What the products with weights that are integers are multiplied with, unit by unit."""
+        """Declares the factors of units with which products with integer weights are multiplied."""
         kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
         scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
         self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
@@ -146,7 +146,7 @@ class Worker(Memory):
                                                   sums=self.data[names[2]])
 
     def room(self, stage: Stage) -> int:
-        """Rows of a stage that there must be memory for."""
+        """Rows of a stage for which there must be memory."""
         s = self.shape
         return s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + s.tiles["hoisted"].rows
 
@@ -187,7 +187,7 @@ class Worker(Memory):
         e.add(e.tirx.While(e.load(place, 0) < total, body))
 
     def one_by_one(self, stage: Stage) -> bool:
-        """Whether threads take the tasks of a stage as of :meth:`taken`."""
+        """True if threads take the tasks of a stage as :meth:`taken` says."""
         return False
 
     def pooled(self, name: str, totals: Sequence[int]) -> Iterator[AbstractContextManager[Expr]]:
@@ -210,7 +210,7 @@ class Worker(Memory):
 
     # -- a stage --------------------------------------------------------------------------------
     def part(self, stages: tuple[Stage, ...], first: Expr, t: Expr, rows: Expr) -> None:
-        """What is between two barriers: a stage, or stages that go row by row."""
+        """Writes the code between two barriers: a stage, or stages that go row by row."""
         if not stages[0].by_row:
             return self.stage(stages[0], first, t, rows)
         with self.tasks(stages[0].name, rows) as row:
@@ -258,7 +258,7 @@ class Worker(Memory):
                 run(short)
 
     def quantize(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """The operands of a stage as integers."""
+        """Writes the operands of a stage as integers."""
         e = self.e
         for number, term in operands(stage.rows):
             into, k = self.integers[stage.name, number], self.depth(term)
@@ -272,7 +272,7 @@ class Worker(Memory):
                 quantize_row(e, into, row, load)
 
     def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """The operands of a stage as copies for products of pairs."""
+        """Copies the operands of a stage for products of pairs."""
         e = self.e
         for number, term in operands(stage.rows):
             into = self.paired[stage.name, number]
