@@ -29,7 +29,7 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
 
     Parameters
     ----------
-    recurrence : makes the recurrence that stores these values of each step; its buffers are those of one that stores nothing
+    recurrence : makes the recurrence that stores these values of each step, with the buffers of one that stores none
     layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads; None: there is none,
         since the recurrence multiplies x itself
     projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all

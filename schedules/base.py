@@ -155,7 +155,7 @@ Plan = TypeVar("Plan")
 
 
 class Schedule(ABC, Generic[Plan]):
-    """A schedule template. ``Plan`` is what it makes of a task and a configuration: how the layer is cut, and what that
+    """A schedule template. ``Plan`` is the type that :meth:`plan` returns: how the layer is cut, and what that
     takes; everything but ``check`` is asked of a plan, which is made once.
 
     Class attributes
@@ -171,8 +171,8 @@ class Schedule(ABC, Generic[Plan]):
     few_steps : whether it is for calls of a few steps; it competes with records of longer ones, which do not say what a
         call takes beside its steps
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
-    doubt : of these, where it competes without a record: how many times as long as it expects is believed, since the
-        estimates of two schedules have errors of their own
+    doubt : factor on the expected time of an adjoint where no record decides, since the estimates of two schedules
+        have errors of their own
     """
 
     name: str
@@ -268,7 +268,7 @@ class Schedule(ABC, Generic[Plan]):
         raise NotImplementedError(f"{self.name} does not carry out adjoints")
 
     def together(self, task: Task, plan: Plan) -> int:
-        """:attr:`Program.together <ecornn.program.Program>` of the program."""
+        """``together`` of the :class:`~ecornn.program.Program`."""
         return 1
 
 

@@ -74,8 +74,8 @@ class Elementwise(Schedule[ElementwiseKnobs]):
                      and self.check(task, c) is None), found)
 
     def _first_valid(self, task: Task) -> Config | None:
-        """Copies as far ahead as all blocks of a multiprocessor have shared memory for; one unit a thread, or two
-        where there are threads enough."""
+        """The first configuration that fits, or None. It copies as far ahead as all blocks of a multiprocessor have
+        shared memory for; one unit a thread, or two where there are threads enough."""
         w, cores = task.workload, task.device.cores
         exact = w.dtype == "float32" or task.traversal.backward
         units = 2 if w.hidden % 2 == 0 and w.batch * w.hidden >= MANY * cores else 1
@@ -151,7 +151,7 @@ def _step_bytes(task: Task, plan: ElementwiseKnobs) -> int:
 
 
 def _input_bytes(task: Task, plan: ElementwiseKnobs) -> int:
-    """Of a hoisted value."""
+    """Bytes of a hoisted value."""
     return task.workload.itemsize if plan.hoisted == "same" else 4
 
 

@@ -105,7 +105,7 @@ class _Units:
             self.kept_apart = T.let("kept_apart", apart * w.hidden)
 
     def run(self) -> None:
-        """The whole sequence."""
+        """Emits the whole sequence."""
         H, group = self.task.workload.hidden, self.group
         T.note("prologue: copies of the first groups of steps (cp.async), constants, states")
         ahead = self.prefetch // group if self.ring is not None else 0  # groups
@@ -152,7 +152,7 @@ class _Units:
                 T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
 
     def _slot(self, slot: Expr, done: int, piece: Piece) -> Expr:
-        """Where this thread's piece behind ``done`` words of the units is."""
+        """The pointer to this thread's piece in a slot, behind ``done`` words of the units."""
         assert self.ring is not None, "there are hoisted values"
         words = self.hoisted.words(self.count)
         return self.ring.ptr_to([(slot * words + done) * self.threads + self.thread * piece.words])
@@ -179,7 +179,7 @@ class _Units:
             done += p.words
 
     def _take(self, i: int, slot: Expr) -> None:
-        """The inputs of a group's step i from the slots of the group."""
+        """Loads the inputs of a group's step i from the slots of the group."""
         done, kind = 0, "b32" if self.hoisted.packed else "f32"
         for p in self.hoisted.pieces(self.count):
             into = [self.inputs[i, done + k] for k in range(p.words)]
@@ -193,7 +193,7 @@ class _Units:
             T.buffer_store(self.marks, T.cast(self.timeline.mark(t, self.row), "int32"), [i])
 
     def _step(self, i: int, t: Expr) -> None:
-        """Step t, the i-th of its group."""
+        """Emits step t, the i-th of its group."""
         graph, timeline = self.graph, self.timeline
         live = timeline.live(t, self.limit)
         fresh = None if self.marks is None else timeline.starts(t, self.limit, self.marks[i])
@@ -228,7 +228,7 @@ class _Units:
                         else spot.at(rows, self.unit, self.task.workload.hidden), values)
 
     def _store(self, name: str, at: Expr, values: Sequence[Expr]) -> None:
-        """A step's values of the units, one beside the other."""
+        """Stores a step's values of the units, one beside the other."""
         into, dtype = self.arguments[name], self.task.workload.dtype
         if self.count == 1:
             T.buffer_store(into, T.cast(values[0], dtype), [at])

@@ -127,8 +127,8 @@ class Persistent(Schedule[PersistentPlan]):
 
     @staticmethod
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
-        """Whether groups may be clusters worth a trial: where they hold all weights without much of them in shared
-        memory, which then takes longer than the way through L2."""
+        """True if groups may be clusters worth a trial: if they hold all weights without much of them in shared memory,
+        which then takes longer than the way through L2."""
         heads = most_heads(task.graph)
         own = task.workload.hidden // heads
         return (Persistent._weights(task) <= heads * LARGEST * HELD
@@ -153,7 +153,8 @@ class Persistent(Schedule[PersistentPlan]):
 
     @staticmethod
     def _unplaced(task: Task, knobs: PersistentKnobs) -> str | None:
-        """Why blocks of ``units`` in so many ``groups`` are not on the chip at once, or not carried that way."""
+        """None, or the reason why blocks of ``units`` in so many ``groups`` are not on the chip at once, or not carried
+        that way."""
         device, w = task.device, task.workload
         units, groups, heads = knobs.units, knobs.groups, most_heads(task.graph)
         own = w.hidden // heads
@@ -174,7 +175,8 @@ class Persistent(Schedule[PersistentPlan]):
 
     @staticmethod
     def _idle_gates(task: Task, knobs: PersistentKnobs) -> str | None:
-        """Why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a block."""
+        """None, or the reason why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a
+        block."""
         units, rows = knobs.units, -(-task.workload.batch // knobs.groups)
         threads = 32 * knobs.gate_warps
         lanes = lanes_of(units) if task.graph.statistics else units
@@ -192,7 +194,7 @@ class Persistent(Schedule[PersistentPlan]):
 
     @staticmethod
     def _idle_warps(task: Task, knobs: PersistentKnobs) -> str | None:
-        """Why ``warps`` are too many for the products, or too many beside ``gate_warps``."""
+        """None, or the reason why ``warps`` are too many for the products, or too many beside ``gate_warps``."""
         w, units, gate_threads = task.workload, knobs.units, 32 * knobs.gate_warps
         heads, warps, rows = most_heads(task.graph), knobs.warps, -(-w.batch // knobs.groups)
         of_state, threads = words(w.hidden // heads, w.dtype), gate_threads + 32 * warps
@@ -208,7 +210,7 @@ class Persistent(Schedule[PersistentPlan]):
         return None
 
     def _unfit(self, task: Task, knobs: PersistentKnobs) -> str | None:
-        """Why the rest of what is asked for does not fit, beside the projection or without it."""
+        """None, or the reason why the rest of what is asked for does not fit, beside the projection or without it."""
         device = task.device
         # neither another chain nor the projection beside makes room for what does not fit without them
         if task.graph.hoisted_statistics and knobs.ahead != 100:
@@ -236,7 +238,7 @@ class Persistent(Schedule[PersistentPlan]):
         return reason
 
     def _crowded(self, task: Task, plan: PersistentPlan) -> str | None:
-        """What a plan needs more of than there is."""
+        """None, or the reason why a plan does not fit: what it needs more of than there is."""
         device = task.device
         if any(p.streamed_pairs and not p.slots for p in plan.phases) and plan.rows > STREAMED_ROWS:
             return f"{plan.streamed} bytes of weights a block do not fit on chip, and there are {plan.rows} batch rows"
@@ -258,7 +260,8 @@ class Persistent(Schedule[PersistentPlan]):
         return best
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """Groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as many eights."""
+        """``config`` with groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as
+        many eights."""
         knobs = PersistentKnobs(config)
         rows = -(-batch // knobs.groups)
         size = rows if knobs.carrier == "cluster" else -(-rows // 8) * 8

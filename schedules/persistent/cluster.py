@@ -40,7 +40,8 @@ LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU
 AT_ONCE = 4  # words of the initial state that a thread has under way
 
 class Cluster:
-    """Emits both ends, as :class:`~ecornn.schedules.persistent.exchange.Ring` does for the way through L2."""
+    """Emits both ends of the exchange, as :class:`~ecornn.schedules.persistent.exchange.Ring` does for the way through
+    L2."""
 
     def __init__(self, plan: PersistentPlan, steps: Expr, shared: TirBuffer) -> None:
         self.plan, self.steps, self.words = plan, steps, shared.view("uint32")
@@ -54,7 +55,8 @@ class Cluster:
             place += plan.ring * (plan.sum_words(e) + 2)
 
     def begin(self, kernel: SequenceKernel, group: Expr, thread: Expr) -> None:
-        """The barriers; the initial state, and zeros where no word will come. For all threads of the cluster."""
+        """Makes the barriers; stores the initial state, and zeros where no word will come. For all threads of the
+        cluster."""
         plan = self.plan
         with T.If(thread == 0), T.Then():
             for p in range(len(plan.phases)):
@@ -101,7 +103,7 @@ class Cluster:
         return self.first[phase] + step % 2 * self.plan.slot_words(self.plan.phases[phase])
 
     def wait(self, phase: int, t: Expr) -> None:
-        """Until all words of step t have arrived."""
+        """Waits until all words of step t have arrived."""
         T.note("consumer: the mbarrier's phase ends when the state's bytes have come from all CTAs of the cluster")
         mbarrier_wait(self._barrier(phase, t % 2), T.cast(t // 2 % 2, "uint32"), cluster=True)
 
@@ -116,19 +118,19 @@ class Cluster:
         sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
-        """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
+        """Is called behind a product warp's last read of a slot, and the barrier that hands its sums over."""
         T.note("one thread: the slot has been read; its mbarrier expects the state of step t + 2")
         with T.If(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)), T.Then():
             self._expect(phase, t % 2)
 
     def word(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        """What travels of one value, or of two neighbours."""
+        """The word that carries one value, or two neighbours."""
         return T.let("word", T.reinterpret("uint32", value) if neighbour is None
                      else pack_pair(value, neighbour, self.plan.dtype))
 
     def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        """As :meth:`word`, of what may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
-        a constant where that is reinterpreted."""
+        """:meth:`word` for values that may turn out to be 0 everywhere, beyond the layer's units: TVM prints the
+        address of a constant where that is reinterpreted."""
         return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
@@ -146,7 +148,7 @@ class Cluster:
         """Nothing needs a fence."""
 
     def acquired(self, t: Expr) -> None:
-        """Nor here."""
+        """Nothing needs a fence here, either."""
 
     def _barrier(self, phase: int, slot: Expr) -> Expr:
         words = self.plan.ring * self.plan.slot_words(self.plan.phases[phase])
@@ -157,7 +159,7 @@ class Cluster:
         return self.words.ptr_to([self.sums[e] + self.plan.ring * self.plan.sum_words(e) + slot * 2])
 
     def expect_sums(self, e: int, slot: Expr) -> None:
-        """The arrival of the slot's next phase."""
+        """Makes the arrival of the slot's next phase, with the bytes of statistics that come in it."""
         mbarrier_expect(self.sum_barrier(e, slot), self.plan.sums[e] * self.plan.rows * self.plan.sum_parts * 8)
 
     def _expect(self, phase: int, slot: Expr) -> None:

@@ -75,7 +75,7 @@ def read(task: Task, plan: PersistentPlan) -> float:
 
 
 def parts_of(task: Task, plan: PersistentPlan) -> dict[str, float]:
-    """Nanoseconds of what :func:`estimate` adds up, but for what runs beside the recurrence."""
+    """The parts of :func:`estimate`, name -> nanoseconds, but for what runs beside the recurrence."""
     rates = gpu_rates(task.device)
     of_x = before(task, plan) + (read(task, plan) if plan.cluster else 0.0)
     cycles = (cluster_stages if plan.cluster else stages)(plan, rates)
@@ -114,7 +114,7 @@ def recurrence(plan: PersistentPlan, rates: GPURates) -> float:
 
 
 def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
-    """The cycles of that: until state has arrived, of products, of what follows from them."""
+    """The cycles of :func:`recurrence`: until state has arrived, of products, of what follows from them."""
     arrival = multiplied = computed = 0.0
     exact = plan.dtype == "float32"
     for p in plan.phases:
@@ -163,7 +163,7 @@ def summing(plan: PersistentPlan) -> float:
 
 
 def in_clusters(plan: PersistentPlan, rates: GPURates) -> float:
-    """The same where state travels inside clusters.
+    """Nanoseconds of a step's recurrence where state travels inside clusters.
 
     Fitted to 75 times of 17 layers (H = 64 to 1024, B = 1 to 128; two of them float32) on one H100: half of them within
     6%, nine in ten within 11%.
@@ -172,7 +172,7 @@ def in_clusters(plan: PersistentPlan, rates: GPURates) -> float:
 
 
 def cluster_stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
-    """As :func:`stages`."""
+    """The cycles of :func:`in_clusters`, in the parts of :func:`stages`."""
     arrival = multiplied = computed = 0.0
     split = CLUSTER_SPLIT if plan.arithmetic == "float32" else 0
     for p in plan.phases:

@@ -84,7 +84,7 @@ class Ring:
         return (self.group * self.plan.ring + step % self.plan.ring) * self.plan.slot_words(self.plan.phases[phase])
 
     def wait(self, phase: int, t: Expr) -> None:
-        """Before the first :meth:`read` in step t: words are waited for one by one."""
+        """Does nothing before the first :meth:`read` in step t: words are waited for one by one."""
 
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
         """Reads these pairs of a slot into ``state`` until every word has been written."""
@@ -108,11 +108,11 @@ class Ring:
         sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
-        """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
+        """Is called behind a product warp's last read of a slot, and the barrier that hands its sums over."""
         self._fence(self.plan.acquired(t))
 
     def word(self, value: Expr, neighbour: Expr) -> Expr:
-        """What travels of one value, or of two neighbours."""
+        """The word that carries one value, or two neighbours."""
         return T.let("word", pack([value] if neighbour is None else [value, neighbour], self.plan.dtype))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
@@ -120,14 +120,14 @@ class Ring:
         self._store(phase, slot + place, word, mine)
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
-        """Takes back what was sent: (place, whether it is this thread's word)."""
+        """Makes words of an earlier step the sentinel again; ``places``: (place, true if it is this thread's word)."""
         T.note("producer: the words of an earlier step become the sentinel again")
         slot = T.let("slot", self.slot(phase, t + (self.plan.ring - 1)))
         for place, mine in places:
             self._store(phase, slot + place, T.uint32(SENTINEL), mine)
 
     def ended(self, t: Expr) -> None:
-        """Behind a gate warp's last write and wipe of a step."""
+        """Is called behind a gate warp's last write and wipe of a step."""
         self._fence(self.plan.released(t))
 
     def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
@@ -135,11 +135,11 @@ class Ring:
             st_relaxed(self.rings[phase].ptr_to([place]), [word])
 
     def acquired(self, t: Expr) -> None:
-        """Behind a gate warp's reads of statistics in a step."""
+        """Is called behind a gate warp's reads of statistics in a step."""
         self._fence(self.plan.acquired(t))
 
     def _fence(self, where: Expr | bool) -> None:
-        """Release and acquire, in steps ``where`` (an expression; or True: in all)."""
+        """Emits a release and acquire fence, in steps ``where`` (an expression; or True: in all)."""
         with ExitStack() as stack:
             if where is not True:
                 stack.enter_context(T.If(where))

@@ -52,7 +52,7 @@ class Gates(GateThreads):
                 self.sums = RingSums(plan, statistics, rings, shared, group, member, thread)
 
     def run(self) -> None:
-        """The whole sequence."""
+        """Emits the whole sequence."""
         T.note("gate warps, prologue: each thread's constants, states and the inputs of the first two steps")
         if self.early:
             wait_on_earlier()
@@ -107,12 +107,12 @@ class Gates(GateThreads):
                 self._after(t, ended)
 
     def _units(self) -> list[Expr]:
-        """Whether items are of the layer's units, padding rows included."""
+        """True for each item that is of one of the layer's units, padding rows included."""
         hidden = self.plan.hidden
         return [T.let("counts", T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
-        """What nobody waits for.
+        """Emits what nobody waits for.
 
         The release of exchange.py comes first, before the next write. It waits for what came before
         it, so y is stored and inputs are fetched after it, two steps ahead: memory is further away
@@ -172,7 +172,8 @@ class Gates(GateThreads):
         return word_of(self.plan, phase, operand, unit, self.column[i])
 
     def _mine(self, i: int, phase: PhasePlan) -> Expr:
-        """Whether this thread sends a word of item i: there is none for units beyond H, or what is exchanged of it."""
+        """True if this thread sends a word of item i: there is none for units beyond H, or beyond those that are
+        exchanged."""
         units = self.plan.hidden if phase.units == self.plan.own else phase.units
         mine = T.And(self.owner[i], self.unit[i] < units)
         if self.plan.dtype != "float32":  # the thread of the even unit sends for both
@@ -180,7 +181,7 @@ class Gates(GateThreads):
         return mine
 
     def _places(self, p: int) -> list[tuple[Expr, Expr]]:
-        """The words that this thread sends."""
+        """The words that this thread may send: (place, true if it does)."""
         phase = self.plan.phases[p]
         return [(self._place(i, phase, o), self._mine(i, phase))
                 for i in range(self.plan.items) for o in range(phase.operands)]

@@ -61,7 +61,7 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
 
     @property
     def streamed_pairs(self) -> int:
-        """The first ones, which a warp reads from L2 in every step."""
+        """The first pairs, which a warp reads from L2 in every step."""
         return self.pairs - self.register_pairs - self.shared_pairs
 
     def octets(self, units: int) -> int:
@@ -120,7 +120,7 @@ class PersistentPlan(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether weights are integers, and sums have to be multiplied with the scales of their rows."""
+        """True if weights are integers, and sums have to be multiplied with the scales of their rows."""
         return self.stored == "int8"
 
     @property
@@ -203,7 +203,7 @@ class PersistentPlan(NamedTuple):
 
     @property
     def held(self) -> bool:
-        """Whether product warps poll only after their own block's gate warps have sent the operands. Polls disturb what
+        """True if product warps poll only after their own block's gate warps have sent the operands. Polls disturb what
         others wait for, and gate warps wait for statistics meanwhile."""
         return bool(self.sums) and not self.cluster
 
@@ -268,11 +268,12 @@ class PersistentPlan(NamedTuple):
         return 4 if self.fences == "every" else next(slots for most, slots in RINGS if words <= most)
 
     def released(self, t: Expr) -> Expr | bool:
-        """Whether owners of words have a fence at the end of step t: True, or an expression."""
+        """True if owners of words have a fence at the end of every step; else an expression, true if they have one in
+        step t."""
         return True if self.fences == "every" else t % (self.ring - 4) == self.ring - 5
 
     def acquired(self, t: Expr) -> Expr | bool:
-        """Whether readers have a fence in step t."""
+        """True if readers have a fence in every step; else an expression, true if they have one in step t."""
         return t % (self.ring - 4) == 1 if self.fences == "rare" else True
 
     @property
@@ -432,5 +433,5 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
 
 
 def scales_of(packing: Packing) -> Packing:
-    """What the integers of a phase are multiples of: (gate, unit) of the rows that the packing has."""
+    """The scales that the integers of a phase are multiples of: (gate, unit) of the rows that the packing has."""
     return Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")

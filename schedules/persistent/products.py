@@ -20,7 +20,7 @@ from ecornn.schedules.persistent.stream import Position, Stream
 
 @dataclass(frozen=True)
 class _Kept:
-    """Where the weights of a phase are.
+    """The places of the weights of a phase.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class _Kept:
 
 def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Ring | Cluster,
              shared: TirBuffer, early: bool) -> None:
-    """A product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32;
+    """Emits a product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32;
     ``early``: the states before the first step may not be there yet."""
     T.note("MMA warps, prologue: recurrent weights to registers, and to shared memory where they do not fit")
     words, warp, lane = shared.view("uint32"), at.warp, at.lane
@@ -91,7 +91,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
 
 
 def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Position, q: int, v: int) -> Expr:
-    """Where the words of a lane lie in the packed weights."""
+    """The pointer to the words of a lane in the packed weights."""
     octet = ((at.member * plan.warps + at.warp) * phase.pairs + q) * phase.octets(plan.units) + v
     index = T.let("weight_at", octet * 32 + at.lane)
     return source.ptr_to([T.cast(index, "int64") * 4 * per_word(plan.dtype)])
@@ -136,7 +136,7 @@ class _Stored:
             ld_global(self._loaded(self._turn(q), v), address)
 
     def _turn(self, q: int) -> int:
-        """Which of the loaded pairs q is: of what is loaded ahead, the second and third in turns."""
+        """The number of a pair among the loaded ones: of what is loaded ahead, 1 and 2 in turns."""
         return 1 + q % 2 if self.ahead and q < self.phase.streamed_pairs else 0
 
     def _loaded(self, turn: int, v: int) -> list[Expr]:

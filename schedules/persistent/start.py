@@ -33,7 +33,7 @@ class Head:
 
 
 def begins_early(task: Task, plan: PersistentPlan) -> bool:
-    """Whether launches of a call begin while the one ahead of them ends: of short calls, behind a projection that reads
+    """True if launches of a call begin while the one ahead of them ends: of short calls, behind a projection that reads
     and writes nothing of what ``start`` does. Such a call's launches are three then, in this order.
 
     ``project``  lets ``start`` begin when all of its own blocks have.
@@ -118,14 +118,14 @@ def located(plan: PersistentPlan, phase: PhasePlan, group: Expr, place: Expr) ->
 
 
 def head_of(plan: PersistentPlan, group: Expr) -> Head | None:
-    """What a group has of a layer with heads."""
+    """The head that a group has, of a layer with heads; else None."""
     return Head(T.let("head_first", group % plan.heads * plan.own), plan.own) if plan.heads > 1 else None
 
 
 def initial_values(task: Task, states: dict[str, TirBuffer], vectors: TirBuffer, timeline: Timeline,
                    at: tuple[Expr, Expr, Expr], math: str, hoisted: TirBuffer | None = None,
                    layout: Hoisted | None = None, head: Head | None = None) -> list[Expr]:
-    """What a word of the first phase's first slot holds, as one or two float32 values; ``hoisted``, in ``layout``,
+    """The one or two float32 values that a word of the first phase's first slot holds; ``hoisted``, in ``layout``,
     where operands take inputs."""
     unit, row, operand = at
     return [initial_operand(task, states, vectors, timeline, row, T.let("own_unit", unit + e), operand, math, hoisted,

@@ -25,7 +25,7 @@ from ecornn.schedules.persistent.plan import PersistentPlan
 
 @dataclass(frozen=True)
 class Position:
-    """Of a lane: the block in its group, the warp among those that multiply, and the lane in it."""
+    """The position of a lane: the block in its group, the warp among those that multiply, and the lane in it."""
 
     member: Expr
     warp: Expr
@@ -46,7 +46,7 @@ class Stream:
         self.pairs = T.let("pairs", (at.member * plan.warps + at.warp) * self.phase.pairs)
 
     def begin(self) -> None:
-        """Barriers, and the first pairs."""
+        """Makes the barriers, and asks for the first pairs."""
         T.note("weight stream, prologue: mbarriers of the ring, and its first bulk copies from L2")
         with T.If(self.lane == 0), T.Then():
             for slot in range(self.phase.slots):

@@ -149,13 +149,13 @@ class PersistentBlock(Schedule[BlockPlan]):
         return best
 
     def since(self, task: Task) -> str:
-        """Later with heads, and in clusters."""
+        """A later time with heads, and in clusters."""
         if most_heads(task.graph) > 1:
             return "2026-11-25T16:00:00Z"
         return "2026-11-25T10:00:00Z" if BlockKnobs(self.default(task)).cluster == 1 else "2026-11-25T15:00:00Z"
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """As many rows a block, and as many blocks at once, while there are as many."""
+        """``config`` with as many rows a block, and as many blocks at once, while there are as many."""
         knobs = BlockKnobs(config)
         rows = min(knobs.rows, task.workload.batch)
         if knobs.cluster > 1:
@@ -168,7 +168,8 @@ class PersistentBlock(Schedule[BlockPlan]):
         return estimate(task, self.plan(task, self.default(task)))
 
     def rank(self, task: Task) -> float:
-        """Of calls of few steps it is known to take less beside them than others."""
+        """The estimate, with a doubt; less where calls have few steps, since this schedule is known to take less beside
+        them than others."""
         plan, w = self.plan(task, self.default(task)), task.workload
         step = estimate(task, plan) * DOUBT
         few = w.seq <= FEW and plan.cluster == 1 and len(task.graph.phases) == 1
@@ -192,7 +193,7 @@ class PersistentBlock(Schedule[BlockPlan]):
         return self._known[key]
 
     def candidates(self, task: Task) -> Iterator[Config]:
-        """Of all cuts, those that keep as many weights in registers as possible."""
+        """The valid configurations that keep as many weights in registers as their cut allows."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut = tuple(n for n in ("heads", "products", "rows", "units", "lanes", "cluster", "resident") if n in knobs)
         math, hoisted = math_for(task), "same" if saved(task) else "float32"
@@ -226,7 +227,7 @@ class PersistentBlock(Schedule[BlockPlan]):
 
 
 def math_for(task: Task) -> tuple[str, ...]:
-    """What the scalars may be computed by; the second one is the default."""
+    """The choices of the knob ``math``; the second one is the default."""
     return ("exact", "relative") if task.workload.dtype == "float32" else MATH_FOR[task.workload.dtype]
 
 

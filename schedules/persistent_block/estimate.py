@@ -54,7 +54,7 @@ def estimate(task: Task, plan: BlockPlan) -> float:
 
 
 def turns_of(task: Task, plan: BlockPlan) -> int:
-    """How often blocks, or clusters, take turns."""
+    """The number of times that blocks, or clusters, take turns."""
     at_once = task.device.cores * plan.resident if plan.cluster == 1 else task.device.clusters(plan.cluster)
     return -(-plan.blocks // at_once)
 
@@ -67,7 +67,8 @@ def recurrence(task: Task, plan: BlockPlan, rates: GPURates) -> float:
 
 
 def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
-    """Of one block's step: what it waits, and what its warps issue one after the other in a quarter."""
+    """The cycles of one block's step: those that it waits, and those in which its warps issue, one after the other in a
+    quarter."""
     turns = -(-plan.threads // 128)  # warps of a quarter
     waits = issued = 0.0
     graph = task.graph
@@ -105,7 +106,7 @@ def _added(plan: BlockPlan, part: Part) -> float:
 
 
 def _tensor(plan: BlockPlan, part: Part) -> float:
-    """The same for its mma."""
+    """Cycles that a warp issues for the mma of a part."""
     own = len(part.products) * plan.units
     if plan.wgmma:
         return part.pieces * 2 * -(-own // 2) * plan.tiles * WARPGROUP

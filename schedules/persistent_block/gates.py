@@ -29,7 +29,7 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 
 @dataclass(frozen=True)
 class Pairs(Share):
-    """So many (unit, batch row) pairs of a thread, wherever they are."""
+    """The number of (unit, batch row) pairs of a thread, wherever they are."""
 
     count: int = 1
 
@@ -51,8 +51,9 @@ class Gates(GateThreads):
         self.marks = T.local("marks", (self.items,), "int32") if kernel.task.traversal.resets else None
 
     def _locate(self, thread: Expr) -> None:
-        """Places: of heads, or a thread's only one, so that nobody looks into them. Else each step would work them out
-        again of the thread, within branches, which takes less only where there are many."""
+        """Finds the places of the thread's items; of heads, or a thread's only one, so that nobody looks into them.
+        Else each step would work them out again of the thread, within branches, which takes less only where there are
+        many."""
         place = self.products.place
         heads = self.plan.heads > 1
         bind = pinned if heads or self.plan.items == 1 else T.let
@@ -71,7 +72,7 @@ class Gates(GateThreads):
                       for owner, unit, row in zip(self.owner, self.unit, self.row, strict=True)]
 
     def run(self) -> None:
-        """The whole sequence."""
+        """Emits the whole sequence."""
         plan, words = self.plan, self.plan.weights_place
         T.note("all warps, prologue: recurrent weights to registers and shared memory, states to zero")
         self.products.begin()
@@ -130,7 +131,7 @@ class Gates(GateThreads):
                 self._multiply(t + 1, partial(self._after, t, ended))
 
     def _meet(self, step: Expr) -> None:
-        """Until what all threads announced is there; of a cluster that is the state before ``step``."""
+        """Waits until what all threads announced is there; of a cluster that is the state before ``step``."""
         if self.sent is not None:
             self.sent.wait(step)
             return
@@ -138,7 +139,7 @@ class Gates(GateThreads):
         sync_block()
 
     def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """The first products of step t, also of the one behind the last, which nobody looks at."""
+        """Emits the first products of step t, also of the one behind the last, which nobody looks at."""
         T.note("products of the next step; y and inputs two steps ahead while these are under way")
         sums = self.products.multiply(0, self._side(t), meanwhile)
         for i, own in enumerate(sums):
@@ -146,14 +147,14 @@ class Gates(GateThreads):
                 T.buffer_store(self.sums, own[product.var], [i, n])
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
-        """What nobody waits for."""
+        """Emits what nobody waits for."""
         for i in range(self.items):
             self._store(i, t, ended[i])
         self._advance()
         self._fetch(T.let("after_next", t + 2))
 
     def _side(self, t: Expr) -> Expr:
-        """Which buffer of the operands step t reads."""
+        """The number of the operands' buffer that step t reads."""
         return t % 2 if self.plan.buffers > 1 else 0
 
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
@@ -171,7 +172,8 @@ class Gates(GateThreads):
                                     env[operand])
 
     def _send(self, sent: Sent, step: Expr) -> None:
-        """All items' operands to the blocks of the cluster, as words; two items are neighbouring rows of a unit."""
+        """Sends all items' operands to the blocks of the cluster, as words; two items are neighbouring rows of a
+        unit."""
         products, values, self.values = self.products, self.values, []
         assert isinstance(products, TensorProducts)
         first, per = products.first(0, 0, self._side(step)), per_word(self.plan.dtype)
@@ -241,7 +243,7 @@ class Gates(GateThreads):
         cp_async_commit()
 
     def _slot(self, slot: Expr, i: int, done: int, words: int) -> Expr:
-        """Where this thread's piece of item i behind ``done`` words is."""
+        """The pointer to this thread's piece of item i, behind ``done`` words."""
         plan = self.plan
         place = (slot * plan.items + i) * plan.words + done
         return self.products.shared.ptr_to([plan.inputs_place + place * plan.threads + self.thread * words])

@@ -100,7 +100,7 @@ class BlockPlan(NamedTuple):
 
     @property
     def mma(self) -> bool:
-        """Whether tensor cores multiply."""
+        """True if tensor cores multiply."""
         return self.products != "fma"
 
     @property
@@ -133,17 +133,17 @@ class BlockPlan(NamedTuple):
 
     @property
     def row_period(self) -> int:
-        """Where mma has few rows, its columns repeat: the rows, padded to 1, 2 or 4; else 0."""
+        """The rows, padded to 1, 2 or 4, with which the columns of mma repeat where there are few rows; else 0."""
         return 0 if self.rows > 4 else 1 << (self.rows - 1).bit_length()
 
     @property
     def spread(self) -> int:
-        """Lanes of a quad that then share the units of a row."""
+        """Lanes of a quad that share the units of a row where columns repeat."""
         return 4 // self.row_period
 
     @property
     def halvings(self) -> int:
-        """How often lanes that share K can split the pairs that they add up."""
+        """The number of times that lanes which share K can split the pairs that they add up."""
         pairs = self.units * self.rows
         return min(self.lanes.bit_length() - 1, (pairs & -pairs).bit_length() - 1)
 
@@ -175,7 +175,7 @@ class BlockPlan(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Of an exchanged operand: with one phase, of which the next step's follows at once, two."""
+        """Buffers of an exchanged operand: two with one phase, since the next step's follows at once; else one."""
         return 2 if len(self.operands) == 1 else 1
 
     @property

@@ -24,7 +24,7 @@ from ecornn.schedules.persistent_block.products import Products
 
 
 class TensorProducts(Products):
-    """Emits them."""
+    """Emits products on tensor cores."""
 
     def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
                  rank: Expr, share: Expr) -> None:
@@ -65,7 +65,7 @@ class TensorProducts(Products):
                     self.place.append((first + u * 8, row, self._of_units(row < plan.rows)))
 
     def _of_units(self, own: Expr) -> Expr:
-        """In warps that have units."""
+        """``own``, and true only in warps that have units."""
         return own if self.busy is None else T.And(own, self.busy)
 
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
@@ -73,7 +73,7 @@ class TensorProducts(Products):
         T.buffer_store(self.values, T.cast(value, self.plan.dtype), [at])
 
     def place_of(self, unit: Expr, column: Expr) -> Expr:
-        """Of a value in its operand."""
+        """The place of a value in its operand."""
         each = PAIR * per_word(self.plan.dtype)
         return (unit // each * self.plan.rows + column) * each + unit % each
 
@@ -154,7 +154,7 @@ class TensorProducts(Products):
 
 
 class WarpgroupProducts(TensorProducts):
-    """Emits them by warpgroups: of an m64 tile each warp has the same sixteen rows as of an mma's m16 tile."""
+    """Emits products by warpgroups: of an m64 tile each warp has the same sixteen rows as of an mma's m16 tile."""
 
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
         plan, value = self.plan, T.let("rounded", T.cast(value, self.plan.dtype))

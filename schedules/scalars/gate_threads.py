@@ -83,7 +83,7 @@ class GateThreads(ABC):
         self.given: TirBuffer = local("given", len(graph.states)) if traversal.sequences else None
 
     def _locate(self, thread: Expr) -> None:
-        """Which pairs the items of a thread are."""
+        """Finds the (unit, batch row) pairs that the items of a thread are."""
         share, H = self.share, self.task.workload.hidden
         self.local, self.unit, self.column, self.owner = [], [], [], []
         for i in range(self.items):
@@ -104,7 +104,7 @@ class GateThreads(ABC):
         return T.let(name, value)
 
     def begin(self) -> None:
-        """What is known before the first step."""
+        """Computes or loads what is known before the first step."""
         graph, H = self.graph, self.task.workload.hidden
         for i in range(self.items):
             self._constants(i)
@@ -143,14 +143,14 @@ class GateThreads(ABC):
                     T.buffer_store(into, T.cast(self.arguments[f"{name}_in"][at], "float32"), [i, s])
 
     def _piece(self, i: int, s: int, beside: int = 0) -> Expr:
-        """Place of what item i's column hands over of state s, or one beside it."""
+        """The place of what item i's column hands over of state s, or of what the column ``beside`` it does."""
         return (self.batch * s + self.row[i] + beside) * self.task.workload.hidden + self.unit[i]
 
     def _limit(self, i: int) -> Expr:
         return self.steps if self.limits is None else self.limits[i]
 
     def _live(self, i: int, t: Expr) -> Expr | None:
-        """Whether item i's row takes part in step t; None: always."""
+        """True if item i's row takes part in step t; None: always."""
         if self.numbers is not None:
             return T.let("live", self.numbers[i, 0] >= 0)
         return self.timeline.live(t, self._limit(i))
@@ -170,7 +170,7 @@ class GateThreads(ABC):
         self._load_row_values(t)
 
     def _prepare(self, t: Expr) -> None:  # noqa: B027  who has nothing to wait for leaves it as it is
-        """Before the hoisted inputs of step t are read."""
+        """Is called before the hoisted inputs of step t are read."""
 
     def _start_at(self, t: Expr) -> None:
         """Loads whether a sequence starts at step t into ``fresh``, or from which state into ``given``. For steps in
@@ -199,7 +199,7 @@ class GateThreads(ABC):
                     T.buffer_store(into, word, [i, k])
 
     def _load_row_values(self, t: Expr) -> None:
-        """Loads what else the rows have of step t, (T*B, N) in float32."""
+        """Loads the statistics of step t's rows, (T*B, N) in float32, that the step takes beside hoisted inputs."""
         count = len(self.graph.row_inputs)
         for i in range(self.items if count else 0):
             for k in range(count):
@@ -217,7 +217,7 @@ class GateThreads(ABC):
                 T.buffer_store(self.row_values[0], self.row_values[1][i, k], [i, k])
 
     def _before(self, i: int) -> dict[Var, Expr]:
-        """What is known of an item before the products of its step."""
+        """The values of an item that are known before the products of its step."""
         graph, hoisted = self.graph, self.hoisted
         (inputs,) = hoisted.values([self.inputs[i, k] for k in range(hoisted.words())])
         env = dict(zip(graph.hoisted_outputs, inputs, strict=True))
@@ -248,13 +248,13 @@ class GateThreads(ABC):
         return ended
 
     def _new(self, i: int, ended: Ended, names: Sequence[str]) -> dict[str, Expr]:
-        """Those states after a step; of a row that took no part, as they were."""
+        """The states of these ``names`` after a step; of a row that took no part, as they were."""
         live = None if self.numbers is not None else ended.live
         return {name: self.timeline.masked(live, T.let(f"{name}_new", ended.env[self.graph.results[name]]),
                                            self.states[i, self.state_index[name]]) for name in names}
 
     def _following(self, i: int, ended: Ended, names: Sequence[str]) -> dict[str, Expr]:
-        """Those states before the next step, in which a sequence may start."""
+        """The states of these ``names`` before the next step, in which a sequence may start."""
         if self.numbers is not None:
             return {name: self.timeline.masked(ended.fresh, self.given[i, self.state_index[name]], ended.new[name])
                     for name in names}
@@ -266,7 +266,7 @@ class GateThreads(ABC):
         """Hands item i's operands of phase p in ``step`` to the blocks that multiply."""
 
     def _store(self, i: int, t: Expr, ended: Ended) -> None:
-        """What else step t makes, and y and states to memory."""
+        """Computes what else step t makes, and stores y and states."""
         late = [name for name in self.graph.states if name not in ended.new]
         ended.env = emit(self.urgent.late, ended.env, self.math)
         ended.new |= self._new(i, ended, late)

@@ -1,4 +1,4 @@
-"""What follows the hoisted product where the cell has statistics of it: one pass over its rows, in place.
+"""The pass behind the hoisted product of a cell that has statistics of it: once over its rows, in place.
 
     hoisted[t, b, q, j] = hoisted output q of unit j, from what the product left there and the row's statistics
 

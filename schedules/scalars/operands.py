@@ -1,4 +1,4 @@
-"""What a recurrence stores for products over all rows."""
+"""The outputs that a recurrence stores for products over all rows."""
 
 from __future__ import annotations
 

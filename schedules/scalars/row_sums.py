@@ -33,7 +33,7 @@ LOWEST = -3.4028234663852886e38  # below all numbers of float32 that there are
 
 
 def among(s: Statistic, unit: Expr) -> Expr:
-    """Whether a unit is one of those that a statistic is of; there is nothing to ask where it is of all."""
+    """True if a unit is one of those that a statistic is of; for statistics of some units, not of all."""
     assert s.units is not None
     first, end = s.units[0], sum(s.units)
     return T.And(unit >= first, unit < end) if first else unit < end
@@ -47,7 +47,7 @@ def combine(a: Expr, b: Expr, largest: Kind) -> Expr:
 
 
 def neutral(largest: Kind) -> Expr:
-    """What changes nothing there."""
+    """The value that :func:`combine` leaves out of account."""
     if isinstance(largest, bool):
         return T.float32(LOWEST if largest else 0)
     return T.Select(largest, T.float32(LOWEST), T.float32(0))
@@ -63,7 +63,7 @@ def across_warp(values: list[Expr], lanes: int = 32, largest: Sequence[Kind] = (
 
 
 def across_lanes(values: list[Expr], lanes: int, largest: Sequence[Kind] = ()) -> list[Expr]:
-    """The sums of each lane's and another one's that is ``lanes`` (a power of two) away."""
+    """The sums of each lane's value and that of the lane which is ``lanes`` (a power of two) away."""
     def across(value: Expr, largest: bool) -> Expr:
         return largest_xor(value, lanes) if largest else sum_xor(value, lanes)
 

@@ -87,7 +87,8 @@ class FusedStep(Schedule[Tile]):
         return found
 
     def _first_valid(self, task: Task) -> Config | None:
-        """Blocks as wide as the batch allows and threads to fill them; less of it until it fits."""
+        """The first configuration that fits, or None: blocks as wide as the batch allows and threads to fill them, then
+        less of it."""
         task = plain(task)
         exact = task.workload.dtype == "float32" or task.traversal.backward
         batch, math = task.workload.batch, "exact" if exact else "fast"
@@ -143,8 +144,8 @@ class FusedStep(Schedule[Tile]):
 
 
 def _parts(task: Task, tile: Tile, around: list[Buffer]) -> tuple[Component, Callable[[Stored], Component]]:
-    """The states of the call into workspaces; and all steps, by what they store. ``around``: buffers of others that
-    these use."""
+    """The component that puts the states of the call into workspaces; and a function that makes all steps, by what they
+    store. ``around``: buffers of others that these use."""
     math, hidden = tile.math, task.workload.hidden
     layout = _layout(task, tile)
     own = [*workspaces(task, layout),
@@ -162,7 +163,7 @@ def _parts(task: Task, tile: Tile, around: list[Buffer]) -> tuple[Component, Cal
 
 
 def _layout(task: Task, tile: Tile) -> Layout:
-    """Of what is exchanged: whole tiles."""
+    """The layout of what is exchanged: whole tiles."""
     width = -(-task.workload.hidden // tile.depth) * tile.depth
     return Layout(-(-task.workload.batch // tile.rows) * tile.rows, width, width)
 
@@ -187,7 +188,7 @@ def _shared_of(task: Task, tile: Tile, p: int) -> int:
 
 
 def _shared(task: Task, tile: Tile) -> int:
-    """The most of all kernels."""
+    """Bytes of shared memory of the kernel that has most."""
     own = (_shared_of(task, tile, p) for p in range(phase_count(task.graph)))
     return max(tile.shared(len(task.graph.hoisted_products), 1), *own)
 

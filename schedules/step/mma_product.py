@@ -97,12 +97,12 @@ class TilePlan:
         return -(-self.narrow[p][0] // self.units) or self.columns
 
     def share(self, p: int) -> float:
-        """Of H by H weights, those that a matrix of phase p has."""
+        """The part of H by H weights that a matrix of phase p has."""
         return 1 / self.heads[p] if self.narrow[p] == (0, 0) else self.own(p) * (self.narrow[p][0] or self.hidden) / (
             self.hidden ** 2)
 
     def phase_pairs(self, p: int) -> int:
-        """Pairs of k-tiles of these, padded to whole stages."""
+        """Pairs of k-tiles of the values of :meth:`own`, padded to whole stages."""
         return -(-words(self.own(p), self.dtype) // (PAIR * self.stage_pairs)) * self.stage_pairs
 
     def weight_rows(self, p: int) -> int:
@@ -129,7 +129,7 @@ class TilePlan:
         return 4 * max(self.stages * self.stage_words(p), self.split * self.rows * self.stride(p))
 
     def registers(self, p: int) -> int:
-        """Estimate for a thread."""
+        """Estimate of a thread's registers."""
         tiles, octets = self.tiles(p), self.octets
         parts = 2 if self.arithmetic == "float32" else 1
         return 4 * tiles * octets + parts * (8 * tiles + 4 * octets) + SPARE_REGISTERS

@@ -1,4 +1,4 @@
-"""Where a lane gets the words that it multiplies: rows of x or of a state, from memory or from shared memory.
+"""The rows of x or of a state whose words a lane multiplies: from memory or from shared memory.
 
 A lane of ``warp_product.py`` reads four words of the row lane / 4 of each octet of batch rows. Straight from memory
 every block reads all rows. The blocks of a cluster may have them read once for all: each copies a part of every row
@@ -20,17 +20,17 @@ PAIR = 16  # words of a pair of k-tiles
 
 
 class Operand(Protocol):
-    """What a product reads beside its weights."""
+    """The operand that a product reads beside its weights."""
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """The lane's four words of an octet, zeros beyond the row's end, into ``into[slot, octet]``; ``quarter`` of the
-        pair's 16 words."""
+        """Loads the lane's four words of an octet, zeros beyond the row's end, into ``into[slot, octet]``; ``quarter``
+        of the pair's 16 words."""
 
 
 @dataclass(frozen=True)
 class RowsInMemory:
-    """Rows of ``width`` values, ``stride`` apart in ``source``, which begins where a row may: that of the lane in octet
-    n at ``starts[n]``."""
+    """Rows of ``width`` values, ``stride`` apart in ``source``, where a row may begin; the lane's row of octet n begins
+    at ``starts[n]``."""
 
     source: TirBuffer
     starts: list[Expr]
@@ -39,7 +39,7 @@ class RowsInMemory:
     dtype: str
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """By the widest loads for which all rows are aligned."""
+        """Loads by the widest loads for which all rows are aligned."""
         n, width = per_word(self.dtype), self.width
         k = T.let("k", pair * (PAIR * n) + quarter * (4 * n))
         at = self.starts[octet] + k
@@ -70,7 +70,7 @@ class RowsInMemory:
 
 
 def whole_pieces(values: int, dtype: str) -> bool:
-    """Whether so many values are whole pieces of 16 bytes."""
+    """True if so many values are whole pieces of 16 bytes."""
     return values * 4 % (16 * per_word(dtype)) == 0
 
 
@@ -97,7 +97,7 @@ class StagedRows:
         ld_shared([into[slot, octet, i] for i in range(4)], self.words.ptr_to([self.first + at]))
 
     def clear(self, thread: Expr, threads: int) -> None:
-        """Zeros behind the end of each row."""
+        """Stores zeros behind the end of each row."""
         row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
         count = self.rows * (row - own)
         with T.serial("turn", 0, -(-count // threads)) as turn:
@@ -131,10 +131,11 @@ def make_barrier(barrier: Expr) -> None:
 
 
 def announce(barrier: Expr, count: int) -> None:
-    """Says how many bytes it waits for. Some of them may have come: it counts, and lacks this arrival until now."""
+    """Says how many bytes the barrier waits for. Some of them may have come: it counts, and lacks this arrival until
+    now."""
     mbarrier_expect(barrier, count)
 
 
 def arrived(barrier: Expr) -> None:
-    """Waits for them."""
+    """Waits for the bytes that were announced."""
     mbarrier_wait(barrier, T.uint32(0), cluster=True)

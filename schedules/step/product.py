@@ -44,7 +44,7 @@ class Tile(Knobs):
         return self.depth * gates * self.units
 
     def heads(self, hidden: int, heads: int) -> int:
-        """Of a layer's ``heads``, those that a block's units may belong to."""
+        """The most of a layer's ``heads`` that a block's units may belong to."""
         own = hidden // heads
         if heads == 1 or own % self.units == 0:
             return 1

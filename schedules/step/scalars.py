@@ -1,4 +1,4 @@
-"""What the one-launch-a-step schedules share: vectors between launches, and a phase's scalars.
+"""The common part of schedules with one launch a step: vectors between launches, and a phase's scalars.
 
 A step is one launch for each phase. A launch leaves its products in shared memory; then every
 (batch row, hidden unit) is finished by one thread, here: the phase's scalars are spliced in, and
@@ -56,14 +56,14 @@ class Layout:
         return self.rows * self.width
 
     def place(self, row: Expr, unit: Expr) -> Expr:
-        """Where element (row, unit) is."""
+        """The index of element (row, unit)."""
         if self.block == self.width:
             return row * self.width + unit
         return (unit // self.block * self.rows + row) * self.block + unit % self.block
 
 
 def workspaces(task: Task, layout: Layout) -> list[Buffer]:
-    """Those named above."""
+    """The workspaces that the top of this file names."""
     w, graph = task.workload, task.graph
     found = [Buffer("states", WORKSPACE, "float32", Extent(len(graph.states) * w.batch * w.hidden))]
     for p, phase in enumerate(graph.phases):
@@ -79,7 +79,7 @@ def workspaces(task: Task, layout: Layout) -> list[Buffer]:
 
 
 def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
-    """What is kept of the values of phase ``p``, by where it goes; all that no earlier one makes is of the last one."""
+    """The kept values of phase ``p``, by where they go; a value that no earlier phase makes is of the last one."""
     makers: dict[Var, int] = {}
     for number, phase in enumerate(graph.phases[:-1]):
         makers |= dict.fromkeys([q.var for q in phase.products], number)
@@ -89,7 +89,7 @@ def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
 
 
 def begin_calls(task: Task, layout: Layout, buffers: list[Buffer]) -> list[Fill | Launch]:
-    """What comes before the loop over t: zeros behind the last unit, then the kernel of begin_kernel."""
+    """The calls before the loop over t: zeros behind the last unit, then the kernel of :func:`begin_kernel`."""
     fills: list[Fill | Launch] = []
     if layout.width > task.workload.hidden:  # 0 * NaN is not 0
         fills = [Fill(b.name, 0, b.extent) for b in buffers if b.name.startswith("operands_")]
@@ -173,7 +173,8 @@ class StepScalars:
         return invariants(self.graph, vectors_at(self.graph.vectors, self.arguments["vectors"], H, unit), self.math)
 
     def hoisted(self, row: Expr, unit: Expr, t: Expr | None = None) -> list[Expr]:
-        """Values of what does not depend on the state, as they are in memory; of this step, if of no other."""
+        """Loads the values that do not depend on the state, as they are in memory; of step ``t``, by default this
+        one."""
         a = self.arguments
         if not self.inputs.outputs:
             return []
@@ -181,7 +182,7 @@ class StepScalars:
         return [T.let("hoisted", value) for value in self.inputs.load(a["hoisted"], row, unit)]
 
     def finish(self, p: int, row: Expr, unit: Expr, sums: dict[Var, Expr], loaded: list[Expr]) -> None:
-        """Everything that follows the products ``sums`` of phase ``p``; row < B and unit < H. ``loaded``: by
+        """Emits everything that follows the products ``sums`` of phase ``p``; row < B and unit < H. ``loaded``: by
         :meth:`hoisted`."""
         a, graph = self.arguments, self.graph
         before, constants, env = self._environment(p, row, unit, sums, loaded)
@@ -212,11 +213,12 @@ class StepScalars:
         self._store_results(row, unit, results, outputs, kept, live)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:
-        """What the statistics of phase ``p`` read; ``known``: those of this row that this kernel has computed."""
+        """The values that the statistics of phase ``p`` read; ``known``: those of this row that this kernel has
+        computed."""
         return self._environment(p, row, unit, known, self.hoisted(row, unit))[2] | known
 
     def store_statistics(self, p: int, row: Expr, values: dict[Var, Expr]) -> None:
-        """The statistics of phase ``p``, for later kernels."""
+        """Stores the statistics of phase ``p``, for later kernels."""
         for number, (var, made) in enumerate(self.statistics.items()):
             if made == p:
                 T.buffer_store(self.arguments["statistics"], values[var], [self._of_row(number, row)])
@@ -248,14 +250,14 @@ class StepScalars:
         return number * self.task.workload.batch + row
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
-        """The states, float32, in the order of ``graph.states``."""
+        """Stores the states, float32, in the order of ``graph.states``."""
         for s, value in enumerate(values):
             T.buffer_store(self.arguments["states"], value, [self.at(s, row, unit)])
 
     def store_first_operands(self, row: Expr, unit: Expr, states: list[Expr], constants: dict[Var, Expr],
                              t: Expr, parity: Expr) -> None:
-        """The operands of phase 0 for step t, of that parity, from the states before it; behind the last step some that
-        nobody reads."""
+        """Stores the operands of phase 0 for step t, of that parity, from the states before it; behind the last step
+        some that nobody reads."""
         if self.graph.phases:
             env = constants | dict(zip(self.graph.states.values(), states, strict=True))
             if late_operands(self.graph):
@@ -301,7 +303,7 @@ class StepScalars:
             T.buffer_store(self.arguments[spot.buffer], T.cast(value, w.dtype), [spot.at(step_row, unit, w.hidden)])
 
     def _store_outputs(self, row: Expr, unit: Expr, outputs: list[Expr], live: Expr | None) -> None:
-        """Those of an adjoint's recurrence, (T, B, O, H)."""
+        """Stores the outputs of an adjoint's recurrence, (T, B, O, H)."""
         a, w = self.arguments, self.task.workload
         step_row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
         first = T.let("at", step_row * (self.task.row or len(outputs) * w.hidden) + unit)

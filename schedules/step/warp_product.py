@@ -75,7 +75,7 @@ class Share:
 
     @property
     def slots(self) -> int:
-        """Pairs that it keeps in registers."""
+        """Pairs that a warp keeps in registers."""
         return min(self.ahead, self.turns)
 
     @property
@@ -85,29 +85,29 @@ class Share:
 
     @property
     def floats(self) -> int:
-        """Of the sums of all warps."""
+        """Floats of the sums of all warps."""
         return self.warps * self.rows * self.stride
 
     @property
     def registers(self) -> int:
-        """Of a thread, for sums and operands."""
+        """Registers of a thread, for sums and operands."""
         parts = 2 if self.arithmetic == "float32" else 1
         return 4 * (self.tiles * self.octets + self.slots * self.groups + self.operand_slots * self.octets
                     + (parts - 1) * (2 * self.tiles + self.octets))
 
     @property
     def operand_slots(self) -> int:
-        """Pairs of what it multiplies that it keeps there."""
+        """Pairs of what it multiplies that a warp keeps in registers."""
         return 1 if self.staged else self.slots
 
     @property
     def weight_bytes(self) -> int:
-        """Of a pair of k-tiles."""
+        """Bytes of weights of a pair of k-tiles."""
         return self.groups * GROUP * 4
 
     @property
     def operand_bytes(self) -> int:
-        """Of a pair of k-tiles."""
+        """Bytes of what is multiplied, of a pair of k-tiles."""
         return self.octets * GROUP * 4
 
     def weights(self, name: str, products: tuple[Product, ...], columns: int) -> Buffer:

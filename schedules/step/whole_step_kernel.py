@@ -93,7 +93,7 @@ class StepPlan:
 
 
 def products_of(task: Task) -> tuple[tuple[Product, ...], ...]:
-    """Those of x, where there are some, and those of the state."""
+    """The products of x, if there are any, and those of the state."""
     return tuple(filter(None, (task.graph.hoisted_products, task.graph.phases[0].products)))
 
 
@@ -121,7 +121,7 @@ class StepStates(StepScalars):
     """Scalars of a step whose first one reads the caller's states, and whose last one leaves nothing for another."""
 
     def begins(self, row: Expr) -> Expr | None:
-        """Whether this is a first step before which a row's states are cleared; None: never. Later ones find them
+        """True if this is a first step before which a row's states are cleared; None: never. Later ones find them
         cleared."""
         fresh = self.timeline.fresh(T.int32(0), row, self.timeline.limit(row))
         return None if fresh is None else T.let("begins", T.And(self.arguments["t"] == 0, fresh))
@@ -187,7 +187,8 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
             _prefetch(a["vectors"], len(graph.vectors), plan, column, thread, H)
 
             def start(i: int, row: Expr) -> Expr:
-                """Where a row of what share i multiplies begins; of rows beyond the batch nobody reads the sums."""
+                """The index at which a row of what share i multiplies begins; of rows beyond the batch nobody reads the
+                sums."""
                 row = T.let("row", T.min(row0 + row, a["B"] - 1))
                 if i == len(shares) - 1:
                     return T.let("start", scalars.wide(row) * H)
@@ -209,7 +210,8 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                 cluster_arrive()
 
             def before() -> None:
-                """Nothing but weights may be read before, and nothing written."""
+                """Waits for the launch ahead, and brings the operands: nothing but weights may be read before, and
+                nothing written."""
                 if plan.chained:
                     wait_on_earlier()
                 scalars.prefetch(T.min(row0 + thread // plan.units, a["B"] - 1),
@@ -225,7 +227,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                     arrived(barrier)
 
             def multiply(i: int) -> None:
-                """Share i, which is of x unless it is the last one."""
+                """Emits share i, which is of x unless it is the last one."""
                 share, of_state = shares[i], i == len(shares) - 1
                 if plan.cluster > 1:
                     operand: Operand = staged[i]
@@ -276,7 +278,8 @@ def _prefetch(vectors: TirBuffer, count: int, plan: StepPlan, column: Expr, thre
 
 def _hoisted(task: Task, scalars: StepScalars, a: dict[str, TirBuffer], x_row: Expr, unit: Expr,
              found: dict[Var, Expr]) -> list[Expr]:
-    """What other schedules compute of all steps before the first one, of a unit, from the products of x."""
+    """The hoisted values of a unit, from the products of x; other schedules compute them of all steps before the first
+    one."""
     env = scalars.constants(unit) | found
     for var, offset in leaves_of_rows(task).items():
         env[var] = T.let(var.name, T.cast(a["x"][x_row + unit + offset], "float32"))

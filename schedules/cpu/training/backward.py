@@ -115,7 +115,7 @@ class BackwardWorker:
 
     @property
     def buffers(self) -> list[Buffer]:
-        """What it takes, in order."""
+        """The buffers that the function takes, in order."""
         return [b for part in (self.root, self.recurrence, *self.passes) for b in part.buffers]
 
     @property
@@ -157,7 +157,7 @@ class BackwardWorker:
                                     self.shape.chunk * self.shape.batch, self.registers)
 
     def declare_rows(self) -> None:
-        """Where the parts find what forward left, and dy."""
+        """Declares the rows in which the parts find what forward left, and dy."""
         adjoint, forward, root, units = self.plans.adjoint, self.forward, self.root, self.shape.hidden
         graphs, pairs = (self.plans.kept.replay, adjoint.recurrence, adjoint.inputs), self.outer_products
         read = {v for g in graphs for v in g.given} | {v for o in pairs for v in (o.value, o.operand) if v is not None}
@@ -188,8 +188,8 @@ class BackwardWorker:
                 self.places[forward.x] = self.x
 
     def bring(self, var: Var, name: str, kind: str, source: Place, first: Place | None = None) -> None:
-        """A value of the caller's arrays: it is read there by what goes vector by vector; what is multiplied or summed,
-        or is not there as it is read, is copied. ``kind``, ``first`` as of :class:`Copy`."""
+        """Gives a value its place: in the caller's arrays, where it is read by what goes vector by vector; what is
+        multiplied or summed, or is not there as it is read, is copied. ``kind``, ``first`` as of :class:`Copy`."""
         there = kind == "at" or (kind == "live" and not self.task.traversal.lengths)
         if there and var not in self.multiplied:
             self.places[var] = source
@@ -199,30 +199,30 @@ class BackwardWorker:
 
     @cached_property
     def multiplied(self) -> set[Var | None]:
-        """What is an operand of a product, or summed over rows."""
+        """The values that are operands of products, or summed over rows."""
         found = {t.operand for p in self.plans.plans for s in p.steps for q in s.rows for t in q.terms}
         found |= {v for o in self.outer_products for v in (o.value, o.operand)}
         return found | {s.value for s in self.summed}
 
     def row_place(self, name: str, width: int) -> Place:
-        """Memory for rows of a chunk."""
+        """A new workspace for rows of a chunk."""
         self.root.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK))
         return Place(self.root.data[name], width)
 
     @property
     def outer_products(self) -> tuple[OuterProduct, ...]:
-        """All of them."""
+        """All outer products."""
         adjoint = self.plans.adjoint
         return (*adjoint.recurrence.outer_products, *adjoint.inputs.outer_products)
 
     @property
     def summed(self) -> tuple[Sum, ...]:
-        """What is summed over all steps and rows."""
+        """The sums over all steps and rows."""
         adjoint = self.plans.adjoint
         return (*adjoint.recurrence.sums, *adjoint.inputs.sums, *adjoint.finish.sums)
 
     def declare_totals(self) -> None:
-        """Sums over all steps and rows, (number, unit)."""
+        """Declares the totals of the sums over all steps and rows, (number, unit)."""
         self.numbers = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in self.summed))}
         if self.numbers:
             self.root.buffer("totals", WORKSPACE, Extent(len(self.numbers) * self.shape.width))
@@ -262,7 +262,7 @@ class BackwardWorker:
 
     @property
     def settled(self) -> bool:
-        """Whether nobody reads what :func:`gather` writes after the barrier that comes before outer products: then it
+        """True if nobody reads what :func:`gather` writes after the barrier that comes before outer products: then it
         may write that of the next chunk at once, and a barrier follows it."""
         copied = [copy.to.data for copy in self.copies]
         summed = [self.places[s.value].data for s in (*self.plans.adjoint.recurrence.sums,
@@ -270,7 +270,7 @@ class BackwardWorker:
         return bool(self.outer_products) and not any(data.same_as(c) for data in summed for c in copied)
 
     def no_dx(self, low: Expr, rows: Expr) -> None:
-        """Zeros, where the cell does not read x."""
+        """Writes zeros to dx, where the cell does not read x."""
         e, root, length = self.e, self.root, self.shape.input
         with root.tasks("no_dx", rows) as row:
             start = e.let("start", (low * root.batch + row) * e.index(self.stride))
@@ -278,7 +278,7 @@ class BackwardWorker:
                 e.store(root.data["dx"], start + k, e.number(0.0))
 
     def input_gradients(self, low: Expr, rows: Expr) -> None:
-        """The gradients of the cell's inputs, behind that of x; zeros where a row takes no part."""
+        """Writes the gradients of the cell's inputs, behind that of x; zeros where a row takes no part."""
         e, s, root, dx = self.e, self.shape, self.root, self.root.data["dx"]
         columns = -(-s.hidden // s.lanes)
         with root.tasks("inputs", rows * e.index(columns)) as task:
@@ -300,13 +300,13 @@ class BackwardWorker:
                 e.vstore_part(f"{var.name}_part", dx, at, value, valid)
 
     def add(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
-        """Adds to the totals."""
+        """Adds ``sums`` over ``rows`` rows to the totals."""
         if sums:
             those = [(self.numbers[s.var], places[s.value]) for s in sums]
             add_sums(self.root, self.root.data["totals"], self.shape.width, those, rows)
 
     def outer(self, o: OuterProduct) -> Outer:
-        """Where an outer product is read and added."""
+        """An outer product with the places where it is read and added."""
         rows, columns = (self.shape.input if v is None else self.shape.hidden for v in (o.value, o.operand))
         value, operand = (self.x if v is None else self.places[v] for v in (o.value, o.operand))
         assert value is not None and operand is not None
@@ -315,7 +315,7 @@ class BackwardWorker:
         return Outer(self.root.data[f"gradient_{o.parameter}"], o.gate * gate, rows, columns, value, operand, o.heads)
 
     def epilogue(self) -> None:
-        """Gradients of the first states, and of parameter vectors."""
+        """Writes gradients of the first states, and adds those of parameter vectors."""
         e, s, root, adjoint = self.e, self.shape, self.root, self.plans.adjoint
         self.finish.run(e.index(0), root.batch)
         places = {**self.finish.given, **self.finish.places}

@@ -1,4 +1,4 @@
-"""What forward left, and the gradient of y, as rows of a chunk of time: what the other parts of the backward pass read.
+"""The rows of a chunk of time that other parts of the backward pass read: what forward left, and the gradient of y.
 
 The state before a step is the one after the step before, of which y, or what forward kept, has the rows; the first
 state of a sequence; or zeros where a sequence starts anew. Rows that take no part in a step have finite values, and

@@ -51,7 +51,7 @@ class Backward:
 
     @property
     def plans(self) -> tuple[StepPlan, ...]:
-        """Those with products of H units."""
+        """The plans with products of H units."""
         return self.replay, self.recurrence, self.inputs, self.finish
 
 
@@ -123,13 +123,13 @@ def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
 
 
 def _last_stage(plan: StepPlan) -> StepPlan:
-    """One stage, which keeps nothing; there is one even where what it stores is known before."""
+    """``plan`` with stages that keep nothing; it has one even where what it stores is known before."""
     stages = plan.steps or (Stage("dx_0", 0, (), ()),)
     return replace(plan, parts=tuple((replace(stage, keep=()),) for stage in stages))
 
 
 def _recurrence_plan(graph: StepGraph) -> StepPlan:
-    """Factors are computed where they are read, from what other parts made."""
+    """The plan of the recurrence: factors are computed where they are read, from what other parts made."""
     made = plan_step(replace(graph, hoisted_outputs=(), projected=()))
     level = {v: max(at, 0) if at > -3 else at for v, at in made.level.items()}
     parts = tuple(tuple(replace(s, name=f"recurrence_{s.name}") for s in part) for part in made.parts)
@@ -137,5 +137,5 @@ def _recurrence_plan(graph: StepGraph) -> StepPlan:
 
 
 def _made(graph: StepGraph) -> set[Var]:
-    """What a graph computes in each step."""
+    """The variables that a graph computes in each step."""
     return {v for v, at in levels(graph).items() if at > -3} - {*graph.states.values(), *graph.given}

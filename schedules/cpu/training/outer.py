@@ -44,8 +44,8 @@ class Outer:
 
 @dataclass(frozen=True)
 class Panels:
-    """Copies of ``count`` panels of ``width`` elements a row, ``stride`` apart; with ``heads`` of ``length`` elements
-    each so many."""
+    """Copies of ``count`` panels of ``width`` elements a row, ``stride`` apart; with ``heads``, of ``length`` elements
+    each, as many for each head."""
 
     data: TirBuffer
     source: Place
@@ -57,7 +57,8 @@ class Panels:
 
 
 class OuterProducts:
-    """Those of a function; its chunks have at most ``rooms`` rows, the CPU has as many vector ``registers``."""
+    """The outer products of a function; its chunks have at most ``rooms`` rows, the CPU has as many vector
+    ``registers``."""
 
     def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
         self.worker, self.outers = worker, outers
@@ -76,7 +77,7 @@ class OuterProducts:
                                                                     outer.heads, length)
 
     def add(self, rows: Expr) -> None:
-        """Adds those of ``rows`` rows, after a barrier, of what :meth:`copy` has copied."""
+        """Adds the products over ``rows`` rows, after a barrier, of what :meth:`copy` has copied."""
         if not self.outers:
             return
         e = self.worker.e
@@ -100,8 +101,8 @@ class OuterProducts:
             self._panels(panels, some, rows, tasks)
 
     def _panels(self, panels: Panels, together: int, rows: Expr, tasks: AbstractContextManager[Expr]) -> None:
-        """``together`` of them in each task. A vector that reaches past its panel's row is written before the next row
-        is."""
+        """Fills panels, ``together`` of them in each task. A vector that reaches past its panel's row is written before
+        the next row is."""
         e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
         with tasks as task:
             first = e.let("first_panel", task * e.index(together))
@@ -133,7 +134,7 @@ class OuterProducts:
 
     def _tile(self, outer: Outer, values: Panels, operands: Panels, tile: Expr, panel: Expr, rows: Expr,
               head: Expr | None) -> None:
-        """Adds those of a tile of j and a panel of k, of a head if there are several."""
+        """Adds the products of a tile of j and a panel of k, of a head if there are several."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
         j, k = e.let("j", tile * e.index(height)), e.let("k", panel * e.index(operands.width))
         first, left, right = e.index(outer.start), tile, panel
@@ -167,7 +168,7 @@ class OuterProducts:
             self._edge(outer, first, j, k, sums)
 
     def _edge(self, outer: Outer, first: Expr, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
-        """Adds what of a tile is within the matrix, element by element."""
+        """Adds the part of a tile that is within the matrix, element by element."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
         tile = e.tirx.decl_buffer([height * vectors * lanes], e.real, "tile", scope="local")
         e.add(e.tirx.AllocBuffer(tile))

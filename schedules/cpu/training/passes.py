@@ -34,7 +34,7 @@ class Pass(Worker):
         return row
 
     def declare(self, other: Worker) -> None:
-        """Its buffers; ``other`` has the function's scalars, and x."""
+        """Declares its buffers; ``other`` has the function's scalars, and x."""
         self.share_scalars(other)
         self.timeline = Timeline(self.e, ALONE, {}, self.steps, self.batch)
         if "x" in other.data:
@@ -51,7 +51,7 @@ class Pass(Worker):
 
     @property
     def places(self) -> dict[Var, Place]:
-        """Where its values are."""
+        """The places of its values."""
         return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
 
     def run(self, first: Expr, rows: Expr, wait: bool = True) -> None:

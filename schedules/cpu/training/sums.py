@@ -1,4 +1,4 @@
-"""What is summed over all steps and rows: gradients of parameter vectors."""
+"""Sums over all steps and rows: gradients of parameter vectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ecornn.schedules.cpu.worker import Worker
 
 
 def add_sums(worker: Worker, totals: TirBuffer, width: int, sums: Sequence[tuple[int, Place]], rows: Expr) -> None:
-    """Adds columns of ``rows`` rows to ``totals``, whose rows, ``width`` apart, are those numbers."""
+    """Adds columns of ``rows`` rows to ``totals``. ``sums``: the number of a row of ``totals``, whose rows are
+    ``width`` apart, and the place of what is added there."""
     e, lanes = worker.e, worker.e.lanes
     for number, place in sums:
         with worker.tasks("sum", e.index(width // lanes)) as task:
@@ -26,8 +27,8 @@ def add_sums(worker: Worker, totals: TirBuffer, width: int, sums: Sequence[tuple
 
 def add_vectors(worker: Worker, totals: TirBuffer, width: int, numbers: dict[Var, int],
                 into: Sequence[tuple[TirBuffer, int, Var]]) -> None:
-    """Adds to gradients of parameter vectors: ``into`` has the elements, where in them, and the variable of the
-    worker's graph, which is of parameters and of ``totals``."""
+    """Adds to gradients of parameter vectors. ``into``: a buffer, where the gradient starts in it, and the variable of
+    the worker's graph that is added; this follows from parameters and ``totals``."""
     e, lanes, hidden = worker.e, worker.e.lanes, worker.shape.hidden
     if not into:
         return

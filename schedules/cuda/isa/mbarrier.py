@@ -22,7 +22,7 @@ __device__ __forceinline__ void ecornn_mbarrier_wait{name}(unsigned barrier, uns
 
 
 def mbarrier_init(barrier: Expr, arrivals: Expr) -> None:
-    """Makes an mbarrier of 8 bytes of shared memory (a pointer), each of whose phases has so many arrivals."""
+    """Makes an mbarrier of 8 bytes of shared memory (a pointer), each of whose phases has ``arrivals`` arrivals."""
     T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](barrier, T.uint32(arrivals)))
 
 
@@ -42,7 +42,7 @@ def fence_mbarrier_init() -> None:
 
 
 def mbarrier_wait(barrier: Expr, parity: Expr, cluster: bool = False) -> None:
-    """Until the phase of this parity of the mbarrier (a pointer into shared memory) is complete.
+    """Waits until the phase of this parity of the mbarrier (a pointer into shared memory) is complete.
 
     Then what the block did before its arrivals can be seen, or with ``cluster`` what any block of the cluster did.
     """
@@ -51,5 +51,5 @@ def mbarrier_wait(barrier: Expr, parity: Expr, cluster: bool = False) -> None:
 
 
 def mbarrier_test(barrier: Expr, parity: Expr) -> Expr:
-    """Whether the phase of this parity is complete (uint32), without waiting."""
+    """1 if the phase of this parity is complete, else 0 (uint32); does not wait."""
     return functions.call("ecornn_mbarrier_test", _TEST, shared_address(barrier), parity, returns="uint32")
