@@ -23,14 +23,15 @@ TILE = 256  # columns of a product that read a row together
 
 
 def x_of(task: Task) -> Columns:
-    """Where x is read by products over all rows: in the workspace that :func:`align` makes, where that pays."""
+    """The columns from which products over all rows read x: of the workspace that :func:`align` makes, where that
+    pays."""
     w, own = task.workload, task.own_input
     x = Columns("x", own, w.input)
     return Columns(NAME, own, whole_chunks(own, w.itemsize)) if _pays(task, x) else x
 
 
 def align(task: Task) -> Component:
-    """That workspace, if there is one, from x."""
+    """The kernel that copies x to the workspace of :func:`x_of`; nothing where that does not pay."""
     x = x_of(task)
     if x.name != NAME:
         return Component()

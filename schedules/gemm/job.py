@@ -48,19 +48,19 @@ class Columns:
         return gcd(self.stride, self.offset, most)
 
     def place(self, row: Expr, value: Expr) -> Expr:
-        """Where a value of a row is, int64."""
+        """The index of a value of a row, int64."""
         first = T.cast(row, "int64") * self.stride + value
         return first + self.offset if self.offset else first
 
 
 def whole_chunks(values: int, itemsize: int) -> int:
-    """As many, and what the last chunk lacks, of 16 bytes."""
+    """``values`` and as many more as the last chunk of 16 bytes lacks."""
     return -(-values * itemsize // CHUNK) * CHUNK // itemsize
 
 
 @dataclass(frozen=True)
 class Operand:
-    """What is multiplied, and by what: packed ``weights``, made of ``sources``, one for each product.
+    """An operand and what it is multiplied by: packed ``weights``, made of ``sources``, one for each product.
 
     ``transposed``: a source is (K, units), not (units, K). Then K may be ``pieces`` sources one behind the other,
     without padding between them. With ``heads`` a source is blocks on a diagonal: units multiply the values of their
@@ -104,7 +104,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class Job:
-    """One such product.
+    """One product over all rows.
 
     Attributes
     ----------
@@ -147,7 +147,7 @@ class Job:
                                    if n not in found})
 
     def declare_inputs(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
-        """Those of what is multiplied and read, but for ``vectors``."""
+        """The kernel's parameters for what is multiplied and read, but for ``vectors``."""
         kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads) | counted(self.each)
         return _arguments(kinds | {o.weights: self.dtype for o in self.operands})
 
@@ -167,20 +167,20 @@ def _arguments(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:
 
 
 class Epilogue(ABC):
-    """What is made of a row's sums, and stored. ``reads`` and ``writes``: names and types of the buffers, beside
-    ``vectors``; ``span``: the neighbouring units, 2 or 4, that one thread had best have."""
+    """The values that are made of a row's sums, and stored. ``reads`` and ``writes``: names and types of the buffers,
+    beside ``vectors``; ``span``: the neighbouring units, 2 or 4, that one thread had best have."""
 
     reads: Mapping[str, str]
     writes: Mapping[str, str]
     span: int = 2
 
     def constants(self, vector: Vectors) -> Any:
-        """What is known of a unit before its rows are."""
+        """The values that are known of a unit before its rows are."""
         return None
 
     @abstractmethod
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Callable[[Expr, int], Expr],
               constants: Sequence[Any], sums: Sequence[Sequence[Expr]]) -> None:
-        """Units ``unit + e`` for each e of ``sums``, each with its products; some may be none of the job's.
-        ``within(unit, e)`` is one that is."""
+        """Computes and stores units ``unit + e`` for each e of ``sums``, each with its products; some may be none of
+        the job's. ``within(unit, e)`` is one that is."""
 

@@ -113,7 +113,7 @@ def blocks_of(job: Job, s: Shape) -> int:
 
 
 def spares_warps(job: Job, s: Shape) -> bool:
-    """Whether warps of the last column have no units and do not multiply padding: in float32, where products take
+    """True if warps of the last column have no units and do not multiply padding: in float32, where products take
     long."""
     own = 8 * s.octets
     return job.arithmetic == "float32" and s.columns * WARP_COLUMNS * own - job.units >= own
@@ -138,6 +138,6 @@ def packing_of(job: Job, s: Shape, operand: Operand) -> Packing:
 
 
 def rows_ahead(rows: Expr, ahead: int) -> Expr:
-    """Of ``rows`` = T*B (an expression, int32), how many are done ahead: a multiple of ``CHUNK``, or all."""
+    """The number of ``rows`` = T*B (an expression, int32) that are done ahead: a multiple of ``CHUNK``, or all."""
     common = gcd(ahead, 100)  # TVM's simplifier overflows with 75 / 100
     return rows if ahead == 100 else rows // CHUNK * (ahead // common) // (100 // common) * CHUNK

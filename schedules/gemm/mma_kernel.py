@@ -84,7 +84,7 @@ class Team:
         turn = T.local("turn", (1,), "int32")  # number of the tile
 
         def place(number: Expr) -> tuple[Expr, Expr, Expr]:
-            """Of a tile: the group of rows, the first of them, and the column."""
+            """The group of rows of a tile, the first of them, and the column."""
             group, column = T.let("group", number // s.columns), T.let("column", number % s.columns)
             return group, T.let("row", first + group * s.block_rows), column
 
@@ -205,7 +205,7 @@ class Team:
                 T.buffer_store(self.halves, half, [place])
 
     def _raised(self, slab: Expr) -> Expr | bool:
-        """Whether the operand of a slab is raised: one answer for all, or for each."""
+        """True if the operand of a slab is raised: one answer for all, or for each."""
         raised = [o.columns.raised for o in self.job.operands]
         if len(set(raised)) == 1:
             return raised[0]
@@ -225,14 +225,14 @@ class Team:
         return stack
 
     def _has_units(self, column: Expr) -> Expr | bool:
-        """Whether the warp has units to multiply, see :func:`~ecornn.schedules.gemm.mma.spares_warps`."""
+        """True if the warp has units to multiply, see :func:`~ecornn.schedules.gemm.mma.spares_warps`."""
         s = self.shape
         if not self.alone or not spares_warps(self.job, s):
             return True
         return T.let("has_units", (column * WARP_COLUMNS + self.warp_column) * (8 * s.octets) < self.job.units)
 
     def _has_values(self, slab: Expr, tile: int) -> Expr | bool:
-        """The same of K: whether a k-tile of a slab has values; of one operand."""
+        """True if a k-tile of a slab has values to multiply; of one operand."""
         if not self.alone or self.job.arithmetic != "float32" or len(self.job.operands) > 1:
             return True
         values, before = words(self.job.operands[0].depth, self.job.dtype), (self.shape.slabs - 1) * SPAN * 16

@@ -36,7 +36,7 @@ SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
 
 @dataclass(frozen=True)
 class OuterJob:
-    """Such sums of one pair of operands.
+    """The sums of outer products of one pair of operands.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class OuterJob:
 
 @dataclass(frozen=True)
 class Into:
-    """Where sums belong, in a float32 buffer.
+    """The places where sums belong, in a float32 buffer.
 
     Attributes
     ----------
@@ -113,7 +113,7 @@ class Into:
 
     @contextmanager
     def _if_added(self) -> Iterator[None]:
-        """What is done only where sums are added to what is there."""
+        """A scope for what is done only where sums are added to what is there."""
         if self.add is True:
             yield
         else:

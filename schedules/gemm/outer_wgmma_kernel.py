@@ -128,7 +128,7 @@ class _Ring:
             T.buffer_store(item, item[0] + self.job.device.cores, [0])
 
     def _stages(self, part: Expr) -> Expr:
-        """Of a part; the last ones may have none."""
+        """The stages of a part; the last parts may have none."""
         return T.let("stages", T.max(0, T.min(self.each, self.every - part * self.each)))
 
     def _products(self, acc: TirBuffer, panel: Expr, lane: Expr, stages: Expr) -> None:
@@ -193,7 +193,7 @@ class _Ring:
                                column + panel * PANEL, inside)
 
     def _live(self, row: Expr) -> Expr:
-        """Whether there is such a row, and it takes part."""
+        """True if there is such a row, and it takes part."""
         inside = row < self.rows
         if self.job.mask:
             inside = T.And(inside, takes_part(self.job.mask, self.arguments[self.job.mask], row, self.batch))

@@ -20,7 +20,7 @@ WGMMA = True  # off only to compare the two kernels
 
 
 def on_hopper(job: Job) -> bool:
-    """Whether it is Hopper's kernel's, if all rows are done at once."""
+    """True if Hopper's kernel takes the job, if all rows are done at once."""
     return WGMMA and hopper_shape(job) is not None
 
 

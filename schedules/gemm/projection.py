@@ -50,7 +50,7 @@ def job_of(task: Task) -> Job:
 
 
 def on_wgmma(task: Task, ahead: int) -> bool:
-    """Whether the rows done ahead are Hopper's kernel's."""
+    """True if Hopper's kernel computes the rows done ahead."""
     return ahead == 100 and on_hopper(job_of(task))
 
 
@@ -62,7 +62,7 @@ def projection_time(task: Task, ahead: int = 100) -> float:
 
 
 def may_be_followed(task: Task) -> bool:
-    """Whether the launch behind the projection may begin before that has ended, if it waits for it itself: behind one
+    """True if the launch behind the projection may begin before that has ended, if it waits for it itself: behind one
     of which nothing else of a call makes something before the recurrence, and whose memory nothing else uses, as what
     is kept and a backward pass may."""
     graph, traversal = task.graph, task.traversal

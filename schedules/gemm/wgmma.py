@@ -75,7 +75,7 @@ class Shape:
 
     @property
     def moves_registers(self) -> bool:
-        """Whether the multiplying warps need more registers than an even share."""
+        """True if the multiplying warps need more registers than an even share."""
         return self.width > COLUMNS // 2
 
     @property
@@ -88,7 +88,7 @@ class Shape:
 
     @property
     def vector_floats(self) -> int:
-        """Of one tile's parameter vectors; each multiplying warpgroup has them for two tiles."""
+        """Floats of one tile's parameter vectors; each multiplying warpgroup has them for two tiles."""
         return self.vectors * self.units
 
     @property

@@ -145,7 +145,7 @@ class PersistentWide(Schedule[WidePlan]):
         return found
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """Groups of as many eights of batch rows."""
+        """``config`` with groups of as many eights of batch rows."""
         return {**config, "groups": -(-task.workload.batch // (-(-batch // WideKnobs(config).groups // 8) * 8))}
 
     def expected(self, task: Task) -> float:
@@ -153,14 +153,14 @@ class PersistentWide(Schedule[WidePlan]):
         return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
     def since(self, task: Task) -> str:
-        """Weights are streamed since then. Of few rows `persistent` does that, too, and records know it: these two have
-        not been measured beside each other."""
+        """The time since which weights are streamed. Of few rows `persistent` does that, too, and records know it:
+        these two have not been measured beside each other."""
         streams = task.workload.batch > FEW_ROWS and _large(task) and WideKnobs(self.default(task)).streamed
         return "2026-11-25T15:00:00Z" if streams else ""
 
     def candidates(self, task: Task) -> Iterator[Config]:
-        """Of all cuts, those that keep as many weights in registers as possible; and where not all weights fit in any
-        of them, as many as possible in shared memory."""
+        """The valid configurations that keep as many weights in registers as their cut allows; and where not all
+        weights fit in any of them, as many as possible in shared memory."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
         rest: Config = {"hoisted": "float32", "math": math}
@@ -242,14 +242,14 @@ def _lasting(task: Task, plan: WidePlan) -> int:
 
 
 def _large(task: Task) -> bool:
-    """Whether some weights of a layer may have to be streamed."""
+    """True if some weights of a layer may have to be streamed."""
     (phase,), w = task.graph.phases, task.workload
     weights = len(phase.products) * w.hidden * w.hidden * w.itemsize
     return not task.traversal.backward and weights > LARGE * task.device.cores
 
 
 def _recurrence(task: Task, plan: WidePlan, layout: Hoisted) -> Callable[[Stored], Component]:
-    """What makes one that stores the states of these names after each step."""
+    """A function that makes a recurrence which stores ``kept`` values of each step."""
     math, packing = plan.knobs.math, packing_of(task, plan)
     handed = Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
     buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),

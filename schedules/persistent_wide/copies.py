@@ -21,7 +21,7 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
 class Memory:
-    """Where things lie in shared memory; ``ring`` is an expression (int32), or 0."""
+    """The places in shared memory; ``ring`` is an expression (int32), or 0."""
 
     def __init__(self, plan: WidePlan, words: TirBuffer) -> None:
         self.plan, self.words = plan, words
@@ -31,37 +31,37 @@ class Memory:
         return (ring * self.plan.stages + stage) * (self.plan.stage_bytes // 4)
 
     def weights(self, ring: Expr, position: Expr) -> Expr:
-        """Of the weights of the chunk at a position from ``kept`` on, if they stay."""
+        """Index of the first word of the weights of the chunk at a position from ``kept`` on, if they stay."""
         within = ring * self.plan.resident + position - self.plan.kept
         if self.plan.streamed:
             within = within - self.plan.streamed_before(position)
         return self.plan.first_weight // 4 + within * (self.plan.weight_bytes // 4)
 
     def slot(self, ring: Expr, slot: Expr) -> Expr:
-        """Of a slot for streamed weights."""
+        """Index of the first word of a slot for streamed weights."""
         return self.plan.first_slot // 4 + (ring * self.plan.slots + slot) * (self.plan.weight_bytes // 4)
 
     def sums(self, ring: Expr) -> Expr:
         return self.plan.first_sum // 4 + ring * (self.plan.columns * self.plan.stride)
 
     def full(self, ring: Expr, stage: Expr) -> Expr:
-        """A pointer: this stage has its chunk."""
+        """A pointer to the mbarrier at which this stage's chunk has come."""
         return self._barrier(ring, stage)
 
     def empty(self, ring: Expr, stage: Expr) -> Expr:
-        """A pointer: this stage has been multiplied."""
+        """A pointer to the mbarrier at which this stage has been multiplied."""
         return self._barrier(ring, self.plan.stages + stage)
 
     def stored(self, ring: Expr) -> Expr:
-        """A pointer: weights are in shared memory."""
+        """A pointer to the mbarrier at which the weights that stay have come."""
         return self._barrier(ring, 2 * self.plan.stages)
 
     def filled(self, ring: Expr, slot: Expr) -> Expr:
-        """A pointer: this slot has its weights."""
+        """A pointer to the mbarrier at which this slot's weights have come."""
         return self._barrier(ring, 2 * self.plan.stages + 1 + slot)
 
     def used(self, ring: Expr, slot: Expr) -> Expr:
-        """A pointer: this slot's weights have been multiplied."""
+        """A pointer to the mbarrier at which this slot's weights have been multiplied."""
         return self._barrier(ring, 2 * self.plan.stages + 1 + self.plan.slots + slot)
 
     def _barrier(self, ring: Expr, index: Expr) -> Expr:

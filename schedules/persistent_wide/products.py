@@ -159,7 +159,7 @@ class Products:
         return found
 
     def _store_rows(self, handed: TirBuffer) -> None:
-        """As ``store``, where each team has rows of its own; others wait longer, so theirs go first."""
+        """Does what :meth:`store` does, where each team has rows of its own; others wait longer, so theirs go first."""
         plan = self.plan
         values = [[(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
                   for m in range(plan.own_tiles) for half in range(2)]
@@ -175,7 +175,8 @@ class Products:
                     T.buffer_store(self.memory.words, value, [here + c * plan.stride])
 
     def _finisher(self, row: Expr) -> tuple[Expr, Expr]:
-        """Which block of the set finishes the unit of a row, and which of its own rows of sums this is."""
+        """The number of the block of the set that finishes the unit of a row, and which of its own rows of sums this
+        is."""
         plan = self.plan
         units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))
         outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))

@@ -47,7 +47,7 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
 
 
 def parity_of(plan: WidePlan, t: Expr, number: Expr) -> Expr:
-    """Of the phase of its slot in which a streamed chunk is there, in step t."""
+    """The parity of the phase of its slot in which a streamed chunk is there, in step t."""
     slot = number % plan.slots
     uses = (plan.streamed - 1 - slot) // plan.slots + 1  # of the slot, in a step
     return T.cast(T.bitwise_and(t * uses + number // plan.slots, 1), "uint32")
