@@ -93,7 +93,8 @@ class WholeStep(Schedule[StepPlan]):
         return max(LEAST, estimate(task, self.plan(task, self.default(task))) - HIDDEN) + CALL / task.workload.seq
 
     def rank(self, task: Task) -> float:
-        """The expected time without what a call takes beside its steps, since other schedules leave that out, too."""
+        """The expected time, less what calls of other schedules take beside their steps, which those leave out of
+        theirs."""
         return self.expected(task) - others(task) / task.workload.seq
 
     def _candidates(self, task: Task) -> Iterator[Config]:
