@@ -1,4 +1,4 @@
-"""From the gradients of what a step reads of x to that of x: one product with several terms, in most cells."""
+"""The gradient of x, from the gradients of what a step reads of x: one product with several terms, in most cells."""
 
 from __future__ import annotations
 

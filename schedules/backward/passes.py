@@ -50,7 +50,7 @@ class _Stage:
 
     @property
     def made(self) -> dict[Var, None]:
-        """Its variables, in order."""
+        """The variables that it makes, in order."""
         return dict.fromkeys((*(p.var for p in self.products), *(a.var for a in self.assigns),
                               *(v for those in self.statistics for s in those for v in s.made)))
 
@@ -130,7 +130,7 @@ class RowPass:
     units: int | None = None
 
     def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
-        """Its kernels and workspaces."""
+        """The kernels and workspaces of the pass."""
         stages = self._stages(items)
         after = wanted.variables
         for stage in reversed(stages):

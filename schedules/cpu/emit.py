@@ -143,19 +143,19 @@ class Emitter:
 
     # -- memory ---------------------------------------------------------------------------------
     def load(self, buffer: TirBuffer, index: Expr | int) -> Expr:
-        """One element."""
+        """Loads one element."""
         return self.tirx.BufferLoad(buffer, [self.index(index)])
 
     def store(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
-        """One element."""
+        """Stores one element."""
         self.add(self.tirx.BufferStore(buffer, value, [self.index(index)]))
 
     def vload(self, buffer: TirBuffer, index: Expr | int) -> Expr:
-        """``lanes`` elements from ``index`` on."""
+        """Loads ``lanes`` elements from ``index`` on."""
         return self.tirx.BufferLoad(buffer, [self.ramp(index)])
 
     def vstore(self, buffer: TirBuffer, index: Expr | int, value: Expr) -> None:
-        """``lanes`` elements from ``index`` on."""
+        """Stores ``lanes`` elements from ``index`` on."""
         self.add(self.tirx.BufferStore(buffer, value, [self.ramp(index)]))
 
     def prefetch(self, buffer: TirBuffer, index: Expr | int) -> None:

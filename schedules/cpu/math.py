@@ -88,7 +88,7 @@ def tanh(e: Emitter, x: Expr) -> Expr:
 
 
 def tanh_64(e: Emitter, x: Expr) -> Expr:
-    """By exp(2 x) - 1, which for small x has the bits of x."""
+    """Vector tanh in float64, by exp(2 x) - 1, which for small x has the bits of x."""
     n, r = reduced(e, e.splat(2.0) * bounded(e, x, -TANH_BOUND_64, TANH_BOUND_64))
     power = e.let("power", power_of_two(e, whole(e, n)))
     less_one = e.let("less_one", e.fma(power, exp_less_one(e, r), power - e.splat(1.0)))

@@ -218,8 +218,8 @@ class Worker(Memory):
                 RowTask(self, stage, Span(first, t, rows), row, self.task).run()
 
     def stage(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """All tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted)
-        or of the batch there are."""
+        """Writes all tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted) or of
+        the batch there are."""
         e, tile = self.e, self.shape.tiles[stage.name]
         if self.shape.weights == "int8" and stage.rows:
             self.quantize(stage, first, t, rows)

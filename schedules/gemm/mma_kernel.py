@@ -89,7 +89,7 @@ class Team:
             return group, T.let("row", first + group * s.block_rows), column
 
         def begin(number: Expr) -> None:
-            """Its first copies, if there is such a tile."""
+            """Begins a tile's first copies, if there is such a tile."""
             if s.rows:
                 with T.If(number < tiles), T.Then():
                     _, row, column = place(number)
@@ -116,7 +116,7 @@ class Team:
             T.buffer_store(turn, turn[0] + members, [0])
 
     def _begin(self, row: Expr, end: Expr, column: Expr) -> None:
-        """The copies of a tile's first stages."""
+        """Begins the copies of a tile's first stages."""
         for stage in range(self.shape.stages - 1):
             if stage < self.shape.slabs:
                 self._load_stage(row, end, column, stage, stage)
@@ -191,7 +191,7 @@ class Team:
                      count * 4, T.Select(inside, T.uint32(count * 4), T.uint32(0)))
 
     def _copy_values(self, x: Columns, base: Expr, row: Expr, end: Expr, slab: Expr) -> None:
-        """The same for rows of 16-bit values that are not of whole words, which no asynchronous copy serves."""
+        """Copies a slab of rows of 16-bit values that are not of whole words, which no asynchronous copy serves."""
         s, width = self.shape, SPAN * 32
         with T.serial("r", 0, s.block_rows * width // THREADS) as r:
             index = T.let("index", r * THREADS + self.thread)

@@ -77,11 +77,11 @@ class Into:
     add: bool | Expr | None
 
     def told(self) -> Into:
-        """The same in a kernel that is being built, which gets the scalar if it is needed."""
+        """The same places in a kernel that is being built, which gets the scalar ``add`` if it is needed."""
         return replace(self, add=T.arg("add", T.int32()) != 0) if self.add is None else self
 
     def store(self, buffer: TirBuffer, m: Expr, n: Expr, value: Expr) -> None:
-        """One sum."""
+        """Stores one sum."""
         to = T.let("to", self.row(m) + n)
         T.buffer_store(buffer, with_existing(self.add, buffer[to], value), [to])
 
@@ -142,7 +142,7 @@ def part_of_sums(part: Expr, height: int, width: int) -> Into:
 
 @dataclass(frozen=True)
 class OuterShape:
-    """How one is cut for ``mma``.
+    """How a sum of outer products is cut for ``mma``.
 
     Attributes
     ----------

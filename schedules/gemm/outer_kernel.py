@@ -134,7 +134,7 @@ class _Block:
 
     # -- products -------------------------------------------------------------------------------
     def _multiply(self, base: Expr, across: Expr, k: int) -> None:
-        """One k-tile of a stage."""
+        """Multiplies one k-tile of a stage."""
         s, kind = self.shape, self.job.arithmetic
         read = self._read_halves if per_word(self.job.dtype) == 2 else self._read_words
         read(base, across, k)

@@ -26,7 +26,7 @@ STAGES = 6  # at most
 
 @dataclass(frozen=True)
 class OuterHopper:
-    """How one is cut.
+    """How a sum of outer products is cut for ``wgmma``.
 
     Attributes
     ----------

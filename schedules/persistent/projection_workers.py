@@ -58,7 +58,7 @@ class ProjectionWorkers:
         team.run(self.first, self.rows, worker, self.plan.workers, done)
 
     def wait(self, t: Expr) -> None:
-        """Until all rows of step t are there."""
+        """Waits until all rows of step t are there."""
         T.note("gate warps: wait until projection CTAs have counted all tiles of step t")
         columns = self.shape.columns
         last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)

@@ -104,7 +104,8 @@ class RingSums(Sums):
         return totals
 
     def _kinds(self, e: int, quad: Expr) -> list[Kind]:
-        """Which words of a quad are of maxima: it has those of statistics 2 p and 2 p + 1, p the place in its row."""
+        """True for each word of a quad that is of a maximum: the quad has those of statistics 2 p and 2 p + 1, p its
+        place in its row."""
         largest = [s.largest for s in self.all[e]]
         largest += [False] * (2 * self.plan.row_quads(e) - len(largest))
         found: list[Kind] = []

@@ -41,7 +41,7 @@ class Products(ABC):
         """Stores a value of an operand whose buffer begins at word ``first``; ``unit`` counts those before it there."""
 
     def stored(self) -> None:  # noqa: B027  who has nothing to say leaves it as it is
-        """Behind a thread's last :meth:`store`, before the barrier."""
+        """Is called behind a thread's last :meth:`store`, before the barrier."""
 
     @abstractmethod
     def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:

@@ -29,7 +29,7 @@ class BlockRole:
                    opaque("part", within % plan.parts))
 
     def anew(self) -> BlockRole:
-        """The same, worked out again: no register keeps it, or what follows from it."""
+        """The same role, worked out again: no register keeps it, or what follows from it."""
         return BlockRole.of(self.plan, special_register("ctaid"))
 
     @property

@@ -74,7 +74,7 @@ class Gates(GateThreads):
         self.counter = pinned("counter", self._counter())
 
     def step(self, t: Expr) -> None:
-        """From partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
+        """Emits the way from partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
         if self.parcels is not None:
             self._prepare_addresses(t)  # while sums travel
             self.parcels.poll(t)

@@ -62,7 +62,8 @@ class Products:
         return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
     def run(self, t: Expr, meanwhile: Callable[[Expr], None]) -> None:
-        """All products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last are under way."""
+        """Emits all products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last are under
+        way."""
         plan = self.plan
         T.note("MMA warpgroups: wait for each chunk's mbarrier (full), wgmma, then hand the stage back (empty)")
         home = self.home if plan.rings > 1 else multiplier() // TEAM

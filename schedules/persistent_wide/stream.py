@@ -23,7 +23,7 @@ from ecornn.schedules.persistent_wide.plan import WidePlan
 
 
 def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
-    """One thread's whole life: all streamed chunks of a ring, step after step."""
+    """Emits one thread's whole life: all streamed chunks of a ring, step after step."""
     T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
     count, among = plan.streamed, plan.chunks - plan.kept
     policies = T.local("policies", (2,), "uint64")

@@ -55,8 +55,8 @@ class Pass(Worker):
         return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
 
     def run(self, first: Expr, rows: Expr, wait: bool = True) -> None:
-        """All stages over ``rows`` rows, of x from step ``first`` on; each ends with a barrier, the last one only where
-        the threads are to ``wait`` for what it made."""
+        """Runs all stages over ``rows`` rows, of x from step ``first`` on; each ends with a barrier, the last one only
+        where the threads are to ``wait`` for what it made."""
         for number, part in enumerate(self.plan.parts, 1):
             self.part(part, first, self.e.index(0), rows)
             if wait or number < len(self.plan.parts):

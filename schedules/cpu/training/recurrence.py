@@ -56,7 +56,7 @@ class Recurrence(Worker):
         self.places: dict[Var, Place] = {}
 
     def declare(self, other: Worker) -> None:
-        """Its buffers; ``other`` has the function's scalars and masks."""
+        """Declares its buffers; ``other`` has the function's scalars and masks."""
         s = self.shape
         self.share_scalars(other)
         self.timeline = Timeline(self.e, self.traversal, other.data, self.steps, self.batch)

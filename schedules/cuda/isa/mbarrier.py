@@ -27,12 +27,12 @@ def mbarrier_init(barrier: Expr, arrivals: Expr) -> None:
 
 
 def mbarrier_arrive(barrier: Expr) -> None:
-    """One arrival, which releases what this thread did before."""
+    """Arrives once, and so releases what this thread did before."""
     T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](barrier))
 
 
 def mbarrier_expect(barrier: Expr, size: int) -> None:
-    """One arrival, in a phase that lasts until ``size`` bytes have come as well; some of them may be there before."""
+    """Arrives once, in a phase that lasts until ``size`` bytes have come as well; some of them may be there before."""
     T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(size)))
 
 

@@ -17,12 +17,13 @@ def ld_global(into: Iterable[Expr], address: Expr, kind: str = "b32") -> None:
 
 
 def ld_shared(into: Iterable[Expr], address: Expr, kind: str = "b32") -> None:
-    """The same of shared memory."""
+    """Loads one, two or four neighbouring values of shared memory into elements of local buffers."""
     _load("shared", into, address, kind)
 
 
 def ld_relaxed(into: Iterable[Expr], address: Expr) -> None:
-    """The same of global memory that other blocks write meanwhile, as they have written it by now."""
+    """Loads one, two or four words of global memory that other blocks write meanwhile, as they have written them by
+    now."""
     _load("relaxed.gpu.global", into, address, "b32")
 
 
@@ -37,12 +38,13 @@ def st_global(address: Expr, values: Iterable[Expr], kind: str = "b32") -> None:
 
 
 def st_shared(address: Expr, values: Iterable[Expr], kind: str = "b32") -> None:
-    """The same to shared memory."""
+    """Stores one, two or four neighbouring values to shared memory."""
     _store("shared", address, values, kind)
 
 
 def st_relaxed(address: Expr, values: Iterable[Expr]) -> None:
-    """The same to global memory that other blocks read meanwhile; four words of 16 bytes arrive as one."""
+    """Stores one, two or four words to global memory that other blocks read meanwhile; four words of 16 bytes arrive as
+    one."""
     _store("relaxed.gpu.global", address, values, "b32")
 
 
@@ -63,7 +65,7 @@ def fence_async_shared() -> None:
 
 
 def fence_async_global() -> None:
-    """The same of global memory. sm_90."""
+    """Orders accesses of this thread to global memory and those of copy engines. sm_90."""
     T.evaluate(T.ptx["fence.proxy.async.global"]())
 
 

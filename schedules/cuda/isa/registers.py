@@ -37,7 +37,7 @@ def opaque(name: str, value: Expr) -> Expr:
 
 
 def pinned(name: str, value: Expr) -> Expr:
-    """The same, computed here and not later."""
+    """An int32 value as a variable as :func:`opaque` makes it, computed here and not later."""
     return T.let(name, functions.call("ecornn_pinned", _PINNED, value, returns="int32"))
 
 

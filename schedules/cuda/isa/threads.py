@@ -46,7 +46,7 @@ def sync_warp() -> None:
 
 
 def sync_active() -> None:
-    """The same for those threads of the warp that come here together."""
+    """Waits for those threads of the warp that come here together, and sees what they wrote."""
     functions.run("ecornn_meet", _MEET)
 
 
@@ -67,7 +67,7 @@ def shuffle_xor(value: Expr, lanes: int) -> Expr:
 
 
 def neighbour(value: Expr) -> Expr:
-    """The same of the lane beside: 0 and 1, 2 and 3, and so on."""
+    """The float32 value of the lane beside: 0 and 1, 2 and 3, and so on."""
     return _shuffled("neighbour", value)
 
 

@@ -23,7 +23,7 @@ def wgmma(acc: list[Expr], a: Expr, b: Expr, keep: Expr, dtype: str, across: boo
 
 
 def wgmma_registers(acc: list[Expr], a: list[Expr], b: Expr, keep: Expr, dtype: str) -> None:
-    """The same with ``a`` in registers: four words of each thread, warp w's rows as operand A of ``mma``."""
+    """:func:`wgmma` with ``a`` in registers: four words of each thread, warp w's rows as operand A of ``mma``."""
     instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.{_KIND[dtype]}"]
     T.evaluate(instruction(*acc, *a, b, T.ptx.pred(keep), 1, 1, 0))
 
