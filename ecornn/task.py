@@ -25,9 +25,11 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
     Raises :class:`~ecornn.errors.CellError` where the cell's step cannot be analysed, or differentiated.
     """
     from ecornn.analysis import analyse
+    from ecornn.analysis.graph import stack_for
 
-    task = Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
-    return adjoint_task(task) if workload.backward else read_out_task(task)
+    with stack_for(workload.cell):
+        task = Task(workload, analyse(cell, workload.input, workload.hidden), device, traversal)
+        return adjoint_task(task) if workload.backward else read_out_task(task)
 
 
 def read_out_task(task: Task) -> Task:
@@ -66,7 +68,18 @@ def make_program(schedule: Schedule, task: Task, config: Config,
 
     ``backward`` : what carries out its recurrence, where that :func:`is a choice of its own <tunes_backward>`
     ``overlap`` : of its stack
+
+    Raises :class:`~ecornn.errors.CellError` where the cell's step has more operators behind one another than Python's
+    stack has room for.
     """
+    from ecornn.analysis.graph import stack_for
+
+    with stack_for(task.workload.cell):
+        return _program(schedule, task, config, backward, overlap)
+
+
+def _program(schedule: Schedule, task: Task, config: Config, backward: tuple[Schedule, Config] | None,
+             overlap: Overlap) -> Program:
     program = schedule.program(task, schedule.plan(task, config))
     if task.after is not None and task.device.kind == "cuda":  # on a CPU it is within the program
         from ecornn.schedules.backward.read_out import with_read_out

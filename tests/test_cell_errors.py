@@ -7,13 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tvm import te, tirx
 
 import ecornn
 from ecornn.analysis import analyse
+from ecornn.bench.torch_step import torch_step
 from ecornn.cells import Cell, get, pointwise, product
+from ecornn.cli.step_text import step_text
 from ecornn.errors import CellError
+from ecornn.interpreter import interpret
+from ecornn.workload import SINGLE, Workload
+
+DEEP = r"cell 'faulty.*: its step has more operators.*sys\.setrecursionlimit"
 
 
 class Faulty(Cell):
@@ -432,22 +439,52 @@ def test_cells_that_differ_where_h_is_large_have_identities_of_their_own():
     assert plain == same and len({plain, wide, wider}) == 3
 
 
-def test_more_operators_than_pythons_stack_has_room_for():
-    """Behind one another, in one expression or each a tensor of its own."""
-    def one(x: Any, h: Any, p: Any) -> Any:
+def in_one_expression(depth: int) -> Any:
+    def step(x: Any, h: Any, p: Any) -> Any:
         def value(b: Any, j: Any) -> Any:
             made = h[b, j]
-            for _ in range(2000):
+            for _ in range(depth):
                 made = te.tanh(made)
             return made
 
         return [pointwise(value, h)]
 
-    def many(x: Any, h: Any, p: Any) -> Any:
-        for _ in range(2000):
+    return step
+
+
+def in_tensors(depth: int) -> Any:
+    def step(x: Any, h: Any, p: Any) -> Any:
+        for _ in range(depth):
             h = pointwise(lambda b, j, h=h: te.tanh(h[b, j]), h)
         return [h]
 
-    for step in (one, many):
-        with pytest.raises(CellError, match=r"cell 'faulty': its step has more operators.*sys\.setrecursionlimit"):
-            analyse(Faulty(step), 3, 4)
+    return step
+
+
+@pytest.mark.parametrize("behind_one_another", [in_one_expression, in_tensors])
+def test_more_operators_than_pythons_stack_has_room_for(behind_one_another: Any):
+    with pytest.raises(CellError, match=DEEP):
+        analyse(Faulty(behind_one_another(2000)), 3, 4)
+
+
+@pytest.mark.parametrize("behind_one_another", [in_one_expression, in_tensors])
+def test_the_deepest_step_that_is_analysed(behind_one_another: Any):
+    """Whatever else walks it needs less of Python's stack, or says what analysis says of a deeper one."""
+    fits, not_any_more = 1, 2000
+    while not_any_more - fits > 1:
+        depth = (fits + not_any_more) // 2
+        try:
+            analyse(Faulty(behind_one_another(depth)), 4, 4)
+            fits = depth
+        except CellError:
+            not_any_more = depth
+    cell = Faulty(behind_one_another(fits - 8))  # as many as their callers have frames more
+    weights = {name: np.zeros(shape) for name, shape in cell.parameters(4, 4).items()}
+    interpret(cell, np.zeros((2, 3, 4)), weights, [np.ones((3, 4))])
+    work = Workload(cell="faulty", seq=2, batch=3, input=4, hidden=4, dtype="float32")
+    assert cell.identity() and torch_step(cell, 4, 4, 3) and step_text(analyse(cell, 4, 4), work, SINGLE)
+    for training in (False, True):
+        try:
+            ecornn.compile(cell, hidden=4, batch=3, seq=2, target="cpu", training=training)
+        except CellError as error:
+            assert re.search(DEEP, str(error))

@@ -8,7 +8,8 @@ the cell's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.declared import check_names, check_read, returned_tensors, shapes_of
@@ -40,11 +41,18 @@ def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGra
 
     Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
     """
-    try:
+    with stack_for(cell.name):
         graph = _Walk(cell, input, hidden).run()
         return summed(graph) if sums else graph
+
+
+@contextmanager
+def stack_for(cell: str) -> Iterator[None]:
+    """Raises :class:`CellError` where what is done with a step takes more of Python's stack than there is."""
+    try:
+        yield
     except RecursionError as error:
-        raise CellError(f"cell {cell.name!r}: its step has more operators behind one another than Python's stack has "
+        raise CellError(f"cell {cell!r}: its step has more operators behind one another than Python's stack has "
                         "room for, of which about a hundred fit: sys.setrecursionlimit() makes it larger") from error
 
 

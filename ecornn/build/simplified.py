@@ -99,9 +99,10 @@ def _may_go(value: Any) -> bool:
 
 
 def _effect(call: Any) -> int:
-    """TVM's CallEffectKind of a call."""
+    """TVM's CallEffectKind of a call; of one to a device function, which TVM does not look into, by its source."""
     name = getattr(call.op, "name", "")
-    return READS if name in VALUES else int(call.op.get_attr("TCallEffectKind") or 0) if name else READS + 1
+    value = name == "tirx.cuda.func_call" and "volatile" not in call.args[-1].value
+    return READS if value or name in VALUES else int(call.op.get_attr("TCallEffectKind") or 0) if name else READS + 1
 
 
 def _rebuilt(statement: Any, of_expression: Callable[[Any], Any], of_statement: Callable[[Any], Any]) -> Any:
