@@ -52,9 +52,11 @@ def adjoint_task(task: Task) -> Task:
     Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated.
     """
     from ecornn.analysis.adjoint import adjoint
+    from ecornn.analysis.graph import stack_for
     from ecornn.schedules.backward.recurrence import recurrence_task
 
-    return recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))
+    with stack_for(task.workload.cell):
+        return recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))
 
 
 def tunes_backward(task: Task) -> bool:

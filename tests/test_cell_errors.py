@@ -16,8 +16,10 @@ from ecornn.analysis import analyse
 from ecornn.bench.torch_step import torch_step
 from ecornn.cells import Cell, get, pointwise, product
 from ecornn.cli.step_text import step_text
+from ecornn.compiler import plan_layer
 from ecornn.errors import CellError
 from ecornn.interpreter import interpret
+from ecornn.layer_spec import LayerSpec
 from ecornn.workload import SINGLE, Workload
 
 DEEP = r"cell 'faulty.*: its step has more operators.*sys\.setrecursionlimit"
@@ -483,8 +485,9 @@ def test_the_deepest_step_that_is_analysed(behind_one_another: Any):
     interpret(cell, np.zeros((2, 3, 4)), weights, [np.ones((3, 4))])
     work = Workload(cell="faulty", seq=2, batch=3, input=4, hidden=4, dtype="float32")
     assert cell.identity() and torch_step(cell, 4, 4, 3) and step_text(analyse(cell, 4, 4), work, SINGLE)
-    for training in (False, True):
+    layer = LayerSpec(cell=cell, hidden=4, batch=3, seq=2, training=True)
+    for target in ("cpu", "sm_90a"):
         try:
-            ecornn.compile(cell, hidden=4, batch=3, seq=2, target="cpu", training=training)
+            assert plan_layer(layer, target=target).programs()
         except CellError as error:
             assert re.search(DEEP, str(error))
