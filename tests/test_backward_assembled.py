@@ -18,11 +18,9 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
 from ecornn.analysis.kept import kept
-from ecornn.schedules.backward.assemble import backward
-from ecornn.schedules.backward.finish import state_gradients
+from ecornn.schedules.backward.assemble import backward, state_gradients
 from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
-from ecornn.schedules.backward.memory import Memory
-from ecornn.schedules.backward.replay import materialized, replayed
+from ecornn.schedules.backward.memory import Memory, materialized, replayed
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, joined

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.evaluate import hoist, start, step
 from ecornn.analysis.kept import kept
-from ecornn.schedules.backward.memory import Memory
-from ecornn.schedules.backward.replay import materialized, replay
+from ecornn.schedules.backward.assemble import replay
+from ecornn.schedules.backward.memory import Memory, materialized
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.targets import KNOWN
 from ecornn.workload import ALONE, Traversal

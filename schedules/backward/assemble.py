@@ -1,22 +1,31 @@
-"""A whole backward pass around a recurrence: what comes before it and after it, the same for all of them."""
+"""A whole backward pass around a recurrence: what comes before it and after it, the same for all of them.
+
+Before it `replay` computes values of the forward pass again; after it `state_gradients` makes those of first states.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.kept import Kept
-from ecornn.program import WORKSPACE, Buffer, Extent, launches
-from ecornn.schedules.backward.finish import state_gradients
+from ecornn.program import WORKSPACE, Buffer, Extent, Launch, launches
 from ecornn.schedules.backward.gather import gathered
 from ecornn.schedules.backward.inputs import input_gradients, made_of_inputs, places_of_inputs
-from ecornn.schedules.backward.memory import Memory
-from ecornn.schedules.backward.replay import replay, replayed
-from ecornn.schedules.backward.sequences import count_sequences
+from ecornn.schedules.backward.memory import Memory, Place, finish_summed, materialized, replayed
+from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
 from ecornn.schedules.backward.sums import step_sums, vector_gradients
 from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
+from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.aligned import align
+from ecornn.schedules.gemm.job import COUNT, STEPS, Columns
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.outputs import written
+from ecornn.schedules.timeline import Timeline
+from ecornn.workload import Traversal
 
 FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
 
@@ -64,3 +73,89 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     rows = joined(beside(until, joined(*along)), *(one for one in later if one not in along), after)
     counted = count_sequences(task.traversal) if task.traversal.sequences else Component()
     return rows, joined(counted, state_gradients(memory), Component() if at_once else vector_gradients(memory, add))
+
+
+def replay(memory: Memory, layout: Hoisted) -> Component:
+    """``hoisted``, as ``layout`` says, from x, ``before_<state>``, states after each step, dy and the weights; and
+    ``replayed``, what else a later pass reads of the forward step."""
+    graph, forward = memory.adjoint.recurrence, memory.kept.replay
+    items: list[Item] = [*items_of(forward), *(i for i in (graph.hoisted, graph.hoisted_statistics, graph.normalized)
+                                               if i)]
+    multiplied, read = materialized(memory)
+    passes = RowPass(memory, "replay", memory.leaves(), unique_invariants(memory.adjoint.forward, graph))
+    stores = tuple((v, p) for space in (multiplied, read) for v, p in space.places().items())
+    made = passes.component(items, Wanted(stores, graph.hoisted_outputs, layout))
+    batch = memory.task.workload.batch
+    spaces = Component(buffers=(*multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS)))
+    hoisted = Component(buffers=(layout.buffer(batch),)) if graph.hoisted_outputs else Component()
+    return joined(hoisted, spaces, made)
+
+
+def state_gradients(memory: Memory) -> Component:
+    """``d_<state>_in`` (B, H) of each state, from ``last`` (B, S, H) and the weights; and ``finish_summed``."""
+    back, H = memory.adjoint, memory.task.workload.hidden
+    summed = finish_summed(memory)
+    stores = [(back.gradients[n], Place(Columns(f"d_{n}_in", H, H), memory.dtype)) for n in back.forward.states]
+    passes = RowPass(memory, "finish", memory.last(), unique_invariants(back.forward, back.finish),
+                     each=memory.each_state)
+    made = passes.component(items_of(back.finish), Wanted((*stores, *summed.places().items())))
+    if not summed.variables:  # else vectors need them
+        made = _left_out(made, [p.columns.name for _, p in stores])
+    return joined(Component(buffers=summed.buffers(memory.task.workload.batch, memory.each_state)), made)
+
+
+def _left_out(made: Component, gradients: Sequence[str]) -> Component:
+    """``made``, but a call that does not want these gradients leaves out the launches that make them; unchanged if a
+    launch makes none of them."""
+    wanted = [tuple(p.name for p in made.functions[one.function].params if p.name in gradients)
+              for one in launches(made.calls)]
+    if not all(wanted):
+        return made
+    return replace(made, calls=tuple(replace(one, wanted=own)
+                                     for one, own in zip(launches(made.calls), wanted, strict=True)))
+
+
+THREADS = 1024
+WARP = 32  # whose threads have the highest number of as many each; then one thread has that of all
+
+
+def count_sequences(traversal: Traversal) -> Component:
+    """``count`` (1,), int32, from the table ``sequences``, whose numbers are those from 0 on."""
+    return Component({"count_sequences": _counting_kernel(traversal)}, (Buffer(COUNT, WORKSPACE, "int32", Extent(1)),),
+                     (Launch("count_sequences", 1, THREADS, 4 * THREADS),))
+
+
+def _counting_kernel(traversal: Traversal) -> PrimFunc:
+    """``(T, B, sequences, count)``, one block."""
+    from tvm.script.ir_builder import IRBuilder
+
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name("count_sequences")
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        table, count = (T.arg(name, T.buffer((T.int64(1 << 40),), "int32")) for name in ("sequences", COUNT))
+        T.device_entry()
+        T.block(1)
+        thread = T.thread(THREADS)
+        found, highest = T.shared(THREADS).view("int32"), T.local("highest", (1,), "int32")
+        timeline, total = Timeline(traversal, {"sequences": table}, steps, batch), T.let("total", steps * batch)
+
+        def include(number: Expr) -> None:
+            T.buffer_store(highest, T.max(highest[0], number), [0])
+
+        T.note("each thread's highest number of a sequence, then the CTA's, through shared memory")
+        T.buffer_store(highest, T.int32(-1), [0])
+        with T.serial("turn", 0, T.let("turns", (total - thread + (THREADS - 1)) // THREADS)) as turn:
+            number = T.let("number", table[turn * THREADS + thread])
+            include(T.Select(number < 0, T.int32(-1), timeline.sequence(number)))
+        T.buffer_store(found, highest[0], [thread])
+        sync_block()
+        with T.If(thread < WARP), T.Then(), T.unroll("k", THREADS // WARP) as k:
+            include(found[thread + k * WARP])
+        sync_block()
+        T.buffer_store(found, highest[0], [thread])
+        sync_block()
+        with T.If(thread == 0), T.Then():
+            with T.unroll("k", WARP) as k:
+                include(found[k])
+            T.buffer_store(count, highest[0] + 1, [0])
+    return builder.get()

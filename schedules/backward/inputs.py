@@ -5,9 +5,8 @@ from __future__ import annotations
 from ecornn.analysis.derivatives import number
 from ecornn.analysis.step import Assign, Product
 from ecornn.program import WORKSPACE
-from ecornn.schedules.backward.memory import Memory, Place, Workspaces
+from ecornn.schedules.backward.memory import Memory, Place, Workspaces, replayed
 from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
-from ecornn.schedules.backward.replay import replayed
 from ecornn.schedules.backward.rows import scalar_pass
 from ecornn.schedules.backward.scalars import Scalars
 from ecornn.schedules.base import Component, joined

@@ -8,7 +8,7 @@
     value<n>_kept         (T, B, H), any more of them
     before_<state>        (T, B, P), a state before each step, by ``gather.py``: H values and, where they end within 16
                           bytes, what fills these up and nobody reads
-    hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay.py``
+    hoisted               what the recurrence reads, as ``Hoisted`` lays it out; by ``replay``
     outputs               (T, B, P), what the recurrence writes: ``written``, O H values; zero where a row takes no
                           part; with TF32 each value is ``raised``. Behind them is what fills up lines of memory.
                           It may lie where values_kept is
@@ -31,7 +31,7 @@ from typing import Any
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.kept import Kept
 from ecornn.analysis.step import StepGraph
-from ecornn.program import Buffer, Extent
+from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
@@ -215,3 +215,30 @@ def rows_of_states(traversal: Traversal) -> str:
 def rows_extent(each: str, size: int) -> Extent:
     """``size`` elements for each row of the compiled batch, in each step where there may be as many rows."""
     return Extent(size) if each == BATCH else Extent(0, size)
+
+
+def materialized(memory: Memory) -> tuple[Workspaces, Workspaces]:
+    """Forward values that passes after the recurrence read, and that are not in memory before: those that are factors
+    of outer products, in the layer's data type, and others, in float32."""
+    back, H = memory.adjoint, memory.task.workload.hidden
+    multiplied = Workspaces("replayed", memory.dtype, H, WORKSPACE)
+    read = Workspaces("replayed_values", "float32", H, WORKSPACE)
+    known = memory.leaves().keys() | memory.outputs().keys()
+    replayed = set(memory.kept.replay.outputs)
+    outers = (*back.recurrence.outer_products, *back.inputs.outer_products)
+    multiplied.add(v for o in outers for v in (o.value, o.operand) if v is not None and v in replayed - known)
+    read.add(v for v in back.inputs.given if v in replayed - known)
+    return multiplied, read
+
+
+def replayed(memory: Memory) -> dict[Var, Place]:
+    """The places of the values of :func:`materialized`."""
+    multiplied, read = materialized(memory)
+    return {**multiplied.places(), **read.places()}
+
+
+def finish_summed(memory: Memory) -> Workspaces:
+    """The workspace of values that remain to be summed over the batch, float32."""
+    found = Workspaces("finish_summed", "float32", memory.task.workload.hidden, WORKSPACE)
+    found.add(s.value for s in memory.adjoint.finish.sums)
+    return found

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
-from ecornn.schedules.backward.finish import finish_summed
 from ecornn.schedules.backward.inputs import places_of_inputs
-from ecornn.schedules.backward.memory import Memory, Place
+from ecornn.schedules.backward.memory import Memory, Place, finish_summed
 from ecornn.schedules.backward.weights import zeros
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
