@@ -20,8 +20,8 @@ PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
 BASE = {"boundary", "errors", "workload", "device", "program", "manifest"}
 HOSTS = {"host_cpu", "host_gpu"}
 TEMPLATE = {"analysis", "device", "program", "workload", "schedules.base", "schedules.builder", "schedules.timeline"}
-KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.rates", "schedules.scalars",
-                     "schedules.sequence_kernel"}
+KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.outputs", "schedules.rates",
+                     "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "boundary": {"errors"},
@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.cuda": set(),
     "schedules.cuda.isa": {"schedules.builder"},
     "schedules.hoisted": {"program", "schedules.base", "schedules.builder", "schedules.cuda.isa", "schedules.rates"},
-    "schedules.outputs": {"analysis", "schedules.base", "schedules.builder"},
+    "schedules.outputs": {"analysis", "schedules.base", "schedules.builder", "schedules.cuda.isa"},
     "schedules.keeping": TEMPLATE - {"schedules.timeline"} | {"schedules.outputs"},
     "schedules.chunks": {"program", "schedules.base", "schedules.keeping", "schedules.timeline"},
     "schedules.workspaces": {"program", "schedules.base", "schedules.builder"},
@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
                                 "schedules.keeping"},
     "schedules.elementwise": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.gemm",
                                        "schedules.keeping"},
-    "schedules.backward": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.keeping", "schedules.outputs"},
+    "schedules.backward": KERNEL | {"schedules.assemble", "schedules.gemm", "schedules.keeping"},
     "schedules.persistent": KERNEL | {"schedules.assemble", "schedules.backward", "schedules.few_steps",
                                       "schedules.gemm", "schedules.keeping"},
     "schedules.persistent_block": KERNEL | {"schedules.assemble", "schedules.few_steps", "schedules.gemm",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ecornn.analysis.liveness import late_operands, urgent
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.threads import neighbour
-from ecornn.schedules.scalars.operands import for_products
+from ecornn.schedules.outputs import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.sequence_kernel import SequenceKernel
 

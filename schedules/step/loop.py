@@ -1,17 +1,21 @@
-"""The launches of a step, and those of all steps."""
+"""The launches of a step, and those of all steps; among them statistics: a kernel with a block for each batch row.
+
+That has all phases that follow one another without a product: a thread owns some units of the row, so what it kept of
+them for a later phase it finds again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ecornn.program import Buffer, Launch, Loop
 from ecornn.schedules.base import Component, Task
-from ecornn.schedules.builder import PrimFunc
+from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.scalars.row_sums import parts_of
-from ecornn.schedules.step.scalars import Layout, values_of
-from ecornn.schedules.step.statistics import rows_kernel
+from ecornn.schedules.scalars.row_sums import Env, RowSums, parts_of
+from ecornn.schedules.step.scalars import Layout, StepScalars, declare, values_of
 
 # a phase, the buffers that its kernel may use, and the kernel's name -> the kernel and its launch
 Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
@@ -36,3 +40,47 @@ def loop(task: Task, layout: Layout, own: Sequence[Buffer], buffers: Sequence[Bu
             functions[name], launch = phase(part, known, name)
         steps.append(launch)
     return Component(functions, tuple(own), (Loop(tuple(steps)),))
+
+
+MOST_THREADS = 1024
+
+
+def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
+                inputs: Hoisted) -> tuple[PrimFunc, Launch]:
+    """The kernel ``name`` and its launch: statistics of the phases, and all scalars of those without a product."""
+    from tvm.script.ir_builder import IRBuilder
+
+    w, graph = task.workload, task.graph
+    threads = min(MOST_THREADS, -(-w.hidden // 32) * 32)
+    words = max(RowSums.words(threads, graph.phases[p].statistics) for p in phases)
+    with IRBuilder() as builder, T.prim_func():
+        T.func_name(name)
+        a = declare(buffers)
+        scalars = StepScalars(task, layout, a, math, inputs)
+        T.device_entry()
+        row, thread = T.named("row", T.cta_id([w.batch])), T.thread(threads)
+        memory = T.shared(words)  # (statistic, warp)
+        with T.If(row < a["B"]), T.Then():
+            T.note("a CTA a batch row: statistics over its units, then the scalars of phases without a product")
+            sums, found = RowSums(threads, thread, memory), Env()
+
+            def units(function: Callable[[Expr], None]) -> None:
+                with T.serial("turn", 0, -(-w.hidden // threads)) as turn:
+                    unit = T.let("unit", turn * threads + thread)
+                    with T.If(unit < w.hidden), T.Then():
+                        function(unit)
+
+            def visit(p: int, known: Env, function: Callable[[Env, Expr], None]) -> None:
+                units(lambda unit: function(scalars.before(p, row, unit, known), unit))
+
+            def finish(p: int, known: Env, unit: Expr) -> None:
+                scalars.finish(p, row, unit, known, scalars.hoisted(row, unit))
+
+            for p in phases:
+                each = partial(visit, p, dict(found))
+                found |= sums.statistics(graph.phases[p].statistics, w.hidden, each)
+                with T.If(thread == 0), T.Then():
+                    scalars.store_statistics(p, row, found)
+                if not graph.phases[p].products:
+                    units(partial(finish, p, dict(found)))
+    return builder.get(), Launch(name, w.batch, threads, 4 * words)

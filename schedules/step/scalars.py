@@ -9,7 +9,7 @@ what later launches read is stored. Between launches live, in workspaces,
   says. Those of phase 0 exist twice, for even and odd t: in a cell of one phase they are read by
   some blocks while others write the next ones;
 * ``carried`` (C, B, H) float32: other scalars that a later phase of the same step reads;
-* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (``statistics.py``).
+* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (``loop.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.keeping import NOTHING, Spot, Stored, stored
-from ecornn.schedules.scalars.operands import for_products
+from ecornn.schedules.outputs import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.timeline import Timeline
 

@@ -28,10 +28,9 @@ from ecornn.schedules.cpu.tiling import Shape, registers_of
 from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.schedules.cpu.training.gather import Copy, gather
 from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
-from ecornn.schedules.cpu.training.outer import Outer, OuterProducts
+from ecornn.schedules.cpu.training.outer import Outer, OuterProducts, add_sums, add_vectors
 from ecornn.schedules.cpu.training.passes import SLACK, Pass
 from ecornn.schedules.cpu.training.recurrence import Recurrence
-from ecornn.schedules.cpu.training.sums import add_sums, add_vectors
 from ecornn.schedules.cpu.worker import Worker
 from ecornn.schedules.keeping import kept_buffers, value_buffers
 
