@@ -87,7 +87,7 @@ class Looked:
     def next(self, seconds: float | None = None) -> tuple[Candidate, Outcome]:
         candidate = self.waiting.popleft()
         trial = self.table[candidate]
-        return candidate, Outcome(trial.times, trial.check, trial.source, trial.error, trial.noisy)
+        return candidate, Outcome.of(trial)
 
     def drop(self) -> None:
         self.waiting.clear()

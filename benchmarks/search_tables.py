@@ -179,8 +179,7 @@ class Table:
         append(self.path, Trial(
             run=RUN, index=self.places[candidate], stage="search", workload=self.task.workload, device=self.task.device,
             schedule=candidate.schedule, revision=self.revisions[candidate.schedule], config=candidate.config,
-            versions=here.versions, clocks=here.clocks, seed=0, seconds=0.0, times=outcome.times, check=outcome.check,
-            source=outcome.source, error=outcome.error, noisy=outcome.noisy))
+            versions=here.versions, clocks=here.clocks, seed=0, seconds=0.0, **vars(outcome)))
         # Thousands of modules would fill the disk.
         path, _ = self.evaluator.modules.pop(candidate, (None, None))
         if path is not None:

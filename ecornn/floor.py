@@ -57,6 +57,9 @@ H100 = Machine(cores=132, registers=256 << 10, shared=227 << 10, l2=50 << 20,
                announced=8 << 10, shared_rate=225e3, intake_rate=112e3,
                l2_rate=132 * (112 << 10) / (4.70 - 1.26), memory_rate=3.0e6, tensor_rate=781e6)
 
+# By what the product's name has. SXM; other products have other numbers of multiprocessors.
+MACHINES = {"H100 80GB HBM3": H100}
+
 
 @dataclass(frozen=True)
 class Step:
@@ -85,7 +88,7 @@ class Floor:
 
 def machine_of(gpu: str) -> Machine | None:
     """The constants for a product's name; None where nobody measured them."""
-    return H100 if "H100 80GB HBM3" in gpu else None  # SXM; other products have other numbers of multiprocessors
+    return next((machine for name, machine in MACHINES.items() if name in gpu), None)
 
 
 def polled(machine: Machine, B: int, H: int, dtype: str, groups: int, blocks: int) -> float:

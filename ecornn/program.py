@@ -35,6 +35,8 @@ PIECES_APART = 2
 ROLES = GIVEN, MADE, KEPT, PACKED, WORKSPACE = "given", "made", "kept", "packed", "workspace"
 
 
+RUN, FORWARD, BACKWARD = "run", "forward", "backward"
+_ALL = RUN, FORWARD, BACKWARD
 SUMS = "sums"  # in place of a data type: what a layer adds up in
 
 
@@ -47,6 +49,7 @@ class Tensor:
     role : given or made
     axes : the sizes of its axes: T, B, I and H as of a :class:`~ecornn.workload.Workload`, W of a row of y (D H), V
         of a row of values that are kept beside each other (H of each)
+    entries : the functions of a module that exchange it
     dtype : data type, or SUMS; None: the layer's
     by_state : there is one for each state of each sequence of a stack; or for each value, by its number
     by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
@@ -56,6 +59,7 @@ class Tensor:
 
     role: str
     axes: tuple[str, ...]
+    entries: tuple[str, ...] = _ALL
     dtype: str | None = None
     by_state: bool = False
     by_parameter: bool = False
@@ -76,30 +80,22 @@ TENSORS = {
     "x": Tensor(GIVEN, ("T", "B", "I")),
     "y": Tensor(MADE, ("T", "B", "W")),
     "state_in": Tensor(GIVEN, ("B", "H"), by_state=True),
-    "state_out": Tensor(MADE, ("B", "H"), by_state=True),
-    "lengths": Tensor(GIVEN, ("B",), "int32", optional=True),
-    "resets": Tensor(GIVEN, ("T", "B"), "uint8", optional=True),
-    "sequences": Tensor(GIVEN, ("T", "B"), "int32", optional=True),
-    "state_kept": Tensor(KEPT, ("T", "B", "H"), by_state=True),
-    "value_kept": Tensor(KEPT, ("T", "B", "H"), by_state=True),
-    "values_kept": Tensor(KEPT, ("T", "B", "V"), by_state=True),
-    "dy": Tensor(GIVEN, ("T", "B", "W")),
-    "dstate_out": Tensor(GIVEN, ("B", "H"), by_state=True),
-    "dx": Tensor(MADE, ("T", "B", "I")),
-    "dstate_in": Tensor(MADE, ("B", "H"), by_state=True),
-    "gradient": Tensor(MADE, ("G", "H", "K"), SUMS, by_parameter=True),
-    "existing": Tensor(GIVEN, ("1",), "uint8", switch=True),
+    "state_out": Tensor(MADE, ("B", "H"), (RUN, FORWARD), by_state=True),
+    "lengths": Tensor(GIVEN, ("B",), dtype="int32", optional=True),
+    "resets": Tensor(GIVEN, ("T", "B"), dtype="uint8", optional=True),
+    "sequences": Tensor(GIVEN, ("T", "B"), dtype="int32", optional=True),
+    "state_kept": Tensor(KEPT, ("T", "B", "H"), (FORWARD, BACKWARD), by_state=True),
+    "value_kept": Tensor(KEPT, ("T", "B", "H"), (FORWARD, BACKWARD), by_state=True),
+    "values_kept": Tensor(KEPT, ("T", "B", "V"), (FORWARD, BACKWARD), by_state=True),
+    "dy": Tensor(GIVEN, ("T", "B", "W"), (BACKWARD,)),
+    "dstate_out": Tensor(GIVEN, ("B", "H"), (BACKWARD,), by_state=True),
+    "dx": Tensor(MADE, ("T", "B", "I"), (BACKWARD,)),
+    "dstate_in": Tensor(MADE, ("B", "H"), (BACKWARD,), by_state=True),
+    "gradient": Tensor(MADE, ("G", "H", "K"), (BACKWARD,), SUMS, by_parameter=True),
+    "existing": Tensor(GIVEN, ("1",), (BACKWARD,), "uint8", switch=True),
 }
-RUN, FORWARD, BACKWARD = "run", "forward", "backward"
-_MASKS = ("lengths", "resets", "sequences")
-_FORWARD = ("x", "y", "state_in", "state_out", *_MASKS)
 # entry -> the tensors that it exchanges with its caller. Of what is kept there is what backward reads.
-ENTRIES = {
-    RUN: _FORWARD,
-    FORWARD: (*_FORWARD, "state_kept", "value_kept", "values_kept"),
-    BACKWARD: ("x", "y", "state_in", *_MASKS, "state_kept", "value_kept", "values_kept", "dy", "dstate_out", "dx",
-               "dstate_in", "gradient", "existing"),
-}
+ENTRIES = {entry: tuple(name for name, tensor in TENSORS.items() if entry in tensor.entries) for entry in _ALL}
 
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -67,7 +67,8 @@ class Builder:
 
     def note(self, text: str) -> None:
         """A comment in code for people (``--emit``), at a phase of a kernel or a role of its warps. It leaves nothing
-        in what is compiled (``without_notes``)."""
+        in what is compiled (``without_notes``). ``MMA warps: ...`` begins what those do; the first such note in a
+        branch names the role of its threads, and pictures have all of them (``ecornn/report/roles.py``)."""
         self._tvm.evaluate(self._tvm.call_extern("void", NOTE, text))
 
     @contextmanager

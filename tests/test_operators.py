@@ -58,7 +58,8 @@ def expression(key: str, *operands: Any) -> Any:
 
 
 def arity(key: str) -> int:
-    return {"Select": 3, "if_then_else": 3, "pow": 2, "atan2": 2}.get(key, len(OPERATORS[key].fields) or 1)
+    row = OPERATORS[key]
+    return {"Select": 3, "if_then_else": 3}.get(key, len(row.fields) or getattr(row.numpy, "nin", 1))
 
 
 def difference(f: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from ecornn.errors import ArgumentError, RecordError
 from ecornn.targets import KNOWN
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import MAX_FILE, append, parse, read, rewrite
-from ecornn.tune.record import MAX_LINE, Choice, Finish, Start, Times, Trial, decode, encode
+from ecornn.tune.record import MAX_LINE, MINOR, Choice, Finish, Start, Times, Trial, decode, encode
 from ecornn.workload import Workload
 
 WORK = Workload("lstm", 800, 800, 20, 300, "bfloat16")
@@ -87,9 +87,9 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
 
 @pytest.mark.parametrize("change, word", [
     ({"extra": 1}, "unknown field"),
-    ({"v": 2}, "version 2.2"),
-    ({"minor": 3}, "version 1.3 of the format; this program reads version 1.0 to 1.2"),
-    ({"minor": 3, "of_the_future": 1}, "version 1.3"),
+    ({"v": 2}, f"version 2.{MINOR}"),
+    ({"minor": MINOR + 1}, f"version 1.{MINOR + 1} of the format; this program reads version 1.0 to 1.{MINOR}"),
+    ({"minor": MINOR + 1, "of_the_future": 1}, f"version 1.{MINOR + 1}"),
     ({"minor": -1}, "version 1.-1"),
     ({"clocks": {"cores": -1, "memory": 0}}, ">= 0"),
     ({"noisy": 1}, "bool"),

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from ecornn.errors import EcornnError
 from ecornn.explain import FloorTerms, StepSummary, floor_terms, summary
+from ecornn.report.roles import Kernel, kernel_of
 from ecornn.schedules.base import Config, Cut, Schedule, Task
 from ecornn.tune.log import Log
 from ecornn.tune.lookup import up_to_date
@@ -111,6 +112,12 @@ def stages_of(trial: Trial, task: Task | None) -> dict[str, float]:
 def cut_of(trial: Trial, task: Task | None) -> Cut | None:
     """How it lies on the chip."""
     return asked(trial, task, lambda schedule, task, config: schedule.cut(task, schedule.plan(task, config)))
+
+
+def roles_of(trial: Trial, task: Task | None) -> Kernel | None:
+    """What its kernel says of a step."""
+    return asked(trial, task, lambda schedule, task, config: kernel_of(
+        schedule.program(task, schedule.plan(task, config)).functions))
 
 
 def teraflops(trial: Trial, step: StepSummary | None) -> float | None:

@@ -10,10 +10,21 @@ from typing import Any
 
 from ecornn.errors import MissingPackageError
 from ecornn.explain import FloorTerms, StepSummary
-from ecornn.report import chip_map, svg
+from ecornn.report import chip_map, step_picture, svg
 from ecornn.report.code import MarkedCode, marked
 from ecornn.report.effects import Effect, effects
-from ecornn.report.layers import Layer, chip, cut_of, floor_of, layers, stages_of, step_of, task_of, teraflops
+from ecornn.report.layers import (
+    Layer,
+    chip,
+    cut_of,
+    floor_of,
+    layers,
+    roles_of,
+    stages_of,
+    step_of,
+    task_of,
+    teraflops,
+)
 from ecornn.report.measured import NOTHING, Measured
 from ecornn.report.rooflines import rooflines
 from ecornn.report.searches import SearchRun, searches
@@ -44,6 +55,7 @@ class Section:
     chip: dict[str, float]
     map: str
     map_words: str
+    roles: str
     floor: FloorTerms | None
     stages: dict[str, float]
     left_out: dict[str, float]
@@ -81,12 +93,13 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
 
 
 def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> Section:
-    """What the page says of a search; ``code``: also what was generated."""
+    """What the page says of a search; ``code``: also what was generated, in words of its notes."""
     best, default, gain = run.best, run.default, run.gain
     assert best is not None and best.times is not None
     task = task_of(best)
     floor, step = floor_of(best), step_of(task)
     cut, stages, left_out = cut_of(best, task), stages_of(best, task), results.stages(best)
+    kernel = roles_of(best, task) if code and cut else None
     shown = [(one, svg.ranges([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
              for one in effects(run, task)]
     default_us = default.times.median if default is not None and default.times else None
@@ -94,6 +107,7 @@ def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> 
                    results.peers(best),
                    svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task),
                    chip_map.picture(cut, best.device) if cut else "", chip_map.words(cut, best.device) if cut else "",
+                   step_picture.picture(kernel) if kernel else "",
                    floor, stages, left_out, time_picture(floor, stages, left_out, best.times.median),
                    marked(best, task) if code else None)
 

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec.structs import asdict
 
 from ecornn.schedules.base import Task
 from ecornn.tune.building import Build, Built
@@ -33,7 +35,7 @@ PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one candidate: ``times``, or the ``error`` that it failed with.
+    """What came of one candidate: ``times``, or the ``error`` that it failed with; fields of a trial.
 
     ``noisy``: the times did not settle.
     """
@@ -43,6 +45,11 @@ class Outcome:
     source: str = ""
     error: str | None = None
     noisy: bool = False
+
+    @classmethod
+    def of(cls, trial: Trial) -> Outcome:
+        """What a trial says came of it."""
+        return cls(**{field.name: getattr(trial, field.name) for field in fields(cls)})
 
 
 class Evaluator(Protocol):
@@ -105,8 +112,7 @@ class ProcessEvaluator:
         self.bound: float | None = None
         self.modules: dict[Candidate, Module] = {}
         self.numbers = itertools.count()
-        self.known = {t.source: Outcome(t.times, t.check, t.source, t.error, t.noisy)  # by the digest of the code
-                      for t in earlier if t.source}
+        self.known = {t.source: Outcome.of(t) for t in earlier if t.source}  # by the digest of the code
         self.lock = threading.Lock()
         self.builds: set[Future[Module]] = set()  # under way
         self.measures: set[Future[None]] = set()
@@ -235,7 +241,7 @@ class ProcessEvaluator:
     @staticmethod
     def of(one: Measured, built: Built) -> Outcome:
         """A measurement as the tuner sees it."""
-        return Outcome(Times.of(list(one.times)), one.check, built.digest, noisy=one.noisy)
+        return Outcome(**asdict(one) | {"times": Times.of(list(one.times)), "source": built.digest})
 
     def measure(self, paths: Sequence[Path], bound: float | None, fewest: int = FEWEST,
                 seconds: float | None = None) -> list[Measured]:

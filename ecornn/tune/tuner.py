@@ -183,8 +183,7 @@ class Tuner:
             workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
             revision=self.space.schedules[candidate.schedule].revision, config=candidate.config,
             versions=self.environment.versions, clocks=self.environment.clocks, seed=self.settings.seed,
-            seconds=round(self.elapsed(), 3), times=outcome.times, check=outcome.check,
-            source=outcome.source, error=outcome.error, noisy=outcome.noisy)
+            seconds=round(self.elapsed(), 3), **vars(outcome))
         self.journal.add(trial)
         return trial
 
