@@ -1,4 +1,4 @@
-"""Gradients of parameters. Of matrices: products over the rows of a chunk, added to what is there, in the caller's memory:
+"""Gradients of parameters, added to what is there, in the caller's memory. Of matrices, products over a chunk's rows:
 
     gradient[j, k] += sum_r value[r, j] * operand[r, k]
 
