@@ -164,7 +164,6 @@ def test_architectures():
         architecture(7, 5, "Tesla T4")
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("hangs", ["--version", "-fPIC"])
 def test_a_compiler_that_hangs_is_stopped_with_all_that_it_has_started(hangs: str, tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch):
