@@ -142,7 +142,7 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
 
     with servers(tracker, 2) as running:
         first = start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        wait_for(lambda: len({t.run for t in trials()}) == 2)  # at once, a server each
+        wait_for(lambda: len({t.run for t in trials()}) >= 2)  # at once, a server each
         kill_tree(running[0])
         wait_for(lambda: len(trials()) >= 6)
         first.send_signal(signal.SIGINT)
