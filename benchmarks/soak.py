@@ -241,14 +241,16 @@ class Soak:
                     self.faults.append(fault)
             self.seen[number] = time.monotonic()
 
-    def run(self, seconds: float, every: float = 10.0) -> list[Memory]:
-        """Memory every ``EVERY`` seconds; ends early where something is wrong or stands still."""
+    def run(self, seconds: float, every: float = 10.0, each: int = 0) -> list[Memory]:
+        """Memory every ``EVERY`` seconds, until ``each`` case was called so often, too; ends early where something is
+        wrong or stands still."""
         self.seen = [time.monotonic()] * len(self.seen)
         for thread in self._threads:
             thread.start()
         begin, told, memory = time.monotonic(), 0.0, list[Memory]()
-        while (passed := time.monotonic() - begin) < seconds and not self.faults:
-            time.sleep(min(EVERY, seconds - passed))
+        while not self.faults and ((passed := time.monotonic() - begin) < seconds
+                                   or any(self.calls[case.name] < each for case in self.cases)):
+            time.sleep(min(EVERY, seconds - passed) if passed < seconds else EVERY)
             try:
                 now = self._at_rest()
             except threading.BrokenBarrierError:
@@ -302,6 +304,7 @@ def main() -> int:
     parser.add_argument("--growth", type=float, default=4, help="MB more that are still flat")
     parser.add_argument("--heaps", action="store_true", help="one for each thread, as the C library has it")
     parser.add_argument("--few", action="store_true", help="of one module and one layer, which compile in seconds")
+    parser.add_argument("--each", type=int, default=0, help="calls of each kind at least, however long these take")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     faulthandler.enable()
@@ -319,7 +322,7 @@ def main() -> int:
         busy = [subprocess.Popen([sys.executable, "-c", BUSY.format(os.getpid())]) for _ in range(arguments.busy)]
         try:
             soak = Soak(cases, arguments.threads)
-            memory = soak.run(arguments.seconds)
+            memory = soak.run(arguments.seconds, each=arguments.each)
         finally:
             for process in busy:
                 process.kill()

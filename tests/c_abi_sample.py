@@ -47,7 +47,7 @@ def run(program: Path | str, *arguments: Any) -> str:
 
 def run_both(program: Path | str, *arguments: Any, **environment: str) -> tuple[str, str]:
     """The same with what it says on stderr."""
-    result = subprocess.run([str(program), *map(str, arguments)], capture_output=True, text=True, timeout=120,
+    result = subprocess.run([str(program), *map(str, arguments)], capture_output=True, text=True,
                             env=os.environ | {"ECORNN_OPENMP": "off"} | environment)
     assert result.returncode == 0, f"{result.returncode}\n{result.stdout}\n{result.stderr}"
     return result.stdout, result.stderr

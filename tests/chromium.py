@@ -24,7 +24,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WIDTHS = (390, 1280)  # a phone's and a desktop's, px
 THEMES = {"light": [], "dark": ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"]}
-LIMIT = 240  # seconds, on a busy machine
+LIMIT = 900  # seconds: it hangs
 
 # Frames of every page at every width; of each how far it scrolls sideways, by which elements, and texts of pictures
 # that are too small or outside. They are of one origin, so that the script may look into them.

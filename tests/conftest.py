@@ -136,6 +136,18 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture
+def short_if_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers' calls that never end have a hundredth of the limit that a run sets; others may be slow."""
+    from events import endless
+
+    from ecornn.tune.process import Worker
+
+    call = Worker.call
+    monkeypatch.setattr(Worker, "call", lambda self, function, argument, kind, limit: call(
+        self, function, argument, kind, limit / 100 if endless(argument) else limit))
+
+
+@pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of one row and vector on CPUs, which are compiled in half of the time."""
     take_small_tiles(monkeypatch.setattr)

@@ -211,7 +211,6 @@ def test_fewer_rows_than_compiled(tmp_path, carrier):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ALL)
 def test_every_cell_that_is_served(tmp_path, monkeypatch, name):
     """With the default's configuration."""

@@ -25,7 +25,8 @@ LSTM, GRU, VANILLA = (Row(cell, 3, 2, 8, 8, "float32") for cell in ("lstm", "gru
 LIMITS = Limits(repeats=5, seconds=1.0, longest=1.0)
 
 
-def test_a_row_that_fails_costs_the_others_nothing(tmp_path: Path):
+def test_a_row_that_fails_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fake_measuring.patient(monkeypatch, hangs="gru")
     file = tmp_path / "module.so"
     file.touch()
     process = MeasuringProcess(LIMITS, fake_measuring.serve)
@@ -41,7 +42,8 @@ def test_a_row_that_fails_costs_the_others_nothing(tmp_path: Path):
         process.close()
 
 
-def test_without_a_gpu_nothing_is_measured():
+def test_without_a_gpu_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
+    fake_measuring.patient(monkeypatch)
     process = MeasuringProcess(LIMITS, fake_measuring.serve_nothing)
     try:
         with pytest.raises(RuntimeError, match="no GPU"):
@@ -53,6 +55,7 @@ def test_without_a_gpu_nothing_is_measured():
 def test_the_grid_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture):
     """Real compilations, for the CPU; a row that fails is recorded, and tried again the next time."""
+    fake_measuring.patient(monkeypatch)
     path, tf32 = tmp_path / "grid.jsonl", Row(LSTM.cell, LSTM.T, LSTM.B, LSTM.I, LSTM.H, "tf32")
     chosen = [LSTM, tf32, VANILLA]
     monkeypatch.setattr(compare_grid, "select", lambda only, limit: chosen[:limit])
@@ -169,8 +172,8 @@ def test_what_is_said_of_the_tuner_is_run_and_held_against_it(tmp_path, monkeypa
 
     report = tmp_path / "rate.json"
     write = f"from pathlib import Path; Path({str(report)!r}).write_text('[3]'); print('é' * 5000)"
-    given = {"a": [run_tuner.Step("fast", ("-c", write), 60, report, lambda found: found == [3])],
-             "b": [run_tuner.Step("wrong", ("-c", write), 60, report, lambda found: found == [4]),
+    given = {"a": [run_tuner.Step("fast", ("-c", write), 900, report, lambda found: found == [3])],
+             "b": [run_tuner.Step("wrong", ("-c", write), 900, report, lambda found: found == [4]),
                    run_tuner.Step("slow", ("-c", "import time; time.sleep(0.2)"), 0.1),
                    run_tuner.Step("failing", ("-c", "import sys; sys.exit(3)"))], "c": []}
     monkeypatch.setattr(run_tuner, "steps", lambda *_: given)

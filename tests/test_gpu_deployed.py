@@ -195,7 +195,7 @@ def test_an_exported_program(tmp_path: Path, ahead: bool):
     np.save(tmp_path / "x.npy", x.numpy())
     there = {"PATH": str(tmp_path / "empty"), "ECORNN_CACHE": "off", "ECORNN_MODULES": str(tmp_path / "modules")}
     subprocess.run([sys.executable, "-c", LONELY, *(str(p) for p in (file, tmp_path / "x.npy", tmp_path / "y.npy"))],
-                   check=True, timeout=120, env=os.environ | there)
+                   check=True, env=os.environ | there)
     close(np.load(tmp_path / "y.npy"), exact(x.double()).detach().numpy())
 
 

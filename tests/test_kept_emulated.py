@@ -78,7 +78,6 @@ def test_elementwise(tmp_path, cell, sizes, dtype, change, traversal, batch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("schedule", ["persistent", "persistent_wide", "layout_transform", "fused_step", "elementwise"])
 @pytest.mark.parametrize("cell", [*ALL_CELLS, "lstm(peepholes,clip=0.75,zoneout_h=0.25)", "gru(layer_norm)"])
 def test_every_cell_that_is_served(tmp_path, schedule, cell):

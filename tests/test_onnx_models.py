@@ -300,7 +300,6 @@ def test_what_a_body_is_given_is_no_constant():
                 ecornn.onnx.read(model)
 
 
-@pytest.mark.timeout(30)
 def test_what_is_no_model(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.onnx")
     for path in (tmp_path, tmp_path / "pipe.onnx"):

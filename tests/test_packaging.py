@@ -23,7 +23,7 @@ RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".typed")
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     result = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True,
-                            text=True, timeout=240)
+                            text=True)
     assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

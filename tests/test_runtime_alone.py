@@ -74,7 +74,7 @@ def run_there(lonely: Path, module: Path, weights: dict[str, np.ndarray], x: np.
     (tmp_path / "bin").mkdir()
     done = subprocess.run(
         [sys.executable, "-S", "-c", RUN, str(lonely), str(module),
-         str(tmp_path / "data.npz"), str(tmp_path / "y.npy")], capture_output=True, text=True, timeout=120,
+         str(tmp_path / "data.npz"), str(tmp_path / "y.npy")], capture_output=True, text=True,
         cwd=tmp_path, env={"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(lonely), "HOME": os.environ["HOME"]})
     assert done.returncode == 0, done.stderr
     return np.load(tmp_path / "y.npy")

@@ -209,7 +209,7 @@ y, state = layer(tvm.runtime.tensor(np.ones((2, 1, {I}), "f4")))
 assert {{type(t) for t in (y, *state)}} == {{tvm.runtime.Tensor}}, (type(y), type(state[0]))
 print(y.numpy()[0, 0, 0])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) == I + 1
 

@@ -154,7 +154,6 @@ def test_a_module_that_was_stripped_says_so(module: Module, tmp_path: Path):
         ecornn.load(path)
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_is_no_module(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe.so")
     with pytest.raises(ModuleError, match="no regular file"):

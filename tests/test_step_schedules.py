@@ -53,7 +53,6 @@ def test_results(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sizes", SHAPES, ids=str)
 @pytest.mark.parametrize("cell", [*STEPS, *step_cells.CELLS])
 @pytest.mark.parametrize("schedule", list(SCHEDULES))

@@ -19,7 +19,7 @@ from ecornn.tune.log import read
 from ecornn.tune.pool import Entries
 from ecornn.workload import Workload
 
-HUNG, WRONG = "run: took longer than 8 s and was stopped", "wrong output: relative error"
+TIMEOUT, HUNG, WRONG = 400.0, "run: took longer than 4 s and was stopped", "wrong output: relative error"
 SAID = {"cuda": {"endless": HUNG, "astray": "illegal memory access|ILLEGAL_ADDRESS", "wrong": WRONG,
                  "vast": "out of memory|OUT_OF_MEMORY"},
         "cpu": {"endless": HUNG, "astray": "run: the process crashed with signal SIGSEGV", "wrong": WRONG,
@@ -51,11 +51,11 @@ def test_every_kind_is_planted_whatever_is_proposed(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_every_fault_costs_one_trial(target: str, tmp_path, monkeypatch):
+def test_every_fault_costs_one_trial(target: str, tmp_path, monkeypatch, short_if_endless):
     monkeypatch.setenv(FOLDER, str(tmp_path / "planted"))
     (tmp_path / "planted").mkdir()
     layer = {"dtype": "bfloat16", "schedule": "fused_step", "trials": 32} if target == "cuda" else {"trials": 16}
-    result = tune("lstm", hidden=64, batch=4, seq=20, target=target, timeout=8, early_stop=False,
+    result = tune("lstm", hidden=64, batch=4, seq=20, target=target, timeout=TIMEOUT, early_stop=False,
                   output=tmp_path / "log.jsonl", entries=Entries(build="tune_planted:build"), **layer)
     trials = [t for t in read(tmp_path / "log.jsonl").trials() if t.stage == "search"]
     seen = Counter(planted(t.config) for t in trials)
@@ -64,8 +64,5 @@ def test_every_fault_costs_one_trial(target: str, tmp_path, monkeypatch):
     for trial in trials:
         fault = planted(trial.config)
         assert (trial.times is None) == (trial.error is not None)
-        assert trial.error if fault else True, "a fault costs its trial"
-        # on a busy machine the limit, which is short since faults hang, ends what else there is, too
-        if trial.error and "took longer than 8 s and was stopped" not in trial.error:
-            assert fault and re.search(SAID[target][fault], trial.error), (fault, trial.error)
+        assert re.search(SAID[target][fault], trial.error or "") if fault else trial.times, (fault, trial.error)
     assert result.best is not None and planted(result.best.config) is None

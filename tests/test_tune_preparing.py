@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import tune_h100_set
+from events import LIMIT
 from search_rate import PRETEND
 
 from ecornn.cells import get
@@ -165,7 +166,7 @@ def test_several_are_built_at_a_time_where_that_disturbs_no_measurement(quiet: b
             now += 1
             most = max(most, now)
         if not quiet:
-            together.wait(240)  # broken where the other one waits for this one
+            together.wait(LIMIT)  # broken where the other one waits for this one
         with lock:
             now -= 1
         return line

@@ -7,22 +7,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from events import LIMIT, until
 
 import ecornn.torch
 from ecornn.runtime import addressed
 from ecornn.runtime import turns as module
 from ecornn.runtime.turns import CALLS, Turns
-
-
-def until(said: Callable[[], object]) -> None:
-    end = time.monotonic() + 240
-    while not said():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def come(turns: Turns, order: list[int], number: int) -> threading.Thread:
@@ -69,8 +63,8 @@ def test_no_more_at_once_than_there_are_places(places: int):
 
 def test_who_comes_again_soon_goes_on_for_a_few_calls(monkeypatch: pytest.MonkeyPatch):
     """And then waits for those that waited: in a turn that somebody waits for there are as many calls as may be."""
-    monkeypatch.setattr(module, "SOON", 30)
-    monkeypatch.setattr(module, "PATIENCE", 30)
+    monkeypatch.setattr(module, "SOON", LIMIT)
+    monkeypatch.setattr(module, "PATIENCE", LIMIT)
     turns, order = Turns(), list[int]()
     with turns:
         pass
@@ -85,8 +79,8 @@ def test_who_comes_again_soon_goes_on_for_a_few_calls(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("comes", ["nobody", "another"])
 def test_nobody_waits_for_long_for_who_does_not_come_again(comes: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "SOON", 30)
-    monkeypatch.setattr(module, "PATIENCE", 0.05 if comes == "nobody" else 30)
+    monkeypatch.setattr(module, "SOON", LIMIT)
+    monkeypatch.setattr(module, "PATIENCE", 0.05 if comes == "nobody" else 2 * LIMIT)
     turns, order = Turns(), list[int]()
     with turns:
         pass
@@ -97,7 +91,7 @@ def test_nobody_waits_for_long_for_who_does_not_come_again(comes: str, monkeypat
         later = threading.Thread(target=lambda: order.append(2) if turns.__enter__() is None else None)
         later.start()
         later.join()
-    waits.join(30)
+    waits.join(LIMIT)
     assert order == ([1] if comes == "nobody" else [1, 2])
 
 
@@ -110,28 +104,32 @@ def test_an_error_ends_a_turn():
 
 
 @pytest.fixture
-def interrupted() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """A signal raises TimeoutError in what waits."""
     def fail(*_: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    before = signal.signal(signal.SIGUSR1, fail)
     yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGUSR1, before)
 
 
-def test_who_is_interrupted_does_not_keep_a_turn(interrupted: None):
+def test_who_is_interrupted_does_not_keep_a_turn(interruptible: None):
     turns, order, leave = Turns(), list[int](), threading.Event()
 
     def hold() -> None:
         with turns:
-            leave.wait(240)
+            leave.wait()
 
     holder = threading.Thread(target=hold)
     holder.start()
     until(lambda: turns._inside)
+
+    def interrupt() -> None:
+        until(lambda: turns._waiting)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(TimeoutError), turns:
         raise AssertionError("nobody has left")
     other = come(turns, order, 1)
@@ -146,7 +144,8 @@ def test_a_forked_child_begins_anew():
     with turns:
         child = os.fork()
         if child == 0:
-            signal.alarm(30)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(900)
             with turns:
                 os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

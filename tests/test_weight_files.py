@@ -189,7 +189,6 @@ def test_a_node_of_an_onnx_model(tmp_path: Path):
     assert np.linalg.norm(layer(x)[0] - wanted[::-1]) <= 1e-6 * np.linalg.norm(wanted)
 
 
-@pytest.mark.timeout(60)
 def test_a_checkpoint_that_holds_itself(tmp_path: Path):
     """It was searched without end."""
     torch = pytest.importorskip("torch")

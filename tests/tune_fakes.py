@@ -78,12 +78,18 @@ def ready(_: None) -> bool:
     return True
 
 
-def litter(seconds: float) -> bool:
-    """As a build that is stopped while a compiler writes."""
+def litter(_: None) -> bool:
+    """As a build that is stopped while a compiler writes: the process that writes, and this one, do not end."""
     folder = tempfile.mkdtemp(prefix="ecornn-")
     subprocess.run([sys.executable, "-c", f"import pathlib, time; pathlib.Path({folder!r}, 'x').write_text('x'); "
-                    f"time.sleep({seconds})"], check=True)
+                    "time.sleep(1e6)"], check=True)
     return True
+
+
+def sleep_on(begun: str) -> bool:
+    """For good, once there is a file of that name."""
+    Path(begun).touch()
+    return nap(1e6)
 
 
 def nap(seconds: float) -> bool:
@@ -94,10 +100,12 @@ def nap(seconds: float) -> bool:
 def build(request: Build) -> Built:
     behaviour = request.config["behaviour"]
     if behaviour == "slow_build":
-        time.sleep(600)
+        nap(1e6)
     if behaviour == "bad_build":
         raise BuildError("ptxas is not amused")
     Path(request.out).write_text(json.dumps(request.config))
+    if behaviour == "hang":
+        Path(request.out).with_suffix(".endless").touch()  # see short_if_endless of conftest.py
     return Built(json.dumps(request.config, sort_keys=True))
 
 

@@ -131,4 +131,6 @@ def build(request: Build) -> Built:
     finally:
         del schedule.program
     Path(request.out).write_bytes(module)
+    if fault == "endless":
+        Path(request.out).with_suffix(".endless").touch()  # see short_if_endless of conftest.py
     return Built(digest)
