@@ -25,6 +25,7 @@ from ecornn.workload import Traversal
 # a product that is a state, among others; a parameter that is one; a maximum of hoisted values that the step reads; a
 # comparison as a number; new states of states that others have a part of; a parameter that is a state and a factor
 SEEDS = (2, 3, 7, 16, 17, 38, 1352)
+LATE = (1514, 1574)  # a state is multiplied in the last of several phases, where its new values are stored
 MANY = seeds(range(1000, 2000))
 TOGETHER = 10  # layers in a module
 MASKED = Traversal(lengths=True, resets=True, reverse=True)
@@ -127,7 +128,7 @@ def any_step(seed: int) -> Step:
 
 def test_steps_that_share_values_and_states_that_are_products_train(tmp_path: Path):
     """Also with lengths, resets, backwards in time, and a chunk after another."""
-    steps = [step_of(draw(seed)) for seed in SEEDS]
+    steps = [step_of(draw(seed)) for seed in SEEDS] + [any_step(seed) for seed in LATE]
     own = [Layer(Averages(), INPUT, HIDDEN, 130, 5), Layer(Projected(), INPUT, HIDDEN, BATCH, 7, MASKED),
            Layer(Peak(), INPUT, HIDDEN, BATCH, 7)]
     build(tmp_path, *(step.layer for step in steps), *own)

@@ -91,7 +91,7 @@ def plan(graph: StepGraph) -> StepPlan:
               for part in parts_of(graph) if graph.phases]
     if kept[0] or not stages:
         stages.insert(0, (Stage("prologue", 0, (), tuple(kept[0]), last=not stages),))
-    operands = graph.phases[0].operands if len(graph.phases) == 1 else ()
+    operands = graph.phases[-1].operands if graph.phases else ()  # before it no state is written
     doubled = tuple(n for n, v in graph.states.items() if v in operands)
     hoisted = [Stage("hoisted", -2, graph.hoisted_products, tuple(dict.fromkeys(graph.projected)))]
     if graph.hoisted_statistics:
