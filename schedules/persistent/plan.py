@@ -12,6 +12,7 @@ from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.cuda.isa.integers import UNPACKED
 from ecornn.schedules.cuda.isa.tensor_core import per_word, words
+from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
 from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.hoisted import hoisted_knob
@@ -280,17 +281,19 @@ class PersistentPlan(NamedTuple):
         """Bytes of shared memory that the recurrence needs."""
         if not self.cluster:
             return 4 * (self.exchange_words + 2 * self.gate_warps * self.between_words)
-        return 4 * (self.exchange_words + sum(map(self.phase_exchange_words, self.phases)) + self.ring * sum(
-            self.sum_words(e) + 2 for e in range(len(self.sums))))
+        return 4 * (self.exchange_words + self.ring * sum(slot + BARRIER_WORDS for slot, _ in self.sent))
 
     @property
     def exchange_words(self) -> int:
         """Words of shared memory before what a cluster exchanges: partial sums and weights."""
         return 2 * self.sum_floats + sum(self.shared_weight_words(p) + self.stream_words(p) for p in self.phases)
 
-    def phase_exchange_words(self, phase: PhasePlan) -> int:
-        """Words of shared memory of a phase in a cluster: its slots, and an mbarrier for each."""
-        return self.ring * (self.slot_words(phase) + 2)
+    @property
+    def sent(self) -> list[tuple[int, int]]:
+        """What travels in a cluster, the state of each phase and then each exchange of statistics: words of a slot, and
+        bytes that a block gets in a step."""
+        state = [(self.slot_words(p), p.operands * self.rows * words(p.units, self.dtype) * 4) for p in self.phases]
+        return state + [(self.sum_words(e), n * self.rows * self.sum_parts * 8) for e, n in enumerate(self.sums)]
 
     @property
     def registers(self) -> int:

@@ -186,7 +186,7 @@ class Gates(GateThreads):
                 column = T.Select(odd, self.column[i + 1], self.column[i])
                 owner = T.Select(odd, self.owner[i + 1], self.owner[i])
             with T.If(owner), T.Then():
-                sent.send(step, first + products.place_of(unit, column) // per, word)
+                sent.state.send(step, first + products.place_of(unit, column) // per, [word])
 
     def _start_at(self, t: Expr) -> None:
         if self.fresh is None or self.marks is None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_init
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import fence_async_shared
 from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
 from ecornn.schedules.cuda.isa.threads import sync_block
@@ -93,18 +93,13 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
 def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
     """The barriers, by the first thread, for all."""
     T.note("prologue: one thread initialises the mbarriers of all stages: full, empty, weights")
-    arrivals = T.uint32(plan.sharers * TEAM // 32)
+    warps = plan.sharers * TEAM // 32
     with T.If(thread == 0), T.Then():
         for ring in range(plan.rings):
-            for stage in range(plan.stages):
-                mbarrier_init(memory.full(ring, stage), 1)
-                mbarrier_init(memory.empty(ring, stage), arrivals)
+            memory.state(ring).init(consumers=warps)
             if plan.resident:
-                count = T.uint32(plan.resident)
-                mbarrier_init(memory.stored(ring), count)
-            for slot in range(plan.slots):
-                mbarrier_init(memory.filled(ring, slot), 1)
-                mbarrier_init(memory.used(ring, slot), arrivals)
+                memory.resident(ring).init(producers=plan.resident)
+            memory.streamed(ring).init(consumers=warps)
         fence_mbarrier_init()
         fence_async_shared()  # bulk copies arrive through this proxy
     sync_block()
