@@ -65,6 +65,10 @@ class Builder:
         """The block's dynamic shared memory, (words,) float32; ``align`` in bytes."""
         return self.named("shared", self._tvm.alloc_buffer((words,), "float32", scope="shared.dyn", align=align))
 
+    def pointer(self, name: str, dtype: str) -> TirBuffer:
+        """A parameter of a kernel: a flat array in global memory, of any size."""
+        return self._tvm.arg(name, self._tvm.buffer((self._tvm.int64(1 << 40),), dtype))
+
     def note(self, text: str) -> None:
         """A comment in code for people (``--emit``), at a phase of a kernel or a role of its warps. It leaves nothing
         in what is compiled (``without_notes``)."""
@@ -75,6 +79,14 @@ class Builder:
         """A loop over ``start`` to ``stop`` - 1."""
         with self._tvm.serial(start, stop) as var:
             yield self.named(name, var)
+
+    @contextmanager
+    def strided(self, name: str, total: int, thread: Expr, threads: int) -> Iterator[Var]:
+        """A loop of ``threads`` over the numbers below ``total``, of which each thread has every ``threads``-th."""
+        with self.serial("turn", 0, -(-total // threads)) as turn:
+            number = self.let(name, turn * threads + thread)
+            with self._tvm.If(number < total), self._tvm.Then():
+                yield number
 
     @contextmanager
     def unroll(self, name: str, count: int) -> Iterator[Var]:

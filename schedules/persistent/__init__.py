@@ -40,12 +40,12 @@ from ecornn.schedules.persistent.plan import (
 )
 from ecornn.schedules.persistent.start import begins_early, start_kernel
 from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.initial import start_launch
 from ecornn.schedules.scalars.normalization import deferred
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
 from ecornn.workload import Traversal, Workload
 
-START_BLOCKS = 128
 STREAMED_ROWS = 8  # with more, code with weights straight into registers takes half a minute to compile
 STREAMED = 0.8  # of L2: the most of the weights that may be read from there every step, a line by one block only
 ROWS = (8, 16, 24, 32, 48, 64)  # of a group
@@ -373,8 +373,8 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
         sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(plan.groups * plan.ring * plan.sum_words(e)))
                 for e in range(len(plan.sums))]
         buffers += sums
-        functions["start"] = start_kernel(task, plan, layout, START_BLOCKS, math, early)
-        calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), Launch("start", START_BLOCKS, 256, early=early)]
+        functions["start"] = start_kernel(task, plan, layout, math, early)
+        calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), start_launch(early)]
     name = keeping("persistent", kept)
     functions[name] = persistent_kernel(task, plan, layout, math, kept, early)
     calls.append(Launch(name, plan.groups * plan.blocks + plan.workers, plan.block_threads, block_shared(task, plan),

@@ -21,7 +21,8 @@ from ecornn.schedules.cuda.isa.threads import sync_warp
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, ClusterPipeline
 from ecornn.schedules.persistent.exchange import pair_place, within
 from ecornn.schedules.persistent.plan import PersistentPlan
-from ecornn.schedules.persistent.start import head_of, initial_values, located
+from ecornn.schedules.persistent.start import head_of, located
+from ecornn.schedules.scalars.initial import initial_values
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
@@ -54,8 +55,6 @@ class Cluster:
                 with T.If(self.steps > 1), T.Then():
                     one.announce(1)
         T.note("cluster, prologue: the state that the call was given into the slot of step 0")
-        task, arguments, timeline = kernel.task, kernel.arguments, kernel.timeline
-        states = {s: arguments[f"{s}_in"] for s in task.graph.states}
         for p, phase in enumerate(plan.phases):
             total, first = plan.slot_words(phase), self.first[p]
             with T.serial("turn", 0, -(-total // (plan.threads * AT_ONCE))) as turn:
@@ -63,10 +62,8 @@ class Cluster:
                 found = [T.uint32(0)] * AT_ONCE
                 if p == 0:
                     at = [located(plan, phase, group, place) for place in places]
-                    vectors = arguments["vectors"]
-                    hoisted, head = arguments.get("hoisted"), head_of(plan, group)
-                    found = [self._given(*initial_values(task, states, vectors, timeline, one, kernel.math, hoisted,
-                                                         kernel.hoisted, head)) for one in at]
+                    head = head_of(plan, group)
+                    found = [self._given(*initial_values(kernel, one, head)) for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.If(place < total), T.Then():
                         T.buffer_store(self.words, word, [first + place])

@@ -75,10 +75,8 @@ class Gates(GateThreads):
         plan, words = self.plan, self.plan.weights_place
         T.note("all warps, prologue: recurrent weights to registers and shared memory, states to zero")
         self.products.begin()
-        with T.serial("turn", 0, -(-words // plan.threads)) as turn:  # beyond the layer's units it stays zero
-            place = T.let("place", turn * plan.threads + self.thread)
-            with T.If(place < words), T.Then():
-                T.buffer_store(self.products.words, T.uint32(0), [place])
+        with T.strided("place", words, self.thread, plan.threads) as place:  # beyond the layer's units it stays zero
+            T.buffer_store(self.products.words, T.uint32(0), [place])
         if self.early:  # nothing before reads what the projection writes, or writes what it reads
             wait_on_earlier()
         T.note("all threads, prologue: constants and states of their (unit, batch row) pairs, the first inputs")

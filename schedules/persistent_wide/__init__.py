@@ -33,10 +33,10 @@ from ecornn.schedules.persistent_wide.plan import (
 )
 from ecornn.schedules.persistent_wide.start import start_kernel
 from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.initial import start_launch
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
 
-START_BLOCKS = 128
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
 COLUMNS = 256  # of a wgmma, at most
 WIDEST, WIDEST_SUM = 128, 256  # units of a set at most: of a layer, and where a unit has one row of several operands
@@ -258,12 +258,12 @@ def _recurrence(task: Task, plan: WidePlan, layout: Hoisted) -> Callable[[Stored
     if handed.fixed:
         buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
     fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
-    start = start_kernel(task, plan, layout, START_BLOCKS, math)
+    start = start_kernel(task, plan, layout, math)
 
     def recurrence(kept: Stored) -> Component:
         name = keeping("persistent_wide", kept)
         functions = {"start": start, name: wide_kernel(task, plan, layout, math, kept)}
-        calls = [Launch("start", START_BLOCKS, 256),
+        calls = [start_launch(),
                  Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
         return Component(functions, tuple(buffers), (*fills, *calls))
 
