@@ -271,6 +271,29 @@ class Schedule(ABC, Generic[Plan]):
         return 1
 
 
+class SearchedSchedule(Schedule[Plan]):
+    """A schedule whose default is the best of many configurations, which are searched once for each question."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Workload, Device, Traversal, bool], Config | None] = {}
+
+    @abstractmethod
+    def search(self, task: Task) -> Config | None:
+        """The valid configuration that is expected to be fastest; None where there is none."""
+
+    def best(self, task: Task) -> Config | None:
+        """As :meth:`search`, kept for the next question."""
+        key = task.workload, task.device, task.traversal, task.after is None
+        if key not in self._known:
+            self._known[key] = self.search(task)
+        return self._known[key]
+
+    def default(self, task: Task) -> Config:
+        best = self.best(task)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return best
+
+
 def beyond_forward(graph: StepGraph) -> str | None:
     """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""
     products = (product for phase in graph.phases for product in phase.products)

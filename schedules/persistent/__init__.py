@@ -11,11 +11,10 @@ from math import prod
 from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.analysis.liveness import late_operands
 from ecornn.analysis.narrow import columns_of
-from ecornn.device import Device
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
-from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.mma import shape_of
@@ -44,7 +43,6 @@ from ecornn.schedules.scalars.initial import start_launch
 from ecornn.schedules.scalars.normalization import deferred
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
-from ecornn.workload import Traversal, Workload
 
 STREAMED_ROWS = 8  # with more, code with weights straight into registers takes half a minute to compile
 STREAMED = 0.8  # of L2: the most of the weights that may be read from there every step, a line by one block only
@@ -58,7 +56,7 @@ UNWRITTEN = 0xFF  # bytes of a sentinel
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
-class Persistent(Schedule[PersistentPlan]):
+class Persistent(SearchedSchedule[PersistentPlan]):
     """Serves every cell with a recurrent product whose weights fit in registers and shared memory."""
 
     name = "persistent"
@@ -68,9 +66,6 @@ class Persistent(Schedule[PersistentPlan]):
     backward = True
     heads = True
     weights = ("int8",)
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
 
     def refuses(self, task: Task) -> str | None:
         if task.traversal.backward and (reason := beyond(task)):
@@ -252,11 +247,6 @@ class Persistent(Schedule[PersistentPlan]):
             return f"{shared} bytes of shared memory, {device.shared} available"
         return None
 
-    def default(self, task: Task) -> Config:
-        best = self._best(task)
-        assert best is not None, "default() is for tasks that serves() accepts"
-        return best
-
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as many eights."""
         knobs = PersistentKnobs(config)
@@ -268,14 +258,7 @@ class Persistent(Schedule[PersistentPlan]):
         plan = self.plan(task, self.default(task))
         return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
-    def _best(self, task: Task) -> Config | None:
-        """The valid configuration of least estimated time, kept for the next question."""
-        key = task.workload, task.device, task.traversal
-        if key not in self._known:
-            self._known[key] = self._search(task)
-        return self._known[key]
-
-    def _search(self, task: Task) -> Config | None:
+    def search(self, task: Task) -> Config | None:
         found: tuple[float, Config] | None = None
         for cost, config in self.cuts(task):
             cost *= DOUBT if PersistentKnobs(config).carrier == "cluster" else 1

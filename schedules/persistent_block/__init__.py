@@ -8,10 +8,9 @@ from itertools import product
 from math import prod
 
 from ecornn.analysis.heads import heads_of, most_heads
-from ecornn.device import Device
 from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Knob, SearchedSchedule, Task
 from ecornn.schedules.few_steps import others
 from ecornn.schedules.gemm.projection import may_be_followed, no_projection, project
 from ecornn.schedules.hoisted import Hoisted, hoisted_choices, hoisted_of, preferred, saved
@@ -23,7 +22,7 @@ from ecornn.schedules.persistent_block.plan import RESERVED, BlockKnobs, BlockPl
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR
 from ecornn.schedules.timeline import together
-from ecornn.workload import FEW, Traversal, Workload
+from ecornn.workload import FEW
 
 DOUBT = 1.05  # what it must be expected to gain
 CALL = 11_500  # nanoseconds of a call beside its steps, of whole_step 7000: its launches are two
@@ -35,7 +34,7 @@ THREADS, QUAD = 1024, 4
 CODE = 4096  # multiply-adds of unrolled code, at most
 
 
-class PersistentBlock(Schedule[BlockPlan]):
+class PersistentBlock(SearchedSchedule[BlockPlan]):
     """Serves small layers and heads: cells with recurrent products whose weights fit in one multiprocessor."""
 
     name = "persistent_block"
@@ -43,9 +42,6 @@ class PersistentBlock(Schedule[BlockPlan]):
     kind = "cuda"
     sequences = True
     heads = True
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
 
     def refuses(self, task: Task) -> str | None:
         graph, w = task.graph, task.workload
@@ -60,7 +56,7 @@ class PersistentBlock(Schedule[BlockPlan]):
         if fault := no_projection(task):
             return fault
         most = max(self._clusters(task))
-        if self._weights(task) > most * (task.device.shared + 4 * task.device.registers) or self._best(task) is None:
+        if self._weights(task) > most * (task.device.shared + 4 * task.device.registers) or self.best(task) is None:
             where = "one multiprocessor" if most == 1 else f"{most} multiprocessors"
             return f"the recurrent weights of {w} do not fit on {where} of {task.device.name}"
         return None
@@ -143,11 +139,6 @@ class PersistentBlock(Schedule[BlockPlan]):
             return f"{plan.shared} bytes of shared memory, {room} available"
         return None
 
-    def default(self, task: Task) -> Config:
-        best = self._best(task)
-        assert best is not None, "default() is for tasks that serves() accepts"
-        return best
-
     def since(self, task: Task) -> str:
         """Later with heads, and in clusters."""
         if most_heads(task.graph) > 1:
@@ -177,19 +168,16 @@ class PersistentBlock(Schedule[BlockPlan]):
     def beside(self, task: Task) -> float:
         return gpu_rates(task.device).sequence
 
-    def _best(self, task: Task) -> Config | None:
-        """The valid configuration of least estimated time, and of these, whole tiles; kept for the next question."""
+    def search(self, task: Task) -> Config | None:
+        """The valid configuration of least estimated time, and of these, whole tiles."""
         def order(config: Config) -> tuple[float, bool]:
             return estimate(task, plan := self.plan(task, config)), plan.rows % 8 != 0
 
-        key = task.workload, task.device, task.traversal
-        if key not in self._known:
-            found = min(self.candidates(task), key=order, default=None)
-            if found is not None:
-                other = {**found, "hoisted": preferred(task, estimate(task, self.plan(task, found)))}
-                found = other if self.check(task, other) is None else found
-            self._known[key] = found
-        return self._known[key]
+        found = min(self.candidates(task), key=order, default=None)
+        if found is None:
+            return None
+        other = {**found, "hoisted": preferred(task, estimate(task, self.plan(task, found)))}
+        return other if self.check(task, other) is None else found
 
     def candidates(self, task: Task) -> Iterator[Config]:
         """Of all cuts, those that keep as many weights in registers as possible."""

@@ -9,7 +9,7 @@ from math import prod
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
-from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
@@ -50,10 +50,7 @@ TRIED = 3  # percents that are streamed of one cut, from the least that fits
 KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
 
-_defaults: dict[int, tuple[Task, Config]] = {}  # of the latest tasks: of large layers there are thousands of cuts
-
-
-class PersistentWide(Schedule[WidePlan]):
+class PersistentWide(SearchedSchedule[WidePlan]):
     """Serves cells with one recurrent product, and their adjoints, in 16-bit types on Hopper, where weights fit on
     chip."""
 
@@ -133,16 +130,9 @@ class PersistentWide(Schedule[WidePlan]):
             return "no room for two stages of state"
         return None
 
-    def default(self, task: Task) -> Config:
-        if (known := _defaults.get(id(task))) is not None and known[0] is task:
-            return known[1]
+    def search(self, task: Task) -> Config | None:
         best = min(self.candidates(task), key=lambda c: estimate(task, self.plan(task, c)), default=None)
-        assert best is not None, "default() is for tasks that serves() accepts"
-        found = {**best, "hoisted": preferred(task, estimate(task, self.plan(task, best)))}
-        if len(_defaults) >= 64:
-            _defaults.clear()
-        _defaults[id(task)] = task, found
-        return found
+        return best and {**best, "hoisted": preferred(task, estimate(task, self.plan(task, best)))}
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Groups of as many eights of batch rows."""
