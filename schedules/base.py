@@ -305,6 +305,12 @@ def beyond_forward(graph: StepGraph) -> str | None:
                  if has), None)
 
 
+def register_limit(device: Device, threads: int, blocks: int = 1) -> int:
+    """Registers that a thread can have, of ``blocks`` of ``threads`` on a multiprocessor: they are given out to four
+    warps at a time, eight for each thread."""
+    return min(255, device.registers // (-(-threads // 128) * 128 * blocks) // 8 * 8)
+
+
 def no_room(device: Device, shared: int, threads: int, registers: int) -> str | None:
     """None, or what a block of ``threads`` has too little of on a GPU: ``shared`` memory, in bytes, or ``registers`` of
     a thread, which are given out eight at a time and 255 at most."""

@@ -14,7 +14,7 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
-from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task
+from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task, register_limit
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.mma import shape_of
@@ -32,7 +32,6 @@ from ecornn.schedules.persistent.plan import (
     lanes_of,
     packing_of,
     plan_of,
-    register_limit,
     scales_of,
     unit_step,
     worker_shape,
@@ -237,7 +236,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             return f"{plan.streamed} bytes of weights a block do not fit on chip, and there are {plan.rows} batch rows"
         if plan.streamed * plan.groups * plan.blocks > device.l2 * STREAMED:
             return f"{plan.streamed} bytes of weights a block do not fit on chip"
-        limit = register_limit(task, plan)
+        limit = register_limit(device, plan.block_threads)
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
         if plan.workers and worker_shape(task, plan) is None:

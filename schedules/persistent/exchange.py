@@ -101,10 +101,8 @@ class Ring:
                                    ring.ptr_to([start + pair_place(plan, p, q, n)]))
             # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
             highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
-            while len(highest) > 1:
-                maxima = [T.let("highest", T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
-                highest = maxima + highest[len(maxima) * 2:]
-            T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
+            found = T.tree("highest", highest, T.max) == T.uint32(SENTINEL)
+            T.buffer_store(missing, T.cast(found, "int32"), [0])
         sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
-from ecornn.schedules.base import Knobs, Task, knob
+from ecornn.schedules.base import Knobs, Task, knob, register_limit
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.cuda.isa.integers import UNPACKED
 from ecornn.schedules.cuda.isa.tensor_core import per_word, words
@@ -16,6 +16,7 @@ from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
 from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.hoisted import hoisted_knob
+from ecornn.schedules.scalars.gate_threads import mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
@@ -349,7 +350,6 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         registers = -(-pairs * knobs.registers // 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs, exchanged))
     rows, blocks, groups = -(-w.batch // groups), -(-(w.hidden // heads) // units), groups * heads
-    masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(task.graph.states))
     cluster, statistics = knobs.carrier == "cluster", len(task.graph.statistics)
     plan = PersistentPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, stored=w.stored, groups=groups, blocks=blocks,
@@ -357,7 +357,7 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         workers=0 if ahead == 100 else task.device.cores - groups * blocks,
         fences="rare" if cluster else knobs.fences, cluster=cluster,
         sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
-        kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
+        kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + mask_values(task) + 4 * statistics
         + 4 * len(task.graph.hoisted_statistics)
         + (sum(len(p.products) for p in task.graph.product_phases) if w.weights else 0),
         phases=tuple(phases), knobs=knobs, heads=heads)
@@ -370,7 +370,7 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         phases = [_kept(task, plan, p, size, room * need // sum(needed))
                   for p, size, need in zip(phases, pair_bytes, needed, strict=True)]
     plan = plan._replace(phases=tuple(phases))
-    limit = register_limit(task, plan)
+    limit = register_limit(task.device, plan.block_threads)
     while (max(p.polled_pairs for p in phases) * plan.tiles > FLIGHT or plan.registers > limit
            or any(plan.code(p, plan.written(p)) > UNROLLED and len(plan.stretches(p)) > 1 for p in phases)):
         if all(p.polled_pairs == 1 for p in phases):
@@ -394,19 +394,13 @@ def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) 
 
 def worker_shape(task: Task, plan: PersistentPlan) -> Shape | None:
     """The tiles of the projection beside the recurrence; None where its threads have too few registers."""
-    return shape_within(job_of(task), register_limit(task, plan))
+    return shape_within(job_of(task), register_limit(task.device, plan.block_threads))
 
 
 def block_shared(task: Task, plan: PersistentPlan) -> int:
     """Bytes of dynamic shared memory of every block."""
     shape = worker_shape(task, plan) if plan.workers else None
     return max(plan.shared, shape.shared if shape else 0)
-
-
-def register_limit(task: Task, plan: PersistentPlan) -> int:
-    """Registers that a thread can have."""
-    threads = -(-plan.block_threads // 128) * 128  # they are given out to four warps at a time
-    return min(255, task.device.registers // threads // 8 * 8)
 
 
 def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:

@@ -10,7 +10,7 @@ from math import prod
 from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.base import Component, Config, Knob, SearchedSchedule, Task
+from ecornn.schedules.base import Component, Config, Knob, SearchedSchedule, Task, register_limit
 from ecornn.schedules.few_steps import others
 from ecornn.schedules.gemm.projection import may_be_followed, no_projection, project
 from ecornn.schedules.hoisted import Hoisted, hoisted_choices, hoisted_of, preferred, saved
@@ -18,7 +18,7 @@ from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.cluster import SIZES
 from ecornn.schedules.persistent_block.estimate import cycles, estimate, turns_of
 from ecornn.schedules.persistent_block.kernel import block_kernel
-from ecornn.schedules.persistent_block.plan import RESERVED, BlockKnobs, BlockPlan, packing_of, plan_of, register_limit
+from ecornn.schedules.persistent_block.plan import RESERVED, BlockKnobs, BlockPlan, packing_of, plan_of
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR
 from ecornn.schedules.timeline import together
@@ -131,7 +131,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
             return "all weights are in registers"
         if sum(p.pieces * len(p.products) for p in plan.parts) * units * 4 > CODE:
             return "too many products of a thread in unrolled code"
-        limit = register_limit(task, plan)
+        limit = register_limit(device, plan.threads, plan.resident)
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
         room = min(device.shared, (device.shared + RESERVED) // resident - RESERVED)

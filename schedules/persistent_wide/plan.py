@@ -10,7 +10,7 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
-from ecornn.schedules.scalars.gate_threads import Share
+from ecornn.schedules.scalars.gate_threads import Share, mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 TEAM = 128  # threads of a warpgroup
@@ -291,7 +291,7 @@ def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     parts, row_teams = knobs.parts, knobs.row_teams
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
     chunks = -(-operands * -(-w.hidden // DEPTH) // (rings * parts))
-    masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(graph.states))
+    masks = mask_values(task)
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
     if task.traversal.backward:  # what is exchanged is not kept, but for rows that take no part
         states = set(graph.states.values()) - (set() if task.traversal.lengths else set(phase.operands))
