@@ -62,7 +62,8 @@ class Stream:
         slot, turn = q % slots, q // slots
         if not isinstance(q, int):
             slot, turn = T.let("slot", slot), T.let("turn_of_slot", turn)
-        self.slots.wait(Use(slot, parity_of(t * self.slots.uses(slot, count) + turn)))
+        every = (count - slot + slots - 1) // slots  # pairs of the slot in a step: ``uses``, an addition less
+        self.slots.wait(Use(slot, parity_of(t * every + turn)))
         plan, n = self.plan, self.plan.lane_words
         for v in range(self.phase.octets(plan.units)):
             at = self.words.ptr_to([self.ring + (slot * self.size + v * plan.octet_words) + self.lane * n])
