@@ -1,4 +1,4 @@
-"""What the parts of a kernel of all steps have in common."""
+"""A kernel of all steps: what its parts have in common, and its parameters."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SequenceKernel:
 
     @property
     def timeline(self) -> Timeline:
-        """Of its steps."""
+        """The timeline of its steps."""
         return Timeline(self.task.traversal, self.arguments, self.steps, self.batch)
 
 

@@ -121,7 +121,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
-        """Whether groups may be clusters worth a trial: where they hold all weights without much of them in shared
+        """Tells whether groups may be clusters worth a trial: they hold all weights without much of them in shared
         memory, which then takes longer than the way through L2."""
         heads = most_heads(task.graph)
         own = task.workload.hidden // heads
@@ -230,7 +230,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         return reason
 
     def _crowded(self, task: Task, plan: PersistentPlan) -> str | None:
-        """What a plan needs more of than there is."""
+        """Returns what a plan needs more of than there is, or None."""
         device = task.device
         if any(p.streamed_pairs and not p.slots for p in plan.phases) and plan.rows > STREAMED_ROWS:
             return f"{plan.streamed} bytes of weights a block do not fit on chip, and there are {plan.rows} batch rows"

@@ -19,7 +19,7 @@ from ecornn.schedules.cuda.isa.registers import float_bits
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair
 from ecornn.schedules.cuda.isa.threads import sync_warp
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, ClusterPipeline
-from ecornn.schedules.persistent.exchange import pair_place, within
+from ecornn.schedules.persistent.exchange import Carrier, pair_place, within
 from ecornn.schedules.persistent.plan import PersistentPlan
 from ecornn.schedules.persistent.start import head_of, located
 from ecornn.schedules.scalars.initial import initial_values
@@ -28,8 +28,9 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
 AT_ONCE = 4  # words of the initial state that a thread has under way
 
-class Cluster:
-    """Emits both ends, as :class:`~ecornn.schedules.persistent.exchange.Ring` does for the way through L2."""
+
+class Cluster(Carrier):
+    """Carries it inside a cluster. Nothing needs to be taken back, and nothing needs a fence."""
 
     def __init__(self, plan: PersistentPlan, steps: Expr, shared: TirBuffer) -> None:
         self.plan, self.steps, self.words = plan, steps, shared.view("uint32")
@@ -72,16 +73,13 @@ class Cluster:
         cluster_wait()
 
     def slot(self, phase: int, step: Expr) -> Expr:
-        """First word of the slot of a step."""
         return self.first[phase] + step % 2 * self.plan.slot_words(self.plan.phases[phase])
 
     def wait(self, phase: int, t: Expr) -> None:
-        """Until all words of step t have arrived."""
         T.note("consumer: the mbarrier's phase ends when the state's bytes have come from all CTAs of the cluster")
         self.pipelines[phase].wait_for(t)
 
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
-        """Reads these pairs of a slot into ``state``."""
         plan = self.plan
         for place, q in enumerate(pairs):
             for n in range(plan.tiles):
@@ -91,31 +89,19 @@ class Cluster:
         sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
-        """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
         T.note("one thread: the slot has been read; its mbarrier expects the state of step t + 2")
         with T.If(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)), T.Then():
             self.pipelines[phase].announce(t)
 
     def word(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        """What travels of one value, or of two neighbours."""
         return T.let("word", T.reinterpret("uint32", value) if neighbour is None
                      else pack_pair(value, neighbour, self.plan.dtype))
 
     def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        """As :meth:`word`, of what may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
+        """The same of values that may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
         a constant where that is reinterpreted."""
         return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
-        """Sends a word to all blocks, from threads that it is a word of."""
         with T.If(T.And(mine, step < self.steps)), T.Then():
             self.pipelines[phase].send(step, slot + place, [word])
-
-    def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
-        """Nothing needs to be taken back."""
-
-    def ended(self, t: Expr) -> None:
-        """Nothing needs a fence."""
-
-    def acquired(self, t: Expr) -> None:
-        """Nor here."""

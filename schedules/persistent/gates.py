@@ -8,7 +8,7 @@ from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.launch import wait_on_earlier
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.exchange import Ring, word_of
+from ecornn.schedules.persistent.exchange import Carrier, word_of
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.persistent.projection_workers import ProjectionWorkers
 from ecornn.schedules.persistent.sums import Sums
@@ -25,7 +25,7 @@ SENT = 4  # of a block's operands that are on their way; sums_ring.py has 3
 class Gates(GateThreads):
     """Emits the gate warps' code."""
 
-    def __init__(self, kernel: SequenceKernel, plan: PersistentPlan, carrier: Ring | Cluster, shared: TirBuffer,
+    def __init__(self, kernel: SequenceKernel, plan: PersistentPlan, carrier: Carrier, shared: TirBuffer,
                  group: Expr, member: Expr, thread: Expr, beside: ProjectionWorkers | None) -> None:
         """``shared``: the block's memory, float32; ``member``: the block in its group; ``thread``: of gate threads."""
         share = Share(plan.lanes, plan.rows, plan.gate_warps * 32)
@@ -108,12 +108,12 @@ class Gates(GateThreads):
                 self._after(t, ended)
 
     def _units(self) -> list[Expr]:
-        """Whether items are of the layer's units, padding rows included."""
+        """For each item, whether it is one of the layer's units, padding rows included."""
         hidden = self.plan.hidden
         return [T.let("counts", T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
-        """What nobody waits for.
+        """The rest of a step, which nobody waits for.
 
         The release of exchange.py comes first, before the next write. It waits for what came before
         it, so y is stored and inputs are fetched after it, two steps ahead: memory is further away
@@ -166,7 +166,7 @@ class Gates(GateThreads):
         return word_of(self.plan, phase, operand, unit, self.column[i])
 
     def _mine(self, i: int, phase: PhasePlan) -> Expr:
-        """Whether this thread sends a word of item i: there is none for units beyond H, or what is exchanged of it."""
+        """Tells whether this thread sends a word of item i: units beyond H, or beyond what is exchanged, have none."""
         units = self.plan.hidden if phase.units == self.plan.own else phase.units
         mine = T.And(self.owner[i], self.unit[i] < units)
         if self.plan.dtype != "float32":  # the thread of the even unit sends for both

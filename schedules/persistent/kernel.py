@@ -29,7 +29,7 @@ from ecornn.schedules.gemm.mma import THREADS
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.exchange import Ring
+from ecornn.schedules.persistent.exchange import Carrier, Ring
 from ecornn.schedules.persistent.gates import Gates
 from ecornn.schedules.persistent.plan import PersistentPlan, block_shared
 from ecornn.schedules.persistent.products import products
@@ -69,7 +69,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
             group, member = T.let("group", block // plan.blocks), T.let("member", block % plan.blocks)
             place = T.let("place", group % plan.heads * plan.blocks + member) if plan.heads > 1 else member
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
-            carrier: Ring | Cluster = Ring(plan, rings, group)
+            carrier: Carrier = Ring(plan, rings, group)
             if plan.cluster:
                 carrier = Cluster(plan, kernel.steps, shared)
                 carrier.begin(kernel, group, thread)

@@ -122,7 +122,7 @@ class PersistentPlan(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """Whether weights are integers, and sums have to be multiplied with the scales of their rows."""
+        """True where weights are integers, and sums have to be multiplied with the scales of their rows."""
         return self.stored == "int8"
 
     @property
@@ -205,8 +205,8 @@ class PersistentPlan(NamedTuple):
 
     @property
     def held(self) -> bool:
-        """Whether product warps poll only after their own block's gate warps have sent the operands. Polls disturb what
-        others wait for, and gate warps wait for statistics meanwhile."""
+        """True where product warps poll only after their own block's gate warps have sent the operands. Polls disturb
+        what others wait for, and gate warps wait for statistics meanwhile."""
         return bool(self.sums) and not self.cluster
 
     @property
@@ -270,11 +270,11 @@ class PersistentPlan(NamedTuple):
         return 4 if self.fences == "every" else next(slots for most, slots in RINGS if words <= most)
 
     def released(self, t: Expr) -> Expr | bool:
-        """Whether owners of words have a fence at the end of step t: True, or an expression."""
+        """Tells whether owners of words have a fence at the end of step t: True, or an expression."""
         return True if self.fences == "every" else t % (self.ring - 4) == self.ring - 5
 
     def acquired(self, t: Expr) -> Expr | bool:
-        """Whether readers have a fence in step t."""
+        """Tells whether readers have a fence in step t."""
         return t % (self.ring - 4) == 1 if self.fences == "rare" else True
 
     @property
@@ -291,8 +291,8 @@ class PersistentPlan(NamedTuple):
 
     @property
     def sent(self) -> list[tuple[int, int]]:
-        """What travels in a cluster, the state of each phase and then each exchange of statistics: words of a slot, and
-        bytes that a block gets in a step."""
+        """The exchanges inside a cluster, of each phase's state and then of statistics: words of a slot, and bytes that
+        a block gets in a step."""
         state = [(self.slot_words(p), p.operands * self.rows * words(p.units, self.dtype) * 4) for p in self.phases]
         return state + [(self.sum_words(e), n * self.rows * self.sum_parts * 8) for e, n in enumerate(self.sums)]
 
@@ -429,5 +429,5 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
 
 
 def scales_of(packing: Packing) -> Packing:
-    """What the integers of a phase are multiples of: (gate, unit) of the rows that the packing has."""
+    """The scales that a phase's integers are multiples of: (gate, unit) of the rows that the packing has."""
     return Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")

@@ -13,8 +13,7 @@ from ecornn.schedules.cuda.isa.launch import wait_on_earlier
 from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared, st_shared
 from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
-from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.exchange import Ring, within
+from ecornn.schedules.persistent.exchange import Carrier, within
 from ecornn.schedules.persistent.gates import FULL, SENT
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.persistent.stream import Position, Stream
@@ -22,7 +21,7 @@ from ecornn.schedules.persistent.stream import Position, Stream
 
 @dataclass(frozen=True)
 class _Kept:
-    """Where the weights of a phase are.
+    """The places of a phase's weights.
 
     Attributes
     ----------
@@ -39,7 +38,7 @@ class _Kept:
     stream: Stream | None
 
 
-def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Ring | Cluster,
+def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Carrier,
              shared: TirBuffer, early: bool) -> None:
     """A product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32;
     ``early``: the states before the first step may not be there yet."""
@@ -93,7 +92,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
 
 
 def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Position, q: int, v: int) -> Expr:
-    """Where the words of a lane lie in the packed weights."""
+    """A pointer to the words of a lane in the packed weights."""
     octet = ((at.member * plan.warps + at.warp) * phase.pairs + q) * phase.octets(plan.units) + v
     index = T.let("weight_at", octet * 32 + at.lane)
     return source.ptr_to([T.cast(index, "int64") * 4 * per_word(plan.dtype)])
@@ -157,7 +156,7 @@ class _Stored:
         return self.loaded[self._turn(q), v, i]
 
 
-def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Ring | Cluster, start: Expr,
+def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Carrier, start: Expr,
               lane: Expr) -> Callable[[int, int, int], Expr]:
     """This warp's part of the products of a phase, as its words of a slot, from ``start``, arrive."""
     phase = plan.phases[index]

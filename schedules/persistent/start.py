@@ -20,8 +20,8 @@ from ecornn.schedules.scalars.initial import BLOCKS, THREADS, Head, declare_star
 
 
 def begins_early(task: Task, plan: PersistentPlan) -> bool:
-    """Whether launches of a call begin while the one ahead of them ends: of short calls, behind a projection that reads
-    and writes nothing of what ``start`` does. Such a call's launches are three then, in this order.
+    """Tells whether launches of a call begin while the one ahead of them ends: of short calls, behind a projection that
+    reads and writes nothing of what ``start`` does. Such a call's launches are three then, in this order.
 
     ``project``  lets ``start`` begin when all of its own blocks have.
     ``start``    lets ``persistent`` begin, writes the exchange, and waits for ``project``: its end is that of both.
@@ -93,5 +93,5 @@ def located(plan: PersistentPlan, phase: PhasePlan, group: Expr, place: Expr) ->
 
 
 def head_of(plan: PersistentPlan, group: Expr) -> Head | None:
-    """What a group has of a layer with heads."""
+    """The head that a group has, of a layer with heads."""
     return Head(T.let("head_first", group % plan.heads * plan.own), plan.own) if plan.heads > 1 else None

@@ -25,7 +25,7 @@ from ecornn.schedules.persistent.plan import PersistentPlan
 
 @dataclass(frozen=True)
 class Position:
-    """Of a lane: the block in its group, the warp among those that multiply, and the lane in it."""
+    """A lane's place: the block in its group, the warp among those that multiply, and the lane in it."""
 
     member: Expr
     warp: Expr

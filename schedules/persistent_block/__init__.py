@@ -146,7 +146,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         return "2026-11-25T10:00:00Z" if BlockKnobs(self.default(task)).cluster == 1 else "2026-11-25T15:00:00Z"
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """As many rows a block, and as many blocks at once, while there are as many."""
+        """Keeps rows of a block and blocks at once, while there are as many."""
         knobs = BlockKnobs(config)
         rows = min(knobs.rows, task.workload.batch)
         if knobs.cluster > 1:
@@ -159,7 +159,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         return estimate(task, self.plan(task, self.default(task)))
 
     def rank(self, task: Task) -> float:
-        """Of calls of few steps it is known to take less beside them than others."""
+        """Calls of few steps are known to take less beside these than with others."""
         plan, w = self.plan(task, self.default(task)), task.workload
         step = estimate(task, plan) * DOUBT
         few = w.seq <= FEW and plan.cluster == 1 and len(task.graph.phases) == 1
@@ -180,7 +180,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         return other if self.check(task, other) is None else found
 
     def candidates(self, task: Task) -> Iterator[Config]:
-        """Of all cuts, those that keep as many weights in registers as possible."""
+        """The cuts that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut = tuple(n for n in ("heads", "products", "rows", "units", "lanes", "cluster", "resident") if n in knobs)
         math, hoisted = math_for(task), "same" if saved(task) else "float32"
@@ -214,7 +214,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
 
 
 def math_for(task: Task) -> tuple[str, ...]:
-    """What the scalars may be computed by; the second one is the default."""
+    """The ways to compute scalars; the second one is the default."""
     return ("exact", "relative") if task.workload.dtype == "float32" else MATH_FOR[task.workload.dtype]
 
 

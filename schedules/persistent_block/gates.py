@@ -144,7 +144,7 @@ class Gates(GateThreads):
                 T.buffer_store(self.sums, own[product.var], [i, n])
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
-        """What nobody waits for."""
+        """The rest of a step, which nobody waits for."""
         for i in range(self.items):
             self._store(i, t, ended[i])
         self._advance()
@@ -239,7 +239,7 @@ class Gates(GateThreads):
         cp_async_commit()
 
     def _slot(self, slot: Expr, i: int, done: int, words: int) -> Expr:
-        """Where this thread's piece of item i behind ``done`` words is."""
+        """A pointer to this thread's piece of item i behind ``done`` words."""
         plan = self.plan
         place = (slot * plan.items + i) * plan.words + done
         return self.products.shared.ptr_to([plan.inputs_place + place * plan.threads + self.thread * words])

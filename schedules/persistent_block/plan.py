@@ -101,7 +101,7 @@ class BlockPlan(NamedTuple):
 
     @property
     def mma(self) -> bool:
-        """Whether tensor cores multiply."""
+        """True where tensor cores multiply."""
         return self.products != "fma"
 
     @property
@@ -134,7 +134,7 @@ class BlockPlan(NamedTuple):
 
     @property
     def row_period(self) -> int:
-        """Where mma has few rows, its columns repeat: the rows, padded to 1, 2 or 4; else 0."""
+        """The rows, padded to 1, 2 or 4, of mma with few rows, whose columns repeat; else 0."""
         return 0 if self.rows > 4 else 1 << (self.rows - 1).bit_length()
 
     @property
@@ -176,7 +176,7 @@ class BlockPlan(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Of an exchanged operand: with one phase, of which the next step's follows at once, two."""
+        """Buffers of an exchanged operand: two with one phase, since the next step's follows at once."""
         return 2 if len(self.operands) == 1 else 1
 
     @property

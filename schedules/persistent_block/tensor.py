@@ -14,26 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.fragments import multiply_pair, zeros
 from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_shared, shared_address
 from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.cuda.isa.wgmma import descriptor, wgmma_commit, wgmma_fence, wgmma_registers, wgmma_wait
-from ecornn.schedules.persistent_block.plan import PAIR, BlockPlan, Part
+from ecornn.schedules.persistent_block.plan import PAIR, Part
 from ecornn.schedules.persistent_block.products import Products
 
 
 class TensorProducts(Products):
     """Emits them."""
 
-    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
-                 rank: Expr, share: Expr) -> None:
-        super().__init__(task, plan, shared, sources, thread, rank, share)
-        self.values = shared if plan.dtype == "float32" else shared.view(plan.dtype)
+    def _locate(self) -> None:
+        plan, thread = self.plan, self.thread
+        self.values = self.shared if plan.dtype == "float32" else self.shared.view(plan.dtype)
         self.warp, self.tile_lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
         if plan.cluster > 1:  # among the warps of all blocks
-            self.warp = T.let("cluster_warp", rank * (plan.threads // 32) + self.warp)
+            self.warp = T.let("cluster_warp", self.rank * (plan.threads // 32) + self.warp)
         column, quad = self.tile_lane // 4, T.let("quad", self.tile_lane % 4)
         # of each n8 tile, the row whose state a lane loads
         rows = [column // 2 % plan.row_period] if plan.row_period else [n * 8 + column for n in range(plan.tiles)]
@@ -74,7 +72,7 @@ class TensorProducts(Products):
         T.buffer_store(self.values, T.cast(value, self.plan.dtype), [at])
 
     def place_of(self, unit: Expr, column: Expr) -> Expr:
-        """Of a value in its operand."""
+        """The place of a value in its operand."""
         each = PAIR * per_word(self.plan.dtype)
         return (unit // each * self.plan.rows + column) * each + unit % each
 

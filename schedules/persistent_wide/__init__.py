@@ -149,8 +149,8 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         return "2026-11-25T15:00:00Z" if streams else ""
 
     def candidates(self, task: Task) -> Iterator[Config]:
-        """Of all cuts, those that keep as many weights in registers as possible; and where not all weights fit in any
-        of them, as many as possible in shared memory."""
+        """The cuts that keep as many weights in registers as possible; and where not all weights fit in any of them, as
+        many as possible in shared memory."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
         rest: Config = {"hoisted": "float32", "math": math}
@@ -232,14 +232,14 @@ def _lasting(task: Task, plan: WidePlan) -> int:
 
 
 def _large(task: Task) -> bool:
-    """Whether some weights of a layer may have to be streamed."""
+    """Tells whether some weights of a layer may have to be streamed."""
     (phase,), w = task.graph.phases, task.workload
     weights = len(phase.products) * w.hidden * w.hidden * w.itemsize
     return not task.traversal.backward and weights > LARGE * task.device.cores
 
 
 def _recurrence(task: Task, plan: WidePlan, layout: Hoisted) -> Callable[[Stored], Component]:
-    """What makes one that stores the states of these names after each step."""
+    """Returns a function that makes the recurrence, with what it stores of each step."""
     math, packing = plan.knobs.math, packing_of(task, plan)
     handed = Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
     buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),

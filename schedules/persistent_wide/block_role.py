@@ -12,7 +12,7 @@ from ecornn.schedules.persistent_wide.plan import TEAM, WidePlan
 
 @dataclass(frozen=True)
 class BlockRole:
-    """Its ``group``, the set in the group (``member``) and the ``part`` of K in the set: expressions, int32."""
+    """A block's ``group``, its set in the group (``member``) and its ``part`` of K in the set: expressions, int32."""
 
     plan: WidePlan
     group: Expr
@@ -21,7 +21,7 @@ class BlockRole:
 
     @classmethod
     def of(cls, plan: WidePlan, block: Expr) -> BlockRole:
-        """Of the block with this number."""
+        """The role of the block with this number."""
         group, within = T.let("group", block // plan.blocks), T.let("within", block % plan.blocks)
         if plan.parts == 1:
             return cls(plan, group, within, 0)

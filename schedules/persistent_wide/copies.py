@@ -21,7 +21,7 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
 class Memory:
-    """Where things lie in shared memory; ``ring`` is an expression (int32), or 0."""
+    """The layout of shared memory; ``ring`` is an expression (int32), or 0."""
 
     def __init__(self, plan: WidePlan, words: TirBuffer) -> None:
         self.plan, self.words = plan, words
@@ -31,14 +31,14 @@ class Memory:
         return (ring * self.plan.stages + stage) * (self.plan.stage_bytes // 4)
 
     def weights(self, ring: Expr, position: Expr) -> Expr:
-        """Of the weights of the chunk at a position from ``kept`` on, if they stay."""
+        """Index of the first word of the weights of the chunk at a position from ``kept`` on, if they stay."""
         within = ring * self.plan.resident + position - self.plan.kept
         if self.plan.streamed:
             within = within - self.plan.streamed_before(position)
         return self.plan.first_weight // 4 + within * (self.plan.weight_bytes // 4)
 
     def slot(self, ring: Expr, slot: Expr) -> Expr:
-        """Of a slot for streamed weights."""
+        """Index of the first word of a slot for streamed weights."""
         return self.plan.first_slot // 4 + (ring * self.plan.slots + slot) * (self.plan.weight_bytes // 4)
 
     def sums(self, ring: Expr) -> Expr:

@@ -33,7 +33,7 @@ class Gates(GateThreads):
         return T.let(name, value) if self.plan.rings > 1 else opaque(name, value)
 
     def _address(self) -> None:
-        """Where the items' values lie."""
+        """Works out where the items' values lie."""
         plan, role = self.plan, self.role
         self.bases = [self._bind("sums_at", self.memory.sums(0) + column * plan.stride + self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
@@ -60,7 +60,7 @@ class Gates(GateThreads):
             self._prepare_addresses(t)
 
     def _prepare_addresses(self, t: Expr) -> None:
-        """Where the state that step t computes goes; worked out before anybody waits for it."""
+        """Works out where the state that step t computes goes, before anybody waits for it."""
         plan = self.plan
         if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
             self.role = self.role.anew()

@@ -93,12 +93,12 @@ class WidePlan:
 
     @property
     def blocks(self) -> int:
-        """Of a group."""
+        """Blocks of a group."""
         return self.sets * self.parts
 
     @property
     def threads(self) -> int:
-        """Of a block; the first warpgroup copies."""
+        """Threads of a block; the first warpgroup copies."""
         return (1 + self.teams) * TEAM
 
     @property
@@ -123,7 +123,7 @@ class WidePlan:
 
     @property
     def own_tiles(self) -> int:
-        """Of one team."""
+        """Tiles of one team."""
         return -(-self.tiles // self.sharers)
 
     @property
@@ -156,7 +156,7 @@ class WidePlan:
 
     @property
     def most_chunks(self) -> int:
-        """Of a ring, that its copying warps have lanes for."""
+        """Chunks of a ring that its copying warps have lanes for."""
         apart = self.streamed and self.copiers > 1
         return self.stages * (LANES // self.copier_stages) if apart else LANES
 
@@ -167,7 +167,7 @@ class WidePlan:
 
     @property
     def slots(self) -> int:
-        """Of a ring, for streamed weights of a chunk each."""
+        """Slots of a ring, for streamed weights of a chunk each."""
         return min(self.streamed, HELD_SLOTS + -(-self.ahead // (self.rings * self.weight_bytes)))
 
     def streamed_before(self, position: Any) -> Any:
@@ -182,7 +182,7 @@ class WidePlan:
 
     @property
     def weight_bytes(self) -> int:
-        """Of one chunk's weights: padding rows take none, and read what lies behind."""
+        """Bytes of one chunk's weights: padding rows take none, and read what lies behind."""
         return self.octets * 8 * DEPTH * 2
 
     @property
@@ -196,12 +196,12 @@ class WidePlan:
 
     @property
     def first_weight(self) -> int:
-        """Where weights begin, in bytes, behind the stages."""
+        """First byte of weights, behind the stages."""
         return self.rings * self.stages * self.stage_bytes
 
     @property
     def first_slot(self) -> int:
-        """Where slots for streamed weights begin."""
+        """First byte of slots for streamed weights."""
         return self.first_weight + self.rings * self.resident * self.weight_bytes
 
     @property
@@ -210,12 +210,12 @@ class WidePlan:
 
     @property
     def first_barrier(self) -> int:
-        """Of each ring: full and empty of each stage, that of the weights, and full and empty of each slot."""
+        """First byte of barriers: a ring has full and empty of stages, that of its weights, full and empty of slots."""
         return self.first_sum + self.rings * self.columns * self.stride * 4
 
     @property
     def barriers(self) -> int:
-        """Of a ring."""
+        """Barriers of a ring."""
         return 2 * self.stages + 1 + 2 * self.slots
 
     @property
@@ -238,7 +238,7 @@ class WidePlan:
 
     @property
     def counters(self) -> int:
-        """Of a group, one for each chunk."""
+        """Counters of a group, one for each chunk."""
         return self.parts * self.rings * self.chunks
 
     @property
@@ -253,17 +253,17 @@ class WidePlan:
 
     @property
     def copied_bytes(self) -> int:
-        """Of state, to one block in a step."""
+        """Bytes of state that are copied to one block in a step."""
         return self.rings * self.chunks * self.stage_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """Of weights, to one block in a step."""
+        """Bytes of weights that are copied to one block in a step."""
         return self.rings * self.streamed * self.weight_bytes
 
     @property
     def handed_bytes(self) -> int:
-        """Of partial sums, to one block in a step."""
+        """Bytes of partial sums that are handed to one block in a step."""
         return (self.parts - 1) * self.finished * self.gates * self.rows * 4
 
     @property

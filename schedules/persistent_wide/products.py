@@ -155,7 +155,7 @@ class Products:
         return found
 
     def _store_rows(self, handed: TirBuffer) -> None:
-        """As ``store``, where each team has rows of its own; others wait longer, so theirs go first."""
+        """The same where each team has rows of its own; other blocks wait longer, so theirs go first."""
         plan = self.plan
         values = [[(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
                   for m in range(plan.own_tiles) for half in range(2)]
