@@ -47,7 +47,7 @@ def _without_products() -> Iterator[None]:
             T.buffer_store(value.source, T.float32(0), list(value.indices))
 
     with ExitStack() as stack:
-        for owner, name, other in ((products, "mma", nothing), (products._Stored, "load", nothing),
+        for owner, name, other in ((products, "multiply_pair", nothing), (products._Stored, "load", nothing),
                                    (products._Stored, "_from_l2", nothing),
                                    (products.Stream, "begin", nothing), (wide, "wgmma", keep_zero),
                                    (wide, "wgmma_registers", keep_zero)):

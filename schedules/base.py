@@ -272,6 +272,29 @@ class Schedule(ABC, Generic[Plan]):
         return 1
 
 
+class SearchedSchedule(Schedule[Plan]):
+    """A schedule whose default is the best of many configurations, which are searched once for each question."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Workload, Device, Traversal, bool], Config | None] = {}
+
+    @abstractmethod
+    def search(self, task: Task) -> Config | None:
+        """The valid configuration that is expected to be fastest; None where there is none."""
+
+    def best(self, task: Task) -> Config | None:
+        """As :meth:`search`, kept for the next question."""
+        key = task.workload, task.device, task.traversal, task.after is None
+        if key not in self._known:
+            self._known[key] = self.search(task)
+        return self._known[key]
+
+    def default(self, task: Task) -> Config:
+        best = self.best(task)
+        assert best is not None, "default() is for tasks that serves() accepts"
+        return best
+
+
 def beyond_forward(graph: StepGraph) -> str | None:
     """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""
     products = (product for phase in graph.phases for product in phase.products)
@@ -281,6 +304,12 @@ def beyond_forward(graph: StepGraph) -> str | None:
              "no state": not graph.states}
     return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
                  if has), None)
+
+
+def register_limit(device: Device, threads: int, blocks: int = 1) -> int:
+    """Registers that a thread can have, of ``blocks`` of ``threads`` on a multiprocessor: they are given out to four
+    warps at a time, eight for each thread."""
+    return min(255, device.registers // (-(-threads // 128) * 128 * blocks) // 8 * 8)
 
 
 def no_room(device: Device, shared: int, threads: int, registers: int) -> str | None:

@@ -7,7 +7,7 @@ Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,17 @@ class Builder:
         """The block's dynamic shared memory, (words,) float32; ``align`` in bytes."""
         return self.named("shared", self._tvm.alloc_buffer((words,), "float32", scope="shared.dyn", align=align))
 
+    def pointer(self, name: str, dtype: str) -> TirBuffer:
+        """A parameter of a kernel: a flat array in global memory, of any size."""
+        return self._tvm.arg(name, self._tvm.buffer((self._tvm.int64(1 << 40),), dtype))
+
+    def tree(self, name: str, values: Sequence[Expr], join: Callable[[Expr, Expr], Expr]) -> Expr:
+        """All values joined: neighbours first, then what these gave, so that no chain of dependent ones is long."""
+        while len(values) > 1:
+            pairs = [self.let(name, join(a, b)) for a, b in zip(values[::2], values[1::2], strict=False)]
+            values = [*pairs, *values[len(pairs) * 2:]]
+        return values[0]
+
     def note(self, text: str) -> None:
         """A comment in code for people (``--emit``), at a phase of a kernel or a role of its warps. It leaves nothing
         in what is compiled (``without_notes``). ``MMA warps: ...`` begins what those do; the first such note in a
@@ -76,6 +87,14 @@ class Builder:
         """A loop over ``start`` to ``stop`` - 1."""
         with self._tvm.serial(start, stop) as var:
             yield self.named(name, var)
+
+    @contextmanager
+    def strided(self, name: str, total: int, thread: Expr, threads: int) -> Iterator[Var]:
+        """A loop of ``threads`` over the numbers below ``total``, of which each thread has every ``threads``-th."""
+        with self.serial("turn", 0, -(-total // threads)) as turn:
+            number = self.let(name, turn * threads + thread)
+            with self._tvm.If(number < total), self._tvm.Then():
+                yield number
 
     @contextmanager
     def unroll(self, name: str, count: int) -> Iterator[Var]:

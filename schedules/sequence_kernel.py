@@ -1,14 +1,15 @@
-"""The data that the parts of a kernel of all steps share."""
+"""A kernel of all steps: what its parts have in common, and its parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.builder import Expr, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored
-from ecornn.schedules.timeline import Timeline
+from ecornn.schedules.timeline import Timeline, piece_arguments, row_arguments
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,22 @@ class SequenceKernel:
     batch: Expr
     kept: Stored = NOTHING
     early: bool = False
+
+    @classmethod
+    def declare(cls, task: Task, hoisted: Hoisted, math: str, own: Mapping[str, str], kept: Stored = NOTHING,
+                early: bool = False, before: Callable[[], dict[str, TirBuffer]] = dict) -> SequenceKernel:
+        """Declares the parameters of a kernel, in this order: ``T, B``, what ``before`` declares, ``[hoisted,]
+        [row_sums,] vectors, <state>_in, <state>_out``, the schedule's ``own`` by their types, ``y`` or ``outputs``,
+        what is ``kept``, masks, and pieces of sequences."""
+        graph, dtype = task.graph, task.workload.dtype
+        kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
+        kinds |= ({"row_sums": "float32"} if graph.row_inputs else {}) | {"vectors": "float32"}
+        kinds |= {f"{state}_{end}": dtype for state in graph.states for end in ("in", "out")}
+        kinds |= {**own, **dict.fromkeys(written_by(task), dtype)}
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        arguments = before() | {name: T.pointer(name, kind) for name, kind in kinds.items()}
+        arguments |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
+        return cls(task, hoisted, math, arguments, steps, batch, kept, early)
 
     @property
     def timeline(self) -> Timeline:

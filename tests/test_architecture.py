@@ -20,8 +20,8 @@ PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
 BASE = {"boundary", "errors", "workload", "device", "program", "manifest"}
 HOSTS = {"host_cpu", "host_gpu"}
 TEMPLATE = {"analysis", "device", "program", "workload", "schedules.base", "schedules.builder", "schedules.timeline"}
-KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.outputs", "schedules.rates",
-                     "schedules.scalars", "schedules.sequence_kernel"}
+KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.fragments", "schedules.cuda.isa", "schedules.cuda.pipeline",
+                     "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "boundary": {"errors"},
@@ -54,6 +54,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.few_steps": {"schedules.base", "schedules.rates"},
     "schedules.cuda": set(),
     "schedules.cuda.isa": {"schedules.builder"},
+    "schedules.cuda.pipeline": {"schedules.builder", "schedules.cuda.isa"},
+    "schedules.cuda.fragments": {"schedules.builder", "schedules.cuda.isa"},
     "schedules.hoisted": {"program", "schedules.base", "schedules.builder", "schedules.cuda.isa", "schedules.rates"},
     "schedules.outputs": {"analysis", "schedules.base", "schedules.builder", "schedules.cuda.isa"},
     "schedules.keeping": TEMPLATE - {"schedules.timeline"} | {"schedules.outputs"},

@@ -243,13 +243,13 @@ def test_what_failed_since_it_became_stale_is_not_used():
 def test_the_default_is_computed_only_where_no_record_applies(monkeypatch: pytest.MonkeyPatch):
     """The persistent schedule searches for it, which takes longer than all else of a look-up."""
     searched: list[Task] = []
-    search = Persistent._search
+    search = Persistent.search
 
     def watched(self: Persistent, task: Task):
         searched.append(task)
         return search(self, task)
 
-    monkeypatch.setattr(Persistent, "_search", watched)
+    monkeypatch.setattr(Persistent, "search", watched)
     of = {"hidden": 768, "batch": 16, "dtype": "bfloat16", "target": "sm_90a"}
     assert plan("lstm", seq=1024, **of).found.line is not None
     assert not searched

@@ -11,11 +11,10 @@ from math import prod
 from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.analysis.liveness import late_operands
 from ecornn.analysis.narrow import columns_of
-from ecornn.device import Device
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
-from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task, register_limit
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.mma import shape_of
@@ -33,19 +32,17 @@ from ecornn.schedules.persistent.plan import (
     lanes_of,
     packing_of,
     plan_of,
-    register_limit,
     scales_of,
     unit_step,
     worker_shape,
 )
 from ecornn.schedules.persistent.start import begins_early, start_kernel
 from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.initial import start_launch
 from ecornn.schedules.scalars.normalization import deferred
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
-from ecornn.workload import Traversal, Workload
 
-START_BLOCKS = 128
 STREAMED_ROWS = 8  # with more, code with weights straight into registers takes half a minute to compile
 STREAMED = 0.8  # of L2: the most of the weights that may be read from there every step, a line by one block only
 ROWS = (8, 16, 24, 32, 48, 64)  # of a group
@@ -58,7 +55,7 @@ UNWRITTEN = 0xFF  # bytes of a sentinel
 ITEMS = 8  # (unit, batch row) pairs of a gate thread, at most
 
 
-class Persistent(Schedule[PersistentPlan]):
+class Persistent(SearchedSchedule[PersistentPlan]):
     """Serves every cell with a recurrent product whose weights fit in registers and shared memory."""
 
     name = "persistent"
@@ -68,9 +65,6 @@ class Persistent(Schedule[PersistentPlan]):
     backward = True
     heads = True
     weights = ("int8",)
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
 
     def refuses(self, task: Task) -> str | None:
         if task.traversal.backward and (reason := beyond(task)):
@@ -127,8 +121,8 @@ class Persistent(Schedule[PersistentPlan]):
 
     @staticmethod
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
-        """True if groups may be clusters worth a trial: if they hold all weights without much of them in shared memory,
-        which then takes longer than the way through L2."""
+        """Tells whether groups may be clusters worth a trial: they hold all weights without much of them in shared
+        memory, which then takes longer than the way through L2."""
         heads = most_heads(task.graph)
         own = task.workload.hidden // heads
         return (Persistent._weights(task) <= heads * LARGEST * HELD
@@ -238,13 +232,13 @@ class Persistent(Schedule[PersistentPlan]):
         return reason
 
     def _crowded(self, task: Task, plan: PersistentPlan) -> str | None:
-        """None, or the reason why a plan does not fit: what it needs more of than there is."""
+        """Returns what a plan needs more of than there is, or None."""
         device = task.device
         if any(p.streamed_pairs and not p.slots for p in plan.phases) and plan.rows > STREAMED_ROWS:
             return f"{plan.streamed} bytes of weights a block do not fit on chip, and there are {plan.rows} batch rows"
         if plan.streamed * plan.groups * plan.blocks > device.l2 * STREAMED:
             return f"{plan.streamed} bytes of weights a block do not fit on chip"
-        limit = register_limit(task, plan)
+        limit = register_limit(device, plan.block_threads)
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
         if plan.workers and worker_shape(task, plan) is None:
@@ -253,11 +247,6 @@ class Persistent(Schedule[PersistentPlan]):
         if shared > device.shared:
             return f"{shared} bytes of shared memory, {device.shared} available"
         return None
-
-    def default(self, task: Task) -> Config:
-        best = self._best(task)
-        assert best is not None, "default() is for tasks that serves() accepts"
-        return best
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as
@@ -271,14 +260,7 @@ class Persistent(Schedule[PersistentPlan]):
         plan = self.plan(task, self.default(task))
         return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
-    def _best(self, task: Task) -> Config | None:
-        """The valid configuration of least estimated time, kept for the next question."""
-        key = task.workload, task.device, task.traversal
-        if key not in self._known:
-            self._known[key] = self._search(task)
-        return self._known[key]
-
-    def _search(self, task: Task) -> Config | None:
+    def search(self, task: Task) -> Config | None:
         found: tuple[float, Config] | None = None
         for cost, config in self.cuts(task):
             cost *= DOUBT if PersistentKnobs(config).carrier == "cluster" else 1
@@ -376,8 +358,8 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
         sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(plan.groups * plan.ring * plan.sum_words(e)))
                 for e in range(len(plan.sums))]
         buffers += sums
-        functions["start"] = start_kernel(task, plan, layout, START_BLOCKS, math, early)
-        calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), Launch("start", START_BLOCKS, 256, early=early)]
+        functions["start"] = start_kernel(task, plan, layout, math, early)
+        calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), start_launch(early)]
     name = keeping("persistent", kept)
     functions[name] = persistent_kernel(task, plan, layout, math, kept, early)
     calls.append(Launch(name, plan.groups * plan.blocks + plan.workers, plan.block_threads, block_shared(task, plan),

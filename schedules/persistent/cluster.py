@@ -1,85 +1,62 @@
 """How state travels inside a cluster: straight into the shared memory of every block that needs it.
 
 A group is one cluster. Every block keeps two slots for an exchanged vector in its own shared memory, words in the
-order of exchange.py, and for each slot an mbarrier. Whoever computes a word sends it to all blocks of the cluster by
-st.async, which also counts its bytes at the slot's mbarrier there; product warps wait until all have arrived, and read.
+order of exchange.py: the stages of a ``ClusterPipeline``, which says what mbarriers count. Whoever computes a word
+sends it to all blocks of the cluster; product warps wait until all have arrived, and read.
 
-Step t uses slot t % 2. A phase of its mbarrier has one arrival, by a thread that says how many bytes come, and these
-bytes, in whatever order: each phase is for one step.
-
-* Nobody reads what is not there: the phase completes with the last byte. A wait for it acquires, at the scope of the
-  cluster, what the bytes' completion released.
-* Nobody overwrites what is still needed, nor counts bytes in a phase too early. Words of step t + 2 are sent by a
-  block that has all words of step t + 1, among them some of every block. Each is a sum over all of K, so its owner's
-  warps had all read slot t % 2 by then, which is behind the end of its phase.
-* The phase's own arrival may come before or after bytes of it: the block makes it after the phase before has ended.
-* No block ends while words are on their way to it: what is sent is for a step that is computed, so it is waited for.
+Nobody overwrites what is still needed, nor counts bytes in a phase too early. Words of step t + 2 are sent by a block
+that has all words of step t + 1, among them some of every block. Each is a sum over all of K, so its owner's warps had
+all read slot t % 2 by then, which is behind the end of its phase.
 """
 
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_send, cluster_wait
-from ecornn.schedules.cuda.isa.mbarrier import (
-    fence_mbarrier_init,
-    mbarrier_arrive,
-    mbarrier_expect,
-    mbarrier_init,
-    mbarrier_wait,
-)
-from ecornn.schedules.cuda.isa.memory import ld_shared, shared_address
+from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive
+from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.registers import float_bits
-from ecornn.schedules.cuda.isa.tensor_core import pack_pair, words
+from ecornn.schedules.cuda.isa.tensor_core import pack_pair
 from ecornn.schedules.cuda.isa.threads import sync_warp
-from ecornn.schedules.persistent.exchange import pair_place, within
-from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
-from ecornn.schedules.persistent.start import head_of, initial_values, located
+from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, ClusterPipeline
+from ecornn.schedules.persistent.exchange import Carrier, pair_place, within
+from ecornn.schedules.persistent.plan import PersistentPlan
+from ecornn.schedules.persistent.start import head_of, located
+from ecornn.schedules.scalars.initial import initial_values
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
 AT_ONCE = 4  # words of the initial state that a thread has under way
 
-class Cluster:
-    """Emits both ends of the exchange, as :class:`~ecornn.schedules.persistent.exchange.Ring` does for the way through
-    L2."""
+
+class Cluster(Carrier):
+    """Carries it inside a cluster. Nothing needs to be taken back, and nothing needs a fence."""
 
     def __init__(self, plan: PersistentPlan, steps: Expr, shared: TirBuffer) -> None:
         self.plan, self.steps, self.words = plan, steps, shared.view("uint32")
-        self.first, place = [], plan.exchange_words  # of each phase's slots
-        for phase in plan.phases:
+        self.first, self.pipelines, place = list[int](), list[ClusterPipeline](), plan.exchange_words
+        for slot, size in plan.sent:
             self.first.append(place)
-            place += plan.phase_exchange_words(phase)
-        self.sums = []  # of each exchange of statistics
-        for e in range(len(plan.sums)):
-            self.sums.append(place)
-            place += plan.ring * (plan.sum_words(e) + 2)
+            barriers, place = place + plan.ring * slot, place + plan.ring * (slot + BARRIER_WORDS)
+            self.pipelines.append(ClusterPipeline(self.words, barriers, blocks=plan.blocks, size=size))
+        self.first_sums, self.sums = self.first[len(plan.phases):], self.pipelines[len(plan.phases):]
 
     def begin(self, kernel: SequenceKernel, group: Expr, thread: Expr) -> None:
         """Makes the barriers; stores the initial state, and zeros where no word will come. For all threads of the
         cluster."""
         plan = self.plan
         with T.If(thread == 0), T.Then():
-            for p in range(len(plan.phases)):
-                for slot in range(2):
-                    mbarrier_init(self._barrier(p, slot), 1)
-            for e in range(len(plan.sums)):
-                for slot in range(2):
-                    mbarrier_init(self.sum_barrier(e, slot), 1)
+            for one in self.pipelines:
+                one.init()
             fence_mbarrier_init()
-            for p in range(len(plan.phases)):
-                if p == 0:  # what the call was given is there at once
-                    mbarrier_arrive(self._barrier(0, 0))
+            for number, one in enumerate(self.pipelines):
+                if number == 0:  # what the call was given is there at once
+                    mbarrier_arrive(one.full_barrier(0))
                 else:
-                    self._expect(p, 0)
+                    one.announce(0)
                 with T.If(self.steps > 1), T.Then():
-                    self._expect(p, 1)
-            for e in range(len(plan.sums)):
-                self.expect_sums(e, 0)
-                with T.If(self.steps > 1), T.Then():
-                    self.expect_sums(e, 1)
+                    one.announce(1)
         T.note("cluster, prologue: the state that the call was given into the slot of step 0")
-        task, arguments, timeline = kernel.task, kernel.arguments, kernel.timeline
-        states = {s: arguments[f"{s}_in"] for s in task.graph.states}
         for p, phase in enumerate(plan.phases):
             total, first = plan.slot_words(phase), self.first[p]
             with T.serial("turn", 0, -(-total // (plan.threads * AT_ONCE))) as turn:
@@ -87,10 +64,8 @@ class Cluster:
                 found = [T.uint32(0)] * AT_ONCE
                 if p == 0:
                     at = [located(plan, phase, group, place) for place in places]
-                    vectors = arguments["vectors"]
-                    hoisted, head = arguments.get("hoisted"), head_of(plan, group)
-                    found = [self._given(*initial_values(task, states, vectors, timeline, one, kernel.math, hoisted,
-                                                         kernel.hoisted, head)) for one in at]
+                    head = head_of(plan, group)
+                    found = [self._given(*initial_values(kernel, one, head)) for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.If(place < total), T.Then():
                         T.buffer_store(self.words, word, [first + place])
@@ -99,16 +74,13 @@ class Cluster:
         cluster_wait()
 
     def slot(self, phase: int, step: Expr) -> Expr:
-        """First word of the slot of a step."""
         return self.first[phase] + step % 2 * self.plan.slot_words(self.plan.phases[phase])
 
     def wait(self, phase: int, t: Expr) -> None:
-        """Waits until all words of step t have arrived."""
         T.note("consumer: the mbarrier's phase ends when the state's bytes have come from all CTAs of the cluster")
-        mbarrier_wait(self._barrier(phase, t % 2), T.cast(t // 2 % 2, "uint32"), cluster=True)
+        self.pipelines[phase].wait_for(t)
 
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
-        """Reads these pairs of a slot into ``state``."""
         plan = self.plan
         for place, q in enumerate(pairs):
             for n in range(plan.tiles):
@@ -118,55 +90,19 @@ class Cluster:
         sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
-        """Is called behind a product warp's last read of a slot, and the barrier that hands its sums over."""
         T.note("one thread: the slot has been read; its mbarrier expects the state of step t + 2")
         with T.If(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)), T.Then():
-            self._expect(phase, t % 2)
+            self.pipelines[phase].announce(t)
 
     def word(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        """The word that carries one value, or two neighbours."""
         return T.let("word", T.reinterpret("uint32", value) if neighbour is None
                      else pack_pair(value, neighbour, self.plan.dtype))
 
     def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        """:meth:`word` for values that may turn out to be 0 everywhere, beyond the layer's units: TVM prints the
-        address of a constant where that is reinterpreted."""
+        """The same of values that may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
+        a constant where that is reinterpreted."""
         return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
-        """Sends a word to all blocks, from threads that it is a word of."""
         with T.If(T.And(mine, step < self.steps)), T.Then():
-            to = T.let("to", shared_address(self.words.ptr_to([slot + place])))
-            barrier = T.let("barrier", shared_address(self._barrier(phase, step % 2)))
-            for rank in range(self.plan.blocks):
-                cluster_send(to, barrier, T.uint32(rank), [word])
-
-    def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
-        """Nothing needs to be taken back."""
-
-    def ended(self, t: Expr) -> None:
-        """Nothing needs a fence."""
-
-    def acquired(self, t: Expr) -> None:
-        """Nothing needs a fence here, either."""
-
-    def _barrier(self, phase: int, slot: Expr) -> Expr:
-        words = self.plan.ring * self.plan.slot_words(self.plan.phases[phase])
-        return self.words.ptr_to([self.first[phase] + words + slot * 2])
-
-    def sum_barrier(self, e: int, slot: Expr) -> Expr:
-        """The mbarrier of a slot of an exchange of statistics."""
-        return self.words.ptr_to([self.sums[e] + self.plan.ring * self.plan.sum_words(e) + slot * 2])
-
-    def expect_sums(self, e: int, slot: Expr) -> None:
-        """Makes the arrival of the slot's next phase, with the bytes of statistics that come in it."""
-        mbarrier_expect(self.sum_barrier(e, slot), self.plan.sums[e] * self.plan.rows * self.plan.sum_parts * 8)
-
-    def _expect(self, phase: int, slot: Expr) -> None:
-        count = expected_bytes(self.plan, self.plan.phases[phase])
-        mbarrier_expect(self._barrier(phase, slot), count)
-
-
-def expected_bytes(plan: PersistentPlan, phase: PhasePlan) -> int:
-    """Bytes that a block gets in every step."""
-    return phase.operands * plan.rows * words(phase.units, plan.dtype) * 4
+            self.pipelines[phase].send(step, slot + place, [word])

@@ -172,7 +172,7 @@ def in_clusters(plan: PersistentPlan, rates: GPURates) -> float:
 
 
 def cluster_stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
-    """The cycles of :func:`in_clusters`, in the parts of :func:`stages`."""
+    """The same three as :func:`stages`."""
     arrival = multiplied = computed = 0.0
     split = CLUSTER_SPLIT if plan.arithmetic == "float32" else 0
     for p in plan.phases:

@@ -30,6 +30,7 @@ loss of time in others: hence a knob.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import ExitStack
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
@@ -73,21 +74,53 @@ def within(plan: PersistentPlan, tile: int, column: Expr) -> ExitStack:
     return stack
 
 
-class Ring:
-    """Emits both ends of the way through L2; ``phase`` is the number of one, ``slot`` a place from :meth:`slot`."""
+class Carrier(ABC):
+    """Emits both ends of the way that state travels; ``phase`` is the number of one, ``slot`` a place from
+    :meth:`slot`."""
+
+    @abstractmethod
+    def slot(self, phase: int, step: Expr) -> Expr:
+        """First word of the slot of a step."""
+
+    def wait(self, phase: int, t: Expr) -> None:  # noqa: B027  who waits for each word leaves it as it is
+        """Before the first :meth:`read` in step t."""
+
+    @abstractmethod
+    def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
+        """Reads these pairs of a slot into ``state``."""
+
+    @abstractmethod
+    def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
+        """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
+
+    @abstractmethod
+    def word(self, value: Expr, neighbour: Expr | None) -> Expr:
+        """The word that travels, of one value or of two neighbours."""
+
+    @abstractmethod
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
+        """Sends a word to all blocks of the group, from threads that it is a word of."""
+
+    def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:  # noqa: B027
+        """Takes back what was sent: (place, whether it is this thread's word)."""
+
+    def ended(self, t: Expr) -> None:  # noqa: B027
+        """Behind a gate warp's last write and wipe of a step."""
+
+    def acquired(self, t: Expr) -> None:  # noqa: B027
+        """Behind a gate warp's reads of statistics in a step."""
+
+
+class Ring(Carrier):
+    """Carries it through L2."""
 
     def __init__(self, plan: PersistentPlan, rings: list[TirBuffer], group: Expr) -> None:
         self.plan, self.rings, self.group = plan, rings, group
 
     def slot(self, phase: int, step: Expr) -> Expr:
-        """First word of the slot of a step."""
         return (self.group * self.plan.ring + step % self.plan.ring) * self.plan.slot_words(self.plan.phases[phase])
 
-    def wait(self, phase: int, t: Expr) -> None:
-        """Does nothing before the first :meth:`read` in step t: words are waited for one by one."""
-
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
-        """Reads these pairs of a slot into ``state`` until every word has been written."""
         plan, p, ring = self.plan, self.plan.phases[phase], self.rings[phase]
         T.note("consumer: poll the slot in L2 until no word is the sentinel")
         missing = T.local("missing", (1,), "int32")
@@ -101,33 +134,26 @@ class Ring:
                                    ring.ptr_to([start + pair_place(plan, p, q, n)]))
             # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
             highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
-            while len(highest) > 1:
-                maxima = [T.let("highest", T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
-                highest = maxima + highest[len(maxima) * 2:]
-            T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
+            found = T.tree("highest", highest, T.max) == T.uint32(SENTINEL)
+            T.buffer_store(missing, T.cast(found, "int32"), [0])
         sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
-        """Is called behind a product warp's last read of a slot, and the barrier that hands its sums over."""
         self._fence(self.plan.acquired(t))
 
-    def word(self, value: Expr, neighbour: Expr) -> Expr:
-        """The word that carries one value, or two neighbours."""
+    def word(self, value: Expr, neighbour: Expr | None) -> Expr:
         return T.let("word", pack([value] if neighbour is None else [value, neighbour], self.plan.dtype))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
-        """Sends a word to all blocks of the group, from threads that it is a word of."""
         self._store(phase, slot + place, word, mine)
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
-        """Makes words of an earlier step the sentinel again; ``places``: (place, true if it is this thread's word)."""
         T.note("producer: the words of an earlier step become the sentinel again")
         slot = T.let("slot", self.slot(phase, t + (self.plan.ring - 1)))
         for place, mine in places:
             self._store(phase, slot + place, T.uint32(SENTINEL), mine)
 
     def ended(self, t: Expr) -> None:
-        """Is called behind a gate warp's last write and wipe of a step."""
         self._fence(self.plan.released(t))
 
     def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
@@ -135,7 +161,6 @@ class Ring:
             st_relaxed(self.rings[phase].ptr_to([place]), [word])
 
     def acquired(self, t: Expr) -> None:
-        """Is called behind a gate warp's reads of statistics in a step."""
         self._fence(self.plan.acquired(t))
 
     def _fence(self, where: Expr | bool) -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import operator
+
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.launch import wait_on_earlier
-from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.exchange import Ring, word_of
+from ecornn.schedules.persistent.exchange import Carrier, word_of
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.persistent.projection_workers import ProjectionWorkers
 from ecornn.schedules.persistent.sums import Sums
 from ecornn.schedules.persistent.sums_cluster import ClusterSums
 from ecornn.schedules.persistent.sums_ring import RingSums
-from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
+from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share, partial_sums
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -24,7 +25,7 @@ SENT = 4  # of a block's operands that are on their way; sums_ring.py has 3
 class Gates(GateThreads):
     """Emits the gate warps' code."""
 
-    def __init__(self, kernel: SequenceKernel, plan: PersistentPlan, carrier: Ring | Cluster, shared: TirBuffer,
+    def __init__(self, kernel: SequenceKernel, plan: PersistentPlan, carrier: Carrier, shared: TirBuffer,
                  group: Expr, member: Expr, thread: Expr, beside: ProjectionWorkers | None) -> None:
         """``shared``: the block's memory, float32; ``member``: the block in its group; ``thread``: of gate threads."""
         share = Share(plan.lanes, plan.rows, plan.gate_warps * 32)
@@ -107,12 +108,12 @@ class Gates(GateThreads):
                 self._after(t, ended)
 
     def _units(self) -> list[Expr]:
-        """True for each item that is of one of the layer's units, padding rows included."""
+        """For each item, whether it is one of the layer's units, padding rows included."""
         hidden = self.plan.hidden
         return [T.let("counts", T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
-        """Emits what nobody waits for.
+        """The rest of a step, which nobody waits for.
 
         The release of exchange.py comes first, before the next write. It waits for what came before
         it, so y is stored and inputs are fetched after it, two steps ahead: memory is further away
@@ -141,22 +142,15 @@ class Gates(GateThreads):
         for w in range(plan.warps):
             for outer in range(phase.gates // e):
                 place = base + w * plan.columns * stride + outer * plan.units * e
-                wide = self._load(place, e)
+                wide = partial_sums(self.shared, place, e)
                 for inner in range(e):
                     if outer * e + inner < len(rows):
                         rows[outer * e + inner].append(wide[inner])
-        found = {row.var: _tree(parts)
+        found = {row.var: T.tree("sum", parts, operator.add)
                  for row, parts in zip(self.graph.product_phases[p].products, rows, strict=True)}
         if plan.scaled:
             return {var: T.let("product", value * self.scales[p][i, n]) for n, (var, value) in enumerate(found.items())}
         return found
-
-    def _load(self, place: Expr, count: int) -> list[Expr]:
-        if count in (2, 4):
-            into = T.local("sums", (count,), "float32")  # neighbouring gates of a unit
-            ld_shared([into[k] for k in range(count)], self.shared.ptr_to([place]), "f32")
-            return [into[k] for k in range(count)]
-        return [T.let("sum", self.shared[place + k]) for k in range(count)]
 
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
         """Sends this thread's operands of phase p; units beyond H are zero."""
@@ -172,8 +166,7 @@ class Gates(GateThreads):
         return word_of(self.plan, phase, operand, unit, self.column[i])
 
     def _mine(self, i: int, phase: PhasePlan) -> Expr:
-        """True if this thread sends a word of item i: there is none for units beyond H, or beyond those that are
-        exchanged."""
+        """Tells whether this thread sends a word of item i: units beyond H, or beyond what is exchanged, have none."""
         units = self.plan.hidden if phase.units == self.plan.own else phase.units
         mine = T.And(self.owner[i], self.unit[i] < units)
         if self.plan.dtype != "float32":  # the thread of the even unit sends for both
@@ -185,10 +178,3 @@ class Gates(GateThreads):
         phase = self.plan.phases[p]
         return [(self._place(i, phase, o), self._mine(i, phase))
                 for i in range(self.plan.items) for o in range(phase.operands)]
-
-
-def _tree(parts: list[Expr]) -> Expr:
-    while len(parts) > 1:
-        pairs = [T.let("sum", parts[k] + parts[k + 1]) for k in range(0, len(parts) - 1, 2)]
-        parts = pairs + (parts[-1:] if len(parts) % 2 else [])
-    return parts[0]

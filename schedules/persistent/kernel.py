@@ -21,20 +21,21 @@ the same time, too, and costs nothing: gate warps wait for longer.
 
 from __future__ import annotations
 
+from functools import partial
+
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import PrimFunc, T
 from ecornn.schedules.gemm.mma import THREADS
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.exchange import Ring
+from ecornn.schedules.persistent.exchange import Carrier, Ring
 from ecornn.schedules.persistent.gates import Gates
 from ecornn.schedules.persistent.plan import PersistentPlan, block_shared
 from ecornn.schedules.persistent.products import products
 from ecornn.schedules.persistent.projection_workers import ProjectionWorkers
 from ecornn.schedules.persistent.stream import Position
-from ecornn.schedules.sequence_kernel import SequenceKernel, written_by
-from ecornn.schedules.timeline import piece_arguments, row_arguments
+from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
 def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
@@ -44,36 +45,23 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
     ``persistent_keeping`` stores what is ``kept``, too. ``early``: launched as ``start.py`` says."""
     from tvm.script.ir_builder import IRBuilder
 
-    graph, dtype = task.graph, plan.dtype
-    big = T.int64(1 << 40)
+    phases = range(len(plan.phases))
+    own = {f"recurrent_{i}": "uint8" if plan.scaled else plan.dtype for i in phases}
+    own |= {f"scales_{i}": "float32" for i in phases if plan.scaled}
+    if not plan.cluster:
+        own |= dict.fromkeys([f"exchange_{i}" for i in phases] + [f"sums_{e}" for e in range(len(plan.sums))], "uint32")
     with IRBuilder() as builder, T.prim_func():
         T.func_name(keeping("persistent", kept))
-        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = ProjectionWorkers.declare(task, hoisted) if plan.workers else {}
-        if graph.hoisted_outputs:
-            arguments["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
-        if graph.row_inputs:
-            arguments["row_sums"] = T.arg("row_sums", T.buffer((big,), "float32"))
-        arguments["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
-        for s in graph.states:
-            for name in (f"{s}_in", f"{s}_out"):
-                arguments[name] = T.arg(name, T.buffer((big,), dtype))
-        weights = [T.arg(f"recurrent_{i}", T.buffer((big,), "uint8" if plan.scaled else dtype))
-                   for i in range(len(plan.phases))]
-        for i in range(len(weights) if plan.scaled else 0):
-            arguments[f"scales_{i}"] = T.arg(f"scales_{i}", T.buffer((big,), "float32"))
-        rings = [T.arg(f"exchange_{i}", T.buffer((big,), "uint32")) for i in range(0 if plan.cluster else len(weights))]
-        for e in range(0 if plan.cluster else len(plan.sums)):
-            arguments[f"sums_{e}"] = T.arg(f"sums_{e}", T.buffer((big,), "uint32"))
-        arguments |= {made: T.arg(made, T.buffer((big,), dtype)) for made in written_by(task)}
-        arguments |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
+        before = partial(ProjectionWorkers.declare, task, hoisted) if plan.workers else dict
+        kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early, before)
+        weights, rings = ([kernel.arguments[f"{name}_{i}"] for i in phases if f"{name}_{i}" in own]
+                          for name in ("recurrent", "exchange"))
         T.device_entry()
         recurrent = plan.groups * plan.blocks
         block, thread = T.block(recurrent + plan.workers), T.thread(plan.block_threads)
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
         # in order: 2 sides of partial sums, weights, what is exchanged; of a worker: its stages
         shared = T.shared(block_shared(task, plan) // 4)
-        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept, early)
         beside = ProjectionWorkers(kernel, plan) if plan.workers else None
 
         def recurrence() -> None:
@@ -81,13 +69,13 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
             group, member = T.let("group", block // plan.blocks), T.let("member", block % plan.blocks)
             place = T.let("place", group % plan.heads * plan.blocks + member) if plan.heads > 1 else member
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
-            carrier: Ring | Cluster = Ring(plan, rings, group)
+            carrier: Carrier = Ring(plan, rings, group)
             if plan.cluster:
-                carrier = Cluster(plan, steps, shared)
+                carrier = Cluster(plan, kernel.steps, shared)
                 carrier.begin(kernel, group, thread)
             with T.If(warp < plan.warps):
                 with T.Then():
-                    products(plan, steps, Position(place, warp, lane), weights, carrier, shared, early)
+                    products(plan, kernel.steps, Position(place, warp, lane), weights, carrier, shared, early)
                 with T.Else(), T.If(warp < plan.warps + plan.gate_warps), T.Then():
                     Gates(kernel, plan, carrier, shared, group, member,
                           T.let("gate_thread", thread - plan.warps * 32), beside).run()

@@ -8,13 +8,15 @@ from typing import NamedTuple
 from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
-from ecornn.schedules.base import Knobs, Task, knob
+from ecornn.schedules.base import Knobs, Task, knob, register_limit
 from ecornn.schedules.builder import Expr
 from ecornn.schedules.cuda.isa.integers import UNPACKED
 from ecornn.schedules.cuda.isa.tensor_core import per_word, words
+from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
 from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.hoisted import hoisted_knob
+from ecornn.schedules.scalars.gate_threads import mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
@@ -120,7 +122,7 @@ class PersistentPlan(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        """True if weights are integers, and sums have to be multiplied with the scales of their rows."""
+        """True where weights are integers, and sums have to be multiplied with the scales of their rows."""
         return self.stored == "int8"
 
     @property
@@ -203,8 +205,8 @@ class PersistentPlan(NamedTuple):
 
     @property
     def held(self) -> bool:
-        """True if product warps poll only after their own block's gate warps have sent the operands. Polls disturb what
-        others wait for, and gate warps wait for statistics meanwhile."""
+        """True where product warps poll only after their own block's gate warps have sent the operands. Polls disturb
+        what others wait for, and gate warps wait for statistics meanwhile."""
         return bool(self.sums) and not self.cluster
 
     @property
@@ -268,12 +270,11 @@ class PersistentPlan(NamedTuple):
         return 4 if self.fences == "every" else next(slots for most, slots in RINGS if words <= most)
 
     def released(self, t: Expr) -> Expr | bool:
-        """True if owners of words have a fence at the end of every step; else an expression, true if they have one in
-        step t."""
+        """Tells whether owners of words have a fence at the end of step t: True, or an expression."""
         return True if self.fences == "every" else t % (self.ring - 4) == self.ring - 5
 
     def acquired(self, t: Expr) -> Expr | bool:
-        """True if readers have a fence in every step; else an expression, true if they have one in step t."""
+        """Tells whether readers have a fence in step t."""
         return t % (self.ring - 4) == 1 if self.fences == "rare" else True
 
     @property
@@ -281,17 +282,19 @@ class PersistentPlan(NamedTuple):
         """Bytes of shared memory that the recurrence needs."""
         if not self.cluster:
             return 4 * (self.exchange_words + 2 * self.gate_warps * self.between_words)
-        return 4 * (self.exchange_words + sum(map(self.phase_exchange_words, self.phases)) + self.ring * sum(
-            self.sum_words(e) + 2 for e in range(len(self.sums))))
+        return 4 * (self.exchange_words + self.ring * sum(slot + BARRIER_WORDS for slot, _ in self.sent))
 
     @property
     def exchange_words(self) -> int:
         """Words of shared memory before what a cluster exchanges: partial sums and weights."""
         return 2 * self.sum_floats + sum(self.shared_weight_words(p) + self.stream_words(p) for p in self.phases)
 
-    def phase_exchange_words(self, phase: PhasePlan) -> int:
-        """Words of shared memory of a phase in a cluster: its slots, and an mbarrier for each."""
-        return self.ring * (self.slot_words(phase) + 2)
+    @property
+    def sent(self) -> list[tuple[int, int]]:
+        """The exchanges inside a cluster, of each phase's state and then of statistics: words of a slot, and bytes that
+        a block gets in a step."""
+        state = [(self.slot_words(p), p.operands * self.rows * words(p.units, self.dtype) * 4) for p in self.phases]
+        return state + [(self.sum_words(e), n * self.rows * self.sum_parts * 8) for e, n in enumerate(self.sums)]
 
     @property
     def registers(self) -> int:
@@ -347,7 +350,6 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         registers = -(-pairs * knobs.registers // 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs, exchanged))
     rows, blocks, groups = -(-w.batch // groups), -(-(w.hidden // heads) // units), groups * heads
-    masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(task.graph.states))
     cluster, statistics = knobs.carrier == "cluster", len(task.graph.statistics)
     plan = PersistentPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, stored=w.stored, groups=groups, blocks=blocks,
@@ -355,7 +357,7 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         workers=0 if ahead == 100 else task.device.cores - groups * blocks,
         fences="rare" if cluster else knobs.fences, cluster=cluster,
         sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
-        kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + masks + 4 * statistics
+        kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + mask_values(task) + 4 * statistics
         + 4 * len(task.graph.hoisted_statistics)
         + (sum(len(p.products) for p in task.graph.product_phases) if w.weights else 0),
         phases=tuple(phases), knobs=knobs, heads=heads)
@@ -368,7 +370,7 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
         phases = [_kept(task, plan, p, size, room * need // sum(needed))
                   for p, size, need in zip(phases, pair_bytes, needed, strict=True)]
     plan = plan._replace(phases=tuple(phases))
-    limit = register_limit(task, plan)
+    limit = register_limit(task.device, plan.block_threads)
     while (max(p.polled_pairs for p in phases) * plan.tiles > FLIGHT or plan.registers > limit
            or any(plan.code(p, plan.written(p)) > UNROLLED and len(plan.stretches(p)) > 1 for p in phases)):
         if all(p.polled_pairs == 1 for p in phases):
@@ -392,19 +394,13 @@ def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) 
 
 def worker_shape(task: Task, plan: PersistentPlan) -> Shape | None:
     """The tiles of the projection beside the recurrence; None where its threads have too few registers."""
-    return shape_within(job_of(task), register_limit(task, plan))
+    return shape_within(job_of(task), register_limit(task.device, plan.block_threads))
 
 
 def block_shared(task: Task, plan: PersistentPlan) -> int:
     """Bytes of dynamic shared memory of every block."""
     shape = worker_shape(task, plan) if plan.workers else None
     return max(plan.shared, shape.shared if shape else 0)
-
-
-def register_limit(task: Task, plan: PersistentPlan) -> int:
-    """Registers that a thread can have."""
-    threads = -(-plan.block_threads // 128) * 128  # they are given out to four warps at a time
-    return min(255, task.device.registers // threads // 8 * 8)
 
 
 def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
@@ -433,5 +429,5 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
 
 
 def scales_of(packing: Packing) -> Packing:
-    """The scales that the integers of a phase are multiples of: (gate, unit) of the rows that the packing has."""
+    """The scales that a phase's integers are multiples of: (gate, unit) of the rows that the packing has."""
     return Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")

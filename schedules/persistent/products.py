@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.fragments import multiply_pair, zeros
 from ecornn.schedules.cuda.isa.integers import unpacked
 from ecornn.schedules.cuda.isa.launch import wait_on_earlier
 from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared, st_shared
-from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
-from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.exchange import Ring, within
+from ecornn.schedules.persistent.exchange import Carrier, within
 from ecornn.schedules.persistent.gates import FULL, SENT
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.persistent.stream import Position, Stream
@@ -20,7 +21,7 @@ from ecornn.schedules.persistent.stream import Position, Stream
 
 @dataclass(frozen=True)
 class _Kept:
-    """The places of the weights of a phase.
+    """The places of a phase's weights.
 
     Attributes
     ----------
@@ -37,7 +38,7 @@ class _Kept:
     stream: Stream | None
 
 
-def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Ring | Cluster,
+def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Carrier,
              shared: TirBuffer, early: bool) -> None:
     """Emits a product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32;
     ``early``: the states before the first step may not be there yet."""
@@ -91,7 +92,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
 
 
 def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Position, q: int, v: int) -> Expr:
-    """The pointer to the words of a lane in the packed weights."""
+    """A pointer to the words of a lane in the packed weights."""
     octet = ((at.member * plan.warps + at.warp) * phase.pairs + q) * phase.octets(plan.units) + v
     index = T.let("weight_at", octet * 32 + at.lane)
     return source.ptr_to([T.cast(index, "int64") * 4 * per_word(plan.dtype)])
@@ -155,20 +156,13 @@ class _Stored:
         return self.loaded[self._turn(q), v, i]
 
 
-def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Ring | Cluster, start: Expr,
+def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Carrier, start: Expr,
               lane: Expr) -> Callable[[int, int, int], Expr]:
     """This warp's part of the products of a phase, as its words of a slot, from ``start``, arrive."""
     phase = plan.phases[index]
-    octets = phase.octets(plan.units)
-    tiles = -(-octets // 2)
-    chains = min(plan.chains, phase.pairs * 2)
+    octets, chains = phase.octets(plan.units), min(plan.chains, phase.pairs * 2)
     # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
-    acc = T.local("acc", (chains, tiles, plan.tiles, 4), "float32")
-    for c in range(chains):
-        for m in range(tiles):
-            for n in range(plan.tiles):
-                for i in range(4):
-                    T.buffer_store(acc, T.float32(0), [c, m, n, i])
+    acc = zeros("acc", chains, -(-octets // 2), plan.tiles, 4)
     # (pair, n8 tile, 2 words of fragment B of each k-tile)
     state = T.local("state", (phase.polled_pairs, plan.tiles, 4), "uint32")
     if plan.rows % 8:
@@ -187,19 +181,9 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Ring |
         for p in range(count):
             q = like + p
             stored.load(first + p, q)
-            for tile in range(2):
-                columns = [[split(state[p, n, tile * 2 + half], plan.arithmetic) for half in range(2)]
-                           for n in range(plan.tiles)]
-                for m in range(tiles):
-                    rows = []
-                    for half in range(2):  # a0, a1: word 0 of the lower and upper octet; a2, a3: word 1
-                        for v in (2 * m, 2 * m + 1):
-                            rows.append(split(stored.word(q, v, tile * 2 + half), plan.arithmetic) if v < octets
-                                        else tuple(T.uint32(0) for _ in range(2)))
-                    for n in range(plan.tiles):
-                        chain = (2 * q + tile) % chains
-                        mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic,
-                            apart=False)  # the sums of a warp are short
+            rows = [partial(stored.word, q, v) for v in range(octets)]
+            columns = [[state[p, n, i] for i in range(4)] for n in range(plan.tiles)]
+            multiply_pair(acc, q, rows, columns, plan.arithmetic)
 
     polled = phase.polled_pairs
     for first, end, rolled in plan.stretches(phase):

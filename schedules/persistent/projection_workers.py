@@ -40,7 +40,7 @@ class ProjectionWorkers:
     def declare(task: Task, layout: Hoisted) -> dict[str, TirBuffer]:
         """The arguments that only this part has."""
         return {**job_of(task).declare_inputs(HoistedValues(task, layout)),
-                "ready": T.arg("ready", T.buffer((T.int64(1 << 40),), "uint32"))}
+                "ready": T.pointer("ready", "uint32")}
 
     def work(self, worker: Expr, thread: Expr, shared: TirBuffer) -> None:
         """A worker block's whole life; for its first ``THREADS`` threads."""

@@ -16,16 +16,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_expect, mbarrier_init, mbarrier_wait
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_shared
 from ecornn.schedules.cuda.isa.threads import sync_warp
+from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
 from ecornn.schedules.persistent.plan import PersistentPlan
 
 
 @dataclass(frozen=True)
 class Position:
-    """The position of a lane: the block in its group, the warp among those that multiply, and the lane in it."""
+    """A lane's place: the block in its group, the warp among those that multiply, and the lane in it."""
 
     member: Expr
     warp: Expr
@@ -42,15 +42,15 @@ class Stream:
         octets, slots = self.phase.octets(plan.units), self.phase.slots
         self.size = octets * plan.octet_words  # words of a pair
         self.ring = T.let("ring", first + at.warp * (slots * self.size))
-        self.barriers = T.let("barriers", first + plan.warps * slots * self.size + at.warp * (slots * 2))
+        barriers = first + plan.warps * slots * self.size + at.warp * (slots * BARRIER_WORDS)
+        self.slots = Pipeline(words, T.let("barriers", barriers), slots)
         self.pairs = T.let("pairs", (at.member * plan.warps + at.warp) * self.phase.pairs)
 
     def begin(self) -> None:
         """Makes the barriers, and asks for the first pairs."""
         T.note("weight stream, prologue: mbarriers of the ring, and its first bulk copies from L2")
         with T.If(self.lane == 0), T.Then():
-            for slot in range(self.phase.slots):
-                mbarrier_init(self._barrier(slot), 1)
+            self.slots.init()
             fence_mbarrier_init()
             for slot in range(self.phase.slots):
                 self._copy(slot)
@@ -62,8 +62,8 @@ class Stream:
         slot, turn = q % slots, q // slots
         if not isinstance(q, int):
             slot, turn = T.let("slot", slot), T.let("turn_of_slot", turn)
-        every = (count - slot + slots - 1) // slots  # pairs of the slot in a step
-        mbarrier_wait(self._barrier(slot), T.cast(T.bitwise_and(t * every + turn, 1), "uint32"))
+        every = (count - slot + slots - 1) // slots  # pairs of the slot in a step: ``uses``, an addition less
+        self.slots.wait(Use(slot, parity_of(t * every + turn)))
         plan, n = self.plan, self.plan.lane_words
         for v in range(self.phase.octets(plan.units)):
             at = self.words.ptr_to([self.ring + (slot * self.size + v * plan.octet_words) + self.lane * n])
@@ -79,12 +79,8 @@ class Stream:
         with T.If(wanted), T.Then():
             self._copy(q + slots if follows else slot)
 
-    def _barrier(self, slot: Expr) -> Expr:
-        return self.words.ptr_to([self.barriers + slot * 2])
-
     def _copy(self, q: Expr) -> None:
         slot = q % self.phase.slots
         place = T.cast((self.pairs + q) * self.size, "int64") * self.plan.per_word
-        mbarrier_expect(self._barrier(slot), self.size * 4)
-        bulk_copy(self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),
-                  T.uint32(self.size * 4), self._barrier(slot))
+        self.slots.copy(slot, self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),
+                        self.size * 4)

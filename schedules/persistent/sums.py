@@ -102,7 +102,4 @@ class Sums(ABC):
 
 def added(values: list[Expr], largest: Kind = False) -> Expr:
     """The sum, or the largest one, as a tree."""
-    while len(values) > 1:
-        pairs = [T.let("pair", combine(a, b, largest)) for a, b in zip(values[::2], values[1::2], strict=False)]
-        values = pairs + values[len(pairs) * 2:]
-    return values[0]
+    return T.tree("pair", values, lambda a, b: combine(a, b, largest))

@@ -1,10 +1,9 @@
 """Statistics inside a cluster: each part of a row's sums goes to every block, and every lane adds all parts itself.
 
-They are sent to shared memory as in ``cluster.py``, by lanes of a row that each have another block, and each slot's
-mbarrier counts their bytes. Step t uses slot t % 2. What is said there holds: sums of step t + 2 are sent by a warp
-that has all sums of step t + 1, which every warp of the cluster sent some of, after it had read those of step t. The
-arrival of a slot's next phase is made by a thread that has waited for the phase before, at the end of the step, where
-nothing waits for it.
+They are sent to shared memory through a ``ClusterPipeline``, by lanes of a row that each have another block. What is
+said there holds: sums of step t + 2 are sent by a warp that has all sums of step t + 1, which every warp of the cluster
+sent some of, after it had read those of step t. A slot's next arrival is made by a thread that has waited for the phase
+before, at the end of the step, where nothing waits for it.
 
 Two statistics travel as 16 bytes, so a slot has first the pairs of statistics and then the one that is left, each
 (row, part), four words or two.
@@ -15,7 +14,6 @@ from __future__ import annotations
 from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T
 from ecornn.schedules.cuda.isa.cluster import cluster_send
-from ecornn.schedules.cuda.isa.mbarrier import mbarrier_wait
 from ecornn.schedules.cuda.isa.memory import ld_shared, shared_address
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.plan import PersistentPlan
@@ -34,12 +32,12 @@ class ClusterSums(Sums):
         self.carrier, self.steps = carrier, steps
 
     def slot(self, e: int, t: Expr) -> Expr:
-        return self.carrier.sums[e] + t % 2 * self.plan.sum_words(e)
+        return self.carrier.first_sums[e] + t % 2 * self.plan.sum_words(e)
 
     def send(self, e: int, t: Expr, slot: Expr, i: int, sums: list[Expr]) -> None:
         plan = self.plan
         words = [T.let("word", T.reinterpret("uint32", v)) for v in sums]
-        barrier = T.let("barrier", shared_address(self.carrier.sum_barrier(e, t % 2)))
+        barrier = self.carrier.sums[e].address(t)
         for n in range(0, len(self.all[e]), 2):
             own = words[2 * n:2 * n + 4]
             to = T.let("to", shared_address(self.carrier.words.ptr_to(
@@ -51,7 +49,7 @@ class ClusterSums(Sums):
 
     def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
         plan = self.plan
-        mbarrier_wait(self.carrier.sum_barrier(e, t % 2), T.cast(t // 2 % 2, "uint32"), cluster=True)
+        self.carrier.sums[e].wait_for(t)
         lanes = 1  # that share the parts of a row
         while plan.sum_parts > LOADS * lanes and lanes < self.lanes:
             lanes *= 2
@@ -66,8 +64,8 @@ class ClusterSums(Sums):
     def wipe(self, t: Expr) -> None:
         """Nothing needs to be taken back; the slots' next phases begin."""
         with T.If(T.And(self.thread == 0, t + 2 < self.steps)), T.Then():
-            for e in range(len(self.all)):
-                self.carrier.expect_sums(e, t % 2)
+            for pipeline in self.carrier.sums:
+                pipeline.announce(t)
 
     def _width(self, e: int, n: int) -> int:
         """Words of a part of statistic n and the next one, if there is another."""

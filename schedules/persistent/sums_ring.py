@@ -130,10 +130,8 @@ class RingSums(Sums):
                 with T.If(inside), T.Then():
                     ld_relaxed([words[n, k] for k in range(4)], self.rings[e].ptr_to([at]))
             highest = [words[n, k] for n in range(len(loads)) for k in range(4)]
-            while len(highest) > 1:
-                maxima = [T.let("highest", T.max(a, b)) for a, b in zip(highest[::2], highest[1::2], strict=False)]
-                highest = maxima + highest[len(maxima) * 2:]
-            T.buffer_store(missing, T.cast(highest[0] == T.uint32(SENTINEL), "int32"), [0])
+            found = T.tree("highest", highest, T.max) == T.uint32(SENTINEL)
+            T.buffer_store(missing, T.cast(found, "int32"), [0])
         sync_warp()
 
     def _between(self, side: Expr, warp: Expr) -> Expr:

@@ -8,10 +8,9 @@ from itertools import product
 from math import prod
 
 from ecornn.analysis.heads import heads_of, most_heads
-from ecornn.device import Device
 from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Knob, SearchedSchedule, Task, register_limit
 from ecornn.schedules.few_steps import others
 from ecornn.schedules.gemm.projection import may_be_followed, no_projection, project
 from ecornn.schedules.hoisted import Hoisted, hoisted_choices, hoisted_of, preferred, saved
@@ -19,11 +18,11 @@ from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.cluster import SIZES
 from ecornn.schedules.persistent_block.estimate import cycles, estimate, turns_of
 from ecornn.schedules.persistent_block.kernel import block_kernel
-from ecornn.schedules.persistent_block.plan import RESERVED, BlockKnobs, BlockPlan, packing_of, plan_of, register_limit
+from ecornn.schedules.persistent_block.plan import RESERVED, BlockKnobs, BlockPlan, packing_of, plan_of
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import MATH_FOR
 from ecornn.schedules.timeline import together
-from ecornn.workload import FEW, Traversal, Workload
+from ecornn.workload import FEW
 
 DOUBT = 1.05  # what it must be expected to gain
 CALL = 11_500  # nanoseconds of a call beside its steps, of whole_step 7000: its launches are two
@@ -35,7 +34,7 @@ THREADS, QUAD = 1024, 4
 CODE = 4096  # multiply-adds of unrolled code, at most
 
 
-class PersistentBlock(Schedule[BlockPlan]):
+class PersistentBlock(SearchedSchedule[BlockPlan]):
     """Serves small layers and heads: cells with recurrent products whose weights fit in one multiprocessor."""
 
     name = "persistent_block"
@@ -43,9 +42,6 @@ class PersistentBlock(Schedule[BlockPlan]):
     kind = "cuda"
     sequences = True
     heads = True
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Workload, Device, Traversal], Config | None] = {}
 
     def refuses(self, task: Task) -> str | None:
         graph, w = task.graph, task.workload
@@ -60,7 +56,7 @@ class PersistentBlock(Schedule[BlockPlan]):
         if fault := no_projection(task):
             return fault
         most = max(self._clusters(task))
-        if self._weights(task) > most * (task.device.shared + 4 * task.device.registers) or self._best(task) is None:
+        if self._weights(task) > most * (task.device.shared + 4 * task.device.registers) or self.best(task) is None:
             where = "one multiprocessor" if most == 1 else f"{most} multiprocessors"
             return f"the recurrent weights of {w} do not fit on {where} of {task.device.name}"
         return None
@@ -135,18 +131,13 @@ class PersistentBlock(Schedule[BlockPlan]):
             return "all weights are in registers"
         if sum(p.pieces * len(p.products) for p in plan.parts) * units * 4 > CODE:
             return "too many products of a thread in unrolled code"
-        limit = register_limit(task, plan)
+        limit = register_limit(device, plan.threads, plan.resident)
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
         room = min(device.shared, (device.shared + RESERVED) // resident - RESERVED)
         if plan.shared > room:
             return f"{plan.shared} bytes of shared memory, {room} available"
         return None
-
-    def default(self, task: Task) -> Config:
-        best = self._best(task)
-        assert best is not None, "default() is for tasks that serves() accepts"
-        return best
 
     def since(self, task: Task) -> str:
         """A later time with heads, and in clusters."""
@@ -155,7 +146,7 @@ class PersistentBlock(Schedule[BlockPlan]):
         return "2026-11-25T10:00:00Z" if BlockKnobs(self.default(task)).cluster == 1 else "2026-11-25T15:00:00Z"
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """``config`` with as many rows a block, and as many blocks at once, while there are as many."""
+        """Keeps rows of a block and blocks at once, while there are as many."""
         knobs = BlockKnobs(config)
         rows = min(knobs.rows, task.workload.batch)
         if knobs.cluster > 1:
@@ -168,8 +159,7 @@ class PersistentBlock(Schedule[BlockPlan]):
         return estimate(task, self.plan(task, self.default(task)))
 
     def rank(self, task: Task) -> float:
-        """The estimate, with a doubt; less where calls have few steps, since this schedule is known to take less beside
-        them than others."""
+        """Calls of few steps are known to take less beside these than with others."""
         plan, w = self.plan(task, self.default(task)), task.workload
         step = estimate(task, plan) * DOUBT
         few = w.seq <= FEW and plan.cluster == 1 and len(task.graph.phases) == 1
@@ -178,22 +168,19 @@ class PersistentBlock(Schedule[BlockPlan]):
     def beside(self, task: Task) -> float:
         return gpu_rates(task.device).sequence
 
-    def _best(self, task: Task) -> Config | None:
-        """The valid configuration of least estimated time, and of these, whole tiles; kept for the next question."""
+    def search(self, task: Task) -> Config | None:
+        """The valid configuration of least estimated time, and of these, whole tiles."""
         def order(config: Config) -> tuple[float, bool]:
             return estimate(task, plan := self.plan(task, config)), plan.rows % 8 != 0
 
-        key = task.workload, task.device, task.traversal
-        if key not in self._known:
-            found = min(self.candidates(task), key=order, default=None)
-            if found is not None:
-                other = {**found, "hoisted": preferred(task, estimate(task, self.plan(task, found)))}
-                found = other if self.check(task, other) is None else found
-            self._known[key] = found
-        return self._known[key]
+        found = min(self.candidates(task), key=order, default=None)
+        if found is None:
+            return None
+        other = {**found, "hoisted": preferred(task, estimate(task, self.plan(task, found)))}
+        return other if self.check(task, other) is None else found
 
     def candidates(self, task: Task) -> Iterator[Config]:
-        """The valid configurations that keep as many weights in registers as their cut allows."""
+        """The cuts that keep as many weights in registers as possible."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut = tuple(n for n in ("heads", "products", "rows", "units", "lanes", "cluster", "resident") if n in knobs)
         math, hoisted = math_for(task), "same" if saved(task) else "float32"
@@ -227,7 +214,7 @@ class PersistentBlock(Schedule[BlockPlan]):
 
 
 def math_for(task: Task) -> tuple[str, ...]:
-    """The choices of the knob ``math``; the second one is the default."""
+    """The ways to compute scalars; the second one is the default."""
     return ("exact", "relative") if task.workload.dtype == "float32" else MATH_FOR[task.workload.dtype]
 
 

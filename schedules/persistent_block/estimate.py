@@ -67,8 +67,7 @@ def recurrence(task: Task, plan: BlockPlan, rates: GPURates) -> float:
 
 
 def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
-    """The cycles of one block's step: those that it waits, and those in which its warps issue, one after the other in a
-    quarter."""
+    """Cycles of one block's step: those it waits, and those its warps issue one after the other in a quarter."""
     turns = -(-plan.threads // 128)  # warps of a quarter
     waits = issued = 0.0
     graph = task.graph

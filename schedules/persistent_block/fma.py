@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.threads import shuffle_xor
-from ecornn.schedules.persistent_block.plan import BlockPlan, Part
+from ecornn.schedules.persistent_block.plan import Part
 from ecornn.schedules.persistent_block.products import Products
 from ecornn.schedules.scalars.row_sums import across_lanes
 
@@ -23,9 +22,8 @@ from ecornn.schedules.scalars.row_sums import across_lanes
 class MultiplyAdds(Products):
     """Emits them. A pair's number is ``row * units + unit``."""
 
-    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
-                 rank: Expr, share: Expr) -> None:
-        super().__init__(task, plan, shared, sources, thread, rank, share)
+    def _locate(self) -> None:
+        plan, thread = self.plan, self.thread
         self.lane, self.group = T.let("k_lane", thread % plan.lanes), T.let("k_group", thread // plan.lanes)
         first: Expr = 0
         left, lanes, owner = plan.units * plan.rows, plan.lanes, self.group < plan.held * plan.groups

@@ -76,10 +76,8 @@ class Gates(GateThreads):
         plan, words = self.plan, self.plan.weights_place
         T.note("all warps, prologue: recurrent weights to registers and shared memory, states to zero")
         self.products.begin()
-        with T.serial("turn", 0, -(-words // plan.threads)) as turn:  # beyond the layer's units it stays zero
-            place = T.let("place", turn * plan.threads + self.thread)
-            with T.If(place < words), T.Then():
-                T.buffer_store(self.products.words, T.uint32(0), [place])
+        with T.strided("place", words, self.thread, plan.threads) as place:  # beyond the layer's units it stays zero
+            T.buffer_store(self.products.words, T.uint32(0), [place])
         if self.early:  # nothing before reads what the projection writes, or writes what it reads
             wait_on_earlier()
         T.note("all threads, prologue: constants and states of their (unit, batch row) pairs, the first inputs")
@@ -147,7 +145,7 @@ class Gates(GateThreads):
                 T.buffer_store(self.sums, own[product.var], [i, n])
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
-        """Emits what nobody waits for."""
+        """The rest of a step, which nobody waits for."""
         for i in range(self.items):
             self._store(i, t, ended[i])
         self._advance()
@@ -188,7 +186,7 @@ class Gates(GateThreads):
                 column = T.Select(odd, self.column[i + 1], self.column[i])
                 owner = T.Select(odd, self.owner[i + 1], self.owner[i])
             with T.If(owner), T.Then():
-                sent.send(step, first + products.place_of(unit, column) // per, word)
+                sent.state.send(step, first + products.place_of(unit, column) // per, [word])
 
     def _start_at(self, t: Expr) -> None:
         if self.fresh is None or self.marks is None:
@@ -243,7 +241,7 @@ class Gates(GateThreads):
         cp_async_commit()
 
     def _slot(self, slot: Expr, i: int, done: int, words: int) -> Expr:
-        """The pointer to this thread's piece of item i, behind ``done`` words."""
+        """A pointer to this thread's piece of item i behind ``done`` words."""
         plan = self.plan
         place = (slot * plan.items + i) * plan.words + done
         return self.products.shared.ptr_to([plan.inputs_place + place * plan.threads + self.thread * words])

@@ -26,7 +26,6 @@ from ecornn.schedules.persistent_block.plan import BlockPlan
 from ecornn.schedules.persistent_block.products import Products
 from ecornn.schedules.persistent_block.tensor import TensorProducts, WarpgroupProducts
 from ecornn.schedules.sequence_kernel import SequenceKernel
-from ecornn.schedules.timeline import piece_arguments, row_arguments
 
 
 def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
@@ -36,19 +35,11 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
     weights until then."""
     from tvm.script.ir_builder import IRBuilder
 
-    graph, dtype, big = task.graph, plan.dtype, T.int64(1 << 40)
+    own = dict.fromkeys((f"recurrent_{i}" for i in range(len(plan.parts))), plan.dtype if plan.mma else "float32")
     with IRBuilder() as builder, T.prim_func():
         T.func_name(keeping("persistent_block", kept))
-        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = {"hoisted": T.arg("hoisted", T.buffer((big,), hoisted.dtype))} if graph.hoisted_outputs else {}
-        arguments["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
-        for s in graph.states:
-            for name in (f"{s}_in", f"{s}_out"):
-                arguments[name] = T.arg(name, T.buffer((big,), dtype))
-        stored = dtype if plan.mma else "float32"
-        weights = [T.arg(f"recurrent_{i}", T.buffer((big,), stored)) for i in range(len(plan.parts))]
-        arguments["y"] = T.arg("y", T.buffer((big,), dtype))
-        arguments |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
+        kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early)
+        weights = [kernel.arguments[name] for name in own]
         T.device_entry()
         block, thread = T.block(plan.blocks * plan.cluster), T.thread(plan.threads)
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": plan.resident})
@@ -57,11 +48,10 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
             group, rank = T.let("group", block // plan.cluster), T.let("rank", block % plan.cluster)
         # in order: state, weights, inputs that are copied ahead, barriers of a cluster
         shared = T.shared(plan.shared // 4)
-        kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept, early)
         share: Expr = 0  # of the heads
         if plan.shares > 1:
             share, group = T.let("share", group % plan.shares), T.let("row_group", group // plan.shares)
-        with T.If(group * plan.rows < batch), T.Then():
+        with T.If(group * plan.rows < kernel.batch), T.Then():
             kinds: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}
             products = kinds[plan.products](task, plan, shared, weights, thread, rank, share)
             Gates(kernel, plan, products, group, thread).run()

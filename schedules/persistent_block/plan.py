@@ -11,6 +11,7 @@ from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.cuda.isa.tensor_core import per_word, words
 from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
+from ecornn.schedules.scalars.gate_threads import mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 PAIR = 16  # words of a pair of k-tiles
@@ -100,7 +101,7 @@ class BlockPlan(NamedTuple):
 
     @property
     def mma(self) -> bool:
-        """True if tensor cores multiply."""
+        """True where tensor cores multiply."""
         return self.products != "fma"
 
     @property
@@ -133,7 +134,7 @@ class BlockPlan(NamedTuple):
 
     @property
     def row_period(self) -> int:
-        """The rows, padded to 1, 2 or 4, with which the columns of mma repeat where there are few rows; else 0."""
+        """The rows, padded to 1, 2 or 4, of mma with few rows, whose columns repeat; else 0."""
         return 0 if self.rows > 4 else 1 << (self.rows - 1).bit_length()
 
     @property
@@ -175,7 +176,7 @@ class BlockPlan(NamedTuple):
 
     @property
     def buffers(self) -> int:
-        """Buffers of an exchanged operand: two with one phase, since the next step's follows at once; else one."""
+        """Buffers of an exchanged operand: two with one phase, since the next step's follows at once."""
         return 2 if len(self.operands) == 1 else 1
 
     @property
@@ -262,9 +263,9 @@ def parts_of(phases: tuple[Phase, ...], pieces: int, percent: int) -> tuple[Part
 
 def plan_of(task: Task, knobs: BlockKnobs) -> BlockPlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
-    w, graph, traversal = task.workload, task.graph, task.traversal
+    w, graph = task.workload, task.graph
     rows, phases, heads, held = knobs.rows, graph.product_phases, most_heads(graph), knobs.heads
-    masks = traversal.lengths + 2 * traversal.resets + traversal.sequences * (3 + len(graph.states))
+    masks = mask_values(task) + task.traversal.resets  # the marks of the step after, too
     plan = BlockPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=-(-w.batch // rows) * (heads // held),
         rows=rows, cluster=knobs.cluster,
@@ -275,12 +276,6 @@ def plan_of(task: Task, knobs: BlockKnobs) -> BlockPlan:
     pieces = plan.depth_of_k if plan.mma else plan.depth_of_k // (4 * plan.lanes)
     depth = next((d for d in DEPTHS if d * plan.input_words * 4 <= INPUT_BYTES), DEPTHS[-1])
     return plan._replace(parts=parts_of(phases, pieces, knobs.registers), depth=depth)
-
-
-def register_limit(task: Task, plan: BlockPlan) -> int:
-    """Registers that a thread can have."""
-    threads = -(-plan.threads // 128) * 128 * plan.resident  # they are given out to four warps at a time
-    return min(255, task.device.registers // threads // 8 * 8)
 
 
 def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:

@@ -35,6 +35,11 @@ class Products(ABC):
         self.words = shared.view("uint32")
         self.sources, self.weights = sources, list[TirBuffer]()
         self.place: list[tuple[Expr, Expr, Expr]] = []
+        self._locate()
+
+    @abstractmethod
+    def _locate(self) -> None:
+        """Works out which pairs the thread has, ``place`` and ``head``."""
 
     @abstractmethod
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:

@@ -14,25 +14,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.fragments import multiply_pair, zeros
 from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_shared, shared_address
-from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.cuda.isa.wgmma import descriptor, wgmma_commit, wgmma_fence, wgmma_registers, wgmma_wait
-from ecornn.schedules.persistent_block.plan import PAIR, BlockPlan, Part
+from ecornn.schedules.persistent_block.plan import PAIR, Part
 from ecornn.schedules.persistent_block.products import Products
 
 
 class TensorProducts(Products):
     """Emits products on tensor cores."""
 
-    def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
-                 rank: Expr, share: Expr) -> None:
-        super().__init__(task, plan, shared, sources, thread, rank, share)
-        self.values = shared if plan.dtype == "float32" else shared.view(plan.dtype)
+    def _locate(self) -> None:
+        plan, thread = self.plan, self.thread
+        self.values = self.shared if plan.dtype == "float32" else self.shared.view(plan.dtype)
         self.warp, self.tile_lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
         if plan.cluster > 1:  # among the warps of all blocks
-            self.warp = T.let("cluster_warp", rank * (plan.threads // 32) + self.warp)
+            self.warp = T.let("cluster_warp", self.rank * (plan.threads // 32) + self.warp)
         column, quad = self.tile_lane // 4, T.let("quad", self.tile_lane % 4)
         # of each n8 tile, the row whose state a lane loads
         rows = [column // 2 % plan.row_period] if plan.row_period else [n * 8 + column for n in range(plan.tiles)]
@@ -92,14 +91,8 @@ class TensorProducts(Products):
         """The sums of a part, as fragments C."""
         plan = self.plan
         octets, ahead = len(part.products) * plan.units, plan.ahead(part)
-        tiles = -(-octets // 2)
         # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
-        acc = T.local("acc", (chains, tiles, plan.tiles, 4), "float32")
-        for c in range(chains):
-            for m in range(tiles):
-                for n in range(plan.tiles):
-                    for i in range(4):
-                        T.buffer_store(acc, T.float32(0), [c, m, n, i])
+        acc = zeros("acc", chains, -(-octets // 2), plan.tiles, 4)
         if plan.held > 1:
             first = T.let("head_first", first + self.head * (plan.depth_of_k * plan.rows * PAIR))
         # (pair, n8 tile, 2 words of fragment B of each k-tile)
@@ -114,17 +107,9 @@ class TensorProducts(Products):
             load(pair)
         meanwhile()
         for pair in range(part.pieces):
-            weights = self.piece(number, pair)
-            for tile in range(2):
-                columns = [[split(state[pair % ahead, n, tile * 2 + half], plan.arithmetic) for half in range(2)]
-                           for n in range(plan.tiles)]
-                for m in range(tiles):
-                    rows = [split(weights[v][tile * 2 + half], plan.arithmetic) if v < octets
-                            else tuple(T.uint32(0) for _ in range(2)) for half in range(2) for v in (2 * m, 2 * m + 1)]
-                    for n in range(plan.tiles):
-                        chain = (2 * pair + tile) % chains
-                        mma([acc[chain, m, n, i] for i in range(4)], rows, columns[n], plan.arithmetic,
-                            apart=False)  # the sums are short
+            rows = [octet.__getitem__ for octet in self.piece(number, pair)]
+            columns = [[state[pair % ahead, n, i] for i in range(4)] for n in range(plan.tiles)]
+            multiply_pair(acc, pair, rows, columns, plan.arithmetic)
             if pair + ahead < part.pieces:
                 load(pair + ahead)
         return acc

@@ -9,7 +9,7 @@ from math import prod
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
-from ecornn.schedules.base import Component, Config, Cut, Knob, Schedule, Task
+from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
@@ -33,10 +33,10 @@ from ecornn.schedules.persistent_wide.plan import (
 )
 from ecornn.schedules.persistent_wide.start import start_kernel
 from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.scalars.initial import start_launch
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
 
-START_BLOCKS = 128
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
 COLUMNS = 256  # of a wgmma, at most
 WIDEST, WIDEST_SUM = 128, 256  # units of a set at most: of a layer, and where a unit has one row of several operands
@@ -50,10 +50,7 @@ TRIED = 3  # percents that are streamed of one cut, from the least that fits
 KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
 
-_defaults: dict[int, tuple[Task, Config]] = {}  # of the latest tasks: of large layers there are thousands of cuts
-
-
-class PersistentWide(Schedule[WidePlan]):
+class PersistentWide(SearchedSchedule[WidePlan]):
     """Serves cells with one recurrent product, and their adjoints, in 16-bit types on Hopper, where weights fit on
     chip."""
 
@@ -133,16 +130,9 @@ class PersistentWide(Schedule[WidePlan]):
             return "no room for two stages of state"
         return None
 
-    def default(self, task: Task) -> Config:
-        if (known := _defaults.get(id(task))) is not None and known[0] is task:
-            return known[1]
+    def search(self, task: Task) -> Config | None:
         best = min(self.candidates(task), key=lambda c: estimate(task, self.plan(task, c)), default=None)
-        assert best is not None, "default() is for tasks that serves() accepts"
-        found = {**best, "hoisted": preferred(task, estimate(task, self.plan(task, best)))}
-        if len(_defaults) >= 64:
-            _defaults.clear()
-        _defaults[id(task)] = task, found
-        return found
+        return best and {**best, "hoisted": preferred(task, estimate(task, self.plan(task, best)))}
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many eights of batch rows."""
@@ -159,8 +149,8 @@ class PersistentWide(Schedule[WidePlan]):
         return "2026-11-25T15:00:00Z" if streams else ""
 
     def candidates(self, task: Task) -> Iterator[Config]:
-        """The valid configurations that keep as many weights in registers as their cut allows; and where not all
-        weights fit in any of them, as many as possible in shared memory."""
+        """The cuts that keep as many weights in registers as possible; and where not all weights fit in any of them, as
+        many as possible in shared memory."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
         rest: Config = {"hoisted": "float32", "math": math}
@@ -242,14 +232,14 @@ def _lasting(task: Task, plan: WidePlan) -> int:
 
 
 def _large(task: Task) -> bool:
-    """True if some weights of a layer may have to be streamed."""
+    """Tells whether some weights of a layer may have to be streamed."""
     (phase,), w = task.graph.phases, task.workload
     weights = len(phase.products) * w.hidden * w.hidden * w.itemsize
     return not task.traversal.backward and weights > LARGE * task.device.cores
 
 
 def _recurrence(task: Task, plan: WidePlan, layout: Hoisted) -> Callable[[Stored], Component]:
-    """A function that makes a recurrence which stores ``kept`` values of each step."""
+    """Returns a function that makes the recurrence, with what it stores of each step."""
     math, packing = plan.knobs.math, packing_of(task, plan)
     handed = Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
     buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
@@ -258,12 +248,12 @@ def _recurrence(task: Task, plan: WidePlan, layout: Hoisted) -> Callable[[Stored
     if handed.fixed:
         buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
     fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
-    start = start_kernel(task, plan, layout, START_BLOCKS, math)
+    start = start_kernel(task, plan, layout, math)
 
     def recurrence(kept: Stored) -> Component:
         name = keeping("persistent_wide", kept)
         functions = {"start": start, name: wide_kernel(task, plan, layout, math, kept)}
-        calls = [Launch("start", START_BLOCKS, 256),
+        calls = [start_launch(),
                  Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
         return Component(functions, tuple(buffers), (*fills, *calls))
 

@@ -12,7 +12,7 @@ from ecornn.schedules.persistent_wide.plan import TEAM, WidePlan
 
 @dataclass(frozen=True)
 class BlockRole:
-    """A block's ``group``, the set in the group (``member``) and the ``part`` of K in the set: expressions, int32."""
+    """A block's ``group``, its set in the group (``member``) and its ``part`` of K in the set: expressions, int32."""
 
     plan: WidePlan
     group: Expr

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect, mbarrier_test
 from ecornn.schedules.cuda.isa.memory import fence_async_global, ld_acquire
 from ecornn.schedules.cuda.isa.registers import opaque
 from ecornn.schedules.cuda.isa.threads import ballot, sync_active, sync_warp
+from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
 from ecornn.schedules.persistent_wide.block_role import BlockRole
 from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, writers
 from ecornn.schedules.persistent_wide.plan import DEPTH, LANES, SLOTS, WidePlan
@@ -21,7 +21,7 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
 class Memory:
-    """The places in shared memory; ``ring`` is an expression (int32), or 0."""
+    """The layout of shared memory; ``ring`` is an expression (int32), or 0."""
 
     def __init__(self, plan: WidePlan, words: TirBuffer) -> None:
         self.plan, self.words = plan, words
@@ -42,31 +42,28 @@ class Memory:
         return self.plan.first_slot // 4 + (ring * self.plan.slots + slot) * (self.plan.weight_bytes // 4)
 
     def sums(self, ring: Expr) -> Expr:
+        """Index of the first word of partial sums."""
         return self.plan.first_sum // 4 + ring * (self.plan.columns * self.plan.stride)
 
-    def full(self, ring: Expr, stage: Expr) -> Expr:
-        """A pointer to the mbarrier at which this stage's chunk has come."""
-        return self._barrier(ring, stage)
+    def state(self, ring: Expr) -> Pipeline:
+        """The stages of state."""
+        return self._pipeline(ring, 0, self.plan.stages)
 
-    def empty(self, ring: Expr, stage: Expr) -> Expr:
-        """A pointer to the mbarrier at which this stage has been multiplied."""
-        return self._barrier(ring, self.plan.stages + stage)
+    def resident(self, ring: Expr) -> Pipeline:
+        """All weights that stay in shared memory, as one stage that is filled once."""
+        return Pipeline(self.words, self._barrier(ring, 2 * self.plan.stages))
 
-    def stored(self, ring: Expr) -> Expr:
-        """A pointer to the mbarrier at which the weights that stay have come."""
-        return self._barrier(ring, 2 * self.plan.stages)
+    def streamed(self, ring: Expr) -> Pipeline:
+        """The slots for streamed weights."""
+        return self._pipeline(ring, 2 * self.plan.stages + 1, self.plan.slots)
 
-    def filled(self, ring: Expr, slot: Expr) -> Expr:
-        """A pointer to the mbarrier at which this slot's weights have come."""
-        return self._barrier(ring, 2 * self.plan.stages + 1 + slot)
+    def _pipeline(self, ring: Expr, first: int, stages: int) -> Pipeline:
+        """The one whose barriers begin with the ring's ``first``: those of full stages, then those of empty ones."""
+        return Pipeline(self.words, self._barrier(ring, first), stages, self._barrier(ring, first + stages))
 
-    def used(self, ring: Expr, slot: Expr) -> Expr:
-        """A pointer to the mbarrier at which this slot's weights have been multiplied."""
-        return self._barrier(ring, 2 * self.plan.stages + 1 + self.plan.slots + slot)
-
-    def _barrier(self, ring: Expr, index: Expr) -> Expr:
-        place = self.plan.first_barrier // 4 + (ring * self.plan.barriers + index) * 2
-        return self.words.ptr_to([place])
+    def _barrier(self, ring: Expr, number: int) -> Expr:
+        """Index of the first word of one of the ring's barriers."""
+        return self.plan.first_barrier // 4 + (ring * self.plan.barriers + number) * BARRIER_WORDS
 
 
 def chunk_at(plan: WidePlan, role: BlockRole, ring: Expr, position: Expr) -> Expr:
@@ -92,7 +89,8 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         position = keep("position", turn * S + stage)
         mine, every = T.And(stage < S, position < C), (1 << 32) - 1  # a lane without a chunk never waits
         chunk = keep("chunk", chunk_at(plan, role, ring, position))
-    uses = T.let("uses", (C - 1 - stage) // S + 1)  # of the stage, in a step
+    state = memory.state(ring)
+    uses = T.let("uses", state.uses(stage, C))  # of the stage, in a step
     counter = counters.ptr_to([keep("counter", counter_of(plan, role.group, chunk))])
     needed = keep("needed", writers(plan, chunk))
     count, waiting, issued = (T.local(name, (1,), "uint32") for name in ("count", "waiting", "issued"))
@@ -101,7 +99,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
     with T.serial("t", 0, kernel.steps) as t:
         T.buffer_store(waiting, T.cast(mine, "uint32"), [0])
         T.buffer_store(issued, T.uint32(0), [0])
-        parity = T.let("parity", T.cast(T.bitwise_and(t * uses + turn, 1), "uint32"))
+        use = Use(stage, T.let("parity", parity_of(t * uses + turn)))
         source = keep("source", slot_base(plan, role.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != T.uint32(every)):
             with T.If(waiting[0] != T.uint32(0)), T.Then():
@@ -110,18 +108,16 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
                 # a parity says nothing about the use after next: the one before must have been issued
                 before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
-                with T.If(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.Then():
-                    before = T.bitwise_xor(parity, T.uint32(1))
-                    empty = T.let("empty", mbarrier_test(memory.empty(ring, stage), before))
-                    with T.If(empty != T.uint32(0)), T.Then():
-                        # The copies of several lanes issue as one instruction, which a race checker takes for the
-                        # first lane's: that one must have seen what the others have waited for.
-                        sync_active()
-                        announce(memory.full(ring, stage), plan.stage_bytes)
-                        fence_async_global()
-                        _bulk(memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
-                              plan.stage_bytes, memory.full(ring, stage))
-                        T.buffer_store(waiting, T.uint32(0), [0])
+                with T.If(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.Then(), \
+                        T.If(state.may_acquire(use)), T.Then():
+                    # The copies of several lanes issue as one instruction, which a race checker takes for the
+                    # first lane's: that one must have seen what the others have waited for.
+                    sync_active()
+                    state.expect(stage, plan.stage_bytes)
+                    fence_async_global()
+                    bulk_copy(memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
+                              T.uint32(plan.stage_bytes), state.full_barrier(stage))
+                    T.buffer_store(waiting, T.uint32(0), [0])
             done = waiting[0] == T.uint32(0)
             done = T.cast(T.And(done, mine) if plan.copiers == 1 else done, "int32")
             T.buffer_store(issued, ballot(done), [0])
@@ -139,19 +135,8 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
         if plan.streamed:
             mine = T.And(mine, plan.streamed_before(position + 1) == plan.streamed_before(position))
         with T.If(mine), T.Then():
-            announce(memory.stored(ring), plan.weight_bytes)
             chunk = chunk_at(plan, role, ring, position) if first else chunk
             piece = T.cast(role.member * plan.packed_chunks + chunk, "int64")
-            _bulk(memory.words.ptr_to([memory.weights(ring, position)]),
-                  weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes, memory.stored(ring))
+            memory.resident(ring).copy(0, memory.words.ptr_to([memory.weights(ring, position)]),
+                                       weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes)
     sync_warp()
-
-
-def announce(barrier: Expr, count: int) -> None:
-    """Arrives at a barrier whose phase ends when ``count`` bytes have come, too."""
-    mbarrier_expect(barrier, count)
-
-
-def _bulk(to: Expr, source: Expr, count: int, barrier: Expr) -> None:
-    """Copies ``count`` bytes, and counts them at the barrier."""
-    bulk_copy(to, source, T.uint32(count), barrier)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, Var
-from ecornn.schedules.cuda.isa.memory import fence_async_global, ld_shared, red_release, st_relaxed
+from ecornn.schedules.cuda.isa.memory import fence_async_global, red_release, st_relaxed
 from ecornn.schedules.cuda.isa.registers import opaque, pinned
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.exchange import pack
@@ -13,7 +13,7 @@ from ecornn.schedules.persistent_wide.exchange import counter_of, operand_words,
 from ecornn.schedules.persistent_wide.handover import Parcels
 from ecornn.schedules.persistent_wide.handover import word_of as handed_word
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, WidePlan
-from ecornn.schedules.scalars.gate_threads import Ended, GateThreads
+from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, partial_sums
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -26,7 +26,6 @@ class Gates(GateThreads):
     def __init__(self, kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole, thread: Expr) -> None:
         self.plan, self.role, self.memory = plan, role, memory
         super().__init__(kernel, plan.share, role.group, role.first, thread, role.count)
-        self.sums = memory.words
         self.parcels = Parcels(plan, self.arguments["handed"], self.items) if plan.parts > 1 else None
         self._address()
 
@@ -34,7 +33,7 @@ class Gates(GateThreads):
         return T.let(name, value) if self.plan.rings > 1 else opaque(name, value)
 
     def _address(self) -> None:
-        """Computes the places of the items' values."""
+        """Works out where the items' values lie."""
         plan, role = self.plan, self.role
         self.bases = [self._bind("sums_at", self.memory.sums(0) + column * plan.stride + self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
@@ -61,7 +60,7 @@ class Gates(GateThreads):
             self._prepare_addresses(t)
 
     def _prepare_addresses(self, t: Expr) -> None:
-        """Computes the places of the state that step t makes, before anybody waits for it."""
+        """Works out where the state that step t computes goes, before anybody waits for it."""
         plan = self.plan
         if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
             self.role = self.role.anew()
@@ -113,20 +112,14 @@ class Gates(GateThreads):
         found: dict[Var, Expr] = {}
         rows = self.graph.phases[0].products
         for outer in range(plan.gates // e):
-            parts = [self._load(self.bases[i] + ring * plan.columns * plan.stride + outer * plan.finished * e, e)
+            place = self.bases[i] + outer * plan.finished * e
+            parts = [partial_sums(self.memory.words, place + ring * plan.columns * plan.stride, e)
                      for ring in range(plan.rings)]
             for inner in range(e):
                 gate, value = outer * e + inner, parts[0][inner]
                 value = T.let("sum", value + parts[1][inner]) if plan.rings > 1 else value
                 found[rows[gate].var] = value if self.parcels is None else self.parcels.sum(i, gate, value)
         return found
-
-    def _load(self, place: Expr, count: int) -> list[Expr]:
-        if count in (2, 4):
-            into = T.local("sums", (count,), "float32")  # neighbouring gates of a unit
-            ld_shared([into[k] for k in range(count)], self.sums.ptr_to([place]), "f32")
-            return [into[k] for k in range(count)]
-        return [T.let("sum", self.sums[place + k]) for k in range(count)]
 
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
         """Keeps this item's part of the exchange, a value of each operand; units beyond H are zero."""

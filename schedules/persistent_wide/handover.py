@@ -38,14 +38,14 @@ def slot_of(plan: WidePlan, role: BlockRole, step: Expr) -> Expr:
 
 
 def word_of(plan: WidePlan, finisher: Expr, other: Expr, column: Expr, row: Expr) -> Expr:
-    """The place, in a slot of the set, of two words: of one of the finisher's own rows of sums, from the block
-    ``other`` + 1 behind it in the set, and two batch rows of the group, the first of which is ``column`` (even)."""
+    """The place in it of two words: one of the finisher's own rows of sums, from the block ``other`` + 1 behind it in
+    the set, of two batch rows of the group, the first of which is ``column`` (even)."""
     pair = (finisher * (plan.parts - 1) + other) * (plan.columns // 2) + column // 2
     return (pair * plan.handed_rows + row) * 2
 
 
 def tag_of(step: Expr) -> Expr:
-    """The tag of the words of a step, uint32."""
+    """The tag of a step's words, uint32."""
     return T.let("tag", T.cast(T.bitwise_and(step >> 1, 1), "uint32"))
 
 

@@ -17,8 +17,8 @@ What registers the copying warpgroup does not need, the multiplying ones get.
 from __future__ import annotations
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_init
+from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import fence_async_shared
 from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
 from ecornn.schedules.cuda.isa.threads import sync_block
@@ -30,8 +30,7 @@ from ecornn.schedules.persistent_wide.gates import Gates
 from ecornn.schedules.persistent_wide.plan import REGISTERS, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.products import Products
 from ecornn.schedules.persistent_wide.stream import stream
-from ecornn.schedules.sequence_kernel import SequenceKernel, written_by
-from ecornn.schedules.timeline import piece_arguments, row_arguments
+from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
 def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
@@ -40,23 +39,13 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
     stores what is ``kept``, too."""
     from tvm.script.ir_builder import IRBuilder
 
-    graph, dtype, big = task.graph, plan.dtype, T.int64(1 << 40)
+    own = ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else []))
     with IRBuilder() as builder, T.prim_func():
         T.func_name(keeping("persistent_wide", kept))
-        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        a: dict[str, TirBuffer] = {}
-        if graph.hoisted_outputs:
-            a["hoisted"] = T.arg("hoisted", T.buffer((big,), hoisted.dtype))
-        a["vectors"] = T.arg("vectors", T.buffer((big,), "float32"))
-        for name in (f"{s}{end}" for s in graph.states for end in ("_in", "_out")):
-            a[name] = T.arg(name, T.buffer((big,), dtype))
-        for name in ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else [])):
-            a[name] = T.arg(name, T.buffer((big,), "uint32"))
-        a |= {made: T.arg(made, T.buffer((big,), dtype)) for made in written_by(task)}
-        a |= kept.arguments(dtype) | row_arguments(task.traversal) | piece_arguments(task.traversal)
+        kernel = SequenceKernel.declare(task, hoisted, math, dict.fromkeys(own, "uint32"), kept)
+        a = kernel.arguments
         T.device_entry()
         block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)
-        kernel = SequenceKernel(task, hoisted, math, a, steps, batch, kept)
         words = T.shared(plan.shared // 4, 1024)  # in order: stages of state, weights, partial sums, barriers
         memory = Memory(plan, words)
         role, (copying, multiplying) = BlockRole.of(plan, block), REGISTERS[plan.teams]
@@ -81,7 +70,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
                 T.note("gates, prologue: constants, states and first inputs of each thread's (unit, batch row) pairs")
                 gates = Gates(kernel, plan, memory, role, worker)
                 gates.begin()
-                with T.serial("t", 0, steps) as t:
+                with T.serial("t", 0, kernel.steps) as t:
                     products.run(t, gates.meanwhile)
                     T.note("MMA warpgroups: partial sums to shared memory, or to the CTA that finishes their units")
                     products.store(a.get("handed"))
@@ -93,18 +82,13 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
 def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
     """The barriers, by the first thread, for all."""
     T.note("prologue: one thread initialises the mbarriers of all stages: full, empty, weights")
-    arrivals = T.uint32(plan.sharers * TEAM // 32)
+    warps = plan.sharers * TEAM // 32
     with T.If(thread == 0), T.Then():
         for ring in range(plan.rings):
-            for stage in range(plan.stages):
-                mbarrier_init(memory.full(ring, stage), 1)
-                mbarrier_init(memory.empty(ring, stage), arrivals)
+            memory.state(ring).init(consumers=warps)
             if plan.resident:
-                count = T.uint32(plan.resident)
-                mbarrier_init(memory.stored(ring), count)
-            for slot in range(plan.slots):
-                mbarrier_init(memory.filled(ring, slot), 1)
-                mbarrier_init(memory.used(ring, slot), arrivals)
+                memory.resident(ring).init(producers=plan.resident)
+            memory.streamed(ring).init(consumers=warps)
         fence_mbarrier_init()
         fence_async_shared()  # bulk copies arrive through this proxy
     sync_block()

@@ -10,7 +10,7 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
-from ecornn.schedules.scalars.gate_threads import Share
+from ecornn.schedules.scalars.gate_threads import Share, mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 TEAM = 128  # threads of a warpgroup
@@ -156,7 +156,7 @@ class WidePlan:
 
     @property
     def most_chunks(self) -> int:
-        """The most chunks of a ring that its copying warps have lanes for."""
+        """Chunks of a ring that its copying warps have lanes for."""
         apart = self.streamed and self.copiers > 1
         return self.stages * (LANES // self.copier_stages) if apart else LANES
 
@@ -196,12 +196,12 @@ class WidePlan:
 
     @property
     def first_weight(self) -> int:
-        """The first byte of weights, behind the stages."""
+        """First byte of weights, behind the stages."""
         return self.rings * self.stages * self.stage_bytes
 
     @property
     def first_slot(self) -> int:
-        """The first byte of slots for streamed weights."""
+        """First byte of slots for streamed weights."""
         return self.first_weight + self.rings * self.resident * self.weight_bytes
 
     @property
@@ -210,8 +210,7 @@ class WidePlan:
 
     @property
     def first_barrier(self) -> int:
-        """The first byte of mbarriers. Each ring has: full and empty of each stage, that of the weights, and full and
-        empty of each slot."""
+        """First byte of barriers: a ring has full and empty of stages, that of its weights, full and empty of slots."""
         return self.first_sum + self.rings * self.columns * self.stride * 4
 
     @property
@@ -254,17 +253,17 @@ class WidePlan:
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes of state that come to one block in a step."""
+        """Bytes of state that are copied to one block in a step."""
         return self.rings * self.chunks * self.stage_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of weights that come to one block in a step."""
+        """Bytes of weights that are copied to one block in a step."""
         return self.rings * self.streamed * self.weight_bytes
 
     @property
     def handed_bytes(self) -> int:
-        """Bytes of partial sums that come to one block in a step."""
+        """Bytes of partial sums that are handed to one block in a step."""
         return (self.parts - 1) * self.finished * self.gates * self.rows * 4
 
     @property
@@ -292,7 +291,7 @@ def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     parts, row_teams = knobs.parts, knobs.row_teams
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
     chunks = -(-operands * -(-w.hidden // DEPTH) // (rings * parts))
-    masks = task.traversal.lengths + task.traversal.resets + task.traversal.sequences * (3 + len(graph.states))
+    masks = mask_values(task)
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
     if task.traversal.backward:  # what is exchanged is not kept, but for rows that take no part
         states = set(graph.states.values()) - (set() if task.traversal.lengths else set(phase.operands))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.mbarrier import mbarrier_arrive, mbarrier_wait
 from ecornn.schedules.cuda.isa.memory import shared_address
 from ecornn.schedules.cuda.isa.registers import opaque, pinned
 from ecornn.schedules.cuda.isa.threads import uniform
@@ -18,11 +17,11 @@ from ecornn.schedules.cuda.isa.wgmma import (
     wgmma_wait,
     wgmma_wait_pending,
 )
+from ecornn.schedules.cuda.pipeline import Use
 from ecornn.schedules.persistent_wide import handover
 from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, WidePlan
-from ecornn.schedules.persistent_wide.stream import parity_of
 
 STEPS = DEPTH // 16  # products of a chunk and tile
 
@@ -50,7 +49,7 @@ class Products:
                         T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
                                        [(p * STEPS + k) * plan.own_tiles + m, i])
         if plan.resident:
-            mbarrier_wait(memory.stored(self.ring), T.uint32(0))
+            memory.resident(self.ring).wait(Use(0, T.uint32(0)))
 
     @property
     def ring(self) -> Expr:
@@ -72,14 +71,13 @@ class Products:
             self.base = T.cast(pinned("base", T.cast(self.begin, "int32")), "uint32")
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.own_tiles)]
         for p in range(plan.chunks):
-            stage = p % plan.stages
-            uses = (plan.chunks - 1 - stage) // plan.stages + 1  # of the stage, in a step
-            parity = T.cast(T.bitwise_and(t * uses + p // plan.stages, 1), "uint32")
-            mbarrier_wait(self.memory.full(self.ring, stage), parity)
+            chunks, slots = self.memory.state(self.ring), self.memory.streamed(self.ring)
+            use = chunks.use(t, p, plan.chunks)
+            chunks.wait(use)
             if (number := plan.stream(p)) is not None:
-                mbarrier_wait(self.memory.filled(self.ring, number % plan.slots), parity_of(plan, t, number))
+                slots.wait(slots.use(t, number, plan.streamed))
             wgmma_fence()
-            state = self._address(self.memory.stage(self.ring, stage))
+            state = self._address(self.memory.stage(self.ring, use.stage))
             b = T.let("b", descriptor(state, 16, 8 * DEPTH * 2, swizzled=True))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
@@ -116,12 +114,10 @@ class Products:
 
     def _release(self, p: int) -> None:
         """This warp has multiplied the chunk at position p: its stage may be written again, and its slot."""
-        empty, number = [self.memory.empty(self.ring, p % self.plan.stages)], self.plan.stream(p)
-        if number is not None:
-            empty.append(self.memory.used(self.ring, number % self.plan.slots))
         with T.If(self.lane == 0), T.Then():
-            for barrier in empty:
-                mbarrier_arrive(barrier)
+            self.memory.state(self.ring).release(p % self.plan.stages)
+            if (number := self.plan.stream(p)) is not None:
+                self.memory.streamed(self.ring).release(number % self.plan.slots)
 
     def store(self, handed: TirBuffer | None) -> None:
         """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of
@@ -160,7 +156,7 @@ class Products:
         return found
 
     def _store_rows(self, handed: TirBuffer) -> None:
-        """Does what :meth:`store` does, where each team has rows of its own; others wait longer, so theirs go first."""
+        """The same where each team has rows of its own; other blocks wait longer, so theirs go first."""
         plan = self.plan
         values = [[(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
                   for m in range(plan.own_tiles) for half in range(2)]

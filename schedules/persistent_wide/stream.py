@@ -13,19 +13,17 @@ when it is read again. So the first ones of a step are asked to stay, and the ot
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.mbarrier import mbarrier_wait
 from ecornn.schedules.cuda.isa.memory import l2_policy
 from ecornn.schedules.cuda.isa.registers import opaque
 from ecornn.schedules.persistent_wide.block_role import BlockRole
-from ecornn.schedules.persistent_wide.copies import Memory, announce, chunk_at
+from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.plan import WidePlan
 
 
 def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
     """Emits one thread's whole life: all streamed chunks of a ring, step after step."""
     T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
-    count, among = plan.streamed, plan.chunks - plan.kept
+    count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
     policies = T.local("policies", (2,), "uint64")
     if plan.lasting < count:
         l2_policy(policies[0], "evict_last")
@@ -38,16 +36,7 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
             slot, position = opaque("slot", number % plan.slots), plan.kept + (number * among + among - 1) // count
             piece = role.member * plan.packed_chunks + chunk_at(plan, role, ring, opaque("position", position))
             source = weights.ptr_to([T.cast(opaque("piece", piece), "int64") * (plan.weight_bytes // 4)])
-            mbarrier_wait(memory.used(ring, slot), T.bitwise_xor(parity_of(plan, t, number), T.uint32(1)))
-            announce(memory.filled(ring, slot), plan.weight_bytes)
-            to, size = memory.words.ptr_to([memory.slot(ring, slot)]), T.uint32(plan.weight_bytes)
+            slots.acquire(slots.use(t, number, count)._replace(stage=slot))
             policy = T.Select(number < plan.lasting, policies[0], policies[1]) if plan.lasting < count else None
-            bulk_copy(to, source, size, memory.filled(ring, slot), policy=policy)
+            slots.copy(slot, memory.words.ptr_to([memory.slot(ring, slot)]), source, plan.weight_bytes, policy)
             T.buffer_store(turn, number + 1, [0])
-
-
-def parity_of(plan: WidePlan, t: Expr, number: Expr) -> Expr:
-    """The parity of the phase of its slot in which a streamed chunk is there, in step t."""
-    slot = number % plan.slots
-    uses = (plan.streamed - 1 - slot) // plan.slots + 1  # of the slot, in a step
-    return T.cast(T.bitwise_and(t * uses + number // plan.slots, 1), "uint32")

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ecornn.analysis.liveness import late_operands, urgent
+from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.threads import neighbour
 from ecornn.schedules.outputs import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
@@ -30,6 +32,21 @@ class Share:
         if self.paired:
             return 2 * -(-self.rows // (self.threads // self.units * 2))
         return -(-self.units * self.rows // self.threads)
+
+
+def mask_values(task: Task) -> int:
+    """Values that a thread keeps of an item's lengths, resets and sequences."""
+    traversal = task.traversal
+    return traversal.lengths + traversal.resets + traversal.sequences * (3 + len(task.graph.states))
+
+
+def partial_sums(shared: TirBuffer, place: Expr, count: int) -> list[Expr]:
+    """The sums of ``count`` neighbouring gates of a unit, from shared memory, float32; by one load, if one can."""
+    if count in (2, 4):
+        into = T.local("sums", (count,), "float32")
+        ld_shared([into[k] for k in range(count)], shared.ptr_to([place]), "f32")
+        return [into[k] for k in range(count)]
+    return [T.let("sum", shared[place + k]) for k in range(count)]
 
 
 @dataclass

@@ -12,7 +12,6 @@ from typing import Protocol
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_expect, mbarrier_init, mbarrier_wait
 from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import per_word
 
@@ -121,21 +120,3 @@ class StagedRows:
 def staged_words(width: int, dtype: str) -> int:
     """Words from one row to the next: an odd number of pairs."""
     return (-(-width // (PAIR * per_word(dtype))) | 1) * PAIR
-
-
-def make_barrier(barrier: Expr) -> None:
-    """Makes the barrier of a block (a pointer), for bytes that come from the blocks of its cluster. A barrier of the
-    cluster must lie between this and all that uses it."""
-    mbarrier_init(barrier, 1)
-    fence_mbarrier_init()
-
-
-def announce(barrier: Expr, count: int) -> None:
-    """Says how many bytes the barrier waits for. Some of them may have come: it counts, and lacks this arrival until
-    now."""
-    mbarrier_expect(barrier, count)
-
-
-def arrived(barrier: Expr) -> None:
-    """Waits for the bytes that were announced."""
-    mbarrier_wait(barrier, T.uint32(0), cluster=True)

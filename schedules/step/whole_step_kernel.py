@@ -11,19 +11,13 @@ from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
 from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import prefetch_l1
 from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.cuda.pipeline import Pipeline, Use
 from ecornn.schedules.gemm.outputs import leaves_of_rows
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit
-from ecornn.schedules.step.operand_rows import (
-    Operand,
-    RowsInMemory,
-    StagedRows,
-    announce,
-    arrived,
-    make_barrier,
-    staged_words,
-)
+from ecornn.schedules.step.operand_rows import Operand, RowsInMemory, StagedRows, staged_words
 from ecornn.schedules.step.scalars import Layout, StepScalars, declare
 from ecornn.schedules.step.warp_product import Share, WarpProduct, add_up, sums
 
@@ -202,9 +196,10 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                 for share in shares:
                     staged.append(StagedRows(words, place, plan.rows, share.width, w.dtype, T.let("row", lane // 4)))
                     place += plan.rows * staged_words(share.width, w.dtype)
-                barrier = words.ptr_to([place])
+                rows = Pipeline(words, place, cluster=True)  # all of them, once
                 with T.If(thread == 0), T.Then():
-                    make_barrier(barrier)
+                    rows.init()
+                    fence_mbarrier_init()
                 for one in staged:
                     one.clear(thread, plan.threads)
                 cluster_arrive()
@@ -219,12 +214,13 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                 if plan.cluster > 1:
                     cluster_wait()  # behind it all barriers are there
                     with T.If(thread == 0), T.Then():
-                        announce(barrier, sum(plan.rows * share.width * w.itemsize for share in shares))
+                        rows.expect(0, sum(plan.rows * share.width * w.itemsize for share in shares))
                     for i, one in enumerate(staged):
                         own = T.let("own_row", thread - i * plan.rows)
                         with T.If(T.And(own >= 0, own < plan.rows)), T.Then():
-                            one.copy(sources[i], start(i, own), own, block % plan.cluster, plan.cluster, barrier)
-                    arrived(barrier)
+                            one.copy(sources[i], start(i, own), own, block % plan.cluster, plan.cluster,
+                                     rows.full_barrier(0))
+                    rows.wait(Use(0, T.uint32(0)))
 
             def multiply(i: int) -> None:
                 """Emits share i, which is of x unless it is the last one."""

@@ -1,0 +1,172 @@
+"""Pipelines: stages of shared memory that producers fill and consumers read, handed over by mbarriers.
+
+Use n = 0, 1, ... of a stage is phase n of its barriers, as in CUTLASS's PipelineAsync:
+
+    full     its phase ends with the producers' arrivals, and the bytes that these announced. Consumers of use n
+             wait for phase n.
+    empty    its phase ends with the consumers' arrivals, behind their last reads. Producers of use n wait for phase
+             n - 1, which a new barrier counts as complete for n = 0.
+
+A wait names the parity of a phase, so nobody who waits may be two phases behind. Phase n of ``full`` needs phase n - 1
+of ``empty``, and that needs every consumer past phase n - 1 of ``full``: with both barriers nobody can be, if all go
+through the stages in the same order. Without ``empty`` it is on the kernel to say why nobody is.
+
+Reads and writes of threads and bulk copies go through different proxies: where a copy overwrites what threads have
+read, or a warpgroup multiplies what they have written, a proxy fence lies between (``isa/memory.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.cluster import cluster_send
+from ecornn.schedules.cuda.isa.copies import bulk_copy
+from ecornn.schedules.cuda.isa.mbarrier import (
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_test,
+    mbarrier_wait,
+)
+from ecornn.schedules.cuda.isa.memory import shared_address
+
+BARRIER_WORDS = 2  # words of 32 bits of an mbarrier
+
+
+class Use(NamedTuple):
+    """One use of a stage: which one (int32), and the parity of the phase that it is (uint32)."""
+
+    stage: Expr
+    parity: Expr
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Emits both ends of a pipeline inside a block.
+
+    Attributes
+    ----------
+    words : the block's shared memory, of a type of 32 bits
+    full, empty : words where the barriers of the first stage lie, 8-byte aligned; None: no consumer hands stages back
+        through barriers
+    stages : how many there are
+    apart : words from a stage's barriers to the next one's
+    cluster : whether other blocks of the cluster fill stages, too
+    """
+
+    words: TirBuffer
+    full: Expr
+    stages: int = 1
+    empty: Expr | None = None
+    apart: int = BARRIER_WORDS
+    cluster: bool = False
+
+    def init(self, producers: int = 1, consumers: int = 0) -> None:
+        """Makes the barriers, each phase of which takes so many arrivals. For one thread, before
+        :func:`~.isa.mbarrier.fence_mbarrier_init` and a barrier of all who use them."""
+        for stage in range(self.stages):
+            mbarrier_init(self.full_barrier(stage), producers)
+            if self.empty is not None:
+                mbarrier_init(self.empty_barrier(stage), consumers)
+
+    def full_barrier(self, stage: Expr) -> Expr:
+        """A pointer."""
+        return self.words.ptr_to([self.full + stage * self.apart])
+
+    def empty_barrier(self, stage: Expr) -> Expr:
+        """A pointer."""
+        assert self.empty is not None, "nobody hands stages back"
+        return self.words.ptr_to([self.empty + stage * self.apart])
+
+    def uses(self, stage: Expr, count: int) -> Expr:
+        """How many of the items 0 to ``count`` - 1 go through a stage, item n through stage n modulo ``stages``."""
+        return (count - 1 - stage) // self.stages + 1
+
+    def use(self, t: Expr, number: Expr, count: int) -> Use:
+        """The use that item ``number`` of iteration t makes, where each has ``count`` items: an item has the same
+        stage in all of them, whether or not ``count`` is a multiple of the stages."""
+        stage = number % self.stages
+        return Use(stage, parity_of(t * self.uses(stage, count) + number // self.stages))
+
+    def acquire(self, use: Use) -> None:
+        """Producers: waits until consumers have handed the stage back."""
+        mbarrier_wait(self.empty_barrier(use.stage), _before(use.parity), self.cluster)
+
+    def may_acquire(self, use: Use) -> Expr:
+        """Producers: whether :meth:`acquire` would not have to wait (bool)."""
+        return T.let("empty", mbarrier_test(self.empty_barrier(use.stage), _before(use.parity))) != T.uint32(0)
+
+    def expect(self, stage: Expr, size: int) -> None:
+        """Producers: an arrival that announces ``size`` bytes, some of which may have come before."""
+        mbarrier_expect(self.full_barrier(stage), size)
+
+    def copy(self, stage: Expr, to: Expr, source: Expr, size: int, policy: Expr | None = None) -> None:
+        """Producers: an arrival, and a bulk copy of ``size`` bytes that ends the phase; ``policy`` of L2."""
+        self.expect(stage, size)
+        bulk_copy(to, source, T.uint32(size), self.full_barrier(stage), policy=policy)
+
+    def wait(self, use: Use) -> None:
+        """Consumers: waits until the stage is full."""
+        mbarrier_wait(self.full_barrier(use.stage), use.parity, self.cluster)
+
+    def release(self, stage: Expr) -> None:
+        """Consumers: an arrival that hands the stage back."""
+        mbarrier_arrive(self.empty_barrier(stage))
+
+
+@dataclass(frozen=True)
+class ClusterPipeline(Pipeline):
+    """Emits both ends of the way to every block of a cluster, of what its blocks make in each step: two stages in the
+    shared memory of each, which all blocks fill by st.async. What is for step t goes to stage t % 2.
+
+    A phase has one arrival, by a thread of the block that says how many bytes come, and the bytes of one step, in
+    whatever order; some of these may come before the arrival.
+
+    * Nobody reads what is not there: the phase ends with its last byte, and a wait for it acquires, at the scope of
+      the cluster, what the bytes' completion released.
+    * No block ends while something is on its way to it: what is sent is for a step that is computed, so it is waited
+      for.
+
+    Nobody overwrites what is still read, nor counts bytes in a phase too early, if who sends for step t + 2 has all of
+    step t + 1, to which every block adds behind its reads of step t, and if the block makes the arrival for step t + 2
+    when its wait for step t has ended.
+
+    Attributes
+    ----------
+    blocks : of the cluster
+    size : bytes that a block gets in a step
+    """
+
+    stages: int = 2
+    blocks: int = 1
+    size: int = 0
+    cluster: bool = True
+
+    def wait_for(self, step: Expr) -> None:
+        """Waits until all that is for a step is there."""
+        self.wait(Use(step % 2, T.cast(step // 2 % 2, "uint32")))
+
+    def announce(self, step: Expr) -> None:
+        """The block's arrival in the phase of a step."""
+        self.expect(step % 2, self.size)
+
+    def send(self, step: Expr, place: Expr, words: list[Expr]) -> None:
+        """Sends one, two or four words to all blocks, to word ``place`` of their shared memory."""
+        to, barrier = T.let("to", shared_address(self.words.ptr_to([place]))), self.address(step)
+        for rank in range(self.blocks):
+            cluster_send(to, barrier, T.uint32(rank), words)
+
+    def address(self, step: Expr) -> Expr:
+        """The address in shared memory of a step's barrier, for :func:`~.isa.cluster.cluster_send`."""
+        return T.let("barrier", shared_address(self.full_barrier(step % 2)))
+
+
+def parity_of(use: Expr) -> Expr:
+    """The parity of a stage's n-th use, uint32."""
+    return T.cast(T.bitwise_and(use, 1), "uint32")
+
+
+def _before(parity: Expr) -> Expr:
+    return T.bitwise_xor(parity, T.uint32(1))
