@@ -7,7 +7,7 @@ Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,28 @@ class Builder:
     def thread(self, count: int) -> Var:
         """The number of the thread in its block, of ``count``."""
         return self.named("thread", self._tvm.thread_id([count]))
+
+    @contextmanager
+    def kernel(self, name: str) -> Iterator[Callable[[], PrimFunc]]:
+        """A function of that name, which what is given returns when it has been left."""
+        from tvm.script.ir_builder import IRBuilder
+
+        with IRBuilder() as builder, self._tvm.prim_func():
+            self._tvm.func_name(name)
+            yield builder.get
+
+    def pointer(self, name: str, dtype: str) -> TirBuffer:
+        """A parameter: an array in global memory."""
+        return self._tvm.arg(name, self._tvm.buffer((self._tvm.int64(1 << 40),), dtype))
+
+    @contextmanager
+    def when(self, condition: Expr | bool) -> Iterator[None]:
+        """What runs only where the condition holds; True: without asking."""
+        if condition is True:
+            yield
+        else:
+            with self._tvm.If(condition), self._tvm.Then():
+                yield
 
     def let(self, name: str, value: Expr) -> Var:
         """A variable that is bound to ``value``."""

@@ -23,6 +23,7 @@ from ecornn.workload import ITEMSIZE
 STEPS, BATCH, SEQUENCES = "steps", "batch", "sequences"
 COUNT = "count"
 CHUNK = 16  # bytes that one instruction copies at most
+SLOWER = {"float32": 5, "tf32": 2}  # than products of 16-bit types
 
 Vectors = Callable[[int | None], Expr]  # number of a parameter vector -> its value; None: the number of the unit
 
@@ -143,13 +144,13 @@ class Job:
     def declare(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
         """The kernel's parameters behind T and B."""
         found = self.declare_inputs(epilogue)
-        return found | _arguments({n: k for n, k in ({"vectors": "float32"} | dict(epilogue.writes)).items()
-                                   if n not in found})
+        return found | _pointers({n: k for n, k in ({"vectors": "float32"} | dict(epilogue.writes)).items()
+                                  if n not in found})
 
     def declare_inputs(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
         """Those of what is multiplied and read, but for ``vectors``."""
         kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads) | counted(self.each)
-        return _arguments(kinds | {o.weights: self.dtype for o in self.operands})
+        return _pointers(kinds | {o.weights: self.dtype for o in self.operands})
 
 
 def rows_of(each: str, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:
@@ -162,8 +163,8 @@ def counted(each: str) -> dict[str, str]:
     return {COUNT: "int32"} if each == SEQUENCES else {}
 
 
-def _arguments(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:
-    return {name: T.arg(name, T.buffer((T.int64(1 << 40),), kind)) for name, kind in kinds.items()}
+def _pointers(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:
+    return {name: T.pointer(name, kind) for name, kind in kinds.items()}
 
 
 class Epilogue(ABC):

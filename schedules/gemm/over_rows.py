@@ -9,12 +9,11 @@ from __future__ import annotations
 from ecornn.program import Buffer, Launch
 from ecornn.schedules.base import Component
 from ecornn.schedules.gemm.job import Epilogue, Job
-from ecornn.schedules.gemm.mma import THREADS, blocks_of, packing_of, shape_of
-from ecornn.schedules.gemm.mma_kernel import mma_kernel
-from ecornn.schedules.gemm.wgmma import THREADS as HOPPER_THREADS
-from ecornn.schedules.gemm.wgmma import packing_of as hopper_packing
-from ecornn.schedules.gemm.wgmma import shape_of as hopper_shape
-from ecornn.schedules.gemm.wgmma_kernel import wgmma_kernel
+from ecornn.schedules.gemm.rows_mma import THREADS, blocks_of, mma_kernel, packing_of, shape_of
+from ecornn.schedules.gemm.rows_wgmma import THREADS as HOPPER_THREADS
+from ecornn.schedules.gemm.rows_wgmma import packing_of as hopper_packing
+from ecornn.schedules.gemm.rows_wgmma import shape_of as hopper_shape
+from ecornn.schedules.gemm.rows_wgmma import wgmma_kernel
 
 WGMMA = True  # off only to compare the two kernels
 

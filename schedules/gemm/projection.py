@@ -18,14 +18,12 @@ from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.few_steps import short
 from ecornn.schedules.gemm.aligned import align, x_of
-from ecornn.schedules.gemm.job import Columns, Job, Operand
-from ecornn.schedules.gemm.mma import LEAST_ROWS, shape_of
+from ecornn.schedules.gemm.job import SLOWER, Columns, Job, Operand
 from ecornn.schedules.gemm.outputs import HoistedValues
 from ecornn.schedules.gemm.over_rows import on_hopper, over_rows, weights_of
+from ecornn.schedules.gemm.rows_mma import LEAST_ROWS, shape_of
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.rates import gpu_rates
-
-SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
 
 
 def no_projection(task: Task) -> str | None:

@@ -12,10 +12,9 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_acquire, red_release
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
-from ecornn.schedules.gemm.mma import THREADS, rows_ahead
-from ecornn.schedules.gemm.mma_kernel import Team
 from ecornn.schedules.gemm.outputs import HoistedValues
 from ecornn.schedules.gemm.projection import job_of
+from ecornn.schedules.gemm.rows_mma import THREADS, Team, rows_ahead
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.plan import PersistentPlan, worker_shape
 from ecornn.schedules.sequence_kernel import SequenceKernel

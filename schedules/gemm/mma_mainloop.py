@@ -1,0 +1,136 @@
+"""The main loop on mma: 8 warps multiply from stages in shared memory, which they fill ahead (cp.async).
+
+2 warps are over the rows of a tile and 4 over its columns. A stage is free for copies once all warps have come to the
+barrier behind it; in turn each copies ``stages - 1`` ahead and multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
+from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split
+from ecornn.schedules.gemm.job import Columns
+
+THREADS = 256
+ROW_WARPS, COLUMN_WARPS = 2, 4
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Rows of an operand in a stage: ``height`` of ``width`` elements each, ``pitch`` apart, from ``base`` on in
+    ``buffer``, whose elements are words or values."""
+
+    buffer: TirBuffer
+    base: Expr
+    height: int
+    width: int
+    pitch: int
+
+
+class MmaMainloop:
+    """Emits it; a job says what a stage holds, and reads the fragments ``a`` and ``b`` of a k-tile.
+
+    Parameters
+    ----------
+    memory : dynamic shared memory, float32
+    tiles, products : m16 and n8 tiles of a warp
+    stages, stage_size : their number, and how many elements each has
+    thread : 0 to 255
+    barrier : emits a barrier of these threads
+    words : that a thread reads of each n8 tile at once: 2 for each k-tile
+    """
+
+    def __init__(self, dtype: str, arithmetic: str, memory: TirBuffer, tiles: int, products: int, stages: int,
+                 stage_size: int, thread: Expr, barrier: Callable[[], object], words: int = 2) -> None:
+        self.dtype, self.arithmetic, self.tiles, self.products = dtype, arithmetic, tiles, products
+        self.stages, self.stage_size, self.thread, self.barrier = stages, stage_size, thread, barrier
+        self.words = memory.view("uint32")
+        self.values = memory.view("float16" if per_word(dtype) == 2 else "uint32")
+        self.lane, warp = T.let("lane", thread % 32), T.let("warp", thread // 32)
+        self.warp_row = T.let("warp_row", warp // COLUMN_WARPS)
+        self.warp_column = T.let("warp_column", warp % COLUMN_WARPS)
+        self.acc = T.local("acc", (tiles, products, 4), "float32")  # (m16 tile, n8 tile, 4 of fragment C)
+        self.a = T.local("a", (tiles, 4), "uint32")  # (m16 tile, 4 of fragment A)
+        self.b = T.local("b", (products, words), "uint32")  # (n8 tile, 2 of fragment B of each k-tile)
+
+    def clear(self) -> None:
+        """Sums of nothing."""
+        with T.unroll("m", self.tiles) as m, T.unroll("n", self.products) as n, T.unroll("e", 4) as e:
+            T.buffer_store(self.acc, T.float32(0), [m, n, e])
+
+    def begin(self, count: Expr | int, load: Callable[[Expr | int, Expr | int], None]) -> None:
+        """The first copies of ``count`` stages' worth of K: ``load(number, stage)``."""
+        for stage in range(self.stages - 1):
+            if not isinstance(count, int) or stage < count:
+                with T.when(isinstance(count, int) or count > stage):
+                    load(stage, stage)
+            cp_async_commit()
+
+    def products_of(self, count: Expr | int, load: Callable[[Expr, Expr], None],
+                    multiply: Callable[[Expr, Expr], None]) -> None:
+        """All of them: the other copies, and ``multiply(number, first element of the stage)``."""
+        with T.serial("slab", 0, count) as slab:
+            cp_async_wait(self.stages - 2)
+            self.barrier()
+            ahead = T.let("ahead", slab + (self.stages - 1))
+            with T.when(ahead < count):
+                load(ahead, ahead % self.stages)
+            cp_async_commit()
+            multiply(slab, T.let("base", slab % self.stages * self.stage_size))
+
+    def multiply(self, k_tile: int = 0, cut_a: Expr | bool = False, cut_b: Expr | bool = False) -> None:
+        """Adds the products of a k-tile's fragments; ``cut_a``, ``cut_b`` : as of :func:`split`."""
+        a, b, kind = self.a, self.b, self.arithmetic
+        with T.unroll("m", self.tiles) as m:
+            rows = [split(a[m, i], kind, cut_a) for i in range(4)]
+            with T.unroll("n", self.products) as n:
+                columns = [split(b[n, k_tile * 2 + i], kind, cut_b) for i in range(2)]
+                mma([self.acc[m, n, i] for i in range(4)], rows, columns, kind, apart=True)
+
+    def copy(self, x: Columns, source: TirBuffer, to: Staged, count: int, row: Expr, end: Expr, first: Expr,
+             head: Expr | None = None, live: Callable[[Expr, Expr], Expr] | None = None, unrolled: int = 4) -> None:
+        """Copies rows ``row`` to ``end``, from element ``first`` on, ``count`` elements at a time; zeros for what lies
+        outside, or is not ``live(row, inside)``. Values that are no whole words come one by one: no asynchronous copy
+        serves them. ``head``: value where those of the tile begin; ``unrolled``: copies of as many bytes, or more."""
+        size = 4 // per_word(self.dtype)
+        values = 1 if to.buffer is self.values else per_word(self.dtype)  # of an element
+        alone = count * values * size < 4
+        width, count = (to.width * values, 1) if alone else (to.width, count)
+        total, each = to.height * width // count, width // count
+        turns, bytes_ = -(-total // THREADS), count * values * size
+
+        def one(turn: Expr | int) -> None:
+            index = T.let("index", turn * THREADS + self.thread)
+            with T.when(total % THREADS == 0 or index < total):
+                if alone:
+                    local, value = T.let("local", index // each), T.let("value", index % each)
+                    column = T.let("column", first * values + value)
+                    place = (to.base + local * to.pitch) * values + value
+                    T.buffer_store(self.values, T.float16(0), [place])
+                else:
+                    local, word = T.let("local", index // each), T.let("word", index % each * count)
+                    column = T.let("value", (first + word) * values)
+                    place = to.base + local * to.pitch + word
+                inside = T.And(row + local < end, column < x.width)
+                if live is not None or not alone:
+                    inside = T.let("inside", inside)
+                if live is not None:
+                    inside = T.let("live", T.And(inside, live(row + local, inside)))
+                at = x.place(row + local, column if head is None else head + column)
+                if alone:
+                    with T.when(inside):
+                        half = source[at] if self.dtype == "float16" else T.reinterpret("float16", source[at])
+                        T.buffer_store(self.values, half, [place])
+                else:
+                    cp_async(to.buffer.ptr_to([place]), source.ptr_to([T.Select(inside, at, T.int64(0))]), bytes_,
+                             T.Select(inside, T.uint32(bytes_), T.uint32(0)))
+
+        if alone or bytes_ < unrolled:
+            with T.serial("r", 0, turns) as turn:
+                one(turn)
+        else:
+            for turn in range(turns):
+                one(turn)
