@@ -87,16 +87,15 @@ class Operand:
         if not self.transposed:
             assert self.pieces == 1
             return Packing(self.sources, (rows, units, inputs), (rows, *across, *along), tuple(order), dtype)
-        if self.heads > 1:  # axis 1 is the heads then, and the first of the units' axes is of one of them
-            assert inputs == self.depth and across[0] % self.heads == 0, "padding within heads"
-            place = [[0], [1, 2 + k], *([3 + k + i] for i in range(n - 1)), *([2 + i] for i in range(k))]
-            return Packing(self.sources, (rows, self.heads * inputs, units // self.heads),
-                           (rows, self.heads, *along, across[0] // self.heads, *across[1:]),
-                           tuple(axis for i in order for axis in place[i]), dtype)
+        assert self.heads == 1 or (inputs == self.depth and across[0] % self.heads == 0), "padding within heads"
         assert self.pieces == 1 or inputs == self.columns.width, "padding between pieces"
-        places = [0, *(1 + k + i for i in range(n)), *(1 + i for i in range(k))]  # of each axis, K before units
-        return Packing(self.sources, (rows * self.pieces, inputs // self.pieces, units), (rows, *along, *across),
-                       tuple(places[i] for i in order), dtype)
+        own = (self.heads,) if self.heads > 1 else ()  # axis 1 then; the first of the units' axes is of one of them
+        first = 1 + len(own)  # of the axes along K, which are before those of units
+        place = [[0], [*range(1, first), first + k], *([first + k + i] for i in range(1, n)),
+                 *([first + i] for i in range(k))]
+        return Packing(self.sources, (rows * self.pieces, self.heads * inputs // self.pieces, units // self.heads),
+                       (rows, *own, *along, across[0] // self.heads, *across[1:]),
+                       tuple(axis for i in order for axis in place[i]), dtype)
 
     def buffer(self, packing: Packing, dtype: str) -> Buffer:
         """The packed weights."""
@@ -132,20 +131,18 @@ class Job:
     expected: int | None = None
     followed: bool = False
 
-    def count(self, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:
-        """The rows."""
-        return rows_of(self.each, arguments, steps, batch)
-
     @property
     def itemsize(self) -> int:
         """Bytes of a value."""
         return ITEMSIZE[self.dtype]
 
-    def declare(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
-        """The kernel's parameters behind T and B."""
+    def declare(self, epilogue: Epilogue) -> tuple[dict[str, TirBuffer], Expr]:
+        """The kernel's parameters, T and B before the others, by name; and how many rows there are."""
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         found = self.declare_inputs(epilogue)
-        return found | _pointers({n: k for n, k in ({"vectors": "float32"} | dict(epilogue.writes)).items()
-                                  if n not in found})
+        kinds = {"vectors": "float32"} | dict(epilogue.writes)
+        found |= _pointers({n: k for n, k in kinds.items() if n not in found})
+        return found | {"B": batch}, rows_of(self.each, found, steps, batch)
 
     def declare_inputs(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
         """Those of what is multiplied and read, but for ``vectors``."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
@@ -16,6 +17,8 @@ from ecornn.schedules.gemm.job import Columns
 
 THREADS = 256
 ROW_WARPS, COLUMN_WARPS = 2, 4
+
+Load = Callable[[Any, Any], None]  # emits the copies of one stage's worth of K: its number, and the stage, Expr or int
 
 
 @dataclass(frozen=True)
@@ -61,16 +64,15 @@ class MmaMainloop:
         with T.unroll("m", self.tiles) as m, T.unroll("n", self.products) as n, T.unroll("e", 4) as e:
             T.buffer_store(self.acc, T.float32(0), [m, n, e])
 
-    def begin(self, count: Expr | int, load: Callable[[Expr | int, Expr | int], None]) -> None:
-        """The first copies of ``count`` stages' worth of K: ``load(number, stage)``."""
+    def begin(self, count: Expr | int, load: Load) -> None:
+        """The first copies, where ``count`` stages' worth of K are multiplied."""
         for stage in range(self.stages - 1):
             if not isinstance(count, int) or stage < count:
                 with T.when(isinstance(count, int) or count > stage):
                     load(stage, stage)
             cp_async_commit()
 
-    def products_of(self, count: Expr | int, load: Callable[[Expr, Expr], None],
-                    multiply: Callable[[Expr, Expr], None]) -> None:
+    def products_of(self, count: Expr | int, load: Load, multiply: Callable[[Expr, Expr], None]) -> None:
         """All of them: the other copies, and ``multiply(number, first element of the stage)``."""
         with T.serial("slab", 0, count) as slab:
             cp_async_wait(self.stages - 2)

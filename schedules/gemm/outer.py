@@ -76,8 +76,9 @@ class Arguments:
     into: Into
     parts: int
 
-    def live(self, row: Expr, inside: Expr | bool = True) -> Expr:
-        """Whether a row takes part in its step; ``inside``: as of :func:`takes_part`."""
+    def live(self, row: Expr, inside: Expr | None = None) -> Expr:
+        """Tells where a row takes part in its step; ``inside``: of :func:`takes_part`."""
+        assert self.job.mask is not None
         return takes_part(self.job.mask, self.buffers[self.job.mask], row, self.batch, inside)
 
     def store(self, part: Expr, m: Expr, first: Expr, pairs: Sequence[tuple[Expr, Expr]]) -> None:

@@ -2,10 +2,6 @@
 
     out[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the biases
 
-This file says what it needs, and which kernel computes it: that of ``mma.py`` and ``mma_kernel.py``, or Hopper's
-own (``wgmma.py``), which :func:`project` takes where it can: 16-bit types and TF32, rows of x that are whole words, all
-rows at once.
-
 A schedule may have all rows done before its own kernel runs, or only the first ``ahead`` percent: the
 rest is then for blocks of its own to do while others are busy with the recurrence (``persistent``).
 """
@@ -17,10 +13,11 @@ from dataclasses import replace
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.few_steps import short
+from ecornn.schedules.gemm import rows_wgmma
 from ecornn.schedules.gemm.aligned import align, x_of
 from ecornn.schedules.gemm.job import SLOWER, Columns, Job, Operand
 from ecornn.schedules.gemm.outputs import HoistedValues
-from ecornn.schedules.gemm.over_rows import on_hopper, over_rows, weights_of
+from ecornn.schedules.gemm.over_rows import over_rows, weights_of
 from ecornn.schedules.gemm.rows_mma import LEAST_ROWS, shape_of
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.rates import gpu_rates
@@ -48,8 +45,8 @@ def job_of(task: Task) -> Job:
 
 
 def on_wgmma(task: Task, ahead: int) -> bool:
-    """Whether the rows done ahead are Hopper's kernel's."""
-    return ahead == 100 and on_hopper(job_of(task))
+    """Tells whether the rows done ahead are Hopper's kernel's."""
+    return ahead == 100 and rows_wgmma.shape_of(job_of(task)) is not None
 
 
 def projection_time(task: Task, ahead: int = 100) -> float:

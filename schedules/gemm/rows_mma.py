@@ -21,8 +21,8 @@ from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import WORDS, ldmatrix, per_word, words
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import Epilogue, Job, Operand
-from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS, ROW_WARPS, THREADS, MmaMainloop, Staged
-from ecornn.schedules.gemm.outputs import Outputs
+from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS, ROW_WARPS, THREADS, Load, MmaMainloop, Staged
+from ecornn.schedules.gemm.outputs import write_tile
 
 STAGES = 3  # 2 where shared memory is short
 WIDE = 8  # n8 tiles of a warp, about: wider ones read less shared memory a product
@@ -154,15 +154,14 @@ def rows_ahead(rows: Expr, ahead: int) -> Expr:
 def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: int = 100) -> PrimFunc:
     """``(T, B, operands, weights, vectors, what the epilogue needs)``: the first ``ahead`` percent of the rows."""
     with T.kernel(job.name) as made:
-        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = job.declare(epilogue) | {"B": batch}
+        arguments, count = job.declare(epilogue)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
         if job.followed:
             launch_dependents()
         # float32 in every kernel: CUDA wants one type for all dynamic shared memory of a file
         memory = T.shared(shape.shared // 4)  # (stage, rows of operands and then weights)
-        rows = T.let("rows", job.count(arguments, steps, batch))
+        rows = T.let("rows", count)
         team = Team(job, shape, epilogue, arguments, memory, thread, sync_block)
         team.run(T.int32(0), T.let("rows_ahead", rows_ahead(rows, ahead)), block, blocks)
     return made()
@@ -200,16 +199,18 @@ class Team(MmaMainloop):
         turn = T.local("turn", (1,), "int32")  # number of the tile
 
         def place(number: Expr) -> tuple[Expr, Expr, Expr]:
-            """Of a tile: the group of rows, the first of them, and the column."""
+            """A tile's group of rows, the first of them, and the column."""
             group, column = T.let("group", number // s.columns), T.let("column", number % s.columns)
             return group, T.let("row", first + group * s.block_rows), column
 
+        def load(row: Expr, column: Expr) -> Load:
+            return lambda slab, stage: self._load_stage(row, end, column, slab, stage)
+
         def begin(number: Expr) -> None:
-            """Its first copies, if there is such a tile."""
+            """A tile's first copies, if there is such a tile."""
             if s.rows:
                 with T.when(number < tiles):
-                    _, row, column = place(number)
-                    self._begin(row, end, column)
+                    self.begin(s.slabs, load(*place(number)[1:]))
 
         T.buffer_store(turn, member, [0])
         if self.alone:
@@ -219,8 +220,8 @@ class Team(MmaMainloop):
             self.clear()
             if s.rows:
                 if not self.alone:
-                    self._begin(row, end, column)
-                self._products(row, end, column)
+                    self.begin(s.slabs, load(row, column))
+                self._products(load(row, column), column)
                 if self.alone:
                     begin(T.let("next", turn[0] + members))  # on their way while this tile's sums are written
             self._write(row, end, column)
@@ -230,11 +231,7 @@ class Team(MmaMainloop):
                     done(group)
             T.buffer_store(turn, turn[0] + members, [0])
 
-    def _begin(self, row: Expr, end: Expr, column: Expr) -> None:
-        """The copies of a tile's first stages."""
-        self.begin(self.shape.slabs, lambda slab, stage: self._load_stage(row, end, column, slab, stage))
-
-    def _products(self, row: Expr, end: Expr, column: Expr) -> None:
+    def _products(self, load: Load, column: Expr) -> None:
         T.note("main loop over K: wait for a stage, copy one ahead, multiply (mma)")
 
         def multiply(slab: Expr, base: Expr) -> None:
@@ -244,8 +241,7 @@ class Team(MmaMainloop):
                     with T.when(self._has_values(slab, 2 * span)):
                         self._add(base, span, cut, slab)
 
-        self.products_of(self.shape.slabs, lambda slab, stage: self._load_stage(row, end, column, slab, stage),
-                         multiply)
+        self.products_of(self.shape.slabs, load, multiply)
         self.barrier()  # the next tile's copies overwrite the stages
 
     def _parts(self, slab: Expr | int) -> Iterator[tuple[Operand, int, Expr | int, Expr | bool]]:
@@ -322,8 +318,7 @@ class Team(MmaMainloop):
     def _write(self, row: Expr, end: Expr, column: Expr) -> None:
         T.note("epilogue: sums and vectors to the values that the job makes")
         s, units, vectors = self.shape, self.job.units, self.arguments["vectors"]
-        outputs = Outputs(self.epilogue, self.arguments, units, s.rows, self.acc, s.octets, s.tiles,
-                          lambda i, at: vectors[i * units + at])
-        outputs.write(
+        write_tile(
+            self.job, self.epilogue, self.arguments, self.acc, lambda i, at: vectors[i * units + at],
             lambda o: ((column * COLUMN_WARPS + self.warp_column) * s.octets + o) * 8 + self.lane % 4 * 2,
             lambda m, half: row + (self.warp_row * s.tiles + m) * 16 + half * 8 + self.lane // 4, end)

@@ -26,7 +26,7 @@ from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.cuda.isa.wgmma import descriptor
 from ecornn.schedules.gemm.job import CHUNK, Columns, Epilogue, Job, Operand
-from ecornn.schedules.gemm.outputs import Outputs
+from ecornn.schedules.gemm.outputs import write_tile
 from ecornn.schedules.gemm.wgmma_mainloop import GROUP, LINE, THREADS, Descriptors, WgmmaMainloop
 
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
@@ -138,7 +138,7 @@ def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:
     """(column, slab) tiles of 16-byte chunks of K, n8 tiles, 8 columns, values.
 
     A thread has columns 2 i and 2 i + 1 of each n8 tile. With a ``span`` of 4 the columns of two octets' n8 tiles are
-    dealt out so that these are 4 neighbouring units (:class:`Outputs`).
+    dealt out so that these are 4 neighbouring units (:func:`write_tile`).
     """
     chunks = (s.parts[job.operands.index(operand)], LINE * 4 // CHUNK, CHUNK // s.size)
     if span == 2:
@@ -150,15 +150,13 @@ def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:
 def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
     """``(T, B, operands, weights, vectors, what the epilogue needs)``: all rows, on ``job.device.cores`` blocks."""
     with T.kernel(job.name) as made:
-        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = job.declare(epilogue) | {"B": batch}
+        arguments, count = job.declare(epilogue)
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         if job.followed:
             launch_dependents()
         memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
-        rows = T.let("rows", job.count(arguments, steps, batch))
-        _Rows(job, shape, epilogue, arguments, memory, thread, block, rows).run()
+        _Rows(job, shape, epilogue, arguments, memory, thread, block, T.let("rows", count)).run()
     return made()
 
 
@@ -195,10 +193,13 @@ class _Rows(WgmmaMainloop):
         def tile(group: Expr, column: Expr) -> None:
             for operand, slabs in zip(self.job.operands, self.shape.parts, strict=True):
                 def copies(stage: Expr, slab: Expr, operand: Operand = operand, slabs: int = slabs) -> None:
+                    first = stage * (self.stage_bytes // 4)
                     with T.when(self.thread == 0):
-                        piece = T.let("piece", column * slabs + slab)
-                        self._copy_weights(self.arguments[operand.weights], stage, piece)
-                    self._copy_rows(operand.columns, stage, group, slab)
+                        piece, size = T.let("piece", column * slabs + slab), self.shape.weight_bytes
+                        mbarrier_expect(self.full(stage), size)
+                        bulk_copy(self.memory.ptr_to([first + ROWS * LINE]), self.arguments[operand.weights].ptr_to(
+                            [T.cast(piece, "int64") * (size // self.shape.size)]), T.uint32(size), self.full(stage))
+                    self._copy_rows(operand.columns, first, group, slab)
 
                 self.fill(slabs, copies)
 
@@ -221,10 +222,10 @@ class _Rows(WgmmaMainloop):
             named_barrier_sync(self.half + 1, GROUP)
             T.note("epilogue: sums and vectors to hoisted values")
             row0 = T.let("row0", group * ROWS + self.half * 64 + self.member // 32 * 16 + self.lane // 4)
-            outputs = Outputs(self.epilogue, self.arguments, self.job.units, s.rows, self.acc, s.octets, 1,
-                              lambda i, at: self.memory[place + i * s.units + (at - unit0)], span)
-            outputs.write(lambda n: unit0 + (n * 4 + self.lane % 4) * span,
-                          lambda _, upper: row0 + upper * 8, self.rows)
+            write_tile(self.job, self.epilogue, self.arguments, self.acc,
+                       lambda i, at: self.memory[place + i * s.units + (at - unit0)],
+                       lambda n: unit0 + (n * 4 + self.lane % 4) * span,
+                       lambda _, upper: row0 + upper * 8, self.rows, span)
             T.buffer_store(flip, 1 - flip[0], [0])
 
         self._tiles(tile)
@@ -236,23 +237,18 @@ class _Rows(WgmmaMainloop):
         weights = descriptor(start + T.uint32(ROWS * LINE * 4), width * 16, 128, swizzled=False)
         return x, T.let("weights", weights), 2, 2 * width
 
-    def _copy_weights(self, weights: TirBuffer, stage: Expr, tile: Expr) -> None:
-        s = self.shape
-        mbarrier_expect(self.full(stage), s.weight_bytes)
-        bulk_copy(self._at(stage, ROWS * LINE), weights.ptr_to([T.cast(tile, "int64") * (s.weight_bytes // s.size)]),
-                  T.uint32(s.weight_bytes), self.full(stage))
-
     def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
-        """A thread's eight chunks, one of every 16th row; what lies outside of the operand becomes zero."""
+        """A thread's eight chunks, one of every 16th row, to a stage from its first word on; what lies outside of the
+        operand becomes zero."""
         size = self.shape.size
         first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
-        row, value = (T.let("row", group * ROWS + first),
-                      T.let("value", slab * self.shape.depth + chunk * (CHUNK // size)))
+        row = T.let("row", group * ROWS + first)
+        value = T.let("value", slab * self.shape.depth + chunk * (CHUNK // size))
         source = T.let("source", x.place(row, value))
         place = T.let("place", first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
         for r in range(0, ROWS, GROUP // 8):
             self.copy_chunk(x, self.arguments[x.name], source + r * x.stride, value,
-                            stage * (self.shape.stage_bytes // 4) + (place + r * LINE), row + r < self.rows, size)
+                            stage + (place + r * LINE), row + r < self.rows, size)
 
     def _copy_vectors(self, place: Expr, unit0: Expr) -> None:
         """The parameter vectors of a tile's units."""
@@ -263,6 +259,3 @@ class _Rows(WgmmaMainloop):
                 source = index // s.units * units + T.min(unit0 + index % s.units, units - 1)
                 cp_async(self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4)
         cp_async_commit()
-
-    def _at(self, stage: Expr, word: Expr) -> Expr:
-        return self.memory.ptr_to([stage * (self.shape.stage_bytes // 4) + word])
