@@ -23,6 +23,7 @@ from ecornn.workload import ITEMSIZE
 STEPS, BATCH, SEQUENCES = "steps", "batch", "sequences"
 COUNT = "count"
 CHUNK = 16  # bytes that one instruction copies at most
+LINE = 128  # bytes of K of a stage: whole lines of x
 SLOWER = {"float32": 5, "tf32": 2}  # than products of 16-bit types
 
 Vectors = Callable[[int | None], Expr]  # number of a parameter vector -> its value; None: the number of the unit
@@ -148,6 +149,60 @@ class Job:
         """Those of what is multiplied and read, but for ``vectors``."""
         kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads) | counted(self.each)
         return _pointers(kinds | {o.weights: self.dtype for o in self.operands})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one is cut: tiles of rows by units, and stages of 128 bytes of K of each row and weight.
+
+    Attributes
+    ----------
+    rows : products of a unit
+    octets : groups of 8 units of a tile
+    height : rows of a tile
+    columns : tiles side by side over the units
+    parts : stages' worth of K of each operand
+    row_bytes : of a stage, for each row
+    stages : of the pipeline, each in shared memory
+    beside : bytes of shared memory that something else takes
+    """
+
+    rows: int
+    octets: int
+    height: int
+    columns: int
+    parts: tuple[int, ...]
+    row_bytes: int
+    stages: int
+    beside: int = 0
+
+    @property
+    def slabs(self) -> int:
+        """Stages' worth of K in all."""
+        return sum(self.parts)
+
+    @property
+    def units(self) -> int:
+        return self.octets * 8
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile: products of its units."""
+        return self.units * self.rows
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights of a stage."""
+        return self.width * LINE
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.height * self.row_bytes + self.weight_bytes
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.stages * self.stage_bytes + self.beside
 
 
 def rows_of(each: str, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:

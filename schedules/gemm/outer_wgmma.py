@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.cuda.isa.wgmma import descriptor
-from ecornn.schedules.gemm.job import CHUNK
+from ecornn.schedules.gemm.job import CHUNK, LINE
 from ecornn.schedules.gemm.outer import Arguments, Into, OuterJob, OuterShape, best_parts, expected
-from ecornn.schedules.gemm.wgmma_mainloop import GROUP, LINE, THREADS, Descriptors, WgmmaMainloop
+from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
 from ecornn.schedules.rates import gpu_rates
 
 DEPTH = 64  # rows of a stage
@@ -42,7 +42,7 @@ def hopper_shape(job: OuterJob) -> OuterShape | None:
 def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterShape] | None:
     """Tiles of which so many lie side by side, and nanoseconds."""
     width = -(-panels // across) * PANEL
-    shape = OuterShape(HEIGHT, width, -(-job.values.width // HEIGHT), across, DEPTH, (HEIGHT + width) * 2, 1, 16)
+    shape = OuterShape(HEIGHT, width, -(-job.values.width // HEIGHT), across, DEPTH, (HEIGHT + width) * 2, 1, BARRIERS)
     stages = min(STAGES, job.device.shared // shape.shared)
     if stages < 2:
         return None
@@ -114,10 +114,10 @@ class _Outer(WgmmaMainloop):
     def _operands(self, start: Expr) -> Descriptors:
         """Panels, which are read across."""
         def panels(name: str, first: Expr) -> Expr:
-            return T.let(name, descriptor(first, PANEL_BYTES, 8 * LINE * 4, swizzled=True))
+            return T.let(name, descriptor(first, PANEL_BYTES, 8 * LINE, swizzled=True))
 
         mine = T.let("mine", start + T.cast(self.half * PANEL_BYTES, "uint32"))
-        ahead = 16 * LINE * 4 // 16  # 16 rows, in units of 16 bytes
+        ahead = 16 * LINE // 16  # 16 rows, in units of 16 bytes
         return (panels("values", mine), panels("operand", start + T.uint32(HEIGHT // PANEL * PANEL_BYTES)),
                 ahead, ahead)
 
@@ -128,7 +128,8 @@ class _Outer(WgmmaMainloop):
         first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
         row = T.let("row", row0 + first)
         live = [self._live(row + r) for r in range(0, DEPTH, ROWS)]
-        place = T.let("place", stage * (self.stage_bytes // 4) + first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
+        line = first * (LINE // 4) + T.bitwise_xor(chunk, first % 8) * 4
+        place = T.let("place", stage * (self.stage_bytes // 4) + line)
         for name, source, start, panels, before in (
                 ("values", job.values, m0, HEIGHT // PANEL, 0),
                 ("operand", job.operand, n0, self.width // PANEL, HEIGHT // PANEL)):
@@ -138,7 +139,7 @@ class _Outer(WgmmaMainloop):
                 for r, inside in enumerate(live):
                     self.copy_chunk(source, self.arguments.buffers[name],
                                     at + (r * ROWS * source.stride + panel * PANEL), column + panel * PANEL,
-                                    place + ((before + panel) * (PANEL_BYTES // 4) + r * ROWS * LINE), inside, 2,
+                                    place + ((before + panel) * (PANEL_BYTES // 4) + r * ROWS * LINE // 4), inside, 2,
                                     exact=False)
 
     def _live(self, row: Expr) -> Expr:

@@ -71,7 +71,7 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followe
     ``vectors`` and ``input_weights``. A cell without hoisted outputs needs none.
 
     Of all rows the first ``ahead`` percent are done (``rows_ahead``); for the others there is a workspace ``ready`` of
-    counters, one for each ``block_rows`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it.
+    counters, one for each tile's ``height`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it.
     """
     w, job = task.workload, job_of(task)
     if not job.outputs:

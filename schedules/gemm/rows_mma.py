@@ -1,6 +1,6 @@
 """A product over all rows by ``mma``: tiles of rows and units, by teams of 256 threads (``mma_mainloop.py``).
 
-A team of 8 warps computes ``block_rows`` rows x 4 groups of units at a time; the columns are ordered
+A team of 8 warps computes ``height`` rows x 4 groups of units at a time; the columns are ordered
 so that one thread holds every product of a unit, and what is made of them is computed on the
 accumulators. Rows may be of any width: those that are not 16-byte aligned are copied word by word, or
 value by value.
@@ -9,9 +9,9 @@ value by value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
-from math import gcd
+from math import gcd, prod
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
@@ -20,7 +20,7 @@ from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import WORDS, ldmatrix, per_word, words
 from ecornn.schedules.cuda.isa.threads import sync_block
-from ecornn.schedules.gemm.job import Epilogue, Job, Operand
+from ecornn.schedules.gemm.job import CHUNK, LINE, Epilogue, Job, Operand, Shape
 from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS, ROW_WARPS, THREADS, Load, MmaMainloop, Staged
 from ecornn.schedules.gemm.outputs import write_tile
 
@@ -29,67 +29,8 @@ WIDE = 8  # n8 tiles of a warp, about: wider ones read less shared memory a prod
 SPAN = 2  # pairs of k-tiles (16 words each) of a stage: whole 128-byte lines of x
 ROW = SPAN * 16 + 4  # words of a row of x in a stage; the 4 keep ldmatrix free of bank conflicts
 LEAST_ROWS = 16 * ROW_WARPS  # of a tile
-CHUNK = 128  # the rows done ahead are a multiple of this, and it is one of every block's rows
+AHEAD = 128  # the rows done ahead are a multiple of this, and it is one of every block's rows
 SPARE_REGISTERS = 50  # addresses and loop state beside accumulators and fragments
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How 256 threads cut a product into tiles.
-
-    Attributes
-    ----------
-    rows : products of a unit
-    octets : groups of 8 units a warp computes
-    tiles : m16 tiles of a warp
-    columns : tiles side by side over the units
-    parts : stages' worth of K of each operand, SPAN * 16 words each
-    stages : of the pipeline, each in shared memory
-    """
-
-    rows: int
-    octets: int
-    tiles: int
-    columns: int
-    parts: tuple[int, ...]
-    stages: int
-
-    @property
-    def slabs(self) -> int:
-        """Stages' worth of K in all."""
-        return sum(self.parts)
-
-    @property
-    def products(self) -> int:
-        """n8 tiles of a warp."""
-        return self.octets * max(self.rows, 1)
-
-    @property
-    def block_octets(self) -> int:
-        return COLUMN_WARPS * self.octets
-
-    @property
-    def block_rows(self) -> int:
-        return LEAST_ROWS * self.tiles
-
-    @property
-    def weight_words(self) -> int:
-        """Words of packed weights a block needs for a slab."""
-        return SPAN * self.block_octets * self.rows * 128
-
-    @property
-    def stage_words(self) -> int:
-        return self.block_rows * ROW + self.weight_words
-
-    @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
-        return self.stages * self.stage_words * 4 if self.rows else 16
-
-    def registers(self, arithmetic: str) -> int:
-        """Estimate of a thread's registers."""
-        split = 2 if arithmetic == "float32" else 1
-        return (self.tiles * self.products + split * (self.tiles + self.products)) * 4 + SPARE_REGISTERS
 
 
 def shape_of(job: Job) -> Shape:
@@ -104,17 +45,24 @@ def shape_of(job: Job) -> Shape:
     if job.arithmetic == "float32":
         tiles = min(tiles, 2)
     columns = -(-job.units // (8 * COLUMN_WARPS * octets))
-    parts = tuple(-(-words(o.depth, job.dtype) // (SPAN * 16)) for o in job.operands)
-    shape = Shape(rows, octets, tiles, columns, parts, STAGES)
-    while shape.shared > job.device.shared and (shape.stages, shape.tiles) != (2, 1):
-        shape = replace(shape, stages=2) if shape.stages > 2 else replace(shape, tiles=shape.tiles // 2)
+    parts = tuple(-(-words(o.depth, job.dtype) // (LINE // 4)) for o in job.operands)
+    shape = Shape(rows, COLUMN_WARPS * octets, LEAST_ROWS * tiles, columns, parts, ROW * 4, STAGES)
+    if not rows:
+        return replace(shape, stages=0, beside=16)
+    while shape.shared > job.device.shared and (shape.stages, shape.height) != (2, LEAST_ROWS):
+        shape = replace(shape, stages=2) if shape.stages > 2 else replace(shape, height=shape.height // 2)
     return shape
+
+
+def warp_tiles(s: Shape) -> tuple[int, int]:
+    """The m16 and n8 tiles of a warp."""
+    return s.height // LEAST_ROWS, s.octets // COLUMN_WARPS * max(s.rows, 1)
 
 
 def blocks_of(job: Job, s: Shape) -> int:
     """Blocks of a kernel that has the GPU to itself. Where the last column is less work than the others, as many as
     have no divisor in common with the columns: each block, and each multiprocessor, then has tiles of all of them."""
-    blocks = job.device.cores * (1 if s.tiles * s.products > 16 else 2)
+    blocks = job.device.cores * (1 if prod(warp_tiles(s)) > 16 else 2)
     while spares_warps(job, s) and gcd(blocks, s.columns) > 1:
         blocks -= 1
     return blocks
@@ -123,32 +71,32 @@ def blocks_of(job: Job, s: Shape) -> int:
 def spares_warps(job: Job, s: Shape) -> bool:
     """Whether warps of the last column have no units and do not multiply padding: in float32, where products take
     long."""
-    own = 8 * s.octets
-    return job.arithmetic == "float32" and s.columns * COLUMN_WARPS * own - job.units >= own
+    return job.arithmetic == "float32" and s.columns * s.units - job.units >= s.units // COLUMN_WARPS
 
 
 def shape_within(job: Job, registers: int) -> Shape | None:
     """The largest tiles for which a thread has ``registers``; None where even the smallest need more."""
-    whole = shape_of(job)
-    for tiles in (4, 2, 1):
-        if tiles <= whole.tiles:
-            shape = whole if tiles == whole.tiles else replace(whole, tiles=tiles)
-            if shape.registers(job.arithmetic) <= registers:
-                return shape
-    return None
+    shape, split = shape_of(job), 2 if job.arithmetic == "float32" else 1
+    while True:
+        tiles, products = warp_tiles(shape)
+        if (tiles * products + split * (tiles + products)) * 4 + SPARE_REGISTERS <= registers:
+            return shape
+        if tiles == 1:
+            return None
+        shape = replace(shape, height=shape.height // 2)
 
 
 def packing_of(job: Job, s: Shape, operand: Operand) -> Packing:
     """(column, slab) tiles of k-tiles, octets and fragments: a block's weights of a stage are one piece."""
     pairs, n = s.parts[job.operands.index(operand)] * SPAN, per_word(job.dtype)
-    return operand.packing(s.rows, (s.columns, s.block_octets, 8), (pairs, 2, 2, 4, n), (1, 4, 2, 0, 3, 7, 5, 6, 8),
+    return operand.packing(s.rows, (s.columns, s.octets, 8), (pairs, 2, 2, 4, n), (1, 4, 2, 0, 3, 7, 5, 6, 8),
                            job.dtype)
 
 
 def rows_ahead(rows: Expr, ahead: int) -> Expr:
-    """How many of ``rows`` = T*B (an expression, int32) are done ahead: a multiple of ``CHUNK``, or all."""
+    """How many of ``rows`` = T*B (an expression, int32) are done ahead: a multiple of ``AHEAD``, or all."""
     common = gcd(ahead, 100)  # TVM's simplifier overflows with 75 / 100
-    return rows if ahead == 100 else rows // CHUNK * (ahead // common) // (100 // common) * CHUNK
+    return rows if ahead == 100 else rows // AHEAD * (ahead // common) // (100 // common) * AHEAD
 
 
 def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: int = 100) -> PrimFunc:
@@ -180,8 +128,8 @@ class Team(MmaMainloop):
 
     def __init__(self, job: Job, shape: Shape, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
                  memory: TirBuffer, thread: Expr, barrier: Callable[[], object]) -> None:
-        super().__init__(job.dtype, job.arithmetic, memory, shape.tiles, shape.products, shape.stages,
-                         shape.stage_words, thread, barrier, words=4)
+        super().__init__(job.dtype, job.arithmetic, memory, *warp_tiles(shape), shape.stages, shape.stage_bytes // 4,
+                         thread, barrier, words=4)
         self.job, self.shape, self.epilogue, self.arguments = job, shape, epilogue, arguments
         self.alone = True  # nobody waits for its tiles
 
@@ -189,19 +137,19 @@ class Team(MmaMainloop):
             done: Callable[[Expr], None] | None = None) -> None:
         """Tiles ``member``, ``member + members``, ... of rows ``first`` to ``end``, in the order of rows.
 
-        ``done(n)`` is emitted for thread 0, when a tile of the n-th group of ``block_rows`` rows is
+        ``done(n)`` is emitted for thread 0, when a tile of the n-th group of ``height`` rows is
         written by all threads. Where somebody waits for that, copies begin with their tile, and padding is multiplied:
         blocks beside a recurrence have its registers, too few for what spares that.
         """
         T.note("tiles of rows by units, in turn")
         s, self.alone = self.shape, done is None
-        tiles = T.let("tiles", (end - first + (s.block_rows - 1)) // s.block_rows * s.columns)
+        tiles = T.let("tiles", (end - first + (s.height - 1)) // s.height * s.columns)
         turn = T.local("turn", (1,), "int32")  # number of the tile
 
         def place(number: Expr) -> tuple[Expr, Expr, Expr]:
             """A tile's group of rows, the first of them, and the column."""
             group, column = T.let("group", number // s.columns), T.let("column", number % s.columns)
-            return group, T.let("row", first + group * s.block_rows), column
+            return group, T.let("row", first + group * s.height), column
 
         def load(row: Expr, column: Expr) -> Load:
             return lambda slab, stage: self._load_stage(row, end, column, slab, stage)
@@ -255,7 +203,7 @@ class Team(MmaMainloop):
 
     def _load_stage(self, row: Expr, end: Expr, column: Expr, slab: Expr | int, stage: Expr | int) -> None:
         """A slab of the operand that it belongs to, and of its weights."""
-        base = T.let("base", stage * self.shape.stage_words)
+        base = T.let("base", stage * self.stage_size)
         for operand, slabs, own, inside in self._parts(slab):
             if inside is not False:
                 with T.when(inside):
@@ -267,16 +215,16 @@ class Team(MmaMainloop):
         head = None  # where that of the tile's units starts
         if operand.heads > 1:
             columns = replace(columns, width=operand.depth)
-            head = T.let("head", column * (8 * s.block_octets) // operand.depth * operand.depth)
+            head = T.let("head", column * s.units // operand.depth * operand.depth)
         count = next((n for n in (4, 1) if columns.together(n * pw) == n * pw), 0)
-        to = Staged(self.words, base, s.block_rows, SPAN * 16, ROW)
+        to = Staged(self.words, base, s.height, SPAN * 16, ROW)
         self.copy(columns, self.arguments[columns.name], to, count, row, end, slab * (SPAN * 16), head)
-        chunks = s.weight_words // 4
+        chunks = s.weight_bytes // CHUNK
         for r in range(-(-chunks // THREADS)):
             index = T.let("index", r * THREADS + self.thread)
             with T.when(index < chunks):
-                source = (T.cast(column * slabs + slab, "int64") * s.weight_words + index * 4) * pw
-                cp_async(self.words.ptr_to([base + s.block_rows * ROW + index * 4]),
+                source = (T.cast(column * slabs + slab, "int64") * (s.weight_bytes // 4) + index * 4) * pw
+                cp_async(self.words.ptr_to([base + s.height * ROW + index * 4]),
                          self.arguments[operand.weights].ptr_to([source]), 16)
 
     def _raised(self, slab: Expr) -> Expr | bool:
@@ -291,7 +239,8 @@ class Team(MmaMainloop):
         s = self.shape
         if not self.alone or not spares_warps(self.job, s):
             return True
-        return T.let("has_units", (column * COLUMN_WARPS + self.warp_column) * (8 * s.octets) < self.job.units)
+        return T.let("has_units", (column * COLUMN_WARPS + self.warp_column) * (s.units // COLUMN_WARPS)
+                     < self.job.units)
 
     def _has_values(self, slab: Expr, tile: int) -> Expr | bool:
         """The same of K: whether a k-tile of a slab has values; of one operand."""
@@ -303,22 +252,22 @@ class Team(MmaMainloop):
     def _add(self, base: Expr, span: int, cut: Expr | bool, slab: Expr) -> None:
         """Adds the products of one pair of k-tiles of a stage; ``cut``: of the operand, as of :func:`split`."""
         s, a, b = self.shape, self.a, self.b
-        first = base + s.block_rows * ROW + span * (s.weight_words // SPAN)
-        with T.unroll("n", s.products) as n:
-            place = first + ((self.warp_column * s.products + n) * 32 + self.lane) * 4
+        first = base + s.height * ROW + span * (s.weight_bytes // 4 // SPAN)
+        with T.unroll("n", self.products) as n:
+            place = first + ((self.warp_column * self.products + n) * 32 + self.lane) * 4
             ld_shared([b[n, i] for i in range(4)], self.words.ptr_to([place]))
         for tile in range(2):
             with T.when(tile == 0 or self._has_values(slab, 2 * span + 1)):
-                with T.unroll("m", s.tiles) as m:
-                    place = (base + ((self.warp_row * s.tiles + m) * 16 + self.lane % 16) * ROW
+                with T.unroll("m", self.tiles) as m:
+                    place = (base + ((self.warp_row * self.tiles + m) * 16 + self.lane % 16) * ROW
                              + span * 16 + tile * 8 + self.lane // 16 * 4)
                     ldmatrix([a[m, i] for i in range(4)], self.words.ptr_to([place]))
                 self.multiply(tile, cut)
 
     def _write(self, row: Expr, end: Expr, column: Expr) -> None:
         T.note("epilogue: sums and vectors to the values that the job makes")
-        s, units, vectors = self.shape, self.job.units, self.arguments["vectors"]
+        units, vectors, octets = self.job.units, self.arguments["vectors"], self.shape.octets // COLUMN_WARPS
         write_tile(
             self.job, self.epilogue, self.arguments, self.acc, lambda i, at: vectors[i * units + at],
-            lambda o: ((column * COLUMN_WARPS + self.warp_column) * s.octets + o) * 8 + self.lane % 4 * 2,
-            lambda m, half: row + (self.warp_row * s.tiles + m) * 16 + half * 8 + self.lane // 4, end)
+            lambda o: ((column * COLUMN_WARPS + self.warp_column) * octets + o) * 8 + self.lane % 4 * 2,
+            lambda m, half: row + (self.warp_row * self.tiles + m) * 16 + half * 8 + self.lane // 4, end)

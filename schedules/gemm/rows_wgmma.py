@@ -16,7 +16,7 @@ LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
@@ -25,9 +25,9 @@ from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.cuda.isa.wgmma import descriptor
-from ecornn.schedules.gemm.job import CHUNK, Columns, Epilogue, Job, Operand
+from ecornn.schedules.gemm.job import CHUNK, LINE, Columns, Epilogue, Job, Operand, Shape
 from ecornn.schedules.gemm.outputs import write_tile
-from ecornn.schedules.gemm.wgmma_mainloop import GROUP, LINE, THREADS, Descriptors, WgmmaMainloop
+from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
 
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
 COLUMNS = 256  # of a tile at most, as of one wgmma
@@ -35,72 +35,6 @@ NARROWER = 4  # times as narrow tiles, at most, where there are few rows
 STAGES = 6  # at most; fewer where shared memory is short
 BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
 LAG = 2  # stages that the second half of the rows is behind, at most
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How a product is cut.
-
-    Attributes
-    ----------
-    rows : products of a unit
-    octets : groups of 8 units of a tile, an even number
-    columns : tiles side by side over the units
-    parts : stages' worth of K of each operand
-    vectors : parameter vectors, of which a tile's units are kept in shared memory
-    size : bytes of a value
-    stages : of the ring
-    """
-
-    rows: int
-    octets: int
-    columns: int
-    parts: tuple[int, ...]
-    vectors: int
-    size: int
-    stages: int = STAGES
-
-    @property
-    def slabs(self) -> int:
-        """Stages' worth of K in all."""
-        return sum(self.parts)
-
-    @property
-    def depth(self) -> int:
-        """Values of K of a stage."""
-        return LINE * 4 // self.size
-
-    @property
-    def width(self) -> int:
-        """Columns of a tile."""
-        return self.octets * 8 * self.rows
-
-    @property
-    def units(self) -> int:
-        return self.octets * 8
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.width * LINE * 4
-
-    @property
-    def stage_bytes(self) -> int:
-        return ROWS * LINE * 4 + self.weight_bytes
-
-    @property
-    def vector_floats(self) -> int:
-        """Of one tile's parameter vectors; each multiplying warpgroup has them for two tiles."""
-        return self.vectors * self.units
-
-    @property
-    def ring(self) -> int:
-        """Bytes of the stages, and of their barriers."""
-        return self.stages * (self.stage_bytes + 16)
-
-    @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
-        return self.ring + 4 * 4 * self.vector_floats
 
 
 def shape_of(job: Job) -> Shape | None:
@@ -111,11 +45,16 @@ def shape_of(job: Job) -> Shape | None:
             or any(o.columns.copied(CHUNK // size) * size % 4 for o in job.operands)):
         return None
     pairs, columns = -(-job.units // 16), _columns(job)  # pairs of octets
-    parts = tuple(-(-o.columns.width * size // (LINE * 4)) for o in job.operands)
-    whole = Shape(rows, -(-pairs // columns) * 2, columns, parts, job.vectors, size)
-    room = job.device.shared - (whole.shared - whole.ring)
-    stages = min(STAGES, room // (whole.ring // STAGES))
-    return None if stages < 2 else replace(whole, stages=stages)
+    parts = tuple(-(-o.columns.width * size // LINE) for o in job.operands)
+    whole = Shape(rows, -(-pairs // columns) * 2, ROWS, columns, parts, LINE, 0)
+    vectors = 4 * 4 * _vector_floats(job, whole)  # of two tiles, for each multiplying warpgroup
+    stages = min(STAGES, (job.device.shared - vectors) // (whole.stage_bytes + BARRIERS))
+    return None if stages < 2 else replace(whole, stages=stages, beside=vectors + stages * BARRIERS)
+
+
+def _vector_floats(job: Job, s: Shape) -> int:
+    """Values of parameter vectors that a tile needs, in shared memory."""
+    return job.vectors * s.units
 
 
 def _columns(job: Job) -> int:
@@ -140,7 +79,7 @@ def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:
     A thread has columns 2 i and 2 i + 1 of each n8 tile. With a ``span`` of 4 the columns of two octets' n8 tiles are
     dealt out so that these are 4 neighbouring units (:func:`write_tile`).
     """
-    chunks = (s.parts[job.operands.index(operand)], LINE * 4 // CHUNK, CHUNK // s.size)
+    chunks = (s.parts[job.operands.index(operand)], LINE // CHUNK, CHUNK // job.itemsize)
     if span == 2:
         return operand.packing(s.rows, (s.columns, s.octets, 8), chunks, (1, 4, 5, 2, 0, 3, 6), job.arithmetic)
     return operand.packing(s.rows, (s.columns, s.octets // 2, 4, 2, 2), chunks, (1, 6, 7, 2, 4, 0, 3, 5, 8),
@@ -168,9 +107,9 @@ class _Rows(WgmmaMainloop):
         self.job, self.shape, self.epilogue, self.arguments = job, shape, epilogue, arguments
         self.block, self.rows = block, rows
         self.groups = T.let("groups", (rows + (ROWS - 1)) // ROWS)
-        self.first_vector = shape.stages * shape.stage_bytes // 4
+        self.vector_floats, self.first_vector = _vector_floats(job, shape), shape.stages * shape.stage_bytes // 4
         super().__init__(memory, thread, shape.width, shape.stages, shape.stage_bytes,
-                         self.first_vector + 4 * shape.vector_floats, job.arithmetic, bulk=True)
+                         self.first_vector + 4 * self.vector_floats, job.arithmetic, bulk=True)
 
     def _tiles(self, emit: Callable[[Expr, Expr], None]) -> None:
         """``emit(group of rows, column)`` for each of this block's tiles."""
@@ -196,9 +135,10 @@ class _Rows(WgmmaMainloop):
                     first = stage * (self.stage_bytes // 4)
                     with T.when(self.thread == 0):
                         piece, size = T.let("piece", column * slabs + slab), self.shape.weight_bytes
+                        source = T.cast(piece, "int64") * (size // self.job.itemsize)
                         mbarrier_expect(self.full(stage), size)
-                        bulk_copy(self.memory.ptr_to([first + ROWS * LINE]), self.arguments[operand.weights].ptr_to(
-                            [T.cast(piece, "int64") * (size // self.shape.size)]), T.uint32(size), self.full(stage))
+                        bulk_copy(self.memory.ptr_to([first + ROWS * LINE // 4]),
+                                  self.arguments[operand.weights].ptr_to([source]), T.uint32(size), self.full(stage))
                     self._copy_rows(operand.columns, first, group, slab)
 
                 self.fill(slabs, copies)
@@ -213,7 +153,7 @@ class _Rows(WgmmaMainloop):
 
         def tile(group: Expr, column: Expr) -> None:
             unit0 = T.let("unit0", column * s.units)
-            place = T.let("place", self.first_vector + (self.half * 2 + flip[0]) * s.vector_floats)
+            place = T.let("place", self.first_vector + (self.half * 2 + flip[0]) * self.vector_floats)
             self._copy_vectors(place, unit0)
             T.note("main loop: wait for a full stage, wgmma, then hand the stage before it back")
             self.products(s.slabs, self._operands, min(LAG, s.stages - 2, s.slabs - 1))
@@ -232,30 +172,30 @@ class _Rows(WgmmaMainloop):
 
     def _operands(self, start: Expr) -> Descriptors:
         width = self.shape.width
-        mine = T.let("mine", start + T.cast(self.half * (64 * LINE * 4), "uint32"))
-        x = T.let("x", descriptor(mine, 16, 8 * LINE * 4, swizzled=True))
-        weights = descriptor(start + T.uint32(ROWS * LINE * 4), width * 16, 128, swizzled=False)
+        mine = T.let("mine", start + T.cast(self.half * (64 * LINE), "uint32"))
+        x = T.let("x", descriptor(mine, 16, 8 * LINE, swizzled=True))
+        weights = descriptor(start + T.uint32(ROWS * LINE), width * 16, 128, swizzled=False)
         return x, T.let("weights", weights), 2, 2 * width
 
     def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
         """A thread's eight chunks, one of every 16th row, to a stage from its first word on; what lies outside of the
         operand becomes zero."""
-        size = self.shape.size
+        size = self.job.itemsize
         first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
         row = T.let("row", group * ROWS + first)
-        value = T.let("value", slab * self.shape.depth + chunk * (CHUNK // size))
+        value = T.let("value", slab * (LINE // size) + chunk * (CHUNK // size))
         source = T.let("source", x.place(row, value))
-        place = T.let("place", first * LINE + T.bitwise_xor(chunk, first % 8) * 4)
+        place = T.let("place", first * (LINE // 4) + T.bitwise_xor(chunk, first % 8) * 4)
         for r in range(0, ROWS, GROUP // 8):
             self.copy_chunk(x, self.arguments[x.name], source + r * x.stride, value,
-                            stage + (place + r * LINE), row + r < self.rows, size)
+                            stage + (place + r * LINE // 4), row + r < self.rows, size)
 
     def _copy_vectors(self, place: Expr, unit0: Expr) -> None:
         """The parameter vectors of a tile's units."""
         s, units = self.shape, self.job.units
-        for turn in range(-(-s.vector_floats // GROUP)):
+        for turn in range(-(-self.vector_floats // GROUP)):
             index = T.let("index", turn * GROUP + self.member)
-            with T.when(index < s.vector_floats):
+            with T.when(index < self.vector_floats):
                 source = index // s.units * units + T.min(unit0 + index % s.units, units - 1)
                 cp_async(self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4)
         cp_async_commit()

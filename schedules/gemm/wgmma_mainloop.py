@@ -30,13 +30,13 @@ from ecornn.schedules.cuda.isa.memory import fence_async_shared, shared_address
 from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
 from ecornn.schedules.cuda.isa.threads import named_barrier_arrive, named_barrier_sync, sync_block
 from ecornn.schedules.cuda.isa.wgmma import wgmma, wgmma_commit, wgmma_fence, wgmma_wait, wgmma_wait_pending
-from ecornn.schedules.gemm.job import CHUNK, Columns
+from ecornn.schedules.gemm.job import CHUNK, LINE, Columns
 
 THREADS = 384
 GROUP = 128  # threads of a warpgroup
 WIDE = 128  # columns of a tile, beyond which the multiplying warps need more registers than an even share
 COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of which the copying warps give
-LINE = 32  # words of a row of a stage: the 128 bytes that are swizzled
+BARRIERS = 16  # bytes of a stage's two mbarriers
 LAG_BARRIER = 3  # named barrier; 1 and 2 are those of the multiplying warpgroups
 
 Descriptors = tuple[Expr, Expr, int, int]  # of both operands of a stage, and how far 32 bytes of K are apart in each
@@ -132,7 +132,7 @@ class WgmmaMainloop(ABC):
             fence_async_shared()
             a, b, a_step, b_step = operands(T.let("start", self.base + T.cast(stage * self.stage_bytes, "uint32")))
             wgmma_fence()
-            for k in range(LINE * 4 // 32):
+            for k in range(LINE // 32):
                 keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
                 wgmma(every, a + T.uint64(k * a_step), b + T.uint64(k * b_step), keep, self.arithmetic, across)
             wgmma_commit()
