@@ -23,7 +23,7 @@ TILE = 256  # columns of a product that read a row together
 
 
 def x_of(task: Task) -> Columns:
-    """Where x is read by products over all rows: in the workspace that :func:`align` makes, where that pays."""
+    """The place from which products over all rows read x: the workspace that :func:`align` makes, where that pays."""
     w, own = task.workload, task.own_input
     x = Columns("x", own, w.input)
     return Columns(NAME, own, whole_chunks(own, w.itemsize)) if _pays(task, x) else x

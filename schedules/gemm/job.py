@@ -50,19 +50,19 @@ class Columns:
         return gcd(self.stride, self.offset, most)
 
     def place(self, row: Expr, value: Expr) -> Expr:
-        """Where a value of a row is, int64."""
+        """The place of a value of a row, int64."""
         first = T.cast(row, "int64") * self.stride + value
         return first + self.offset if self.offset else first
 
 
 def whole_chunks(values: int, itemsize: int) -> int:
-    """As many, and what the last chunk lacks, of 16 bytes."""
+    """``values``, rounded up to whole chunks of 16 bytes."""
     return -(-values * itemsize // CHUNK) * CHUNK // itemsize
 
 
 @dataclass(frozen=True)
 class Operand:
-    """What is multiplied, and by what: packed ``weights``, made of ``sources``, one for each product.
+    """Values, and the packed ``weights`` that multiply them, made of ``sources``, one for each product.
 
     ``transposed``: a source is (K, units), not (units, K). Then K may be ``pieces`` sources one behind the other,
     without padding between them. With ``heads`` a source is blocks on a diagonal: units multiply the values of their
@@ -146,7 +146,7 @@ class Job:
         return found | {"B": batch}, rows_of(self.each, found, steps, batch)
 
     def declare_inputs(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
-        """Those of what is multiplied and read, but for ``vectors``."""
+        """The parameters that are multiplied and read, but for ``vectors``."""
         kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads) | counted(self.each)
         return _pointers(kinds | {o.weights: self.dtype for o in self.operands})
 
@@ -220,7 +220,7 @@ def _pointers(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:
 
 
 class Epilogue(ABC):
-    """What is made of a row's sums, and stored. ``reads`` and ``writes``: names and types of the buffers, beside
+    """Makes values of a row's sums, and stores them. ``reads`` and ``writes``: names and types of the buffers, beside
     ``vectors``; ``span``: the neighbouring units, 2 or 4, that one thread had best have."""
 
     reads: Mapping[str, str]
@@ -228,7 +228,7 @@ class Epilogue(ABC):
     span: int = 2
 
     def constants(self, vector: Vectors) -> Any:
-        """What is known of a unit before its rows are."""
+        """Values of a unit that are the same for all rows."""
         return None
 
     @abstractmethod

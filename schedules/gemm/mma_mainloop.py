@@ -18,6 +18,7 @@ from ecornn.schedules.gemm.job import Columns
 THREADS = 256
 ROW_WARPS, COLUMN_WARPS = 2, 4
 
+Live = Callable[[Expr, Expr], Expr]  # a row, and whether there is such a value of it -> whether it counts
 Load = Callable[[Any, Any], None]  # emits the copies of one stage's worth of K: its number, and the stage, Expr or int
 
 
@@ -60,12 +61,12 @@ class MmaMainloop:
         self.b = T.local("b", (products, words), "uint32")  # (n8 tile, 2 of fragment B of each k-tile)
 
     def clear(self) -> None:
-        """Sums of nothing."""
+        """Sets sums to zero."""
         with T.unroll("m", self.tiles) as m, T.unroll("n", self.products) as n, T.unroll("e", 4) as e:
             T.buffer_store(self.acc, T.float32(0), [m, n, e])
 
     def begin(self, count: Expr | int, load: Load) -> None:
-        """The first copies, where ``count`` stages' worth of K are multiplied."""
+        """The prologue: the first copies of ``count`` stages' worth of K."""
         for stage in range(self.stages - 1):
             if not isinstance(count, int) or stage < count:
                 with T.when(isinstance(count, int) or count > stage):
@@ -73,7 +74,7 @@ class MmaMainloop:
             cp_async_commit()
 
     def products_of(self, count: Expr | int, load: Load, multiply: Callable[[Expr, Expr], None]) -> None:
-        """All of them: the other copies, and ``multiply(number, first element of the stage)``."""
+        """The main loop, which :meth:`begin` has begun: ``multiply(number, first element of the stage)`` for each."""
         with T.serial("slab", 0, count) as slab:
             cp_async_wait(self.stages - 2)
             self.barrier()
@@ -84,7 +85,7 @@ class MmaMainloop:
             multiply(slab, T.let("base", slab % self.stages * self.stage_size))
 
     def multiply(self, k_tile: int = 0, cut_a: Expr | bool = False, cut_b: Expr | bool = False) -> None:
-        """Adds the products of a k-tile's fragments; ``cut_a``, ``cut_b`` : as of :func:`split`."""
+        """Adds the products of a k-tile's fragments; ``cut_a``, ``cut_b``: ``cut`` of :func:`split`."""
         a, b, kind = self.a, self.b, self.arithmetic
         with T.unroll("m", self.tiles) as m:
             rows = [split(a[m, i], kind, cut_a) for i in range(4)]
@@ -93,44 +94,58 @@ class MmaMainloop:
                 mma([self.acc[m, n, i] for i in range(4)], rows, columns, kind, apart=True)
 
     def copy(self, x: Columns, source: TirBuffer, to: Staged, count: int, row: Expr, end: Expr, first: Expr,
-             head: Expr | None = None, live: Callable[[Expr, Expr], Expr] | None = None, unrolled: int = 4) -> None:
+             head: Expr | None = None, live: Live | None = None, unrolled: int = 4) -> None:
         """Copies rows ``row`` to ``end``, from element ``first`` on, ``count`` elements at a time; zeros for what lies
-        outside, or is not ``live(row, inside)``. Values that are no whole words come one by one: no asynchronous copy
-        serves them. ``head``: value where those of the tile begin; ``unrolled``: copies of as many bytes, or more."""
-        size = 4 // per_word(self.dtype)
+        outside, or is not ``live(row, inside)``. Values that are no whole words come one by one. ``head``: value where
+        those of the tile begin; ``unrolled``: copies of as many bytes, or more."""
         values = 1 if to.buffer is self.values else per_word(self.dtype)  # of an element
-        alone = count * values * size < 4
-        width, count = (to.width * values, 1) if alone else (to.width, count)
-        total, each = to.height * width // count, width // count
-        turns, bytes_ = -(-total // THREADS), count * values * size
+        bytes_, each = count * values * 4 // per_word(self.dtype), to.width // max(count, 1)
+        if bytes_ < 4:
+            self._copy_values(x, source, to, values, row, end, first, head, live)
+            return
 
+        def one(index: Expr) -> None:
+            local, word = T.let("local", index // each), T.let("word", index % each * count)
+            value = T.let("value", (first + word) * values)
+            inside = T.let("inside", T.And(row + local < end, value < x.width))
+            if live is not None:
+                inside = T.let("live", T.And(inside, live(row + local, inside)))
+            at = T.Select(inside, x.place(row + local, value if head is None else head + value), T.int64(0))
+            cp_async(to.buffer.ptr_to([to.base + local * to.pitch + word]), source.ptr_to([at]), bytes_,
+                     T.Select(inside, T.uint32(bytes_), T.uint32(0)))
+
+        self.share(to.height * each, one, bytes_ < unrolled)
+
+    def _copy_values(self, x: Columns, source: TirBuffer, to: Staged, values: int, row: Expr, end: Expr, first: Expr,
+                     head: Expr | None, live: Live | None) -> None:
+        """The same for rows of 16-bit values that are not of whole words, which no asynchronous copy serves."""
+        width = to.width * values
+
+        def one(index: Expr) -> None:
+            local, value = T.let("local", index // width), T.let("value", index % width)
+            column = T.let("column", first * values + value)
+            place = (to.base + local * to.pitch) * values + value
+            T.buffer_store(self.values, T.float16(0), [place])
+            inside = T.And(row + local < end, column < x.width)
+            if live is not None:
+                inside = T.let("inside", inside)
+                inside = T.And(inside, live(row + local, inside))
+            with T.when(inside):
+                loaded = source[x.place(row + local, column if head is None else head + column)]
+                half = loaded if self.dtype == "float16" else T.reinterpret("float16", loaded)
+                T.buffer_store(self.values, half, [place])
+
+        self.share(to.height * width, one, True)
+
+    def share(self, count: int, emit: Callable[[Expr], None], rolled: bool = False) -> None:
+        """Deals out ``count`` items to the threads: ``emit(item)``, in a loop that is ``rolled`` or not."""
         def one(turn: Expr | int) -> None:
             index = T.let("index", turn * THREADS + self.thread)
-            with T.when(total % THREADS == 0 or index < total):
-                if alone:
-                    local, value = T.let("local", index // each), T.let("value", index % each)
-                    column = T.let("column", first * values + value)
-                    place = (to.base + local * to.pitch) * values + value
-                    T.buffer_store(self.values, T.float16(0), [place])
-                else:
-                    local, word = T.let("local", index // each), T.let("word", index % each * count)
-                    column = T.let("value", (first + word) * values)
-                    place = to.base + local * to.pitch + word
-                inside = T.And(row + local < end, column < x.width)
-                if live is not None or not alone:
-                    inside = T.let("inside", inside)
-                if live is not None:
-                    inside = T.let("live", T.And(inside, live(row + local, inside)))
-                at = x.place(row + local, column if head is None else head + column)
-                if alone:
-                    with T.when(inside):
-                        half = source[at] if self.dtype == "float16" else T.reinterpret("float16", source[at])
-                        T.buffer_store(self.values, half, [place])
-                else:
-                    cp_async(to.buffer.ptr_to([place]), source.ptr_to([T.Select(inside, at, T.int64(0))]), bytes_,
-                             T.Select(inside, T.uint32(bytes_), T.uint32(0)))
+            with T.when(count % THREADS == 0 or index < count):
+                emit(index)
 
-        if alone or bytes_ < unrolled:
+        turns = -(-count // THREADS)
+        if rolled:
             with T.serial("r", 0, turns) as turn:
                 one(turn)
         else:

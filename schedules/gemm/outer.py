@@ -77,7 +77,7 @@ class Arguments:
     parts: int
 
     def live(self, row: Expr, inside: Expr | None = None) -> Expr:
-        """Tells where a row takes part in its step; ``inside``: of :func:`takes_part`."""
+        """Tells whether a row takes part in its step; ``inside``: whether there is such a row."""
         assert self.job.mask is not None
         return takes_part(self.job.mask, self.buffers[self.job.mask], row, self.batch, inside)
 
@@ -90,7 +90,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Into:
-    """Where sums belong, in a float32 buffer.
+    """The place of sums, in a float32 buffer.
 
     Attributes
     ----------
@@ -126,8 +126,8 @@ class Into:
 
     def _store_pairs(self, buffer: TirBuffer, m: Expr, first: Expr, width: int,
                      pairs: Sequence[tuple[Expr, Expr]]) -> None:
-        """What is there is loaded for ``TOGETHER`` pairs before the first one is stored: a store that waits for its
-        load would keep the next load waiting, too. Places differ by constants, which instructions have in themselves:
+        """Loads what is there for ``TOGETHER`` pairs before it stores the first one: a store that waits for its load
+        would keep the next load waiting, too. Places differ by constants, which instructions have in themselves:
         a gate's number takes a division."""
         kept = T.local("to", (1,), "int64")  # a variable that TVM does not put the expression in place of
         T.buffer_store(kept, self.row(m) + first, [0])

@@ -103,7 +103,7 @@ class _Outer(WgmmaMainloop):
             T.note("main loop over rows: wait for a full stage, wgmma, then hand the stage before it back")
             self.products(stages, self._operands, across=True)
             T.note("epilogue: sums to the gradient, or to a part of it")
-            row0 = T.let("m", m0 + self.half * PANEL + self.thread % GROUP // 32 * 16 + self.lane // 4)
+            row0 = T.let("m", m0 + self.half * PANEL + self.member // 32 * 16 + self.lane // 4)
             first = T.let("n", n0 + self.lane % 4 * 2)
             for half in range(2):
                 pairs = [(self.acc[0, n, half * 2], self.acc[0, n, half * 2 + 1]) for n in range(self.width // 8)]
@@ -143,6 +143,6 @@ class _Outer(WgmmaMainloop):
                                     exact=False)
 
     def _live(self, row: Expr) -> Expr:
-        """Whether there is such a row, and it takes part."""
+        """Tells whether there is such a row, and it takes part."""
         inside = row < self.rows
         return T.let("live", T.And(inside, self.arguments.live(row)) if self.arguments.job.mask else inside)

@@ -1,4 +1,4 @@
-"""What a kernel of products over all rows writes: values that are computed on its accumulators."""
+"""Epilogues of products over all rows: values that are computed on accumulators, and written."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class HoistedValues(Epilogue):
 
 
 def leaves_of_rows(task: Task) -> dict[Var, int]:
-    """What is read of a row of x as it is -> where its H values begin there."""
+    """Variables that are read from a row of x as it is -> the place in it where their H values begin."""
     graph, w = task.graph, task.workload
     return ({} if graph.x is None else {graph.x: 0}) | graph.input_offsets(w.input, w.hidden)
 

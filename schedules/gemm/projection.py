@@ -57,8 +57,8 @@ def projection_time(task: Task, ahead: int = 100) -> float:
 
 
 def may_be_followed(task: Task) -> bool:
-    """Whether the launch behind the projection may begin before that has ended, if it waits for it itself: behind one
-    of which nothing else of a call makes something before the recurrence, and whose memory nothing else uses, as what
+    """Tells whether the launch behind the projection may begin before that has ended, if it waits for it itself: where
+    nothing else of a call makes something before the recurrence, and nothing else uses the projection's memory, as what
     is kept and a backward pass may."""
     graph, traversal = task.graph, task.traversal
     if traversal.backward or traversal.keep is not None or graph.hoisted_statistics:

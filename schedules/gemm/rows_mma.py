@@ -69,8 +69,8 @@ def blocks_of(job: Job, s: Shape) -> int:
 
 
 def spares_warps(job: Job, s: Shape) -> bool:
-    """Whether warps of the last column have no units and do not multiply padding: in float32, where products take
-    long."""
+    """Tells whether warps of the last column have no units and do not multiply padding: in float32, where products
+    take long."""
     return job.arithmetic == "float32" and s.columns * s.units - job.units >= s.units // COLUMN_WARPS
 
 
@@ -219,23 +219,23 @@ class Team(MmaMainloop):
         count = next((n for n in (4, 1) if columns.together(n * pw) == n * pw), 0)
         to = Staged(self.words, base, s.height, SPAN * 16, ROW)
         self.copy(columns, self.arguments[columns.name], to, count, row, end, slab * (SPAN * 16), head)
-        chunks = s.weight_bytes // CHUNK
-        for r in range(-(-chunks // THREADS)):
-            index = T.let("index", r * THREADS + self.thread)
-            with T.when(index < chunks):
-                source = (T.cast(column * slabs + slab, "int64") * (s.weight_bytes // 4) + index * 4) * pw
-                cp_async(self.words.ptr_to([base + s.height * ROW + index * 4]),
-                         self.arguments[operand.weights].ptr_to([source]), 16)
+
+        def weights(index: Expr) -> None:
+            source = (T.cast(column * slabs + slab, "int64") * (s.weight_bytes // 4) + index * 4) * pw
+            cp_async(self.words.ptr_to([base + s.height * ROW + index * 4]),
+                     self.arguments[operand.weights].ptr_to([source]), CHUNK)
+
+        self.share(s.weight_bytes // CHUNK, weights)
 
     def _raised(self, slab: Expr) -> Expr | bool:
-        """Whether the operand of a slab is raised: one answer for all, or for each."""
+        """Tells whether the operand of a slab is raised: one answer for all, or for each."""
         raised = [o.columns.raised for o in self.job.operands]
         if len(set(raised)) == 1:
             return raised[0]
         return T.let("raised", reduce(T.Or, [own for o, _, _, own in self._parts(slab) if o.columns.raised]))
 
     def _has_units(self, column: Expr) -> Expr | bool:
-        """Whether the warp has units to multiply, see :func:`~ecornn.schedules.gemm.rows_mma.spares_warps`."""
+        """Tells whether the warp has units to multiply, see :func:`spares_warps`."""
         s = self.shape
         if not self.alone or not spares_warps(self.job, s):
             return True
@@ -243,14 +243,14 @@ class Team(MmaMainloop):
                      < self.job.units)
 
     def _has_values(self, slab: Expr, tile: int) -> Expr | bool:
-        """The same of K: whether a k-tile of a slab has values; of one operand."""
+        """The same for K: whether a k-tile of a slab has values, where there is one operand."""
         if not self.alone or self.job.arithmetic != "float32" or len(self.job.operands) > 1:
             return True
         values, before = words(self.job.operands[0].depth, self.job.dtype), (self.shape.slabs - 1) * SPAN * 16
         return True if before + tile * WORDS < values else slab < self.shape.slabs - 1
 
     def _add(self, base: Expr, span: int, cut: Expr | bool, slab: Expr) -> None:
-        """Adds the products of one pair of k-tiles of a stage; ``cut``: of the operand, as of :func:`split`."""
+        """Adds the products of one pair of k-tiles of a stage; ``cut``: the operand's, see :func:`split`."""
         s, a, b = self.shape, self.a, self.b
         first = base + s.height * ROW + span * (s.weight_bytes // 4 // SPAN)
         with T.unroll("n", self.products) as n:
