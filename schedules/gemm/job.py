@@ -112,7 +112,6 @@ class Job:
     name : of the kernel
     dtype, arithmetic : of operands and weights, and what they are rounded to; as a workload has them
     rows : products of a unit
-    outputs : values that are made of them
     vectors : parameter vectors that it takes
     each : what there are rows of, of :data:`STEPS`, :data:`BATCH` and :data:`SEQUENCES`
     expected : rows that tiles are chosen for, of which any number may come; None: so many that it does not matter
@@ -126,7 +125,6 @@ class Job:
     operands: tuple[Operand, ...]
     rows: int
     units: int
-    outputs: int
     vectors: int = 0
     each: str = STEPS
     expected: int | None = None

@@ -167,8 +167,9 @@ class OuterShape:
     height, width : sums of a tile: columns of ``values`` and of ``operand``
     down, across : tiles over both
     depth : rows of a stage
-    row_bytes, barrier_bytes : of a stage: of each row, and beside them
-    stages : in shared memory
+    stage_bytes : of both operands
+    stages : of the pipeline, each in shared memory
+    beside : bytes of shared memory that something else takes
     parts : of the rows
     """
 
@@ -177,9 +178,9 @@ class OuterShape:
     down: int
     across: int
     depth: int
-    row_bytes: int
+    stage_bytes: int
     stages: int
-    barrier_bytes: int = 0
+    beside: int = 0
     parts: int = 1
 
     @property
@@ -188,14 +189,9 @@ class OuterShape:
         return self.down * self.across
 
     @property
-    def stage_bytes(self) -> int:
-        """Without barriers."""
-        return self.depth * self.row_bytes
-
-    @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return self.stages * (self.stage_bytes + self.barrier_bytes)
+        return self.stages * self.stage_bytes + self.beside
 
 
 def best_parts(job: OuterJob, tiles: int, row: float, at_once: int) -> int:

@@ -27,9 +27,9 @@ def outer_shape(job: OuterJob) -> OuterShape:
     if job.heads > 1:  # a tile's values are of one head
         m_tiles = max(n for n in (1, 2, 4) if n <= m_tiles and job.operand.width % (LEAST_HEIGHT * n) == 0)
     n_tiles = next(n for n in (2, 4) if n == 4 or LEAST_WIDTH * n >= job.operand.width)
-    height, width = LEAST_HEIGHT * m_tiles, LEAST_WIDTH * n_tiles
+    height, width, depth = LEAST_HEIGHT * m_tiles, LEAST_WIDTH * n_tiles, 64 // job.itemsize
     shape = OuterShape(height, width, -(-job.values.width // height), -(-job.operand.width // width),
-                       64 // job.itemsize, (height + width + 2 * PAD) * job.itemsize, STAGES)
+                       depth, depth * (height + width + 2 * PAD) * job.itemsize, STAGES)
     rate = gpu_rates(job.device).mma_gemm / SLOWER.get(job.arithmetic, 1) / 2
     return replace(shape, parts=best_parts(job, shape.tiles, height * width / rate, 2 * job.device.cores))
 

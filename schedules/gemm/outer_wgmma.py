@@ -42,16 +42,17 @@ def hopper_shape(job: OuterJob) -> OuterShape | None:
 def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterShape] | None:
     """Tiles of which so many lie side by side, and nanoseconds."""
     width = -(-panels // across) * PANEL
-    shape = OuterShape(HEIGHT, width, -(-job.values.width // HEIGHT), across, DEPTH, (HEIGHT + width) * 2, 1, BARRIERS)
-    stages = min(STAGES, job.device.shared // shape.shared)
+    stage = DEPTH * (HEIGHT + width) * 2
+    stages = min(STAGES, job.device.shared // (stage + BARRIERS))
     if stages < 2:
         return None
+    shape = OuterShape(HEIGHT, width, -(-job.values.width // HEIGHT), across, DEPTH, stage, stages, stages * BARRIERS)
     widest = MOST_ACROSS * PANEL
     # what a tile multiplies for each byte that it copies, of the widest one's
     reuse = width * (HEIGHT + widest) / (widest * (HEIGHT + width))
     row = HEIGHT * width / (gpu_rates(job.device).wgmma_gemm * reuse)
     parts = best_parts(job, shape.tiles, row, job.device.cores)
-    return expected(job, shape.tiles, row, job.device.cores, parts), replace(shape, stages=stages, parts=parts)
+    return expected(job, shape.tiles, row, job.device.cores, parts), replace(shape, parts=parts)
 
 
 def outer_wgmma_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:

@@ -40,20 +40,15 @@ def job_of(task: Task) -> Job:
     x = Columns("x", task.own_input, w.input)
     operands = (Operand(x, "input_weights", tuple(p.term.source for p in products)),)
     return Job("project", task.device, w.dtype, w.arithmetic, operands if products else (), len(products), w.hidden,
-               len(task.graph.hoisted_outputs), len(task.graph.vectors),
-               expected=w.seq * w.batch if short(task) else None)
-
-
-def on_wgmma(task: Task, ahead: int) -> bool:
-    """Tells whether the rows done ahead are Hopper's kernel's."""
-    return ahead == 100 and rows_wgmma.shape_of(job_of(task)) is not None
+               len(task.graph.vectors), expected=w.seq * w.batch if short(task) else None)
 
 
 def projection_time(task: Task, ahead: int = 100) -> float:
     """Nanoseconds that one multiprocessor needs for a step's projection, by the kernel that ``ahead`` leads to."""
     w, rates = task.workload, gpu_rates(task.device)
     work = 2.0 * w.batch * w.input * w.hidden * len(task.graph.hoisted_products)
-    return work / (rates.wgmma_gemm if on_wgmma(task, ahead) else rates.mma_gemm) * SLOWER.get(w.arithmetic, 1)
+    hopper = ahead == 100 and rows_wgmma.shape_of(job_of(task)) is not None
+    return work / (rates.wgmma_gemm if hopper else rates.mma_gemm) * SLOWER.get(w.arithmetic, 1)
 
 
 def may_be_followed(task: Task) -> bool:
@@ -74,7 +69,7 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followe
     counters, one for each tile's ``height`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it.
     """
     w, job = task.workload, job_of(task)
-    if not job.outputs:
+    if not task.graph.hoisted_outputs:
         return Component()
     epilogue = HoistedValues(task, layout or hoisted_of(task))
     if ahead == 100:

@@ -118,12 +118,8 @@ def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: i
 class Team(MmaMainloop):
     """Emits the code of 256 threads that compute tiles.
 
-    Parameters
-    ----------
-    arguments : buffers by name
-    memory : dynamic shared memory, float32, at least ``shape.shared`` bytes
-    thread : 0 to 255
-    barrier : emits a barrier of these threads
+    ``arguments`` has buffers by name, ``memory`` at least ``shape.shared`` bytes; ``thread`` and ``barrier`` are those
+    of :class:`MmaMainloop`.
     """
 
     def __init__(self, job: Job, shape: Shape, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],

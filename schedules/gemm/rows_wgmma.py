@@ -47,14 +47,9 @@ def shape_of(job: Job) -> Shape | None:
     pairs, columns = -(-job.units // 16), _columns(job)  # pairs of octets
     parts = tuple(-(-o.columns.width * size // LINE) for o in job.operands)
     whole = Shape(rows, -(-pairs // columns) * 2, ROWS, columns, parts, LINE, 0)
-    vectors = 4 * 4 * _vector_floats(job, whole)  # of two tiles, for each multiplying warpgroup
+    vectors = 4 * 4 * job.vectors * whole.units  # float32, of two tiles for each multiplying warpgroup
     stages = min(STAGES, (job.device.shared - vectors) // (whole.stage_bytes + BARRIERS))
     return None if stages < 2 else replace(whole, stages=stages, beside=vectors + stages * BARRIERS)
-
-
-def _vector_floats(job: Job, s: Shape) -> int:
-    """Values of parameter vectors that a tile needs, in shared memory."""
-    return job.vectors * s.units
 
 
 def _columns(job: Job) -> int:
@@ -107,7 +102,7 @@ class _Rows(WgmmaMainloop):
         self.job, self.shape, self.epilogue, self.arguments = job, shape, epilogue, arguments
         self.block, self.rows = block, rows
         self.groups = T.let("groups", (rows + (ROWS - 1)) // ROWS)
-        self.vector_floats, self.first_vector = _vector_floats(job, shape), shape.stages * shape.stage_bytes // 4
+        self.vector_floats, self.first_vector = job.vectors * shape.units, shape.stages * shape.stage_bytes // 4
         super().__init__(memory, thread, shape.width, shape.stages, shape.stage_bytes,
                          self.first_vector + 4 * self.vector_floats, job.arithmetic, bulk=True)
 
