@@ -78,7 +78,8 @@ class _Outer(WgmmaMainloop):
                          shape.stages * shape.stage_bytes // 4, arguments.job.arithmetic)
 
     def _tiles(self, emit: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-        """``emit(part, its stages, first column of values, and of the operand)`` for each of this block's tiles."""
+        """The tile scheduler: ``emit(part, its stages, first column of values, and of the operand)`` for each of this
+        block's tiles."""
         s = self.shape
         T.buffer_store(self.turn, T.uint32(0), [0])
         item, at = T.local("item", (1,), "int32"), T.local("at", (3,), "int32")

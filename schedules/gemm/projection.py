@@ -15,8 +15,8 @@ from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.few_steps import short
 from ecornn.schedules.gemm import rows_wgmma
 from ecornn.schedules.gemm.aligned import align, x_of
+from ecornn.schedules.gemm.epilogue import HoistedValues
 from ecornn.schedules.gemm.job import SLOWER, Columns, Job, Operand
-from ecornn.schedules.gemm.outputs import HoistedValues
 from ecornn.schedules.gemm.over_rows import over_rows, weights_of
 from ecornn.schedules.gemm.rows_mma import LEAST_ROWS, shape_of
 from ecornn.schedules.hoisted import Hoisted, hoisted_of

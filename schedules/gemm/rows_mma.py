@@ -20,9 +20,9 @@ from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import WORDS, ldmatrix, per_word, words
 from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.gemm.epilogue import write_tile
 from ecornn.schedules.gemm.job import CHUNK, LINE, Epilogue, Job, Operand, Shape
 from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS, ROW_WARPS, THREADS, Load, MmaMainloop, Staged
-from ecornn.schedules.gemm.outputs import write_tile
 
 STAGES = 3  # 2 where shared memory is short
 WIDE = 8  # n8 tiles of a warp, about: wider ones read less shared memory a product
@@ -131,7 +131,7 @@ class Team(MmaMainloop):
 
     def run(self, first: Expr, end: Expr, member: Expr, members: int,
             done: Callable[[Expr], None] | None = None) -> None:
-        """Tiles ``member``, ``member + members``, ... of rows ``first`` to ``end``, in the order of rows.
+        """The tile scheduler: tiles ``member``, ``member + members``, ... of rows ``first`` to ``end``, in their order.
 
         ``done(n)`` is emitted for thread 0, when a tile of the n-th group of ``height`` rows is
         written by all threads. Where somebody waits for that, copies begin with their tile, and padding is multiplied:

@@ -25,8 +25,8 @@ from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.cuda.isa.wgmma import descriptor
+from ecornn.schedules.gemm.epilogue import write_tile
 from ecornn.schedules.gemm.job import CHUNK, LINE, Columns, Epilogue, Job, Operand, Shape
-from ecornn.schedules.gemm.outputs import write_tile
 from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
 
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
@@ -107,7 +107,7 @@ class _Rows(WgmmaMainloop):
                          self.first_vector + 4 * self.vector_floats, job.arithmetic, bulk=True)
 
     def _tiles(self, emit: Callable[[Expr, Expr], None]) -> None:
-        """``emit(group of rows, column)`` for each of this block's tiles."""
+        """The tile scheduler: ``emit(group of rows, column)`` for each of this block's tiles."""
         columns = self.shape.columns
         T.buffer_store(self.turn, T.uint32(0), [0])
         tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")  # at: group of rows, column

@@ -13,7 +13,7 @@ from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
 from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.memory import prefetch_l1
 from ecornn.schedules.cuda.isa.threads import sync_block
-from ecornn.schedules.gemm.outputs import leaves_of_rows
+from ecornn.schedules.gemm.epilogue import leaves_of_rows
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit
 from ecornn.schedules.step.operand_rows import (
     Operand,
