@@ -53,6 +53,24 @@ class Builder:
         """The number of the thread in its block, of ``count``."""
         return self.named("thread", self._tvm.thread_id([count]))
 
+    @contextmanager
+    def kernel(self, name: str) -> Iterator[Callable[[], PrimFunc]]:
+        """Builds a kernel of that name; what is given returns it, once this is left."""
+        from tvm.script.ir_builder import IRBuilder
+
+        with IRBuilder() as builder, self._tvm.prim_func():
+            self._tvm.func_name(name)
+            yield builder.get
+
+    @contextmanager
+    def when(self, condition: Expr | bool) -> Iterator[None]:
+        """Code that runs only where the condition holds; True: without asking."""
+        if condition is True:
+            yield
+        else:
+            with self._tvm.If(condition), self._tvm.Then():
+                yield
+
     def let(self, name: str, value: Expr) -> Var:
         """A variable that is bound to ``value``."""
         return self.named(name, self._tvm.Bind(value))

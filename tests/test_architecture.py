@@ -21,7 +21,7 @@ BASE = {"boundary", "errors", "workload", "device", "program", "manifest"}
 HOSTS = {"host_cpu", "host_gpu"}
 TEMPLATE = {"analysis", "device", "program", "workload", "schedules.base", "schedules.builder", "schedules.timeline"}
 KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.fragments", "schedules.cuda.isa", "schedules.cuda.pipeline",
-                     "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
+                     "schedules.outputs", "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "boundary": {"errors"},

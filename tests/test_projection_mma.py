@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 from emulated import task_of
 
-from ecornn.schedules.gemm.mma import WARP_COLUMNS, blocks_of, shape_of, spares_warps
+from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS
 from ecornn.schedules.gemm.projection import job_of, project
+from ecornn.schedules.gemm.rows_mma import blocks_of, shape_of, spares_warps
 from ecornn.targets import KNOWN
 
 HOPPER = KNOWN["sm_90a"]
@@ -29,8 +30,8 @@ def test_blocks_of_float32_share_the_columns(cell: str, sizes: tuple[int, int, i
     shape, (launch,) = shape_of(job), project(task).calls
     blocks = blocks_of(job, shape)
     assert spares_warps(job, shape) is spared and launch.grid == blocks and 2 * HOPPER.cores - 4 < blocks
-    assert (WARP_COLUMNS * shape.octets * 8 * shape.columns - sizes[3] >= 8 * shape.octets) is spared
-    tiles = -(-sizes[0] * sizes[1] // shape.block_rows) * shape.columns
+    assert (shape.units * shape.columns - sizes[3] >= shape.units // COLUMN_WARPS) is spared
+    tiles = -(-sizes[0] * sizes[1] // shape.height) * shape.columns
     last = Counter(tile % blocks for tile in range(tiles) if tile % shape.columns == shape.columns - 1)
     if spared:
         counts = [last[block] for block in range(min(blocks, tiles))]

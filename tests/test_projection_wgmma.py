@@ -12,14 +12,15 @@ from emulated import check_numbers, task_of
 from msgspec.structs import replace
 from test_persistent_emulated import cut
 
-import ecornn.schedules.gemm.wgmma_kernel as kernel
+import ecornn.schedules.gemm.rows_wgmma as kernel
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.program import Program
 from ecornn.schedules import few_steps
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.gemm.projection import job_of, project
-from ecornn.schedules.gemm.wgmma import THREADS, shape_of
+from ecornn.schedules.gemm.rows_wgmma import shape_of
+from ecornn.schedules.gemm.wgmma_mainloop import THREADS
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.layout_transform import LayoutTransform
@@ -92,7 +93,7 @@ def test_fewer_rows_than_compiled(tmp_path):
 
 
 def test_what_it_does_not_serve():
-    """These keep the kernel of ``schedules/gemm/mma_kernel.py``."""
+    """These keep the kernel of ``schedules/gemm/rows_mma.py``."""
     def serves(cell="lstm", sizes=(40, 3, 64, 40), dtype="bfloat16", device=HOPPER):
         return shape_of(job_of(task_of(cell, sizes, dtype, device))) is not None
 

@@ -19,7 +19,7 @@ from ecornn.program import Program
 from ecornn.schedules.base import Task
 from ecornn.schedules.few_steps import SHORT
 from ecornn.schedules.gemm.projection import job_of
-from ecornn.schedules.gemm.wgmma import shape_of
+from ecornn.schedules.gemm.rows_wgmma import shape_of
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_block import PersistentBlock
 from ecornn.targets import KNOWN

@@ -200,7 +200,7 @@ class RowPass:
                    operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
                                w.itemsize, {n: shape[0] for n, shape in self.memory.forward.parameters.items()
                                             if shape[1] == w.hidden}),
-                   len(products), self.units or w.hidden, 0, vectors, self.each, expected)
+                   len(products), self.units or w.hidden, vectors, self.each, expected)
 
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns], itemsize: int,

@@ -16,14 +16,11 @@ from ecornn.schedules.backward.memory import Memory, Place
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
 from ecornn.schedules.gemm.job import Columns
-from ecornn.schedules.gemm.outer import THREADS, Into, OuterJob, outer_shape
-from ecornn.schedules.gemm.outer_kernel import adding_kernel, outer_kernel
+from ecornn.schedules.gemm.outer import THREADS, Into, OuterJob, adding_kernel
+from ecornn.schedules.gemm.outer_mma import outer_kernel, outer_shape
 from ecornn.schedules.gemm.outer_wgmma import THREADS as HOPPER_THREADS
-from ecornn.schedules.gemm.outer_wgmma import hopper_shape
-from ecornn.schedules.gemm.outer_wgmma_kernel import outer_wgmma_kernel
+from ecornn.schedules.gemm.outer_wgmma import hopper_shape, outer_wgmma_kernel
 from ecornn.schedules.timeline import rows_mask
-
-WGMMA = True  # off only to compare the two kernels
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def _outer(memory: Memory, number: int, group: Group, add: bool | None) -> Compo
     w, task = memory.task.workload, memory.task
     job = OuterJob(f"outer_{number}", task.device, w.dtype, w.arithmetic, group.values, group.operand, w.seq * w.batch,
                    rows_mask(task.traversal), group.heads)
-    hopper, adder, blocks = hopper_shape(job) if WGMMA else None, f"add_outer_{number}", 2 * task.device.cores
+    hopper, adder, blocks = hopper_shape(job), f"add_outer_{number}", 2 * task.device.cores
     shape = hopper or outer_shape(job)
     height, width = job.values.width, job.operand.width
     own = height // len(group.gates)
@@ -116,8 +113,8 @@ def _outer(memory: Memory, number: int, group: Group, add: bool | None) -> Compo
         return (gate * own + m % own) * width
 
     into, target = Into(row, add), f"d_{group.parameter}"
-    kernel = outer_wgmma_kernel(job, hopper, into) if hopper else outer_kernel(job, outer_shape(job), into)
-    grid, threads = (task.device.cores, HOPPER_THREADS) if hopper else (outer_shape(job).blocks, THREADS)
+    kernel = (outer_wgmma_kernel if hopper else outer_kernel)(job, shape, into)
+    grid, threads = (task.device.cores, HOPPER_THREADS) if hopper else (shape.tiles * shape.parts, THREADS)
     names = {"values": group.values.name, "operand": group.operand.name}
     product = Launch(job.name, grid, threads, shape.shared,
                      names={**names, "into": target if shape.parts == 1 else "outer_parts"})

@@ -23,15 +23,14 @@ TILE = 256  # columns of a product that read a row together
 
 
 def x_of(task: Task) -> Columns:
-    """The columns from which products over all rows read x: of the workspace that :func:`align` makes, where that
-    pays."""
+    """The place from which products over all rows read x: the workspace that :func:`align` makes, where that pays."""
     w, own = task.workload, task.own_input
     x = Columns("x", own, w.input)
     return Columns(NAME, own, whole_chunks(own, w.itemsize)) if _pays(task, x) else x
 
 
 def align(task: Task) -> Component:
-    """The kernel that copies x to the workspace of :func:`x_of`; nothing where that does not pay."""
+    """That workspace, if there is one, from x."""
     x = x_of(task)
     if x.name != NAME:
         return Component()
@@ -56,16 +55,12 @@ def _pays(task: Task, x: Columns) -> bool:
 
 def _kernel(source: Columns, into: Columns, itemsize: int, blocks: int) -> PrimFunc:
     """``(T, B, source, into)``: a thread has 16 bytes of a row; zeros behind the row's values."""
-    from tvm.script.ir_builder import IRBuilder
-
     # in words, whatever the values are
     width, stride, offset = (n * itemsize // 4 for n in (source.width, source.stride, source.offset))
     chunks = into.stride * itemsize // CHUNK
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("align")
+    with T.kernel("align") as kernel:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        big = (T.int64(1 << 40),)
-        given, made = (T.arg(n, T.buffer(big, "uint32")) for n in ("source", "into"))
+        given, made = (T.pointer(n, "uint32") for n in ("source", "into"))
         T.device_entry()
         thread = T.let("first_item", T.cast(T.block(blocks) * THREADS + T.thread(THREADS), "int64"))
         total = T.let("total", T.cast(steps * batch, "int64") * chunks)
@@ -78,7 +73,7 @@ def _kernel(source: Columns, into: Columns, itemsize: int, blocks: int) -> PrimF
             values = T.local("values", (4,), "uint32")
             for k in range(4):
                 T.buffer_store(values, T.uint32(0), [k])
-                with T.If(word + k < width), T.Then():
+                with T.when(word + k < width):
                     T.buffer_store(values, given[place + k], [k])
             st_global(made.ptr_to([item * 4]), [values[k] for k in range(4)])
-    return builder.get()
+    return kernel()

@@ -23,6 +23,8 @@ from ecornn.workload import ITEMSIZE
 STEPS, BATCH, SEQUENCES = "steps", "batch", "sequences"
 COUNT = "count"
 CHUNK = 16  # bytes that one instruction copies at most
+LINE = 128  # bytes of K of a stage: whole lines of x
+SLOWER = {"float32": 5, "tf32": 2}  # than products of 16-bit types
 
 Vectors = Callable[[int | None], Expr]  # number of a parameter vector -> its value; None: the number of the unit
 
@@ -48,19 +50,19 @@ class Columns:
         return gcd(self.stride, self.offset, most)
 
     def place(self, row: Expr, value: Expr) -> Expr:
-        """The index of a value of a row, int64."""
+        """The place of a value of a row, int64."""
         first = T.cast(row, "int64") * self.stride + value
         return first + self.offset if self.offset else first
 
 
 def whole_chunks(values: int, itemsize: int) -> int:
-    """``values`` and as many more as the last chunk of 16 bytes lacks."""
+    """``values``, rounded up to whole chunks of 16 bytes."""
     return -(-values * itemsize // CHUNK) * CHUNK // itemsize
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand and what it is multiplied by: packed ``weights``, made of ``sources``, one for each product.
+    """Values, and the packed ``weights`` that multiply them, made of ``sources``, one for each product.
 
     ``transposed``: a source is (K, units), not (units, K). Then K may be ``pieces`` sources one behind the other,
     without padding between them. With ``heads`` a source is blocks on a diagonal: units multiply the values of their
@@ -86,16 +88,15 @@ class Operand:
         if not self.transposed:
             assert self.pieces == 1
             return Packing(self.sources, (rows, units, inputs), (rows, *across, *along), tuple(order), dtype)
-        if self.heads > 1:  # axis 1 is the heads then, and the first of the units' axes is of one of them
-            assert inputs == self.depth and across[0] % self.heads == 0, "padding within heads"
-            place = [[0], [1, 2 + k], *([3 + k + i] for i in range(n - 1)), *([2 + i] for i in range(k))]
-            return Packing(self.sources, (rows, self.heads * inputs, units // self.heads),
-                           (rows, self.heads, *along, across[0] // self.heads, *across[1:]),
-                           tuple(axis for i in order for axis in place[i]), dtype)
+        assert self.heads == 1 or (inputs == self.depth and across[0] % self.heads == 0), "padding within heads"
         assert self.pieces == 1 or inputs == self.columns.width, "padding between pieces"
-        places = [0, *(1 + k + i for i in range(n)), *(1 + i for i in range(k))]  # of each axis, K before units
-        return Packing(self.sources, (rows * self.pieces, inputs // self.pieces, units), (rows, *along, *across),
-                       tuple(places[i] for i in order), dtype)
+        own = (self.heads,) if self.heads > 1 else ()  # axis 1 then; the first of the units' axes is of one of them
+        first = 1 + len(own)  # of the axes along K, which are before those of units
+        place = [[0], [*range(1, first), first + k], *([first + k + i] for i in range(1, n)),
+                 *([first + i] for i in range(k))]
+        return Packing(self.sources, (rows * self.pieces, self.heads * inputs // self.pieces, units // self.heads),
+                       (rows, *own, *along, across[0] // self.heads, *across[1:]),
+                       tuple(axis for i in order for axis in place[i]), dtype)
 
     def buffer(self, packing: Packing, dtype: str) -> Buffer:
         """The packed weights."""
@@ -104,14 +105,13 @@ class Operand:
 
 @dataclass(frozen=True)
 class Job:
-    """One product over all rows.
+    """One such product.
 
     Attributes
     ----------
     name : of the kernel
     dtype, arithmetic : of operands and weights, and what they are rounded to; as a workload has them
     rows : products of a unit
-    outputs : values that are made of them
     vectors : parameter vectors that it takes
     each : what there are rows of, of :data:`STEPS`, :data:`BATCH` and :data:`SEQUENCES`
     expected : rows that tiles are chosen for, of which any number may come; None: so many that it does not matter
@@ -125,31 +125,82 @@ class Job:
     operands: tuple[Operand, ...]
     rows: int
     units: int
-    outputs: int
     vectors: int = 0
     each: str = STEPS
     expected: int | None = None
     followed: bool = False
-
-    def count(self, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:
-        """The rows."""
-        return rows_of(self.each, arguments, steps, batch)
 
     @property
     def itemsize(self) -> int:
         """Bytes of a value."""
         return ITEMSIZE[self.dtype]
 
-    def declare(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
-        """The kernel's parameters behind T and B."""
+    def declare(self, epilogue: Epilogue) -> tuple[dict[str, TirBuffer], Expr]:
+        """The kernel's parameters, T and B before the others, by name; and how many rows there are."""
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         found = self.declare_inputs(epilogue)
-        return found | _arguments({n: k for n, k in ({"vectors": "float32"} | dict(epilogue.writes)).items()
-                                   if n not in found})
+        kinds = {"vectors": "float32"} | dict(epilogue.writes)
+        found |= _pointers({n: k for n, k in kinds.items() if n not in found})
+        return found | {"B": batch}, rows_of(self.each, found, steps, batch)
 
     def declare_inputs(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
-        """The kernel's parameters for what is multiplied and read, but for ``vectors``."""
+        """The parameters that are multiplied and read, but for ``vectors``."""
         kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads) | counted(self.each)
-        return _arguments(kinds | {o.weights: self.dtype for o in self.operands})
+        return _pointers(kinds | {o.weights: self.dtype for o in self.operands})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How one is cut: tiles of rows by units, and stages of 128 bytes of K of each row and weight.
+
+    Attributes
+    ----------
+    rows : products of a unit
+    octets : groups of 8 units of a tile
+    height : rows of a tile
+    columns : tiles side by side over the units
+    parts : stages' worth of K of each operand
+    row_bytes : of a stage, for each row
+    stages : of the pipeline, each in shared memory
+    beside : bytes of shared memory that something else takes
+    """
+
+    rows: int
+    octets: int
+    height: int
+    columns: int
+    parts: tuple[int, ...]
+    row_bytes: int
+    stages: int
+    beside: int = 0
+
+    @property
+    def slabs(self) -> int:
+        """Stages' worth of K in all."""
+        return sum(self.parts)
+
+    @property
+    def units(self) -> int:
+        return self.octets * 8
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile: products of its units."""
+        return self.units * self.rows
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights of a stage."""
+        return self.width * LINE
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.height * self.row_bytes + self.weight_bytes
+
+    @property
+    def shared(self) -> int:
+        """Bytes of dynamic shared memory."""
+        return self.stages * self.stage_bytes + self.beside
 
 
 def rows_of(each: str, arguments: Mapping[str, TirBuffer], steps: Expr, batch: Expr) -> Expr:
@@ -162,25 +213,25 @@ def counted(each: str) -> dict[str, str]:
     return {COUNT: "int32"} if each == SEQUENCES else {}
 
 
-def _arguments(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:
-    return {name: T.arg(name, T.buffer((T.int64(1 << 40),), kind)) for name, kind in kinds.items()}
+def _pointers(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:
+    return {name: T.pointer(name, kind) for name, kind in kinds.items()}
 
 
 class Epilogue(ABC):
-    """The values that are made of a row's sums, and stored. ``reads`` and ``writes``: names and types of the buffers,
-    beside ``vectors``; ``span``: the neighbouring units, 2 or 4, that one thread had best have."""
+    """Makes values of a row's sums, and stores them. ``reads`` and ``writes``: names and types of the buffers, beside
+    ``vectors``; ``span``: the neighbouring units, 2 or 4, that one thread had best have."""
 
     reads: Mapping[str, str]
     writes: Mapping[str, str]
     span: int = 2
 
     def constants(self, vector: Vectors) -> Any:
-        """The values that are known of a unit before its rows are."""
+        """Values of a unit that are the same for all rows."""
         return None
 
     @abstractmethod
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Callable[[Expr, int], Expr],
               constants: Sequence[Any], sums: Sequence[Sequence[Expr]]) -> None:
-        """Computes and stores units ``unit + e`` for each e of ``sums``, each with its products; some may be none of
-        the job's. ``within(unit, e)`` is one that is."""
+        """Units ``unit + e`` for each e of ``sums``, each with its products; some may be none of the job's.
+        ``within(unit, e)`` is one that is."""
 

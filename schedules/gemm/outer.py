@@ -1,42 +1,35 @@
-"""Outer products added up over all rows of T*B: how they are cut. Gradients of weights are such sums.
+"""Outer products added up over all rows of T*B: gradients of weights are such sums.
 
     into[m, n] = sum over rows r of values[r, m] * operand[r, n]
 
-Both operands have the rows that are summed over on the outside, so that fragments are read across (``ldmatrix.trans``,
-or 32-bit words one by one). Where the tiles fill the chip each block goes through all rows and writes to where the sum
-belongs. Else the rows go to ``parts`` of blocks, each of which leaves a sum in the workspace ``parts``; a kernel of its
-own adds these in order. So every run has the same bits.
-
-``outer_kernel.py`` has the code; ``outer_wgmma.py`` and ``outer_wgmma_kernel.py`` are the same on Hopper.
+Both operands have the rows that are summed over on the outside, so that they are read across. Where the tiles fill the
+chip each block goes through all rows and writes to where the sum belongs. Else the rows go to ``parts`` of blocks, each
+of which leaves a sum in the workspace ``parts``; a kernel of its own adds these in order. So every run has the same
+bits. ``outer_mma.py`` and on Hopper ``outer_wgmma.py`` compute them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ecornn.device import Device
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
-from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.timeline import takes_part
 from ecornn.workload import ITEMSIZE
 
-THREADS = 256
-ROW_WARPS, COLUMN_WARPS = 2, 4  # over m, and over n
-STAGES = 4
-PAD = 8  # values behind a row of a stage, which keep reads across it free of bank conflicts
+THREADS = 256  # of the kernel that adds parts
 MOST_PARTS = 16
 LEAST_ROWS = 256  # of a part
 TOGETHER = 12  # pairs of sums that a thread has loaded at once
-SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
 
 
 @dataclass(frozen=True)
 class OuterJob:
-    """The sums of outer products of one pair of operands.
+    """Such sums of one pair of operands.
 
     Attributes
     ----------
@@ -62,10 +55,42 @@ class OuterJob:
         """Bytes of a value."""
         return ITEMSIZE[self.dtype]
 
+    def declare(self, into: Into, parts: int) -> Arguments:
+        """The parameters of a kernel: ``(T, B, add, values, operand, mask, into)``."""
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        into = into.told() if parts == 1 else into
+        kinds = {"values": self.dtype, "operand": self.dtype} | ({self.mask: "int32"} if self.mask else {})
+        buffers = {name: T.pointer(name, kind) for name, kind in kinds.items()}
+        return Arguments(self, steps, batch, buffers, T.pointer("into", "float32"), into, parts)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The parameters of a kernel of ``parts``: its T and B, what it reads, and where sums belong."""
+
+    job: OuterJob
+    steps: Expr
+    batch: Expr
+    buffers: Mapping[str, TirBuffer]
+    sums: TirBuffer
+    into: Into
+    parts: int
+
+    def live(self, row: Expr, inside: Expr | None = None) -> Expr:
+        """Tells whether a row takes part in its step; ``inside``: whether there is such a row."""
+        assert self.job.mask is not None
+        return takes_part(self.job.mask, self.buffers[self.job.mask], row, self.batch, inside)
+
+    def store(self, part: Expr, m: Expr, first: Expr, pairs: Sequence[tuple[Expr, Expr]]) -> None:
+        """A row of sums, to where they belong; of several parts to the workspace ``parts``, (parts, m, n)."""
+        height, width = self.job.values.width, self.job.operand.width
+        of_part = Into(lambda m: T.cast(part * height + m, "int64") * width, add=False)
+        (self.into if self.parts == 1 else of_part).store_row(self.sums, self.job, m, first, pairs)
+
 
 @dataclass(frozen=True)
 class Into:
-    """The places where sums belong, in a float32 buffer.
+    """The place of sums, in a float32 buffer.
 
     Attributes
     ----------
@@ -77,21 +102,35 @@ class Into:
     add: bool | Expr | None
 
     def told(self) -> Into:
-        """The same places in a kernel that is being built, which gets the scalar ``add`` if it is needed."""
+        """The same in a kernel that is being built, which gets the scalar if it is needed."""
         return replace(self, add=T.arg("add", T.int32()) != 0) if self.add is None else self
 
     def store(self, buffer: TirBuffer, m: Expr, n: Expr, value: Expr) -> None:
-        """Stores one sum."""
+        """One sum."""
         to = T.let("to", self.row(m) + n)
         T.buffer_store(buffer, with_existing(self.add, buffer[to], value), [to])
 
-    def store_pairs(self, buffer: TirBuffer, m: Expr, first: Expr, width: int,
-                    pairs: Sequence[tuple[Expr, Expr]]) -> None:
-        """Sums of two neighbours at ``first``, an even n, and at every eighth from there on, as far as they are below
-        ``width``, which is even. Of ``TOGETHER`` pairs what is there is loaded before the first one is stored: a
-        store that waits for its load would keep the next load waiting, too. Places differ by constants, which
-        instructions have in themselves: a gate's number takes a division."""
-        to = self._kept(self.row(m) + first)
+    def store_row(self, buffer: TirBuffer, job: OuterJob, m: Expr, first: Expr,
+                  pairs: Sequence[tuple[Expr, Expr]]) -> None:
+        """Sums of two neighbours at ``first``, an even n, and at every eighth from there on, as far as ``job`` has
+        such."""
+        width = job.operand.width
+        with T.when(m < job.values.width):
+            if width % 2 == 0:
+                self._store_pairs(buffer, m, first, width, pairs)
+                return
+            for n, pair in enumerate(pairs):
+                for e, value in enumerate(pair):
+                    with T.when(first + (n * 8 + e) < width):
+                        self.store(buffer, m, first + (n * 8 + e), value)
+
+    def _store_pairs(self, buffer: TirBuffer, m: Expr, first: Expr, width: int,
+                     pairs: Sequence[tuple[Expr, Expr]]) -> None:
+        """Loads what is there for ``TOGETHER`` pairs before it stores the first one: a store that waits for its load
+        would keep the next load waiting, too. Places differ by constants, which instructions have in themselves:
+        a gate's number takes a division."""
+        kept = T.local("to", (1,), "int64")  # a variable that TVM does not put the expression in place of
+        T.buffer_store(kept, self.row(m) + first, [0])
         for start in range(0, len(pairs), TOGETHER):
             some = pairs[start:start + TOGETHER]
             offsets = [n * 8 for n in range(start, start + len(some))]
@@ -102,30 +141,14 @@ class Into:
                     for k in range(len(some)):
                         for e in range(2):
                             T.buffer_store(before, T.float32(0), [k, e])
-                with self._if_added():
+                with T.when(self.add):
                     for k, offset in enumerate(offsets):
-                        with T.If(first + offset < width), T.Then():
-                            ld_global([before[k, 0], before[k, 1]], buffer.ptr_to([to + offset]), "f32")
+                        with T.when(first + offset < width):
+                            ld_global([before[k, 0], before[k, 1]], buffer.ptr_to([kept[0] + offset]), "f32")
                 values = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
             for offset, pair in zip(offsets, values, strict=True):
-                with T.If(first + offset < width), T.Then():
-                    st_global(buffer.ptr_to([to + offset]), pair, "f32")
-
-    @contextmanager
-    def _if_added(self) -> Iterator[None]:
-        """A scope for what is done only where sums are added to what is there."""
-        if self.add is True:
-            yield
-        else:
-            with T.If(self.add), T.Then():
-                yield
-
-    @staticmethod
-    def _kept(value: Expr) -> Expr:
-        """A variable that TVM does not put the expression in place of."""
-        kept = T.local("to", (1,), "int64")
-        T.buffer_store(kept, value, [0])
-        return kept[0]
+                with T.when(first + offset < width):
+                    st_global(buffer.ptr_to([kept[0] + offset]), pair, "f32")
 
 
 def with_existing(add: bool | Expr | None, before: Expr, value: Expr) -> Expr:
@@ -135,72 +158,40 @@ def with_existing(add: bool | Expr | None, before: Expr, value: Expr) -> Expr:
     return T.if_then_else(add, before, T.float32(0)) + value
 
 
-def part_of_sums(part: Expr, height: int, width: int) -> Into:
-    """The place of a part's sums in ``parts`` (parts, height, width)."""
-    return Into(lambda m: T.cast(part * height + m, "int64") * width, add=False)
-
-
 @dataclass(frozen=True)
 class OuterShape:
-    """How a sum of outer products is cut for ``mma``.
+    """How one is cut.
 
     Attributes
     ----------
-    m_tiles, n_tiles : m16 and n8 tiles of a warp; of n8 tiles an even number
-    down, across : blocks over m and over n
+    height, width : sums of a tile: columns of ``values`` and of ``operand``
+    down, across : tiles over both
+    depth : rows of a stage
+    stage_bytes : of both operands
+    stages : of the pipeline, each in shared memory
+    beside : bytes of shared memory that something else takes
     parts : of the rows
-    size : bytes of a value
     """
 
-    m_tiles: int
-    n_tiles: int
+    height: int
+    width: int
     down: int
     across: int
-    parts: int
-    size: int
+    depth: int
+    stage_bytes: int
+    stages: int
+    beside: int = 0
+    parts: int = 1
 
     @property
-    def height(self) -> int:
-        """Columns of ``values`` that a block has."""
-        return ROW_WARPS * 16 * self.m_tiles
-
-    @property
-    def width(self) -> int:
-        """Columns of ``operand`` that it has."""
-        return COLUMN_WARPS * 8 * self.n_tiles
-
-    @property
-    def depth(self) -> int:
-        """Rows of a stage."""
-        return 64 // self.size
-
-    @property
-    def stage_values(self) -> int:
-        return self.depth * (self.height + self.width + 2 * PAD)
+    def tiles(self) -> int:
+        """Tiles of each part."""
+        return self.down * self.across
 
     @property
     def shared(self) -> int:
         """Bytes of dynamic shared memory."""
-        return STAGES * self.stage_values * self.size
-
-    @property
-    def blocks(self) -> int:
-        return self.down * self.across * self.parts
-
-
-def outer_shape(job: OuterJob) -> OuterShape:
-    """The tiles of 256 threads, of which a multiprocessor holds two."""
-    most = 2 if per_word(job.dtype) == 1 else 4
-    m_tiles = next(n for n in (1, 2, 4) if n == most or ROW_WARPS * 16 * n >= job.values.width)
-    if job.heads > 1:  # a tile's values are of one head
-        whole = [n for n in (1, 2, 4) if n <= m_tiles and job.operand.width % (ROW_WARPS * 16 * n) == 0]
-        m_tiles = max(whole)
-    n_tiles = next(n for n in (2, 4) if n == 4 or COLUMN_WARPS * 8 * n >= job.operand.width)
-    tile = OuterShape(m_tiles, n_tiles, 1, 1, 1, job.itemsize)
-    down, across = -(-job.values.width // tile.height), -(-job.operand.width // tile.width)
-    rate = gpu_rates(job.device).mma_gemm / SLOWER.get(job.arithmetic, 1) / 2
-    return replace(tile, down=down, across=across,
-                   parts=best_parts(job, down * across, tile.height * tile.width / rate, 2 * job.device.cores))
+        return self.stages * self.stage_bytes + self.beside
 
 
 def best_parts(job: OuterJob, tiles: int, row: float, at_once: int) -> int:
@@ -214,3 +205,22 @@ def expected(job: OuterJob, tiles: int, row: float, at_once: int, parts: int) ->
     """Nanoseconds; ``row``: that a tile takes for half a row, ``at_once``: blocks."""
     stored = 8.0 * job.values.width * job.operand.width / gpu_rates(job.device).memory_beside  # and loaded
     return -(-tiles * parts // at_once) * (2 * job.rows / parts) * row + (parts + (parts > 1)) * stored
+
+
+def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, into: Into) -> PrimFunc:
+    """``(add, parts, into)``: the sum of ``parts`` (parts, height, width), in order, to ``into``."""
+    with T.kernel(name) as made:
+        into = into.told()
+        source, sums = (T.pointer(n, "float32") for n in ("parts", "into"))
+        T.device_entry()
+        thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
+        size = height * width
+        T.note("a thread an element: the parts' sums, in order")
+        with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
+            item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))
+            with T.when(item < size):
+                total = source[item]
+                for part in range(1, parts):
+                    total = total + source[item + part * size]
+                into.store(sums, item // width, item % width, total)
+    return made()

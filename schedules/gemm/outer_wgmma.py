@@ -1,68 +1,33 @@
-"""Outer products over all rows on Hopper, by warpgroup products (``wgmma``) of 16-bit types: how they are cut.
+"""Outer products over all rows on Hopper, by warpgroup products of 16-bit types (``wgmma_mainloop.py``).
 
 One block a multiprocessor goes through tiles of 128 columns of ``values`` by up to 256 of ``operand``, those of one
 part of the rows after those of another, so that all blocks read much the same rows. Both operands go through a ring of
 stages of 64 rows in shared memory, as panels of 64 columns: 128 bytes of each row, one row behind the other, whose
 16-byte chunks are exchanged by row (wgmma's 128-byte swizzle). Products read panels across.
-
-``outer_wgmma_kernel.py`` has the code.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
-from ecornn.schedules.gemm.outer import OuterJob, best_parts, expected
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.wgmma import descriptor
+from ecornn.schedules.gemm.job import CHUNK, LINE
+from ecornn.schedules.gemm.outer import Arguments, Into, OuterJob, OuterShape, best_parts, expected
+from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
 from ecornn.schedules.rates import gpu_rates
 
-THREADS = 384
 DEPTH = 64  # rows of a stage
 PANEL = 64  # columns, of 128 bytes in a row
 PANEL_BYTES = DEPTH * PANEL * 2
-DOWN = 2  # panels of values: one for each multiplying warpgroup
+HEIGHT = 2 * PANEL  # of a tile: a panel of values for each multiplying warpgroup
 MOST_ACROSS, LEAST_ACROSS = 4, 2  # panels of the operand, where it has as many
 STAGES = 6  # at most
+ROWS = GROUP // 8  # of a panel that the copying threads have at once
 
 
-@dataclass(frozen=True)
-class OuterHopper:
-    """How a sum of outer products is cut for ``wgmma``.
-
-    Attributes
-    ----------
-    panels : of the operand
-    down, across : tiles over the columns of values and of the operand
-    parts : of the rows
-    stages : of the ring
-    """
-
-    panels: int
-    down: int
-    across: int
-    parts: int = 1
-    stages: int = STAGES
-
-    @property
-    def height(self) -> int:
-        """Columns of ``values`` that a tile has."""
-        return DOWN * PANEL
-
-    @property
-    def width(self) -> int:
-        """Columns of ``operand`` that it has."""
-        return self.panels * PANEL
-
-    @property
-    def stage_bytes(self) -> int:
-        return (DOWN + self.panels) * PANEL_BYTES
-
-    @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory, two mbarriers a stage among them."""
-        return self.stages * (self.stage_bytes + 16)
-
-
-def hopper_shape(job: OuterJob) -> OuterHopper | None:
+def hopper_shape(job: OuterJob) -> OuterShape | None:
     """The tiles; None where this kernel does not serve the job. Narrower ones than necessary where they fill the chip's
     turns better."""
     if not job.device.can.warpgroups or job.itemsize != 2 or job.heads > 1 or job.operand.width % 2:
@@ -74,15 +39,112 @@ def hopper_shape(job: OuterJob) -> OuterHopper | None:
     return min((one for one in made if one is not None), key=lambda one: one[0], default=(0.0, None))[1]
 
 
-def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterHopper] | None:
+def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterShape] | None:
     """Tiles of which so many lie side by side, and nanoseconds."""
-    shape = OuterHopper(-(-panels // across), -(-job.values.width // (DOWN * PANEL)), across)
-    stages = min(STAGES, job.device.shared // (shape.stage_bytes + 16))
+    width = -(-panels // across) * PANEL
+    stage = DEPTH * (HEIGHT + width) * 2
+    stages = min(STAGES, job.device.shared // (stage + BARRIERS))
     if stages < 2:
         return None
-    widest, area = MOST_ACROSS * PANEL, shape.height * shape.width
+    shape = OuterShape(HEIGHT, width, -(-job.values.width // HEIGHT), across, DEPTH, stage, stages, stages * BARRIERS)
+    widest = MOST_ACROSS * PANEL
     # what a tile multiplies for each byte that it copies, of the widest one's
-    reuse = shape.width * (shape.height + widest) / (widest * (shape.height + shape.width))
-    row, tiles = area / (gpu_rates(job.device).wgmma_gemm * reuse), shape.down * shape.across
-    parts = best_parts(job, tiles, row, job.device.cores)
-    return expected(job, tiles, row, job.device.cores, parts), replace(shape, stages=stages, parts=parts)
+    reuse = width * (HEIGHT + widest) / (widest * (HEIGHT + width))
+    row = HEIGHT * width / (gpu_rates(job.device).wgmma_gemm * reuse)
+    parts = best_parts(job, shape.tiles, row, job.device.cores)
+    return expected(job, shape.tiles, row, job.device.cores, parts), replace(shape, parts=parts)
+
+
+def outer_wgmma_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
+    """``(T, B, add, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
+    each, ``into[p, m, n]``. On ``job.device.cores`` blocks."""
+    with T.kernel(job.name) as made:
+        arguments = job.declare(into, shape.parts)
+        T.device_entry()
+        block, thread = T.block(job.device.cores), T.thread(THREADS)
+        _Outer(shape, arguments, T.shared(shape.shared // 4, 1024), thread, block).run()
+    return made()
+
+
+class _Outer(WgmmaMainloop):
+    """Emits the code of a block: its tiles, what it copies for them and writes of them."""
+
+    def __init__(self, shape: OuterShape, arguments: Arguments, memory: TirBuffer, thread: Expr, block: Expr) -> None:
+        self.shape, self.arguments, self.block = shape, arguments, block
+        self.rows = T.let("rows", arguments.steps * arguments.batch)
+        self.every = T.let("every", (self.rows + (DEPTH - 1)) // DEPTH)  # stages of all rows
+        self.each = T.let("each", (self.every + (shape.parts - 1)) // shape.parts)  # and of a part
+        super().__init__(memory, thread, shape.width, shape.stages, shape.stage_bytes,
+                         shape.stages * shape.stage_bytes // 4, arguments.job.arithmetic)
+
+    def _tiles(self, emit: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
+        """The tile scheduler: ``emit(part, its stages, first column of values, and of the operand)`` for each of this
+        block's tiles."""
+        s = self.shape
+        T.buffer_store(self.turn, T.uint32(0), [0])
+        item, at = T.local("item", (1,), "int32"), T.local("at", (3,), "int32")
+        T.buffer_store(item, self.block, [0])
+        with T.While(item[0] < s.tiles * s.parts):
+            T.buffer_store(at, item[0] // s.tiles, [0])
+            T.buffer_store(at, item[0] % s.tiles // s.across * s.height, [1])
+            T.buffer_store(at, item[0] % s.across * s.width, [2])
+            # the last parts may have none
+            stages = T.let("stages", T.max(0, T.min(self.each, self.every - at[0] * self.each)))
+            emit(at[0], stages, at[1], at[2])
+            T.buffer_store(item, item[0] + self.arguments.job.device.cores, [0])
+
+    def copy(self) -> None:
+        T.note("producer warpgroup: wait for an empty stage, copy the rows' panels into it (cp.async)")
+        self._tiles(lambda part, stages, m0, n0: self.fill(stages, lambda stage, number: self._copy_stage(
+            stage, T.let("row0", (part * self.each + number) * DEPTH), m0, n0)))
+
+    def multiply(self) -> None:
+        T.note("MMA warpgroups: a panel of values by all of the operand's")
+
+        def tile(part: Expr, stages: Expr, m0: Expr, n0: Expr) -> None:
+            T.note("main loop over rows: wait for a full stage, wgmma, then hand the stage before it back")
+            self.products(stages, self._operands, across=True)
+            T.note("epilogue: sums to the gradient, or to a part of it")
+            row0 = T.let("m", m0 + self.half * PANEL + self.member // 32 * 16 + self.lane // 4)
+            first = T.let("n", n0 + self.lane % 4 * 2)
+            for half in range(2):
+                pairs = [(self.acc[0, n, half * 2], self.acc[0, n, half * 2 + 1]) for n in range(self.width // 8)]
+                self.arguments.store(part, T.let("row", row0 + half * 8), first, pairs)
+
+        self._tiles(tile)
+
+    def _operands(self, start: Expr) -> Descriptors:
+        """Panels, which are read across."""
+        def panels(name: str, first: Expr) -> Expr:
+            return T.let(name, descriptor(first, PANEL_BYTES, 8 * LINE, swizzled=True))
+
+        mine = T.let("mine", start + T.cast(self.half * PANEL_BYTES, "uint32"))
+        ahead = 16 * LINE // 16  # 16 rows, in units of 16 bytes
+        return (panels("values", mine), panels("operand", start + T.uint32(HEIGHT // PANEL * PANEL_BYTES)),
+                ahead, ahead)
+
+    def _copy_stage(self, stage: Expr, row0: Expr, m0: Expr, n0: Expr) -> None:
+        """A thread's chunks: the same one of every 16th row of each panel. What lies outside becomes zero; what comes
+        from behind a row's values is multiplied for sums that nobody stores."""
+        job, chunked = self.arguments.job, CHUNK // 2
+        first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
+        row = T.let("row", row0 + first)
+        live = [self._live(row + r) for r in range(0, DEPTH, ROWS)]
+        line = first * (LINE // 4) + T.bitwise_xor(chunk, first % 8) * 4
+        place = T.let("place", stage * (self.stage_bytes // 4) + line)
+        for name, source, start, panels, before in (
+                ("values", job.values, m0, HEIGHT // PANEL, 0),
+                ("operand", job.operand, n0, self.width // PANEL, HEIGHT // PANEL)):
+            column = T.let("column", start + chunk * chunked)
+            at = T.let("at", source.place(row, column))
+            for panel in range(panels):
+                for r, inside in enumerate(live):
+                    self.copy_chunk(source, self.arguments.buffers[name],
+                                    at + (r * ROWS * source.stride + panel * PANEL), column + panel * PANEL,
+                                    place + ((before + panel) * (PANEL_BYTES // 4) + r * ROWS * LINE // 4), inside, 2,
+                                    exact=False)
+
+    def _live(self, row: Expr) -> Expr:
+        """Tells whether there is such a row, and it takes part."""
+        inside = row < self.rows
+        return T.let("live", T.And(inside, self.arguments.live(row)) if self.arguments.job.mask else inside)

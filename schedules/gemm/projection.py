@@ -2,10 +2,6 @@
 
     out[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the biases
 
-This file says what it needs, and which kernel computes it: that of ``mma.py`` and ``mma_kernel.py``, or Hopper's
-own (``wgmma.py``), which :func:`project` takes where it can: 16-bit types and TF32, rows of x that are whole words, all
-rows at once.
-
 A schedule may have all rows done before its own kernel runs, or only the first ``ahead`` percent: the
 rest is then for blocks of its own to do while others are busy with the recurrence (``persistent``).
 """
@@ -17,15 +13,14 @@ from dataclasses import replace
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.few_steps import short
+from ecornn.schedules.gemm import rows_wgmma
 from ecornn.schedules.gemm.aligned import align, x_of
-from ecornn.schedules.gemm.job import Columns, Job, Operand
-from ecornn.schedules.gemm.mma import LEAST_ROWS, shape_of
-from ecornn.schedules.gemm.outputs import HoistedValues
-from ecornn.schedules.gemm.over_rows import on_hopper, over_rows, weights_of
+from ecornn.schedules.gemm.epilogue import HoistedValues
+from ecornn.schedules.gemm.job import SLOWER, Columns, Job, Operand
+from ecornn.schedules.gemm.over_rows import over_rows, weights_of
+from ecornn.schedules.gemm.rows_mma import LEAST_ROWS, shape_of
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.rates import gpu_rates
-
-SLOWER = {"float32": 5, "tf32": 2}  # than 16-bit types
 
 
 def no_projection(task: Task) -> str | None:
@@ -45,25 +40,20 @@ def job_of(task: Task) -> Job:
     x = Columns("x", task.own_input, w.input)
     operands = (Operand(x, "input_weights", tuple(p.term.source for p in products)),)
     return Job("project", task.device, w.dtype, w.arithmetic, operands if products else (), len(products), w.hidden,
-               len(task.graph.hoisted_outputs), len(task.graph.vectors),
-               expected=w.seq * w.batch if short(task) else None)
-
-
-def on_wgmma(task: Task, ahead: int) -> bool:
-    """True if Hopper's kernel computes the rows done ahead."""
-    return ahead == 100 and on_hopper(job_of(task))
+               len(task.graph.vectors), expected=w.seq * w.batch if short(task) else None)
 
 
 def projection_time(task: Task, ahead: int = 100) -> float:
     """Nanoseconds that one multiprocessor needs for a step's projection, by the kernel that ``ahead`` leads to."""
     w, rates = task.workload, gpu_rates(task.device)
     work = 2.0 * w.batch * w.input * w.hidden * len(task.graph.hoisted_products)
-    return work / (rates.wgmma_gemm if on_wgmma(task, ahead) else rates.mma_gemm) * SLOWER.get(w.arithmetic, 1)
+    hopper = ahead == 100 and rows_wgmma.shape_of(job_of(task)) is not None
+    return work / (rates.wgmma_gemm if hopper else rates.mma_gemm) * SLOWER.get(w.arithmetic, 1)
 
 
 def may_be_followed(task: Task) -> bool:
-    """True if the launch behind the projection may begin before that has ended, if it waits for it itself: behind one
-    of which nothing else of a call makes something before the recurrence, and whose memory nothing else uses, as what
+    """Tells whether the launch behind the projection may begin before that has ended, if it waits for it itself: where
+    nothing else of a call makes something before the recurrence, and nothing else uses the projection's memory, as what
     is kept and a backward pass may."""
     graph, traversal = task.graph, task.traversal
     if traversal.backward or traversal.keep is not None or graph.hoisted_statistics:
@@ -76,10 +66,10 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followe
     ``vectors`` and ``input_weights``. A cell without hoisted outputs needs none.
 
     Of all rows the first ``ahead`` percent are done (``rows_ahead``); for the others there is a workspace ``ready`` of
-    counters, one for each ``block_rows`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it.
+    counters, one for each tile's ``height`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it.
     """
     w, job = task.workload, job_of(task)
-    if not job.outputs:
+    if not task.graph.hoisted_outputs:
         return Component()
     epilogue = HoistedValues(task, layout or hoisted_of(task))
     if ahead == 100:

@@ -17,8 +17,8 @@ from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task, register_limit
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.cuda.isa.tensor_core import words
-from ecornn.schedules.gemm.mma import shape_of
 from ecornn.schedules.gemm.projection import job_of, project
+from ecornn.schedules.gemm.rows_mma import shape_of
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import LARGEST

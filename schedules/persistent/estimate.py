@@ -99,8 +99,8 @@ def workers_time(task: Task, plan: PersistentPlan) -> float:
     if not plan.workers:
         return 0.0
     shape = worker_shape(task, plan)
-    tiles = task.workload.batch / shape.block_rows * shape.columns if shape else 0.0
-    copies = tiles * shape.slabs * shape.stage_words * 4 / gpu_rates(task.device).l2_beside if shape else 0.0
+    tiles = task.workload.batch / shape.height * shape.columns if shape else 0.0
+    copies = tiles * shape.slabs * shape.stage_bytes / gpu_rates(task.device).l2_beside if shape else 0.0
     return (100 - plan.ahead) / 100 * max(projection_time(task, plan.ahead), copies) / plan.workers
 
 

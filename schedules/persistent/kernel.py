@@ -25,7 +25,7 @@ from functools import partial
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import PrimFunc, T
-from ecornn.schedules.gemm.mma import THREADS
+from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.cluster import Cluster

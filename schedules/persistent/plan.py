@@ -13,8 +13,10 @@ from ecornn.schedules.builder import Expr
 from ecornn.schedules.cuda.isa.integers import UNPACKED
 from ecornn.schedules.cuda.isa.tensor_core import per_word, words
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
-from ecornn.schedules.gemm.mma import THREADS, Shape, shape_within
+from ecornn.schedules.gemm.job import Shape
+from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of
+from ecornn.schedules.gemm.rows_mma import shape_within
 from ecornn.schedules.hoisted import hoisted_knob
 from ecornn.schedules.scalars.gate_threads import mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES

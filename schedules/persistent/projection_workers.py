@@ -12,10 +12,10 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_acquire, red_release
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
-from ecornn.schedules.gemm.mma import THREADS, rows_ahead
-from ecornn.schedules.gemm.mma_kernel import Team
-from ecornn.schedules.gemm.outputs import HoistedValues
+from ecornn.schedules.gemm.epilogue import HoistedValues
+from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of
+from ecornn.schedules.gemm.rows_mma import Team, rows_ahead
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.plan import PersistentPlan, worker_shape
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -63,7 +63,7 @@ class ProjectionWorkers:
         columns = self.shape.columns
         last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)
         count = T.local("count", (1,), "uint32")  # finished tiles of a group
-        with T.While(self.first + self.seen[0] * self.shape.block_rows <= last):
+        with T.While(self.first + self.seen[0] * self.shape.height <= last):
             T.buffer_store(count, T.uint32(0), [0])
             with T.While(count[0] < T.uint32(columns)):
                 ld_acquire(count[0], self.arguments["ready"].ptr_to([self.seen[0]]))

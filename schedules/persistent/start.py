@@ -11,8 +11,8 @@ from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.few_steps import short
-from ecornn.schedules.gemm.mma import LEAST_ROWS
 from ecornn.schedules.gemm.projection import may_be_followed
+from ecornn.schedules.gemm.rows_mma import LEAST_ROWS
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
 from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan

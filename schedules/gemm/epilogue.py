@@ -1,67 +1,47 @@
-"""The outputs of a kernel of products over all rows: values that are computed on its accumulators."""
+"""Epilogues of products over all rows: values that are computed on accumulators, and written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.memory import st_global
-from ecornn.schedules.gemm.job import Epilogue, Vectors
+from ecornn.schedules.gemm.job import Epilogue, Job, Vectors
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants
 
 
-@dataclass
-class Outputs:
-    """Emits the store of one thread's outputs.
+def write_tile(job: Job, epilogue: Epilogue, arguments: Mapping[str, TirBuffer], acc: TirBuffer,
+               vector: Callable[[int, Expr], Expr], unit_of: Callable[[Expr], Expr],
+               row_of: Callable[[Expr, Expr], Expr], end: Expr, span: int = 2) -> None:
+    """Writes what ``epilogue`` makes of a thread's sums: of units ``unit_of(group)`` and those next to it, ``span`` in
+    all, of rows ``row_of(tile, half) < end``.
 
-    An n8 tile is as ``mma`` leaves it (``tensor_core.py``): two neighbouring columns a thread. Tile
-    ``octet * rows + row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are the units
-    in order, with 4 those of two octets are dealt out so that a thread has 4 neighbouring units.
-
-    Attributes
-    ----------
-    epilogue, arguments : what is made of the products, and the buffers that it needs
-    units, rows : of the job
-    acc : accumulators (m16 tile, n8 tile, 4)
-    octets, tiles : groups of 8 units, and m16 tiles, of the thread
-    vector : (i, unit) -> the value of parameter vector i
-    span : neighbouring units that a thread has, 2 or 4
+    ``acc`` has accumulators (m16 tile, n8 tile, 4) as ``mma`` leaves them (``tensor_core.py``): two neighbouring
+    columns a thread. Tile ``octet * rows + row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are
+    the units in order, with 4 those of two octets are dealt out so that a thread has 4 neighbouring units.
+    ``vector(i, unit)`` is the value of parameter vector i.
     """
+    tiles, products = (int(n) for n in acc.shape[:2])
 
-    epilogue: Epilogue
-    arguments: Mapping[str, TirBuffer]
-    units: int
-    rows: int
-    acc: TirBuffer
-    octets: int
-    tiles: int
-    vector: Callable[[int, Expr], Expr]
-    span: int = 2
-
-    def write(self, unit_of: Callable[[Expr], Expr], row_of: Callable[[Expr, Expr], Expr], end: Expr) -> None:
-        """Writes units ``unit_of(group)`` and those next to it, of rows ``row_of(tile, half) < end``."""
-        with T.unroll("o", self.octets * 2 // self.span) as o:
-            unit = T.let("unit", unit_of(o))
-            with T.If(unit < self.units), T.Then():
-                constants = [self.epilogue.constants(self._of_unit(unit, e)) for e in range(self.span)]
-                with T.unroll("m", self.tiles) as m, T.unroll("upper", 2) as half:
-                    here = T.let("here", row_of(m, half))
-                    with T.If(here < end), T.Then():
-                        sums = [[self.acc[m, (o * (self.span // 2) + e // 2) * self.rows + r, half * 2 + e % 2]
-                                 for r in range(self.rows)] for e in range(self.span)]
-                        self.epilogue.store(self.arguments, here, unit, self._within, constants, sums)
-
-    def _of_unit(self, unit: Expr, e: int) -> Vectors:
-        return lambda i: (T.cast(self._within(unit, e), "float32") if i is None else
-                          self.vector(i, self._within(unit, e)))
-
-    def _within(self, unit: Expr, e: int) -> Expr:
+    def within(unit: Expr, e: int) -> Expr:
         """Unit ``unit + e``, or the last one."""
-        return T.let("own_unit", unit + e if self.units % self.span == 0 else T.min(unit + e, self.units - 1))
+        return T.let("own_unit", unit + e if job.units % span == 0 else T.min(unit + e, job.units - 1))
+
+    def vectors(unit: Expr, e: int) -> Vectors:
+        return lambda i: T.cast(within(unit, e), "float32") if i is None else vector(i, within(unit, e))
+
+    with T.unroll("o", products // max(job.rows, 1) * 2 // span) as o:
+        unit = T.let("unit", unit_of(o))
+        with T.when(unit < job.units):
+            constants = [epilogue.constants(vectors(unit, e)) for e in range(span)]
+            with T.unroll("m", tiles) as m, T.unroll("upper", 2) as half:
+                here = T.let("here", row_of(m, half))
+                with T.when(here < end):
+                    sums = [[acc[m, (o * (span // 2) + e // 2) * job.rows + r, half * 2 + e % 2]
+                             for r in range(job.rows)] for e in range(span)]
+                    epilogue.store(arguments, here, unit, within, constants, sums)
 
 
 class HoistedValues(Epilogue):
@@ -91,7 +71,7 @@ class HoistedValues(Epilogue):
 
 
 def leaves_of_rows(task: Task) -> dict[Var, int]:
-    """The variables that are read of a row of x as it is -> where their H values begin there."""
+    """Variables that are read from a row of x as it is -> the place in it where their H values begin."""
     graph, w = task.graph, task.workload
     return ({} if graph.x is None else {graph.x: 0}) | graph.input_offsets(w.input, w.hidden)
 
@@ -108,10 +88,7 @@ def store_hoisted(layout: Hoisted, into: TirBuffer, row: Expr, unit: Expr, value
     for q in range(outputs):
         place = T.let("place", (T.cast(row, "int64") * outputs + q) * H + unit)
         for e in range(0, span, step):
-            with ExitStack() as guard:
-                if e:
-                    guard.enter_context(T.If(unit + e < H))
-                    guard.enter_context(T.Then())
+            with T.when(e == 0 or unit + e < H):
                 if step == 1:
                     T.buffer_store(into, values[e][q], [place + e])
                 else:

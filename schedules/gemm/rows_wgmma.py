@@ -1,0 +1,196 @@
+"""A product over all rows on Hopper, by warpgroup products (``wgmma_mainloop.py``).
+
+One block a multiprocessor goes through tiles of 128 rows by the products of up to 32 octets of units. Its
+K goes through a ring of stages in shared memory, 128 bytes of every row each, 64 values or 32 of TF32:
+
+    x        rows of 128 bytes, whose 16-byte chunks are exchanged by row (wgmma's 128-byte swizzle), so
+             that neither copies nor products have bank conflicts
+    weights  core matrices, 8 columns x 16 bytes in one piece, those of 16 bytes of K one behind the other:
+             an order that ``bind`` packs, so that one bulk copy fetches a stage's weights
+
+TF32's products take float32 values and leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights,
+adjoints' recurrences raise what they write, so that to cut off is to round (scalars/operands.py), x is cut off: of an
+LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ecornn.program import Packing
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import bulk_copy, cp_async, cp_async_commit, cp_async_wait
+from ecornn.schedules.cuda.isa.launch import launch_dependents
+from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect
+from ecornn.schedules.cuda.isa.threads import named_barrier_sync
+from ecornn.schedules.cuda.isa.wgmma import descriptor
+from ecornn.schedules.gemm.epilogue import write_tile
+from ecornn.schedules.gemm.job import CHUNK, LINE, Columns, Epilogue, Job, Operand, Shape
+from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
+
+ROWS = 128  # of a tile; 64 of each multiplying warpgroup
+COLUMNS = 256  # of a tile at most, as of one wgmma
+NARROWER = 4  # times as narrow tiles, at most, where there are few rows
+STAGES = 6  # at most; fewer where shared memory is short
+BAND = 16  # groups of rows that share the weights in L2: tiles go through a band column by column
+LAG = 2  # stages that the second half of the rows is behind, at most
+
+
+def shape_of(job: Job) -> Shape | None:
+    """The tiles; None where this kernel does not serve the job."""
+    rows, size = job.rows, job.itemsize
+    if (not job.device.can.warpgroups or job.arithmetic == "float32" or not 0 < rows <= COLUMNS // 16
+            or any(o.heads > 1 for o in job.operands)
+            or any(o.columns.copied(CHUNK // size) * size % 4 for o in job.operands)):
+        return None
+    pairs, columns = -(-job.units // 16), _columns(job)  # pairs of octets
+    parts = tuple(-(-o.columns.width * size // LINE) for o in job.operands)
+    whole = Shape(rows, -(-pairs // columns) * 2, ROWS, columns, parts, LINE, 0)
+    vectors = 4 * 4 * job.vectors * whole.units  # float32, of two tiles for each multiplying warpgroup
+    stages = min(STAGES, (job.device.shared - vectors) // (whole.stage_bytes + BARRIERS))
+    return None if stages < 2 else replace(whole, stages=stages, beside=vectors + stages * BARRIERS)
+
+
+def _columns(job: Job) -> int:
+    """Tiles side by side over the units: as wide as they may be, or narrower where that fills the chip's turns."""
+    pairs, most = -(-job.units // 16), COLUMNS // (16 * job.rows)
+    least = -(-pairs // most)
+    if job.expected is None:
+        return least
+    groups = -(-job.expected // ROWS)
+
+    def expected(columns: int) -> int:
+        octets = -(-pairs // columns) * 2
+        turns = -(-groups * -(-pairs * 2 // octets) // job.device.cores)
+        return turns * (ROWS + octets * 8 * job.rows)  # bytes that are copied, which multiplying does not outrun
+
+    return min(range(least, min(pairs, NARROWER * least) + 1), key=expected)
+
+
+def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:
+    """(column, slab) tiles of 16-byte chunks of K, n8 tiles, 8 columns, values.
+
+    A thread has columns 2 i and 2 i + 1 of each n8 tile. With a ``span`` of 4 the columns of two octets' n8 tiles are
+    dealt out so that these are 4 neighbouring units (:func:`write_tile`).
+    """
+    chunks = (s.parts[job.operands.index(operand)], LINE // CHUNK, CHUNK // job.itemsize)
+    if span == 2:
+        return operand.packing(s.rows, (s.columns, s.octets, 8), chunks, (1, 4, 5, 2, 0, 3, 6), job.arithmetic)
+    return operand.packing(s.rows, (s.columns, s.octets // 2, 4, 2, 2), chunks, (1, 6, 7, 2, 4, 0, 3, 5, 8),
+                           job.arithmetic)
+
+
+def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
+    """``(T, B, operands, weights, vectors, what the epilogue needs)``: all rows, on ``job.device.cores`` blocks."""
+    with T.kernel(job.name) as made:
+        arguments, count = job.declare(epilogue)
+        T.device_entry()
+        block, thread = T.block(job.device.cores), T.thread(THREADS)
+        if job.followed:
+            launch_dependents()
+        memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
+        _Rows(job, shape, epilogue, arguments, memory, thread, block, T.let("rows", count)).run()
+    return made()
+
+
+class _Rows(WgmmaMainloop):
+    """Emits the code of a block: its tiles, what it copies for them and writes of them."""
+
+    def __init__(self, job: Job, shape: Shape, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
+                 memory: TirBuffer, thread: Expr, block: Expr, rows: Expr) -> None:
+        self.job, self.shape, self.epilogue, self.arguments = job, shape, epilogue, arguments
+        self.block, self.rows = block, rows
+        self.groups = T.let("groups", (rows + (ROWS - 1)) // ROWS)
+        self.vector_floats, self.first_vector = job.vectors * shape.units, shape.stages * shape.stage_bytes // 4
+        super().__init__(memory, thread, shape.width, shape.stages, shape.stage_bytes,
+                         self.first_vector + 4 * self.vector_floats, job.arithmetic, bulk=True)
+
+    def _tiles(self, emit: Callable[[Expr, Expr], None]) -> None:
+        """The tile scheduler: ``emit(group of rows, column)`` for each of this block's tiles."""
+        columns = self.shape.columns
+        T.buffer_store(self.turn, T.uint32(0), [0])
+        tile, at = T.local("tile", (1,), "uint32"), T.local("at", (2,), "int32")  # at: group of rows, column
+        T.buffer_store(tile, T.cast(self.block, "uint32"), [0])
+        with T.While(tile[0] < T.cast(self.groups * columns, "uint32")):
+            band, within = tile[0] // T.uint32(BAND * columns), tile[0] % T.uint32(BAND * columns)
+            first = T.let("first", T.cast(band, "int32") * BAND)
+            height = T.let("height", T.cast(T.min(BAND, self.groups - first), "uint32"))
+            T.buffer_store(at, first + T.cast(within % height, "int32"), [0])
+            T.buffer_store(at, T.cast(within // height, "int32"), [1])
+            emit(at[0], at[1])
+            T.buffer_store(tile, tile[0] + T.uint32(self.job.device.cores), [0])
+
+    def copy(self) -> None:
+        T.note("producer warpgroup: wait for an empty stage, copy weights (bulk) and rows (cp.async) into it")
+
+        def tile(group: Expr, column: Expr) -> None:
+            for operand, slabs in zip(self.job.operands, self.shape.parts, strict=True):
+                def copies(stage: Expr, slab: Expr, operand: Operand = operand, slabs: int = slabs) -> None:
+                    first = stage * (self.stage_bytes // 4)
+                    with T.when(self.thread == 0):
+                        piece, size = T.let("piece", column * slabs + slab), self.shape.weight_bytes
+                        source = T.cast(piece, "int64") * (size // self.job.itemsize)
+                        mbarrier_expect(self.full(stage), size)
+                        bulk_copy(self.memory.ptr_to([first + ROWS * LINE // 4]),
+                                  self.arguments[operand.weights].ptr_to([source]), T.uint32(size), self.full(stage))
+                    self._copy_rows(operand.columns, first, group, slab)
+
+                self.fill(slabs, copies)
+
+        self._tiles(tile)
+
+    def multiply(self) -> None:
+        T.note("MMA warpgroups: 64 rows of every tile each")
+        s, span = self.shape, self.epilogue.span
+        flip = T.local("flip", (1,), "int32")  # which of two copies of the vectors
+        T.buffer_store(flip, T.int32(0), [0])
+
+        def tile(group: Expr, column: Expr) -> None:
+            unit0 = T.let("unit0", column * s.units)
+            place = T.let("place", self.first_vector + (self.half * 2 + flip[0]) * self.vector_floats)
+            self._copy_vectors(place, unit0)
+            T.note("main loop: wait for a full stage, wgmma, then hand the stage before it back")
+            self.products(s.slabs, self._operands, min(LAG, s.stages - 2, s.slabs - 1))
+            cp_async_wait(0)
+            # also: nobody writes the vectors of the tile after next while others still read these
+            named_barrier_sync(self.half + 1, GROUP)
+            T.note("epilogue: sums and vectors to hoisted values")
+            row0 = T.let("row0", group * ROWS + self.half * 64 + self.member // 32 * 16 + self.lane // 4)
+            write_tile(self.job, self.epilogue, self.arguments, self.acc,
+                       lambda i, at: self.memory[place + i * s.units + (at - unit0)],
+                       lambda n: unit0 + (n * 4 + self.lane % 4) * span,
+                       lambda _, upper: row0 + upper * 8, self.rows, span)
+            T.buffer_store(flip, 1 - flip[0], [0])
+
+        self._tiles(tile)
+
+    def _operands(self, start: Expr) -> Descriptors:
+        width = self.shape.width
+        mine = T.let("mine", start + T.cast(self.half * (64 * LINE), "uint32"))
+        x = T.let("x", descriptor(mine, 16, 8 * LINE, swizzled=True))
+        weights = descriptor(start + T.uint32(ROWS * LINE), width * 16, 128, swizzled=False)
+        return x, T.let("weights", weights), 2, 2 * width
+
+    def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
+        """A thread's eight chunks, one of every 16th row, to a stage from its first word on; what lies outside of the
+        operand becomes zero."""
+        size = self.job.itemsize
+        first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
+        row = T.let("row", group * ROWS + first)
+        value = T.let("value", slab * (LINE // size) + chunk * (CHUNK // size))
+        source = T.let("source", x.place(row, value))
+        place = T.let("place", first * (LINE // 4) + T.bitwise_xor(chunk, first % 8) * 4)
+        for r in range(0, ROWS, GROUP // 8):
+            self.copy_chunk(x, self.arguments[x.name], source + r * x.stride, value,
+                            stage + (place + r * LINE // 4), row + r < self.rows, size)
+
+    def _copy_vectors(self, place: Expr, unit0: Expr) -> None:
+        """The parameter vectors of a tile's units."""
+        s, units = self.shape, self.job.units
+        for turn in range(-(-self.vector_floats // GROUP)):
+            index = T.let("index", turn * GROUP + self.member)
+            with T.when(index < self.vector_floats):
+                source = index // s.units * units + T.min(unit0 + index % s.units, units - 1)
+                cp_async(self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4)
+        cp_async_commit()

@@ -1,0 +1,169 @@
+"""The main loop on Hopper: one warpgroup copies to a ring of stages in shared memory, two multiply from there (wgmma).
+
+Two mbarriers a stage hand it over. Use n = 0, 1, ... of a stage is phase n of both:
+
+    full     completed by an arrival of each copying thread when its copies have landed
+             (cp.async.mbarrier.arrive.noinc), and where one bulk copy fetches a part of the stage, by an arrival of
+             the thread that announces its bytes, and by these. Products of use n wait for the parity of phase n.
+    empty    8 arrivals, of each multiplying warp when its products of the stage are done. Copies of use n
+             wait for the parity of phase n - 1, which a new barrier counts as complete for n = 0.
+
+All warps go through the same tiles and stages in the same order. Phase n of ``full`` needs phase n - 1 of
+``empty``, and that needs every multiplying warp past phase n - 1 of ``full``: nobody who waits for a parity
+can be a whole turn behind, and nobody waits for what waits for him. Copies run ahead into the next tile.
+
+cp.async writes through the generic proxy and wgmma reads through the asynchronous one: the multiplying
+threads, which have observed the arrivals, put a proxy fence between the two. Products of the stage
+before are still under way then, so that the fence delays nothing. The other way round, products are
+waited for before ``empty`` is arrived at, and what they have read may be overwritten.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_mbarrier_arrive, cp_async_wait_all
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive, mbarrier_init, mbarrier_wait
+from ecornn.schedules.cuda.isa.memory import fence_async_shared, shared_address
+from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
+from ecornn.schedules.cuda.isa.threads import named_barrier_arrive, named_barrier_sync, sync_block
+from ecornn.schedules.cuda.isa.wgmma import wgmma, wgmma_commit, wgmma_fence, wgmma_wait, wgmma_wait_pending
+from ecornn.schedules.gemm.job import CHUNK, LINE, Columns
+
+THREADS = 384
+GROUP = 128  # threads of a warpgroup
+WIDE = 128  # columns of a tile, beyond which the multiplying warps need more registers than an even share
+COPY_REGISTERS, MULTIPLY_REGISTERS = 40, 232  # of a thread; 168 at launch, of which the copying warps give
+BARRIERS = 16  # bytes of a stage's two mbarriers
+LAG_BARRIER = 3  # named barrier; 1 and 2 are those of the multiplying warpgroups
+
+Descriptors = tuple[Expr, Expr, int, int]  # of both operands of a stage, and how far 32 bytes of K are apart in each
+
+
+class WgmmaMainloop(ABC):
+    """Emits both sides of the ring; a job says what tiles there are, what a stage holds, and what becomes of sums.
+
+    Parameters
+    ----------
+    memory : dynamic shared memory, aligned to 1024 bytes, which begins with the stages
+    barriers : word of it where the mbarriers begin, 4 words a stage
+    bulk : whether one bulk copy fetches a part of each stage
+    """
+
+    def __init__(self, memory: TirBuffer, thread: Expr, width: int, stages: int, stage_bytes: int, barriers: int,
+                 arithmetic: str, bulk: bool = False) -> None:
+        self.memory, self.thread, self.width, self.arithmetic, self.bulk = memory, thread, width, arithmetic, bulk
+        self.stages, self.stage_bytes, self.barriers = stages, stage_bytes, barriers
+        self.base = T.let("base", shared_address(memory.ptr_to([0])))
+        self.turn = T.local("turn", (1,), "uint32")  # uses of stages so far
+
+    @abstractmethod
+    def copy(self) -> None:
+        """The copying warpgroup: all stages of every tile."""
+
+    @abstractmethod
+    def multiply(self) -> None:
+        """A multiplying warpgroup: products and outputs of its half of every tile."""
+
+    def run(self) -> None:
+        """The whole block."""
+        T.note("prologue: one thread initialises the mbarriers (full, empty) of all stages")
+        with T.when(self.thread == 0):
+            for stage in range(self.stages):
+                mbarrier_init(self.full(stage), GROUP + self.bulk)
+                mbarrier_init(self.empty(stage), 2 * GROUP // 32)
+            fence_mbarrier_init()
+            if self.bulk:
+                fence_async_shared()  # bulk copies arrive through this proxy
+        sync_block()
+        with T.If(self.thread < GROUP):
+            with T.Then():
+                if self.width > WIDE:
+                    register_dealloc(COPY_REGISTERS)
+                self.copy()
+                cp_async_wait_all()  # no thread leaves before its copies have landed
+            with T.Else():
+                if self.width > WIDE:
+                    register_alloc(MULTIPLY_REGISTERS)
+                # (m64 tile, n8 tile, 4 of fragment C)
+                self.acc = T.local("acc", (1, self.width // 8, 4), "float32")
+                self.lane, self.member = T.let("lane", self.thread % 32), T.let("member", self.thread % GROUP)
+                self.half = T.let("tile_half", self.thread // GROUP - 1)  # of the tile
+                self.multiply()
+
+    def fill(self, count: Expr | int, copies: Callable[[Expr, Expr], None]) -> None:
+        """The copying warpgroup's ``count`` stages of a tile: ``copies(stage, number)`` of each."""
+        with T.serial("slab", 0, count) as slab:
+            stage, parity = self._use()
+            mbarrier_wait(self.empty(stage), parity ^ T.uint32(1))
+            copies(stage, slab)
+            cp_async_mbarrier_arrive(self.full(stage))
+            T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+
+    def products(self, count: Expr | int, operands: Callable[[Expr], Descriptors], lag: int = 0,
+                 across: bool = False) -> None:
+        """The products of ``count`` stages, left in ``acc``; ``operands`` of the shared address of a stage.
+
+        The first multiplying warpgroup starts ``lag`` stages ahead, which the ring holds without any being given back;
+        it stays so, and one of the two multiplies while the other writes.
+        """
+        some = isinstance(count, int) or count > 0
+        every = [self.acc[0, n, i] for n in range(self.width // 8) for i in range(4)]
+
+        def release() -> None:
+            with T.when(self.lane == 0):
+                before = T.let("before", T.cast((self.turn[0] - T.uint32(1)) % T.uint32(self.stages), "int32"))
+                mbarrier_arrive(self.empty(before))
+
+        if some is not True:
+            with T.when(count == 0):
+                for value in every:
+                    T.buffer_store(self.acc, T.float32(0), list(value.indices))
+        with T.serial("slab", 0, count) as slab:
+            if lag > 0:
+                with T.when(T.And(self.half == 0, self.turn[0] == T.uint32(lag))):
+                    named_barrier_arrive(LAG_BARRIER, 2 * GROUP)
+                with T.when(T.And(self.half == 1, self.turn[0] == T.uint32(0))):
+                    named_barrier_sync(LAG_BARRIER, 2 * GROUP)
+            stage, parity = self._use()
+            mbarrier_wait(self.full(stage), parity)
+            fence_async_shared()
+            a, b, a_step, b_step = operands(T.let("start", self.base + T.cast(stage * self.stage_bytes, "uint32")))
+            wgmma_fence()
+            for k in range(LINE // 32):
+                keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
+                wgmma(every, a + T.uint64(k * a_step), b + T.uint64(k * b_step), keep, self.arithmetic, across)
+            wgmma_commit()
+            with T.when(slab > 0):
+                wgmma_wait_pending(1)
+                release()  # the stage before this one
+            T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
+        wgmma_wait(every)
+        with T.when(some):
+            release()
+
+    def copy_chunk(self, x: Columns, source: TirBuffer, at: Expr, value: Expr, place: Expr, live: Expr, size: int,
+                   exact: bool = True) -> None:
+        """16 bytes of a row, ``value`` and those behind it, in as many copies as the alignment of rows takes; zeros
+        where it is not ``live`` and, if ``exact``, behind the row's values."""
+        values = x.copied(CHUNK // size)  # of a copy
+        for v in range(0, CHUNK // size, values):
+            there: Expr = T.uint32(size * values)
+            if exact and (rest := x.width % values):
+                there = T.Select(value + v == x.width - rest, T.uint32(size * rest), there)
+            cp_async(self.memory.ptr_to([place + v * size // 4]), source.ptr_to([at + v]), size * values,
+                     T.Select(T.And(live, value + v < x.width), there, T.uint32(0)))
+
+    def _use(self) -> tuple[Expr, Expr]:
+        """Stage (int32) and parity of the phase (uint32) of the current use."""
+        stages = T.uint32(self.stages)
+        return (T.let("stage", T.cast(self.turn[0] % stages, "int32")),
+                T.let("parity", T.bitwise_and(self.turn[0] // stages, T.uint32(1))))
+
+    def full(self, stage: Expr) -> Expr:
+        return self.memory.ptr_to([self.barriers + stage * 4])
+
+    def empty(self, stage: Expr) -> Expr:
+        return self.memory.ptr_to([self.barriers + stage * 4 + 2])
