@@ -283,7 +283,7 @@ class SearchedSchedule(Schedule[Plan]):
         """The valid configuration that is expected to be fastest; None where there is none."""
 
     def best(self, task: Task) -> Config | None:
-        """As :meth:`search`, kept for the next question."""
+        """The result of :meth:`search`, kept for the next question."""
         key = task.workload, task.device, task.traversal, task.after is None
         if key not in self._known:
             self._known[key] = self.search(task)
