@@ -32,7 +32,9 @@ from ecornn.compose import compose
 from ecornn.device import Device
 from ecornn.overlap import arrange
 from ecornn.program import Program
+from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.targets import KNOWN
+from ecornn.task import adjoint_task, make_program, tunes_backward
 from ecornn.tune.choose import choose, serving_or_raise
 from ecornn.tune.log import Log
 from ecornn.workload import Stack, Workload
@@ -69,6 +71,7 @@ class Layer:
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.sizes))
         parts = [self.cell, self.device, self.dtype, sizes, self.schedule or "", str(self.stack),
+                 f"keep={self.stack.keep}" if self.stack.keep else "",
                  self.overlap if self.overlap != "none" else "", f"{self.weights} weights" if self.weights else "",
                  " ".join(f"{k}={v}" for k, v in self.config)]
         return ", ".join(filter(None, parts))
@@ -162,6 +165,23 @@ def layers() -> Iterator[Layer]:
         yield Layer("lstm", "znver4", "float32", (30, 20, 64, 256),
                     config=(*tiles, ("pairs", pairs), ("project_pairs", pairs)))
     yield Layer("lstm", "skylake-avx512", "float64", (30, 20, 64, 200))
+    yield from trained()
+
+
+def trained() -> Iterator[Layer]:
+    """Layers that train."""
+    for keep in ("states", "gates"):
+        for cell in ("lstm", "gru", "rnn_tanh", "slstm", "lstm(layer_norm)"):
+            yield Layer(cell, stack=Stack(keep=keep), sizes=(50, 16, 72, 264))
+            yield Layer(cell, "skylake-avx512", "float32", (20, 5, 33, 48), stack=Stack(keep=keep))
+    for cell in CELLS:
+        sizes = (20, 5, 96, 96) if cell in SQUARE else (20, 5, 40, 96)
+        yield Layer(cell, dtype="float32", sizes=sizes, schedule="fused_step", stack=Stack(keep="states"))
+    for dtype, device in (("float32", "sm_90a"), ("tf32", "sm_90a"), ("float16", "sm_80")):
+        yield Layer("gru", device, dtype, (50, 200, 130, 130), stack=Stack(keep="states"))
+    for stack in (Stack(2, True, True, True, keep="states"), Stack(sequences=True, keep="gates"),
+                  Stack(lengths=True, resets=True, reverse=True, keep="gates")):
+        yield Layer("lstm", stack=stack, sizes=(40, 16, 128, 128))
 
 
 def cell_of(layer: Layer) -> Cell:
@@ -185,10 +205,19 @@ def program_of(layer: Layer) -> Program:
     programs: dict[Any, Program] = {}
     for task, found in zip(made.tasks, made.chosen, strict=True):
         if (task.workload, task.traversal) not in programs:
-            plan = found.schedule.plan(task, found.config)
-            programs[task.workload, task.traversal] = found.schedule.program(task, plan)
+            programs[task.workload, task.traversal] = make_program(found.schedule, task, found.config,
+                                                                   backward_of(task), made.overlap)
     parts = [programs[task.workload, task.traversal] for task in made.tasks]
     return compose(layer.stack, whole, parts, made.overlap)
+
+
+def backward_of(task: Task) -> tuple[Schedule, Config] | None:
+    """The schedule of a task's backward pass, with its default, if that is a choice of its own."""
+    if not tunes_backward(task):
+        return None
+    inner = adjoint_task(task)
+    schedule = serving_or_raise(inner)[0]
+    return schedule, schedule.default(inner)
 
 
 def code_of(program: Program, device: Device) -> tuple[str, str]:

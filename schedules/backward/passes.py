@@ -90,8 +90,9 @@ class Wanted:
     instead: Mapping[Var, Var] = field(default_factory=dict)
 
     @property
-    def variables(self) -> set[Var]:
-        return {*(v for v, _ in self.stores), *self.hoisted}
+    def variables(self) -> tuple[Var, ...]:
+        """Each once, in an order that generated code may follow."""
+        return tuple(dict.fromkeys((*(v for v, _ in self.stores), *self.hoisted)))
 
 
 class Around(Protocol):
@@ -132,7 +133,7 @@ class RowPass:
     def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
         """The kernels and workspaces of the pass."""
         stages = self._stages(items)
-        after = wanted.variables
+        after = set(wanted.variables)
         for stage in reversed(stages):
             after = (after - stage.made.keys()) | stage.reads(after & stage.made.keys())
         return self._kernels(stages, wanted)
