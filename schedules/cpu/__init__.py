@@ -140,7 +140,7 @@ class CPUSequence(Schedule[Shape]):
         if task.traversal.keep is not None:
             return training_program(task, plan)
         if task.after is not None:
-            from ecornn.schedules.cpu.read_out import sequence_with_read_out
+            from ecornn.schedules.cpu.sequence import sequence_with_read_out
 
             return sequence_with_read_out(task, plan_step(task.graph), plan)
         return sequence(plan_step(task.graph), plan, task.traversal)

@@ -8,7 +8,7 @@ from itertools import pairwise, product
 from ecornn.analysis.heads import multiplied
 from ecornn.analysis.narrow import columns_of
 from ecornn.schedules.base import Knobs, Task, knob
-from ecornn.schedules.cpu.stored import STORED
+from ecornn.schedules.cpu.product import STORED
 from ecornn.schedules.cpu.tiling import (
     Shape,
     Tile,

@@ -25,7 +25,7 @@ from ecornn.analysis.step import Term
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.quantize import across
+from ecornn.schedules.cpu.product import across
 
 SPREAD = 32.0
 PLAIN = 1e38  # not NaN: TVM takes "not a < b" for "b <= a"

@@ -19,12 +19,9 @@ from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Memory, Span
-from ecornn.schedules.cpu.product import packing
-from ecornn.schedules.cpu.quantize import Integers, quantize_row
-from ecornn.schedules.cpu.row_task import RowTask
+from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
 from ecornn.schedules.cpu.stages import Stage, groups, operands
-from ecornn.schedules.cpu.stored import STORED
-from ecornn.schedules.cpu.tile_task import TileTask
+from ecornn.schedules.cpu.tasks import RowTask, TileTask
 
 
 class Worker(Memory):

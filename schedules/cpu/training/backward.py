@@ -21,16 +21,13 @@ from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place
+from ecornn.schedules.cpu.memory import Place, Timeline
+from ecornn.schedules.cpu.passes import SLACK, Pass, pass_plan
 from ecornn.schedules.cpu.stages import Stage
-from ecornn.schedules.cpu.tile_task import TileTask
+from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
-from ecornn.schedules.cpu.timeline import Timeline
-from ecornn.schedules.cpu.training.gather import Copy, gather
-from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
 from ecornn.schedules.cpu.training.outer import Outer, OuterProducts, add_sums, add_vectors
-from ecornn.schedules.cpu.training.passes import SLACK, Pass
-from ecornn.schedules.cpu.training.recurrence import Recurrence
+from ecornn.schedules.cpu.training.parts import Backward, Copy, Recurrence, gather
 from ecornn.schedules.cpu.worker import Worker
 from ecornn.schedules.keeping import kept_buffers, value_buffers
 
