@@ -84,6 +84,13 @@ class Memory:
         """The row of the chunk from step ``first`` on that is a batch row at step ``t``."""
         return (self.timeline.at(t) - first) * self.batch + row
 
+    def live_row(self, first: Expr, row: Expr) -> Expr | None:
+        """True if a row of the chunk takes part in its step; None if all do."""
+        if not self.traversal.lengths:
+            return None
+        e = self.e
+        return e.let("live", first + e.div(row, self.batch) < self.timeline.limit(e.mod(row, self.batch)))
+
     def length(self, operand: Var | None) -> int:
         """Values of a row of an operand."""
         return self.shape.input if operand is None else self.shape.hidden

@@ -8,10 +8,9 @@ from ecornn.analysis import StepGraph
 from ecornn.analysis.liveness import levels
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic
-from ecornn.program import WORKSPACE, Extent
 from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place, Timeline
+from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.tiling import Shape
 from ecornn.schedules.cpu.worker import Worker
@@ -42,18 +41,10 @@ class Pass(Worker):
     def declare(self, other: Worker) -> None:
         """Declares its buffers; ``other`` has the function's scalars, and x."""
         self.share_scalars(other)
-        self.timeline = Timeline(self.e, ALONE, {}, self.steps, self.batch)
         if "x" in other.data:
             self.data["x"] = other.data["x"]
-        self.declare_products(self.plan.steps)
-        self.declare_constants()
-        for stage in self.plan.steps:
-            for number, var in enumerate(stage.keep):
-                name = f"{stage.name}_kept_{number}"
-                self.buffer(name, WORKSPACE, Extent(self.rooms * self.shape.width + SLACK))
-                self.kept[var] = self.data[name]
-        if self.totals:
-            self.buffer("statistics", WORKSPACE, Extent(self.rooms * len(self.totals)))
+        self.declare_step(self.rooms, SLACK)
+        self.declare_statistics(self.rooms)
 
     @property
     def places(self) -> dict[Var, Place]:

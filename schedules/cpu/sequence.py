@@ -16,7 +16,7 @@ from ecornn.schedules.base import After, Task
 from ecornn.schedules.builder import Expr, PrimFunc
 from ecornn.schedules.cpu.cost import PAIRS, best_tile, gates_at_once, pairs_pay
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place, Timeline
+from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.passes import SLACK, Pass, pass_plan
 from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.tasks import TileTask
@@ -36,28 +36,18 @@ class Sequence(Worker):
     """Writes the worker function of a layer's own pass."""
 
     def declare(self) -> None:
-        e, s, graph = self.e, self.shape, self.graph
+        s, graph = self.shape, self.graph
         self.declare_scalars()
         for b in call_buffers(graph.states, self.traversal, s.real):
             self.add(b)
-        self.timeline = Timeline(e, self.traversal, self.data, self.steps, self.batch)
-        self.declare_products((*self.plan.hoisted, *self.plan.steps))
-        self.declare_constants()
-        plane = s.padded_batch * s.width
-        for name in graph.states:
-            self.buffer(f"{name}_state", WORKSPACE, Extent(plane * (1 + (name in self.plan.doubled))))
-        for stage in self.plan.steps:
-            for number, var in enumerate(stage.keep):
-                self.buffer(f"{stage.name}_kept_{number}", WORKSPACE, Extent(plane))
-                self.kept[var] = self.data[f"{stage.name}_kept_{number}"]
+        self.declare_step(s.padded_batch)
         if self.place:
             # a tile of rows may reach past the chunk's last row, in either direction of use
             room = s.chunk * s.batch + max(t.rows for t in s.tiles.values())
             self.buffer("hoisted", WORKSPACE, Extent(room * len(graph.hoisted_outputs) * s.width))
             if self.hoisted_totals:
                 self.buffer("hoisted_statistics", WORKSPACE, Extent(room * len(self.hoisted_totals)))
-        if self.totals:
-            self.buffer("statistics", WORKSPACE, Extent(s.padded_batch * len(self.totals)))
+        self.declare_statistics(s.padded_batch)
 
     # -- control --------------------------------------------------------------------------------
     def call(self, name: str) -> Parallel:
@@ -70,25 +60,13 @@ class Sequence(Worker):
         self.declare()
         self.prelude()
         e.call("ecornn_barrier")
-        chunk = e.index(self.shape.chunk)
-        with e.loop("chunk", e.ceildiv(self.steps, self.shape.chunk)) as number:
-            first = e.let("first", number * chunk)
-            count = e.let("count", e.tirx.Min(chunk, self.steps - first))
-            # the chunk's first row of x; in reverse, its last step comes first
-            low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
+        with self.chunks() as (first, low, count):
             if self.place:
                 rows = e.let("rows", count * self.batch)
                 for stage in self.plan.hoisted:
                     self.part((stage,), low, low, rows)
                     e.call("ecornn_barrier")
-            with e.loop("step", count) as step:
-                t = e.let("t", first + step)
-                for part in self.plan.parts:
-                    self.part(part, low, t, self.batch)
-                    if self.plan.barriers:
-                        e.call("ecornn_barrier")
-            if not self.plan.barriers:
-                e.call("ecornn_barrier")
+            self.steps_of(first, low, count)
             self.after_steps(low, count)
         self.epilogue()
         return e.function(name)
@@ -97,26 +75,11 @@ class Sequence(Worker):
         """Writes the code behind the steps of a chunk, the first of which in x's time is ``low``: none."""
 
     def prelude(self) -> None:
-        e, s = self.e, self.shape
-        columns = -(-s.hidden // s.lanes)
-        with self.tasks("initial", e.index(s.padded_batch * columns)) as task:
-            b = e.let("b", e.div(task, columns))
-            unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
-            inside = e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0))
-            valid = e.let("valid", inside)
-            at = b * e.index(s.hidden) + unit
-            given = {name: e.vload_part(f"{name}_first", self.data[f"{name}_in"], at, valid)
-                     for name in self.graph.states}
-            for name, value in self.timeline.started(e.index(0), b, given).items():
-                e.vstore(self.data[f"{name}_state"], b * e.index(s.width) + unit, value)
-        self.invariants()
+        self.begin("initial", {name: self.data[f"{name}_in"] for name in self.graph.states})
 
     def epilogue(self) -> None:
         e, s = self.e, self.shape
-        columns = -(-s.hidden // s.lanes)
-        with self.tasks("final", self.batch * e.index(columns)) as task:
-            b = e.let("b", e.div(task, columns))
-            unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
+        with self.vectors_of("final", self.batch) as (b, unit):
             valid = e.let("valid", e.index(s.hidden) - unit)
             for name in self.graph.states:
                 at = self.slot(name, self.steps) + b * e.index(s.width) + unit
@@ -193,13 +156,6 @@ class ReadOutSequence(Sequence):
         self.read_out.given.update(self.left)
         self.buffers += self.read_out.buffers
         self.aliases |= {alias: self.read_out.prefix + name for alias, name in self.read_out.aliases.items()}
-
-    def live_row(self, first: Expr, row: Expr) -> Expr | None:
-        """True if a row of the chunk takes part in its step; None if all do."""
-        if not self.traversal.lengths:
-            return None
-        e = self.e
-        return e.let("live", first + e.div(row, self.batch) < self.timeline.limit(e.mod(row, self.batch)))
 
     def prelude(self) -> None:
         super().prelude()

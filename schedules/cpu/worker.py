@@ -8,7 +8,7 @@ idles while all but the first of them read L2, and then the first one waits for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from math import prod
@@ -18,7 +18,7 @@ from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.math import vector
-from ecornn.schedules.cpu.memory import Memory, Span
+from ecornn.schedules.cpu.memory import Memory, Span, Timeline
 from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
 from ecornn.schedules.cpu.stages import Stage, groups, operands
 from ecornn.schedules.cpu.tasks import RowTask, TileTask
@@ -28,8 +28,6 @@ class Worker(Memory):
     """Writes a part of a worker function: its buffers, loops and tasks."""
 
     task = TileTask
-
-    """Writes the worker function: its buffers, loops and barriers."""
 
     # -- buffers --------------------------------------------------------------------------------
     def buffer(self, name: str, role: str, extent: Extent, pack: Packing | None = None,
@@ -49,15 +47,36 @@ class Worker(Memory):
         e = self.e
         self.thread, self.threads = e.scalar("thread"), e.scalar("threads")
         self.steps, self.batch = e.scalar("T"), e.scalar("B")
+        self.timeline = Timeline(e, self.traversal, self.data, self.steps, self.batch)
 
     def share_scalars(self, other: Worker) -> None:
-        """Takes over the parameters of another part of the same function."""
+        """Takes over the parameters, and the masks, of another part of the same function."""
         self.thread, self.threads, self.steps, self.batch = other.thread, other.threads, other.steps, other.batch
+        self.timeline = Timeline(self.e, self.traversal, other.data, self.steps, self.batch)
 
-    def declare_products(self, stages: Iterable[Stage]) -> None:
-        """Packed weights of ``stages``, and the workspace that products of some kinds take."""
+    def declare_step(self, rows: int, slack: int = 0) -> None:
+        """Weights and parameter vectors; and for ``rows`` rows, with ``slack`` elements behind them, states and what
+        stages keep for later ones."""
+        self.declare_products()
+        self.declare_constants()
+        size = rows * self.shape.width + slack
+        for name in self.graph.states:
+            self.buffer(f"{name}_state", WORKSPACE, Extent(size * (1 + (name in self.plan.doubled))))
+        for stage in self.plan.steps:
+            for number, var in enumerate(stage.keep):
+                name = f"{stage.name}_kept_{number}"
+                self.buffer(name, WORKSPACE, Extent(size))
+                self.kept[var] = self.data[name]
+
+    def declare_statistics(self, rows: int) -> None:
+        """Workspace for the statistics of a step's rows."""
+        if self.totals:
+            self.buffer("statistics", WORKSPACE, Extent(rows * len(self.totals)))
+
+    def declare_products(self) -> None:
+        """Packed weights, and the workspace that products of some kinds take."""
         s = self.shape
-        for stage in (stage for stage in stages if stage.rows):
+        for stage in (stage for stage in (*self.plan.hoisted, *self.plan.steps) if stage.rows):
             for group in groups(stage.rows, s.tiles[stage.name].gates):
                 for number, (_, terms) in enumerate(group.parts, group.first):
                     k = self.depth(terms[0])
@@ -112,8 +131,7 @@ class Worker(Memory):
     def declare_integers(self, stage: Stage, number: int, k: int) -> None:
         """Workspace for the rows of an operand as integers."""
         s = self.shape
-        rows = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + s.tiles["hoisted"].rows
-        width = -(-k // s.lanes) * s.lanes
+        rows, width = self.room(stage), -(-k // s.lanes) * s.lanes
         names = [f"{stage.name}_{part}_{number}" for part in ("integers", "factors", "sums")]
         self.buffer(names[0], WORKSPACE, Extent(rows * width), dtype="int8", element="int32")
         self.buffer(names[1], WORKSPACE, Extent(rows))
@@ -196,14 +214,51 @@ class Worker(Memory):
             first, last = (e.let(f"{name}_{which}", e.tirx.Max(e.index(0), e.tirx.Min(e.index(total),
                                                                                       at - e.index(before))))
                            for which, at in (("first", begin), ("last", end)))
-            yield self.between(name, first, last)
+            yield e.loop(name, last - first, first)
             before += total
 
     @contextmanager
-    def between(self, name: str, first: Expr, last: Expr) -> Iterator[Expr]:
-        """The tasks from ``first`` to ``last`` - 1, all of this thread."""
-        with self.e.loop(name, last - first, first) as task:
-            yield task
+    def vectors_of(self, name: str, rows: Expr, row: str = "b") -> Iterator[tuple[Expr, Expr]]:
+        """This thread's vectors of H units of ``rows`` rows: the number of the row, so named, and the first unit."""
+        e, columns = self.e, -(-self.shape.hidden // self.shape.lanes)
+        with self.tasks(name, rows * e.index(columns)) as task:
+            yield e.let(row, e.div(task, columns)), e.let("unit", e.mod(task, columns) * e.index(self.shape.lanes))
+
+    # -- steps ----------------------------------------------------------------------------------
+    def begin(self, name: str, first: dict[str, TirBuffer]) -> None:
+        """The states before the first step, and invariants; ``first`` has elements (B, H) for some of the states,
+        others are zeros."""
+        e, s = self.e, self.shape
+        with self.vectors_of(name, e.index(s.padded_batch)) as (b, unit):
+            valid = e.let("valid", e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0)))
+            at = b * e.index(s.hidden) + unit
+            values = {n: e.vload_part(f"{n}_first", first[n], at, valid) if n in first else e.splat(0.0)
+                      for n in self.graph.states}
+            for state, value in self.timeline.started(e.index(0), b, values).items():
+                e.vstore(self.data[f"{state}_state"], b * e.index(s.width) + unit, value)
+        self.invariants()
+
+    @contextmanager
+    def chunks(self) -> Iterator[tuple[Expr, Expr, Expr]]:
+        """Chunks of steps: the first one in the loop's order, the first one of x, and how many."""
+        e, chunk = self.e, self.shape.chunk
+        with e.loop("chunk", e.ceildiv(self.steps, chunk)) as number:
+            first = e.let("first", number * e.index(chunk))
+            count = e.let("count", e.tirx.Min(e.index(chunk), self.steps - first))
+            low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
+            yield first, low, count
+
+    def steps_of(self, first: Expr, low: Expr, count: Expr) -> None:
+        """The steps of a chunk as :meth:`chunks` has it, with a barrier behind them."""
+        e = self.e
+        with e.loop("step", count) as step:
+            t = e.let("t", first + step)
+            for part in self.plan.parts:
+                self.part(part, low, t, self.batch)
+                if self.plan.barriers:
+                    e.call("ecornn_barrier")
+        if not self.plan.barriers:
+            e.call("ecornn_barrier")
 
     # -- a stage --------------------------------------------------------------------------------
     def part(self, stages: tuple[Stage, ...], first: Expr, t: Expr, rows: Expr) -> None:

@@ -21,7 +21,7 @@ from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place, Timeline
+from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.passes import SLACK, Pass, pass_plan
 from ecornn.schedules.cpu.stages import Stage
 from ecornn.schedules.cpu.tasks import TileTask
@@ -100,11 +100,7 @@ class BackwardWorker:
         self.declare()
         self.prelude()
         e.call("ecornn_barrier")
-        chunk = e.index(self.shape.chunk)
-        with e.loop("chunk", e.ceildiv(self.root.steps, self.shape.chunk)) as number:
-            first = e.let("first", number * chunk)
-            count = e.let("count", e.tirx.Min(chunk, self.root.steps - first))
-            low = e.let("low", self.root.steps - first - count) if self.recurrence.traversal.reverse else first
+        with self.recurrence.chunks() as (first, low, count):
             self.chunk(first, low, count)
         self.epilogue()
         return e.function(name)
@@ -122,7 +118,7 @@ class BackwardWorker:
 
     # -- declarations ---------------------------------------------------------------------------
     def declare(self) -> None:
-        root, e, s, task = self.root, self.e, self.shape, self.task
+        root, s, task = self.root, self.shape, self.task
         root.declare_scalars()
         tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT and not TENSORS[t].switch]  # it always adds
         for b in tensor_buffers(tensors, task.traversal, s.real, self.forward.states, self.forward.parameters):
@@ -132,7 +128,6 @@ class BackwardWorker:
         for b in (*kept_buffers(states, *size), *value_buffers(len(self.plans.kept.values), *size)):
             root.add(b)
         root.declare_constants()
-        self.timeline = Timeline(e, task.traversal, root.data, root.steps, root.batch)
         self.recurrence.declare(root)
         for part in self.passes:
             part.declare(root)
@@ -226,8 +221,8 @@ class BackwardWorker:
     # -- control --------------------------------------------------------------------------------
     def prelude(self) -> None:
         e, root = self.e, self.root
-        self.recurrence.begin({self.plans.adjoint.first[name]: root.data[f"d{name}_out"]
-                               for name in self.forward.states})
+        self.recurrence.begin("begin", {self.plans.adjoint.first[name]: root.data[f"d{name}_out"]
+                                        for name in self.forward.states})
         for part in self.passes:
             part.invariants()
         if self.numbers:
@@ -238,7 +233,7 @@ class BackwardWorker:
     def chunk(self, first: Expr, low: Expr, count: Expr) -> None:
         e, adjoint = self.e, self.plans.adjoint
         rows = e.let("rows", count * self.root.batch)
-        gather(self.root, self.timeline, low, rows, self.copies)
+        gather(self.root, low, rows, self.copies)
         e.call("ecornn_barrier")
         self.replay.run(low, rows)
         self.recurrence.steps_of(first, low, count)
@@ -276,20 +271,16 @@ class BackwardWorker:
     def input_gradients(self, low: Expr, rows: Expr) -> None:
         """Writes the gradients of the cell's inputs, behind that of x; zeros where a row takes no part."""
         e, s, root, dx = self.e, self.shape, self.root, self.root.data["dx"]
-        columns = -(-s.hidden // s.lanes)
-        with root.tasks("inputs", rows * e.index(columns)) as task:
-            row, unit = e.let("row", e.div(task, columns)), e.let("unit", e.mod(task, columns) * e.index(s.lanes))
+        with root.vectors_of("inputs", rows, "row") as (row, unit):
             there, valid = e.let("there", low * root.batch + row), e.let("valid", e.index(s.hidden) - unit)
-            live = None
-            if self.task.traversal.lengths:
-                live = e.let("live", low + e.div(row, root.batch) < self.timeline.limit(e.mod(row, root.batch)))
+            live = root.live_row(low, row)
             for var, offset in self.forward.input_offsets(self.stride, s.hidden).items():
                 gradient, value = self.plans.adjoint.dinputs[var], e.splat(0.0)
                 if gradient is not None:
                     place = self.places[gradient]
                     start = place.at(e, there if place.units else row) + unit
                     value = e.let(var.name, e.vload_part(f"d_{var.name}", place.data, start, valid))
-                    value = self.timeline.masked(live, value, e.splat(0.0))
+                    value = root.timeline.masked(live, value, e.splat(0.0))
                 at = e.let("at", there * e.index(self.stride) + e.index(offset) + unit)
                 if self.adds:
                     value = value + e.vload_part(f"{var.name}_before", dx, at, valid)
@@ -315,10 +306,7 @@ class BackwardWorker:
         e, s, root, adjoint = self.e, self.shape, self.root, self.plans.adjoint
         self.finish.run(e.index(0), root.batch)
         places = {**self.finish.given, **self.finish.places}
-        columns = -(-s.hidden // s.lanes)
-        with root.tasks("final", root.batch * e.index(columns)) as task:
-            b = e.let("b", e.div(task, columns))
-            unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
+        with root.vectors_of("final", root.batch) as (b, unit):
             valid = e.let("valid", e.index(s.hidden) - unit)
             for name, var in adjoint.gradients.items():
                 value = e.splat(0.0) if var is None else e.vload(places[var].data, places[var].at(e, b) + unit)

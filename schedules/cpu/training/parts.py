@@ -30,9 +30,9 @@ from ecornn.analysis.liveness import levels, needed
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Phase
 from ecornn.program import WORKSPACE, Extent
-from ecornn.schedules.builder import Expr, TirBuffer, Var
+from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.memory import Place, Timeline
+from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.passes import SLACK, pass_plan
 from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.stages import plan as plan_step
@@ -138,19 +138,19 @@ class Copy:
     first: Place | None = None
 
 
-def gather(worker: Worker, timeline: Timeline, low: Expr, rows: Expr, copies: Sequence[Copy]) -> None:
-    """Copies ``rows`` rows from step ``low`` on; ``timeline`` is the layer's."""
+def gather(worker: Worker, low: Expr, rows: Expr, copies: Sequence[Copy]) -> None:
+    """Copies ``rows`` rows from step ``low`` on; ``worker`` has the layer's traversal."""
     e = worker.e
     if not copies:
         return
     with worker.tasks("gather", rows) as row:
         b, t = e.let("b", e.mod(row, worker.batch)), e.let("at_step", low + e.div(row, worker.batch))
         at = e.let("source_row", t * worker.batch + b)
-        limit = timeline.limit(b)
+        limit = worker.timeline.limit(b)
         for copy in copies:
             if copy.kind == "before":
-                _before(worker, timeline, copy, row, b, t, at, limit)
-            elif copy.kind == "live" and timeline.traversal.lengths:
+                _before(worker, copy, row, b, t, at, limit)
+            elif copy.kind == "live" and worker.traversal.lengths:
                 live = e.let("live", t < limit)
                 with e.when(live):
                     _row(worker, copy, row, copy.source, at)
@@ -160,17 +160,16 @@ def gather(worker: Worker, timeline: Timeline, low: Expr, rows: Expr, copies: Se
                 _row(worker, copy, row, copy.source, at)
 
 
-def _before(worker: Worker, timeline: Timeline, copy: Copy, row: Expr, b: Expr, t: Expr, at: Expr,
-            limit: Expr) -> None:
-    e, reverse = worker.e, timeline.traversal.reverse
+def _before(worker: Worker, copy: Copy, row: Expr, b: Expr, t: Expr, at: Expr, limit: Expr) -> None:
+    e, reverse = worker.e, worker.traversal.reverse
     after = t + e.index(1)
     begins = e.let("begins", after >= limit if reverse else e.tirx.EQ(t, e.index(0)))
     previous = e.let("previous", at + worker.batch if reverse else at - worker.batch)
     fresh = None
-    if timeline.traversal.resets:
+    if worker.traversal.resets:
         inside = e.let("inside", after < limit if reverse else t < limit)
         mark = e.tirx.Select(inside, after if reverse else t, e.index(0)) * worker.batch + b
-        marked = e.load(timeline.data["resets"], mark) != e.tirx.const(0, "uint8")
+        marked = e.load(worker.data["resets"], mark) != e.tirx.const(0, "uint8")
         fresh = e.let("fresh", e.tirx.And(inside, marked))
         with e.when(fresh):
             _row(worker, copy, row, None, at)
@@ -245,49 +244,12 @@ class Recurrence(Worker):
         """Declares its buffers; ``other`` has the function's scalars and masks."""
         s = self.shape
         self.share_scalars(other)
-        self.timeline = Timeline(self.e, self.traversal, other.data, self.steps, self.batch)
-        self.declare_products(self.plan.steps)
-        self.declare_constants()
-        plane = s.padded_batch * s.width
-        for name in self.graph.states:
-            self.buffer(f"{name}_state", WORKSPACE, Extent(plane * (1 + (name in self.plan.doubled))))
-        for stage in self.plan.steps:
-            for number, var in enumerate(stage.keep):
-                self.buffer(f"{stage.name}_kept_{number}", WORKSPACE, Extent(plane))
-                self.kept[var] = self.data[f"{stage.name}_kept_{number}"]
-        if self.totals:
-            self.buffer("statistics", WORKSPACE, Extent(s.padded_batch * len(self.totals)))
+        self.declare_step(s.padded_batch)
+        self.declare_statistics(s.padded_batch)
         for var in dict.fromkeys(v for those in self.written.values() for v in those):
             name = f"made_{len(self.places)}"
             self.buffer(name, WORKSPACE, Extent(self.rooms * s.width + SLACK))
             self.places[var] = Place(self.data[name], s.width)
-
-    def begin(self, first: dict[str, TirBuffer]) -> None:
-        """The states before the first step: ``first`` has elements (B, H) for some of them, others are zeros."""
-        e, s = self.e, self.shape
-        columns = -(-s.hidden // s.lanes)
-        with self.tasks("begin", e.index(s.padded_batch * columns)) as task:
-            b = e.let("b", e.div(task, columns))
-            unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
-            valid = e.let("valid", e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0)))
-            at = b * e.index(s.hidden) + unit
-            values = {n: e.vload_part(f"{n}_first", first[n], at, valid) if n in first else e.splat(0.0)
-                      for n in self.graph.states}
-            for name, value in self.timeline.started(e.index(0), b, values).items():
-                e.vstore(self.data[f"{name}_state"], b * e.index(s.width) + unit, value)
-        self.invariants()
-
-    def steps_of(self, first: Expr, low: Expr, count: Expr) -> None:
-        """``count`` steps from the loop's ``first`` on; the chunk's first step of x is ``low``."""
-        e = self.e
-        with e.loop("step", count) as step:
-            t = e.let("t", first + step)
-            for part in self.plan.parts:
-                self.part(part, low, t, self.batch)
-                if self.plan.barriers:
-                    e.call("ecornn_barrier")
-        if not self.plan.barriers:
-            e.call("ecornn_barrier")
 
     def last(self, name: str) -> Place:
         """A state after the last step."""
