@@ -13,6 +13,5 @@ those of CUTLASS where it has one. Source: the PTX ISA, 9.0, whose sections the 
     tensor_core   mma, ldmatrix and their operands
     wgmma         warpgroup products
     integers      8-bit integers as operands of 16 bits
-    approximate   scalar operators in few instructions
-    functions     device functions in CUDA C, of which some of these are
+    functions     device functions in CUDA C, of which some of these are; scalar operators in few instructions
 """

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ecornn.schedules.builder import Expr, T
-from ecornn.schedules.cuda.isa import functions
-
-_SEND = """
-__device__ __forceinline__ void {name}(unsigned to, unsigned barrier, unsigned rank, {arguments}) {{
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [%0], {places}, [%{last}];"
-               : : "r"(to), {values}, "r"(barrier) : "memory");
-}}"""
+from ecornn.schedules.cuda.isa.functions import run
 
 
 def cluster_arrive() -> None:
@@ -31,11 +23,13 @@ def cluster_send(to: Expr, barrier: Expr, rank: Expr, words: Sequence[Expr]) -> 
     ``barrier`` are addresses in this block's shared memory, of which that block has the same."""
     count = len(words)
     if count == 1:
-        name, names, places = "ecornn_send", ["word"], "%1"
+        name, names, vector, places = "ecornn_send", ["word"], "", "%1"
     else:
-        name, names = f"ecornn_send_sums{count}", [*"abcd"[:count]]
+        name, names, vector = f"ecornn_send_sums{count}", [*"abcd"[:count]], f".v{count}"
         places = "{" + ", ".join(f"%{k + 1}" for k in range(count)) + "}"
-    source = _SEND.format(name=name, arguments=", ".join(f"unsigned {n}" for n in names), places=places,
-                          vector=f".v{count}" if count > 1 else "", last=count + 1,
-                          values=", ".join(f'"r"({n})' for n in names))
-    functions.run(name, source, to, barrier, rank, *words)
+    values = ", ".join(f'"r"({n})' for n in names)
+    run(f"void {name}(unsigned to, unsigned barrier, unsigned rank, {', '.join(f'unsigned {n}' for n in names)})", f"""
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(to), "r"(rank));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [%0], {places}, [%{count + 1}];"
+                     : : "r"(to), {values}, "r"(barrier) : "memory");""", to, barrier, rank, *words)

@@ -20,27 +20,22 @@ from ecornn.schedules.cuda.isa.functions import call
 
 UNPACKED = {"float16": 2, "bfloat16": 4}  # instructions for a word of two
 _LOWER, _UPPER = 0x4140, 0x4342  # which bytes of the word, and of the constant, make the lower and upper two
-_UNPACK = {
-    "float16": """
-__device__ __forceinline__ unsigned ecornn_integers_f16(unsigned word, unsigned bytes) {
-  unsigned above, r;
-  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(above) : "r"(word), "r"(0x64646464u), "r"(bytes));
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(above), "r"(0x64806480u));
-  return r;
-}""",
-    "bfloat16": """
-__device__ __forceinline__ unsigned ecornn_integers_bf16(unsigned word, unsigned bytes) {
-  unsigned above, t, positive, r;
-  asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(above) : "r"(word), "r"(0x43434343u), "r"(bytes));
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(t) : "r"(above), "r"(0x3F803F80u), "r"(0xC380C380u));
-  asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(positive) : "r"(above), "r"(0x3F803F80u), "r"(0xC380C380u));
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(positive), "r"(0xBF00BF00u), "r"(t));
-  return r;
-}"""}
-
 
 def unpacked(word: Expr, upper: bool, dtype: str) -> Expr:
     """The lower or upper two of a word's four integers, as a word of that 16-bit type."""
-    kind = "f16" if dtype == "float16" else "bf16"
     which = T.uint32(_UPPER if upper else _LOWER)
-    return T.let("integers", call(f"ecornn_integers_{kind}", _UNPACK[dtype], word, which, returns="uint32"))
+    if dtype == "float16":
+        name, body = "f16", """
+            unsigned above, r;
+            asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(above) : "r"(word), "r"(0x64646464u), "r"(bytes));
+            asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(above), "r"(0x64806480u));
+            return r;"""
+    else:
+        name, body = "bf16", """
+            unsigned above, t, positive, r;
+            asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(above) : "r"(word), "r"(0x43434343u), "r"(bytes));
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(t) : "r"(above), "r"(0x3F803F80u), "r"(0xC380C380u));
+            asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(positive) : "r"(above), "r"(0x3F803F80u), "r"(0xC380C380u));
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(positive), "r"(0xBF00BF00u), "r"(t));
+            return r;"""
+    return T.let("integers", call(f"unsigned ecornn_integers_{name}(unsigned word, unsigned bytes)", body, word, which))

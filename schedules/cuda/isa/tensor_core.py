@@ -22,28 +22,6 @@ from ecornn.schedules.cuda.isa.functions import call
 WORDS = 8  # of a k-tile
 _KIND = {"float16": "m16n8k16.row.col.f32.f16.f16.f32", "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
          "float32": "m16n8k8.row.col.f32.tf32.tf32.f32", "tf32": "m16n8k8.row.col.f32.tf32.tf32.f32"}
-_ROUND = """
-__device__ __forceinline__ unsigned ecornn_tf32(unsigned word) {
-  unsigned r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(word)));
-  return r;
-}"""
-_RAISE = """
-__device__ __forceinline__ float ecornn_raised(float value) {  // NaN may have all bits, and would be -0 then
-  return value != value ? value : __uint_as_float(__float_as_uint(value) + 0x1000u);
-}"""
-_PACK = """
-__device__ __forceinline__ unsigned ecornn_pack_{name}(float low, float high) {{
-  unsigned r;
-  asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}}"""
-_UNPACK = """
-__device__ __forceinline__ float ecornn_{name}_f16(unsigned word) {{
-  float r;
-  asm("{{.reg .b16 low, high; mov.b32 {{low, high}}, %1; cvt.f32.f16 %0, {name};}}" : "=f"(r) : "r"(word));
-  return r;
-}}"""
 
 
 def per_word(dtype: str) -> int:
@@ -60,8 +38,10 @@ def pack_pair(low: Expr, high: Expr, dtype: str, *, finite: bool = False) -> Exp
     """Two float32 values as a word of a 16-bit type; with ``finite`` the largest float16 in place of infinity."""
     kind = "f16" if dtype == "float16" else "bf16"
     name, kind = (f"finite_{kind}", f"satfinite.{kind}") if finite and kind == "f16" else (kind, kind)
-    source = _PACK.format(name=name, kind=kind)
-    return T.let("word", call(f"ecornn_pack_{name}", source, low, high, returns="uint32"))
+    return T.let("word", call(f"unsigned ecornn_pack_{name}(float low, float high)", f"""
+        unsigned r;
+        asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;""", low, high))
 
 
 def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
@@ -70,13 +50,18 @@ def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
         bits = T.bitwise_and(word, T.uint32(0xFFFF0000)) if upper else T.shift_left(word, T.uint32(16))
         return T.let("value", T.reinterpret("float32", bits))
     name = "high" if upper else "low"
-    return T.let("value", call(f"ecornn_{name}_f16", _UNPACK.format(name=name), word, returns="float32"))
+    return T.let("value", call(f"float ecornn_{name}_f16(unsigned word)", f"""
+        float r;
+        asm("{{.reg .b16 low, high; mov.b32 {{low, high}}, %1; cvt.f32.f16 %0, {name};}}" : "=f"(r) : "r"(word));
+        return r;""", word))
 
 
 def raised(value: Expr) -> Expr:
     """A float32 value with half a unit of TF32's last place added to its bits: products that cut off what TF32 has no
     bits for then round it to nearest, and :func:`lowered` still has all of it."""
-    return T.let("raised", call("ecornn_raised", _RAISE, value, returns="float32"))
+    return T.let("raised", call("float ecornn_raised(float value)", """
+        // NaN may have all bits, and would be -0 then
+        return value != value ? value : __uint_as_float(__float_as_uint(value) + 0x1000u);""", value))
 
 
 def lowered(value: Expr) -> Expr:
@@ -91,7 +76,10 @@ def split(word: Expr, arithmetic: str, cut: Expr | bool = False) -> tuple[Expr, 
         whole = T.bitwise_and(word, T.uint32(0xFFFFE000))
         if cut is True:
             return (T.let("rounded", whole),)
-        rounded = call("ecornn_tf32", _ROUND, word, returns="uint32")
+        rounded = call("unsigned ecornn_tf32(unsigned word)", """
+            unsigned r;
+            asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(word)));
+            return r;""", word)
         return (T.let("rounded", rounded if cut is False else T.Select(cut, whole, rounded)),)
     if arithmetic != "float32":
         return (word,)
