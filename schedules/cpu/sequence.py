@@ -10,26 +10,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ecornn.program import WORKSPACE, Extent, Parallel, Program
 from ecornn.schedules.assemble import call_buffers
 from ecornn.schedules.base import After, Task
 from ecornn.schedules.builder import Expr, PrimFunc
-from ecornn.schedules.cpu.cost import PAIRS, best_tile, gates_at_once, pairs_pay
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.passes import SLACK, Pass, pass_plan
 from ecornn.schedules.cpu.stages import StepPlan
 from ecornn.schedules.cpu.tasks import TileTask
-from ecornn.schedules.cpu.tiling import Shape, Tile, column_choices, row_choices, vectors_of
+from ecornn.schedules.cpu.tiling import PAIRS, Shape, pairs_pay, tile_for
 from ecornn.schedules.cpu.worker import Worker
 from ecornn.workload import Traversal
 
 
 def sequence(plan: StepPlan, shape: Shape, traversal: Traversal) -> Program:
     """The program of a plan."""
-    made = Sequence(plan, shape, traversal)
-    function = made.function("worker")
-    return Program.running({"worker": function}, made.buffers, (made.call("worker"),))
+    return Sequence(plan, shape, traversal).program()
 
 
 class Sequence(Worker):
@@ -50,6 +49,11 @@ class Sequence(Worker):
         self.declare_statistics(s.padded_batch)
 
     # -- control --------------------------------------------------------------------------------
+    def program(self) -> Program:
+        """The program whose entry runs it."""
+        function = self.function("worker")
+        return Program.running({"worker": function}, self.buffers, (self.call("worker"),))
+
     def call(self, name: str) -> Parallel:
         """The call of the function of that name."""
         return Parallel(name, self.aliases, self.shape.team, self.work)
@@ -176,17 +180,6 @@ def sequence_with_read_out(task: Task, plan: StepPlan, shape: Shape) -> Program:
     last = {*(p.var for p in graph.phases[-1].products), *(v for s in graph.phases[-1].statistics for v in s.made),
             *(a.var for a in graph.phases[-1].assigns)}
     passes = pass_plan("read_out", graph, [v for v in graph.outputs if v not in last])
-    rows, tiles = shape.chunk * shape.batch, dict[str, Tile]()
-    for stage in passes.steps:
-        gates = len(stage.rows)
-        tiles[stage.name] = Tile(1, 1, 1)
-        if gates:
-            height, width, pairs, at_once = best_tile(
-                task, rows, [gates], row_choices(task.device, rows), column_choices(task.device, gates, task.workload),
-                PAIRS if pairs_pay(task) else (0,), gates_at_once(task), True)
-            tiles[stage.name] = Tile(height, vectors_of(width, gates), 4 if height * width <= 12 else 2, pairs,
-                                     gates=at_once)
-    own = Shape(shape.batch, shape.input, shape.hidden, shape.lanes, shape.chunk, tiles, shape.weights, shape.team)
-    made = ReadOutSequence(plan, shape, task.traversal, task.after, passes, own)
-    function = made.function("worker")
-    return Program.running({"worker": function}, made.buffers, (made.call("worker"),))
+    rows, pairs = shape.chunk * shape.batch, PAIRS if pairs_pay(task) else (0,)
+    tiles = {stage.name: tile_for(task, rows, len(stage.rows), pairs) for stage in passes.steps}
+    return ReadOutSequence(plan, shape, task.traversal, task.after, passes, replace(shape, tiles=tiles)).program()

@@ -20,8 +20,7 @@ from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import WORDS, ldmatrix, per_word, words
 from ecornn.schedules.cuda.isa.threads import sync_block
-from ecornn.schedules.gemm.epilogue import write_tile
-from ecornn.schedules.gemm.job import CHUNK, LINE, Epilogue, Job, Operand, Shape
+from ecornn.schedules.gemm.job import CHUNK, LINE, Epilogue, Job, Operand, Shape, write_tile
 from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS, ROW_WARPS, THREADS, Load, MmaMainloop, Staged
 
 STAGES = 3  # 2 where shared memory is short

@@ -15,7 +15,7 @@ from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import prefetch_l1
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.cuda.pipeline import Pipeline, Use
-from ecornn.schedules.gemm.epilogue import leaves_of_rows
+from ecornn.schedules.gemm.job import leaves_of_rows
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit
 from ecornn.schedules.step.operand_rows import Operand, RowsInMemory, StagedRows, staged_words
 from ecornn.schedules.step.scalars import Layout, StepScalars, declare

@@ -12,12 +12,11 @@ from ecornn.analysis.kept import Kept, kept
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, Var
-from ecornn.schedules.cpu.cost import best_tile, beyond_l2, gates_at_once
 from ecornn.schedules.cpu.sequence import Sequence, sequence
 from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.stages import plan as plan_step
 from ecornn.schedules.cpu.tasks import TileTask
-from ecornn.schedules.cpu.tiling import Shape, Tile, column_choices, head_vectors, row_choices, vectors_of
+from ecornn.schedules.cpu.tiling import Shape, Tile, beyond_l2, head_vectors, tile_for
 from ecornn.schedules.cpu.training.backward import BackwardWorker
 from ecornn.schedules.cpu.training.parts import Backward, backward_plans
 from ecornn.schedules.keeping import kept_buffers, value_buffers
@@ -59,16 +58,10 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
         return {stage.name: tile(of, rows, len(stage.rows), every_step) for stage in plan.steps}
 
     def tile(of: Task, rows: int, gates: int, every_step: bool) -> Tile:
-        if not gates:
-            return Tile(1, 1, 1)
-        heights = row_choices(of.device, rows)
-        columns = column_choices(of.device, gates, of.workload)
         head = head_vectors(task) if of is task else 0
-        height, width, _, at_once = best_tile(of, rows, [gates], heights, columns, (0,), gates_at_once(of),
-                                              not every_step, head, exact=True)
-        ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > height
-        return Tile(height, vectors_of(width, gates, head), 4 if height * width <= 12 else 2, ahead=ahead,
-                    gates=at_once)
+        made = tile_for(of, rows, gates, hoisted=not every_step, head=head, exact=True)
+        ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > made.rows and gates > 0
+        return replace(made, ahead=ahead)
 
     whole = chunk * work.batch
     made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),
