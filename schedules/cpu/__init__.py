@@ -119,7 +119,7 @@ class CPUSequence(Schedule[Shape]):
 
     def program(self, task: Task, plan: Shape) -> Program:
         """Generates the worker function, and those of training where the task has a backward pass."""
-        from ecornn.schedules.cpu.sequence import sequence, sequence_with_read_out
+        from ecornn.schedules.cpu.sequence import Sequence, sequence_with_read_out
         from ecornn.schedules.cpu.stages import plan as plan_step
         from ecornn.schedules.cpu.training import training_program
 
@@ -127,4 +127,4 @@ class CPUSequence(Schedule[Shape]):
             return training_program(task, plan)
         if task.after is not None:
             return sequence_with_read_out(task, plan_step(task.graph), plan)
-        return sequence(plan_step(task.graph), plan, task.traversal)
+        return Sequence(plan_step(task.graph), plan, task.traversal).program()

@@ -171,7 +171,7 @@ class Timeline:
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
         """The vector ``value`` where ``live`` holds."""
         e = self.e
-        return value if live is None else e.let("masked", e.tirx.Select(e.splat_bool(live), value, otherwise))
+        return value if live is None else e.let("masked", e.tirx.Select(e.splat(live), value, otherwise))
 
     def started(self, t: Expr, row: Expr, values: dict[str, Expr]) -> dict[str, Expr]:
         """States before step ``t``, zero where a new sequence starts there; ``t`` may be T."""

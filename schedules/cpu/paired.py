@@ -55,13 +55,18 @@ class Paired:
         return section(self.k, self.pairs)
 
     @property
-    def stride(self) -> int:
-        """Elements from one section of a row to the next: whole vectors."""
-        return -(-self.length // self.lanes) * self.lanes
+    def width(self) -> int:
+        return width_of(self.k, self.pairs, self.lanes)
 
     @property
-    def width(self) -> int:
-        return self.pairs * self.stride
+    def stride(self) -> int:
+        """Elements from one section of a row to the next: whole vectors."""
+        return self.width // self.pairs
+
+
+def width_of(k: int, pairs: int, lanes: int) -> int:
+    """Elements of a row's copy."""
+    return pairs * -(-section(k, pairs) // lanes) * lanes
 
 
 def packings(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:

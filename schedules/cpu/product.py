@@ -183,22 +183,24 @@ def dot(e: Emitter, total: Expr, unsigned: Expr, signed: Expr) -> Expr:
 @dataclass(frozen=True)
 class Integers:
     """Buffers of an operand's rows: ``words`` int32, four values each, ``scales`` float32, ``sums`` int32 (of the
-    values of a row, times 128); ``width``: values of a row with its padding."""
+    values of a row, times 128); ``k``: values of a row; ``width``: with its padding."""
 
     words: TirBuffer
     scales: TirBuffer
     sums: TirBuffer
+    k: int
     width: int
 
 
-def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr], Expr]) -> None:
-    """Writes one row; ``load`` gives the vector from an index on, zero past the end of the operand."""
+def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr, Expr], Expr]) -> None:
+    """Writes one row; ``load`` gives the vector from an index on, of which so many values count, zeros after them."""
     magnitudes, spoilt, sums = e.local("magnitudes"), e.local("spoilt"), e.local("sums", "int32")
     e.vstore(magnitudes, 0, e.splat(0.0))
     e.vstore(spoilt, 0, e.splat(0.0))
     e.vstore(sums, 0, e.splat(0, "int32"))
     with e.loop("part", into.width // e.lanes) as part:
-        value = load(part * e.index(e.lanes))
+        at = part * e.index(e.lanes)
+        value = load(at, e.index(into.k) - at)
         e.vstore(magnitudes, 0, e.tirx.Max(e.vload(magnitudes, 0), e.intrinsic("fabs", value)))
         e.vstore(spoilt, 0, e.fma(value, e.splat(0.0), e.vload(spoilt, 0)))  # NaN once there is NaN or infinity
     largest = across(e, magnitudes, e.tirx.Max)
@@ -207,7 +209,7 @@ def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr], E
     with e.loop("part", into.width // e.lanes) as part:
         at = e.let("at", part * e.index(e.lanes))
         # Max returns its second operand for NaN, of which no integer may be made
-        bounded = e.tirx.Min(e.tirx.Max(load(at) * inverse, e.splat(-LARGEST)), e.splat(LARGEST))
+        bounded = e.tirx.Min(e.tirx.Max(load(at, e.index(into.k) - at) * inverse, e.splat(-LARGEST)), e.splat(LARGEST))
         whole = e.let("whole", e.cast("int32", e.intrinsic("nearbyint", bounded)))
         e.vstore(sums, 0, e.vload(sums, 0) + whole)
         words = e.lanes // 4

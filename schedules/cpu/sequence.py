@@ -26,11 +26,6 @@ from ecornn.schedules.cpu.worker import Worker
 from ecornn.workload import Traversal
 
 
-def sequence(plan: StepPlan, shape: Shape, traversal: Traversal) -> Program:
-    """The program of a plan."""
-    return Sequence(plan, shape, traversal).program()
-
-
 class Sequence(Worker):
     """Writes the worker function of a layer's own pass."""
 
@@ -154,8 +149,8 @@ class ReadOutSequence(Sequence):
         width = max(self.shape.width, self.read_out.shape.width)
         self.left = {}
         for number, var in enumerate(self.graph.outputs):
-            self.buffer(f"left_{number}", WORKSPACE, Extent(self.rooms * width + SLACK))
-            self.left[var] = Place(self.data[f"left_{number}"], width)
+            data = self.buffer(f"left_{number}", WORKSPACE, Extent(self.rooms * width + SLACK))
+            self.left[var] = Place(data, width)
         self.read_out.declare(self)
         self.read_out.given.update(self.left)
         self.buffers += self.read_out.buffers

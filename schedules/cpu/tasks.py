@@ -206,11 +206,9 @@ class TileTask:
             return e.vload(o.kept[var], self.at)
         if var in self.plan.definition:
             return vector(e, self.plan.definition[var], self.value)
-        if o.graph.x is not None and var.same_as(o.graph.x):
-            return self.x_leaf()
-        for place, given in o.graph.input_offsets(o.x_stride, self.s.hidden).items():
-            if var.same_as(place):
-                return self.x_leaf(given)
+        leaves = {o.graph.x: 0} | o.graph.input_offsets(o.x_stride, self.s.hidden)
+        if var in leaves:
+            return self.x_leaf(leaves[var])
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
 
@@ -247,7 +245,7 @@ class TileTask:
             return product * scales
         return restore(e, product, self.o.integers[stage, number], self.at_row, scales)
 
-    def x_leaf(self, offset: int = 0) -> Expr:
+    def x_leaf(self, offset: int) -> Expr:
         """H values of the row of x, from ``offset`` on."""
         e, s = self.e, self.s
         row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - e.index(1))

@@ -31,11 +31,13 @@ class Worker(Memory):
 
     # -- buffers --------------------------------------------------------------------------------
     def buffer(self, name: str, role: str, extent: Extent, pack: Packing | None = None,
-               dtype: str | None = None, element: str | None = None) -> None:
-        """``element``: what the code takes the memory for, where that is not ``dtype``."""
+               dtype: str | None = None, element: str | None = None) -> TirBuffer:
+        """Declares a buffer, and returns its elements; ``element``: what the code takes the memory for, where that is
+        not ``dtype``."""
         own = Buffer(self.prefix + name, role, dtype or self.shape.real, extent, pack)
         self.buffers.append(own)
         self.data[name] = self.e.pointer(own.name, element or own.dtype)
+        return self.data[name]
 
     def add(self, buffer: Buffer) -> None:
         """A buffer that the function shares with its caller."""
@@ -64,9 +66,7 @@ class Worker(Memory):
             self.buffer(f"{name}_state", WORKSPACE, Extent(size * (1 + (name in self.plan.doubled))))
         for stage in self.plan.steps:
             for number, var in enumerate(stage.keep):
-                name = f"{stage.name}_kept_{number}"
-                self.buffer(name, WORKSPACE, Extent(size))
-                self.kept[var] = self.data[name]
+                self.kept[var] = self.buffer(f"{stage.name}_kept_{number}", WORKSPACE, Extent(size))
 
     def declare_statistics(self, rows: int) -> None:
         """Workspace for the statistics of a step's rows."""
@@ -130,14 +130,11 @@ class Worker(Memory):
 
     def declare_integers(self, stage: Stage, number: int, k: int) -> None:
         """Workspace for the rows of an operand as integers."""
-        s = self.shape
-        rows, width = self.room(stage), -(-k // s.lanes) * s.lanes
-        names = [f"{stage.name}_{part}_{number}" for part in ("integers", "factors", "sums")]
-        self.buffer(names[0], WORKSPACE, Extent(rows * width), dtype="int8", element="int32")
-        self.buffer(names[1], WORKSPACE, Extent(rows))
-        self.buffer(names[2], WORKSPACE, Extent(rows), dtype="int32")
-        words, factors, sums = (self.data[n] for n in names)
-        self.integers[stage.name, number] = Integers(words, factors, sums, width)
+        rows, width = self.room(stage), -(-k // self.shape.lanes) * self.shape.lanes
+        words = self.workspace(stage, "integers", number, rows * width, dtype="int8", element="int32")
+        factors = self.workspace(stage, "factors", number, rows)
+        sums = self.workspace(stage, "sums", number, rows, dtype="int32")
+        self.integers[stage.name, number] = Integers(words, factors, sums, k, width)
 
     def declare_paired(self, stage: Stage, number: int, terms: Sequence[Term], k: int) -> None:
         """Weights for products of pairs, what belongs to them, and workspace for the operand's rows."""
@@ -146,19 +143,19 @@ class Worker(Memory):
         for part, pack in packs.items():
             size = prod(pack.split) if part == "weights" else prod(pack.pad[:-1])
             self.buffer(f"{stage.name}_{part}_{number}", PACKED, Extent(size), pack)
-        room = self.room(stage)
-        names = [f"{stage.name}_{part}_{number}" for part in ("copy", "factors", "sums")]
-        made = paired.Paired((), None, None, k, tile.pairs, s.lanes)
-        self.buffer(names[0], WORKSPACE, Extent(room * made.width))
-        self.buffer(names[1], WORKSPACE, Extent(room))
-        self.buffer(names[2], WORKSPACE, Extent(room))
-        copies = [self.data[names[0]]]
+        room, width = self.room(stage), paired.width_of(k, tile.pairs, s.lanes)
+        copies = [self.workspace(stage, "copy", number, room * width)]
+        factors, sums = (self.workspace(stage, part, number, room) for part in ("factors", "sums"))
         for column in range(1, len(terms) * tile.vectors):
-            alias = f"{names[0]}_{column}"
+            alias = f"{stage.name}_copy_{number}_{column}"
             copies.append(e.pointer(alias))
-            self.aliases[alias] = names[0]
-        self.paired[stage.name, number] = replace(made, copies=copies, factors=self.data[names[1]],
-                                                  sums=self.data[names[2]])
+            self.aliases[alias] = f"{stage.name}_copy_{number}"
+        self.paired[stage.name, number] = paired.Paired(copies, factors, sums, k, tile.pairs, s.lanes)
+
+    def workspace(self, stage: Stage, part: str, number: int, size: int, dtype: str | None = None,
+                  element: str | None = None) -> TirBuffer:
+        """Declares workspace for an operand of a stage."""
+        return self.buffer(f"{stage.name}_{part}_{number}", WORKSPACE, Extent(size), dtype=dtype, element=element)
 
     def room(self, stage: Stage) -> int:
         """Rows of a stage for which there must be memory."""
@@ -188,8 +185,7 @@ class Worker(Memory):
         """Tasks 0 .. total - 1, which threads take one by one, first those of their own share as :meth:`tasks` has it,
         then what others have left: once between two barriers, for tasks that no other core has the data of."""
         e = self.e
-        place = e.tirx.decl_buffer([1], "int64", f"{name}_taken", scope="local")
-        e.add(e.tirx.AllocBuffer(place))
+        place = e.local(f"{name}_taken", "int64", size=1)
 
         def take() -> None:
             e.store(place, 0, e.tirx.call_extern("int64", "ecornn_take", total))
@@ -273,10 +269,7 @@ class Worker(Memory):
         """Writes all tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted) or of
         the batch there are."""
         e, tile = self.e, self.shape.tiles[stage.name]
-        if self.shape.weights == "int8" and stage.rows:
-            self.quantize(stage, first, t, rows)
-            e.call("ecornn_barrier")
-        if tile.pairs:
+        if tile.pairs or (self.shape.weights == "int8" and stage.rows):
             self.prepare(stage, first, t, rows)
             e.call("ecornn_barrier")
         row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
@@ -309,30 +302,19 @@ class Worker(Memory):
             with e.when(left <= e.index(short)):
                 run(short)
 
-    def quantize(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """Writes the operands of a stage as integers."""
-        e = self.e
-        for number, term in operands(stage.rows):
-            into, k = self.integers[stage.name, number], self.depth(term)
-            data, start, stride = self.operand(term.operand, first, t)
-            with self.tasks("quantize", rows) as row:
-                base = e.let("base", start + row * e.index(stride))
-
-                def load(at: Expr, data: TirBuffer = data, base: Expr = base, k: int = k) -> Expr:
-                    return e.vload_part("operand", data, base + at, e.index(k) - at)
-
-                quantize_row(e, into, row, load)
-
     def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """Copies the operands of a stage for products of pairs."""
+        """Writes the operands of a stage as integers, or copies them for products of pairs."""
         e = self.e
         for number, term in operands(stage.rows):
-            into = self.paired[stage.name, number]
+            integers = self.integers.get((stage.name, number))
             data, start, stride = self.operand(term.operand, first, t)
-            with self.tasks("prepare", rows) as row:
+            with self.tasks("quantize" if integers else "prepare", rows) as row:
                 base = e.let("base", start + row * e.index(stride))
 
                 def load(at: Expr, count: Expr, data: TirBuffer = data, base: Expr = base) -> Expr:
                     return e.vload_part("operand", data, base + at, count)
 
-                paired.prepare_row(e, into, row, load)
+                if integers:
+                    quantize_row(e, integers, row, load)
+                else:
+                    paired.prepare_row(e, self.paired[stage.name, number], row, load)

@@ -12,7 +12,7 @@ from ecornn.analysis.kept import Kept, kept
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, Var
-from ecornn.schedules.cpu.sequence import Sequence, sequence
+from ecornn.schedules.cpu.sequence import Sequence
 from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.stages import plan as plan_step
 from ecornn.schedules.cpu.tasks import TileTask
@@ -30,7 +30,7 @@ def training_program(task: Task, shape: Shape) -> Program:
     """The program of a layer with the entries ``run``, ``forward`` and ``backward``."""
     assert task.traversal.keep is not None
     plan = plan_step(task.graph)
-    run = sequence(plan, shape, task.traversal)
+    run = Sequence(plan, shape, task.traversal).program()
     made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
     plans = backward_plans(made, kept(made, task.traversal.keep))
     keeping = KeepingSequence(plan, shape, task.traversal, plans.kept)

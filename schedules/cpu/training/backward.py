@@ -197,8 +197,7 @@ class BackwardWorker:
 
     def row_place(self, name: str, width: int) -> Place:
         """A new workspace for rows of a chunk."""
-        self.root.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK))
-        return Place(self.root.data[name], width)
+        return Place(self.root.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK)), width)
 
     @property
     def outer_products(self) -> tuple[OuterProduct, ...]:

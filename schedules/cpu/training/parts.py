@@ -247,9 +247,8 @@ class Recurrence(Worker):
         self.declare_step(s.padded_batch)
         self.declare_statistics(s.padded_batch)
         for var in dict.fromkeys(v for those in self.written.values() for v in those):
-            name = f"made_{len(self.places)}"
-            self.buffer(name, WORKSPACE, Extent(self.rooms * s.width + SLACK))
-            self.places[var] = Place(self.data[name], s.width)
+            data = self.buffer(f"made_{len(self.places)}", WORKSPACE, Extent(self.rooms * s.width + SLACK))
+            self.places[var] = Place(data, s.width)
 
     def last(self, name: str) -> Place:
         """A state after the last step."""
