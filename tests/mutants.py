@@ -75,7 +75,7 @@ MUTANTS = (
            "test_backward_recurrence_emulated.py -k without_recurrent"),
     Mutant("8-bit weights: the scale of another gate", "schedules/persistent/gates.py",
            "at = row * (plan.heads * plan.blocks * plan.units) + unit", "at = unit", "test_integer_weights.py"),
-    Mutant("8-bit weights: one is off by one in bfloat16", "schedules/cuda/isa/integers.py",
+    Mutant("8-bit weights: one is off by one in bfloat16", "schedules/cuda/isa/tensor_core.py",
            '"r"(positive), "r"(0xBF00BF00u)', '"r"(positive), "r"(0xBF01BF00u)', "test_integer_weights.py"),
     Mutant("fences: blocks that poll acquire nothing", "schedules/persistent/exchange.py",
            "self._fence(self.plan.acquired(t))\n\n    def word", "pass\n\n    def word", "test_memory_order.py"),

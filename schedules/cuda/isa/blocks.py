@@ -1,4 +1,6 @@
-"""Blocks of a cluster, which read and write each other's shared memory (PTX: barrier.cluster, st.async). sm_90."""
+"""Blocks of a cluster, which read and write each other's shared memory (PTX: barrier.cluster, st.async); and such as
+begin before the kernel before has ended: programmatic dependent launch (griddepcontrol). sm_90.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +35,13 @@ def cluster_send(to: Expr, barrier: Expr, rank: Expr, words: Sequence[Expr]) -> 
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [%0], {places}, [%{count + 1}];"
                      : : "r"(to), {values}, "r"(barrier) : "memory");""", to, barrier, rank, *words)
+
+
+def launch_dependents() -> None:
+    """Lets the next kernel begin once all blocks have come here or ended."""
+    T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
+
+
+def wait_on_earlier() -> None:
+    """Waits until the kernels before have ended, and sees what they wrote."""
+    T.evaluate(T.ptx["griddepcontrol.wait"]())
