@@ -18,11 +18,10 @@ from ecornn.schedules.base import After, Task
 from ecornn.schedules.builder import Expr, PrimFunc
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.passes import SLACK, Pass, pass_plan
-from ecornn.schedules.cpu.stages import StepPlan
+from ecornn.schedules.cpu.stages import StepPlan, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import PAIRS, Shape, pairs_pay, tile_for
-from ecornn.schedules.cpu.worker import Worker
+from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
 from ecornn.workload import Traversal
 
 

@@ -130,7 +130,7 @@ class TileTask:
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
         if stage.last:
-            self.outputs = self.made_outputs()
+            self.outputs = [self.value(var) for var in self.o.graph.outputs]  # in place of a state
         for var, value in kept:
             if stage.level < 0:
                 place = self.hoisted(self.at_row, (self.o.projected if stage.level == -2 else self.o.place)[var])
@@ -139,10 +139,6 @@ class TileTask:
                 e.vstore(self.o.kept[var], self.at, value)
         if stage.last:
             self.finish(results)
-
-    def made_outputs(self) -> list[Expr]:
-        """The values that y has in place of a state."""
-        return [self.value(var) for var in self.o.graph.outputs]
 
     def finish(self, results: dict[str, Expr]) -> None:
         """Stores the states before the next step, and y."""

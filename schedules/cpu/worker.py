@@ -17,11 +17,16 @@ from ecornn.analysis.step import Term
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
+from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.math import vector
-from ecornn.schedules.cpu.memory import Memory, Span, Timeline
+from ecornn.schedules.cpu.memory import Memory, Place, Span, Timeline
 from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
-from ecornn.schedules.cpu.stages import Stage, groups, operands
+from ecornn.schedules.cpu.stages import Stage, StepPlan, groups, operands
 from ecornn.schedules.cpu.tasks import RowTask, TileTask
+from ecornn.schedules.cpu.tiling import Shape
+from ecornn.workload import ALONE
+
+SLACK = 512  # elements behind the last row that a tile may read
 
 
 class Worker(Memory):
@@ -318,3 +323,44 @@ class Worker(Memory):
                     quantize_row(e, integers, row, load)
                 else:
                     paired.prepare_row(e, self.paired[stage.name, number], row, load)
+
+
+class Pass(Worker):
+    """A part of a function that goes over all rows of a chunk of time, or of the batch, stage by stage. ``rooms``: rows
+    that its values have room for, those of a tile past the last one among them."""
+
+    def __init__(self, name: str, plan: StepPlan, shape: Shape, e: Emitter, rooms: int) -> None:
+        super().__init__(plan, shape, ALONE, f"{name}_", e)
+        self.rooms = rooms
+        self.totals = {v: i for i, v in enumerate(v for s in plan.steps for t in s.statistics for v in t.made)}
+        self.hoisted_totals = {}
+
+    def room(self, stage: Stage) -> int:
+        return self.rooms
+
+    def every_step(self, stage: Stage) -> bool:
+        return False
+
+    def row_of_chunk(self, first: Expr, t: Expr, row: Expr) -> Expr:
+        return row
+
+    def declare(self, other: Worker) -> None:
+        """Declares its buffers; ``other`` has the function's scalars, and x."""
+        self.share_scalars(other)
+        if "x" in other.data:
+            self.data["x"] = other.data["x"]
+        self.declare_step(self.rooms, SLACK)
+        self.declare_statistics(self.rooms)
+
+    @property
+    def places(self) -> dict[Var, Place]:
+        """The places of its values."""
+        return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
+
+    def run(self, first: Expr, rows: Expr, wait: bool = True) -> None:
+        """Runs all stages over ``rows`` rows, of x from step ``first`` on; each ends with a barrier, the last one only
+        where the threads are to ``wait`` for what it made."""
+        for number, part in enumerate(self.plan.parts, 1):
+            self.part(part, first, self.e.index(0), rows)
+            if wait or number < len(self.plan.parts):
+                self.e.call("ecornn_barrier")

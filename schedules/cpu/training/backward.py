@@ -22,13 +22,12 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.passes import SLACK, Pass, pass_plan
-from ecornn.schedules.cpu.stages import Stage
+from ecornn.schedules.cpu.stages import Stage, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
 from ecornn.schedules.cpu.training.outer import Outer, OuterProducts, add_sums, add_vectors
 from ecornn.schedules.cpu.training.parts import Backward, Copy, Recurrence, gather
-from ecornn.schedules.cpu.worker import Worker
+from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
 from ecornn.schedules.keeping import kept_buffers, value_buffers
 
 

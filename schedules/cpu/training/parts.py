@@ -33,12 +33,11 @@ from ecornn.program import WORKSPACE, Extent
 from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.passes import SLACK, pass_plan
-from ecornn.schedules.cpu.stages import Stage, StepPlan
+from ecornn.schedules.cpu.stages import Stage, StepPlan, pass_plan
 from ecornn.schedules.cpu.stages import plan as plan_step
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape
-from ecornn.schedules.cpu.worker import Worker
+from ecornn.schedules.cpu.worker import SLACK, Worker
 from ecornn.workload import Traversal
 
 
@@ -115,7 +114,8 @@ def _recurrence_plan(graph: StepGraph) -> StepPlan:
     made = plan_step(replace(graph, hoisted_outputs=(), projected=()))
     level = {v: max(at, 0) if at > -3 else at for v, at in made.level.items()}
     parts = tuple(tuple(replace(s, name=f"recurrence_{s.name}") for s in part) for part in made.parts)
-    return replace(made, hoisted=(), parts=parts, level=level)
+    # its outputs are written for other parts, by the stages that make them
+    return replace(made, graph=replace(made.graph, outputs=()), hoisted=(), parts=parts, level=level)
 
 
 def _made(graph: StepGraph) -> set[Var]:
@@ -219,10 +219,6 @@ class RecurrenceTask(TileTask):
         with e.when(self.at_row < o.batch):  # a row past the batch is one of another step
             for place, value in values:
                 e.vstore(place.data, place.at(e, row) + self.unit, value)
-
-    def made_outputs(self) -> list[Expr]:
-        """They are written for other parts, by the stage that makes them."""
-        return []
 
     def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
         """There is no y."""

@@ -25,6 +25,14 @@ def run(signature: str, body: str, *arguments: Expr) -> None:
     T.evaluate(call(signature, body, *arguments))
 
 
+def _instruction(name: str, instruction: str, operand: str = "x", result: str = "y") -> tuple[str, str]:
+    """Signature and body of a function of x that is one instruction, of which y is the result."""
+    return f"float ecornn_{name}(float x)", f"""
+        float y;
+        asm("{instruction} %0, %1;" : "=f"(y) : "f"({operand}));
+        return {result};"""
+
+
 _FAST = {
     "sigmoid": ("float ecornn_sigmoid_fast(float x)", """
         float e, r;
@@ -38,15 +46,9 @@ _FAST = {
         asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
         return fmaf(-2.0f, r, 1.0f);"""),
     # x log2(e) is rounded: relative error 1e-7 and 6e-8 |x| more
-    "exp": ("float ecornn_exp_fast(float x)", """
-        float y;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-        return y;"""),
+    "exp": _instruction("exp_fast", "ex2.approx.ftz.f32", "x * 1.4426950408889634f"),
     # absolute error 2e-7 where x is between 1/2 and 2, relative error 2e-7 elsewhere
-    "log": ("float ecornn_log_fast(float x)", """
-        float y;
-        asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-        return y * 0.6931471805599453f;"""),
+    "log": _instruction("log_fast", "lg2.approx.ftz.f32", result="y * 0.6931471805599453f"),
     # to 2 ulp; zero where y is above 2^126
     "Div": ("float ecornn_divide_fast(float x, float y)", """
         float q;
@@ -66,14 +68,8 @@ _RELATIVE = {
         return s < 0.09f ? near : far;"""),
 }
 _APPROX = {
-    "sigmoid": ("float ecornn_sigmoid_approx(float x)", """
-        float y;
-        asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(0.5f * x));
-        return fmaf(0.5f, y, 0.5f);"""),
-    "tanh": ("float ecornn_tanh_approx(float x)", """
-        float y;
-        asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-        return y;"""),
+    "sigmoid": _instruction("sigmoid_approx", "tanh.approx.f32", "0.5f * x", "fmaf(0.5f, y, 0.5f)"),
+    "tanh": _instruction("tanh_approx", "tanh.approx.f32"),
 }
 _EXACT = {
     # NaN where either operand is, as NumPy's and PyTorch's are and CUDA's not
@@ -86,10 +82,7 @@ _EXACT = {
         asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
         return z;"""),
     # to 2 ulp, which is as exact as CUDA's rsqrtf
-    "rsqrt": ("float ecornn_rsqrt(float x)", """
-        float y;
-        asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-        return y;"""),
+    "rsqrt": _instruction("rsqrt", "rsqrt.approx.f32"),
 }
 FUNCTIONS: dict[str, dict[str, tuple[str, str]]] = {  # math -> key of the operator -> signature and body
     "exact": _EXACT, "relative": _EXACT | _RELATIVE, "fast": _EXACT | _FAST,
