@@ -51,10 +51,9 @@ class Stage:
 class StepPlan:
     """The stages of a step, in the parts that barriers separate.
 
-    ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``:
-    variable -> level as in :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd
-    steps, because other threads still read the old one; ``barriers``: False where no thread waits for
-    another within a chunk.
+    ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``: variable ->
+    level as in :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd steps, because other
+    threads still read the old one; ``barriers``: False where no thread waits for another within a chunk.
     """
 
     graph: StepGraph

@@ -300,7 +300,9 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
         # large tiles; those of some gates with the fewest sums that are not in registers
         return total, sums, wide
 
-    return min(product(row_choices, column_choices, pair_choices, gates_at_once(task)), key=estimate)
+    # with few registers the gates that have their sums there at the same time are a choice, too (0: all)
+    few = registers < 32 and task.workload.batch > 1 and task.workload.weights != "int8"
+    return min(product(row_choices, column_choices, pair_choices, (0, 1, 2) if few else (0,)), key=estimate)
 
 
 def tile_for(task: Task, rows: int, gates: int, pairs: tuple[int, ...] = (0,), hoisted: bool = True, head: int = 0,
@@ -317,13 +319,6 @@ def tile_for(task: Task, rows: int, gates: int, pairs: tuple[int, ...] = (0,), h
 def unrolled(rows: int, columns: int) -> int:
     """Values of k in a turn of the loop of such a tile: more where there are few products."""
     return 4 if rows * columns <= 12 else 2
-
-
-def gates_at_once(task: Task) -> tuple[int, ...]:
-    """The numbers of gates that may by default have their sums in registers at the same time (0: all, always so with 32
-    registers)."""
-    few = registers_of(task.device) < 32 and task.workload.batch > 1 and task.workload.weights != "int8"
-    return (0, 1, 2) if few else (0,)
 
 
 def best_team(task: Task) -> int:

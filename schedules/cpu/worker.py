@@ -93,7 +93,9 @@ class Worker(Memory):
                     words = prod(pack.split) // stored.group * stored.words
                     self.buffer(f"{stage.name}_weights_{number}", PACKED, Extent(words), pack, stored.element)
                     if stored.scaled:
-                        self.declare_scales(stage, number, pack)
+                        kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
+                        scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
+                        self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
                     if s.weights == "int8":
                         self.declare_integers(stage, number, k)
 
@@ -126,12 +128,6 @@ class Worker(Memory):
             for a in self.graph.invariants:
                 values[a.var] = e.let(a.var.name, vector(e, a.value, value))
                 e.vstore(self.data["invariants"], e.index(self.row[a.var] * s.width) + unit, values[a.var])
-
-    def declare_scales(self, stage: Stage, number: int, pack: Packing) -> None:
-        """Declares the factors of units with which products with integer weights are multiplied."""
-        kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
-        scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
-        self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
 
     def declare_integers(self, stage: Stage, number: int, k: int) -> None:
         """Workspace for the rows of an operand as integers."""

@@ -1,9 +1,8 @@
 """A product over all rows by ``mma``: tiles of rows and units, by teams of 256 threads (``mma_mainloop.py``).
 
-A team of 8 warps computes ``height`` rows x 4 groups of units at a time; the columns are ordered
-so that one thread holds every product of a unit, and what is made of them is computed on the
-accumulators. Rows may be of any width: those that are not 16-byte aligned are copied word by word, or
-value by value.
+A team of 8 warps computes ``height`` rows x 4 groups of units at a time; the columns are ordered so that one thread
+holds every product of a unit, and what is made of them is computed on the accumulators. Rows may be of any width: those
+that are not 16-byte aligned are copied word by word, or value by value.
 """
 
 from __future__ import annotations

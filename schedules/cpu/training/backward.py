@@ -186,7 +186,8 @@ class BackwardWorker(Worker):
     @cached_property
     def multiplied(self) -> set[Var | None]:
         """The values that are operands of products, or summed over rows."""
-        found = {t.operand for p in self.plans.plans for s in p.steps for q in s.rows for t in q.terms}
+        parts = self.recurrence, self.replay, self.inputs, self.finish
+        found = {t.operand for p in parts for s in p.plan.steps for q in s.rows for t in q.terms}
         found |= {v for o in self.outer_products for v in (o.value, o.operand)}
         return found | {s.value for s in self.summed}
 

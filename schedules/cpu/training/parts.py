@@ -62,11 +62,6 @@ class Backward:
     dx: StepPlan | None
     finish: StepPlan
 
-    @property
-    def plans(self) -> tuple[StepPlan, ...]:
-        """The plans with products of H units."""
-        return self.replay, self.recurrence, self.inputs, self.finish
-
 
 def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
     """Sorts an adjoint into parts."""

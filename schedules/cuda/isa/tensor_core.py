@@ -7,9 +7,8 @@ fragments of ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k8`` (tf32) are the same:
     B (8 words x 8 columns), lane l: b0 = [l%4, l/4]  b1 = [l%4 + 4, l/4]
     C (16 rows x 8 columns), lane l: c0, c1 = [l/4, 2 (l%4) + {0, 1}]  c2, c3: row + 8
 
-float32 is exact to about 2e-7: each operand is split in two tf32 numbers, and three of the four
-partial products are added (the "3xTF32" of NVIDIA's CUTLASS). With ``tf32`` arithmetic each operand is rounded to
-one tf32 number.
+float32 is exact to about 2e-7: each operand is split in two tf32 numbers, and three of the four partial products are
+added (the "3xTF32" of NVIDIA's CUTLASS). With ``tf32`` arithmetic each operand is rounded to one tf32 number.
 
 Weights of 8-bit integers become operands of 16-bit products, a word of four two words of two, exactly. They are in
 offset binary, q + 128. A byte u below a constant one is a number of 16 bits that is linear in u,
