@@ -92,7 +92,7 @@ class Worker(Memory):
                     stored = STORED[s.weights]
                     words = prod(pack.split) // stored.group * stored.words
                     self.buffer(f"{stage.name}_weights_{number}", PACKED, Extent(words), pack, stored.element)
-                    if stored.scaled:
+                    if stored.scaled:  # factors of units, with which products are multiplied
                         kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
                         scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
                         self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
