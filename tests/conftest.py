@@ -155,12 +155,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def take_small_tiles(set_attribute: Callable[[Any, str, Any], None]) -> None:
     """The same, in processes that tests start, too."""
-    from ecornn.schedules import cpu
-    from ecornn.schedules.cpu import training
+    from ecornn.schedules.cpu import tiling
 
-    for module in (cpu, training):
-        set_attribute(module, "row_choices", lambda device, most: (1,))
-        set_attribute(module, "column_choices", lambda device, gates, workload: (gates,))
+    set_attribute(tiling, "row_choices", lambda device, most: (1,))
+    set_attribute(tiling, "column_choices", lambda device, gates, workload: (gates,))
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,7 @@ from ecornn.numpy_reference import random_weights
 from ecornn.program import BACKWARD, FORWARD, KEPT, PACKED, WORKSPACE, Chunks, Concurrent, launches
 from ecornn.schedules import all_schedules, chunks, outputs
 from ecornn.schedules.base import Task
-from ecornn.schedules.gemm import aligned
-from ecornn.schedules.gemm.aligned import NAME
+from ecornn.schedules.gemm import projection
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.targets import KNOWN
@@ -129,11 +128,11 @@ def test_a_training_step(schedule, name, sizes, dtype, traversal, tmp_path):
 ], ids=str)
 def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, keep, tmp_path, monkeypatch):
     """As it is where many tiles read it: then products, and steps that multiply nothing, read the copy."""
-    monkeypatch.setattr(aligned, "WORDS", 1e9)
+    monkeypatch.setattr(projection, "WORDS", 1e9)
     step = Step(tmp_path, "persistent", name, sizes, dtype, traversal, keep)
     for entry in step.program.entries.values():
         assert [call.names["into"] for call in launches(entry.calls) if "align" in call.function] == [
-            "backward_" * (entry is step.program.entries[BACKWARD]) + NAME]
+            "backward_" * (entry is step.program.entries[BACKWARD]) + projection.ALIGNED]
     check(step, name, sizes, dtype, traversal)
 
 

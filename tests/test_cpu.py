@@ -15,8 +15,7 @@ from ecornn.cells import BUILTIN, get
 from ecornn.host_cpu import detect
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.schedules.cpu import CPUSequence
-from ecornn.schedules.cpu.cost import busiest, heights_of
-from ecornn.schedules.cpu.tiling import Tile
+from ecornn.schedules.cpu.tiling import Tile, busiest, heights_of
 from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.workload import Workload

@@ -18,7 +18,7 @@ from ecornn.analysis.scalar import children
 from ecornn.cells import Cell, pointwise
 from ecornn.errors import CellError
 from ecornn.schedules.cpu import math as vector_functions
-from ecornn.schedules.cuda.isa import approximate
+from ecornn.schedules.cuda.isa import functions
 
 # Where an operator is defined and smooth; elsewhere from -2 to 2. All are a few binary digits long.
 WITHIN = {"log": (0.125, 3), "log2": (0.125, 3), "log10": (0.125, 3), "log1p": (-0.5, 3), "sqrt": (0.125, 3),
@@ -162,7 +162,7 @@ def test_an_unknown_operator_is_named_with_its_line():
 
 
 def test_functions_of_schedules_are_of_the_table():
-    for table in (vector_functions.FUNCTIONS, *approximate.FUNCTIONS.values()):
+    for table in (vector_functions.FUNCTIONS, *functions.FUNCTIONS.values()):
         assert set(table) <= set(OPERATORS)
 
 

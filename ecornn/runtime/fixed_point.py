@@ -1,4 +1,4 @@
-"""Weights as multiples of a step for each row, 16 or 21 bits of one, as schedules/cpu/stored.py reads them.
+"""Weights as multiples of a step for each row, 16 or 21 bits of one, as schedules/cpu/product.py reads them.
 
     step = max_k |w[k]| / (2**(bits - 1) - 1),  q[k] = round(w[k] / step)
 

@@ -20,8 +20,8 @@ from ecornn.schedules.backward.weights import weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.cuda.isa.threads import sync_block
-from ecornn.schedules.gemm.aligned import align
 from ecornn.schedules.gemm.job import COUNT, STEPS, Columns
+from ecornn.schedules.gemm.projection import align
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.outputs import written
 from ecornn.schedules.timeline import Timeline

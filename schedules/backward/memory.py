@@ -36,8 +36,8 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
 from ecornn.schedules.cuda.isa.tensor_core import lowered, pack_pair, unpack_half
-from ecornn.schedules.gemm.aligned import x_of
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
+from ecornn.schedules.gemm.projection import x_of
 from ecornn.schedules.keeping import spot
 from ecornn.schedules.outputs import outputs_row, together, written
 from ecornn.workload import Traversal

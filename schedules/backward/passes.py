@@ -23,7 +23,7 @@ from ecornn.schedules.backward.scalars import Pointwise, Scalars
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import Var
 from ecornn.schedules.gemm.job import CHUNK, STEPS, Columns, Job, Operand
-from ecornn.schedules.gemm.over_rows import over_rows
+from ecornn.schedules.gemm.projection import over_rows
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import MATH_FOR
 

@@ -10,8 +10,7 @@ from ecornn.analysis.liveness import needed
 from ecornn.analysis.step import Assign, Product, Vector
 from ecornn.schedules.backward.memory import Place, Within
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.gemm.epilogue import store_hoisted
-from ecornn.schedules.gemm.job import Epilogue, Vectors
+from ecornn.schedules.gemm.job import Epilogue, Vectors, store_hoisted
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.timeline import takes_part

@@ -5,21 +5,8 @@ from __future__ import annotations
 from ecornn.analysis.heads import most_heads
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
-from ecornn.schedules.cpu.cost import (
-    PAIRS,
-    CPUKnobs,
-    best_team,
-    best_tile,
-    beyond_l2,
-    features,
-    gates_at_once,
-    gates_of,
-    left_for_read_out,
-    pairs_pay,
-    shape_of,
-    tiles,
-)
-from ecornn.schedules.cpu.tiling import Shape, column_choices, head_vectors, registers_of, registers_used, row_choices
+from ecornn.schedules.cpu import tiling
+from ecornn.schedules.cpu.tiling import PAIRS, CPUKnobs, Shape
 from ecornn.schedules.rates import cpu_rates
 from ecornn.workload import SERVED
 
@@ -33,11 +20,10 @@ CHUNK = (1, 2, 4, 8, 16, 32, 64, 128)
 class CPUSequence(Schedule[Shape]):
     """All steps in one call of a team of threads.
 
-    Hoisted products are computed for a chunk of time steps at once; then each step multiplies the
-    state with packed weights in register tiles, and computes the cell's pointwise part on the sums
-    while they are still in registers. Where the CPU adds in units of their own, pairs of products may share a
-    multiplication. Serves float32 and float64, any cell, any size; weights of float32 layers may be bfloat16, int21
-    or int16, or int8 where the CPU has VNNI.
+    Hoisted products are computed for a chunk of time steps at once; then each step multiplies the state with packed
+    weights in register tiles, and computes the cell's pointwise part on the sums while they are still in registers.
+    Where the CPU adds in units of their own, pairs of products may share a multiplication. Serves float32 and float64,
+    any cell, any size; weights of float32 layers may be bfloat16, int21 or int16, or int8 where the CPU has VNNI.
     """
 
     name = "cpu_sequence"
@@ -69,20 +55,21 @@ class CPUSequence(Schedule[Shape]):
         widest = max((len(p.products) for p in task.graph.phases), default=1)
         steps = tuple(c for c in CHUNK if c < 2 * work.seq)
         return CPUKnobs.offered({
-            "rows": row_choices(device, work.batch), "columns": column_choices(device, widest, work), "unroll": UNROLL,
-            "project_rows": row_choices(device, work.batch * work.seq),
-            "project_columns": column_choices(device, max(1, len(task.graph.hoisted_products)), work),
+            "rows": tiling.row_choices(device, work.batch), "unroll": UNROLL,
+            "columns": tiling.column_choices(device, widest, work),
+            "project_rows": tiling.row_choices(device, work.batch * work.seq),
+            "project_columns": tiling.column_choices(device, max(1, len(task.graph.hoisted_products)), work),
             "team": tuple(t for t in TEAM if t < max(2, task.device.cores)), "pairs": PAIRS, "project_pairs": PAIRS,
             "gates": GATES, "project_gates": GATES, "ahead": (0, 1), "chunk": steps})
 
     def plan(self, task: Task, config: Config) -> Shape:
-        return shape_of(task, CPUKnobs(config))
+        return tiling.shape_of(task, CPUKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
         """None, or that a tile needs more vector registers than the CPU has."""
-        available, head = registers_of(task.device), head_vectors(task)
-        for name, tile in tiles(task, CPUKnobs(config)).items():
-            gates = gates_of(task, name)
+        available, head = tiling.registers_of(task.device), tiling.head_vectors(task)
+        for name, tile in tiling.tiles(task, CPUKnobs(config)).items():
+            gates = tiling.gates_of(task, name)
             if tile.pairs and tile.ahead:
                 return f"{name}: weights are asked for ahead in plain products, not in those of pairs"
             if tile.pairs and task.workload.stored != "float32":
@@ -91,7 +78,7 @@ class CPUSequence(Schedule[Shape]):
                 return f"{name}: products of pairs are of whole rows, not of heads"
             if tile.gates and (tile.pairs or task.workload.weights == "int8"):
                 return f"{name}: products of pairs and of integers are of all gates at the same time"
-            need = registers_used(tile, gates, task.workload.weights or "")
+            need = tiling.registers_used(tile, gates, task.workload.weights or "")
             # one row of one vector is always allowed: a cell may have more gates than registers
             if need > available and (tile.rows, tile.vectors) != (1, 1):
                 return (f"{name}: a tile of {tile.rows} rows and {gates * tile.vectors} vectors needs "
@@ -102,45 +89,41 @@ class CPUSequence(Schedule[Shape]):
         """The largest tile that fits the registers and wastes the fewest rows and vectors."""
         workload, graph, rates = task.workload, task.graph, cpu_rates(task.device)
         choices = {k.name: tuple(int(v) for v in k.values) for k in self.knobs(task)}
-
-        pay = pairs_pay(task)
+        pay = tiling.pairs_pay(task)
 
         def best(rows: int, gates: list[int], prefix: str) -> tuple[int, int, int, int]:
-            head = 0 if prefix else head_vectors(task)
-            return best_tile(task, rows, gates, choices[f"{prefix}rows"], choices[f"{prefix}columns"],
-                             PAIRS if pay and any(gates) and not head else (0,), gates_at_once(task), bool(prefix),
-                             head)
+            head = 0 if prefix else tiling.head_vectors(task)
+            return tiling.best_tile(task, rows, gates, choices[f"{prefix}rows"], choices[f"{prefix}columns"],
+                                    PAIRS if pay and any(gates) and not head else (0,), bool(prefix), head)
 
         phases = [len(p.products) for p in graph.phases if p.products] or [0]
         rows, columns, pairs, gates = best(workload.batch, phases, "")
         project_rows, project_columns, project_pairs, project_gates = best(
             workload.batch * workload.seq, [len(graph.hoisted_products)], "project_")
         # L3 should work while tiles multiply; with one tile of rows it does so of itself
-        ahead = rates.slow_l3 and beyond_l2(task) and not pairs and workload.batch > rows
+        ahead = rates.slow_l3 and tiling.beyond_l2(task) and not pairs and workload.batch > rows
         # hoisted values of a chunk should stay in the caches between their making and their use
-        values = max(1, len(graph.hoisted_outputs)) + left_for_read_out(task)
+        values = max(1, len(graph.hoisted_outputs)) + tiling.left_for_read_out(task)
         step_bytes = workload.itemsize * workload.batch * workload.hidden * values
         target = 2 * max(task.device.l2, 1 << 19) * max(1, task.device.cores)
         chunk = max((c for c in choices["chunk"] if c * step_bytes <= target), default=1)
-        return {"rows": rows, "columns": columns, "unroll": 4 if rows * columns <= 12 else 2,
+        return {"rows": rows, "columns": columns, "unroll": tiling.unrolled(rows, columns),
                 "project_rows": project_rows, "project_columns": project_columns, "pairs": pairs,
                 "project_pairs": project_pairs, "gates": gates, "project_gates": project_gates,
-                "team": best_team(task), "ahead": int(ahead), "chunk": chunk}
+                "team": tiling.best_team(task), "ahead": int(ahead), "chunk": chunk}
 
     def features(self, task: Task, plan: Shape) -> dict[str, float]:
         """Bytes of weights a thread reads, register use, products a step, padding, imbalance."""
-        return features(task, plan)
+        return tiling.features(task, plan)
 
     def program(self, task: Task, plan: Shape) -> Program:
         """Generates the worker function, and those of training where the task has a backward pass."""
-        from ecornn.schedules.cpu.sequence import sequence
+        from ecornn.schedules.cpu.sequence import Sequence, sequence_with_read_out
         from ecornn.schedules.cpu.stages import plan as plan_step
         from ecornn.schedules.cpu.training import training_program
 
         if task.traversal.keep is not None:
             return training_program(task, plan)
         if task.after is not None:
-            from ecornn.schedules.cpu.read_out import sequence_with_read_out
-
             return sequence_with_read_out(task, plan_step(task.graph), plan)
-        return sequence(plan_step(task.graph), plan, task.traversal)
+        return Sequence(plan_step(task.graph), plan, task.traversal).program()

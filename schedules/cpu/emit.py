@@ -123,15 +123,11 @@ class Emitter:
     def splat(self, value: Expr | float, dtype: str | None = None) -> Expr:
         """A vector of equal lanes; a number becomes ``dtype``."""
         scalar = self.number(value, dtype) if isinstance(value, (int, float)) else value
-        return self.splat_bool(scalar)
+        return self.tirx.Broadcast(scalar, self.lanes) if self.lanes > 1 else scalar
 
     def type_of(self, scalar: Expr) -> str:
         """The type that a scalar of the cell has here: what it calls float32 is the layer's."""
         return self.real if str(scalar.ty) == "float32" else str(scalar.ty)
-
-    def splat_bool(self, value: Expr) -> Expr:
-        """A vector of equal conditions."""
-        return self.tirx.Broadcast(value, self.lanes) if self.lanes > 1 else value
 
     def intrinsic(self, name: str, *operands: Expr) -> Expr:
         """A TIR intrinsic that returns the type of its first operand."""
@@ -176,9 +172,9 @@ class Emitter:
         """The type of a vector of ``dtype``; one lane is no vector."""
         return f"{dtype}x{self.lanes}" if self.lanes > 1 else dtype
 
-    def local(self, name: str, dtype: str | None = None) -> TirBuffer:
-        """One vector of its own; LLVM makes it a register where every access is a whole vector."""
-        buffer = self.tirx.decl_buffer([self.lanes], dtype or self.real, name, scope="local")
+    def local(self, name: str, dtype: str | None = None, size: int = 0) -> TirBuffer:
+        """A vector of its own, or ``size`` elements; LLVM makes it a register where every access is a whole vector."""
+        buffer = self.tirx.decl_buffer([size or self.lanes], dtype or self.real, name, scope="local")
         self.add(self.tirx.AllocBuffer(buffer))
         return buffer
 

@@ -91,7 +91,8 @@ def tanh_64(e: Emitter, x: Expr) -> Expr:
     """Vector tanh in float64, by exp(2 x) - 1, which for small x has the bits of x."""
     n, r = reduced(e, e.splat(2.0) * bounded(e, x, -TANH_BOUND_64, TANH_BOUND_64))
     power = e.let("power", power_of_two(e, whole(e, n)))
-    less_one = e.let("less_one", e.fma(power, exp_less_one(e, r), power - e.splat(1.0)))
+    rest = e.let("rest", e.fma(r * r, horner(e, r, EXPONENTIAL["float64"].tail), r))  # exp(r) - 1
+    less_one = e.let("less_one", e.fma(power, rest, power - e.splat(1.0)))
     return e.let("tanh", less_one / (less_one + e.splat(2.0)))
 
 
@@ -116,11 +117,6 @@ def reduced(e: Emitter, x: Expr) -> tuple[Expr, Expr]:
     high, low = EXPONENTIAL[e.real].ln2
     n = e.let("n", e.intrinsic("floor", e.fma(x, e.splat(LOG2_E), e.splat(0.5))))
     return n, e.let("r", e.fma(n, e.splat(-low), e.fma(n, e.splat(-high), x)))
-
-
-def exp_less_one(e: Emitter, r: Expr) -> Expr:
-    """exp(r) - 1 of a reduced r."""
-    return e.let("rest", e.fma(r * r, horner(e, r, EXPONENTIAL[e.real].tail), r))
 
 
 def whole(e: Emitter, n: Expr) -> Expr:

@@ -1,4 +1,8 @@
-"""The place of everything that a step reads and writes: what the tasks of a thread know of their function."""
+"""The place of everything that a step reads and writes, in memory, and in a sequence's time, with the batch rows that
+take part in a step: what the tasks of a thread know of their function.
+
+The rules of time are those of :mod:`ecornn.schedules.timeline`; a vector is of one row, so a predicate is one scalar.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,9 @@ from ecornn.program import Buffer
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.quantize import Integers
+from ecornn.schedules.cpu.product import Integers
 from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.tiling import Shape
-from ecornn.schedules.cpu.timeline import Timeline
 from ecornn.workload import Traversal
 
 SCALAR = 8  # multiply-adds that take as long as an assignment of the step
@@ -81,6 +84,13 @@ class Memory:
         """The row of the chunk from step ``first`` on that is a batch row at step ``t``."""
         return (self.timeline.at(t) - first) * self.batch + row
 
+    def live_row(self, first: Expr, row: Expr) -> Expr | None:
+        """True if a row of the chunk takes part in its step; None if all do."""
+        if not self.traversal.lengths:
+            return None
+        e = self.e
+        return e.let("live", first + e.div(row, self.batch) < self.timeline.limit(e.mod(row, self.batch)))
+
     def length(self, operand: Var | None) -> int:
         """Values of a row of an operand."""
         return self.shape.input if operand is None else self.shape.hidden
@@ -120,3 +130,58 @@ class Memory:
             return place.data, place.at(e, e.index(0)), place.stride
         name = next(n for n, v in self.graph.states.items() if v.same_as(operand))
         return self.data[f"{name}_state"], self.slot(name, t), s.width
+
+
+class Timeline:
+    """Writes the predicates of a traversal; where the traversal has none, nothing is written.
+
+    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them.
+    """
+
+    def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
+        self.e, self.traversal, self.data, self.steps, self.batch = e, traversal, data, steps, batch
+        # The first step of x at which a layer may start anew; an adjoint goes the other way.
+        self.first_start = int(traversal.reverse != traversal.backward)
+
+    def at(self, t: Expr) -> Expr:
+        """The step of x and y that the loop is at."""
+        return self.steps - self.e.index(1) - t if self.traversal.reverse else t
+
+    def limit(self, row: Expr) -> Expr:
+        """The number of steps that a row takes part in; ``row`` may be padding."""
+        e = self.e
+        if not self.traversal.lengths:
+            return self.steps
+        last = e.tirx.Min(row, self.batch - e.index(1))
+        return e.let("limit", e.tirx.Min(e.tirx.Cast("int64", e.load(self.data["lengths"], last)), self.steps))
+
+    def live(self, t: Expr, row: Expr) -> Expr | None:
+        """True if a row takes part in step ``t``; None: always."""
+        return self.e.let("live", self.at(t) < self.limit(row)) if self.traversal.lengths else None
+
+    def any_live(self, t: Expr, first: Expr, rows: int) -> Expr | None:
+        """True if one of ``rows`` rows, from ``first`` on, takes part in step ``t``; None: always."""
+        if not self.traversal.lengths:
+            return None
+        most = self.limit(first)
+        for m in range(1, rows):
+            most = self.e.tirx.Max(most, self.limit(first + self.e.index(m)))
+        return self.at(t) < most
+
+    def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
+        """The vector ``value`` where ``live`` holds."""
+        e = self.e
+        return value if live is None else e.let("masked", e.tirx.Select(e.splat(live), value, otherwise))
+
+    def started(self, t: Expr, row: Expr, values: dict[str, Expr]) -> dict[str, Expr]:
+        """States before step ``t``, zero where a new sequence starts there; ``t`` may be T."""
+        if not self.traversal.resets:
+            return values
+        e = self.e
+        step = e.let("start", self.at(t) + e.index(1) if self.traversal.reverse else t)
+        inside = e.let("inside", e.tirx.And(step >= e.index(self.first_start), step < self.limit(row)))
+        last = e.tirx.Min(row, self.batch - e.index(1))
+        mark = e.let("mark", e.tirx.Select(inside, step, e.index(0)) * self.batch + last)
+        reset = e.load(self.data["resets"], mark) != e.tirx.const(0, "uint8")
+        fresh = e.let("fresh", e.tirx.And(inside, reset))
+        return {n: self.masked(fresh, e.splat(0.0), v) for n, v in values.items()}

@@ -25,7 +25,7 @@ from ecornn.analysis.step import Term
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.quantize import across
+from ecornn.schedules.cpu.product import across
 
 SPREAD = 32.0
 PLAIN = 1e38  # not NaN: TVM takes "not a < b" for "b <= a"
@@ -55,13 +55,18 @@ class Paired:
         return section(self.k, self.pairs)
 
     @property
-    def stride(self) -> int:
-        """Elements from one section of a row to the next: whole vectors."""
-        return -(-self.length // self.lanes) * self.lanes
+    def width(self) -> int:
+        return width_of(self.k, self.pairs, self.lanes)
 
     @property
-    def width(self) -> int:
-        return self.pairs * self.stride
+    def stride(self) -> int:
+        """Elements from one section of a row to the next: whole vectors."""
+        return self.width // self.pairs
+
+
+def width_of(k: int, pairs: int, lanes: int) -> int:
+    """Elements of a row's copy."""
+    return pairs * -(-section(k, pairs) // lanes) * lanes
 
 
 def packings(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:

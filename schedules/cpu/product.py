@@ -4,21 +4,91 @@
            for each row: broadcast operand[row, k], one fma for each vector
 
 Accumulators and weights stay in registers; weights are packed in the order in which the loop
-reads them, (tile, k, gate, vector, lane). Some kinds of weights have more than one in a lane, see stored.py.
+reads them, (tile, k, gate, vector, lane). A lane of a vector holds some weights that are neighbours in k, as words of
+32 bits, or 64 in a float64 layer:
+
+    float32   one weight; float64 alike
+    bfloat16  a pair; each is the upper half of a float32
+    int16     a pair of integers
+    int21     three integers in two words: the upper 21 bits of each are one, the lower 11 of both are the third
+    int8      four integers, for an instruction that multiplies them with four of the operand
+
+int16 and int21 are multiples of a step, one for each unit, which the product is multiplied with in the end: the
+largest magnitude of a unit's weights is 2**15 or 2**20 steps, less one. So a weight is off by half a step at most; the
+operand stays float32. What makes int21 as fast as its bytes are few is that two of three weights are a word as it
+lies there: what the lower 11 bits add to it was taken from it before it was rounded (ecornn/runtime/fixed_point.py).
+
+For int8 weights each row of the operand becomes 8-bit integers, too, by its largest magnitude:
+
+    scale = max_k |v[k]| / 127,  q[k] = round(v[k] / scale),  v[k] ~ scale * q[k]
+
+Weights are quantized alike, unit by unit, when they are packed, and stored with 128 added, as the
+instruction wants one unsigned factor. So sum_k (w[k] + 128) q[k] - 128 sum_k q[k] is the integer product,
+which the scales of row and unit make a float32. Both roundings together cost about 1e-2 relative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ecornn.analysis.step import Term
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.emit import Emitter
-from ecornn.schedules.cpu.stored import STORED, widen
 
 LINE = 64  # bytes of a cache line
+UPPER = 0xFFFF0000  # of a pair
+THIRD = 0x001FFC00  # bits 10 to 20 of a third weight
+LARGEST, OFFSET = 127.0, 128
+TINY = 1e-30  # instead of dividing by zero in a row of zeros
+
+
+@dataclass(frozen=True)
+class Stored:
+    """``group``: weights of a lane; ``words`` they take; ``element``: how code sees a word; ``scaled``: whether the
+    product has to be multiplied with the units' steps; ``word``: its bytes."""
+
+    group: int
+    words: int
+    element: str
+    scaled: bool = False
+    word: int = 4
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of one weight."""
+        return self.word * self.words / self.group
+
+    def size(self, k: int, columns: int) -> int:
+        """Words of ``columns`` columns of ``k`` weights."""
+        return -(-k // self.group) * self.words * columns
+
+
+STORED = {
+    "float64": Stored(1, 1, "float64", word=8),
+    "float32": Stored(1, 1, "float32"),
+    "bfloat16": Stored(2, 1, "uint32"),
+    "int16": Stored(2, 1, "uint32", scaled=True),
+    "int21": Stored(3, 2, "uint32", scaled=True),
+    "int8": Stored(4, 1, "int32", scaled=True),
+}
+
+
+def widen(e: Emitter, words: Sequence[Expr], place: int, kind: str) -> Expr:
+    """The weights number ``place`` of each lane, as float32; float64, float32 and int8 as they are."""
+    if kind in ("float64", "float32", "int8"):
+        return words[0]
+    if kind == "bfloat16":
+        bits = words[0] & e.splat(UPPER, "uint32") if place else words[0] << e.splat(16, "uint32")
+        return e.let("weight", e.tirx.reinterpret(e.vector_type, bits))
+    if kind == "int16":
+        bits = words[0] if place else words[0] << e.splat(16, "uint32")
+    elif place < 2:
+        bits = words[place]
+    else:
+        bits = words[0] << e.splat(21, "uint32") | (words[1] << e.splat(10, "uint32") & e.splat(THIRD, "uint32"))
+    return e.let("weight", e.cast("float32", e.tirx.reinterpret(e.lanes_of("int32"), bits)))
 
 
 @dataclass(frozen=True)
@@ -108,3 +178,57 @@ def dot(e: Emitter, total: Expr, unsigned: Expr, signed: Expr) -> Expr:
     name = f"llvm.x86.avx512.vpdpbusd.{32 * e.lanes}"
     factors = (e.tirx.reinterpret(f"int8x{4 * e.lanes}", v) for v in (unsigned, signed))
     return e.tirx.call_llvm_pure_intrin(f"int32x{e.lanes}", name, total, *factors)
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Buffers of an operand's rows: ``words`` int32, four values each, ``scales`` float32, ``sums`` int32 (of the
+    values of a row, times 128); ``k``: values of a row; ``width``: with its padding."""
+
+    words: TirBuffer
+    scales: TirBuffer
+    sums: TirBuffer
+    k: int
+    width: int
+
+
+def quantize_row(e: Emitter, into: Integers, row: Expr, load: Callable[[Expr, Expr], Expr]) -> None:
+    """Writes one row; ``load`` gives the vector from an index on, of which so many values count, zeros after them."""
+    magnitudes, spoilt, sums = e.local("magnitudes"), e.local("spoilt"), e.local("sums", "int32")
+    e.vstore(magnitudes, 0, e.splat(0.0))
+    e.vstore(spoilt, 0, e.splat(0.0))
+    e.vstore(sums, 0, e.splat(0, "int32"))
+    with e.loop("part", into.width // e.lanes) as part:
+        at = part * e.index(e.lanes)
+        value = load(at, e.index(into.k) - at)
+        e.vstore(magnitudes, 0, e.tirx.Max(e.vload(magnitudes, 0), e.intrinsic("fabs", value)))
+        e.vstore(spoilt, 0, e.fma(value, e.splat(0.0), e.vload(spoilt, 0)))  # NaN once there is NaN or infinity
+    largest = across(e, magnitudes, e.tirx.Max)
+    inverse = e.let("inverse", e.splat(LARGEST) / e.splat(e.tirx.Max(largest, e.tirx.const(TINY, "float32"))))
+    e.store(into.scales, row, largest / e.tirx.const(LARGEST, "float32") + across(e, spoilt, lambda a, b: a + b))
+    with e.loop("part", into.width // e.lanes) as part:
+        at = e.let("at", part * e.index(e.lanes))
+        # Max returns its second operand for NaN, of which no integer may be made
+        bounded = e.tirx.Min(e.tirx.Max(load(at, e.index(into.k) - at) * inverse, e.splat(-LARGEST)), e.splat(LARGEST))
+        whole = e.let("whole", e.cast("int32", e.intrinsic("nearbyint", bounded)))
+        e.vstore(sums, 0, e.vload(sums, 0) + whole)
+        words = e.lanes // 4
+        first = e.div(row * e.index(into.width) + at, 4)
+        packed = e.tirx.reinterpret(f"int32x{words}", e.cast("int8", whole))
+        e.add(e.tirx.BufferStore(into.words, packed, [e.tirx.Ramp(first, e.index(1), words)]))
+    e.store(into.sums, row, across(e, sums, lambda a, b: a + b) * e.tirx.const(OFFSET, "int32"))
+
+
+def across(e: Emitter, vector: TirBuffer, join: Callable[[Expr, Expr], Expr], lanes: range | None = None) -> Expr:
+    """All lanes of a local vector, or those given, joined."""
+    first, *others = lanes or range(e.lanes)
+    total = e.load(vector, first)
+    for lane in others:
+        total = e.let("joined", join(total, e.load(vector, lane)))
+    return total
+
+
+def restore(e: Emitter, product: Expr, integers: Integers, row: Expr, unit_scales: Expr) -> Expr:
+    """A vector of the float32 product, from that of the integers."""
+    exact = product - e.splat(e.load(integers.sums, row))
+    return e.cast("float32", exact) * (e.splat(e.load(integers.scales, row)) * unit_scales)

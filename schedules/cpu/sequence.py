@@ -4,56 +4,50 @@
     for each chunk of time steps:
         hoisted projection of the chunk's rows; barrier; with statistics of it also their pass; barrier
         for each step: the stages of the step, a barrier after each, or after those that go row by row
+        what only outputs need, where they are made apart: a pass over the chunk's rows, to y
     copy states to the caller
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ecornn.program import WORKSPACE, Extent, Parallel, Program
 from ecornn.schedules.assemble import call_buffers
+from ecornn.schedules.base import After, Task
 from ecornn.schedules.builder import Expr, PrimFunc
-from ecornn.schedules.cpu.stages import StepPlan
-from ecornn.schedules.cpu.tiling import Shape
-from ecornn.schedules.cpu.timeline import Timeline
-from ecornn.schedules.cpu.worker import Worker
+from ecornn.schedules.cpu.emit import Emitter
+from ecornn.schedules.cpu.memory import Place
+from ecornn.schedules.cpu.stages import StepPlan, pass_plan
+from ecornn.schedules.cpu.tasks import TileTask
+from ecornn.schedules.cpu.tiling import PAIRS, Shape, pairs_pay, tile_for
+from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
 from ecornn.workload import Traversal
-
-
-def sequence(plan: StepPlan, shape: Shape, traversal: Traversal) -> Program:
-    """The program of a plan."""
-    made = Sequence(plan, shape, traversal)
-    function = made.function("worker")
-    return Program.running({"worker": function}, made.buffers, (made.call("worker"),))
 
 
 class Sequence(Worker):
     """Writes the worker function of a layer's own pass."""
 
     def declare(self) -> None:
-        e, s, graph = self.e, self.shape, self.graph
+        s, graph = self.shape, self.graph
         self.declare_scalars()
         for b in call_buffers(graph.states, self.traversal, s.real):
             self.add(b)
-        self.timeline = Timeline(e, self.traversal, self.data, self.steps, self.batch)
-        self.declare_products((*self.plan.hoisted, *self.plan.steps))
-        self.declare_constants()
-        plane = s.padded_batch * s.width
-        for name in graph.states:
-            self.buffer(f"{name}_state", WORKSPACE, Extent(plane * (1 + (name in self.plan.doubled))))
-        for stage in self.plan.steps:
-            for number, var in enumerate(stage.keep):
-                self.buffer(f"{stage.name}_kept_{number}", WORKSPACE, Extent(plane))
-                self.kept[var] = self.data[f"{stage.name}_kept_{number}"]
+        self.declare_step(s.padded_batch)
         if self.place:
             # a tile of rows may reach past the chunk's last row, in either direction of use
             room = s.chunk * s.batch + max(t.rows for t in s.tiles.values())
             self.buffer("hoisted", WORKSPACE, Extent(room * len(graph.hoisted_outputs) * s.width))
             if self.hoisted_totals:
                 self.buffer("hoisted_statistics", WORKSPACE, Extent(room * len(self.hoisted_totals)))
-        if self.totals:
-            self.buffer("statistics", WORKSPACE, Extent(s.padded_batch * len(self.totals)))
+        self.declare_statistics(s.padded_batch)
 
     # -- control --------------------------------------------------------------------------------
+    def program(self) -> Program:
+        """The program whose entry runs it."""
+        function = self.function("worker")
+        return Program.running({"worker": function}, self.buffers, (self.call("worker"),))
+
     def call(self, name: str) -> Parallel:
         """The call of the function of that name."""
         return Parallel(name, self.aliases, self.shape.team, self.work)
@@ -64,25 +58,13 @@ class Sequence(Worker):
         self.declare()
         self.prelude()
         e.call("ecornn_barrier")
-        chunk = e.index(self.shape.chunk)
-        with e.loop("chunk", e.ceildiv(self.steps, self.shape.chunk)) as number:
-            first = e.let("first", number * chunk)
-            count = e.let("count", e.tirx.Min(chunk, self.steps - first))
-            # the chunk's first row of x; in reverse, its last step comes first
-            low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
+        with self.chunks() as (first, low, count):
             if self.place:
                 rows = e.let("rows", count * self.batch)
                 for stage in self.plan.hoisted:
                     self.part((stage,), low, low, rows)
                     e.call("ecornn_barrier")
-            with e.loop("step", count) as step:
-                t = e.let("t", first + step)
-                for part in self.plan.parts:
-                    self.part(part, low, t, self.batch)
-                    if self.plan.barriers:
-                        e.call("ecornn_barrier")
-            if not self.plan.barriers:
-                e.call("ecornn_barrier")
+            self.steps_of(first, low, count)
             self.after_steps(low, count)
         self.epilogue()
         return e.function(name)
@@ -91,26 +73,11 @@ class Sequence(Worker):
         """Writes the code behind the steps of a chunk, the first of which in x's time is ``low``: none."""
 
     def prelude(self) -> None:
-        e, s = self.e, self.shape
-        columns = -(-s.hidden // s.lanes)
-        with self.tasks("initial", e.index(s.padded_batch * columns)) as task:
-            b = e.let("b", e.div(task, columns))
-            unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
-            inside = e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0))
-            valid = e.let("valid", inside)
-            at = b * e.index(s.hidden) + unit
-            given = {name: e.vload_part(f"{name}_first", self.data[f"{name}_in"], at, valid)
-                     for name in self.graph.states}
-            for name, value in self.timeline.started(e.index(0), b, given).items():
-                e.vstore(self.data[f"{name}_state"], b * e.index(s.width) + unit, value)
-        self.invariants()
+        self.begin("initial", {name: self.data[f"{name}_in"] for name in self.graph.states})
 
     def epilogue(self) -> None:
         e, s = self.e, self.shape
-        columns = -(-s.hidden // s.lanes)
-        with self.tasks("final", self.batch * e.index(columns)) as task:
-            b = e.let("b", e.div(task, columns))
-            unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
+        with self.vectors_of("final", self.batch) as (b, unit):
             valid = e.let("valid", e.index(s.hidden) - unit)
             for name in self.graph.states:
                 at = self.slot(name, self.steps) + b * e.index(s.width) + unit
@@ -118,3 +85,95 @@ class Sequence(Worker):
                 e.vstore_part(f"{name}_last", self.data[f"{name}_out"], b * e.index(s.hidden) + unit,
                               value, valid)
 
+
+class LoopTask(TileTask):
+    """A tile of a step, which leaves what the pass reads; zero where a row takes no part."""
+
+    o: ReadOutSequence
+
+    def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
+        e, o = self.e, self.o
+        values = [o.timeline.masked(live, value, e.splat(0.0)) for value in self.outputs]
+        row = e.let("chunk_row", o.row_of_chunk(self.first, self.t, self.at_row))
+        with e.when(self.at_row < o.batch):  # a row past the batch is one of another step
+            for var, value in zip(o.graph.outputs, values, strict=True):
+                place = o.left[var]
+                e.vstore(place.data, place.at(e, row) + self.unit, value)
+
+
+class ReadOutTask(TileTask):
+    """A tile of the pass; the last stage stores y."""
+
+    o: ReadOutPass
+
+    def compute(self) -> None:
+        super().compute()
+        e, o, hidden = self.e, self.o, self.s.hidden
+        if self.stage is not o.plan.steps[-1]:
+            return
+        values = [self.value(var) for var in o.graph.outputs]
+        live = o.owner.live_row(self.first, self.at_row)
+        own = len(values) * hidden
+        row = (self.first * o.batch + self.at_row) * e.index(o.y.y_width(own))
+        at = e.let("y_at", row + e.index(o.y.y_offset(own)) + self.unit)
+        valid = e.let("valid", e.tirx.Select(self.at_row < self.rows, e.index(hidden) - self.unit, e.index(0)))
+        for number, value in enumerate(values):
+            value = o.owner.timeline.masked(live, value, e.splat(0.0))
+            e.vstore_part("y_part", o.owner.data["y"], at + e.index(number * hidden), value, valid)
+
+
+class ReadOutPass(Pass):
+    """The pass. ``y``: the traversal of the layer, which says where y lies."""
+
+    task = ReadOutTask
+
+    def __init__(self, owner: ReadOutSequence, plan: StepPlan, shape: Shape, e: Emitter, y: Traversal) -> None:
+        super().__init__("read_out", plan, shape, e, owner.rooms)
+        self.owner, self.y = owner, y
+
+
+class ReadOutSequence(Sequence):
+    """Writes the worker function of a layer whose y is computed chunk by chunk, after the steps."""
+
+    task = LoopTask
+
+    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, after: After, passes: StepPlan,
+                 own: Shape) -> None:
+        super().__init__(plan, shape, traversal)
+        self.rooms = shape.chunk * shape.batch + max(t.rows for s in (shape, own) for t in s.tiles.values())
+        self.read_out = ReadOutPass(self, passes, own, self.e, after.traversal)
+
+    def declare(self) -> None:
+        super().declare()
+        width = max(self.shape.width, self.read_out.shape.width)
+        self.left = {}
+        for number, var in enumerate(self.graph.outputs):
+            data = self.buffer(f"left_{number}", WORKSPACE, Extent(self.rooms * width + SLACK))
+            self.left[var] = Place(data, width)
+        self.read_out.declare(self)
+        self.read_out.given.update(self.left)
+        self.buffers += self.read_out.buffers
+        self.aliases |= {alias: self.read_out.prefix + name for alias, name in self.read_out.aliases.items()}
+
+    def prelude(self) -> None:
+        super().prelude()
+        self.read_out.invariants()
+
+    def after_steps(self, low: Expr, count: Expr) -> None:
+        self.read_out.run(low, self.e.let("rows_made", count * self.batch))
+
+    @property
+    def work(self) -> int:
+        return super().work + self.read_out.work
+
+
+def sequence_with_read_out(task: Task, plan: StepPlan, shape: Shape) -> Program:
+    """The program of a task with what follows it."""
+    assert task.after is not None
+    graph = task.after.graph
+    last = {*(p.var for p in graph.phases[-1].products), *(v for s in graph.phases[-1].statistics for v in s.made),
+            *(a.var for a in graph.phases[-1].assigns)}
+    passes = pass_plan("read_out", graph, [v for v in graph.outputs if v not in last])
+    rows, pairs = shape.chunk * shape.batch, PAIRS if pairs_pay(task) else (0,)
+    tiles = {stage.name: tile_for(task, rows, len(stage.rows), pairs) for stage in passes.steps}
+    return ReadOutSequence(plan, shape, task.traversal, task.after, passes, replace(shape, tiles=tiles)).program()

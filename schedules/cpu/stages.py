@@ -16,13 +16,17 @@ levels are carried in workspace.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ecornn.analysis import Product, Statistic, StepGraph
 from ecornn.analysis.liveness import carried, levels
-from ecornn.analysis.step import Term
+from ecornn.analysis.scalar import variables
+from ecornn.analysis.step import Assign, Term
 from ecornn.schedules.builder import Expr, Var
 from ecornn.schedules.scalars.row_sums import parts_of
+
+_Part = tuple[tuple[Product, ...], tuple[Statistic, ...], tuple[Assign, ...]]
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,9 @@ class Stage:
 class StepPlan:
     """The stages of a step, in the parts that barriers separate.
 
-    ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``:
-    variable -> level as in :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd
-    steps, because other threads still read the old one; ``barriers``: False where no thread waits for
-    another within a chunk.
+    ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``: variable ->
+    level as in :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd steps, because other
+    threads still read the old one; ``barriers``: False where no thread waits for another within a chunk.
     """
 
     graph: StepGraph
@@ -98,6 +101,38 @@ def plan(graph: StepGraph) -> StepPlan:
         hoisted.append(Stage("normalized", -1, (), tuple(dict.fromkeys(graph.hoisted_outputs)),
                              statistics=graph.hoisted_statistics, by_row=True))
     return StepPlan(graph, tuple(hoisted), tuple(stages), definition, level, doubled, barriers=bool(graph.phases))
+
+
+def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
+    """The stages of a graph without states, which go over all rows one after the other; ``wanted`` is kept."""
+    parts: list[_Part] = [(graph.hoisted_products, (), graph.hoisted),
+                          ((), graph.hoisted_statistics, graph.normalized), ((), (), graph.prologue)]
+    parts += [(p.products, p.statistics, p.assigns) for p in graph.phases]
+    level: dict[Var, int] = dict.fromkeys((v for v, at in levels(graph).items() if at == -3), -3)
+    for number, (products, statistics, assigns) in enumerate(parts):
+        level.update((p.var, number) for p in products)
+        level.update((v, number) for s in statistics for v in s.made)
+        level.update((a.var, number) for a in assigns)
+    rows = (*graph.given, *graph.inputs.values(), *([graph.x] if graph.x is not None else []))
+    level.update((v, 0) for v in rows if v not in level)
+    later = set(wanted)
+    for number, (products, statistics, assigns) in enumerate(parts):
+        read = [t.operand for p in products for t in p.terms] + [v for s in statistics for v in s.operands]
+        read += [v for a in assigns for v in variables(a.value)]
+        later.update(v for v in read if level.get(v, number) < number)
+    stages = []
+    for number, (products, statistics, assigns) in enumerate(parts):
+        # a statistic is one number a row; it is kept as such, and for all units where it is wanted
+        totals = {v for s in statistics for v in s.made} - set(wanted)
+        made = (*(p.var for p in products), *(v for s in statistics for v in s.made), *(a.var for a in assigns))
+        keep = tuple(v for v in made if v in later and v not in totals)
+        if statistics:
+            stages.append(Stage(f"{name}_rows{number}", number, (), () if products else keep, statistics=statistics,
+                                by_row=True, finishes=not products))
+        if products or (keep and not statistics):
+            stages.append(Stage(f"{name}_{number}", number, products, keep))
+    definition = {a.var: a.value for assigns in (graph.invariants, *(p[2] for p in parts)) for a in assigns}
+    return StepPlan(graph, (), tuple((stage,) for stage in stages), definition, level, (), barriers=True)
 
 
 @dataclass(frozen=True)

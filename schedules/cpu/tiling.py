@@ -1,13 +1,20 @@
-"""Register tiles: how large they are, what fits a CPU, and how a workload is padded for them."""
+"""Register tiles: how large they are, what fits a CPU, how a workload is padded for them, and what they cost as the
+heuristic estimates it; the features of the tuner's cost model.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, product
 from math import gcd
 
-from ecornn.analysis.heads import heads_of
+from ecornn.analysis.heads import heads_of, multiplied
+from ecornn.analysis.narrow import columns_of
 from ecornn.device import Device
-from ecornn.schedules.base import Task
+from ecornn.schedules.base import Knobs, Task, knob
+from ecornn.schedules.cpu.product import STORED
+from ecornn.schedules.rates import CPURates, cpu_rates
 from ecornn.workload import ITEMSIZE, Workload
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
@@ -130,3 +137,232 @@ def column_choices(device: Device, gates: int, workload: Workload) -> tuple[int,
     """Vectors of all ``gates`` of H units that a tile may have."""
     most = -(-workload.hidden // lanes_of(device, workload.dtype))
     return tuple(gates * v for v in VECTORS if v == 1 or (gates * v <= registers_of(device) // 2 and v <= most))
+
+
+PAIRS = (0, 3, 4)
+PAIRS_REACH = 0.75  # of the rate that the units would allow: layers of pairs
+# cycles to copy the operand for pairs: of a vector, of a row, and of the barrier behind it
+COPY_VECTOR, COPY_ROW, COPY_BARRIER = 8, 200, 2000
+
+
+class CPUKnobs(Knobs):
+    """The knobs of ``cpu_sequence``."""
+
+    rows: int = knob("batch rows of a register tile: reuse of weights against registers")
+    columns: int = knob("vectors of gates and units in a tile: reuse of the state against even division of work")
+    unroll: int = knob("products in a row without a jump: fewer jumps against larger code")
+    project_rows: int = knob("rows of x in a register tile of the hoisted product")
+    project_columns: int = knob("vectors of gates and units in a tile of the hoisted product")
+    team: int = knob("the most threads of a call (0: as many as it is given): no barriers against less work for each",
+                     before=0)
+    pairs: int = knob("of how many values of k two are multiplied as a pair, which takes work from the units that "
+                      "multiply to those that add (0: none)", before=0)
+    project_pairs: int = knob("the same of the hoisted product", before=0)
+    gates: int = knob("of how many gates sums are in registers at the same time (0: of all): higher tiles, which reuse "
+                      "weights, against loops that read the state again", before=0)
+    project_gates: int = knob("the same of the hoisted product", before=0)
+    ahead: int = knob("whether tiles of rows ask for the weights of the next units while they multiply: L3 works at "
+                      "that time, too, against more instructions", before=0)
+    chunk: int = knob("steps projected at once: reuse of input weights against cached results")
+
+
+def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:
+    """The tiles of the hoisted product, and of each phase of a step that has products; ``prologue``: the pointwise
+    part, where there is one."""
+    graph, unroll, head, project = task.graph, knobs.unroll, head_vectors(task), len(task.graph.hoisted_products)
+    vectors = vectors_of(knobs.project_columns, project, 0)
+    found = {"hoisted": Tile(knobs.project_rows, vectors, unroll, knobs.project_pairs if project else 0, False,
+                             knobs.project_gates), "prologue": Tile(knobs.rows, 1, unroll)}
+    for p, phase in enumerate(graph.phases, 1):
+        if gates := len(phase.products):
+            vectors = vectors_of(knobs.columns, gates, head)
+            found[f"phase{p}"] = Tile(knobs.rows, vectors, unroll, knobs.pairs, bool(knobs.ahead), knobs.gates)
+    return found
+
+
+def gates_of(task: Task, name: str) -> int:
+    """Products of the stage of that name."""
+    if name.startswith("phase"):
+        return len(task.graph.phases[int(name.removeprefix("phase")) - 1].products)
+    return len(task.graph.hoisted_products) if name == "hoisted" else 0
+
+
+def shape_of(task: Task, knobs: CPUKnobs) -> Shape:
+    """The sizes that the code of a configuration is generated for."""
+    workload = task.workload
+    return Shape(workload.batch, task.own_input, workload.hidden, lanes_for(task), knobs.chunk, tiles(task, knobs),
+                 workload.stored, knobs.team)
+
+
+def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lanes: int, threads: int, rates: CPURates,
+           stalls: tuple[float, float] = (0.0, 0.0), exact: bool = False) -> float:
+    """Estimated cycles for one k of a product, of the thread with the most tasks.
+
+    ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top;
+    ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones.
+    """
+    count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
+    tasks = count * units
+
+    def of(rows: int, columns: int) -> float:
+        # two broadcasts a cycle; weights come from L2 more slowly than from the cache before it
+        sums, from_l2 = rows * columns, rates.l2_vector * columns
+        loads = rates.vector_load * columns + rows / 2
+        each = max(rates.fma * sums, rates.fma_latency, loads, from_l2)
+        if tile.pairs:  # every factor of the operand is a broadcast
+            each = max(rates.fma * sums * (1 - 1 / tile.pairs), rates.fma_latency,
+                       rates.vector_load * columns + sums / 2, from_l2) / PAIRS_REACH
+        return each + rates.turn + stalls[0] * columns + stalls[1] * rows
+
+    def of_rows(rows: int) -> float:
+        return sum(of(rows, columns) for columns in tile.columns(gates))
+
+    if exact:
+        return busiest([(of_rows(rows), many) for rows, many in heights.items()], units, threads)
+    return -(-tasks // threads) * sum(many * of_rows(rows) for rows, many in heights.items()) / count
+
+
+def busiest(costs: Sequence[tuple[float, int]], times: int, threads: int) -> float:
+    """The cost of the tasks of the thread with the most to do. ``costs``: of a task, and how many tasks have it; all of
+    these come ``times`` one after the other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share`
+    makes."""
+    count, whole = sum(many for _, many in costs), sum(cost * many for cost, many in costs)
+
+    def until(task: int) -> float:
+        rounds, rest = divmod(task, count)
+        total = rounds * whole
+        for cost, many in costs:
+            total += cost * min(rest, many)
+            rest -= min(rest, many)
+        return total
+
+    ends = [until(times * count * thread // threads) for thread in range(threads + 1)]
+    return max(end - begin for begin, end in pairwise(ends))
+
+
+def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
+    """Rows of a row tile of a stage -> how many tiles have these."""
+    full, short = divmod(rows, tile.rows)
+    last = 0 if hoisted else tile.short(rows)
+    counts = {tile.rows: full + bool(short and not last), last: int(bool(last))}
+    return {height: count for height, count in counts.items() if count}
+
+
+def pairs_pay(task: Task) -> bool:
+    """True if products of pairs may gain anything; with one batch row the bytes take the time."""
+    work = task.workload
+    return (work.weights is None and work.dtype == "float32" and work.batch > 1
+            and cpu_rates(task.device).adds_apart)
+
+
+def left_for_read_out(task: Task) -> int:
+    """Values of a unit and step that lie in memory between the steps of a chunk and what follows them."""
+    if task.after is None:
+        return 0
+    graph = task.after.graph
+    products = len(graph.hoisted_products) + sum(len(p.products) for p in graph.phases)
+    return len(task.graph.outputs) + products + len(graph.outputs)
+
+
+def beyond_l2(task: Task) -> bool:
+    """True if a thread has more recurrent weights than its L2 holds."""
+    weights = multiplied(task.graph, task.workload.hidden) * STORED[task.workload.stored].bytes
+    return weights > task.device.l2 * max(1, task.device.cores)
+
+
+def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, ...], column_choices: tuple[int, ...],
+              pair_choices: tuple[int, ...], hoisted: bool, head: int = 0,
+              exact: bool = False) -> tuple[int, int, int, int]:
+    """(rows, columns, pairs, gates) with the smallest estimate, for products of ``gates`` over ``rows`` batch rows;
+    ``head``: as of :func:`vectors_of`; ``exact``: as of :func:`cycles`."""
+    lanes, registers = lanes_for(task), registers_of(task.device)
+    alone = task.workload.batch == 1 and best_team(task) == 1  # then no other thread has part of the tiles
+    threads = 1 if alone else max(1, task.device.cores)
+    hidden, rates, stalls = task.workload.hidden, cpu_rates(task.device), (0.0, 0.0)
+    if task.workload.batch > 1:
+        from_l3 = not hoisted and beyond_l2(task)
+        stalls = rates.unhidden_l3_vector if from_l3 else rates.unhidden_vector, rates.unhidden_row
+
+    def estimate(choice: tuple[int, int, int, int]) -> tuple[float, int, int]:
+        total, sums, wide = 0.0, -choice[0] * choice[1], 0
+        for g in gates:
+            tile = Tile(choice[0], vectors_of(choice[1], g, head), 1, choice[2] if g else 0, gates=choice[3])
+            if choice[2] and choice[3]:
+                return float("inf"), 0, 0
+            if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
+                return float("inf"), 0, 0
+            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls,
+                            exact)
+            if tile.pairs:  # the copy of the operand, and a barrier
+                total += (rows / threads * (COPY_VECTOR * hidden / lanes + COPY_ROW) + COPY_BARRIER) / hidden
+            if choice[3]:
+                sums, wide = -choice[0] * max(tile.columns(g)), choice[1]
+        # large tiles; those of some gates with the fewest sums that are not in registers
+        return total, sums, wide
+
+    # with few registers the gates that have their sums there at the same time are a choice, too (0: all)
+    few = registers < 32 and task.workload.batch > 1 and task.workload.weights != "int8"
+    return min(product(row_choices, column_choices, pair_choices, (0, 1, 2) if few else (0,)), key=estimate)
+
+
+def tile_for(task: Task, rows: int, gates: int, pairs: tuple[int, ...] = (0,), hoisted: bool = True, head: int = 0,
+             exact: bool = False) -> Tile:
+    """The tile of a stage with that estimate; parameters as of :func:`best_tile`."""
+    if not gates:
+        return Tile(1, 1, 1)
+    height, width, of_pairs, at_once = best_tile(
+        task, rows, [gates], row_choices(task.device, rows), column_choices(task.device, gates, task.workload), pairs,
+        hoisted, head, exact)
+    return Tile(height, vectors_of(width, gates, head), unrolled(height, width), of_pairs, gates=at_once)
+
+
+def unrolled(rows: int, columns: int) -> int:
+    """Values of k in a turn of the loop of such a tile: more where there are few products."""
+    return 4 if rows * columns <= 12 else 2
+
+
+def best_team(task: Task) -> int:
+    """1 where a step is so short that waiting for other threads takes longer than what they would do; else 0."""
+    graph, workload = task.graph, task.workload
+    values = multiplied(task.graph, task.workload.hidden) * workload.batch
+    barriers = cpu_rates(task.device).barrier * len(graph.phases)
+    return int(bool(graph.phases) and values <= barriers * lanes_for(task))
+
+
+def features(task: Task, shape: Shape) -> dict[str, float]:
+    """Numbers a cost model can rank configurations by, from sizes alone."""
+    workload = task.workload
+    threads = max(1, min(task.device.cores, shape.team or task.device.cores))
+    found: dict[str, float] = {}
+    weights = padded = useful = busiest = 0.0
+    for name, tile in shape.tiles.items():
+        if not (gates := gates_of(task, name)):
+            continue
+        hoisted = name == "hoisted"
+        deep = workload.input if hoisted else columns_of(task.graph.phases[int(name[5:]) - 1], workload.hidden)
+        rows = shape.chunk * workload.batch if hoisted else workload.batch
+        heights, units = heights_of(rows, tile, hoisted), shape.units(tile)
+        row_tiles, computed = sum(heights.values()), sum(height * count for height, count in heights.items())
+        prefix = "project" if hoisted else name
+        found[f"{prefix}_registers"] = float(registers_used(tile, gates, shape.weights))
+        found[f"{prefix}_sums"] = float(tile.rows * gates * tile.vectors)
+        found[f"{prefix}_tasks"] = float(row_tiles * units)
+        found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
+        found[f"{prefix}_waste"] = (computed * units * tile.vectors * shape.lanes
+                                    / (rows * workload.hidden))
+        found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads,
+                                           cpu_rates(task.device))
+        found[f"{prefix}_tile_bytes"] = float(
+            STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes * deep)
+        if not hoisted:
+            weights += STORED[shape.weights].bytes * gates * shape.width * deep
+            useful += 2.0 * gates * workload.batch * workload.hidden * deep
+            padded += 2.0 * gates * computed * shape.width * deep
+            busiest += found[f"{prefix}_cycles"] * deep
+    found["threads"] = float(threads)
+    found["thread_weight_bytes"] = weights / threads
+    found["step_flops"], found["step_padded_flops"] = useful, padded
+    found["step_cycles"] = busiest
+    found["hoisted_bytes"] = float(
+        workload.itemsize * shape.chunk * workload.batch * shape.width * len(task.graph.hoisted_outputs))
+    return found

@@ -8,7 +8,7 @@ idles while all but the first of them read L2, and then the first one waits for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from math import prod
@@ -17,14 +17,16 @@ from ecornn.analysis.step import Term
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu import paired
+from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.math import vector
-from ecornn.schedules.cpu.memory import Memory, Span
-from ecornn.schedules.cpu.product import packing
-from ecornn.schedules.cpu.quantize import Integers, quantize_row
-from ecornn.schedules.cpu.row_task import RowTask
-from ecornn.schedules.cpu.stages import Stage, groups, operands
-from ecornn.schedules.cpu.stored import STORED
-from ecornn.schedules.cpu.tile_task import TileTask
+from ecornn.schedules.cpu.memory import Memory, Place, Span, Timeline
+from ecornn.schedules.cpu.product import STORED, Integers, packing, quantize_row
+from ecornn.schedules.cpu.stages import Stage, StepPlan, groups, operands
+from ecornn.schedules.cpu.tasks import RowTask, TileTask
+from ecornn.schedules.cpu.tiling import Shape
+from ecornn.workload import ALONE
+
+SLACK = 512  # elements behind the last row that a tile may read
 
 
 class Worker(Memory):
@@ -32,15 +34,15 @@ class Worker(Memory):
 
     task = TileTask
 
-    """Writes the worker function: its buffers, loops and barriers."""
-
     # -- buffers --------------------------------------------------------------------------------
     def buffer(self, name: str, role: str, extent: Extent, pack: Packing | None = None,
-               dtype: str | None = None, element: str | None = None) -> None:
-        """``element``: what the code takes the memory for, where that is not ``dtype``."""
+               dtype: str | None = None, element: str | None = None) -> TirBuffer:
+        """Declares a buffer, and returns its elements; ``element``: what the code takes the memory for, where that is
+        not ``dtype``."""
         own = Buffer(self.prefix + name, role, dtype or self.shape.real, extent, pack)
         self.buffers.append(own)
         self.data[name] = self.e.pointer(own.name, element or own.dtype)
+        return self.data[name]
 
     def add(self, buffer: Buffer) -> None:
         """A buffer that the function shares with its caller."""
@@ -52,15 +54,34 @@ class Worker(Memory):
         e = self.e
         self.thread, self.threads = e.scalar("thread"), e.scalar("threads")
         self.steps, self.batch = e.scalar("T"), e.scalar("B")
+        self.timeline = Timeline(e, self.traversal, self.data, self.steps, self.batch)
 
     def share_scalars(self, other: Worker) -> None:
-        """Takes over the parameters of another part of the same function."""
+        """Takes over the parameters, and the masks, of another part of the same function."""
         self.thread, self.threads, self.steps, self.batch = other.thread, other.threads, other.steps, other.batch
+        self.timeline = Timeline(self.e, self.traversal, other.data, self.steps, self.batch)
 
-    def declare_products(self, stages: Iterable[Stage]) -> None:
-        """Packed weights of ``stages``, and the workspace that products of some kinds take."""
+    def declare_step(self, rows: int, slack: int = 0) -> None:
+        """Weights and parameter vectors; and for ``rows`` rows, with ``slack`` elements behind them, states and what
+        stages keep for later ones."""
+        self.declare_products()
+        self.declare_constants()
+        size = rows * self.shape.width + slack
+        for name in self.graph.states:
+            self.buffer(f"{name}_state", WORKSPACE, Extent(size * (1 + (name in self.plan.doubled))))
+        for stage in self.plan.steps:
+            for number, var in enumerate(stage.keep):
+                self.kept[var] = self.buffer(f"{stage.name}_kept_{number}", WORKSPACE, Extent(size))
+
+    def declare_statistics(self, rows: int) -> None:
+        """Workspace for the statistics of a step's rows."""
+        if self.totals:
+            self.buffer("statistics", WORKSPACE, Extent(rows * len(self.totals)))
+
+    def declare_products(self) -> None:
+        """Packed weights, and the workspace that products of some kinds take."""
         s = self.shape
-        for stage in (stage for stage in stages if stage.rows):
+        for stage in (stage for stage in (*self.plan.hoisted, *self.plan.steps) if stage.rows):
             for group in groups(stage.rows, s.tiles[stage.name].gates):
                 for number, (_, terms) in enumerate(group.parts, group.first):
                     k = self.depth(terms[0])
@@ -71,8 +92,10 @@ class Worker(Memory):
                     stored = STORED[s.weights]
                     words = prod(pack.split) // stored.group * stored.words
                     self.buffer(f"{stage.name}_weights_{number}", PACKED, Extent(words), pack, stored.element)
-                    if stored.scaled:
-                        self.declare_scales(stage, number, pack)
+                    if stored.scaled:  # factors of units, with which products are multiplied
+                        kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
+                        scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
+                        self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
                     if s.weights == "int8":
                         self.declare_integers(stage, number, k)
 
@@ -106,23 +129,13 @@ class Worker(Memory):
                 values[a.var] = e.let(a.var.name, vector(e, a.value, value))
                 e.vstore(self.data["invariants"], e.index(self.row[a.var] * s.width) + unit, values[a.var])
 
-    def declare_scales(self, stage: Stage, number: int, pack: Packing) -> None:
-        """Declares the factors of units with which products with integer weights are multiplied."""
-        kind = "scale" if pack.dtype == "int8" else f"{pack.dtype}_scale"
-        scales = Packing(pack.sources, pack.pad, pack.pad, (0, 1, 2), kind)
-        self.buffer(f"{stage.name}_scales_{number}", PACKED, Extent(prod(pack.pad[:2])), scales)
-
     def declare_integers(self, stage: Stage, number: int, k: int) -> None:
         """Workspace for the rows of an operand as integers."""
-        s = self.shape
-        rows = s.padded_batch if stage.name != "hoisted" else s.chunk * s.batch + s.tiles["hoisted"].rows
-        width = -(-k // s.lanes) * s.lanes
-        names = [f"{stage.name}_{part}_{number}" for part in ("integers", "factors", "sums")]
-        self.buffer(names[0], WORKSPACE, Extent(rows * width), dtype="int8", element="int32")
-        self.buffer(names[1], WORKSPACE, Extent(rows))
-        self.buffer(names[2], WORKSPACE, Extent(rows), dtype="int32")
-        words, factors, sums = (self.data[n] for n in names)
-        self.integers[stage.name, number] = Integers(words, factors, sums, width)
+        rows, width = self.room(stage), -(-k // self.shape.lanes) * self.shape.lanes
+        words = self.workspace(stage, "integers", number, rows * width, dtype="int8", element="int32")
+        factors = self.workspace(stage, "factors", number, rows)
+        sums = self.workspace(stage, "sums", number, rows, dtype="int32")
+        self.integers[stage.name, number] = Integers(words, factors, sums, k, width)
 
     def declare_paired(self, stage: Stage, number: int, terms: Sequence[Term], k: int) -> None:
         """Weights for products of pairs, what belongs to them, and workspace for the operand's rows."""
@@ -131,19 +144,19 @@ class Worker(Memory):
         for part, pack in packs.items():
             size = prod(pack.split) if part == "weights" else prod(pack.pad[:-1])
             self.buffer(f"{stage.name}_{part}_{number}", PACKED, Extent(size), pack)
-        room = self.room(stage)
-        names = [f"{stage.name}_{part}_{number}" for part in ("copy", "factors", "sums")]
-        made = paired.Paired((), None, None, k, tile.pairs, s.lanes)
-        self.buffer(names[0], WORKSPACE, Extent(room * made.width))
-        self.buffer(names[1], WORKSPACE, Extent(room))
-        self.buffer(names[2], WORKSPACE, Extent(room))
-        copies = [self.data[names[0]]]
+        room, width = self.room(stage), paired.width_of(k, tile.pairs, s.lanes)
+        copies = [self.workspace(stage, "copy", number, room * width)]
+        factors, sums = (self.workspace(stage, part, number, room) for part in ("factors", "sums"))
         for column in range(1, len(terms) * tile.vectors):
-            alias = f"{names[0]}_{column}"
+            alias = f"{stage.name}_copy_{number}_{column}"
             copies.append(e.pointer(alias))
-            self.aliases[alias] = names[0]
-        self.paired[stage.name, number] = replace(made, copies=copies, factors=self.data[names[1]],
-                                                  sums=self.data[names[2]])
+            self.aliases[alias] = f"{stage.name}_copy_{number}"
+        self.paired[stage.name, number] = paired.Paired(copies, factors, sums, k, tile.pairs, s.lanes)
+
+    def workspace(self, stage: Stage, part: str, number: int, size: int, dtype: str | None = None,
+                  element: str | None = None) -> TirBuffer:
+        """Declares workspace for an operand of a stage."""
+        return self.buffer(f"{stage.name}_{part}_{number}", WORKSPACE, Extent(size), dtype=dtype, element=element)
 
     def room(self, stage: Stage) -> int:
         """Rows of a stage for which there must be memory."""
@@ -173,8 +186,7 @@ class Worker(Memory):
         """Tasks 0 .. total - 1, which threads take one by one, first those of their own share as :meth:`tasks` has it,
         then what others have left: once between two barriers, for tasks that no other core has the data of."""
         e = self.e
-        place = e.tirx.decl_buffer([1], "int64", f"{name}_taken", scope="local")
-        e.add(e.tirx.AllocBuffer(place))
+        place = e.local(f"{name}_taken", "int64", size=1)
 
         def take() -> None:
             e.store(place, 0, e.tirx.call_extern("int64", "ecornn_take", total))
@@ -199,14 +211,51 @@ class Worker(Memory):
             first, last = (e.let(f"{name}_{which}", e.tirx.Max(e.index(0), e.tirx.Min(e.index(total),
                                                                                       at - e.index(before))))
                            for which, at in (("first", begin), ("last", end)))
-            yield self.between(name, first, last)
+            yield e.loop(name, last - first, first)
             before += total
 
     @contextmanager
-    def between(self, name: str, first: Expr, last: Expr) -> Iterator[Expr]:
-        """The tasks from ``first`` to ``last`` - 1, all of this thread."""
-        with self.e.loop(name, last - first, first) as task:
-            yield task
+    def vectors_of(self, name: str, rows: Expr, row: str = "b") -> Iterator[tuple[Expr, Expr]]:
+        """This thread's vectors of H units of ``rows`` rows: the number of the row, so named, and the first unit."""
+        e, columns = self.e, -(-self.shape.hidden // self.shape.lanes)
+        with self.tasks(name, rows * e.index(columns)) as task:
+            yield e.let(row, e.div(task, columns)), e.let("unit", e.mod(task, columns) * e.index(self.shape.lanes))
+
+    # -- steps ----------------------------------------------------------------------------------
+    def begin(self, name: str, first: dict[str, TirBuffer]) -> None:
+        """The states before the first step, and invariants; ``first`` has elements (B, H) for some of the states,
+        others are zeros."""
+        e, s = self.e, self.shape
+        with self.vectors_of(name, e.index(s.padded_batch)) as (b, unit):
+            valid = e.let("valid", e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0)))
+            at = b * e.index(s.hidden) + unit
+            values = {n: e.vload_part(f"{n}_first", first[n], at, valid) if n in first else e.splat(0.0)
+                      for n in self.graph.states}
+            for state, value in self.timeline.started(e.index(0), b, values).items():
+                e.vstore(self.data[f"{state}_state"], b * e.index(s.width) + unit, value)
+        self.invariants()
+
+    @contextmanager
+    def chunks(self) -> Iterator[tuple[Expr, Expr, Expr]]:
+        """Chunks of steps: the first one in the loop's order, the first one of x, and how many."""
+        e, chunk = self.e, self.shape.chunk
+        with e.loop("chunk", e.ceildiv(self.steps, chunk)) as number:
+            first = e.let("first", number * e.index(chunk))
+            count = e.let("count", e.tirx.Min(e.index(chunk), self.steps - first))
+            low = e.let("low", self.steps - first - count) if self.traversal.reverse else first
+            yield first, low, count
+
+    def steps_of(self, first: Expr, low: Expr, count: Expr) -> None:
+        """The steps of a chunk as :meth:`chunks` has it, with a barrier behind them."""
+        e = self.e
+        with e.loop("step", count) as step:
+            t = e.let("t", first + step)
+            for part in self.plan.parts:
+                self.part(part, low, t, self.batch)
+                if self.plan.barriers:
+                    e.call("ecornn_barrier")
+        if not self.plan.barriers:
+            e.call("ecornn_barrier")
 
     # -- a stage --------------------------------------------------------------------------------
     def part(self, stages: tuple[Stage, ...], first: Expr, t: Expr, rows: Expr) -> None:
@@ -221,10 +270,7 @@ class Worker(Memory):
         """Writes all tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted) or of
         the batch there are."""
         e, tile = self.e, self.shape.tiles[stage.name]
-        if self.shape.weights == "int8" and stage.rows:
-            self.quantize(stage, first, t, rows)
-            e.call("ecornn_barrier")
-        if tile.pairs:
+        if tile.pairs or (self.shape.weights == "int8" and stage.rows):
             self.prepare(stage, first, t, rows)
             e.call("ecornn_barrier")
         row_tiles = e.let("row_tiles", e.ceildiv(rows, tile.rows))
@@ -257,30 +303,60 @@ class Worker(Memory):
             with e.when(left <= e.index(short)):
                 run(short)
 
-    def quantize(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """Writes the operands of a stage as integers."""
-        e = self.e
-        for number, term in operands(stage.rows):
-            into, k = self.integers[stage.name, number], self.depth(term)
-            data, start, stride = self.operand(term.operand, first, t)
-            with self.tasks("quantize", rows) as row:
-                base = e.let("base", start + row * e.index(stride))
-
-                def load(at: Expr, data: TirBuffer = data, base: Expr = base, k: int = k) -> Expr:
-                    return e.vload_part("operand", data, base + at, e.index(k) - at)
-
-                quantize_row(e, into, row, load)
-
     def prepare(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """Copies the operands of a stage for products of pairs."""
+        """Writes the operands of a stage as integers, or copies them for products of pairs."""
         e = self.e
         for number, term in operands(stage.rows):
-            into = self.paired[stage.name, number]
+            integers = self.integers.get((stage.name, number))
             data, start, stride = self.operand(term.operand, first, t)
-            with self.tasks("prepare", rows) as row:
+            with self.tasks("quantize" if integers else "prepare", rows) as row:
                 base = e.let("base", start + row * e.index(stride))
 
                 def load(at: Expr, count: Expr, data: TirBuffer = data, base: Expr = base) -> Expr:
                     return e.vload_part("operand", data, base + at, count)
 
-                paired.prepare_row(e, into, row, load)
+                if integers:
+                    quantize_row(e, integers, row, load)
+                else:
+                    paired.prepare_row(e, self.paired[stage.name, number], row, load)
+
+
+class Pass(Worker):
+    """A part of a function that goes over all rows of a chunk of time, or of the batch, stage by stage. ``rooms``: rows
+    that its values have room for, those of a tile past the last one among them."""
+
+    def __init__(self, name: str, plan: StepPlan, shape: Shape, e: Emitter, rooms: int) -> None:
+        super().__init__(plan, shape, ALONE, f"{name}_", e)
+        self.rooms = rooms
+        self.totals = {v: i for i, v in enumerate(v for s in plan.steps for t in s.statistics for v in t.made)}
+        self.hoisted_totals = {}
+
+    def room(self, stage: Stage) -> int:
+        return self.rooms
+
+    def every_step(self, stage: Stage) -> bool:
+        return False
+
+    def row_of_chunk(self, first: Expr, t: Expr, row: Expr) -> Expr:
+        return row
+
+    def declare(self, other: Worker) -> None:
+        """Declares its buffers; ``other`` has the function's scalars, and x."""
+        self.share_scalars(other)
+        if "x" in other.data:
+            self.data["x"] = other.data["x"]
+        self.declare_step(self.rooms, SLACK)
+        self.declare_statistics(self.rooms)
+
+    @property
+    def places(self) -> dict[Var, Place]:
+        """The places of its values."""
+        return {v: Place(data, self.shape.width) for v, data in self.kept.items()}
+
+    def run(self, first: Expr, rows: Expr, wait: bool = True) -> None:
+        """Runs all stages over ``rows`` rows, of x from step ``first`` on; each ends with a barrier, the last one only
+        where the threads are to ``wait`` for what it made."""
+        for number, part in enumerate(self.plan.parts, 1):
+            self.part(part, first, self.e.index(0), rows)
+            if wait or number < len(self.plan.parts):
+                self.e.call("ecornn_barrier")

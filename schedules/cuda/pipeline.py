@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.cluster import cluster_send
+from ecornn.schedules.cuda.isa.blocks import cluster_send
 from ecornn.schedules.cuda.isa.copies import bulk_copy
 from ecornn.schedules.cuda.isa.mbarrier import (
     mbarrier_arrive,
@@ -159,7 +159,7 @@ class ClusterPipeline(Pipeline):
             cluster_send(to, barrier, T.uint32(rank), words)
 
     def address(self, step: Expr) -> Expr:
-        """The address in shared memory of a step's barrier, for :func:`~.isa.cluster.cluster_send`."""
+        """The address in shared memory of a step's barrier, for :func:`~.isa.blocks.cluster_send`."""
         return T.let("barrier", shared_address(self.full_barrier(step % 2)))
 
 

@@ -1,9 +1,8 @@
 """A product over all rows by ``mma``: tiles of rows and units, by teams of 256 threads (``mma_mainloop.py``).
 
-A team of 8 warps computes ``height`` rows x 4 groups of units at a time; the columns are ordered
-so that one thread holds every product of a unit, and what is made of them is computed on the
-accumulators. Rows may be of any width: those that are not 16-byte aligned are copied word by word, or
-value by value.
+A team of 8 warps computes ``height`` rows x 4 groups of units at a time; the columns are ordered so that one thread
+holds every product of a unit, and what is made of them is computed on the accumulators. Rows may be of any width: those
+that are not 16-byte aligned are copied word by word, or value by value.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from math import gcd, prod
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.blocks import launch_dependents
 from ecornn.schedules.cuda.isa.copies import cp_async
-from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import WORDS, ldmatrix, per_word, words
 from ecornn.schedules.cuda.isa.threads import sync_block
-from ecornn.schedules.gemm.epilogue import write_tile
-from ecornn.schedules.gemm.job import CHUNK, LINE, Epilogue, Job, Operand, Shape
+from ecornn.schedules.gemm.job import CHUNK, LINE, Epilogue, Job, Operand, Shape, write_tile
 from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS, ROW_WARPS, THREADS, Load, MmaMainloop, Staged
 
 STAGES = 3  # 2 where shared memory is short

@@ -20,13 +20,12 @@ from dataclasses import replace
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.blocks import launch_dependents
 from ecornn.schedules.cuda.isa.copies import bulk_copy, cp_async, cp_async_commit, cp_async_wait
-from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.cuda.isa.wgmma import descriptor
-from ecornn.schedules.gemm.epilogue import write_tile
-from ecornn.schedules.gemm.job import CHUNK, LINE, Columns, Epilogue, Job, Operand, Shape
+from ecornn.schedules.gemm.job import CHUNK, LINE, Columns, Epilogue, Job, Operand, Shape, write_tile
 from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
 
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup

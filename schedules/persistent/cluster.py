@@ -12,7 +12,7 @@ all read slot t % 2 by then, which is behind the end of its phase.
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
+from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.registers import float_bits

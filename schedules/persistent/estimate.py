@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ecornn.schedules.base import Task
-from ecornn.schedules.cuda.isa.integers import UNPACKED
-from ecornn.schedules.cuda.isa.tensor_core import per_word
+from ecornn.schedules.cuda.isa.tensor_core import UNPACKED, per_word
 from ecornn.schedules.gemm.projection import projection_time
 from ecornn.schedules.hoisted import unhidden
 from ecornn.schedules.persistent.plan import LINE, PersistentPlan, PhasePlan, worker_shape

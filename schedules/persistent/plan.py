@@ -10,8 +10,7 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob, register_limit
 from ecornn.schedules.builder import Expr
-from ecornn.schedules.cuda.isa.integers import UNPACKED
-from ecornn.schedules.cuda.isa.tensor_core import per_word, words
+from ecornn.schedules.cuda.isa.tensor_core import UNPACKED, per_word, words
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
 from ecornn.schedules.gemm.job import Shape
 from ecornn.schedules.gemm.mma_mainloop import THREADS

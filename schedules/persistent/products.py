@@ -8,10 +8,9 @@ from functools import partial
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.fragments import multiply_pair, zeros
-from ecornn.schedules.cuda.isa.integers import unpacked
-from ecornn.schedules.cuda.isa.launch import wait_on_earlier
+from ecornn.schedules.cuda.isa.blocks import wait_on_earlier
 from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared, st_shared
-from ecornn.schedules.cuda.isa.tensor_core import per_word
+from ecornn.schedules.cuda.isa.tensor_core import per_word, unpacked
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.exchange import Carrier, within
 from ecornn.schedules.persistent.gates import FULL, SENT

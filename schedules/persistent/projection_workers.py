@@ -12,7 +12,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_acquire, red_release
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
-from ecornn.schedules.gemm.epilogue import HoistedValues
+from ecornn.schedules.gemm.job import HoistedValues
 from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.rows_mma import Team, rows_ahead

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ecornn.analysis.liveness import late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T
-from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
+from ecornn.schedules.cuda.isa.blocks import launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.few_steps import short
 from ecornn.schedules.gemm.projection import may_be_followed

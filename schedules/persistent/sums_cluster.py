@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T
-from ecornn.schedules.cuda.isa.cluster import cluster_send
+from ecornn.schedules.cuda.isa.blocks import cluster_send
 from ecornn.schedules.cuda.isa.memory import ld_shared, shared_address
 from ecornn.schedules.persistent.cluster import Cluster
 from ecornn.schedules.persistent.plan import PersistentPlan

@@ -14,7 +14,7 @@ neighbouring units of 16 bits a word. The stages are the two buffers of a state.
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
+from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair
 from ecornn.schedules.cuda.isa.threads import sync_block

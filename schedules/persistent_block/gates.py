@@ -12,8 +12,8 @@ from functools import partial
 
 from ecornn.analysis.liveness import before_first
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.cuda.isa.blocks import wait_on_earlier
 from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all
-from ecornn.schedules.cuda.isa.launch import wait_on_earlier
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.registers import pinned
 from ecornn.schedules.cuda.isa.tensor_core import per_word

@@ -9,8 +9,7 @@ from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children, is_constant, is_leaf, transform
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.approximate import FUNCTIONS
-from ecornn.schedules.cuda.isa.functions import call
+from ecornn.schedules.cuda.isa.functions import FUNCTIONS, call
 
 MATH = ("exact", "fast", "approx")
 MATH_TRADES = ("expf and tanhf to 2 ulp, or ex2, lg2 and rcp of the special function unit (error 2e-7), or "
@@ -42,9 +41,8 @@ def _value(value: Expr, env: dict[Var, Expr], table: dict[str, tuple[str, str]])
         if type(e).__name__ == "Var":
             return env[e]
         if not is_leaf(e) and key_of(e) in table:
-            name, source = table[key_of(e)]
             inner = [T.let("inner", transform(part, visit)) for part in children(e)]
-            return call(name, source, *inner, returns="float32")
+            return call(*table[key_of(e)], *inner)
         # TVM works out between which values a variable lies, and fails at products of one that is a Cast of a
         # condition, or a Select of two values of which it knows neither.
         if type(e).__name__ == "Cast" and str(e.value.ty) == "bool":

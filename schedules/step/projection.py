@@ -11,7 +11,7 @@ from ecornn.program import Buffer, Launch
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T
-from ecornn.schedules.gemm.epilogue import leaves_of_rows
+from ecornn.schedules.gemm.job import leaves_of_rows
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.step.product import BlockProduct, Tile, weights_buffer

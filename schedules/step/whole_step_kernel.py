@@ -9,13 +9,12 @@ from ecornn.analysis import Product
 from ecornn.program import Buffer
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
-from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
+from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait, launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import prefetch_l1
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.cuda.pipeline import Pipeline, Use
-from ecornn.schedules.gemm.epilogue import leaves_of_rows
+from ecornn.schedules.gemm.job import leaves_of_rows
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit
 from ecornn.schedules.step.operand_rows import Operand, RowsInMemory, StagedRows, staged_words
 from ecornn.schedules.step.scalars import Layout, StepScalars, declare

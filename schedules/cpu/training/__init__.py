@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from msgspec import structs
 
 from ecornn.analysis.adjoint import adjoint
-from ecornn.analysis.kept import kept
+from ecornn.analysis.kept import Kept, kept
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.base import Task
-from ecornn.schedules.cpu.cost import best_tile, beyond_l2, gates_at_once
-from ecornn.schedules.cpu.sequence import sequence
-from ecornn.schedules.cpu.stages import StepPlan
+from ecornn.schedules.builder import Expr, Var
+from ecornn.schedules.cpu.sequence import Sequence
+from ecornn.schedules.cpu.stages import Stage, StepPlan
 from ecornn.schedules.cpu.stages import plan as plan_step
-from ecornn.schedules.cpu.tiling import Shape, Tile, column_choices, head_vectors, row_choices, vectors_of
+from ecornn.schedules.cpu.tasks import TileTask
+from ecornn.schedules.cpu.tiling import Shape, Tile, beyond_l2, head_vectors, tile_for
 from ecornn.schedules.cpu.training.backward import BackwardWorker
-from ecornn.schedules.cpu.training.forward import KeepingSequence
-from ecornn.schedules.cpu.training.graphs import Backward, backward_plans
+from ecornn.schedules.cpu.training.parts import Backward, backward_plans
+from ecornn.schedules.keeping import kept_buffers, value_buffers
 from ecornn.schedules.rates import cpu_rates
+from ecornn.workload import Traversal
 
 CHUNK_ROWS = 256  # rows of the batch in a chunk of the backward pass, about
 
@@ -27,7 +30,7 @@ def training_program(task: Task, shape: Shape) -> Program:
     """The program of a layer with the entries ``run``, ``forward`` and ``backward``."""
     assert task.traversal.keep is not None
     plan = plan_step(task.graph)
-    run = sequence(plan, shape, task.traversal)
+    run = Sequence(plan, shape, task.traversal).program()
     made = adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets)
     plans = backward_plans(made, kept(made, task.traversal.keep))
     keeping = KeepingSequence(plan, shape, task.traversal, plans.kept)
@@ -55,16 +58,10 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
         return {stage.name: tile(of, rows, len(stage.rows), every_step) for stage in plan.steps}
 
     def tile(of: Task, rows: int, gates: int, every_step: bool) -> Tile:
-        if not gates:
-            return Tile(1, 1, 1)
-        heights = row_choices(of.device, rows)
-        columns = column_choices(of.device, gates, of.workload)
         head = head_vectors(task) if of is task else 0
-        height, width, _, at_once = best_tile(of, rows, [gates], heights, columns, (0,), gates_at_once(of),
-                                              not every_step, head, exact=True)
-        ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > height
-        return Tile(height, vectors_of(width, gates, head), 4 if height * width <= 12 else 2, ahead=ahead,
-                    gates=at_once)
+        made = tile_for(of, rows, gates, hoisted=not every_step, head=head, exact=True)
+        ahead = cpu_rates(of.device).slow_l3 and every_step and beyond_l2(task) and rows > made.rows and gates > 0
+        return replace(made, ahead=ahead)
 
     whole = chunk * work.batch
     made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),
@@ -74,3 +71,67 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
     dx = {} if plans.dx is None else tiles(plans.dx, whole, across, False)
     return shape, Shape(work.batch, work.hidden, task.own_input, lanes, chunk, dx or {"none": Tile(1, 1, 1)},
                         forward.real)
+
+
+class KeepingTask(TileTask):
+    """A tile that stores kept values where it makes them, and kept states where it stores y."""
+
+    o: KeepingSequence
+
+    def compute(self) -> None:
+        made = {name: self.value(var) for name, var in self.o.written.get(self.stage.name, {}).items()}
+        super().compute()
+        row = self.at_row
+        if self.stage.level < 0:  # of all steps of the chunk
+            self.store(self.first * self.o.batch + row, self.rows, made)
+        elif made:
+            self.store(self.o.timeline.at(self.t) * self.o.batch + row, self.o.batch, made)
+
+    def store(self, row: Expr, rows: Expr, values: Mapping[str, Expr]) -> None:
+        """Stores values at a ``row`` of all steps, if this one is among the first ``rows`` of the stage."""
+        e, hidden = self.e, self.s.hidden
+        if not values:
+            return
+        at = e.let("kept_at", row * e.index(hidden) + self.unit)
+        valid = e.let("kept", e.tirx.Select(self.at_row < rows, e.index(hidden) - self.unit, e.index(0)))
+        for name, value in values.items():
+            e.vstore_part("kept_part", self.o.data[name], at, value, valid)
+
+    def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
+        super().publish(live, results)
+        e, timeline = self.e, self.o.timeline
+        row = timeline.at(self.t) * self.o.batch + self.at_row
+        self.store(row, self.o.batch, {f"{name}_kept": timeline.masked(live, results[name], e.splat(0.0))
+                                       for name in self.o.states})
+
+
+class KeepingSequence(Sequence):
+    """``kept``: what backward reads; y has the output state."""
+
+    task = KeepingTask
+
+    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, kept: Kept) -> None:
+        super().__init__(plan, shape, traversal)
+        self.states = tuple(name for name in kept.states if name != self.graph.output)
+        self.values = kept.values
+        self.written: dict[str, dict[str, Var]] = {}  # stage -> buffer -> what it writes there
+        for number, var in enumerate(kept.values):
+            self.written.setdefault(self.maker(var).name, {})[f"value{number}_kept"] = var
+
+    def one_by_one(self, stage: Stage) -> bool:
+        """The projection of a chunk, which is alone between its barriers."""
+        return stage.name == "hoisted"
+
+    def maker(self, var: Var) -> Stage:
+        """The first stage that has the value for all units; what is not handed on to the step is of a stage before."""
+        level = self.plan.level[var]
+        if level < 0 and var not in self.place:
+            return next(s for s in self.plan.hoisted if s.level >= level)
+        # statistics of a row are left to the stage behind, which has all units
+        return next((s for s in self.plan.steps if s.level >= level and s.finishes), self.plan.steps[-1])
+
+    def declare(self) -> None:
+        super().declare()
+        size = self.shape.batch, self.shape.hidden, self.shape.real
+        for buffer in (*kept_buffers(self.states, *size), *value_buffers(len(self.values), *size)):
+            self.add(buffer)

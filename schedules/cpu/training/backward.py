@@ -16,22 +16,18 @@ from collections.abc import Mapping
 from functools import cached_property
 
 from ecornn.analysis.step import OuterProduct, Sum
-from ecornn.program import BACKWARD, ENTRIES, KEPT, TENSORS, WORKSPACE, Buffer, Extent
+from ecornn.program import BACKWARD, ENTRIES, KEPT, TENSORS, WORKSPACE, Extent
 from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.schedules.cpu.memory import Place
-from ecornn.schedules.cpu.stages import Stage
-from ecornn.schedules.cpu.tile_task import TileTask
+from ecornn.schedules.cpu.stages import Stage, pass_plan
+from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
-from ecornn.schedules.cpu.timeline import Timeline
-from ecornn.schedules.cpu.training.gather import Copy, gather
-from ecornn.schedules.cpu.training.graphs import Backward, pass_plan
 from ecornn.schedules.cpu.training.outer import Outer, OuterProducts, add_sums, add_vectors
-from ecornn.schedules.cpu.training.passes import SLACK, Pass
-from ecornn.schedules.cpu.training.recurrence import Recurrence
-from ecornn.schedules.cpu.worker import Worker
+from ecornn.schedules.cpu.training.parts import Backward, Copy, Recurrence, gather
+from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
 from ecornn.schedules.keeping import kept_buffers, value_buffers
 
 
@@ -70,7 +66,7 @@ class DxPass(Pass):
         return True
 
 
-class BackwardWorker:
+class BackwardWorker(Worker):
     """Writes the function of the backward pass.
 
     Parameters
@@ -79,15 +75,16 @@ class BackwardWorker:
     """
 
     def __init__(self, task: Task, plans: Backward, shape: Shape, dx_shape: Shape) -> None:
-        self.task, self.plans, self.shape = task, plans, shape
-        self.e = e = Emitter(shape.lanes, shape.real)
-        forward = task.graph
-        self.registers = registers_of(task.device)
+        super().__init__(pass_plan("once", plans.adjoint.once, ()), shape, task.traversal, "backward_")
+        self.layer, self.plans, self.forward, self.copies = task, plans, task.graph, list[Copy]()
+        adjoint, e = plans.adjoint, self.e
+        self.outer_products = (*adjoint.recurrence.outer_products, *adjoint.inputs.outer_products)
+        self.summed = (*adjoint.recurrence.sums, *adjoint.inputs.sums, *adjoint.finish.sums)  # over all steps and rows
+        self.total_row = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in self.summed))}
         # tiles of rows may reach past the last row of a chunk
         tall = max(t.rows for s in (shape, dx_shape) for t in s.tiles.values())
         self.rooms = shape.chunk * shape.batch + tall
         self.adds = task.traversal.reverse and task.traversal.directions > 1  # the second one of a layer
-        self.root = Worker(pass_plan("once", plans.adjoint.once, ()), shape, task.traversal, "backward_", e)
         self.replay = Pass("replay", plans.replay, shape, e, self.rooms)
         self.recurrence = Recurrence(plans.recurrence, shape, task.traversal, e, plans.written, self.rooms)
         self.inputs = Pass("inputs", plans.inputs, shape, e, self.rooms)
@@ -95,27 +92,17 @@ class BackwardWorker:
         self.dx = DxPass(plans, dx_shape, e, self.rooms, shape.hidden, self.stride, self.adds) if made else None
         self.finish = Pass("finish", plans.finish, shape, e, shape.padded_batch)
         self.passes = [p for p in (self.replay, self.inputs, self.dx, self.finish) if p is not None]
-        self.forward, self.copies = forward, list[Copy]()
 
     def function(self, name: str) -> PrimFunc:
         """The function, of that name; ``buffers`` are complete then."""
-        e = self.e
         self.declare()
         self.prelude()
-        e.call("ecornn_barrier")
-        chunk = e.index(self.shape.chunk)
-        with e.loop("chunk", e.ceildiv(self.root.steps, self.shape.chunk)) as number:
-            first = e.let("first", number * chunk)
-            count = e.let("count", e.tirx.Min(chunk, self.root.steps - first))
-            low = e.let("low", self.root.steps - first - count) if self.recurrence.traversal.reverse else first
+        self.e.call("ecornn_barrier")
+        with self.recurrence.chunks() as (first, low, count):
             self.chunk(first, low, count)
         self.epilogue()
-        return e.function(name)
-
-    @property
-    def buffers(self) -> list[Buffer]:
-        """The buffers that the function takes, in order."""
-        return [b for part in (self.root, self.recurrence, *self.passes) for b in part.buffers]
+        self.buffers += [b for part in (self.recurrence, *self.passes) for b in part.buffers]
+        return self.e.function(name)
 
     @property
     def work(self) -> int:
@@ -125,22 +112,21 @@ class BackwardWorker:
 
     # -- declarations ---------------------------------------------------------------------------
     def declare(self) -> None:
-        root, e, s, task = self.root, self.e, self.shape, self.task
-        root.declare_scalars()
+        s, task = self.shape, self.layer
+        self.declare_scalars()
         tensors = [t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT and not TENSORS[t].switch]  # it always adds
         for b in tensor_buffers(tensors, task.traversal, s.real, self.forward.states, self.forward.parameters):
-            root.add(b)
+            self.add(b)
         states = [name for name in self.plans.kept.states if name != self.forward.output]
         size = s.batch, s.hidden, s.real
         for b in (*kept_buffers(states, *size), *value_buffers(len(self.plans.kept.values), *size)):
-            root.add(b)
-        root.declare_constants()
-        self.timeline = Timeline(e, task.traversal, root.data, root.steps, root.batch)
-        self.recurrence.declare(root)
+            self.add(b)
+        self.declare_constants()
+        self.recurrence.declare(self)
         for part in self.passes:
-            part.declare(root)
+            part.declare(self)
         if self.dx is not None:
-            self.dx.data["dx"] = root.data["dx"]
+            self.dx.data["dx"] = self.data["dx"]
         self.places: dict[Var, Place] = {}
         self.declare_rows()
         makers: tuple[Pass | Recurrence, ...] = (self.replay, self.recurrence, self.inputs)
@@ -151,45 +137,46 @@ class BackwardWorker:
                 own = set(reader.places)
                 reader.given.update({v: p for v, p in self.places.items() if v not in own})
         self.finish.given.update({v: self.recurrence.last(n) for n, v in self.plans.recurrence.graph.states.items()})
-        self.declare_totals()
-        self.outers = OuterProducts(root, [self.outer(o) for o in self.outer_products],
-                                    self.shape.chunk * self.shape.batch, self.registers)
+        if self.total_row:  # (number, unit)
+            self.buffer("totals", WORKSPACE, Extent(len(self.total_row) * s.width))
+        self.outers = OuterProducts(self, [self.outer(o) for o in self.outer_products], s.chunk * s.batch,
+                                    registers_of(task.device))
 
     def declare_rows(self) -> None:
         """Declares the rows in which the parts find what forward left, and dy."""
-        adjoint, forward, root, units = self.plans.adjoint, self.forward, self.root, self.shape.hidden
+        adjoint, forward, units = self.plans.adjoint, self.forward, self.shape.hidden
         graphs, pairs = (self.plans.kept.replay, adjoint.recurrence, adjoint.inputs), self.outer_products
         read = {v for g in graphs for v in g.given} | {v for o in pairs for v in (o.value, o.operand) if v is not None}
-        own, traversal = forward.written * units, self.task.traversal
+        own, traversal = forward.written * units, self.layer.traversal
         y_width, y_offset = traversal.y_width(own), traversal.y_offset(own)
         for name, leaf in forward.states.items():
-            after = (Place(root.data["y"], y_width, y_offset, units) if name == forward.output
-                     else Place(root.data.get(f"{name}_kept"), units, 0, units))
+            after = (Place(self.data["y"], y_width, y_offset, units) if name == forward.output
+                     else Place(self.data.get(f"{name}_kept"), units, 0, units))
             if leaf in read:
-                self.bring(leaf, f"before_{name}", "before", after, Place(root.data[f"{name}_in"], units))
+                self.bring(leaf, f"before_{name}", "before", after, Place(self.data[f"{name}_in"], units))
             if (result := forward.results[name]) in read and result not in self.places:
                 self.bring(result, f"after_{name}", "at", after)
         for number, var in enumerate(self.plans.kept.values):
-            self.bring(var, f"value_{number}", "at", Place(root.data[f"value{number}_kept"], units, 0, units))
+            self.bring(var, f"value_{number}", "at", Place(self.data[f"value{number}_kept"], units, 0, units))
         for number, var in enumerate(adjoint.dys):
             if var in read:
-                at = Place(root.data["dy"], y_width, y_offset + number * units, units)
+                at = Place(self.data["dy"], y_width, y_offset + number * units, units)
                 self.bring(var, f"{var.name}_rows", "live", at)
         for var, offset in forward.input_offsets(self.stride, units).items():
-            self.bring(var, f"{var.name}_rows", "at", Place(root.data["x"], self.stride, offset, units))
+            self.bring(var, f"{var.name}_rows", "at", Place(self.data["x"], self.stride, offset, units))
         self.x = None
         if (forward.x is not None and forward.x in read) or any(None in (o.value, o.operand) for o in pairs):
             lanes, length = self.shape.lanes, self.shape.input
             wide = self.shape.width if forward.x is not None else 0
             self.x = self.row_place("x_rows", max(-(-length // lanes) * lanes, wide))
-            self.copies.append(Copy("at", self.x, Place(root.data["x"], self.stride), length))
+            self.copies.append(Copy("at", self.x, Place(self.data["x"], self.stride), length))
             if forward.x is not None:
                 self.places[forward.x] = self.x
 
     def bring(self, var: Var, name: str, kind: str, source: Place, first: Place | None = None) -> None:
         """Gives a value its place: in the caller's arrays, where it is read by what goes vector by vector; what is
         multiplied or summed, or is not there as it is read, is copied. ``kind``, ``first`` as of :class:`Copy`."""
-        there = kind == "at" or (kind == "live" and not self.task.traversal.lengths)
+        there = kind == "at" or (kind == "live" and not self.layer.traversal.lengths)
         if there and var not in self.multiplied:
             self.places[var] = source
             return
@@ -199,49 +186,31 @@ class BackwardWorker:
     @cached_property
     def multiplied(self) -> set[Var | None]:
         """The values that are operands of products, or summed over rows."""
-        found = {t.operand for p in self.plans.plans for s in p.steps for q in s.rows for t in q.terms}
+        parts = self.recurrence, self.replay, self.inputs, self.finish
+        found = {t.operand for p in parts for s in p.plan.steps for q in s.rows for t in q.terms}
         found |= {v for o in self.outer_products for v in (o.value, o.operand)}
         return found | {s.value for s in self.summed}
 
     def row_place(self, name: str, width: int) -> Place:
         """A new workspace for rows of a chunk."""
-        self.root.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK))
-        return Place(self.root.data[name], width)
-
-    @property
-    def outer_products(self) -> tuple[OuterProduct, ...]:
-        """All outer products."""
-        adjoint = self.plans.adjoint
-        return (*adjoint.recurrence.outer_products, *adjoint.inputs.outer_products)
-
-    @property
-    def summed(self) -> tuple[Sum, ...]:
-        """The sums over all steps and rows."""
-        adjoint = self.plans.adjoint
-        return (*adjoint.recurrence.sums, *adjoint.inputs.sums, *adjoint.finish.sums)
-
-    def declare_totals(self) -> None:
-        """Declares the totals of the sums over all steps and rows, (number, unit)."""
-        self.numbers = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in self.summed))}
-        if self.numbers:
-            self.root.buffer("totals", WORKSPACE, Extent(len(self.numbers) * self.shape.width))
+        return Place(self.buffer(name, WORKSPACE, Extent(self.rooms * width + SLACK)), width)
 
     # -- control --------------------------------------------------------------------------------
     def prelude(self) -> None:
-        e, root = self.e, self.root
-        self.recurrence.begin({self.plans.adjoint.first[name]: root.data[f"d{name}_out"]
-                               for name in self.forward.states})
+        e = self.e
+        self.recurrence.begin("begin", {self.plans.adjoint.first[name]: self.data[f"d{name}_out"]
+                                        for name in self.forward.states})
         for part in self.passes:
             part.invariants()
-        if self.numbers:
+        if self.total_row:
             lanes = self.shape.lanes
-            with root.tasks("zero", e.index(len(self.numbers) * self.shape.width // lanes)) as task:
-                e.vstore(root.data["totals"], task * e.index(lanes), e.splat(0.0))
+            with self.tasks("zero", e.index(len(self.total_row) * self.shape.width // lanes)) as task:
+                e.vstore(self.data["totals"], task * e.index(lanes), e.splat(0.0))
 
     def chunk(self, first: Expr, low: Expr, count: Expr) -> None:
         e, adjoint = self.e, self.plans.adjoint
-        rows = e.let("rows", count * self.root.batch)
-        gather(self.root, self.timeline, low, rows, self.copies)
+        rows = e.let("rows", count * self.batch)
+        gather(self, low, rows, self.copies)
         e.call("ecornn_barrier")
         self.replay.run(low, rows)
         self.recurrence.steps_of(first, low, count)
@@ -254,8 +223,8 @@ class BackwardWorker:
         if self.plans.adjoint.dinputs:
             self.input_gradients(low, rows)
         self.outers.add(rows)
-        self.add(adjoint.recurrence.sums, self.places, rows)
-        self.add(adjoint.inputs.sums, self.places, rows)
+        self.add_up(adjoint.recurrence.sums, self.places, rows)
+        self.add_up(adjoint.inputs.sums, self.places, rows)
         if not self.settled:
             e.call("ecornn_barrier")
 
@@ -270,22 +239,18 @@ class BackwardWorker:
 
     def no_dx(self, low: Expr, rows: Expr) -> None:
         """Writes zeros to dx, where the cell does not read x."""
-        e, root, length = self.e, self.root, self.shape.input
-        with root.tasks("no_dx", rows) as row:
-            start = e.let("start", (low * root.batch + row) * e.index(self.stride))
+        e, length = self.e, self.shape.input
+        with self.tasks("no_dx", rows) as row:
+            start = e.let("start", (low * self.batch + row) * e.index(self.stride))
             with e.loop("k", length) as k:
-                e.store(root.data["dx"], start + k, e.number(0.0))
+                e.store(self.data["dx"], start + k, e.number(0.0))
 
     def input_gradients(self, low: Expr, rows: Expr) -> None:
         """Writes the gradients of the cell's inputs, behind that of x; zeros where a row takes no part."""
-        e, s, root, dx = self.e, self.shape, self.root, self.root.data["dx"]
-        columns = -(-s.hidden // s.lanes)
-        with root.tasks("inputs", rows * e.index(columns)) as task:
-            row, unit = e.let("row", e.div(task, columns)), e.let("unit", e.mod(task, columns) * e.index(s.lanes))
-            there, valid = e.let("there", low * root.batch + row), e.let("valid", e.index(s.hidden) - unit)
-            live = None
-            if self.task.traversal.lengths:
-                live = e.let("live", low + e.div(row, root.batch) < self.timeline.limit(e.mod(row, root.batch)))
+        e, s, dx = self.e, self.shape, self.data["dx"]
+        with self.vectors_of("inputs", rows, "row") as (row, unit):
+            there, valid = e.let("there", low * self.batch + row), e.let("valid", e.index(s.hidden) - unit)
+            live = self.live_row(low, row)
             for var, offset in self.forward.input_offsets(self.stride, s.hidden).items():
                 gradient, value = self.plans.adjoint.dinputs[var], e.splat(0.0)
                 if gradient is not None:
@@ -298,11 +263,11 @@ class BackwardWorker:
                     value = value + e.vload_part(f"{var.name}_before", dx, at, valid)
                 e.vstore_part(f"{var.name}_part", dx, at, value, valid)
 
-    def add(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
+    def add_up(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
         """Adds ``sums`` over ``rows`` rows to the totals."""
         if sums:
-            those = [(self.numbers[s.var], places[s.value]) for s in sums]
-            add_sums(self.root, self.root.data["totals"], self.shape.width, those, rows)
+            those = [(self.total_row[s.var], places[s.value]) for s in sums]
+            add_sums(self, self.data["totals"], self.shape.width, those, rows)
 
     def outer(self, o: OuterProduct) -> Outer:
         """An outer product with the places where it is read and added."""
@@ -311,22 +276,19 @@ class BackwardWorker:
         assert value is not None and operand is not None
         rows, columns = o.rows or rows, o.columns or columns
         rows, columns, gate = rows // o.heads, columns // o.heads, rows * (columns // o.heads)
-        return Outer(self.root.data[f"gradient_{o.parameter}"], o.gate * gate, rows, columns, value, operand, o.heads)
+        return Outer(self.data[f"gradient_{o.parameter}"], o.gate * gate, rows, columns, value, operand, o.heads)
 
     def epilogue(self) -> None:
         """Writes gradients of the first states, and adds those of parameter vectors."""
-        e, s, root, adjoint = self.e, self.shape, self.root, self.plans.adjoint
-        self.finish.run(e.index(0), root.batch)
+        e, s, adjoint = self.e, self.shape, self.plans.adjoint
+        self.finish.run(e.index(0), self.batch)
         places = {**self.finish.given, **self.finish.places}
-        columns = -(-s.hidden // s.lanes)
-        with root.tasks("final", root.batch * e.index(columns)) as task:
-            b = e.let("b", e.div(task, columns))
-            unit = e.let("unit", e.mod(task, columns) * e.index(s.lanes))
+        with self.vectors_of("final", self.batch) as (b, unit):
             valid = e.let("valid", e.index(s.hidden) - unit)
             for name, var in adjoint.gradients.items():
                 value = e.splat(0.0) if var is None else e.vload(places[var].data, places[var].at(e, b) + unit)
-                e.vstore_part(f"d_{name}", root.data[f"d{name}_in"], b * e.index(s.hidden) + unit, value, valid)
-        self.add(adjoint.finish.sums, places, root.batch)
+                e.vstore_part(f"d_{name}", self.data[f"d{name}_in"], b * e.index(s.hidden) + unit, value, valid)
+        self.add_up(adjoint.finish.sums, places, self.batch)
         e.call("ecornn_barrier")
-        into = [(root.data[f"gradient_{v.parameter}"], v.gate * s.hidden, v.var) for v in adjoint.vectors]
-        add_vectors(root, root.data.get("totals"), s.width, self.numbers, into)
+        into = [(self.data[f"gradient_{v.parameter}"], v.gate * s.hidden, v.var) for v in adjoint.vectors]
+        add_vectors(self, self.data.get("totals"), s.width, self.total_row, into)

@@ -24,11 +24,6 @@ TOGETHER = 32  # tiles of j that go through a panel of k: their values stay in t
 COPIED = 8  # narrow panels that a thread copies side by side: what it reads of a row are whole cache lines
 
 
-def tile_of(registers: int) -> tuple[int, int]:
-    """Values of j and vectors of k of a tile, of a CPU with as many vector registers."""
-    return (8, 3) if registers > 16 else (6, 2)
-
-
 @dataclass(frozen=True)
 class Outer:
     """``data[start + j * columns + k]``, j < ``rows`` and k < ``columns``, gets outer products of ``value`` and
@@ -65,7 +60,7 @@ class OuterProducts:
     def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
         self.worker, self.outers = worker, outers
         lanes = worker.e.lanes
-        self.height, self.vectors = tile_of(registers)
+        self.height, self.vectors = (8, 3) if registers > 16 else (6, 2)  # of j, and vectors of k, of a tile
         self.panels: dict[tuple[Place, int, int], Panels] = {}
         for outer in outers:
             for place, width, length in ((outer.value, self.height, outer.rows),
@@ -73,10 +68,9 @@ class OuterProducts:
                 if (place, width, outer.heads) not in self.panels:
                     # room for the last row's vector, which may be wider than a panel
                     count, stride = -(-length // width), -(-rooms * width // lanes) * lanes + lanes
-                    name = f"panels_{len(self.panels)}"
-                    worker.buffer(name, WORKSPACE, Extent(outer.heads * count * stride))
-                    self.panels[place, width, outer.heads] = Panels(worker.data[name], place, width, count, stride,
-                                                                    outer.heads, length)
+                    data = worker.buffer(f"panels_{len(self.panels)}", WORKSPACE, Extent(outer.heads * count * stride))
+                    self.panels[place, width, outer.heads] = Panels(data, place, width, count, stride, outer.heads,
+                                                                    length)
 
     def add(self, rows: Expr) -> None:
         """Adds the products over ``rows`` rows, after a barrier, of what :meth:`copy` has copied."""
@@ -172,8 +166,7 @@ class OuterProducts:
     def _edge(self, outer: Outer, first: Expr, j: Expr, k: Expr, sums: list[list[TirBuffer]]) -> None:
         """Adds the part of a tile that is within the matrix, element by element."""
         e, lanes, height, vectors = self.worker.e, self.worker.e.lanes, self.height, self.vectors
-        tile = e.tirx.decl_buffer([height * vectors * lanes], e.real, "tile", scope="local")
-        e.add(e.tirx.AllocBuffer(tile))
+        tile = e.local("tile", size=height * vectors * lanes)
         for m in range(height):
             for n in range(vectors):
                 e.vstore(tile, (m * vectors + n) * lanes, e.vload(sums[m][n], 0))

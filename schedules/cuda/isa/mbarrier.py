@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T
-from ecornn.schedules.cuda.isa import functions
+from ecornn.schedules.cuda.isa.functions import call, run
 from ecornn.schedules.cuda.isa.memory import shared_address
-
-_TEST = """
-__device__ __forceinline__ unsigned ecornn_mbarrier_test(unsigned barrier, unsigned parity) {
-  unsigned done;
-  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-               : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-  return done;
-}"""
-_WAIT = """
-__device__ __forceinline__ void ecornn_mbarrier_wait{name}(unsigned barrier, unsigned parity) {{
-  asm volatile("{{ .reg .pred done; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 done, [%0], %1; \
-@!done bra again; }}"
-               : : "r"(barrier), "r"(parity) : "memory");
-}}"""
 
 
 def mbarrier_init(barrier: Expr, arrivals: Expr) -> None:
@@ -47,9 +33,16 @@ def mbarrier_wait(barrier: Expr, parity: Expr, cluster: bool = False) -> None:
     Then what the block did before its arrivals can be seen, or with ``cluster`` what any block of the cluster did.
     """
     name, scope = ("_cluster", ".acquire.cluster") if cluster else ("", "")
-    functions.run(f"ecornn_mbarrier_wait{name}", _WAIT.format(name=name, scope=scope), shared_address(barrier), parity)
+    run(f"void ecornn_mbarrier_wait{name}(unsigned barrier, unsigned parity)", f"""
+        asm volatile("{{ .reg .pred done; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 done, [%0], %1; \
+@!done bra again; }}"
+                     : : "r"(barrier), "r"(parity) : "memory");""", shared_address(barrier), parity)
 
 
 def mbarrier_test(barrier: Expr, parity: Expr) -> Expr:
     """1 if the phase of this parity is complete, else 0 (uint32); does not wait."""
-    return functions.call("ecornn_mbarrier_test", _TEST, shared_address(barrier), parity, returns="uint32")
+    return call("unsigned ecornn_mbarrier_test(unsigned barrier, unsigned parity)", """
+        unsigned done;
+        asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                     : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+        return done;""", shared_address(barrier), parity)

@@ -3,21 +3,7 @@
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T
-from ecornn.schedules.cuda.isa import functions
-
-_OPAQUE = """
-__device__ __forceinline__ int ecornn_named(int value) {
-  return value;
-}"""
-_PINNED = """
-__device__ __forceinline__ int ecornn_pinned(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}"""
-_BITS = """
-__device__ __forceinline__ unsigned ecornn_bits(float value) {
-  return *(unsigned*)&value;
-}"""
+from ecornn.schedules.cuda.isa.functions import call
 
 
 def register_dealloc(count: int) -> None:
@@ -33,15 +19,17 @@ def register_alloc(count: int) -> None:
 def opaque(name: str, value: Expr) -> Expr:
     """An int32 value as a variable that TVM does not look into. What TVM sees through it puts into every index that
     uses it, with 64 bits there, and registers are few."""
-    return T.let(name, functions.call("ecornn_named", _OPAQUE, value, returns="int32"))
+    return T.let(name, call("int ecornn_named(int value)", "return value;", value))
 
 
 def pinned(name: str, value: Expr) -> Expr:
     """An int32 value as a variable as :func:`opaque` makes it, computed here and not later."""
-    return T.let(name, functions.call("ecornn_pinned", _PINNED, value, returns="int32"))
+    return T.let(name, call("int ecornn_pinned(int value)", """
+        asm volatile("" : "+r"(value));
+        return value;""", value))
 
 
 def float_bits(value: Expr) -> Expr:
     """The bits (uint32) of a float32 value, of one that may be a constant, too: TVM takes the address of what it
     reinterprets."""
-    return functions.call("ecornn_bits", _BITS, value, returns="uint32")
+    return call("unsigned ecornn_bits(float value)", "return *(unsigned*)&value;", value)

@@ -7,9 +7,21 @@ fragments of ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k8`` (tf32) are the same:
     B (8 words x 8 columns), lane l: b0 = [l%4, l/4]  b1 = [l%4 + 4, l/4]
     C (16 rows x 8 columns), lane l: c0, c1 = [l/4, 2 (l%4) + {0, 1}]  c2, c3: row + 8
 
-float32 is exact to about 2e-7: each operand is split in two tf32 numbers, and three of the four
-partial products are added (the "3xTF32" of NVIDIA's CUTLASS). With ``tf32`` arithmetic each operand is rounded to
-one tf32 number.
+float32 is exact to about 2e-7: each operand is split in two tf32 numbers, and three of the four partial products are
+added (the "3xTF32" of NVIDIA's CUTLASS). With ``tf32`` arithmetic each operand is rounded to one tf32 number.
+
+Weights of 8-bit integers become operands of 16-bit products, a word of four two words of two, exactly. They are in
+offset binary, q + 128. A byte u below a constant one is a number of 16 bits that is linear in u,
+
+    float16   0x64u = 1024 + u        so that one subtraction makes q of it
+    bfloat16  0x43u = 128 + u         where u < 128
+                      256 + 2 (u - 128)   beyond, where the byte's upper bit is one of the exponent
+
+and with t = 0x43u - 256, which is q or 2 q, q = t - max(t, 0) / 2. Both need one permutation of bytes for two integers,
+which has half the rate of other instructions, and besides one or three of what the permutation leaves idle.
+
+The compiler must not compute these ahead of the loop over steps, in which integers that stay in registers would then
+take twice as many: the permutation is volatile.
 """
 
 from __future__ import annotations
@@ -22,28 +34,6 @@ from ecornn.schedules.cuda.isa.functions import call
 WORDS = 8  # of a k-tile
 _KIND = {"float16": "m16n8k16.row.col.f32.f16.f16.f32", "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
          "float32": "m16n8k8.row.col.f32.tf32.tf32.f32", "tf32": "m16n8k8.row.col.f32.tf32.tf32.f32"}
-_ROUND = """
-__device__ __forceinline__ unsigned ecornn_tf32(unsigned word) {
-  unsigned r;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(word)));
-  return r;
-}"""
-_RAISE = """
-__device__ __forceinline__ float ecornn_raised(float value) {  // NaN may have all bits, and would be -0 then
-  return value != value ? value : __uint_as_float(__float_as_uint(value) + 0x1000u);
-}"""
-_PACK = """
-__device__ __forceinline__ unsigned ecornn_pack_{name}(float low, float high) {{
-  unsigned r;
-  asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}}"""
-_UNPACK = """
-__device__ __forceinline__ float ecornn_{name}_f16(unsigned word) {{
-  float r;
-  asm("{{.reg .b16 low, high; mov.b32 {{low, high}}, %1; cvt.f32.f16 %0, {name};}}" : "=f"(r) : "r"(word));
-  return r;
-}}"""
 
 
 def per_word(dtype: str) -> int:
@@ -60,8 +50,10 @@ def pack_pair(low: Expr, high: Expr, dtype: str, *, finite: bool = False) -> Exp
     """Two float32 values as a word of a 16-bit type; with ``finite`` the largest float16 in place of infinity."""
     kind = "f16" if dtype == "float16" else "bf16"
     name, kind = (f"finite_{kind}", f"satfinite.{kind}") if finite and kind == "f16" else (kind, kind)
-    source = _PACK.format(name=name, kind=kind)
-    return T.let("word", call(f"ecornn_pack_{name}", source, low, high, returns="uint32"))
+    return T.let("word", call(f"unsigned ecornn_pack_{name}(float low, float high)", f"""
+        unsigned r;
+        asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+        return r;""", low, high))
 
 
 def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
@@ -70,13 +62,18 @@ def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
         bits = T.bitwise_and(word, T.uint32(0xFFFF0000)) if upper else T.shift_left(word, T.uint32(16))
         return T.let("value", T.reinterpret("float32", bits))
     name = "high" if upper else "low"
-    return T.let("value", call(f"ecornn_{name}_f16", _UNPACK.format(name=name), word, returns="float32"))
+    return T.let("value", call(f"float ecornn_{name}_f16(unsigned word)", f"""
+        float r;
+        asm("{{.reg .b16 low, high; mov.b32 {{low, high}}, %1; cvt.f32.f16 %0, {name};}}" : "=f"(r) : "r"(word));
+        return r;""", word))
 
 
 def raised(value: Expr) -> Expr:
     """A float32 value with half a unit of TF32's last place added to its bits: products that cut off what TF32 has no
     bits for then round it to nearest, and :func:`lowered` still has all of it."""
-    return T.let("raised", call("ecornn_raised", _RAISE, value, returns="float32"))
+    return T.let("raised", call("float ecornn_raised(float value)", """
+        // NaN may have all bits, and would be -0 then
+        return value != value ? value : __uint_as_float(__float_as_uint(value) + 0x1000u);""", value))
 
 
 def lowered(value: Expr) -> Expr:
@@ -91,7 +88,10 @@ def split(word: Expr, arithmetic: str, cut: Expr | bool = False) -> tuple[Expr, 
         whole = T.bitwise_and(word, T.uint32(0xFFFFE000))
         if cut is True:
             return (T.let("rounded", whole),)
-        rounded = call("ecornn_tf32", _ROUND, word, returns="uint32")
+        rounded = call("unsigned ecornn_tf32(unsigned word)", """
+            unsigned r;
+            asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(__uint_as_float(word)));
+            return r;""", word)
         return (T.let("rounded", rounded if cut is False else T.Select(cut, whole, rounded)),)
     if arithmetic != "float32":
         return (word,)
@@ -126,3 +126,26 @@ def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], a
     if apart:
         for to, value in zip(acc, sums, strict=True):
             T.buffer_store(to.source, to + value, list(to.indices))
+
+
+UNPACKED = {"float16": 2, "bfloat16": 4}  # instructions for a word of two
+_LOWER, _UPPER = 0x4140, 0x4342  # which bytes of the word, and of the constant, make the lower and upper two
+
+def unpacked(word: Expr, upper: bool, dtype: str) -> Expr:
+    """The lower or upper two of a word's four integers, as a word of that 16-bit type."""
+    which = T.uint32(_UPPER if upper else _LOWER)
+    if dtype == "float16":
+        name, body = "f16", """
+            unsigned above, r;
+            asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(above) : "r"(word), "r"(0x64646464u), "r"(bytes));
+            asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(above), "r"(0x64806480u));
+            return r;"""
+    else:
+        name, body = "bf16", """
+            unsigned above, t, positive, r;
+            asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(above) : "r"(word), "r"(0x43434343u), "r"(bytes));
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(t) : "r"(above), "r"(0x3F803F80u), "r"(0xC380C380u));
+            asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(positive) : "r"(above), "r"(0x3F803F80u), "r"(0xC380C380u));
+            asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(positive), "r"(0xBF00BF00u), "r"(t));
+            return r;"""
+    return T.let("integers", call(f"unsigned ecornn_integers_{name}(unsigned word, unsigned bytes)", body, word, which))

@@ -60,7 +60,5 @@ def wgmma_wait(acc: list[Expr]) -> None:
     count = len(acc)
     arguments = ", ".join(f"float& d{i}" for i in range(count))
     operands = ", ".join(f'"+f"(d{i})' for i in range(count))
-    run(f"ecornn_wgmma_wait_{count}", f"""
-__device__ __forceinline__ void ecornn_wgmma_wait_{count}({arguments}) {{
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} : : "memory");
-}}""", *acc)
+    run(f"void ecornn_wgmma_wait_{count}({arguments})", f"""
+        asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} : : "memory");""", *acc)

@@ -1,19 +1,20 @@
-"""The work of a thread on one tile of units and rows: products, then the cell's pointwise part."""
+"""The work of a thread of the team: on one tile of units and rows, products, then the cell's pointwise part; or on one
+row, statistics over all of its units, then what follows from them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 
+from ecornn.analysis import Statistic
 from ecornn.analysis.step import Term
 from ecornn.schedules.builder import Expr, TirBuffer, Var
 from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Memory, Place, Span
 from ecornn.schedules.cpu.paired import multiply as multiply_pairs
-from ecornn.schedules.cpu.product import Ahead, accumulators, multiply
-from ecornn.schedules.cpu.quantize import restore
+from ecornn.schedules.cpu.product import STORED, Ahead, accumulators, multiply, restore
 from ecornn.schedules.cpu.stages import Stage, groups
-from ecornn.schedules.cpu.stored import STORED
 from ecornn.schedules.cpu.tiling import Tile
 
 
@@ -129,7 +130,7 @@ class TileTask:
         kept = [(var, self.value(var)) for var in stage.keep]
         results = {n: self.value(r) for n, r in self.o.graph.results.items()} if stage.last else {}
         if stage.last:
-            self.outputs = self.made_outputs()
+            self.outputs = [self.value(var) for var in self.o.graph.outputs]  # in place of a state
         for var, value in kept:
             if stage.level < 0:
                 place = self.hoisted(self.at_row, (self.o.projected if stage.level == -2 else self.o.place)[var])
@@ -138,10 +139,6 @@ class TileTask:
                 e.vstore(self.o.kept[var], self.at, value)
         if stage.last:
             self.finish(results)
-
-    def made_outputs(self) -> list[Expr]:
-        """The values that y has in place of a state."""
-        return [self.value(var) for var in self.o.graph.outputs]
 
     def finish(self, results: dict[str, Expr]) -> None:
         """Stores the states before the next step, and y."""
@@ -205,11 +202,9 @@ class TileTask:
             return e.vload(o.kept[var], self.at)
         if var in self.plan.definition:
             return vector(e, self.plan.definition[var], self.value)
-        if o.graph.x is not None and var.same_as(o.graph.x):
-            return self.x_leaf()
-        for place, given in o.graph.input_offsets(o.x_stride, self.s.hidden).items():
-            if var.same_as(place):
-                return self.x_leaf(given)
+        leaves = {o.graph.x: 0} | o.graph.input_offsets(o.x_stride, self.s.hidden)
+        if var in leaves:
+            return self.x_leaf(leaves[var])
         name = next(n for n, v in o.graph.states.items() if v.same_as(var))
         return e.vload(o.data[f"{name}_state"], o.slot(name, self.t) + self.at)
 
@@ -246,7 +241,7 @@ class TileTask:
             return product * scales
         return restore(e, product, self.o.integers[stage, number], self.at_row, scales)
 
-    def x_leaf(self, offset: int = 0) -> Expr:
+    def x_leaf(self, offset: int) -> Expr:
         """H values of the row of x, from ``offset`` on."""
         e, s = self.e, self.s
         row = self.first * self.o.batch + e.tirx.Min(self.at_row, self.rows - e.index(1))
@@ -254,3 +249,90 @@ class TileTask:
         start = e.let("x_at", start + e.index(offset) if offset else start)
         valid = e.let("x_valid", e.index(s.hidden) - self.unit)
         return e.vload_part("x_part", self.o.data["x"], start, valid)
+
+
+ONE = Tile(1, 1, 1)  # a vector of units of the row
+LOWEST = {"float32": -3.4028234663852886e38, "float64": -1.7976931348623157e308}  # no number is below
+
+
+class RowTask:
+    """One row of the batch, or of the chunk where the stage is of the hoisted projection."""
+
+    def __init__(self, owner: Memory, stage: Stage, span: Span, row: Expr, kind: type[TileTask] = TileTask) -> None:
+        self.o, self.e, self.stage, self.span = owner, owner.e, stage, span
+        self.row, self.lanes = row, owner.shape.lanes
+        self.hidden, self.kind = owner.shape.hidden, kind
+
+    def run(self) -> None:
+        for s in self.stage.statistics:
+            self.summarize(s)
+        if self.stage.finishes:
+            with self.e.loop("vector", -(-self.hidden // self.lanes)) as vector:
+                self.task(vector).pointwise(0, 0)
+
+    def task(self, vector: Expr) -> TileTask:
+        """The task that has the values of a vector of units."""
+        return self.kind(self.o, self.stage, ONE, self.span, vector, self.row)
+
+    def summarize(self, s: Statistic) -> None:
+        """The total, and in a second pass the squares."""
+        e, count = self.e, s.count(self.hidden)
+        total = self.over(s, lambda value: value)
+        self.keep(s.total, total)
+        if s.squares is not None:
+            mean = e.let("mean", e.splat(total * e.number(1.0 / count)))
+
+            def squared(value: Expr) -> Expr:
+                apart = e.let("apart", value - mean)
+                return apart * apart
+
+            self.keep(s.squares, self.over(s, squared))
+
+    def over(self, s: Statistic, function: Callable[[Expr], Expr]) -> Expr:
+        """The sum of a function of all operands and of the statistic's units; or the largest."""
+        e, lanes = self.e, self.lanes
+        first, end = (0, self.hidden) if s.units is None else (s.units[0], sum(s.units))
+        whole = max(end // lanes - -(-first // lanes), 0)
+        nothing = LOWEST[self.o.shape.real] if s.largest else 0.0
+        sums = e.local("sums")
+        e.vstore(sums, 0, e.splat(nothing))
+
+        def combined(a: Expr, b: Expr) -> Expr:
+            return e.tirx.Max(a, b) if s.largest else a + b
+
+        def add(vector: Expr, inside: Expr | None) -> None:
+            values = self.task(vector)
+            values.locate(0, 0)
+            for operand in s.operands:
+                value = e.let("term", function(values.value(operand)))
+                value = value if inside is None else e.tirx.Select(inside, value, e.splat(nothing))
+                e.vstore(sums, 0, combined(e.vload(sums, 0), value))
+
+        def edge(vector: int) -> None:
+            """One of the vectors that are of other units as well."""
+            lane, inside, before = e.ramp(0), None, vector * lanes
+            if before < first:
+                inside = e.tirx.GE(lane, e.splat(first - before, "int64"))
+            if before + lanes > end:
+                below = e.tirx.LT(lane, e.splat(end - before, "int64"))
+                inside = below if inside is None else e.tirx.And(inside, below)
+            add(e.index(vector), inside)
+
+        if first % lanes:
+            edge(first // lanes)
+        with e.loop("vector", whole) as vector:
+            add(vector if first == 0 else e.let("own_vector", vector + e.index(-(-first // lanes))), None)
+        if end % lanes and (end // lanes != first // lanes or not first % lanes):
+            edge(end // lanes)
+        total = e.local("total")
+        e.store(total, 0, e.number(nothing))
+        with e.loop("lane", self.lanes) as lane:
+            e.store(total, 0, combined(e.load(total, 0), e.load(sums, lane)))
+        return e.let("total_value", e.load(total, 0))
+
+    def keep(self, var: Var, value: Expr) -> None:
+        """Stores a statistic where other threads, and this one, will find it."""
+        place = self.task(self.e.index(0))
+        place.locate(0, 0)
+        buffer, at = place.total(var)
+        self.e.store(buffer, at, value)

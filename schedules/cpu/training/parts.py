@@ -1,0 +1,246 @@
+"""The parts of a backward pass: an adjoint cut into those that a CPU carries out one after the other.
+
+    gather      the rows that others read: what forward left, and the gradient of y
+    replay      what forward computed and did not keep, of all rows of a chunk of time
+    recurrence  the adjoint step, from the chunk's last step to its first
+    inputs      gradients of products of x, of all rows
+    dx          the gradient of x
+    finish      gradients of the first states, after the last chunk
+    once        gradients of parameter vectors
+
+Parts over all rows have the stages of a step, each of all rows: what a later one reads is kept in memory.
+
+The state before a step is the one after the step before, of which y, or what forward kept, has the rows; the first
+state of a sequence; or zeros where a sequence starts anew. Rows that take no part in a step have finite values, and
+gradients of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from msgspec import structs
+
+from ecornn.analysis import StepGraph
+from ecornn.analysis.adjoint import Adjoint
+from ecornn.analysis.kept import Kept
+from ecornn.analysis.liveness import levels, needed
+from ecornn.analysis.scalar import variables
+from ecornn.analysis.step import Phase
+from ecornn.program import WORKSPACE, Extent
+from ecornn.schedules.builder import Expr, Var
+from ecornn.schedules.cpu.emit import Emitter
+from ecornn.schedules.cpu.memory import Place
+from ecornn.schedules.cpu.stages import Stage, StepPlan, pass_plan
+from ecornn.schedules.cpu.stages import plan as plan_step
+from ecornn.schedules.cpu.tasks import TileTask
+from ecornn.schedules.cpu.tiling import Shape
+from ecornn.schedules.cpu.worker import SLACK, Worker
+from ecornn.workload import Traversal
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The plans of an adjoint.
+
+    Attributes
+    ----------
+    replay, inputs, finish : passes; what they keep is what other parts read
+    recurrence : of the adjoint's recurrence
+    written : stage of the recurrence -> what it writes for other parts
+    dx : the pass that gives dx, or None where x has no gradient
+    """
+
+    adjoint: Adjoint
+    kept: Kept
+    replay: StepPlan
+    recurrence: StepPlan
+    written: dict[str, tuple[Var, ...]]
+    inputs: StepPlan
+    dx: StepPlan | None
+    finish: StepPlan
+
+
+def backward_plans(adjoint: Adjoint, kept: Kept) -> Backward:
+    """Sorts an adjoint into parts."""
+    recurrence, inputs = adjoint.recurrence, adjoint.inputs
+    wanted = [*recurrence.outputs, *(s.value for s in recurrence.sums)]
+    wanted += [v for o in recurrence.outer_products for v in (o.value, o.operand)]
+    own = _made(recurrence) | {*recurrence.states.values()}  # a gradient may be what the step after left, as it is
+    plan = _recurrence_plan(recurrence)
+    written: dict[str, list[Var]] = {stage.name: [] for stage in plan.steps}
+    for var in dict.fromkeys(v for v in wanted if v in own):
+        # rows of statistics are left to the stage behind, which has all units
+        stage = next((s for s in plan.steps if s.level >= plan.level[var] and s.finishes), plan.steps[-1])
+        written[stage.name].append(var)
+
+    last = inputs.phases[0] if inputs.phases else Phase((), (), ())
+    before = replace(inputs, phases=())
+    read = [t.operand for p in last.products for t in p.terms] + [v for a in last.assigns for v in variables(a.value)]
+    read += [v for o in inputs.outer_products for v in (o.value, o.operand)] + [s.value for s in inputs.sums]
+    read += [v for v in (adjoint.dx, *adjoint.dinputs.values()) if v is not None]
+    made = _made(before)
+    dx = None
+    if adjoint.dx is not None:
+        invariants, read_last = needed(inputs.invariants, {v for a in last.assigns for v in variables(a.value)})
+        graph = replace(inputs, hoisted=(), hoisted_statistics=(), normalized=(), prologue=(), phases=(last,),
+                        invariants=invariants, vectors=tuple(v for v in inputs.vectors if v.var in read_last))
+        dx = _last_stage(pass_plan("dx", graph, (adjoint.dx,)))
+    finish = adjoint.finish
+    ends = _made(finish)
+    return Backward(
+        adjoint, kept, pass_plan("replay", kept.replay, kept.replay.outputs), plan,
+        {name: tuple(those) for name, those in written.items()},
+        pass_plan("inputs", before, tuple(dict.fromkeys(v for v in read if v in made))), dx,
+        pass_plan("finish", finish, tuple(dict.fromkeys(
+            v for v in (*adjoint.gradients.values(), *(s.value for s in finish.sums)) if v in ends))))
+
+
+def _last_stage(plan: StepPlan) -> StepPlan:
+    """``plan`` with stages that keep nothing; it has one even where what it stores is known before."""
+    stages = plan.steps or (Stage("dx_0", 0, (), ()),)
+    return replace(plan, parts=tuple((replace(stage, keep=()),) for stage in stages))
+
+
+def _recurrence_plan(graph: StepGraph) -> StepPlan:
+    """The plan of the recurrence: factors are computed where they are read, from what other parts made."""
+    made = plan_step(replace(graph, hoisted_outputs=(), projected=()))
+    level = {v: max(at, 0) if at > -3 else at for v, at in made.level.items()}
+    parts = tuple(tuple(replace(s, name=f"recurrence_{s.name}") for s in part) for part in made.parts)
+    # its outputs are written for other parts, by the stages that make them
+    return replace(made, graph=replace(made.graph, outputs=()), hoisted=(), parts=parts, level=level)
+
+
+def _made(graph: StepGraph) -> set[Var]:
+    """The variables that a graph computes in each step."""
+    return {v for v, at in levels(graph).items() if at > -3} - {*graph.states.values(), *graph.given}
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Rows to be copied: ``length`` elements of each row of ``source``, one for each step and batch row, to ``to``.
+
+    ``kind``: ``at``, those of the step itself; ``live``, these, or zeros where a row takes no part; ``before``, those
+    of the step before, where ``first`` has the rows before the first step.
+    """
+
+    kind: str
+    to: Place
+    source: Place
+    length: int
+    first: Place | None = None
+
+
+def gather(worker: Worker, low: Expr, rows: Expr, copies: Sequence[Copy]) -> None:
+    """Copies ``rows`` rows from step ``low`` on; ``worker`` has the layer's traversal."""
+    e = worker.e
+    if not copies:
+        return
+    with worker.tasks("gather", rows) as row:
+        b, t = e.let("b", e.mod(row, worker.batch)), e.let("at_step", low + e.div(row, worker.batch))
+        at = e.let("source_row", t * worker.batch + b)
+        limit = worker.timeline.limit(b)
+        for copy in copies:
+            if copy.kind == "before":
+                _before(worker, copy, row, b, t, at, limit)
+            elif copy.kind == "live" and worker.traversal.lengths:
+                live = e.let("live", t < limit)
+                with e.when(live):
+                    _row(worker, copy, row, copy.source, at)
+                with e.when(e.tirx.Not(live)):
+                    _row(worker, copy, row, None, at)
+            else:
+                _row(worker, copy, row, copy.source, at)
+
+
+def _before(worker: Worker, copy: Copy, row: Expr, b: Expr, t: Expr, at: Expr, limit: Expr) -> None:
+    e, reverse = worker.e, worker.traversal.reverse
+    after = t + e.index(1)
+    begins = e.let("begins", after >= limit if reverse else e.tirx.EQ(t, e.index(0)))
+    previous = e.let("previous", at + worker.batch if reverse else at - worker.batch)
+    fresh = None
+    if worker.traversal.resets:
+        inside = e.let("inside", after < limit if reverse else t < limit)
+        mark = e.tirx.Select(inside, after if reverse else t, e.index(0)) * worker.batch + b
+        marked = e.load(worker.data["resets"], mark) != e.tirx.const(0, "uint8")
+        fresh = e.let("fresh", e.tirx.And(inside, marked))
+        with e.when(fresh):
+            _row(worker, copy, row, None, at)
+    with nullcontext() if fresh is None else e.when(e.tirx.Not(fresh)):
+        with e.when(begins):
+            _row(worker, copy, row, copy.first, b)
+        with e.when(e.tirx.Not(begins)):
+            _row(worker, copy, row, copy.source, previous)
+
+
+def _row(worker: Worker, copy: Copy, row: Expr, source: Place | None, at: Expr) -> None:
+    """One row from row ``at`` of ``source``; zeros where that is None."""
+    e, lanes = worker.e, worker.e.lanes
+    into = e.let("into", copy.to.at(e, row))
+    start = None if source is None else e.let("from", source.at(e, at))
+    whole, left = divmod(copy.length, lanes)
+
+    def move(unit: Expr, valid: int) -> None:
+        if source is None or start is None:
+            value = e.splat(0.0)
+        elif valid == lanes:
+            value = e.vload(source.data, start + unit)
+        else:
+            value = e.vload_part("rest", source.data, start + unit, e.index(valid))
+        e.vstore(copy.to.data, into + unit, value)
+
+    with e.loop("vector", whole) as vector:
+        move(vector * e.index(lanes), lanes)
+    if left:
+        move(e.index(whole * lanes), left)
+
+
+class RecurrenceTask(TileTask):
+    """A tile of a step; what other parts read is written to the chunk's rows, zero where a row takes no part."""
+
+    o: Recurrence
+
+    def compute(self) -> None:
+        o, e = self.o, self.e
+        made = [(o.places[v], self.value(v)) for v in o.written[self.stage.name]]
+        super().compute()
+        if not made:
+            return
+        live = o.timeline.live(self.t, self.at_row)
+        row = e.let("chunk_row", o.row_of_chunk(self.first, self.t, self.at_row))
+        values = [(place, o.timeline.masked(live, value, e.splat(0.0))) for place, value in made]
+        with e.when(self.at_row < o.batch):  # a row past the batch is one of another step
+            for place, value in values:
+                e.vstore(place.data, place.at(e, row) + self.unit, value)
+
+    def publish(self, live: Expr | None, results: dict[str, Expr]) -> None:
+        """There is no y."""
+
+
+class Recurrence(Worker):
+    """``traversal`` is the layer's; ``written``: stage -> what it writes, in ``rooms`` rows."""
+
+    task = RecurrenceTask
+
+    def __init__(self, plan: StepPlan, shape: Shape, traversal: Traversal, e: Emitter,
+                 written: dict[str, tuple[Var, ...]], rooms: int) -> None:
+        against = structs.replace(traversal, reverse=not traversal.reverse, backward=True)
+        super().__init__(plan, shape, against, "recurrence_", e)
+        self.written, self.rooms = written, rooms
+        self.places: dict[Var, Place] = {}
+
+    def declare(self, other: Worker) -> None:
+        """Declares its buffers; ``other`` has the function's scalars and masks."""
+        s = self.shape
+        self.share_scalars(other)
+        self.declare_step(s.padded_batch)
+        self.declare_statistics(s.padded_batch)
+        for var in dict.fromkeys(v for those in self.written.values() for v in those):
+            data = self.buffer(f"made_{len(self.places)}", WORKSPACE, Extent(self.rooms * s.width + SLACK))
+            self.places[var] = Place(data, s.width)
+
+    def last(self, name: str) -> Place:
+        """A state after the last step."""
+        return Place(self.data[f"{name}_state"], self.shape.width, self.slot(name, self.steps))
