@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Task, knob
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, unpack_half
 from ecornn.schedules.rates import gpu_rates
@@ -61,7 +61,7 @@ class Hoisted:
     @property
     def units(self) -> int:
         """Units of a row, padded."""
-        return -(-self.hidden // SECTOR) * SECTOR if self.packed else self.hidden
+        return ceil_div(self.hidden, SECTOR) * SECTOR if self.packed else self.hidden
 
     @property
     def row(self) -> int:
@@ -84,7 +84,7 @@ class Hoisted:
         """The pieces of ``units`` (1, 2 or 4) neighbouring units, the first of which is a multiple of ``units``."""
         found, base = [], 0
         for n in self.planes:
-            words = -(-n * units // 2) if self.packed else units
+            words = ceil_div(n * units, 2) if self.packed else units
             found += [Piece(base + i * 2, n, min(4, words - i)) for i in range(0, words, 4)]
             base += n * self.units
         return tuple(found)
@@ -131,7 +131,7 @@ class Hoisted:
         for n in self.planes:
             for e in range(units):
                 found[e] += [(first + i // per, i % per == 1) for i in range(e * n, (e + 1) * n)]
-            first += -(-n * units // per)
+            first += ceil_div(n * units, per)
         return found
 
     def values(self, loaded: Sequence[Expr], units: int = 1) -> list[list[Expr]]:

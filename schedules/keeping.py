@@ -63,7 +63,7 @@ class Stored:
         """The parameters of a kernel that stores them."""
         names = dict.fromkeys((*(f"{s}_kept" for s in self.states),
                                *(self.spot(n).buffer for n in range(len(self.values)))))
-        return {name: T.arg(name, T.buffer((T.int64(1 << 40),), dtype)) for name in names}
+        return {name: T.pointer(name, dtype) for name in names}
 
     def found(self, after: Mapping[str, Value], env: Mapping[Var, Value]) -> dict[Spot, Value]:
         """The values to store by their spot, from the states after a step and the step's values."""

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from ecornn.program import WORKSPACE, Buffer, Call, Chunks, Extent, Fill, Launch, Leaf, Relay, every, mapped
 from ecornn.schedules.base import Component
-from ecornn.schedules.builder import PrimFunc
+from ecornn.schedules.builder import PrimFunc, ceil_div
 
 
 def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
@@ -89,7 +89,7 @@ def _matched(free: Sequence[Buffer], moments: Sequence[set[str]], steps: int,
 def _holding(place: Buffer, other: Buffer) -> Buffer:
     """A workspace that is large enough for either."""
     def elements(own: int, others: int) -> int:
-        return max(own, -(-others * other.itemsize // place.itemsize))
+        return max(own, ceil_div(others * other.itemsize, place.itemsize))
 
     size = Extent(elements(place.extent.fixed, other.extent.fixed),
                   elements(place.extent.per_step, other.extent.per_step))

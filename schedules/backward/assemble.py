@@ -127,12 +127,9 @@ def count_sequences(traversal: Traversal) -> Component:
 
 def _counting_kernel(traversal: Traversal) -> PrimFunc:
     """``(T, B, sequences, count)``, one block."""
-    from tvm.script.ir_builder import IRBuilder
-
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("count_sequences")
+    with T.kernel("count_sequences") as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        table, count = (T.arg(name, T.buffer((T.int64(1 << 40),), "int32")) for name in ("sequences", COUNT))
+        table, count = (T.pointer(name, "int32") for name in ("sequences", COUNT))
         T.device_entry()
         T.block(1)
         thread = T.thread(THREADS)
@@ -149,13 +146,13 @@ def _counting_kernel(traversal: Traversal) -> PrimFunc:
             include(T.Select(number < 0, T.int32(-1), timeline.sequence(number)))
         T.buffer_store(found, highest[0], [thread])
         sync_block()
-        with T.If(thread < WARP), T.Then(), T.unroll("k", THREADS // WARP) as k:
+        with T.when(thread < WARP), T.unroll("k", THREADS // WARP) as k:
             include(found[thread + k * WARP])
         sync_block()
         T.buffer_store(found, highest[0], [thread])
         sync_block()
-        with T.If(thread == 0), T.Then():
+        with T.when(thread == 0):
             with T.unroll("k", WARP) as k:
                 include(found[k])
             T.buffer_store(count, highest[0] + 1, [0])
-    return builder.get()
+    return made()

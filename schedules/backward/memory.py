@@ -79,7 +79,7 @@ class Place:
         buffer, columns, span = arguments[self.columns.name], self.columns, len(values)
         if span == 1 or columns.together(span) < span:
             for e, value in enumerate(values):
-                with T.If(unit + e < columns.width), T.Then():
+                with T.when(unit + e < columns.width):
                     T.buffer_store(buffer, T.cast(value, self.dtype), [columns.place(row, unit + e)])
             return
         first = buffer.ptr_to([columns.place(row, unit)])

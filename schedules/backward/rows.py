@@ -9,7 +9,7 @@ from ecornn.analysis.step import Statistic
 from ecornn.program import Launch
 from ecornn.schedules.backward.scalars import Env, Scalars
 from ecornn.schedules.base import Component
-from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, ceil_div
 from ecornn.schedules.gemm.job import counted, rows_of
 from ecornn.schedules.scalars.row_sums import RowSums
 
@@ -33,16 +33,13 @@ def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Se
 def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int, each: str,
             blocks: int, words: int) -> PrimFunc:
     """The kernel ``(T, B, what is read, vectors, what is written)``."""
-    from tvm.script.ir_builder import IRBuilder
-
     made = [v for those in statistics for s in those for v in s.made]
     operands = {o for those in statistics for s in those for o in s.operands}
     kinds = scalars.reads(made, operands) | ({"vectors": "float32"} if scalars.vectors else {}) | counted(each)
     kinds |= {n: kind for n, kind in scalars.writes().items() if n not in kinds}
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = {n: T.arg(n, T.buffer((T.int64(1 << 40),), kind)) for n, kind in kinds.items()} | {"B": batch}
+        arguments = {n: T.pointer(n, kind) for n, kind in kinds.items()} | {"B": batch}
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
         rows = T.let("rows", rows_of(each, arguments, steps, batch))
@@ -54,7 +51,7 @@ def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic
                 _row(work, statistics, T.let("row", turn * blocks + block), thread, memory)
         else:
             _every_unit(work, rows, block * THREADS + thread, blocks * THREADS)
-    return builder.get()
+    return made()
 
 
 class _Units:
@@ -67,7 +64,7 @@ class _Units:
     @property
     def chunks(self) -> int:
         """Chunks of ``span`` units in a row."""
-        return -(-self.units // self.span)
+        return ceil_div(self.units, self.span)
 
     def within(self, unit: Expr, e: int) -> Expr:
         """Unit ``unit`` + e, or the last one if that is beyond it."""
@@ -102,9 +99,9 @@ def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thr
     sums, found = RowSums(THREADS, thread, memory), Env()
 
     def units(function: Callable[[Expr], None]) -> None:
-        with T.serial("again", 0, -(-work.chunks // THREADS)) as again:
+        with T.serial("again", 0, ceil_div(work.chunks, THREADS)) as again:
             chunk = T.let("chunk", again * THREADS + thread)
-            with T.If(chunk < work.chunks), T.Then():
+            with T.when(chunk < work.chunks):
                 function(T.let("unit", chunk * work.span))
 
     for those in statistics:
@@ -113,7 +110,7 @@ def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thr
         def each(function: Callable[[Env, Expr], None], wanted: set[object] = wanted, known: Env = known) -> None:
             def visit(unit: Expr) -> None:
                 for e, env in enumerate(work.values(row, unit, known, wanted)):
-                    with T.If(unit + e < work.units), T.Then():
+                    with T.when(unit + e < work.units):
                         function(env, unit + e)
 
             units(visit)

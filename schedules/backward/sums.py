@@ -15,7 +15,7 @@ from ecornn.schedules.backward.inputs import places_of_inputs
 from ecornn.schedules.backward.memory import Memory, Place, finish_summed
 from ecornn.schedules.backward.weights import zeros
 from ecornn.schedules.base import Component, joined
-from ecornn.schedules.builder import Expr, PrimFunc, T, Var
+from ecornn.schedules.builder import Expr, PrimFunc, T, Var, ceil_div
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import STEPS, counted, rows_of
 from ecornn.schedules.gemm.outer import with_existing
@@ -61,7 +61,7 @@ def vector_gradients(memory: Memory, add: bool = False) -> Component:
         gradients.setdefault((vector.parameter, vector.gate), []).append(vector.var)
     once = Component()
     if gradients:
-        blocks = -(-H // THREADS)
+        blocks = ceil_div(H, THREADS)
         once = Component({"once": _once(memory, at, gradients, blocks, add)}, (), (Launch("once", blocks, THREADS),))
     unused = [(n, g) for n, s in memory.adjoint.forward.parameters.items() if len(s) == 2 for g in range(s[0])
               if (n, g) not in gradients]
@@ -83,7 +83,7 @@ def _groups(memory: Memory) -> list[_Group]:
 
 def _partial(name: str, group: _Group, hidden: int, accumulate: bool = False) -> Component:
     span = gcd(*(p.columns.together(4) for _, p in group.values))
-    blocks, shared = len(group.values) * -(-hidden // (32 * span)) * CHUNKS, THREADS * span * 4
+    blocks, shared = len(group.values) * ceil_div(hidden, 32 * span) * CHUNKS, THREADS * span * 4
     kernel = _partial_kernel(name, group, hidden, span, blocks, accumulate)
     return Component({name: kernel}, (Buffer(f"{name}_parts", WORKSPACE, "float32",
                                              Extent(CHUNKS * len(group.values) * hidden)),),
@@ -92,16 +92,13 @@ def _partial(name: str, group: _Group, hidden: int, accumulate: bool = False) ->
 
 def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: int, accumulate: bool) -> PrimFunc:
     """``(T, B, values, parts)``: ``parts[chunk, s, j]``. A warp has 32 spans of units, and every eighth row."""
-    from tvm.script.ir_builder import IRBuilder
-
-    place, count, across = group.values[0][1], len(group.values), -(-hidden // (32 * span))
+    place, count, across = group.values[0][1], len(group.values), ceil_div(hidden, 32 * span)
     warps = THREADS // 32
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         kinds = {group.name: place.dtype} | counted(group.each)
-        arguments = {n: T.arg(n, T.buffer((T.int64(1 << 40),), kind)) for n, kind in kinds.items()}
-        parts = T.arg("parts", T.buffer((T.int64(1 << 40),), "float32"))
+        arguments = {n: T.pointer(n, kind) for n, kind in kinds.items()}
+        parts = T.pointer("parts", "float32")
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
         memory = T.shared(THREADS * span)
@@ -122,10 +119,10 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
         first = T.let("first", offset + unit)  # of the row
         whole = replace(place, columns=replace(place.columns, width=place.columns.stride, offset=0))
         turns = T.let("turns", (each + (warps * UNROLL - 1)) // (warps * UNROLL))
-        with T.If(unit < hidden), T.Then(), T.serial("turn", 0, turns) as turn:
+        with T.when(unit < hidden), T.serial("turn", 0, turns) as turn:
             for k in range(UNROLL):
                 row = T.let("row", chunk * each + (turn * UNROLL + k) * warps + warp)
-                with T.If(row < end), T.Then():
+                with T.when(row < end):
                     values = whole.load(arguments, row, first, lambda at, e: at + e, span, aligned=True)
                     for e, value in enumerate(values):
                         T.buffer_store(total, total[e] + value, [e])
@@ -133,33 +130,30 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
         for e in range(span):
             T.buffer_store(memory, total[e], [thread * span + e])
         sync_block()
-        with T.If(T.And(warp == 0, unit < hidden)), T.Then():
+        with T.when(T.And(warp == 0, unit < hidden)):
             for e in range(span):
                 value = memory[thread * span + e]
                 for other in range(1, warps):
                     value = value + memory[(other * 32 + lane) * span + e]
                 into = (chunk * count + s) * hidden + unit + e
                 T.buffer_store(parts, parts[into] + value if accumulate else value, [into])
-    return builder.get()
+    return made()
 
 
 def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
           gradients: Mapping[tuple[str, int], Sequence[Var]], blocks: int, add: bool) -> PrimFunc:
     """``(add, vectors, partial sums, gradients)``: a thread has a unit."""
-    from tvm.script.ir_builder import IRBuilder
-
     back, H = memory.adjoint, memory.task.workload.hidden
     buffers = ["vectors", *dict.fromkeys(f"{name}_parts" for places in at.values() for name, _, _ in places),
                *dict.fromkeys(f"d_{parameter}" for parameter, _ in gradients)]
     used = {v.var for v in back.once.vectors}
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("once")
+    with T.kernel("once") as made:
         added = T.arg("add", T.int32()) != 0 if add else False
-        a = {n: T.arg(n, T.buffer((T.int64(1 << 40),), "float32")) for n in buffers}
+        a = {n: T.pointer(n, "float32") for n in buffers}
         T.device_entry()
         unit = T.let("unit", T.block(blocks) * THREADS + T.thread(THREADS))
         T.note("a thread a unit: partial sums of all chunks, then the gradients of vectors")
-        with T.If(unit < H), T.Then():
+        with T.when(unit < H):
             env = vectors_at(back.forward.vectors, a["vectors"], H, unit, used)
             for var, places in at.items():
                 total = T.local("total", (1,), "float32")
@@ -175,4 +169,4 @@ def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
                     value = value + env[var]
                 into, place = a[f"d_{parameter}"], gate * H + unit
                 T.buffer_store(into, with_existing(added, into[place], value), [place])
-    return builder.get()
+    return made()

@@ -14,7 +14,7 @@ from ecornn.analysis.step import OuterProduct, StepGraph
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.backward.memory import Memory, Place
 from ecornn.schedules.base import Component, joined
-from ecornn.schedules.builder import Expr, PrimFunc, T, Var
+from ecornn.schedules.builder import Expr, PrimFunc, T, Var, ceil_div
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.gemm.outer import THREADS, Into, OuterJob, adding_kernel
 from ecornn.schedules.gemm.outer_mma import outer_kernel, outer_shape
@@ -140,17 +140,14 @@ def zeros(forward: StepGraph, gates: Sequence[tuple[str, int]], blocks: int, add
 
 def zero_kernel(name: str, first: int, size: int, blocks: int, add: bool) -> PrimFunc:
     """``(add, into)``: zeros from element ``first`` on."""
-    from tvm.script.ir_builder import IRBuilder
-
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         wanted = T.arg("add", T.int32()) == 0 if add else True
-        into = T.arg("into", T.buffer((T.int64(1 << 40),), "float32"))
+        into = T.pointer("into", "float32")
         T.device_entry()
         T.note("gradients of matrices that nothing flows into: zeros")
         thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
-        with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
+        with T.serial("turn", 0, ceil_div(size, blocks * THREADS)) as turn:
             item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))
-            with T.If(T.And(item < size, wanted)), T.Then():
+            with T.when(T.And(item < size, wanted)):
                 T.buffer_store(into, T.float32(0), [item + first])
-    return builder.get()
+    return made()

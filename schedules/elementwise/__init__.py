@@ -13,6 +13,7 @@ from ecornn.program import Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
+from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.elementwise.kernel import ElementwiseKnobs, ring_words, sequence_kernel
 from ecornn.schedules.gemm.projection import no_projection, projection_time
 from ecornn.schedules.hoisted import gained, hoisted_choices, hoisted_of, preferred
@@ -84,7 +85,7 @@ class Elementwise(Schedule[ElementwiseKnobs]):
                 config: Config = {"units": units, "threads": 64, "prefetch": prefetch, "group": group,
                                   "hoisted": "float32", "math": "exact" if exact else "fast"}
                 plan = self.plan(task, config)
-                together = min(-(-_blocks(task, plan) // cores), 16)
+                together = min(ceil_div(_blocks(task, plan), cores), 16)
                 fits = _shared(task, plan) * together <= task.device.shared or prefetch == 8
                 if fits and self.check(task, config) is None:
                     return config
@@ -133,7 +134,7 @@ def estimate(task: Task, plan: ElementwiseKnobs) -> float:
     """
     units, threads, prefetch, group = plan.units, plan.threads, plan.prefetch, plan.group
     graph, cores, rates = task.graph, task.device.cores, gpu_rates(task.device)
-    most = -(-_blocks(task, plan) // cores) * -(-threads // 32)  # warps of the busiest multiprocessor
+    most = ceil_div(_blocks(task, plan), cores) * ceil_div(threads, 32)  # warps of the busiest multiprocessor
     issued = STEP + INPUT * len(graph.hoisted_outputs) + units * (UNIT + SCALAR * len(graph.prologue)) + WAIT / group
     alone = CHAINED * len(graph.prologue) + BESIDE + WAITED / group + issued
     room = task.device.shared // max(1, _shared(task, plan)) * (threads // 32)  # warps at once
@@ -175,4 +176,4 @@ def _shared(task: Task, plan: ElementwiseKnobs) -> int:
 
 def _blocks(task: Task, plan: ElementwiseKnobs) -> int:
     w = task.workload
-    return -(-w.batch * w.hidden // (plan.units * plan.threads))
+    return ceil_div(w.batch * w.hidden, plan.units * plan.threads)

@@ -38,17 +38,14 @@ class ElementwiseKnobs(Knobs):
 def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored = NOTHING) -> PrimFunc:
     """``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
     ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too."""
-    from tvm.script.ir_builder import IRBuilder
-
     graph, w, hoisted, math = task.graph, task.workload, hoisted_of(task, cut.hoisted), cut.math
-    columns, big = w.hidden // cut.units, T.int64(1 << 40)
+    columns = w.hidden // cut.units
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
     kinds |= {"vectors": "float32"} | dict.fromkeys(written_by(task), w.dtype)
     kinds |= {f"{state}_{end}": w.dtype for state in graph.states for end in ("in", "out")}
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(keeping("sequence", kept))
+    with T.kernel(keeping("sequence", kept)) as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        arguments = {name: T.arg(name, T.buffer((big,), kind)) for name, kind in kinds.items()}
+        arguments = {name: T.pointer(name, kind) for name, kind in kinds.items()}
         arguments |= kept.arguments(w.dtype) | row_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(cut.threads)
@@ -59,11 +56,11 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
         item = T.let("item", block * cut.threads + thread)
         row = T.let("row", item // columns)
         T.note("a thread takes its units of one batch row through all steps")
-        with T.If(row < batch), T.Then():
+        with T.when(row < batch):
             unit = T.let("unit", item % columns * cut.units)
             kernel = SequenceKernel(task, hoisted, math, arguments, steps, batch, kept)
             _Units(kernel, cut, ring, thread, row, unit).run()
-    return builder.get()
+    return made()
 
 
 def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int:
@@ -139,7 +136,7 @@ class _Units:
         slot = T.let("slot", groups % max(1, ahead) * group)
         for i in range(group - 1):
             t = T.let("t", groups * group + i)
-            with T.If(t < self.steps), T.Then():
+            with T.when(t < self.steps):
                 if self.ring is not None:
                     self._take(i, slot)
                 self._step(i, t)
@@ -167,7 +164,7 @@ class _Units:
                     self._copy_step(T.let("step_at", first + i * self.inputs_apart), slot + i)
             with T.Else():
                 for i in range(self.group - 1):
-                    with T.If(left > i), T.Then():
+                    with T.when(left > i):
                         self._copy_step(T.let("step_at", first + i * self.inputs_apart), slot + i)
         cp_async_commit()
 

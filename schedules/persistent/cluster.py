@@ -11,7 +11,7 @@ all read slot t % 2 by then, which is behind the end of its phase.
 
 from __future__ import annotations
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive
 from ecornn.schedules.cuda.isa.memory import ld_shared
@@ -45,7 +45,7 @@ class Cluster(Carrier):
         """Makes the barriers; stores the initial state, and zeros where no word will come. For all threads of the
         cluster."""
         plan = self.plan
-        with T.If(thread == 0), T.Then():
+        with T.when(thread == 0):
             for one in self.pipelines:
                 one.init()
             fence_mbarrier_init()
@@ -54,12 +54,12 @@ class Cluster(Carrier):
                     mbarrier_arrive(one.full_barrier(0))
                 else:
                     one.announce(0)
-                with T.If(self.steps > 1), T.Then():
+                with T.when(self.steps > 1):
                     one.announce(1)
         T.note("cluster, prologue: the state that the call was given into the slot of step 0")
         for p, phase in enumerate(plan.phases):
             total, first = plan.slot_words(phase), self.first[p]
-            with T.serial("turn", 0, -(-total // (plan.threads * AT_ONCE))) as turn:
+            with T.serial("turn", 0, ceil_div(total, plan.threads * AT_ONCE)) as turn:
                 places = [T.let("place", (turn * AT_ONCE + i) * plan.threads + thread) for i in range(AT_ONCE)]
                 found = [T.uint32(0)] * AT_ONCE
                 if p == 0:
@@ -67,7 +67,7 @@ class Cluster(Carrier):
                     head = head_of(plan, group)
                     found = [self._given(*initial_values(kernel, one, head)) for one in at]
                 for place, word in zip(places, found, strict=True):
-                    with T.If(place < total), T.Then():
+                    with T.when(place < total):
                         T.buffer_store(self.words, word, [first + place])
                         T.buffer_store(self.words, T.uint32(0), [first + total + place])
         cluster_arrive()
@@ -91,7 +91,7 @@ class Cluster(Carrier):
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         T.note("one thread: the slot has been read; its mbarrier expects the state of step t + 2")
-        with T.If(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)), T.Then():
+        with T.when(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)):
             self.pipelines[phase].announce(t)
 
     def word(self, value: Expr, neighbour: Expr | None = None) -> Expr:
@@ -104,5 +104,5 @@ class Cluster(Carrier):
         return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
-        with T.If(T.And(mine, step < self.steps)), T.Then():
+        with T.when(T.And(mine, step < self.steps)):
             self.pipelines[phase].send(step, slot + place, [word])

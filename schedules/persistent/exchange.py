@@ -157,7 +157,7 @@ class Ring(Carrier):
         self._fence(self.plan.released(t))
 
     def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
-        with T.If(mine), T.Then():
+        with T.when(mine):
             st_relaxed(self.rings[phase].ptr_to([place]), [word])
 
     def acquired(self, t: Expr) -> None:

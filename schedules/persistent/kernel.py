@@ -43,15 +43,12 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
     recurrent_<p>, [scales_<p>,] [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y;
     ``persistent_keeping`` stores what is ``kept``, too. ``early``: launched as ``start.py`` says."""
-    from tvm.script.ir_builder import IRBuilder
-
     phases = range(len(plan.phases))
     own = {f"recurrent_{i}": "uint8" if plan.scaled else plan.dtype for i in phases}
     own |= {f"scales_{i}": "float32" for i in phases if plan.scaled}
     if not plan.cluster:
         own |= dict.fromkeys([f"exchange_{i}" for i in phases] + [f"sums_{e}" for e in range(len(plan.sums))], "uint32")
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(keeping("persistent", kept))
+    with T.kernel(keeping("persistent", kept)) as made:
         before = partial(ProjectionWorkers.declare, task, hoisted) if plan.workers else dict
         kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early, before)
         weights, rings = ([kernel.arguments[f"{name}_{i}"] for i in phases if f"{name}_{i}" in own]
@@ -76,7 +73,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
             with T.If(warp < plan.warps):
                 with T.Then():
                     products(plan, kernel.steps, Position(place, warp, lane), weights, carrier, shared, early)
-                with T.Else(), T.If(warp < plan.warps + plan.gate_warps), T.Then():
+                with T.Else(), T.when(warp < plan.warps + plan.gate_warps):
                     Gates(kernel, plan, carrier, shared, group, member,
                           T.let("gate_thread", thread - plan.warps * 32), beside).run()
 
@@ -86,6 +83,6 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
             with T.If(block < recurrent):
                 with T.Then():
                     recurrence()
-                with T.Else(), T.If(thread < THREADS), T.Then():
+                with T.Else(), T.when(thread < THREADS):
                     beside.work(T.let("worker", block - recurrent), thread, shared)
-    return builder.get()
+    return made()

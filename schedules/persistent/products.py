@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.fragments import multiply_pair, zeros
 from ecornn.schedules.cuda.isa.integers import unpacked
 from ecornn.schedules.cuda.isa.launch import wait_on_earlier
@@ -79,7 +79,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
             T.note("MMA warps: partial sums to shared memory, then the named barrier at which gate warps wait for them")
             stride = plan.stride(phase)
             base = T.let("base", side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
-            for m in range(-(-phase.octets(plan.units) // 2)):
+            for m in range(ceil_div(phase.octets(plan.units), 2)):
                 for n in range(plan.tiles):
                     for i in range(4):
                         with within(plan, n, lane % 4 * 2 + i % 2):
@@ -162,7 +162,7 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Carrie
     phase = plan.phases[index]
     octets, chains = phase.octets(plan.units), min(plan.chains, phase.pairs * 2)
     # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
-    acc = zeros("acc", chains, -(-octets // 2), plan.tiles, 4)
+    acc = zeros("acc", chains, ceil_div(octets, 2), plan.tiles, 4)
     # (pair, n8 tile, 2 words of fragment B of each k-tile)
     state = T.local("state", (phase.polled_pairs, plan.tiles, 4), "uint32")
     if plan.rows % 8:

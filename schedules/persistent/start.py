@@ -43,10 +43,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
 
     Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so.
     """
-    from tvm.script.ir_builder import IRBuilder
-
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("start")
+    with T.kernel("start") as made:
         kernel = declare_start(task, layout, math)
         rings = [T.pointer(f"exchange_{i}", "uint32") for i in range(len(plan.phases))]
         ready = T.pointer("ready", "uint32") if plan.workers else None
@@ -58,7 +55,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
         if ready is not None:
             counters = T.let("counters", (kernel.steps * kernel.batch + (LEAST_ROWS - 1)) // LEAST_ROWS)
             turns = T.let("turns", (counters + (threads - 1)) // threads)
-            with T.serial("turn", 0, turns) as turn, T.If(turn * threads + first < counters), T.Then():
+            with T.serial("turn", 0, turns) as turn, T.when(turn * threads + first < counters):
                 T.buffer_store(ready, T.uint32(0), [turn * threads + first])
         for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
             words = plan.slot_words(phase)
@@ -79,7 +76,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
                         T.buffer_store(ring, rest, [place])
         if early:
             wait_on_earlier()
-    return builder.get()
+    return made()
 
 
 def located(plan: PersistentPlan, phase: PhasePlan, group: Expr, place: Expr) -> tuple[Expr, Expr, Expr]:

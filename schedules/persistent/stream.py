@@ -49,7 +49,7 @@ class Stream:
     def begin(self) -> None:
         """Makes the barriers, and asks for the first pairs."""
         T.note("weight stream, prologue: mbarriers of the ring, and its first bulk copies from L2")
-        with T.If(self.lane == 0), T.Then():
+        with T.when(self.lane == 0):
             self.slots.init()
             fence_mbarrier_init()
             for slot in range(self.phase.slots):
@@ -72,11 +72,11 @@ class Stream:
         sync_warp()
         follows = q + slots < count  # in this step
         if not isinstance(q, int):
-            with T.If(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))), T.Then():
+            with T.when(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))):
                 self._copy(T.let("next", T.Select(follows, q + slots, slot)))
             return
         wanted = self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)
-        with T.If(wanted), T.Then():
+        with T.when(wanted):
             self._copy(q + slots if follows else slot)
 
     def _copy(self, q: Expr) -> None:

@@ -12,7 +12,7 @@ Two statistics travel as 16 bytes, so a slot has first the pairs of statistics a
 from __future__ import annotations
 
 from ecornn.analysis import Statistic
-from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.builder import Expr, T, ceil_div
 from ecornn.schedules.cuda.isa.cluster import cluster_send
 from ecornn.schedules.cuda.isa.memory import ld_shared, shared_address
 from ecornn.schedules.persistent.cluster import Cluster
@@ -42,9 +42,9 @@ class ClusterSums(Sums):
             own = words[2 * n:2 * n + 4]
             to = T.let("to", shared_address(self.carrier.words.ptr_to(
                 [slot + self._row(e, n, self.rows[i]) + self.part * len(own)])))
-            for turn in range(-(-plan.blocks // self.lanes)):  # each lane to a block of its own
+            for turn in range(ceil_div(plan.blocks, self.lanes)):  # each lane to a block of its own
                 rank = T.let("rank", self.lane + turn * self.lanes)
-                with T.If(T.And(self.mine[i], rank < plan.blocks)), T.Then():
+                with T.when(T.And(self.mine[i], rank < plan.blocks)):
                     cluster_send(to, barrier, T.cast(rank, "uint32"), own)
 
     def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
@@ -63,7 +63,7 @@ class ClusterSums(Sums):
 
     def wipe(self, t: Expr) -> None:
         """Nothing needs to be taken back; the slots' next phases begin."""
-        with T.If(T.And(self.thread == 0, t + 2 < self.steps)), T.Then():
+        with T.when(T.And(self.thread == 0, t + 2 < self.steps)):
             for pipeline in self.carrier.sums:
                 pipeline.announce(t)
 
@@ -82,7 +82,7 @@ class ClusterSums(Sums):
         plan, width = self.plan, len(largest)
         per = 4 // width
         nothing = [T.uint32(LOWEST_BITS if largest[k % width] else 0) for k in range(4)]
-        turns = -(-plan.sum_parts // (per * lanes))
+        turns = ceil_div(plan.sum_parts, per * lanes)
         words = T.local("words", (turns, 4), "uint32")  # each turn: two statistics of a part, or one of two parts
         at = T.let("at", first + self.lane % lanes * 4)
         for j in range(turns):
@@ -93,10 +93,10 @@ class ClusterSums(Sums):
                 continue
             for k in range(4):
                 T.buffer_store(words, nothing[k], [j, k])
-            with T.If(self.lane % lanes * per < left), T.Then():
+            with T.when(self.lane % lanes * per < left):
                 self._load(place, at + j * lanes * 4)
             if left % per:  # behind the last part is one that nobody sends
-                with T.If(self.lane % lanes * per == left - 1), T.Then():
+                with T.when(self.lane % lanes * per == left - 1):
                     for k in range(2, 4):
                         T.buffer_store(words, nothing[k], [j, k])
         values = [[T.let("value", T.reinterpret("float32", words[j, k])) for k in range(4)] for j in range(turns)]

@@ -20,7 +20,7 @@ between, which its readers came to after they had read.
 from __future__ import annotations
 
 from ecornn.analysis import Statistic
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.memory import ld_relaxed, ld_shared, st_relaxed, st_shared
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync, pause, sync_warp
 from ecornn.schedules.persistent.exchange import SENTINEL, pack
@@ -59,7 +59,7 @@ class RingSums(Sums):
 
     def _store(self, e: int, slot: Expr, i: int, words: list[Expr]) -> None:
         plan = self.plan
-        with T.If(T.And(self.mine[i], self.lane < plan.row_quads(e))), T.Then():
+        with T.when(T.And(self.mine[i], self.lane < plan.row_quads(e))):
             place = slot + self.part * plan.sum_stride(e) + (self.rows[i] * plan.row_quads(e) + self.lane) * 4
             st_relaxed(self.rings[e].ptr_to([place]), words)
 
@@ -68,7 +68,7 @@ class RingSums(Sums):
         quads, entries = plan.sum_quads(e), plan.rows * plan.row_quads(e)
         across = min(32, quads)
         beside = plan.gate_warps * 32 // across  # threads that read the same quad, of other parts
-        turns = -(-plan.sum_parts // beside)
+        turns = ceil_div(plan.sum_parts, beside)
         words = T.local("words", (quads // across * turns, 4), "uint32")  # (outer, turn), word of a quad
         loads: list[tuple[Expr, Expr]] = []
         kinds: list[list[Kind]] = []  # of the words of each quad
@@ -91,7 +91,7 @@ class RingSums(Sums):
                 lanes //= 2
                 sums = across_lanes(sums, lanes, kinds[outer][:used])
             own = [T.reinterpret("uint32", v) for v in sums] + [T.uint32(0)] * (4 - used)
-            with T.If(self.thread % 32 < across), T.Then():
+            with T.when(self.thread % 32 < across):
                 at = self._between(side, self.thread // 32) + (self.thread % 32 + outer * across) * 4
                 st_shared(self.words.ptr_to([at]), own)
         named_barrier_sync(SUMMED, plan.gate_warps * 32)
@@ -127,7 +127,7 @@ class RingSums(Sums):
         pause(PAUSE)
         with T.While(missing[0] != 0):
             for n, (at, inside) in enumerate(loads):
-                with T.If(inside), T.Then():
+                with T.when(inside):
                     ld_relaxed([words[n, k] for k in range(4)], self.rings[e].ptr_to([at]))
             highest = [words[n, k] for n in range(len(loads)) for k in range(4)]
             found = T.tree("highest", highest, T.max) == T.uint32(SENTINEL)

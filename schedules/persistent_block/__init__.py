@@ -11,6 +11,7 @@ from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.base import Component, Config, Knob, SearchedSchedule, Task, register_limit
+from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.few_steps import others
 from ecornn.schedules.gemm.projection import may_be_followed, no_projection, project
 from ecornn.schedules.hoisted import Hoisted, hoisted_choices, hoisted_of, preferred, saved
@@ -83,7 +84,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         held = [n for n in range(1, heads + 1) if heads % n == 0]
         # of those that make the same number of blocks, the fewest
         at_once = [task.device.clusters(n) if n > 1 else task.device.cores for n in self._clusters(task)]
-        fair = {-(-w.batch * heads // (n * blocks * turns)) for blocks in at_once for turns in (1, 2) for n in held}
+        fair = {ceil_div(w.batch * heads, n * blocks * turns) for blocks in at_once for turns in (1, 2) for n in held}
         wide = task.device.can.warpgroups and w.dtype != "float32"
         kinds = ("fma", "mma", "wgmma") if wide else ("fma", "mma")
         rows = {r for r in {*ROWS, *fair} if r <= min(w.batch, ROWS[-1])}
@@ -105,7 +106,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         if wide and knobs.registers != 100:
             return "warpgroups have all weights in registers"
         heads, held, cluster = most_heads(task.graph), knobs.heads, knobs.cluster
-        head, blocks = w.hidden // heads, -(-w.batch // rows) * (heads // held)
+        head, blocks = w.hidden // heads, ceil_div(w.batch, rows) * (heads // held)
         own = head // cluster
         if cluster > 1 and (knobs.products != "mma" or resident > 1 or rows <= QUAD or held > 1):
             return "clusters are for mma of more rows than a quad has lanes, of a head, a block on each multiprocessor"
@@ -119,9 +120,9 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
             return f"{8 * units if mma else units} units do not divide a head of {head}"
         if not mma and 4 * (lanes - 1) >= head:
             return "a lane without a part of K"
-        groups = -(-own // (8 * units if mma else units))
-        groups = held * (-(-groups // 4) * 4 if wide else groups)  # warps, or groups of lanes
-        threads = (groups if mma else -(-groups * lanes // 32)) * 32
+        groups = ceil_div(own, 8 * units if mma else units)
+        groups = held * (ceil_div(groups, 4) * 4 if wide else groups)  # warps, or groups of lanes
+        threads = (groups if mma else ceil_div(groups * lanes, 32)) * 32
         if threads > THREADS:
             return f"{threads} threads a block"
         plan = plan_of(task, knobs)
@@ -151,8 +152,8 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         rows = min(knobs.rows, task.workload.batch)
         if knobs.cluster > 1:
             return {**config, "rows": rows}
-        blocks = -(-task.workload.batch // rows) * (most_heads(task.graph) // knobs.heads)
-        together = -(-blocks // task.device.cores)
+        blocks = ceil_div(task.workload.batch, rows) * (most_heads(task.graph) // knobs.heads)
+        together = ceil_div(blocks, task.device.cores)
         return {**config, "rows": rows, "resident": min(knobs.resident, together)}
 
     def expected(self, task: Task) -> float:

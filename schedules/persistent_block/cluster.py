@@ -37,19 +37,19 @@ class Sent:
     def begin(self) -> None:
         """The barriers; behind it all blocks have theirs, and what their threads stored before. For all threads."""
         T.note("cluster, prologue: mbarriers, then all CTAs meet")
-        with T.If(self.thread == 0), T.Then():
+        with T.when(self.thread == 0):
             self.state.init()
             fence_mbarrier_init()
         cluster_arrive()
         cluster_wait()
-        with T.If(self.thread == 0), T.Then():
+        with T.when(self.thread == 0):
             self.state.announce(T.int32(0))
 
     def wait(self, step: Expr) -> None:
         """For the state before a step, behind what this block's threads have sent of it. For all threads."""
         sync_block()
         T.note("consumer: one thread says what comes next; all wait for the state's bytes from the CTAs of the cluster")
-        with T.If(T.And(self.thread == 0, step < self.steps)), T.Then():
+        with T.when(T.And(self.thread == 0, step < self.steps)):
             self.state.announce(step + 1)
         self.state.wait_for(step)
 

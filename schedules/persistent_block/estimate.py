@@ -9,6 +9,7 @@ as latencies of an H100's instructions and are fitted, close to these, to 117 co
 from __future__ import annotations
 
 from ecornn.schedules.base import Task
+from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.gemm.projection import projection_time
 from ecornn.schedules.hoisted import hoisted_of
@@ -56,19 +57,19 @@ def estimate(task: Task, plan: BlockPlan) -> float:
 def turns_of(task: Task, plan: BlockPlan) -> int:
     """The number of times that blocks, or clusters, take turns."""
     at_once = task.device.cores * plan.resident if plan.cluster == 1 else task.device.clusters(plan.cluster)
-    return -(-plan.blocks // at_once)
+    return ceil_div(plan.blocks, at_once)
 
 
 def recurrence(task: Task, plan: BlockPlan, rates: GPURates) -> float:
     """Nanoseconds of a step of the blocks of a multiprocessor."""
-    together = min(plan.resident, -(-plan.blocks // task.device.cores))  # of clusters one
+    together = min(plan.resident, ceil_div(plan.blocks, task.device.cores))  # of clusters one
     alone, busy = cycles(task, plan, plan.knobs.math)
     return max(alone + busy, together * busy) / rates.clock
 
 
 def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
     """Cycles of one block's step: those it waits, and those its warps issue one after the other in a quarter."""
-    turns = -(-plan.threads // 128)  # warps of a quarter
+    turns = ceil_div(plan.threads, 128)  # warps of a quarter
     waits = issued = 0.0
     graph = task.graph
     for phase in range(len(plan.operands)):
@@ -108,8 +109,8 @@ def _tensor(plan: BlockPlan, part: Part) -> float:
     """Cycles that a warp issues for the mma of a part."""
     own = len(part.products) * plan.units
     if plan.wgmma:
-        return part.pieces * 2 * -(-own // 2) * plan.tiles * WARPGROUP
-    products = part.pieces * 2 * -(-own // 2) * plan.tiles
+        return part.pieces * 2 * ceil_div(own, 2) * plan.tiles * WARPGROUP
+    products = part.pieces * 2 * ceil_div(own, 2) * plan.tiles
     three = plan.arithmetic == "float32"
     split = 0.0 if plan.dtype != "float32" else part.pieces * (own + plan.tiles) * 4 * (
         TENSOR_SPLIT if three else TENSOR_ROUND)

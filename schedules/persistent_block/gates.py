@@ -164,7 +164,7 @@ class Gates(GateThreads):
                 self._send(self.sent, step)
             return
         within = self.plan.heads > 1  # whose threads have whole units
-        with T.If(self.owner[i] if within else T.And(self.owner[i], self.unit[i] < self.plan.hidden)), T.Then():
+        with T.when(self.owner[i] if within else T.And(self.owner[i], self.unit[i] < self.plan.hidden)):
             for o, operand in enumerate(self.graph.product_phases[p].operands):
                 self.products.store(self.products.first(p, o, self._side(step)), self.local[i], self.column[i],
                                     env[operand])
@@ -185,7 +185,7 @@ class Gates(GateThreads):
                 unit = self.local[i] // 2 * 2
                 column = T.Select(odd, self.column[i + 1], self.column[i])
                 owner = T.Select(odd, self.owner[i + 1], self.owner[i])
-            with T.If(owner), T.Then():
+            with T.when(owner):
                 sent.state.send(step, first + products.place_of(unit, column) // per, [word])
 
     def _start_at(self, t: Expr) -> None:
@@ -216,7 +216,7 @@ class Gates(GateThreads):
             nothing = T.uint32(0) if self.hoisted.packed else T.float32(0)
             for k in range(self.hoisted.words()):
                 T.buffer_store(into, nothing, [i, k])
-            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+            with T.when(T.And(self.valid[i], t < self.steps)):
                 for piece in self.hoisted.pieces():
                     ld_shared([into[i, done + k] for k in range(piece.words)],
                               self._slot(slot, i, done, piece.words), kind)
@@ -229,7 +229,7 @@ class Gates(GateThreads):
         """Begins to copy the inputs of step t."""
         slot = t % self.plan.depth
         for i in range(self.items):
-            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+            with T.when(T.And(self.valid[i], t < self.steps)):
                 row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
                 first, done = T.let("first", row * self.hoisted.row), 0
                 for piece in self.hoisted.pieces():

@@ -33,11 +33,8 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
     """``persistent_block(T, B, [hoisted,] vectors, <state>_in, <state>_out, recurrent_<part>, y)``;
     ``persistent_block_keeping`` stores what is ``kept``, too. ``early``: it begins while the projection ends, and loads
     weights until then."""
-    from tvm.script.ir_builder import IRBuilder
-
     own = dict.fromkeys((f"recurrent_{i}" for i in range(len(plan.parts))), plan.dtype if plan.mma else "float32")
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(keeping("persistent_block", kept))
+    with T.kernel(keeping("persistent_block", kept)) as made:
         kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early)
         weights = [kernel.arguments[name] for name in own]
         T.device_entry()
@@ -51,8 +48,8 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
         share: Expr = 0  # of the heads
         if plan.shares > 1:
             share, group = T.let("share", group % plan.shares), T.let("row_group", group // plan.shares)
-        with T.If(group * plan.rows < kernel.batch), T.Then():
+        with T.when(group * plan.rows < kernel.batch):
             kinds: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}
             products = kinds[plan.products](task, plan, shared, weights, thread, rank, share)
             Gates(kernel, plan, products, group, thread).run()
-    return builder.get()
+    return made()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.fragments import multiply_pair, zeros
 from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_shared, shared_address
 from ecornn.schedules.cuda.isa.tensor_core import per_word
@@ -92,7 +92,7 @@ class TensorProducts(Products):
         plan = self.plan
         octets, ahead = len(part.products) * plan.units, plan.ahead(part)
         # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
-        acc = zeros("acc", chains, -(-octets // 2), plan.tiles, 4)
+        acc = zeros("acc", chains, ceil_div(octets, 2), plan.tiles, 4)
         if plan.held > 1:
             first = T.let("head_first", first + self.head * (plan.depth_of_k * plan.rows * PAIR))
         # (pair, n8 tile, 2 words of fragment B of each k-tile)
@@ -154,7 +154,7 @@ class WarpgroupProducts(TensorProducts):
     def _part(self, number: int, part: Part, first: Expr, chains: int, meanwhile: Callable[[], None]) -> TirBuffer:
         plan = self.plan
         octets, apart = len(part.products) * plan.units, plan.tiles * 128  # bytes between matrices of the same columns
-        tiles, zero = -(-octets // 2), T.uint32(0)
+        tiles, zero = ceil_div(octets, 2), T.uint32(0)
         acc = T.local("acc", (1, tiles, plan.tiles, 4), "float32")
         if plan.held > 1:
             first = first + self.head * (plan.depth_of_k * PAIR * plan.tiles * 8)

@@ -10,6 +10,7 @@ from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Prog
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task
+from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
@@ -83,10 +84,10 @@ class PersistentWide(SearchedSchedule[WidePlan]):
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, step, several = task.workload, unit_step(task), len(task.graph.phases[0].operands) > 1
         widest = WIDEST_SUM if several else WIDEST
-        groups = sorted({-(-w.batch // rows) for rows in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
+        groups = sorted({ceil_div(w.batch, rows) for rows in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
         # of those that make the same number of blocks, the fewest
-        units = tuple({-(-w.hidden // u): u for u in range(widest // step * step, 0, -step)
-                       if -(-w.hidden // u) <= task.device.cores}.values())
+        units = tuple({ceil_div(w.hidden, u): u for u in range(widest // step * step, 0, -step)
+                       if ceil_div(w.hidden, u) <= task.device.cores}.values())
         large = {"streamed": STREAMED, "ahead": AHEAD, "lasting": LASTING} if _large(task) else {}
         return WideKnobs.offered({
             "groups": tuple(groups), "units": units, "parts": MORE_PARTS if several else PARTS,
@@ -100,7 +101,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         device, w, knobs = task.device, task.workload, WideKnobs(config)
         groups, units, step = knobs.groups, knobs.units, unit_step(task)
         parts, row_teams = knobs.parts, knobs.row_teams
-        blocks, rows = groups * -(-w.hidden // units) * parts, -(-w.batch // groups)
+        blocks, rows = groups * ceil_div(w.hidden, units) * parts, ceil_div(w.batch, groups)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
         if (groups - 1) * rows >= w.batch:
@@ -136,7 +137,8 @@ class PersistentWide(SearchedSchedule[WidePlan]):
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many eights of batch rows."""
-        return {**config, "groups": -(-task.workload.batch // (-(-batch // WideKnobs(config).groups // 8) * 8))}
+        rows = ceil_div(ceil_div(batch, WideKnobs(config).groups), 8) * 8
+        return {**config, "groups": ceil_div(task.workload.batch, rows)}
 
     def expected(self, task: Task) -> float:
         plan = self.plan(task, self.default(task))

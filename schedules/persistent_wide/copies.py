@@ -82,7 +82,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         mine, every = lane < C, (1 << C) - 1
     else:
         ring, keep = 0, opaque
-        with T.If(warp == 0), T.Then():
+        with T.when(warp == 0):
             _weights(plan, memory, role, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)),
                      weights)
         stage, turn = keep("stage", warp + lane % each * plan.copiers), keep("turn", lane // each)
@@ -102,14 +102,14 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         use = Use(stage, T.let("parity", parity_of(t * uses + turn)))
         source = keep("source", slot_base(plan, role.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != T.uint32(every)):
-            with T.If(waiting[0] != T.uint32(0)), T.Then():
-                with T.If(T.cast(count[0], "int32") < t * needed), T.Then():
+            with T.when(waiting[0] != T.uint32(0)):
+                with T.when(T.cast(count[0], "int32") < t * needed):
                     ld_acquire(count[0], counter)
                 # a parity says nothing about the use after next: the one before must have been issued
                 before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
-                with T.If(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.Then(), \
-                        T.If(state.may_acquire(use)), T.Then():
+                with T.when(T.And(follows, T.cast(count[0], "int32") >= t * needed)), \
+                        T.when(state.may_acquire(use)):
                     # The copies of several lanes issue as one instruction, which a race checker takes for the
                     # first lane's: that one must have seen what the others have waited for.
                     sync_active()
@@ -134,7 +134,7 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
         mine = T.And(position >= plan.kept, position < plan.chunks)
         if plan.streamed:
             mine = T.And(mine, plan.streamed_before(position + 1) == plan.streamed_before(position))
-        with T.If(mine), T.Then():
+        with T.when(mine):
             chunk = chunk_at(plan, role, ring, position) if first else chunk
             piece = T.cast(role.member * plan.packed_chunks + chunk, "int64")
             memory.resident(ring).copy(0, memory.words.ptr_to([memory.weights(ring, position)]),

@@ -133,7 +133,7 @@ class Gates(GateThreads):
         words = [[T.let("word", pack([value, self._neighbour(value)], self.plan.dtype)) for value in values]
                  for values in self.announced]
         for place, own in zip(self.places, words, strict=True):
-            with T.If(place >= 0), T.Then():
+            with T.when(place >= 0):
                 for o, word in enumerate(own):
                     st_relaxed(exchange.ptr_to([place + o * apart]), [word])
 
@@ -153,6 +153,6 @@ class Gates(GateThreads):
 
     def _publish(self) -> None:
         """Counts this block's part of the chunks that it has written."""
-        with T.If(self.counter >= 0), T.Then():
+        with T.when(self.counter >= 0):
             counter = self.arguments["counters"].ptr_to([self.counter])
             red_release(counter)

@@ -82,7 +82,7 @@ class Parcels:
         with T.While(missing[0] != T.uint32(0)):
             for i, other, k, count, at in self._each(firsts):
                 into = [self.words[i, other, k + n] for n in range(count)]
-                with T.If(self.owners[i]), T.Then():
+                with T.when(self.owners[i]):
                     ld_relaxed(into, self.handed.ptr_to([at]))
             others = T.uint32(0)
             for word in every:

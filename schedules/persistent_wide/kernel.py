@@ -37,11 +37,8 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
     """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
     ``handed`` where blocks share K; of an adjoint's recurrence ``outputs`` in place of y; ``persistent_wide_keeping``
     stores what is ``kept``, too."""
-    from tvm.script.ir_builder import IRBuilder
-
     own = ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else []))
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(keeping("persistent_wide", kept))
+    with T.kernel(keeping("persistent_wide", kept)) as made:
         kernel = SequenceKernel.declare(task, hoisted, math, dict.fromkeys(own, "uint32"), kept)
         a = kernel.arguments
         T.device_entry()
@@ -55,11 +52,11 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
             with T.Then():
                 T.note("producer warpgroup: few registers; what it gives back, the MMA warpgroups get")
                 register_dealloc(copying)
-                with T.If(thread < plan.rings * plan.copiers * 32), T.Then():
+                with T.when(thread < plan.rings * plan.copiers * 32):
                     copy(kernel, plan, memory, role, T.let("warp", thread // 32), T.let("lane", thread % 32))
                 if plan.streamed:
                     ring = T.let("ring", thread // 32 - plan.rings * plan.copiers)
-                    with T.If(T.And(T.And(ring >= 0, ring < plan.rings), thread % 32 == 0)), T.Then():
+                    with T.when(T.And(T.And(ring >= 0, ring < plan.rings), thread % 32 == 0)):
                         stream(kernel.steps, plan, memory, role, ring, a["recurrent"])
             with T.Else():
                 T.note("MMA warpgroups: weights to registers, then products and gates of every step")
@@ -76,14 +73,14 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
                     products.store(a.get("handed"))
                     T.note("gates, epilogue: wait for all partial sums; the cell's scalars")
                     gates.step(t)
-    return builder.get()
+    return made()
 
 
 def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
     """The barriers, by the first thread, for all."""
     T.note("prologue: one thread initialises the mbarriers of all stages: full, empty, weights")
     warps = plan.sharers * TEAM // 32
-    with T.If(thread == 0), T.Then():
+    with T.when(thread == 0):
         for ring in range(plan.rings):
             memory.state(ring).init(consumers=warps)
             if plan.resident:

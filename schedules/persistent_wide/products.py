@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.memory import shared_address
 from ecornn.schedules.cuda.isa.registers import opaque, pinned
 from ecornn.schedules.cuda.isa.threads import uniform
@@ -114,7 +114,7 @@ class Products:
 
     def _release(self, p: int) -> None:
         """This warp has multiplied the chunk at position p: its stage may be written again, and its slot."""
-        with T.If(self.lane == 0), T.Then():
+        with T.when(self.lane == 0):
             self.memory.state(self.ring).release(p % self.plan.stages)
             if (number := self.plan.stream(p)) is not None:
                 self.memory.streamed(self.ring).release(number % self.plan.slots)
@@ -129,7 +129,7 @@ class Products:
         base = T.let("base", self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16
                      + self.lane // 4)
         for m in range(plan.tiles):
-            with T.If(m * 4 + self.warp < -(-plan.octets // 2)), T.Then():
+            with T.when(m * 4 + self.warp < ceil_div(plan.octets, 2)):
                 for n in range(plan.columns // 8):
                     for i in range(4):
                         T.buffer_store(self.memory.words, self.acc[m, n, i],
@@ -162,12 +162,12 @@ class Products:
                   for m in range(plan.own_tiles) for half in range(2)]
         for (whose, there, _), every in zip(self.rows, values, strict=True):
             if there is not None:
-                with T.If(whose < 0), T.Then():
+                with T.when(whose < 0):
                     for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
                         to = there + handover.word_of(plan, 0, 0, c, 0)
                         handover.store(handed, to, [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
-            with T.If(whose > 0), T.Then():
+            with T.when(whose > 0):
                 for c, value in every:
                     T.buffer_store(self.memory.words, value, [here + c * plan.stride])
 

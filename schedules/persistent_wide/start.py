@@ -16,16 +16,13 @@ def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Prim
 
     Words beyond H, which pad the last chunks, are zero in both slots, and stay so.
     """
-    from tvm.script.ir_builder import IRBuilder
-
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("start")
+    with T.kernel("start") as made:
         kernel = declare_start(task, layout, math)
         exchange, counters = T.pointer("exchange", "uint32"), T.pointer("counters", "uint32")
         T.device_entry()
         T.note("before the recurrence: chunk counters to zero, the first state into the exchange")
         first = start_thread()
-        with T.If(first < plan.groups * plan.counters), T.Then():
+        with T.when(first < plan.groups * plan.counters):
             T.buffer_store(counters, T.uint32(0), [first * SPACING])
         with T.strided("place", plan.groups * SLOTS * plan.slot_words, first, BLOCKS * THREADS) as place:
             group = T.let("group", place // (SLOTS * plan.slot_words))
@@ -40,4 +37,4 @@ def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Prim
                     T.buffer_store(exchange, pack(values, plan.dtype), [place])
                 with T.Else():
                     T.buffer_store(exchange, T.uint32(0), [place])
-    return builder.get()
+    return made()

@@ -15,7 +15,7 @@ from ecornn.analysis import StepGraph
 from ecornn.analysis.scalar import variables
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.base import Component, Task
-from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.scalars.row_sums import Env, RowSums
@@ -52,14 +52,11 @@ def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> Component:
 
 def _kernel(task: Task, layout: Hoisted, blocks: int, words: int, deferred: bool) -> PrimFunc:
     """``normalize(T, B, vectors, hoisted)`` or ``(T, B, hoisted, row_sums)``: blocks take rows of T*B in turn."""
-    from tvm.script.ir_builder import IRBuilder
-
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("normalize")
+    with T.kernel("normalize") as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        vectors = None if deferred else T.arg("vectors", T.buffer((T.int64(1 << 40),), "float32"))
-        hoisted = T.arg("hoisted", T.buffer((T.int64(1 << 40),), layout.dtype))
-        into = T.arg("row_sums", T.buffer((T.int64(1 << 40),), "float32")) if deferred else None
+        vectors = None if deferred else T.pointer("vectors", "float32")
+        hoisted = T.pointer("hoisted", layout.dtype)
+        into = T.pointer("row_sums", "float32") if deferred else None
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
         memory = T.shared(words)  # (statistic, warp)
@@ -68,7 +65,7 @@ def _kernel(task: Task, layout: Hoisted, blocks: int, words: int, deferred: bool
         with T.serial("turn", 0, T.let("turns", (rows - block + (blocks - 1)) // blocks)) as turn:
             row = T.let("row", T.cast(turn * blocks + block, "int64"))
             _Row(task, layout, vectors, hoisted, thread, row).run(memory, into)
-    return builder.get()
+    return made()
 
 
 class _Row:
@@ -85,7 +82,7 @@ class _Row:
         sums = RowSums(THREADS, self.thread, memory)
         found = sums.statistics(self.graph.hoisted_statistics, self.task.workload.hidden, self._each)
         if into is not None:
-            with T.If(self.thread == 0), T.Then():
+            with T.when(self.thread == 0):
                 for k, var in enumerate(made):
                     T.buffer_store(into, found[var], [self.row * len(made) + k])
             return
@@ -96,7 +93,7 @@ class _Row:
 
         def visit(unit: Expr, envs: list[Env]) -> None:
             for e, env in enumerate(envs):
-                with T.If(unit + e < H), T.Then():
+                with T.when(unit + e < H):
                     function(env, unit + e)
 
         self._units(visit)
@@ -104,9 +101,9 @@ class _Row:
     def _units(self, function: Callable[[Expr, list[Env]], None]) -> None:
         """Calls a function with the units of this thread, and what the product left of each."""
         H, span = self.task.workload.hidden, self.span
-        with T.serial("turn", 0, -(-H // (THREADS * span))) as turn:
+        with T.serial("turn", 0, ceil_div(H, THREADS * span)) as turn:
             unit = T.let("unit", (turn * THREADS + self.thread) * span)
-            with T.If(unit < H), T.Then():
+            with T.when(unit < H):
                 envs = []
                 for e in range(span):  # the row's padding has room for the second of a pair
                     loaded = [T.let("loaded", v) for v in self.layout.load(self.hoisted, self.row, unit + e)]

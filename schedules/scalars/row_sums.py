@@ -128,7 +128,7 @@ class RowSums:
         each(add)
         sync_block()  # what was there before has been read
         for n, total in enumerate(across_warp([sums[n] for n in range(count)], largest=kinds)):
-            with T.If(self.thread % 32 == 0), T.Then():
+            with T.when(self.thread % 32 == 0):
                 T.buffer_store(self.memory, total, [self.first + n * self.warps + self.thread // 32])
         sync_block()
         found = []

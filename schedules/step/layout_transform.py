@@ -14,7 +14,7 @@ from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
-from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.builder import Expr, PrimFunc, T, ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
@@ -75,7 +75,7 @@ class LayoutTransform(Schedule[TilePlan]):
         gates = max(len(p.products) for p in task.graph.phases)
         units = tuple(u for u in (step << n for n in range(7))
                       if u == step or (u * gates <= MOST_ROWS and u < 2 * w.hidden))
-        rows = {-(-w.batch // (8 * n)) * 8 for n in (1, 2, 3, 4, 6, 8)}
+        rows = {ceil_div(w.batch, 8 * n) * 8 for n in (1, 2, 3, 4, 6, 8)}
         rows = {r for r in rows if r <= 256} | {r for r in (64, 128, 256) if r < w.batch}
         return TileKnobs.offered({
             "units": units, "rows": tuple(sorted(rows)), "row_warps": (1, 2, 4, 8), "batch_warps": (1, 2, 4),
@@ -127,7 +127,7 @@ class LayoutTransform(Schedule[TilePlan]):
     def features(self, task: Task, plan: TilePlan) -> dict[str, float]:
         w = task.workload
         phases = range(len(plan.gates))
-        rows, width = -(-w.batch // plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
+        rows, width = ceil_div(w.batch, plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
         blocks = plan.columns * rows
         products = sum(plan.gates[p] * plan.operands[p] * plan.share(p) for p in phases)
         return {
@@ -161,7 +161,7 @@ class LayoutTransform(Schedule[TilePlan]):
         buffers = [*around, *own]
         begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
                           calls=tuple(begin_calls(task, layout, own)))
-        blocks = plan.columns * -(-task.workload.batch // plan.rows)
+        blocks = plan.columns * ceil_div(task.workload.batch, plan.rows)
 
         def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
             return (_step_kernel(task, plan, layout, inputs, known, p, blocks, math, name),
@@ -178,8 +178,8 @@ def estimate(task: Task, plan: TilePlan) -> float:
     trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%.
     """
     device, rates = task.device, gpu_rates(task.device)
-    blocks = plan.columns * -(-task.workload.batch // plan.rows)
-    most = -(-blocks // device.cores)
+    blocks = plan.columns * ceil_div(task.workload.batch, plan.rows)
+    most = ceil_div(blocks, device.cores)
     cost = SLOWER.get(plan.arithmetic, 1)
     cycles = 0.0
     for p in range(len(plan.gates)):
@@ -201,18 +201,15 @@ def estimate(task: Task, plan: TilePlan) -> float:
 def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, buffers: list[Buffer], p: int,
                  blocks: int, math: str, name: str) -> PrimFunc:
     """The kernel ``name``: phase p of step t."""
-    from tvm.script.ir_builder import IRBuilder
-
     H = task.workload.hidden
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(plan.threads)
         memory = T.shared(plan.shared(p) // 4)  # TensorProduct's
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
-        with T.If(row0 < a["B"]), T.Then():
+        with T.when(row0 < a["B"]):
             product = TensorProduct(plan, p, task.graph.phases[p].products, memory, thread)
 
             def place(turn: Expr) -> tuple[Expr, ...]:
@@ -221,7 +218,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
                 row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
                 return row, unit, T.let("place", row0 + row), T.let("place", column * plan.units + unit)
 
-            items = -(-plan.units * plan.rows // plan.threads)
+            items = ceil_div(plan.units * plan.rows, plan.threads)
             ahead = []
             for i in range(items if items <= AHEAD else 0):  # on their way while the product is computed
                 *_, b, j = place(i)
@@ -232,7 +229,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
 
             def finish(turn: Expr, hoisted: list[Expr] | None) -> None:
                 row, unit, b, j = place(turn)
-                with T.If(T.And(row < plan.rows, T.And(b < a["B"], j < H))), T.Then():
+                with T.when(T.And(row < plan.rows, T.And(b < a["B"], j < H))):
                     scalars.finish(p, b, j, product.sums(row, unit),
                                    scalars.hoisted(b, j) if hoisted is None else hoisted)
 
@@ -243,4 +240,4 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
             else:
                 with T.serial("turn", 0, items) as turn:
                     finish(turn, None)
-    return builder.get()
+    return made()

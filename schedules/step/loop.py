@@ -11,7 +11,7 @@ from functools import partial
 
 from ecornn.program import Buffer, Launch, Loop
 from ecornn.schedules.base import Component, Task
-from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.builder import Expr, PrimFunc, T, ceil_div
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.scalars.row_sums import Env, RowSums, parts_of
@@ -48,26 +48,23 @@ MOST_THREADS = 1024
 def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
                 inputs: Hoisted) -> tuple[PrimFunc, Launch]:
     """The kernel ``name`` and its launch: statistics of the phases, and all scalars of those without a product."""
-    from tvm.script.ir_builder import IRBuilder
-
     w, graph = task.workload, task.graph
-    threads = min(MOST_THREADS, -(-w.hidden // 32) * 32)
+    threads = min(MOST_THREADS, ceil_div(w.hidden, 32) * 32)
     words = max(RowSums.words(threads, graph.phases[p].statistics) for p in phases)
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()
         row, thread = T.named("row", T.cta_id([w.batch])), T.thread(threads)
         memory = T.shared(words)  # (statistic, warp)
-        with T.If(row < a["B"]), T.Then():
+        with T.when(row < a["B"]):
             T.note("a CTA a batch row: statistics over its units, then the scalars of phases without a product")
             sums, found = RowSums(threads, thread, memory), Env()
 
             def units(function: Callable[[Expr], None]) -> None:
-                with T.serial("turn", 0, -(-w.hidden // threads)) as turn:
+                with T.serial("turn", 0, ceil_div(w.hidden, threads)) as turn:
                     unit = T.let("unit", turn * threads + thread)
-                    with T.If(unit < w.hidden), T.Then():
+                    with T.when(unit < w.hidden):
                         function(unit)
 
             def visit(p: int, known: Env, function: Callable[[Env, Expr], None]) -> None:
@@ -79,8 +76,8 @@ def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, 
             for p in phases:
                 each = partial(visit, p, dict(found))
                 found |= sums.statistics(graph.phases[p].statistics, w.hidden, each)
-                with T.If(thread == 0), T.Then():
+                with T.when(thread == 0):
                     scalars.store_statistics(p, row, found)
                 if not graph.phases[p].products:
                     units(partial(finish, p, dict(found)))
-    return builder.get(), Launch(name, w.batch, threads, 4 * words)
+    return made(), Launch(name, w.batch, threads, 4 * words)

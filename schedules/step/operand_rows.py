@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.copies import bulk_copy
 from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import per_word
@@ -56,14 +56,14 @@ class RowsInMemory:
             return
         for i in range(4):
             T.buffer_store(into, T.uint32(0), [slot, octet, i])
-            with T.If(k + i * n < width), T.Then():
+            with T.when(k + i * n < width):
                 if self.stride % n == 0 and width % n == 0:
                     ld_global([into[slot, octet, i]], self.source.ptr_to([at + i * n]))
                     continue
                 half = T.local("half", (2,), "uint32")
                 ld_global([half[0]], self.source.ptr_to([at + i * n]), "u16")
                 T.buffer_store(half, T.uint32(0), [1])
-                with T.If(k + (i * n + 1) < width), T.Then():
+                with T.when(k + (i * n + 1) < width):
                     ld_global([half[1]], self.source.ptr_to([at + (i * n + 1)]), "u16")
                 T.buffer_store(into, T.bitwise_or(half[0], T.shift_left(half[1], T.uint32(16))), [slot, octet, i])
 
@@ -99,9 +99,9 @@ class StagedRows:
         """Stores zeros behind the end of each row."""
         row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
         count = self.rows * (row - own)
-        with T.serial("turn", 0, -(-count // threads)) as turn:
+        with T.serial("turn", 0, ceil_div(count, threads)) as turn:
             item = T.let("item", turn * threads + thread)
-            with T.If(item < count), T.Then():
+            with T.when(item < count):
                 T.buffer_store(self.words, T.uint32(0), [self.first + item // (row - own) * row + (
                     own + item % (row - own))])
 
@@ -109,14 +109,14 @@ class StagedRows:
         """Copies one of ``parts`` of a row, which begins at ``start`` of ``source``, to all blocks of the cluster."""
         n = per_word(self.dtype)
         pieces = self.width // n // 4
-        each = -(-pieces // parts)
+        each = ceil_div(pieces, parts)
         size = T.let("size", T.min(pieces - part * each, each) * 16)
         to = self.first + row * staged_words(self.width, self.dtype) + part * (each * 4)
-        with T.If(size > 0), T.Then():
+        with T.when(size > 0):
             bulk_copy(self.words.ptr_to([to]), source.ptr_to([start + part * (each * 4 * n)]), T.cast(size, "uint32"),
                       barrier, ranks=T.uint16((1 << parts) - 1))
 
 
 def staged_words(width: int, dtype: str) -> int:
     """Words from one row to the next: an odd number of pairs."""
-    return (-(-width // (PAIR * per_word(dtype))) | 1) * PAIR
+    return (ceil_div(width, PAIR * per_word(dtype)) | 1) * PAIR

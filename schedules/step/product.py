@@ -14,7 +14,7 @@ from math import prod
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.base import Knobs, Task, knob
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
@@ -48,7 +48,7 @@ class Tile(Knobs):
         own = hidden // heads
         if heads == 1 or own % self.units == 0:
             return 1
-        return min(heads, -(-self.units // own) + (self.units % own != 0))
+        return min(heads, ceil_div(self.units, own) + (self.units % own != 0))
 
     def shared(self, gates: int, operands: int) -> int:
         """Bytes of shared memory: tiles while multiplying, partial sums afterwards; ``operands`` of each head."""
@@ -59,7 +59,7 @@ class Tile(Knobs):
 def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:
     """Packed weights, of ``inputs`` values a unit, in the order (unit block, K tile, k, gate, unit): a block's tile is
     contiguous. Of weights that are transposed the axes of a source have changed places."""
-    blocks, chunks = -(-task.workload.hidden // tile.units), -(-inputs // tile.depth)
+    blocks, chunks = ceil_div(task.workload.hidden, tile.units), ceil_div(inputs, tile.depth)
     made, multiplied, order = (blocks, tile.units), (chunks, tile.depth), (1, 3, 4, 0, 2)
     if rows[0].term.transposed:
         made, multiplied, order = multiplied, made, (3, 1, 2, 0, 4)
@@ -105,18 +105,18 @@ class BlockProduct:
         acc = T.local("acc", (gates, tile.thread_rows), "float32")  # (gate, batch row of the thread)
         with T.unroll("g", gates) as g, T.unroll("r", tile.thread_rows) as r:
             T.buffer_store(acc, T.float32(0), [g, r])
-        chunks, size = -(-inputs // tile.depth), tile.weight_floats(gates)
+        chunks, size = ceil_div(inputs, tile.depth), tile.weight_floats(gates)
         with T.serial("chunk", 0, chunks) as chunk:
             sync_block()
             first = T.let("first", T.cast(block * chunks + chunk, "int64") * size)
-            with T.unroll("turn", -(-size // tile.threads)) as turn:
+            with T.unroll("turn", ceil_div(size, tile.threads)) as turn:
                 index = T.let("index", turn * tile.threads + self.thread)
-                with T.If(index < size), T.Then():
+                with T.when(index < size):
                     T.buffer_store(self.memory, T.cast(weights[first + index], "float32"), [index])
             vectors = len(self.operands) * self.near * tile.rows
-            with T.unroll("turn", -(-vectors * tile.depth // tile.threads)) as turn:
+            with T.unroll("turn", ceil_div(vectors * tile.depth, tile.threads)) as turn:
                 index = T.let("index", turn * tile.threads + self.thread)
-                with T.If(index < vectors * tile.depth), T.Then():
+                with T.when(index < vectors * tile.depth):
                     vector, k = T.let("vector", index // tile.depth), T.let("k", index % tile.depth)
                     row, of, at = vector % tile.rows, vector // tile.rows, chunk * tile.depth + k
                     if self.heads == 1:

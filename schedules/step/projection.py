@@ -10,7 +10,7 @@ from __future__ import annotations
 from ecornn.program import Buffer, Launch
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.base import Component, Task
-from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.builder import Expr, PrimFunc, T, ceil_div
 from ecornn.schedules.gemm.epilogue import leaves_of_rows
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit
@@ -32,13 +32,10 @@ def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) ->
 
 def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], blocks: int) -> PrimFunc:
     """``project``: hoisted[t, b, q, j] for all t, by blocks that take tiles of T*B rows in turn."""
-    from tvm.script.ir_builder import IRBuilder
-
     w, graph = task.workload, task.graph
     H, I, rows, offsets = w.hidden, task.own_input, w.input, leaves_of_rows(task)
-    columns, gates = -(-H // tile.units), len(graph.hoisted_products)
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("project")
+    columns, gates = ceil_div(H, tile.units), len(graph.hoisted_products)
+    with T.kernel("project") as made:
         a = declare(buffers)
         # the gates' accuracy is not a knob here: the cost of the hoisted scalars is out of the recurrence
         scalars = StepScalars(task, layout, a, "exact")
@@ -60,11 +57,11 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
             column, row0 = T.let("column", turn[0] % columns), T.let("row0", turn[0] // columns * tile.rows)
             if gates:
                 product.run(a["input_weights"], column, I, lambda o, row, k: input_at(row0, row, k))
-            with T.serial("again", 0, -(-tile.units * tile.rows // tile.threads)) as again:
+            with T.serial("again", 0, ceil_div(tile.units * tile.rows, tile.threads)) as again:
                 item = T.let("item", again * tile.threads + thread)
                 row, unit = T.let("row", item // tile.units), T.let("unit", column * tile.units + item % tile.units)
                 inside = T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))
-                with T.If(inside), T.Then():
+                with T.when(inside):
                     env = scalars.constants(unit) | product.sums(row, item % tile.units)
                     for var, offset in offsets.items():
                         at = T.cast(row0 + row, "int64") * rows + unit
@@ -74,4 +71,4 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
                     for q, var in enumerate(graph.projected):
                         T.buffer_store(a["hoisted"], env[var], [first + q * H])
             T.buffer_store(turn, turn[0] + blocks, [0])
-    return builder.get()
+    return made()

@@ -28,7 +28,7 @@ from ecornn.analysis.liveness import (
 )
 from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
-from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.keeping import NOTHING, Spot, Stored, stored
 from ecornn.schedules.outputs import for_products
@@ -97,30 +97,27 @@ def begin_calls(task: Task, layout: Layout, buffers: list[Buffer]) -> list[Fill 
 
 
 def _begin_blocks(task: Task) -> int:
-    return -(-task.workload.batch * task.workload.hidden // BEGIN_THREADS)
+    return ceil_div(task.workload.batch * task.workload.hidden, BEGIN_THREADS)
 
 
 def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
     """Kernel parameters ``T``, ``B``, ``t`` and all buffers; a kernel keeps those that it reads."""
     found = {name: T.arg(name, T.int32()) for name in ("T", "B", "t")}
     for b in buffers:
-        found[b.name] = T.arg(b.name, T.buffer((T.int64(1 << 40),), b.dtype))
+        found[b.name] = T.pointer(b.name, b.dtype)
     return found
 
 
 def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted) -> PrimFunc:
     """``begin``: the states of the call into the workspaces; afterwards ``<state>_out`` may be written. It reads
     ``hoisted`` where the first operands do."""
-    from tvm.script.ir_builder import IRBuilder
-
     w, graph = task.workload, task.graph
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("begin")
+    with T.kernel("begin") as made:
         scalars = StepScalars(task, layout, declare(buffers), math, hoisted)
         T.device_entry()
         item = T.let("item", T.block(_begin_blocks(task)) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
         row, unit = T.let("row", item // w.hidden), T.let("unit", item % w.hidden)
-        with T.If(row < scalars.arguments["B"]), T.Then():
+        with T.when(row < scalars.arguments["B"]):
             T.note("before the first step: the states of the call into the workspaces")
             values = []
             for name in graph.states:
@@ -130,7 +127,7 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
             values = timeline.started(timeline.fresh(0, row, timeline.limit(row)), values)
             scalars.store_states(row, unit, values)
             scalars.store_first_operands(row, unit, values, scalars.constants(unit), T.int32(0), 0)
-    return builder.get()
+    return made()
 
 
 class StepScalars:
@@ -314,6 +311,6 @@ class StepScalars:
     def _leave(self, row: Expr, unit: Expr, last: dict[str, Expr]) -> None:
         """Stores the last states, at the end."""
         a = self.arguments
-        with T.If(a["t"] == a["T"] - 1), T.Then():
+        with T.when(a["t"] == a["T"] - 1):
             for name, value in last.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, self.task.workload.dtype), [self.at(0, row, unit)])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.memory import ld_global
 from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
 from ecornn.schedules.cuda.isa.threads import sync_warp
@@ -56,7 +56,7 @@ class Share:
     @property
     def tiles(self) -> int:
         """m16 tiles, of which the last one may have one group."""
-        return -(-self.groups // 2)
+        return ceil_div(self.groups, 2)
 
     @property
     def octets(self) -> int:
@@ -66,12 +66,12 @@ class Share:
     @property
     def pairs(self) -> int:
         """Pairs of k-tiles."""
-        return -(-words(self.width, self.dtype) // PAIR)
+        return ceil_div(words(self.width, self.dtype), PAIR)
 
     @property
     def turns(self) -> int:
         """Pairs of a warp."""
-        return -(-self.pairs // self.warps)
+        return ceil_div(self.pairs, self.warps)
 
     @property
     def slots(self) -> int:
@@ -171,7 +171,7 @@ class WarpProduct:
                 with self._pair(slot) as pair:
                     multiply(slot, pair)
         else:
-            with T.serial("round", 0, -(-share.turns // share.slots)) as r:
+            with T.serial("round", 0, ceil_div(share.turns, share.slots)) as r:
                 for slot in range(share.slots):
                     with self._pair(r * share.slots + slot, share.turns % share.slots != 0) as pair:
                         multiply(slot, pair)
@@ -189,7 +189,7 @@ class WarpProduct:
         if share.pairs % share.warps == 0 and not beyond:
             yield pair
         else:
-            with T.If(pair < share.pairs), T.Then():
+            with T.when(pair < share.pairs):
                 yield pair
 
     def _multiply(self, slot: int, operand: int) -> None:
@@ -221,9 +221,9 @@ def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: i
         return
     rows = share.gates * share.units
     count = share.rows * rows
-    with T.serial("turn", 0, -(-count // threads)) as turn:
+    with T.serial("turn", 0, ceil_div(count, threads)) as turn:
         item = T.let("item", turn * threads + thread)
-        with T.If(item < count), T.Then():
+        with T.when(item < count):
             place = T.let("place", item // rows * share.stride + item % rows + first)
             total = memory[place]
             for warp in range(1, share.warps):

@@ -14,6 +14,7 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch, Program, Relay
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, no_room
+from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.few_steps import others
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import math_choices
@@ -110,7 +111,7 @@ class WholeStep(Schedule[StepPlan]):
             "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
             "bytes": blocks * plan.moved, "under_way": plan.under_way,
             "turns": max(share.turns for share in plan.shares),
-            "waste": plan.columns * plan.units * plan.rows * -(-w.batch // plan.rows) / (w.hidden * w.batch),
+            "waste": plan.columns * plan.units * plan.rows * ceil_div(w.batch, plan.rows) / (w.hidden * w.batch),
             "shared": plan.shared, "registers": max(share.registers for share in plan.shares),
             "estimate": estimate(task, plan)}
 
@@ -140,7 +141,7 @@ def estimate(task: Task, plan: StepPlan) -> float:
     more than L2 keeps between two steps, if these take longer; and what follows them."""
     device, rates, w = task.device, gpu_rates(task.device), task.workload
     blocks = plan.blocks(w.batch)
-    most = -(-blocks // device.cores)
+    most = ceil_div(blocks, device.cores)
     registers = max(share.registers for share in plan.shares) + SPARE_REGISTERS
     resident = max(1, min(most, device.registers // (plan.threads * registers), rates.threads // plan.threads,
                           device.shared // plan.shared))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ecornn.analysis import Product
 from ecornn.program import Buffer
 from ecornn.schedules.base import Knobs, Task, knob
-from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
 from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
@@ -77,7 +77,7 @@ class StepPlan:
         return sum(share.pairs * (share.weight_bytes + share.operand_bytes / self.cluster) for share in self.shares)
 
     def blocks(self, batch: int) -> int:
-        return self.columns * -(-batch // self.rows)
+        return self.columns * ceil_div(batch, self.rows)
 
     def weights(self, task: Task) -> list[Buffer]:
         """Packed weights, of the state and, where the cell multiplies it, of x."""
@@ -101,7 +101,7 @@ def plan_of(task: Task, knobs: StepKnobs) -> StepPlan:
     parts = (first, warps - first) if len(products) == 2 else (warps,)
     shares = tuple(Share(w.dtype, w.arithmetic, units, rows, len(own), width, part, ahead, cluster > 1)
                    for own, width, part in zip(products, widths, parts, strict=True))
-    columns = -(-w.hidden // (units * cluster)) * cluster
+    columns = ceil_div(w.hidden, units * cluster) * cluster
     return StepPlan(knobs, units, rows, columns, knobs.chained, cluster, shares)
 
 
@@ -144,26 +144,23 @@ class StepStates(StepScalars):
                     prefetch_l1(a["states"].ptr_to([self.at(s, row, unit)]))
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
-        with T.If(self.arguments["t"] + 1 < self.arguments["T"]), T.Then():
+        with T.when(self.arguments["t"] + 1 < self.arguments["T"]):
             super().store_states(row, unit, values)
 
     def store_first_operands(self, row: Expr, unit: Expr, states: list[Expr], constants: dict[Var, Expr],
                              t: Expr, parity: Expr) -> None:
         value = states[[*self.graph.states].index(operand_of(self.task))]
-        with T.If(t < self.arguments["T"]), T.Then():
+        with T.when(t < self.arguments["T"]):
             T.buffer_store(self.arguments["state_after"], T.cast(value, self.task.workload.dtype),
                            [self.at(0, row, unit)])
 
 
 def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) -> PrimFunc:
     """``step``: step t, whole."""
-    from tvm.script.ir_builder import IRBuilder
-
     w, graph, products = task.workload, task.graph, products_of(task)
     H, shares = w.hidden, plan.shares
     firsts = [sum(share.floats for share in shares[:i]) for i in range(len(shares))]
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("step")
+    with T.kernel("step") as made:
         a = declare(buffers)
         scalars = StepStates(task, Layout(w.batch, H, H), a, math)  # states as the caller's lie
         T.device_entry()
@@ -173,9 +170,9 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
         T.note("programmatic dependent launch: weights may be read before the launch of the step before has ended")
         if plan.chained:
             launch_dependents()
-            with T.If(row0 >= a["B"]), T.Then():  # a launch that has ended has waited for all before it
+            with T.when(row0 >= a["B"]):  # a launch that has ended has waited for all before it
                 wait_on_earlier()
-        with T.If(row0 < a["B"]), T.Then():
+        with T.when(row0 < a["B"]):
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
             time = T.let("time", scalars.timeline.at(a["t"]))
             _prefetch(a["vectors"], len(graph.vectors), plan, column, thread, H)
@@ -197,7 +194,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                     staged.append(StagedRows(words, place, plan.rows, share.width, w.dtype, T.let("row", lane // 4)))
                     place += plan.rows * staged_words(share.width, w.dtype)
                 rows = Pipeline(words, place, cluster=True)  # all of them, once
-                with T.If(thread == 0), T.Then():
+                with T.when(thread == 0):
                     rows.init()
                     fence_mbarrier_init()
                 for one in staged:
@@ -213,11 +210,11 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                                  T.min(column * plan.units + thread % plan.units, H - 1))
                 if plan.cluster > 1:
                     cluster_wait()  # behind it all barriers are there
-                    with T.If(thread == 0), T.Then():
+                    with T.when(thread == 0):
                         rows.expect(0, sum(plan.rows * share.width * w.itemsize for share in shares))
                     for i, one in enumerate(staged):
                         own = T.let("own_row", thread - i * plan.rows)
-                        with T.If(T.And(own >= 0, own < plan.rows)), T.Then():
+                        with T.when(T.And(own >= 0, own < plan.rows)):
                             one.copy(sources[i], start(i, own), own, block % plan.cluster, plan.cluster,
                                      rows.full_barrier(0))
                     rows.wait(Use(0, T.uint32(0)))
@@ -247,11 +244,11 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                 add_up(share, memory, first, thread, plan.threads)
             sync_block()
             T.note("epilogue: the cell's scalars of each (batch row, unit); states and y")
-            with T.serial("turn", 0, -(-plan.units * plan.rows // plan.threads)) as turn:
+            with T.serial("turn", 0, ceil_div(plan.units * plan.rows, plan.threads)) as turn:
                 item = T.let("item", turn * plan.threads + thread)
                 row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
                 b, j = T.let("b", row0 + row), T.let("j", column * plan.units + unit)
-                with T.If(T.And(row < plan.rows, T.And(b < a["B"], j < H))), T.Then():
+                with T.when(T.And(row < plan.rows, T.And(b < a["B"], j < H))):
                     found = [sums(share, own, memory, first, row, unit) for share, own, first in
                              zip(shares, products, firsts, strict=True)]
                     x_row = T.cast(time * a["B"] + b, "int64") * w.input
@@ -260,7 +257,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                     products_of_state = found[-1] if begins is None else {
                         var: T.let(var.name, T.Select(begins, T.float32(0), value)) for var, value in found[-1].items()}
                     scalars.finish(0, b, j, products_of_state, hoisted)
-    return builder.get()
+    return made()
 
 
 def _prefetch(vectors: TirBuffer, count: int, plan: StepPlan, column: Expr, thread: Expr, hidden: int) -> None:
@@ -268,7 +265,7 @@ def _prefetch(vectors: TirBuffer, count: int, plan: StepPlan, column: Expr, thre
     for first in range(0, count * plan.units, plan.threads):
         item = T.let("item", first + thread)
         unit = T.let("unit", column * plan.units + item % plan.units)
-        with T.If(T.And(item < count * plan.units, unit < hidden)), T.Then():
+        with T.when(T.And(item < count * plan.units, unit < hidden)):
             prefetch_l1(vectors.ptr_to([item // plan.units * hidden + unit]))
 
 
