@@ -33,8 +33,7 @@ from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
 from ecornn.schedules.chunks import chunk_for, in_chunks, may_be_cut, shorter
 from ecornn.schedules.hoisted import hoisted_of
-from ecornn.schedules.keeping import VALUES, stored
-from ecornn.schedules.outputs import outputs_row
+from ecornn.schedules.keeping import VALUES, outputs_row, stored
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.schedules.workspaces import Uses, free_for, overlaid
 

@@ -15,15 +15,14 @@ from ecornn.schedules.backward.gather import gathered
 from ecornn.schedules.backward.inputs import input_gradients, made_of_inputs, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, Place, finish_summed, materialized, replayed
 from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
-from ecornn.schedules.backward.sums import step_sums, vector_gradients
-from ecornn.schedules.backward.weights import weight_gradients
+from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.aligned import align
 from ecornn.schedules.gemm.job import COUNT, STEPS, Columns
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.outputs import written
+from ecornn.schedules.keeping import written
 from ecornn.schedules.timeline import Timeline
 from ecornn.workload import Traversal
 

@@ -7,8 +7,7 @@ from ecornn.analysis.step import Assign, Product
 from ecornn.program import WORKSPACE
 from ecornn.schedules.backward.memory import Memory, Place, Workspaces, replayed
 from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
-from ecornn.schedules.backward.rows import scalar_pass
-from ecornn.schedules.backward.scalars import Scalars
+from ecornn.schedules.backward.scalars import Scalars, scalar_pass
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Var
 from ecornn.schedules.gemm.job import STEPS, Columns

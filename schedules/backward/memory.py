@@ -38,8 +38,7 @@ from ecornn.schedules.cuda.isa.memory import ld_global, st_global
 from ecornn.schedules.cuda.isa.tensor_core import lowered, pack_pair, unpack_half
 from ecornn.schedules.gemm.aligned import x_of
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
-from ecornn.schedules.keeping import spot
-from ecornn.schedules.outputs import outputs_row, together, written
+from ecornn.schedules.keeping import outputs_row, spot, together, written
 from ecornn.workload import Traversal
 
 Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there is

@@ -19,13 +19,13 @@ from ecornn.program import KEPT, Buffer, Extent, Program
 from ecornn.schedules.assemble import call_buffers, vector_buffer
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.keeping import written
 from ecornn.schedules.timeline import piece_buffers
 
 
 def recurrence_graph(adjoint: Adjoint) -> StepGraph:
     """The step of the recurrence. What it sums over all steps is among its outputs."""
-    graph = adjoint.recurrence
-    return replace(graph, outputs=tuple(dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums)))))
+    return replace(adjoint.recurrence, outputs=written(adjoint))
 
 
 def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:

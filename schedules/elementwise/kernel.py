@@ -17,8 +17,7 @@ from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async
 from ecornn.schedules.cuda.isa.memory import ld_shared, st_global
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair
 from ecornn.schedules.hoisted import Hoisted, Piece, hoisted_knob, hoisted_of
-from ecornn.schedules.keeping import NOTHING, Spot, Stored, keeping
-from ecornn.schedules.outputs import for_products
+from ecornn.schedules.keeping import NOTHING, Spot, Stored, for_products, keeping
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit, invariants
 from ecornn.schedules.sequence_kernel import SequenceKernel, written_by
 from ecornn.schedules.timeline import row_arguments

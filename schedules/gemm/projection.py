@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Component, Task, joined
-from ecornn.schedules.few_steps import short
 from ecornn.schedules.gemm import rows_wgmma
 from ecornn.schedules.gemm.aligned import align, x_of
 from ecornn.schedules.gemm.epilogue import HoistedValues
@@ -20,7 +19,7 @@ from ecornn.schedules.gemm.job import SLOWER, Columns, Job, Operand
 from ecornn.schedules.gemm.over_rows import over_rows, weights_of
 from ecornn.schedules.gemm.rows_mma import LEAST_ROWS, shape_of
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
-from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.rates import gpu_rates, short
 
 
 def no_projection(task: Task) -> str | None:

@@ -21,8 +21,8 @@ from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.rows_mma import shape_of
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, parts_of, recurrence, workers_time
+from ecornn.schedules.persistent.exchange import LARGEST, begins_early, start_kernel
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
     PAIR,
@@ -36,11 +36,10 @@ from ecornn.schedules.persistent.plan import (
     unit_step,
     worker_shape,
 )
-from ecornn.schedules.persistent.start import begins_early, start_kernel
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.initial import start_launch
-from ecornn.schedules.scalars.normalization import deferred
 from ecornn.schedules.scalars.pointwise import math_choices
+from ecornn.schedules.scalars.row_sums import deferred
 from ecornn.schedules.timeline import together
 
 STREAMED_ROWS = 8  # with more, code with weights straight into registers takes half a minute to compile

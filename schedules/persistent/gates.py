@@ -7,19 +7,16 @@ import operator
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.launch import wait_on_earlier
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
-from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.exchange import Carrier, word_of
+from ecornn.schedules.persistent.exchange import Carrier, Cluster, word_of
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.persistent.projection_workers import ProjectionWorkers
-from ecornn.schedules.persistent.sums import Sums
-from ecornn.schedules.persistent.sums_cluster import ClusterSums
-from ecornn.schedules.persistent.sums_ring import RingSums
+from ecornn.schedules.persistent.sums import ClusterSums, RingSums, Sums
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share, partial_sums
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
-SENT = 4  # of a block's operands that are on their way; sums_ring.py has 3
+SENT = 4  # of a block's operands that are on their way; sums.py has 3
 
 
 class Gates(GateThreads):

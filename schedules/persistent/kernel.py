@@ -9,8 +9,8 @@ rows of ``units`` hidden units. In every block
 * gate warps add the partial sums, compute the cell's scalars, and send the new state first and everything else
   (y, wipes, the next step's inputs) afterwards.
 
-State travels through L2 (``exchange.py``), or, where a group is a cluster, inside it (``cluster.py``); statistics,
-which gate warps exchange among themselves, likewise (``sums.py``).
+State travels through L2, or, where a group is a cluster, inside it (``exchange.py``); statistics, which gate warps
+exchange among themselves, likewise (``sums.py``).
 
 Blocks that are left over may work on the input projection meanwhile (``projection_workers.py``).
 
@@ -28,13 +28,11 @@ from ecornn.schedules.builder import PrimFunc, T
 from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent.cluster import Cluster
-from ecornn.schedules.persistent.exchange import Carrier, Ring
+from ecornn.schedules.persistent.exchange import Carrier, Cluster, Ring
 from ecornn.schedules.persistent.gates import Gates
 from ecornn.schedules.persistent.plan import PersistentPlan, block_shared
-from ecornn.schedules.persistent.products import products
+from ecornn.schedules.persistent.products import Position, products
 from ecornn.schedules.persistent.projection_workers import ProjectionWorkers
-from ecornn.schedules.persistent.stream import Position
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
@@ -42,7 +40,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
                       early: bool = False) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
     recurrent_<p>, [scales_<p>,] [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y;
-    ``persistent_keeping`` stores what is ``kept``, too. ``early``: launched as ``start.py`` says."""
+    ``persistent_keeping`` stores what is ``kept``, too. ``early``: launched as :func:`begins_early` says."""
     phases = range(len(plan.phases))
     own = {f"recurrent_{i}": "uint8" if plan.scaled else plan.dtype for i in phases}
     own |= {f"scales_{i}": "float32" for i in phases if plan.scaled}

@@ -46,7 +46,7 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
     shared_pairs : the following ones, with weights in shared memory
     polled_pairs : pairs of state that a warp waits for and multiplies at a time
     units : of the operands that are exchanged: those of a group, or the first ones of narrow products
-    slots : of a warp's ring in shared memory, for streamed pairs (stream.py); 0: they go straight into registers
+    slots : of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: they go straight into registers
     """
 
     gates: int
@@ -115,7 +115,7 @@ class PersistentPlan(NamedTuple):
     ahead: int  # percent of the projection that is done before; the rest runs beside the recurrence
     workers: int  # blocks that do that rest
     fences: str  # of exchange.py: in every step, of products in every step, or rare
-    cluster: bool  # whether each group is a cluster, in which state travels as cluster.py says
+    cluster: bool  # whether each group is a cluster, in which state travels as ``Cluster`` says
     sums: tuple[int, ...]  # statistics of each exchange of them, as sums.py says
     kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say, scales
     phases: tuple[PhasePlan, ...]
@@ -265,7 +265,7 @@ class PersistentPlan(NamedTuple):
 
     @property
     def ring(self) -> int:
-        """Slots of an exchange; exchange.py says why four at least, cluster.py why two are enough."""
+        """Slots of an exchange; exchange.py says why four at least, or in a cluster two."""
         if self.cluster:
             return 2
         words = self.groups * sum(self.slot_words(p) for p in self.phases)

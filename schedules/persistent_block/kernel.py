@@ -9,7 +9,7 @@ end of step t, by threads that have not waited since others may still read that 
 later, where that was, comes behind a barrier that all reach once they have read it. With more phases a barrier lies
 between anyway.
 
-Blocks, or clusters of blocks that share the weights (``cluster.py``), know nothing of each other: there may be as many
+Blocks, or clusters of blocks that share the weights (``Sent``), know nothing of each other: there may be as many
 as there are rows, in turns where the chip has no room. Heads, whose units see no others, know nothing of each other
 either: of a layer with heads a block has one or some of them.
 """
@@ -20,11 +20,9 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_block.fma import MultiplyAdds
 from ecornn.schedules.persistent_block.gates import Gates
 from ecornn.schedules.persistent_block.plan import BlockPlan
-from ecornn.schedules.persistent_block.products import Products
-from ecornn.schedules.persistent_block.tensor import TensorProducts, WarpgroupProducts
+from ecornn.schedules.persistent_block.products import MultiplyAdds, Products, TensorProducts, WarpgroupProducts
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 

@@ -7,11 +7,17 @@ from ecornn.schedules.cuda.isa.memory import fence_async_global, red_release, st
 from ecornn.schedules.cuda.isa.registers import opaque, pinned
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.exchange import pack
-from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier
 from ecornn.schedules.persistent_wide.copies import Memory
-from ecornn.schedules.persistent_wide.exchange import counter_of, operand_words, slot_base, word_of
-from ecornn.schedules.persistent_wide.handover import Parcels
-from ecornn.schedules.persistent_wide.handover import word_of as handed_word
+from ecornn.schedules.persistent_wide.exchange import (
+    BlockRole,
+    Parcels,
+    counter_of,
+    handed_word,
+    multiplier,
+    operand_words,
+    slot_base,
+    word_of,
+)
 from ecornn.schedules.persistent_wide.plan import DEPTH, SLOTS, TEAM, WidePlan
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, partial_sums
 from ecornn.schedules.scalars.pointwise import emit

@@ -7,9 +7,9 @@ set the rows of ``units`` hidden units, each block of it for a part of K. In eve
   memory (``copies.py``);
 * two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared
   memory (``products.py``), hand the partial sums of units that another block of the set finishes over to it
-  (``handover.py``), add those of their own, compute the cell's scalars, and write the new state to the
+  (``exchange.py``), add those of their own, compute the cell's scalars, and write the new state to the
   exchange first and y afterwards (``gates.py``);
-* where not all weights fit, a warp for each ring copies the others in every step (``stream.py``).
+* where not all weights fit, a warp for each ring copies the others in every step (``copies.py``).
 
 What registers the copying warpgroup does not need, the multiplying ones get.
 """
@@ -24,12 +24,13 @@ from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_wide.block_role import BlockRole
-from ecornn.schedules.persistent_wide.copies import Memory, copy
+from ecornn.schedules.persistent.exchange import pack
+from ecornn.schedules.persistent_wide.copies import Memory, copy, stream
+from ecornn.schedules.persistent_wide.exchange import BlockRole, place_of
 from ecornn.schedules.persistent_wide.gates import Gates
-from ecornn.schedules.persistent_wide.plan import REGISTERS, TEAM, WidePlan
+from ecornn.schedules.persistent_wide.plan import REGISTERS, SLOTS, SPACING, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.products import Products
-from ecornn.schedules.persistent_wide.stream import stream
+from ecornn.schedules.scalars.initial import BLOCKS, THREADS, declare_start, initial_values, start_thread
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
@@ -90,3 +91,33 @@ def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
         fence_async_shared()  # bulk copies arrive through this proxy
     sync_block()
 
+
+def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> PrimFunc:
+    """The small kernel before: the initial state into the exchange, zero where there is none, and counters.
+
+    ``start(T, B, <state>_in ..., vectors, [hoisted,] exchange, counters)``.
+
+    Words beyond H, which pad the last chunks, are zero in both slots, and stay so.
+    """
+    with T.kernel("start") as made:
+        kernel = declare_start(task, layout, math)
+        exchange, counters = T.pointer("exchange", "uint32"), T.pointer("counters", "uint32")
+        T.device_entry()
+        T.note("before the recurrence: chunk counters to zero, the first state into the exchange")
+        first = start_thread()
+        with T.when(first < plan.groups * plan.counters):
+            T.buffer_store(counters, T.uint32(0), [first * SPACING])
+        with T.strided("place", plan.groups * SLOTS * plan.slot_words, first, BLOCKS * THREADS) as place:
+            group = T.let("group", place // (SLOTS * plan.slot_words))
+            unit, column, operand = place_of(plan, T.let("word", place % plan.slot_words))
+            unit, column = T.let("unit", unit), T.let("column", column)
+            row = T.let("row", group * plan.rows + column)
+            slot = place // plan.slot_words % SLOTS
+            given = T.And(slot == 0, T.And(unit < plan.hidden, column < plan.rows))
+            with T.If(given if plan.operands == 1 else T.And(given, operand < plan.operands)):
+                with T.Then():
+                    values = initial_values(kernel, (unit, row, operand))
+                    T.buffer_store(exchange, pack(values, plan.dtype), [place])
+                with T.Else():
+                    T.buffer_store(exchange, T.uint32(0), [place])
+    return made()

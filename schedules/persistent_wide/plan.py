@@ -20,7 +20,7 @@ LANES = 32  # chunks of a ring at most: one for each lane of the warp that copie
 PARTS = (1, 2, 3, 4)  # blocks that share K
 MORE_PARTS = (*PARTS, 6, 8, 12, 16)  # where K is of several operands
 SLOTS = 2  # of the exchange; exchange.py says why two
-HANDED = 2  # slots of partial sums; handover.py says why two
+HANDED = 2  # slots of partial sums; exchange.py says why two
 SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
 MORE_SPARE = 8  # where weights are streamed
@@ -64,7 +64,7 @@ class WidePlan:
     rings : of stages in a block: one for each team, which share K, or one for all, which share rows
     chunks : of K, for each ring
     kept : chunks of a ring whose weights are in registers; the others' are in shared memory
-    streamed : chunks of a ring whose weights get there in every step, see stream.py
+    streamed : chunks of a ring whose weights get there in every step, see copies.py
     lasting : of these, the first ones, which L2 is asked to keep; all: it is asked nothing
     ahead : bytes of streamed weights that a block has on their way at once
     stages : of a ring

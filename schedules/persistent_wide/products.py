@@ -18,9 +18,15 @@ from ecornn.schedules.cuda.isa.wgmma import (
     wgmma_wait_pending,
 )
 from ecornn.schedules.cuda.pipeline import Use
-from ecornn.schedules.persistent_wide import handover
-from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
+from ecornn.schedules.persistent_wide.exchange import (
+    BlockRole,
+    hand_over,
+    handed_slot,
+    handed_tag,
+    handed_word,
+    multiplier,
+)
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, WidePlan
 
 STEPS = DEPTH // 16  # products of a chunk and tile
@@ -141,15 +147,15 @@ class Products:
         plan, role, thread = self.plan, self.role, multiplier()
         warp, lane, found = T.let("warp", thread % TEAM // 32), T.let("lane", thread % 32), []
         column = T.let("column", lane % 4 * 2)
-        slot = opaque("slot", handover.slot_of(plan, role, t)) if plan.parts > 1 else None
-        self.tag = handover.tag_of(t)
+        slot = opaque("slot", handed_slot(plan, role, t)) if plan.parts > 1 else None
+        self.tag = handed_tag(t)
         for m in range(plan.own_tiles):
             for half in range(2):
                 row = opaque("row", self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
                 (finisher, own), there, whose = self._finisher(row), None, 1
                 if slot is not None:
                     other = T.truncmod(role.part + (plan.parts - 1) - finisher, plan.parts)
-                    there = pinned("there", slot + handover.word_of(plan, finisher, other, column, own))
+                    there = pinned("there", slot + handed_word(plan, finisher, other, column, own))
                     whose = T.Select(finisher == role.part, 1, -1)
                 here = pinned("here", self.memory.sums(0) + column * plan.stride + own)
                 found.append((pinned("whose", T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
@@ -164,8 +170,8 @@ class Products:
             if there is not None:
                 with T.when(whose < 0):
                     for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
-                        to = there + handover.word_of(plan, 0, 0, c, 0)
-                        handover.store(handed, to, [first, second], self.tag)
+                        to = there + handed_word(plan, 0, 0, c, 0)
+                        hand_over(handed, to, [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
             with T.when(whose > 0):
                 for c, value in every:

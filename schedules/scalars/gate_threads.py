@@ -11,7 +11,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.threads import neighbour
-from ecornn.schedules.outputs import for_products
+from ecornn.schedules.keeping import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.sequence_kernel import SequenceKernel
 

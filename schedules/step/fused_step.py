@@ -24,8 +24,7 @@ from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.step.loop import loop
-from ecornn.schedules.step.product import BlockProduct, Tile, weights_buffer
-from ecornn.schedules.step.projection import project_plainly
+from ecornn.schedules.step.product import BlockProduct, Tile, project_plainly, weights_buffer
 from ecornn.schedules.step.scalars import (
     Layout,
     StepScalars,

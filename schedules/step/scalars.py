@@ -30,8 +30,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
-from ecornn.schedules.keeping import NOTHING, Spot, Stored, stored
-from ecornn.schedules.outputs import for_products
+from ecornn.schedules.keeping import NOTHING, Spot, Stored, for_products, stored
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.timeline import Timeline
 
