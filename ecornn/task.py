@@ -53,7 +53,7 @@ def adjoint_task(task: Task) -> Task:
     """
     from ecornn.analysis.adjoint import adjoint
     from ecornn.analysis.graph import stack_for
-    from ecornn.schedules.backward.recurrence import recurrence_task
+    from ecornn.schedules.backward.assemble import recurrence_task
 
     with stack_for(task.workload.cell):
         return recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))

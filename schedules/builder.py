@@ -79,6 +79,12 @@ class Builder:
         """An array of a thread's own, in registers where every index is a constant; (1,): a variable that changes."""
         return self.named(name, self._tvm.alloc_buffer(shape, dtype, scope="local"))
 
+    def variable(self, name: str, dtype: str, value: Expr) -> TirBuffer:
+        """A variable that changes: its element 0 is ``value`` at first."""
+        made = self.local(name, (1,), dtype)
+        self._tvm.buffer_store(made, value, [0])
+        return made
+
     def shared(self, words: int, align: int = 16) -> TirBuffer:
         """The block's dynamic shared memory, (words,) float32; ``align`` in bytes."""
         return self.named("shared", self._tvm.alloc_buffer((words,), "float32", scope="shared.dyn", align=align))

@@ -119,8 +119,7 @@ def _of_sequences(timeline: Timeline, row: Expr) -> _Origin:
     inside = T.let("inside", beside < steps * batch if back else beside >= 0)
     begins = T.let("begins", T.Or(T.Not(inside), table[T.Select(inside, beside, row)] != number))
     goes_on = T.let("goes_on", T.And(begins, T.And(number >= 0, timeline.continues(number))))
-    at = T.local("at", (1,), "int32")
-    T.buffer_store(at, beside, [0])
+    at = T.variable("at", "int32", beside)
     with T.when(goes_on):
         other = T.let("other", T.bitwise_xor(number, EARLIER + LATER))  # as its other piece is marked
         column = T.let("column", row % batch + timeline.other)

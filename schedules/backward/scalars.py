@@ -221,10 +221,8 @@ def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thr
     sums, found = RowSums(THREADS, thread, memory), Env()
 
     def units(function: Callable[[Expr], None]) -> None:
-        with T.serial("again", 0, ceil_div(work.chunks, THREADS)) as again:
-            chunk = T.let("chunk", again * THREADS + thread)
-            with T.when(chunk < work.chunks):
-                function(T.let("unit", chunk * work.span))
+        with T.strided("chunk", work.chunks, thread, THREADS) as chunk:
+            function(T.let("unit", chunk * work.span))
 
     for those in statistics:
         wanted, known = {o for s in those for o in s.operands}, dict(found)

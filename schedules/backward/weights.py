@@ -292,8 +292,7 @@ def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
         with T.when(unit < H):
             env = vectors_at(back.forward.vectors, a["vectors"], H, unit, used)
             for var, places in at.items():
-                total = T.local("total", (1,), "float32")
-                T.buffer_store(total, T.float32(0), [0])
+                total = T.variable("total", "float32", T.float32(0))
                 for name, s, count in places:
                     with T.unroll("chunk", CHUNKS) as chunk:  # all loads are under way at once
                         T.buffer_store(total, total[0] + a[f"{name}_parts"][(chunk * count + s) * H + unit], [0])

@@ -15,8 +15,8 @@ from math import gcd, prod
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.cluster import launch_dependents
 from ecornn.schedules.cuda.isa.copies import cp_async
-from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import WORDS, ldmatrix, per_word, words
 from ecornn.schedules.cuda.isa.threads import sync_block

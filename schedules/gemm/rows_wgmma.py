@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa.cluster import launch_dependents
 from ecornn.schedules.cuda.isa.copies import bulk_copy, cp_async, cp_async_commit, cp_async_wait
-from ecornn.schedules.cuda.isa.launch import launch_dependents
 from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.cuda.isa.wgmma import descriptor

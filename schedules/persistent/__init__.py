@@ -13,7 +13,7 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.analysis.narrow import columns_of
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
+from ecornn.schedules.backward.assemble import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task, register_limit
 from ecornn.schedules.builder import PrimFunc, ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import words

@@ -31,13 +31,12 @@ loss of time in others: hence a knob.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 
 from ecornn.analysis.liveness import late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, ceil_div
-from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
-from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
+from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait, launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive
 from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_relaxed, ld_shared, st_relaxed
 from ecornn.schedules.cuda.isa.registers import float_bits
@@ -78,13 +77,9 @@ def pair_place(plan: PersistentPlan, phase: PhasePlan, q: int, tile: int) -> int
     return ((operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + tile) * 128
 
 
-def within(plan: PersistentPlan, tile: int, column: Expr) -> ExitStack:
+def within(plan: PersistentPlan, tile: int, column: Expr) -> AbstractContextManager[None]:
     """A context for code that only columns with a batch row need; the padding of a tile has none."""
-    stack = ExitStack()
-    if (tile + 1) * 8 > plan.rows:
-        stack.enter_context(T.If(tile * 8 + column < plan.rows))
-        stack.enter_context(T.Then())
-    return stack
+    return T.when((tile + 1) * 8 <= plan.rows or tile * 8 + column < plan.rows)
 
 
 class Carrier(ABC):
@@ -136,8 +131,7 @@ class Ring(Carrier):
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
         plan, p, ring = self.plan, self.plan.phases[phase], self.rings[phase]
         T.note("consumer: poll the slot in L2 until no word is the sentinel")
-        missing = T.local("missing", (1,), "int32")
-        T.buffer_store(missing, T.int32(1), [0])
+        missing = T.variable("missing", "int32", T.int32(1))
         with T.While(missing[0] != 0):
             T.buffer_store(missing, T.int32(0), [0])
             for place, q in enumerate(pairs):
@@ -178,10 +172,7 @@ class Ring(Carrier):
 
     def _fence(self, where: Expr | bool) -> None:
         """Emits a release and acquire fence, in steps ``where`` (an expression; or True: in all)."""
-        with ExitStack() as stack:
-            if where is not True:
-                stack.enter_context(T.If(where))
-                stack.enter_context(T.Then())
+        with T.when(where):
             fence_gpu()
 
 
@@ -204,9 +195,8 @@ def begins_early(task: Task, plan: PersistentPlan) -> bool:
 
 
 def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, early: bool = False) -> PrimFunc:
-    """The small kernel before the persistent one: the initial state into the exchange, sentinels elsewhere.
-
-    It also clears the counters of the projection that runs beside.
+    """The small kernel before the persistent one: the initial state into the exchange, sentinels elsewhere, and zeros
+    into the counters of the projection that runs beside.
 
     ``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``; ``early``: as :func:`begins_early` says.
 

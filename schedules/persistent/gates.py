@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.launch import wait_on_earlier
+from ecornn.schedules.cuda.isa.cluster import wait_on_earlier
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.persistent.exchange import Carrier, Cluster, word_of
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan

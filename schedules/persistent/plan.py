@@ -314,11 +314,6 @@ class PersistentPlan(NamedTuple):
         return phase.operands * self.warps * phase.warp_pairs * self.tiles * 128
 
 
-def natural_interleave(gates: int) -> int:
-    """The largest power of two that divides the gates, at most 8."""
-    return gcd(gates, 8)
-
-
 def unit_step(task: Task, interleave: int) -> int:
     """Units of a block come in multiples of this, so that weight rows fill octets."""
     steps = [8 // _interleave(len(p.products), interleave) for p in task.graph.product_phases]
@@ -331,7 +326,7 @@ def lanes_of(units: int) -> int:
 
 
 def _interleave(gates: int, wanted: int) -> int:
-    return wanted if wanted and gates > 2 else natural_interleave(gates)
+    return wanted if wanted and gates > 2 else gcd(gates, 8)
 
 
 def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:

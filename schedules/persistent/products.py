@@ -8,8 +8,8 @@ from functools import partial
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.fragments import multiply_pair, zeros
+from ecornn.schedules.cuda.isa.cluster import wait_on_earlier
 from ecornn.schedules.cuda.isa.integers import unpacked
-from ecornn.schedules.cuda.isa.launch import wait_on_earlier
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_global, ld_shared, st_shared
 from ecornn.schedules.cuda.isa.tensor_core import per_word

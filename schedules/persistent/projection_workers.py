@@ -33,8 +33,7 @@ class ProjectionWorkers:
         self.batch, self.steps, self.hoisted = kernel.batch, kernel.steps, kernel.hoisted
         self.rows = T.let("rows", self.steps * self.batch)
         self.first = T.let("first", rows_ahead(self.rows, plan.ahead))
-        self.seen = T.local("seen", (1,), "int32")  # groups of rows
-        T.buffer_store(self.seen, T.int32(0), [0])
+        self.seen = T.variable("seen", "int32", T.int32(0))  # groups of rows
 
     @staticmethod
     def declare(task: Task, layout: Hoisted) -> dict[str, TirBuffer]:

@@ -222,8 +222,7 @@ class RingSums(Sums):
         return found
 
     def _poll(self, e: int, words: TirBuffer, loads: list[tuple[Expr, Expr]]) -> None:
-        missing = T.local("missing", (1,), "int32")
-        T.buffer_store(missing, T.int32(1), [0])
+        missing = T.variable("missing", "int32", T.int32(1))
         pause(PAUSE)
         with T.While(missing[0] != 0):
             for n, (at, inside) in enumerate(loads):

@@ -16,8 +16,7 @@ from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.gemm.projection import may_be_followed, no_projection, project, projection_time
 from ecornn.schedules.hoisted import Hoisted, hoisted_choices, hoisted_of, preferred, saved
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_block.gates import SIZES
-from ecornn.schedules.persistent_block.kernel import block_kernel
+from ecornn.schedules.persistent_block.kernel import SIZES, block_kernel
 from ecornn.schedules.persistent_block.plan import RESERVED, BlockKnobs, BlockPlan, Part, packing_of, plan_of
 from ecornn.schedules.rates import GPURates, gpu_rates, others
 from ecornn.schedules.scalars.pointwise import MATH_FOR

@@ -144,16 +144,11 @@ class BlockPlan(NamedTuple):
         return 4 // self.row_period
 
     @property
-    def halvings(self) -> int:
-        """The number of times that lanes which share K can split the pairs that they add up."""
-        pairs = self.units * self.rows
-        return min(self.lanes.bit_length() - 1, (pairs & -pairs).bit_length() - 1)
-
-    @property
     def items(self) -> int:
         """(unit, batch row) pairs of a thread."""
-        if not self.mma:
-            return self.units * self.rows >> self.halvings
+        if not self.mma:  # lanes that share K split those that they add up, as often as these can be halved
+            pairs = self.units * self.rows
+            return pairs >> min(self.lanes.bit_length() - 1, (pairs & -pairs).bit_length() - 1)
         return ceil_div(self.units, self.spread) if self.row_period else self.units * self.tiles * 2
 
     def chains(self, phase: int) -> int:
@@ -188,32 +183,20 @@ class BlockPlan(NamedTuple):
         return ceil_div(self.head, 4 * self.lanes) * 4 * self.lanes
 
     @property
-    def head_stride(self) -> int:
-        """Units, padded, that a head has in an operand."""
-        return self.depth_of_k * (PAIR * per_word(self.dtype) if self.mma else 1)
-
-    @property
     def operand_words(self) -> int:
         """Words of an operand of all rows."""
         if self.wgmma:
             return self.held * self.depth_of_k * PAIR * self.tiles * 8
         return self.held * self.depth_of_k * self.rows * (PAIR if self.mma else 1)
 
-    def operand_place(self, phase: int, operand: int) -> int:
-        """First word of an operand in shared memory; its second buffer follows that of all of its phase."""
-        return (sum(self.operands[:phase]) * self.buffers + operand) * self.operand_words
-
     @property
     def weights_place(self) -> int:
         """First word of weights in shared memory."""
         return self.buffers * sum(self.operands) * self.operand_words
 
-    def piece_words(self, part: Part) -> int:
-        """Words of the weights of all threads for one piece."""
-        return self.threads * len(part.products) * self.units * 4
-
     def shared_words(self, part: Part) -> int:
-        return (part.pieces - part.kept) * self.piece_words(part)
+        """Words of the weights of all threads that are in shared memory."""
+        return (part.pieces - part.kept) * self.threads * len(part.products) * self.units * 4
 
     @property
     def inputs_place(self) -> int:

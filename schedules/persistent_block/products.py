@@ -81,12 +81,14 @@ class Products(ABC):
     @property
     def head_first(self) -> Expr:
         """The units in an operand before those of the thread's head."""
-        return self.head * self.plan.head_stride if self.plan.held > 1 else 0
+        padded = self.plan.depth_of_k * (PAIR * per_word(self.plan.dtype) if self.plan.mma else 1)
+        return self.head * padded if self.plan.held > 1 else 0
 
     def first(self, phase: int, operand: int, side: Expr) -> Expr:
-        """First word of an operand's buffer."""
+        """First word of an operand's buffer; the second one follows that of all operands of its phase."""
         plan = self.plan
-        return plan.operand_place(phase, operand) + side * (plan.operands[phase] * plan.operand_words)
+        place = (sum(plan.operands[:phase]) * plan.buffers + operand) * plan.operand_words
+        return place + side * (plan.operands[phase] * plan.operand_words)
 
     def piece(self, number: int, piece: int) -> list[list[Expr]]:
         """Four words for each (product, unit) of FMA or (unit, product) of mma of a part's piece."""

@@ -8,7 +8,7 @@ from math import prod
 
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
+from ecornn.schedules.backward.assemble import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task
 from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.gemm.projection import no_projection, projection_time

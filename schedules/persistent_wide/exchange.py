@@ -192,8 +192,7 @@ class Parcels:
                  for k in range(2 * self.plan.gates)]
         for word in every:
             T.buffer_store(self.words, tag, list(word))
-        missing = T.local("missing", (1,), "uint32")
-        T.buffer_store(missing, T.uint32(1), [0])
+        missing = T.variable("missing", "uint32", T.uint32(1))
         with T.While(missing[0] != T.uint32(0)):
             for i, other, k, count, at in self._each(firsts):
                 into = [self.words[i, other, k + n] for n in range(count)]

@@ -1,6 +1,4 @@
-"""Statistics of rows: when they are due, how the threads of a block sum them, and the pass over hoisted values that
-have some.
-"""
+"""Statistics of rows: when they are due, how threads of a block sum them, and the pass over hoisted values with some."""
 
 from __future__ import annotations
 
@@ -171,11 +169,9 @@ def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> Component:
 
         hoisted[t, b, q, j] = hoisted output q of unit j, from what the product left there and the row's statistics
 
-    Or it only writes the statistics, for a recurrence that then does the rest (:func:`deferred`): that takes fewer
-    bytes, and what is rounded to 16 bits is rounded once.
-
-    The kernel, with the workspace of statistics (T*B, N), ``row_sums``, where the rest is ``deferred``; nothing where
-    the cell has no such statistics.
+    Or it only writes the statistics (T*B, N), the workspace ``row_sums``, for a recurrence that then does the rest
+    (``deferred``): that takes fewer bytes, and what is rounded to 16 bits is rounded once. Nothing where the cell has
+    no such statistics.
     """
     if not task.graph.hoisted_statistics:
         return Component()

@@ -16,14 +16,13 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.analysis.sums import one_by_one
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
+from ecornn.schedules.backward.assemble import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import PrimFunc, T, ceil_div
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import math_choices
-from ecornn.schedules.step.loop import loop
 from ecornn.schedules.step.product import BlockProduct, Tile, project_plainly, weights_buffer
 from ecornn.schedules.step.scalars import (
     Layout,
@@ -31,6 +30,7 @@ from ecornn.schedules.step.scalars import (
     begin_calls,
     begin_kernel,
     declare,
+    loop,
     workspaces,
 )
 

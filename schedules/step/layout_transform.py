@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ecornn.analysis.heads import most_heads
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
+from ecornn.schedules.backward.assemble import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T, ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import words
@@ -21,7 +21,6 @@ from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_o
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import math_choices
-from ecornn.schedules.step.loop import loop
 from ecornn.schedules.step.mma_product import (
     PAIR,
     TensorProduct,
@@ -37,6 +36,7 @@ from ecornn.schedules.step.scalars import (
     begin_calls,
     begin_kernel,
     declare,
+    loop,
     workspaces,
 )
 

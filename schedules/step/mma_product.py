@@ -9,7 +9,6 @@ K is permuted alike in both operands, so any order serves, and no read conflicts
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import gcd, lcm, prod
 
@@ -221,17 +220,14 @@ class TensorProduct:
             self._load_operand(operands, base, row0, turn, place, layout)
 
         T.note("prologue: the first stages of weights and state to shared memory (cp.async)")
-        has = None if plan.blocks(p) == plan.columns else T.let("has", column < plan.blocks(p))
+        has = True if plan.blocks(p) == plan.columns else T.let("has", column < plan.blocks(p))
         for turn in range(plan.stages - 1):
             if turn < turns:
-                with ExitStack() as stack:
-                    if has is not None:
-                        stack.enter_context(T.If(has))
-                        stack.enter_context(T.Then())
+                with T.when(has):
                     load(T.int32(turn))
             cp_async_commit()
         T.note("main loop: wait for a stage, copy one ahead, multiply (mma)")
-        with T.serial("turn", 0, turns if has is None else T.Select(has, turns, 0)) as turn:
+        with T.serial("turn", 0, turns if has is True else T.Select(has, turns, 0)) as turn:
             cp_async_wait(plan.stages - 2)
             sync_block()
             with T.when(turn + (plan.stages - 1) < turns):

@@ -175,9 +175,7 @@ def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) ->
 
         hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors
 
-    :mod:`ecornn.schedules.gemm.projection` does the same on tensor cores.
-
-    The projection, where the cell has hoisted values: its kernel, with the packed ``input_weights``.
+    Nothing where the cell has no hoisted values. :mod:`ecornn.schedules.gemm.projection` does the same on tensor cores.
     """
     graph, blocks = task.graph, 2 * task.device.cores
     if not graph.hoisted_outputs:
@@ -202,8 +200,7 @@ def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], block
         block, thread = T.block(blocks), T.thread(tile.threads)
         memory = T.shared(tile.shared(gates, 1) // 4)  # BlockProduct's
         total = T.let("total", a["T"] * a["B"])
-        turn = T.local("turn", (1,), "int32")  # number of the tile
-        T.buffer_store(turn, block, [0])
+        turn = T.variable("turn", "int32", block)  # number of the tile
         product = BlockProduct(tile, graph.hoisted_products, memory, thread)
 
         def input_at(row0: Expr, row: Expr, k: Expr) -> Expr:

@@ -1,4 +1,5 @@
-"""The common part of schedules with one launch a step: vectors between launches, and a phase's scalars.
+"""The common part of schedules with one launch a step: vectors between launches, a phase's scalars, and the launches of
+all steps.
 
 A step is one launch for each phase. A launch leaves its products in shared memory; then every
 (batch row, hidden unit) is finished by one thread, here: the phase's scalars are spliced in, and
@@ -9,12 +10,14 @@ what later launches read is stored. Between launches live, in workspaces,
   says. Those of phase 0 exist twice, for even and odd t: in a cell of one phase they are read by
   some blocks while others write the next ones;
 * ``carried`` (C, B, H) float32: other scalars that a later phase of the same step reads;
-* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (``loop.py``).
+* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (:func:`rows_kernel`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.liveness import (
@@ -26,12 +29,13 @@ from ecornn.analysis.liveness import (
     reads,
     statistics,
 )
-from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
-from ecornn.schedules.base import Task
+from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch, Loop
+from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
-from ecornn.schedules.keeping import NOTHING, Spot, Stored, for_products, stored
+from ecornn.schedules.keeping import NOTHING, Spot, Stored, for_products, keeping, stored
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
+from ecornn.schedules.scalars.row_sums import Env, RowSums, parts_of
 from ecornn.schedules.timeline import Timeline
 
 BEGIN_THREADS = 256
@@ -313,3 +317,69 @@ class StepScalars:
         with T.when(a["t"] == a["T"] - 1):
             for name, value in last.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, self.task.workload.dtype), [self.at(0, row, unit)])
+
+
+# a phase, the buffers that its kernel may use, and the kernel's name -> the kernel and its launch
+Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
+
+
+def loop(task: Task, layout: Layout, own: Sequence[Buffer], buffers: Sequence[Buffer], math: str, inputs: Hoisted,
+         phase: Phase, kept: Stored) -> Component:
+    """All steps: of each a launch for every product and for every pass over rows; values that are ``kept`` are stored
+    by the one that makes them, states by the last one. ``own`` are those of ``buffers`` that only the recurrence
+    uses."""
+    functions, steps, parts, w = {}, [], list(parts_of(task.graph)), task.workload
+    for number, part in enumerate(parts, 1):
+        first = part[0] if isinstance(part, tuple) else part
+        # a pass over rows leaves a phase with a product to the launch behind it
+        finished = tuple(p for p in part if not task.graph.phases[p].products) if isinstance(part, tuple) else (part,)
+        stores = (number == len(parts) and kept) or any(values_of(task.graph, kept, p) for p in finished)
+        known = [*buffers, *(kept.buffers(w.batch, w.hidden, w.dtype) if stores else ())]
+        name = keeping(f"{'rows' if isinstance(part, tuple) else 'step'}_{first}", kept if stores else NOTHING)
+        if isinstance(part, tuple):
+            functions[name], launch = rows_kernel(task, name, part, layout, known, math, inputs)
+        else:
+            functions[name], launch = phase(part, known, name)
+        steps.append(launch)
+    return Component(functions, tuple(own), (Loop(tuple(steps)),))
+
+
+MOST_THREADS = 1024
+
+
+def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
+                inputs: Hoisted) -> tuple[PrimFunc, Launch]:
+    """The kernel ``name``, with a block for each batch row, and its launch: statistics of phases that follow one
+    another without a product, and all scalars of those without one. A thread owns some units of the row, so that it
+    finds again what it kept of them for a later phase."""
+    w, graph = task.workload, task.graph
+    threads = min(MOST_THREADS, ceil_div(w.hidden, 32) * 32)
+    words = max(RowSums.words(threads, graph.phases[p].statistics) for p in phases)
+    with T.kernel(name) as made:
+        a = declare(buffers)
+        scalars = StepScalars(task, layout, a, math, inputs)
+        T.device_entry()
+        row, thread = T.named("row", T.cta_id([w.batch])), T.thread(threads)
+        memory = T.shared(words)  # (statistic, warp)
+        with T.when(row < a["B"]):
+            T.note("a CTA a batch row: statistics over its units, then the scalars of phases without a product")
+            sums, found = RowSums(threads, thread, memory), Env()
+
+            def units(function: Callable[[Expr], None]) -> None:
+                with T.strided("unit", w.hidden, thread, threads) as unit:
+                    function(unit)
+
+            def visit(p: int, known: Env, function: Callable[[Env, Expr], None]) -> None:
+                units(lambda unit: function(scalars.before(p, row, unit, known), unit))
+
+            def finish(p: int, known: Env, unit: Expr) -> None:
+                scalars.finish(p, row, unit, known, scalars.hoisted(row, unit))
+
+            for p in phases:
+                each = partial(visit, p, dict(found))
+                found |= sums.statistics(graph.phases[p].statistics, w.hidden, each)
+                with T.when(thread == 0):
+                    scalars.store_statistics(p, row, found)
+                if not graph.phases[p].products:
+                    units(partial(finish, p, dict(found)))
+    return made(), Launch(name, w.batch, threads, 4 * words)

@@ -107,11 +107,9 @@ class StagedRows:
         """Stores zeros behind the end of each row."""
         row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
         count = self.rows * (row - own)
-        with T.serial("turn", 0, ceil_div(count, threads)) as turn:
-            item = T.let("item", turn * threads + thread)
-            with T.when(item < count):
-                T.buffer_store(self.words, T.uint32(0), [self.first + item // (row - own) * row + (
-                    own + item % (row - own))])
+        with T.strided("item", count, thread, threads) as item:
+            T.buffer_store(self.words, T.uint32(0), [self.first + item // (row - own) * row + (
+                own + item % (row - own))])
 
     def copy(self, source: TirBuffer, start: Expr, row: Expr, part: Expr, parts: int, barrier: Expr) -> None:
         """Copies one of ``parts`` of a row, which begins at ``start`` of ``source``, to all blocks of the cluster."""
@@ -329,14 +327,12 @@ def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: i
         return
     rows = share.gates * share.units
     count = share.rows * rows
-    with T.serial("turn", 0, ceil_div(count, threads)) as turn:
-        item = T.let("item", turn * threads + thread)
-        with T.when(item < count):
-            place = T.let("place", item // rows * share.stride + item % rows + first)
-            total = memory[place]
-            for warp in range(1, share.warps):
-                total = total + memory[place + warp * (share.rows * share.stride)]
-            T.buffer_store(memory, total, [place])
+    with T.strided("item", count, thread, threads) as item:
+        place = T.let("place", item // rows * share.stride + item % rows + first)
+        total = memory[place]
+        for warp in range(1, share.warps):
+            total = total + memory[place + warp * (share.rows * share.stride)]
+        T.buffer_store(memory, total, [place])
 
 
 def sums(share: Share, products: tuple[Product, ...], memory: TirBuffer, first: int, row: Expr,

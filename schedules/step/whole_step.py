@@ -18,8 +18,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent, Launch, Program, Relay
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Knobs, Schedule, Task, knob, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait
-from ecornn.schedules.cuda.isa.launch import launch_dependents, wait_on_earlier
+from ecornn.schedules.cuda.isa.cluster import cluster_arrive, cluster_wait, launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import prefetch_l1
 from ecornn.schedules.cuda.isa.threads import sync_block

@@ -6,8 +6,7 @@ those of CUTLASS where it has one. Source: the PTX ISA, 9.0, whose sections the 
     memory        loads, stores, fences, prefetches, and policies of L2
     copies        copies to shared memory that a thread does not wait for: cp.async, and bulk copies
     mbarrier      barriers in shared memory, whose phases count arrivals and bytes
-    cluster       blocks that share a cluster
-    launch        kernels that begin before the one before has ended
+    cluster       blocks that share a cluster, and kernels that begin before the one before has ended
     threads       barriers of threads, shuffles, votes, special registers
     registers     how many a warpgroup has; values that the compiler must not look into
     tensor_core   mma, ldmatrix and their operands

@@ -1,4 +1,6 @@
-"""Blocks of a cluster, which read and write each other's shared memory (PTX: barrier.cluster, st.async). sm_90."""
+"""Blocks of a cluster, which read and write each other's shared memory (PTX: barrier.cluster, st.async), and kernels
+that begin before the one before has ended: programmatic dependent launch (griddepcontrol). sm_90.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +41,13 @@ def cluster_send(to: Expr, barrier: Expr, rank: Expr, words: Sequence[Expr]) -> 
                           vector=f".v{count}" if count > 1 else "", last=count + 1,
                           values=", ".join(f'"r"({n})' for n in names))
     functions.run(name, source, to, barrier, rank, *words)
+
+
+def launch_dependents() -> None:
+    """Lets the next kernel begin once all blocks have come here or ended."""
+    T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
+
+
+def wait_on_earlier() -> None:
+    """Waits until the kernels before have ended, and sees what they wrote."""
+    T.evaluate(T.ptx["griddepcontrol.wait"]())
