@@ -38,11 +38,17 @@ class Piece:
     ----------
     base, apart : in values; the first unit's are at ``base`` + ``apart`` * unit of a row
     words : of 32 bits, at most four
+    register : the first of those that it is loaded into, among those of all pieces
     """
 
     base: int
     apart: int
     words: int
+    register: int
+
+    def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
+        """Its registers, of those of all pieces, which lie on the last axis."""
+        return [registers[(*index, self.register + k)] for k in range(self.words)]
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,11 @@ class Hoisted:
 
     def pieces(self, units: int = 1) -> tuple[Piece, ...]:
         """The pieces of ``units`` (1, 2 or 4) neighbouring units, the first of which is a multiple of ``units``."""
-        found, base = [], 0
+        found, base, first = [], 0, 0
         for n in self.planes:
             words = ceil_div(n * units, 2) if self.packed else units
-            found += [Piece(base + i * 2, n, min(4, words - i)) for i in range(0, words, 4)]
-            base += n * self.units
+            found += [Piece(base + i * 2, n, min(4, words - i), first + i) for i in range(0, words, 4)]
+            base, first = base + n * self.units, first + words
         return tuple(found)
 
     def words(self, units: int = 1) -> int:
@@ -117,12 +123,10 @@ class Hoisted:
         if not self.packed:
             first = T.let("first", row * self.row + unit)
             return [buffer[first + p.base] for p in self.pieces()]
-        first, into, done = T.let("first", row * self.row), self.registers(), 0
+        first, into = T.let("first", row * self.row), self.registers()
         for p in self.pieces():
-            ld_global([into[done + k] for k in range(p.words)], buffer.ptr_to([first + p.base + unit * p.apart]),
-                      "u16" if p.apart == 1 else "b32")
-            done += p.words
-        return [into[k] for k in range(done)]
+            ld_global(p.of(into), buffer.ptr_to([first + p.base + unit * p.apart]), "u16" if p.apart == 1 else "b32")
+        return [into[k] for k in range(self.words())]
 
     def order(self, units: int = 1) -> list[list[tuple[int, bool]]]:
         """The register of each output of each unit, and whether it is in the upper half of it."""
@@ -152,8 +156,7 @@ class Hoisted:
         words = [pack_pair(halves[k, False], halves[k, True], self.dtype, finite=finite)
                  for k in range(self.words(units))]
         for p in self.pieces(units):
-            st_global(buffer.ptr_to([first + p.base + unit * p.apart]), words[:p.words])
-            del words[:p.words]
+            st_global(buffer.ptr_to([first + p.base + unit * p.apart]), words[p.register:p.register + p.words])
 
 
 def hoisted_of(task: Task, kind: str = "float32") -> Hoisted:

@@ -160,11 +160,11 @@ class _Units:
                 value = T.cast(value, self.task.workload.dtype)
                 T.buffer_store(self.arguments[f"{name}_out"], value, [first + e])
 
-    def _slot(self, slot: Expr, done: int, piece: Piece) -> Expr:
-        """The pointer to this thread's piece in a slot, behind ``done`` words of the units."""
+    def _slot(self, slot: Expr, piece: Piece) -> Expr:
+        """The pointer to this thread's piece in a slot."""
         assert self.ring is not None, "there are hoisted values"
         words = self.hoisted.words(self.count)
-        return self.ring.ptr_to([(slot * words + done) * self.threads + self.thread * piece.words])
+        return self.ring.ptr_to([(slot * words + piece.register) * self.threads + self.thread * piece.words])
 
     def _copy(self, number: Expr, slot: Expr) -> None:
         """Begins to copy the inputs of a group of steps to the slots from ``slot`` on."""
@@ -181,19 +181,14 @@ class _Units:
         cp_async_commit()
 
     def _copy_step(self, first: Expr, slot: Expr) -> None:
-        done = 0
         for p in self.hoisted.pieces(self.count):
             source = self.arguments["hoisted"].ptr_to([first + (p.base + self.unit * p.apart)])
-            cp_async(self._slot(slot, done, p), source, 4 * p.words)
-            done += p.words
+            cp_async(self._slot(slot, p), source, 4 * p.words)
 
     def _take(self, i: int, slot: Expr) -> None:
         """Loads the inputs of a group's step i from the slots of the group."""
-        done, kind = 0, "b32" if self.hoisted.packed else "f32"
         for p in self.hoisted.pieces(self.count):
-            into = [self.inputs[i, done + k] for k in range(p.words)]
-            ld_shared(into, self._slot(slot + i, done, p), kind)
-            done += p.words
+            ld_shared(p.of(self.inputs, i), self._slot(slot + i, p), "b32" if self.hoisted.packed else "f32")
 
     def _mark(self, number: Expr) -> None:
         """Loads which of a group's steps begin a sequence; of the last step where there are no more."""

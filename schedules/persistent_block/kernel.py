@@ -31,7 +31,7 @@ from ecornn.schedules.cuda.isa.registers import pinned
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.cuda.pipeline import ClusterPipeline
-from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.plan import BlockPlan
 from ecornn.schedules.persistent_block.products import (
@@ -287,18 +287,16 @@ class Gates(GateThreads):
         cp_async_wait(self.plan.depth - 1)
         slot = t % self.plan.depth
         for i in range(self.items):
-            done, kind = 0, "b32" if self.hoisted.packed else "f32"
+            kind = "b32" if self.hoisted.packed else "f32"
             nothing = T.uint32(0) if self.hoisted.packed else T.float32(0)
             for k in range(self.hoisted.words()):
                 T.buffer_store(into, nothing, [i, k])
             with T.when(T.And(self.valid[i], t < self.steps)):
                 for piece in self.hoisted.pieces():
-                    ld_shared([into[i, done + k] for k in range(piece.words)],
-                              self._slot(slot, i, done, piece.words), kind)
+                    ld_shared(piece.of(into, i), self._slot(slot, i, piece), kind)
                     if self.hoisted.packed and piece.apart == 1:  # of two neighbouring units
-                        half = T.shift_right(into[i, done], T.cast(self.unit[i] % 2 * 16, "uint32"))
-                        T.buffer_store(into, half, [i, done])
-                    done += piece.words
+                        half = T.shift_right(into[i, piece.register], T.cast(self.unit[i] % 2 * 16, "uint32"))
+                        T.buffer_store(into, half, [i, piece.register])
 
     def _copy(self, t: Expr) -> None:
         """Begins to copy the inputs of step t."""
@@ -306,20 +304,19 @@ class Gates(GateThreads):
         for i in range(self.items):
             with T.when(T.And(self.valid[i], t < self.steps)):
                 row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
-                first, done = T.let("first", row * self.hoisted.row), 0
+                first = T.let("first", row * self.hoisted.row)
                 for piece in self.hoisted.pieces():
                     pair = self.hoisted.packed and piece.apart == 1
                     unit = self.unit[i] // 2 * 2 if pair else self.unit[i] * piece.apart
-                    cp_async(self._slot(slot, i, done, piece.words),
-                             self.arguments["hoisted"].ptr_to([first + piece.base + unit]), 4 * piece.words, l1=True)
-                    done += piece.words
+                    cp_async(self._slot(slot, i, piece), self.arguments["hoisted"].ptr_to([first + piece.base + unit]),
+                             4 * piece.words, l1=True)
         cp_async_commit()
 
-    def _slot(self, slot: Expr, i: int, done: int, words: int) -> Expr:
-        """A pointer to this thread's piece of item i behind ``done`` words."""
+    def _slot(self, slot: Expr, i: int, piece: Piece) -> Expr:
+        """A pointer to this thread's piece of item i."""
         plan = self.plan
-        place = (slot * plan.items + i) * plan.words + done
-        return self.products.shared.ptr_to([plan.inputs_place + place * plan.threads + self.thread * words])
+        place = (slot * plan.items + i) * plan.words + piece.register
+        return self.products.shared.ptr_to([plan.inputs_place + place * plan.threads + self.thread * piece.words])
 
 
 def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,

@@ -1,4 +1,4 @@
-"""Statistics of rows: when they are due, how threads of a block sum them, and the pass over hoisted values with some."""
+"""Statistics of rows: when they are due, how a block sums them, and the pass over hoisted values with some."""
 
 from __future__ import annotations
 

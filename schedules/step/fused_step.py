@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from ecornn.analysis.heads import heads_of, most_heads, multiplied
 from ecornn.analysis.liveness import late_operands, phase_count
@@ -24,15 +23,7 @@ from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.step.product import BlockProduct, Tile, project_plainly, weights_buffer
-from ecornn.schedules.step.scalars import (
-    Layout,
-    StepScalars,
-    begin_calls,
-    begin_kernel,
-    declare,
-    loop,
-    workspaces,
-)
+from ecornn.schedules.step.scalars import Layout, StepScalars, begin_and_steps, declare
 
 REGISTERS = 40  # of a thread, beside accumulators: addresses, tiles on their way, gate math
 # nanoseconds of a dependent product, a barrier and the copies before it, a weight that a block reads, a product
@@ -143,22 +134,16 @@ class FusedStep(Schedule[Tile]):
 
 
 def _parts(task: Task, tile: Tile, around: list[Buffer]) -> tuple[Component, Callable[[Stored], Component]]:
-    """The component that puts the states of the call into workspaces; and a function that makes all steps, by what they
-    store. ``around``: buffers of others that these use."""
-    math, hidden = tile.math, task.workload.hidden
+    """The beginning and a function that makes all steps, as :func:`begin_and_steps` has them."""
     layout = _layout(task, tile)
-    own = [*workspaces(task, layout),
-           *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, columns_of(phase, hidden))
-             for p, phase in enumerate(task.graph.phases) if phase.products)]
-    buffers, inputs = [*around, *own], hoisted_of(task)
-    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
-                      calls=tuple(begin_calls(task, layout, own)))
+    weights = [weights_buffer(f"recurrent_{p}", task, tile, phase.products, columns_of(phase, task.workload.hidden))
+               for p, phase in enumerate(task.graph.phases) if phase.products]
 
     def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
-        return (_step_kernel(task, tile, layout, known, p, math, name),
+        return (_step_kernel(task, tile, layout, known, p, tile.math, name),
                 Launch(name, _grid(task, tile), tile.threads, _shared_of(task, tile, p)))
 
-    return begin, partial(loop, task, layout, own, buffers, math, inputs, phase)
+    return begin_and_steps(task, layout, weights, around, tile.math, hoisted_of(task), phase)
 
 
 def _layout(task: Task, tile: Tile) -> Layout:

@@ -30,15 +30,7 @@ from ecornn.schedules.step.mma_product import (
     unit_step,
     weights_buffer,
 )
-from ecornn.schedules.step.scalars import (
-    Layout,
-    StepScalars,
-    begin_calls,
-    begin_kernel,
-    declare,
-    loop,
-    workspaces,
-)
+from ecornn.schedules.step.scalars import Layout, StepScalars, begin_and_steps, declare
 
 AHEAD = 4  # items of a thread whose hoisted values are read before the product
 MOST_ROWS = 256  # weight rows of a block
@@ -156,18 +148,15 @@ class LayoutTransform(Schedule[TilePlan]):
                     kept: Stored) -> Component:
         """The states of the call into workspaces, then all steps; ``around``: buffers of others that these use."""
         math, layout = plan.knobs.math, plan.layout(task.workload.batch, plan.knobs.layout)
-        own = [*workspaces(task, layout),
-               *(weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates)]
-        buffers = [*around, *own]
-        begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
-                          calls=tuple(begin_calls(task, layout, own)))
+        weights = [weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates]
         blocks = plan.columns * ceil_div(task.workload.batch, plan.rows)
 
         def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
             return (_step_kernel(task, plan, layout, inputs, known, p, blocks, math, name),
                     Launch(name, blocks, plan.threads, plan.shared(p)))
 
-        return joined(begin, loop(task, layout, own, buffers, math, inputs, phase, kept))
+        begin, steps = begin_and_steps(task, layout, weights, around, math, inputs, phase)
+        return joined(begin, steps(kept))
 
 
 def estimate(task: Task, plan: TilePlan) -> float:

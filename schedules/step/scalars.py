@@ -15,7 +15,7 @@ what later launches read is stored. Between launches live, in workspaces,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -39,6 +39,8 @@ from ecornn.schedules.scalars.row_sums import Env, RowSums, parts_of
 from ecornn.schedules.timeline import Timeline
 
 BEGIN_THREADS = 256
+# a phase, the buffers that its kernel may use, and the kernel's name -> the kernel and its launch
+Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,18 @@ def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
     return {kept.spot(n): v for n, v in enumerate(kept.values) if makers.get(v, last) == p}
 
 
-def begin_calls(task: Task, layout: Layout, buffers: list[Buffer]) -> list[Fill | Launch]:
-    """The calls before the loop over t: zeros behind the last unit, then the kernel of :func:`begin_kernel`."""
-    fills: list[Fill | Launch] = []
+def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], around: Sequence[Buffer], math: str,
+                    inputs: Hoisted, phase: Phase) -> tuple[Component, Callable[[Stored], Component]]:
+    """The component that puts the states of the call into workspaces, and zeros behind the last unit; and a function
+    that makes all steps, by what they store. ``around``: buffers of others that these use."""
+    own = [*workspaces(task, layout), *weights]
+    buffers = [*around, *own]
+    calls: list[Fill | Launch] = []
     if layout.width > task.workload.hidden:  # 0 * NaN is not 0
-        fills = [Fill(b.name, 0, b.extent) for b in buffers if b.name.startswith("operands_")]
-    return [*fills, Launch("begin", _begin_blocks(task), BEGIN_THREADS)]
+        calls = [Fill(b.name, 0, b.extent) for b in own if b.name.startswith("operands_")]
+    calls.append(Launch("begin", _begin_blocks(task), BEGIN_THREADS))
+    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)}, calls=tuple(calls))
+    return begin, partial(loop, task, layout, own, buffers, math, inputs, phase)
 
 
 def _begin_blocks(task: Task) -> int:
@@ -317,10 +325,6 @@ class StepScalars:
         with T.when(a["t"] == a["T"] - 1):
             for name, value in last.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, self.task.workload.dtype), [self.at(0, row, unit)])
-
-
-# a phase, the buffers that its kernel may use, and the kernel's name -> the kernel and its launch
-Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
 
 
 def loop(task: Task, layout: Layout, own: Sequence[Buffer], buffers: Sequence[Buffer], math: str, inputs: Hoisted,
