@@ -27,7 +27,7 @@ from ecornn.workload import Traversal, Workload
 def row_arguments(traversal: Traversal) -> dict[str, TirBuffer]:
     """Kernel parameters for the optional tensors that the traversal reads: ``lengths``, ``resets``, ``sequences``."""
     return {name: T.pointer(name, kind.dtype) for name, kind in TENSORS.items()
-            if kind.optional and getattr(traversal, name)}
+            if kind.optional and kind.dtype and getattr(traversal, name)}
 
 
 def piece_arguments(traversal: Traversal) -> dict[str, TirBuffer]:

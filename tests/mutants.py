@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant("adjoints: the last border clears nothing", "schedules/elementwise/__init__.py",
            "if self.task.traversal.backward else None\n", "if False else None\n",
            "test_backward_recurrence_emulated.py -k without_recurrent"),
-    Mutant("8-bit weights: the scale of another gate", "schedules/persistent/gates.py",
+    Mutant("8-bit weights: the scale of another gate", "schedules/persistent/kernel.py",
            "at = row * (plan.heads * plan.blocks * plan.units) + unit", "at = unit", "test_integer_weights.py"),
     Mutant("8-bit weights: one is off by one in bfloat16", "schedules/cuda/isa/integers.py",
            '"r"(positive), "r"(0xBF00BF00u)', '"r"(positive), "r"(0xBF01BF00u)', "test_integer_weights.py"),

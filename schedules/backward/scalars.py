@@ -155,9 +155,9 @@ def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Se
 def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int, each: str,
             blocks: int, words: int) -> PrimFunc:
     """The kernel ``(T, B, what is read, vectors, what is written)``."""
-    made = [v for those in statistics for s in those for v in s.made]
+    found = [v for those in statistics for s in those for v in s.made]
     operands = {o for those in statistics for s in those for o in s.operands}
-    kinds = scalars.reads(made, operands) | ({"vectors": "float32"} if scalars.vectors else {}) | counted(each)
+    kinds = scalars.reads(found, operands) | ({"vectors": "float32"} if scalars.vectors else {}) | counted(each)
     kinds |= {n: kind for n, kind in scalars.writes().items() if n not in kinds}
     with T.kernel(name) as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())

@@ -16,8 +16,10 @@ from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync, sync_warp
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
 from ecornn.schedules.persistent.exchange import Carrier, within
-from ecornn.schedules.persistent.gates import FULL, SENT
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
+
+FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
+SENT = 4  # of a block's operands that are on their way; sums.py has 3
 
 
 @dataclass(frozen=True)
