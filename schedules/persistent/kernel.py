@@ -100,8 +100,6 @@ class ProjectionWorkers:
             T.buffer_store(self.seen, self.seen[0] + 1, [0])
 
 
-
-
 class Gates(GateThreads):
     """Emits the gate warps' code."""
 
