@@ -65,7 +65,7 @@ def task_of(case: Case) -> Task:
     """The recurrence of the case's adjoint, on the GPU that is here, or on an H100."""
     from ecornn.analysis.adjoint import adjoint
     from ecornn.cells import get
-    from ecornn.schedules.backward.recurrence import recurrence_task
+    from ecornn.schedules.backward.assemble import recurrence_task
     from ecornn.targets import KNOWN
     from ecornn.task import make_task
     from ecornn.workload import Workload

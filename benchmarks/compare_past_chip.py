@@ -52,8 +52,7 @@ class Case:
         from ecornn.analysis import analyse
         from ecornn.cells import get
         from ecornn.schedules.base import Task
-        from ecornn.schedules.persistent_wide import PersistentWide
-        from ecornn.schedules.persistent_wide.estimate import estimate
+        from ecornn.schedules.persistent_wide import PersistentWide, estimate
         from ecornn.targets import KNOWN
         from ecornn.tune.choose import choose, serving_or_raise
         from ecornn.workload import Workload

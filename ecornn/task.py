@@ -53,7 +53,7 @@ def adjoint_task(task: Task) -> Task:
     """
     from ecornn.analysis.adjoint import adjoint
     from ecornn.analysis.graph import stack_for
-    from ecornn.schedules.backward.recurrence import recurrence_task
+    from ecornn.schedules.backward.assemble import recurrence_task
 
     with stack_for(task.workload.cell):
         return recurrence_task(task, adjoint(task.graph, task.workload.hidden, starts_anew=task.traversal.resets))
@@ -84,7 +84,7 @@ def _program(schedule: Schedule, task: Task, config: Config, backward: tuple[Sch
              overlap: Overlap) -> Program:
     program = schedule.program(task, schedule.plan(task, config))
     if task.after is not None and task.device.kind == "cuda":  # on a CPU it is within the program
-        from ecornn.schedules.backward.read_out import with_read_out
+        from ecornn.schedules.backward.passes import with_read_out
 
         return with_read_out(task, program)
     if not tunes_backward(task):

@@ -17,8 +17,8 @@ from ecornn.schedules.chunks import chunk_for, in_chunks, shorter
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, stored
-from ecornn.schedules.scalars.normalization import normalize
 from ecornn.schedules.scalars.pointwise import vector_sources
+from ecornn.schedules.scalars.row_sums import normalize
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.workload import Traversal
 

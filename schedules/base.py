@@ -263,7 +263,7 @@ class Schedule(ABC, Generic[Plan]):
     def recurrence(self, task: Task, plan: Plan) -> Component:
         """The recurrence of an adjoint, of schedules with ``backward``: from ``hoisted``, as
         :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``; around it come
-        :func:`~ecornn.schedules.backward.recurrence.recurrence_buffers`. Without ``backward`` nobody asks: look-up
+        :func:`~ecornn.schedules.backward.assemble.recurrence_buffers`. Without ``backward`` nobody asks: look-up
         offers such schedules for no adjoint."""
         raise NotImplementedError(f"{self.name} does not carry out adjoints")
 

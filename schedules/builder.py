@@ -1,6 +1,6 @@
 """``T``: TVM's builder of kernels, with names for what it makes, so that generated code can be read.
 
-What it makes goes to the function that is being built (``with IRBuilder(), T.prim_func()``), so there is one for all.
+What it makes goes to the function that is being built (``with T.kernel(name)``), so there is one for all.
 Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is imported when it is first used.
 """
 
@@ -79,6 +79,12 @@ class Builder:
         """An array of a thread's own, in registers where every index is a constant; (1,): a variable that changes."""
         return self.named(name, self._tvm.alloc_buffer(shape, dtype, scope="local"))
 
+    def variable(self, name: str, dtype: str, value: Expr) -> TirBuffer:
+        """A variable that changes: its element 0 is ``value`` at first."""
+        made = self.local(name, (1,), dtype)
+        self._tvm.buffer_store(made, value, [0])
+        return made
+
     def shared(self, words: int, align: int = 16) -> TirBuffer:
         """The block's dynamic shared memory, (words,) float32; ``align`` in bytes."""
         return self.named("shared", self._tvm.alloc_buffer((words,), "float32", scope="shared.dyn", align=align))
@@ -109,9 +115,9 @@ class Builder:
     @contextmanager
     def strided(self, name: str, total: int, thread: Expr, threads: int) -> Iterator[Var]:
         """A loop of ``threads`` over the numbers below ``total``, of which each thread has every ``threads``-th."""
-        with self.serial("turn", 0, -(-total // threads)) as turn:
+        with self.serial("turn", 0, ceil_div(total, threads)) as turn:
             number = self.let(name, turn * threads + thread)
-            with self._tvm.If(number < total), self._tvm.Then():
+            with self.when(number < total):
                 yield number
 
     @contextmanager
@@ -119,6 +125,11 @@ class Builder:
         """An unrolled loop over ``count`` values."""
         with self._tvm.unroll(count) as var:
             yield self.named(name, var)
+
+
+def ceil_div(a: Any, b: int) -> Any:
+    """``a / b``, rounded up: of numbers or expressions."""
+    return -(-a // b)
 
 
 def name_of(value: Expr) -> str:

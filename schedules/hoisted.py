@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Task, knob
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, unpack_half
 from ecornn.schedules.rates import gpu_rates
@@ -38,11 +38,18 @@ class Piece:
     ----------
     base, apart : in values; the first unit's are at ``base`` + ``apart`` * unit of a row
     words : of 32 bits, at most four
+    register : the first of those that it is loaded into, among those of all pieces
     """
 
     base: int
     apart: int
     words: int
+    register: int
+
+    def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
+        """Its registers, of those of all pieces, which lie on the last axis."""
+        places = [(*index, self.register + k) for k in range(self.words)]
+        return [registers[place] for place in places]
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Hoisted:
     @property
     def units(self) -> int:
         """Units of a row, padded."""
-        return -(-self.hidden // SECTOR) * SECTOR if self.packed else self.hidden
+        return ceil_div(self.hidden, SECTOR) * SECTOR if self.packed else self.hidden
 
     @property
     def row(self) -> int:
@@ -82,11 +89,11 @@ class Hoisted:
 
     def pieces(self, units: int = 1) -> tuple[Piece, ...]:
         """The pieces of ``units`` (1, 2 or 4) neighbouring units, the first of which is a multiple of ``units``."""
-        found, base = [], 0
+        found, base, first = [], 0, 0
         for n in self.planes:
-            words = -(-n * units // 2) if self.packed else units
-            found += [Piece(base + i * 2, n, min(4, words - i)) for i in range(0, words, 4)]
-            base += n * self.units
+            words = ceil_div(n * units, 2) if self.packed else units
+            found += [Piece(base + i * 2, n, min(4, words - i), first + i) for i in range(0, words, 4)]
+            base, first = base + n * self.units, first + words
         return tuple(found)
 
     def words(self, units: int = 1) -> int:
@@ -117,12 +124,10 @@ class Hoisted:
         if not self.packed:
             first = T.let("first", row * self.row + unit)
             return [buffer[first + p.base] for p in self.pieces()]
-        first, into, done = T.let("first", row * self.row), self.registers(), 0
+        first, into = T.let("first", row * self.row), self.registers()
         for p in self.pieces():
-            ld_global([into[done + k] for k in range(p.words)], buffer.ptr_to([first + p.base + unit * p.apart]),
-                      "u16" if p.apart == 1 else "b32")
-            done += p.words
-        return [into[k] for k in range(done)]
+            ld_global(p.of(into), buffer.ptr_to([first + p.base + unit * p.apart]), "u16" if p.apart == 1 else "b32")
+        return [into[k] for k in range(self.words())]
 
     def order(self, units: int = 1) -> list[list[tuple[int, bool]]]:
         """The register of each output of each unit, and whether it is in the upper half of it."""
@@ -131,7 +136,7 @@ class Hoisted:
         for n in self.planes:
             for e in range(units):
                 found[e] += [(first + i // per, i % per == 1) for i in range(e * n, (e + 1) * n)]
-            first += -(-n * units // per)
+            first += ceil_div(n * units, per)
         return found
 
     def values(self, loaded: Sequence[Expr], units: int = 1) -> list[list[Expr]]:
@@ -152,8 +157,7 @@ class Hoisted:
         words = [pack_pair(halves[k, False], halves[k, True], self.dtype, finite=finite)
                  for k in range(self.words(units))]
         for p in self.pieces(units):
-            st_global(buffer.ptr_to([first + p.base + unit * p.apart]), words[:p.words])
-            del words[:p.words]
+            st_global(buffer.ptr_to([first + p.base + unit * p.apart]), words[p.register:p.register + p.words])
 
 
 def hoisted_of(task: Task, kind: str = "float32") -> Hoisted:

@@ -1,4 +1,4 @@
-"""The speed of each device, as estimates use it, in one table.
+"""The speed of each device, as estimates use it, in one table; and what calls of few steps take beside the steps.
 
 A row is what was measured on a GPU or CPU, or fitted to trials on it. What belongs to the code of one kernel (cycles of
 its instructions, an order of its loops) is a constant beside that kernel's estimate. Estimates only order
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ecornn.device import Device
+from ecornn.schedules.base import Task
 
 
 @dataclass(frozen=True)
@@ -141,3 +142,25 @@ def gpu_rates(device: Device) -> GPURates:
 def cpu_rates(device: Device) -> CPURates:
     """The row of a CPU's cores: that of its family, or a plain core's."""
     return next((row for family, row in CPUS.items() if device.arch.startswith(family)), PLAIN_CORE)
+
+
+# Steps of a call up to which schedules of whole sequences save on what comes before the first one. That is 19 of 30 µs
+# of LSTM 1024 B=16 with 8 steps, half of 16 steps, and of 100 an eighth: code of longer calls stays what records timed
+SHORT = 16
+OTHERS = 18_000  # nanoseconds of an H100's calls (benchmarks/results/h100_few_steps.txt) of several launches
+
+
+def short(task: Task) -> bool:
+    """True if the task's calls are expected to have at most ``SHORT`` steps. Modules serve any number: this is about
+    time."""
+    return task.workload.seq <= SHORT
+
+
+def others(task: Task) -> float:
+    """Nanoseconds that a call takes beside its steps, with a schedule that has several launches and reads all weights
+    before its first step; of a layer with one exchange."""
+    w, rates = task.workload, gpu_rates(task.device)
+    (phase,) = task.graph.phases
+    weights = w.hidden * w.itemsize * (len(task.graph.hoisted_products) * task.own_input
+                                       + len(phase.products) * w.hidden)
+    return OTHERS + weights / (rates.memory * task.device.cores)

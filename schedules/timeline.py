@@ -26,13 +26,13 @@ from ecornn.workload import Traversal, Workload
 
 def row_arguments(traversal: Traversal) -> dict[str, TirBuffer]:
     """Kernel parameters for the optional tensors that the traversal reads: ``lengths``, ``resets``, ``sequences``."""
-    return {name: T.arg(name, T.buffer((T.int64(1 << 40),), kind.dtype)) for name, kind in TENSORS.items()
-            if kind.optional and getattr(traversal, name)}
+    return {name: T.pointer(name, kind.dtype) for name, kind in TENSORS.items()
+            if kind.optional and kind.dtype and getattr(traversal, name)}
 
 
 def piece_arguments(traversal: Traversal) -> dict[str, TirBuffer]:
     """The parameter that a kernel with ``sequences`` has besides: the buffer of :func:`piece_buffers`."""
-    return {"pieces": T.arg("pieces", T.buffer((T.int64(1 << 40),), "float32"))} if traversal.sequences else {}
+    return {"pieces": T.pointer("pieces", "float32")} if traversal.sequences else {}
 
 
 def piece_buffers(traversal: Traversal, work: Workload, states: int) -> list[Buffer]:
@@ -68,22 +68,19 @@ def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
     ``remaining[t, b]`` is ``lengths[b] - t``: the lengths, below zero where a row has ended, for a chunk of a sequence
     that starts at step t.
     """
-    from tvm.script.ir_builder import IRBuilder
-
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("remaining")
+    with T.kernel("remaining") as made:
         steps, rows = T.arg("T", T.int32()), T.arg("B", T.int32())
-        lengths, remaining = (T.arg(name, T.buffer((T.int64(1 << 40),), "int32")) for name in ("lengths", "remaining"))
+        lengths, remaining = (T.pointer(name, "int32") for name in ("lengths", "remaining"))
         T.device_entry()
         first = T.let("first", T.block(_BLOCKS) * _THREADS + T.thread(_THREADS))
         total = T.let("total", steps * rows)
         T.note("a thread an element: lengths as seen from each step")
         with T.serial("turn", 0, T.let("turns", (total + (_BLOCKS * _THREADS - 1)) // (_BLOCKS * _THREADS))) as turn:
             place = T.let("place", turn * (_BLOCKS * _THREADS) + first)
-            with T.If(place < total), T.Then():
+            with T.when(place < total):
                 T.buffer_store(remaining, lengths[place % rows] - place // rows, [place])
     buffer = Buffer("remaining", WORKSPACE, "int32", Extent(0, batch))
-    return builder.get(), buffer, Launch("remaining", _BLOCKS, _THREADS)
+    return made(), buffer, Launch("remaining", _BLOCKS, _THREADS)
 
 
 def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool) -> tuple[PrimFunc, Launch]:
@@ -93,14 +90,11 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
     It is for what a chunk of a layer that goes backwards leaves, or of its adjoint: their ``resets`` lie between the
     steps of one chunk, and such a border is in none.
     """
-    from tvm.script.ir_builder import IRBuilder
-
     name = "cleared_behind" if behind else "cleared_before"
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         steps, batch, first, whole = (T.arg(n, T.int32()) for n in ("T", "B", "first_step", "all_steps"))
         masks = row_arguments(traversal)
-        state = T.arg("state", T.buffer((T.int64(1 << 40),), dtype))
+        state = T.pointer("state", dtype)
         T.device_entry()
         border = steps if behind else T.int32(0)
         there = T.let("there", first + steps < whole if behind else first > 0)
@@ -114,9 +108,9 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
             starts: Expr = masks["resets"][T.cast(border * batch + row, "int64")] != T.uint8(0)
             if traversal.lengths:
                 starts = T.And(border < masks["lengths"][row], starts)
-            with T.If(starts), T.Then():
+            with T.when(starts):
                 T.buffer_store(state, T.cast(T.float32(0), dtype), [place])
-    return builder.get(), Launch(name, _BLOCKS, _THREADS)
+    return made(), Launch(name, _BLOCKS, _THREADS)
 
 
 class Timeline:

@@ -26,17 +26,14 @@ from ecornn.program import (
     mapped,
 )
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
-from ecornn.schedules.backward.assemble import parts_of
+from ecornn.schedules.backward.assemble import parts_of, recurrence_task
 from ecornn.schedules.backward.memory import rows_extent, rows_of_states
-from ecornn.schedules.backward.recurrence import recurrence_task
 from ecornn.schedules.base import Component, Config, Schedule, Task, joined
 from ecornn.schedules.builder import PrimFunc
-from ecornn.schedules.chunks import chunk_for, in_chunks, may_be_cut, shorter
+from ecornn.schedules.chunks import Uses, chunk_for, free_for, in_chunks, may_be_cut, overlaid, shorter
 from ecornn.schedules.hoisted import hoisted_of
-from ecornn.schedules.keeping import VALUES, stored
-from ecornn.schedules.outputs import outputs_row
+from ecornn.schedules.keeping import VALUES, outputs_row, stored
 from ecornn.schedules.timeline import piece_buffers
-from ecornn.schedules.workspaces import Uses, free_for, overlaid
 
 OWN = "backward_"  # of names of functions and buffers that nothing else uses
 RECURRENCE = OWN + "recurrence_"  # and of those that are the recurrence's alone

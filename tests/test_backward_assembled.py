@@ -21,11 +21,10 @@ from ecornn.analysis.kept import kept
 from ecornn.schedules.backward.assemble import backward, state_gradients
 from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, materialized, replayed
-from ecornn.schedules.backward.sums import step_sums, vector_gradients
-from ecornn.schedules.backward.weights import weight_gradients
+from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.outputs import written
+from ecornn.schedules.keeping import written
 from ecornn.workload import ALONE, Traversal, Workload
 
 ROUNDED = {"float32": 0.0, "tf32": 0.0, "float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}

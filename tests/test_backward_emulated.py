@@ -19,7 +19,7 @@ from ecornn.analysis import analyse
 from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_reference import random_weights
 from ecornn.program import BACKWARD, FORWARD, KEPT, PACKED, WORKSPACE, Chunks, Concurrent, launches
-from ecornn.schedules import all_schedules, chunks, outputs
+from ecornn.schedules import all_schedules, chunks, keeping
 from ecornn.schedules.base import Task
 from ecornn.schedules.gemm import projection
 from ecornn.schedules.persistent import Persistent
@@ -153,7 +153,7 @@ def test_x_is_copied_to_rows_that_are_aligned(name, sizes, dtype, traversal, kee
 def test_a_training_step_from_gates(schedule, name, sizes, dtype, traversal, tmp_path, monkeypatch):
     """Forward keeps them, and backward multiplies none of what they have again. What the recurrence writes is in rows
     of whole lines of memory, as those of large layers are."""
-    monkeypatch.setattr(outputs, "LINES", 0)
+    monkeypatch.setattr(keeping, "LINES", 0)
     step = Step(tmp_path, schedule, name, sizes, dtype, traversal, "gates")
     values = [b for b in step.program.buffers if b.tensor in ("value_kept", "values_kept")]
     again = [b for b in step.program.buffers if b.name.startswith("backward_replay") and b.role == PACKED]

@@ -22,7 +22,7 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.program import PACKED, TENSORS, Program
 from ecornn.runtime.packing import tf32
 from ecornn.schedules import all_schedules
-from ecornn.schedules.backward.recurrence import recurrence_task
+from ecornn.schedules.backward.assemble import recurrence_task
 from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.hoisted import hoisted_of

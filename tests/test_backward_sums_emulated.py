@@ -13,12 +13,12 @@ from test_backward_recurrence_emulated import SMALL, memory_for
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.evaluate import start
 from ecornn.analysis.kept import kept
+from ecornn.schedules.backward.assemble import recurrence_task
 from ecornn.schedules.backward.memory import Memory
-from ecornn.schedules.backward.recurrence import recurrence_task
-from ecornn.schedules.backward.sums import step_sums, vector_gradients
+from ecornn.schedules.backward.weights import step_sums, vector_gradients
 from ecornn.schedules.base import joined
 from ecornn.schedules.hoisted import hoisted_of
-from ecornn.schedules.outputs import written
+from ecornn.schedules.keeping import written
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.workload import Traversal

@@ -16,7 +16,7 @@ from test_persistent_emulated import SMALL
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.liveness import late_operands
 from ecornn.cells import Cell, mean, pointwise, product
-from ecornn.schedules.backward.recurrence import recurrence_task
+from ecornn.schedules.backward.assemble import recurrence_task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform

@@ -9,7 +9,7 @@ from test_persistent_emulated import SMALL
 
 from ecornn.analysis.adjoint import adjoint
 from ecornn.program import PACKED
-from ecornn.schedules.backward.recurrence import recurrence_task
+from ecornn.schedules.backward.assemble import recurrence_task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.targets import KNOWN

@@ -16,7 +16,7 @@ import ecornn.schedules.gemm.rows_wgmma as kernel
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.program import Program
-from ecornn.schedules import few_steps
+from ecornn.schedules import rates
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.rows_wgmma import shape_of
@@ -53,7 +53,7 @@ CASES = [
 @pytest.fixture
 def wide(monkeypatch):
     """Tiles as of longer calls, though these have few steps."""
-    monkeypatch.setattr(few_steps, "SHORT", 0)
+    monkeypatch.setattr(rates, "SHORT", 0)
 
 
 def task(cell, sizes, dtype, cores):

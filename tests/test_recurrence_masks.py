@@ -16,7 +16,7 @@ from test_adjoint import Sample as Arguments
 
 from ecornn.analysis.evaluate import at, hoist, start, step
 from ecornn.numpy_tape import Traced, backward
-from ecornn.schedules.backward.recurrence import recurrence_task
+from ecornn.schedules.backward.assemble import recurrence_task
 from ecornn.schedules.base import Task
 from ecornn.targets import KNOWN
 from ecornn.workload import Traversal, Workload

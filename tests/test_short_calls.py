@@ -17,11 +17,11 @@ from ecornn.build.cuda import lower
 from ecornn.build.host_cuda import host_sources
 from ecornn.program import Program
 from ecornn.schedules.base import Task
-from ecornn.schedules.few_steps import SHORT
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.rows_wgmma import shape_of
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_block import PersistentBlock
+from ecornn.schedules.rates import SHORT
 from ecornn.targets import KNOWN
 from ecornn.workload import Traversal
 

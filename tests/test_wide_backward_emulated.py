@@ -19,7 +19,7 @@ from test_projection_wgmma import compile_loud
 from ecornn.analysis.adjoint import adjoint
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import find_nvcc, parse_resources
-from ecornn.schedules.backward.recurrence import recurrence_task
+from ecornn.schedules.backward.assemble import recurrence_task
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.persistent_wide.plan import packing_of

@@ -29,7 +29,7 @@ from ecornn.program import (
     mapped,
 )
 from ecornn.schedules.base import Component
-from ecornn.schedules.workspaces import Uses, free_for, overlaid
+from ecornn.schedules.chunks import Uses, free_for, overlaid
 
 
 def function(*parameters: str) -> Any:

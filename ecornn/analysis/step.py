@@ -192,7 +192,7 @@ class StepGraph:
         be repeated
     invariant_outputs : variables and vectors of level -3 that the recurrence reads
     row_inputs : variables of a batch row that the recurrence reads from memory, beside the hoisted tensor; none, but
-        where a schedule has it (``schedules/scalars/normalization.py``)
+        where a schedule has it (``schedules/scalars/row_sums.py``)
     prologue : assignments of level 0
     phases : the recurrent products and statistics in order, each with the assignments that follow it
     given : leaves of level -2 that are inputs of each step as they are, not multiplied: gradients of y, what the

@@ -22,7 +22,7 @@ from ecornn.analysis.backpropagation import Backpropagated, carry_out
 from ecornn.cells import Cell
 from ecornn.errors import CellError
 from ecornn.interpreter import interpret
-from ecornn.schedules.backward.recurrence import recurrence_graph
+from ecornn.schedules.backward.assemble import recurrence_graph
 from ecornn.tune.oracle import STEPS, Array, Inputs, draw, has_formula, norm, rounded, save
 from ecornn.workload import Workload
 

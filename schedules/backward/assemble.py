@@ -1,6 +1,12 @@
-"""A whole backward pass around a recurrence: what comes before it and after it, the same for all of them.
+"""The recurrence of an adjoint, and a whole backward pass around it.
 
-Before it `replay` computes values of the forward pass again; after it `state_gradients` makes those of first states.
+The recurrence is a task that schedules of forward layers carry out. Its graph is a step like a cell's, of which it has
+``outputs`` in place of y, products of several terms and transposed weights. It reads the values that somebody hoisted
+before, and goes through time the other way than the layer. What it leaves is for others: products over all steps and
+sums are made of its outputs, and the gradients of the first states of its last states.
+
+What comes before it and after it is the same for all of them. Before it `replay` computes values of the forward pass
+again; after it `state_gradients` makes the gradients of first states.
 """
 
 from __future__ import annotations
@@ -8,24 +14,73 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
+from ecornn.analysis import StepGraph
 from ecornn.analysis.adjoint import Adjoint
+from ecornn.analysis.heads import most_heads
 from ecornn.analysis.kept import Kept
-from ecornn.program import WORKSPACE, Buffer, Extent, Launch, launches
+from ecornn.program import KEPT, WORKSPACE, Buffer, Extent, Launch, Program, launches
+from ecornn.schedules.assemble import call_buffers, vector_buffer
 from ecornn.schedules.backward.gather import gathered
 from ecornn.schedules.backward.inputs import input_gradients, made_of_inputs, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, Place, finish_summed, materialized, replayed
 from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
-from ecornn.schedules.backward.sums import step_sums, vector_gradients
-from ecornn.schedules.backward.weights import weight_gradients
+from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import COUNT, STEPS, Columns
 from ecornn.schedules.gemm.projection import align
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.outputs import written
-from ecornn.schedules.timeline import Timeline
+from ecornn.schedules.keeping import written
+from ecornn.schedules.timeline import Timeline, piece_buffers
 from ecornn.workload import Traversal
+
+
+def recurrence_graph(adjoint: Adjoint) -> StepGraph:
+    """The step of the recurrence. What it sums over all steps is among its outputs."""
+    return replace(adjoint.recurrence, outputs=written(adjoint))
+
+
+def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
+    """The recurrence of ``adjoint``, of the step of ``layer``."""
+    traversal = structs.replace(layer.traversal, reverse=not layer.traversal.reverse, directions=1, backward=True)
+    return replace(layer, workload=layer.workload.adjoint, graph=recurrence_graph(adjoint), traversal=traversal)
+
+
+def beyond(task: Task) -> str | None:
+    """None, or what a recurrence has that no schedule carries out yet."""
+    graph: StepGraph = task.graph
+    heads, whole = most_heads(graph), 64 if task.workload.itemsize == 2 else 32
+    if heads > 1 and task.workload.hidden // heads % whole:
+        return f"trains heads of a multiple of {whole} units on a GPU, not of {task.workload.hidden // heads}"
+    for phase in graph.phases:
+        terms = [t for p in phase.products for t in p.terms]
+        if len({t.transposed for t in terms}) > 1:
+            return f"step {graph.cell!r} multiplies with weights as they are and transposed, in one exchange"
+        if any(len({t.operand for t in p.terms}) < len(p.terms) for p in phase.products):
+            return f"step {graph.cell!r} multiplies one value twice in one product"
+    return None
+
+
+def assemble_recurrence(task: Task, recurrence: Component, layout: Hoisted, together: int = 1) -> Program:
+    """The program that runs ``recurrence`` alone, from ``hoisted``, in ``layout``, to ``outputs``."""
+    return Program.running(dict(recurrence.functions), (*recurrence_buffers(task, layout), *recurrence.buffers),
+                           recurrence.calls, together=together)
+
+
+def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
+    """The buffers that a recurrence shares with what comes before and after it: ``hoisted``; its states before and
+    after; rows of the traversal; ``vectors``, as a layer has them; and ``outputs`` (T, B, O, H) in the layer's type."""
+    w, graph = task.workload, task.graph
+    call = [b for b in call_buffers(graph.states, task.traversal, w.dtype) if b.tensor not in ("x", "y")]
+    size = w.batch * len(graph.outputs) * w.hidden
+    made = [Buffer("outputs", KEPT, w.dtype, Extent(0, size))] if size else []  # of a step that only states read: none
+    kept = [structs.replace(layout.buffer(w.batch), role=KEPT)] if graph.hoisted_outputs else []
+    pieces = piece_buffers(task.traversal, w, len(graph.states))
+    return [*call, vector_buffer(task), *kept, *made, *pieces]
+
 
 FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
 
@@ -82,7 +137,8 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
     items: list[Item] = [*items_of(forward), *(i for i in (graph.hoisted, graph.hoisted_statistics, graph.normalized)
                                                if i)]
     multiplied, read = materialized(memory)
-    passes = RowPass(memory, "replay", memory.leaves(), unique_invariants(memory.adjoint.forward, graph))
+    passes = RowPass(memory.task, memory.forward, memory.x, "replay", memory.leaves(),
+                     unique_invariants(memory.forward, graph))
     stores = tuple((v, p) for space in (multiplied, read) for v, p in space.places().items())
     made = passes.component(items, Wanted(stores, graph.hoisted_outputs, layout))
     batch = memory.task.workload.batch
@@ -96,8 +152,8 @@ def state_gradients(memory: Memory) -> Component:
     back, H = memory.adjoint, memory.task.workload.hidden
     summed = finish_summed(memory)
     stores = [(back.gradients[n], Place(Columns(f"d_{n}_in", H, H), memory.dtype)) for n in back.forward.states]
-    passes = RowPass(memory, "finish", memory.last(), unique_invariants(back.forward, back.finish),
-                     each=memory.each_state)
+    passes = RowPass(memory.task, memory.forward, memory.x, "finish", memory.last(),
+                     unique_invariants(back.forward, back.finish), each=memory.each_state)
     made = passes.component(items_of(back.finish), Wanted((*stores, *summed.places().items())))
     if not summed.variables:  # else vectors need them
         made = _left_out(made, [p.columns.name for _, p in stores])
@@ -127,12 +183,9 @@ def count_sequences(traversal: Traversal) -> Component:
 
 def _counting_kernel(traversal: Traversal) -> PrimFunc:
     """``(T, B, sequences, count)``, one block."""
-    from tvm.script.ir_builder import IRBuilder
-
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("count_sequences")
+    with T.kernel("count_sequences") as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        table, count = (T.arg(name, T.buffer((T.int64(1 << 40),), "int32")) for name in ("sequences", COUNT))
+        table, count = (T.pointer(name, "int32") for name in ("sequences", COUNT))
         T.device_entry()
         T.block(1)
         thread = T.thread(THREADS)
@@ -149,13 +202,13 @@ def _counting_kernel(traversal: Traversal) -> PrimFunc:
             include(T.Select(number < 0, T.int32(-1), timeline.sequence(number)))
         T.buffer_store(found, highest[0], [thread])
         sync_block()
-        with T.If(thread < WARP), T.Then(), T.unroll("k", THREADS // WARP) as k:
+        with T.when(thread < WARP), T.unroll("k", THREADS // WARP) as k:
             include(found[thread + k * WARP])
         sync_block()
         T.buffer_store(found, highest[0], [thread])
         sync_block()
-        with T.If(thread == 0), T.Then():
+        with T.when(thread == 0):
             with T.unroll("k", WARP) as k:
                 include(found[k])
             T.buffer_store(count, highest[0] + 1, [0])
-    return builder.get()
+    return made()

@@ -46,18 +46,14 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ha
             chunked: bool) -> PrimFunc:
     """``(T, B, first_step, all_steps, after, first, before, lengths, resets)``: threads take some neighbouring units
     each, as many as are 16 bytes, if rows are aligned to these. ``stride``: of what is made."""
-    from tvm.script.ir_builder import IRBuilder
-
     w, traversal = task.workload, task.traversal
     span = source.together(16 // w.itemsize)
     chunks = w.hidden // span
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         first_step, left = (T.arg("first_step", T.int32()), T.arg("all_steps", T.int32())) if chunked else (0, steps)
-        big = (T.int64(1 << 40),)
-        after, before = (T.arg(n, T.buffer(big, w.dtype)) for n in ("after", "before"))
-        first = T.arg("first", T.buffer(big, w.dtype)) if has_first else None
+        after, before = (T.pointer(n, w.dtype) for n in ("after", "before"))
+        first = T.pointer("first", w.dtype) if has_first else None
         masks = row_arguments(traversal)
         T.device_entry()
         thread = T.let("first_item", T.cast(T.block(blocks) * THREADS + T.thread(THREADS), "int64"))
@@ -75,17 +71,17 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ha
             values = T.local("values", (max(1, words),), "uint32" if words else w.dtype)
             for k in range(max(1, words)):
                 T.buffer_store(values, T.uint32(0) if words else T.cast(T.float32(0), w.dtype), [k])
-            with T.If(T.And(T.Not(origin.zero), T.Not(origin.earliest))), T.Then():
+            with T.when(T.And(T.Not(origin.zero), T.Not(origin.earliest))):
                 _load(values, words, after, source.place(origin.beside, unit))
             if first is not None:
-                with T.If(T.And(T.Not(origin.zero), origin.earliest)), T.Then():
+                with T.when(T.And(T.Not(origin.zero), origin.earliest)):
                     _load(values, words, first, T.cast(origin.first, "int64") * w.hidden + unit)
             place = T.let("place", T.cast(row, "int64") * stride + unit)
             if words:
                 st_global(before.ptr_to([place]), [values[k] for k in range(words)])
             else:
                 T.buffer_store(before, values[0], [place])
-    return builder.get()
+    return made()
 
 
 @dataclass(frozen=True)
@@ -123,9 +119,8 @@ def _of_sequences(timeline: Timeline, row: Expr) -> _Origin:
     inside = T.let("inside", beside < steps * batch if back else beside >= 0)
     begins = T.let("begins", T.Or(T.Not(inside), table[T.Select(inside, beside, row)] != number))
     goes_on = T.let("goes_on", T.And(begins, T.And(number >= 0, timeline.continues(number))))
-    at = T.local("at", (1,), "int32")
-    T.buffer_store(at, beside, [0])
-    with T.If(goes_on), T.Then():
+    at = T.variable("at", "int32", beside)
+    with T.when(goes_on):
         other = T.let("other", T.bitwise_xor(number, EARLIER + LATER))  # as its other piece is marked
         column = T.let("column", row % batch + timeline.other)
         # the first steps of a column, of which the last one is looked for; or in reverse the last ones

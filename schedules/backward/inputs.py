@@ -7,8 +7,7 @@ from ecornn.analysis.step import Assign, Product
 from ecornn.program import WORKSPACE
 from ecornn.schedules.backward.memory import Memory, Place, Workspaces, replayed
 from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
-from ecornn.schedules.backward.rows import scalar_pass
-from ecornn.schedules.backward.scalars import Scalars
+from ecornn.schedules.backward.scalars import Scalars, scalar_pass
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Var
 from ecornn.schedules.gemm.job import STEPS, Columns
@@ -43,7 +42,8 @@ def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
     stores = () if back.dinputs else _made(memory)  # a product of x's units may be their kernel
     needed = graph.hoisted or graph.x is not None or replayed(memory)
     mask = rows_mask(memory.task.traversal) if needed else None
-    passes = RowPass(memory, "inputs", leaves, unique_invariants(back.forward, graph), mask=mask, units=own)
+    passes = RowPass(memory.task, memory.forward, memory.x, "inputs", leaves,
+                     unique_invariants(back.forward, graph), mask=mask, units=own)
     return joined(_spaces(memory), passes.component(items, Wanted((*stores, (total, place)), instead=instead)))
 
 
@@ -69,8 +69,8 @@ def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component
             total, instead = whole, {**instead, whole: before}
         stores.append((total, place))
     items.append((Assign(zero, number(0.0)), *sums))
-    passes = RowPass(memory, "beside", leaves, unique_invariants(back.forward, graph),
-                     mask=rows_mask(memory.task.traversal))
+    passes = RowPass(memory.task, memory.forward, memory.x, "beside", leaves,
+                     unique_invariants(back.forward, graph), mask=rows_mask(memory.task.traversal))
     return passes.component(items, Wanted(tuple(stores), instead=instead))
 
 

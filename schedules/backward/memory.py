@@ -38,8 +38,7 @@ from ecornn.schedules.cuda.isa.memory import ld_global, st_global
 from ecornn.schedules.cuda.isa.tensor_core import lowered, pack_pair, unpack_half
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
 from ecornn.schedules.gemm.projection import x_of
-from ecornn.schedules.keeping import spot
-from ecornn.schedules.outputs import outputs_row, together, written
+from ecornn.schedules.keeping import outputs_row, spot, together, written
 from ecornn.workload import Traversal
 
 Within = Callable[[Expr, int], Expr]  # (unit, e) -> unit + e, or one that there is
@@ -79,7 +78,7 @@ class Place:
         buffer, columns, span = arguments[self.columns.name], self.columns, len(values)
         if span == 1 or columns.together(span) < span:
             for e, value in enumerate(values):
-                with T.If(unit + e < columns.width), T.Then():
+                with T.when(unit + e < columns.width):
                     T.buffer_store(buffer, T.cast(value, self.dtype), [columns.place(row, unit + e)])
             return
         first = buffer.ptr_to([columns.place(row, unit)])

@@ -10,22 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Protocol
 
 from ecornn.analysis.liveness import needed
 from ecornn.analysis.merging import merged
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
-from ecornn.program import WHOLE, WORKSPACE
+from ecornn.program import RUN, WHOLE, WORKSPACE, Buffer, Call, Entry, Extent, Leaf, Program, mapped
 from ecornn.schedules.backward.memory import Place, Workspaces
-from ecornn.schedules.backward.rows import scalar_pass
-from ecornn.schedules.backward.scalars import Pointwise, Scalars
+from ecornn.schedules.backward.scalars import Pointwise, Scalars, scalar_pass
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import Var
 from ecornn.schedules.gemm.job import CHUNK, STEPS, Columns, Job, Operand
 from ecornn.schedules.gemm.projection import over_rows
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import MATH_FOR
+from ecornn.schedules.timeline import rows_mask
 
 LINE = 128  # bytes of K of a stage of a product: operands side by side are one where they fill whole ones
 Item = tuple[Product, ...] | tuple[Statistic, ...] | tuple[Assign, ...]
@@ -95,25 +94,14 @@ class Wanted:
         return tuple(dict.fromkeys((*(v for v, _ in self.stores), *self.hoisted)))
 
 
-class Around(Protocol):
-    """The memory around a pass, as the pass needs it; ``forward``: the step whose parameter vectors it reads."""
-
-    @property
-    def task(self) -> Task: ...
-    @property
-    def forward(self) -> StepGraph: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def x(self) -> Columns: ...
-
-
 @dataclass(frozen=True)
 class RowPass:
     """A pass over all rows.
 
     Attributes
     ----------
+    forward : the step whose parameter vectors it reads
+    x : the columns that it reads as x
     name : its kernels and workspaces begin with it
     leaves : where what it reads lies
     invariants : what parameters determine
@@ -122,7 +110,9 @@ class RowPass:
     units : of the last product, where these are not hidden units
     """
 
-    memory: Around
+    task: Task
+    forward: StepGraph
+    x: Columns
     name: str
     leaves: Mapping[Var, Place]
     invariants: tuple[Assign, ...]
@@ -141,7 +131,7 @@ class RowPass:
     def _stages(self, items: Sequence[Item]) -> list[_Stage]:
         """Products of what memory holds are in the first one, unless their units are others than those of scalars."""
         products = [p for item in items for p in item if isinstance(p, Product)]
-        apart = self.units not in (None, self.memory.task.workload.hidden)
+        apart = self.units not in (None, self.task.workload.hidden)
         first = tuple(p for p in products if not apart and all(self._at_hand(t.operand) for t in p.terms))
         stages = [_Stage(first)]
         for item in items:
@@ -156,10 +146,10 @@ class RowPass:
         return stages[1:] if apart and stages[1:] and not stages[0].made else stages
 
     def _at_hand(self, operand: Var | None) -> bool:
-        return operand is None or (operand in self.leaves and self.leaves[operand].dtype == self.memory.dtype)
+        return operand is None or (operand in self.leaves and self.leaves[operand].dtype == self.task.workload.dtype)
 
     def _kernels(self, stages: Sequence[_Stage], wanted: Wanted) -> Component:
-        w, batch = self.memory.task.workload, self.memory.task.workload.batch
+        w, batch = self.task.workload, self.task.workload.batch
         values = Workspaces(f"{self.name}_values", "float32", w.hidden, WORKSPACE)
         operands = Workspaces(f"{self.name}_operands", w.dtype, w.hidden, WORKSPACE)
         operands.add(v for s in stages for v in s.operands if not self._at_hand(v))
@@ -182,7 +172,7 @@ class RowPass:
 
     def _kernel(self, name: str, stage: _Stage, wanted: Wanted, leaves: Mapping[Var, Place],
                 operands: Mapping[Var, Place]) -> Component:
-        task, forward = self.memory.task, self.memory.forward
+        task, forward = self.task, self.forward
         products, assigns = merged(stage.products, stage.assigns, wanted.variables)
         made = {*(a.var for a in assigns), *(p.var for p in products)}
         math = MATH_FOR[task.workload.dtype][min(1, len(MATH_FOR[task.workload.dtype]) - 1)]
@@ -195,11 +185,11 @@ class RowPass:
         return over_rows(job, Pointwise(scalars, products, span))
 
     def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place], vectors: int) -> Job:
-        w = self.memory.task.workload
+        w = self.task.workload
         expected = w.seq * w.batch if self.each == STEPS else w.batch
-        return Job(name, self.memory.task.device, w.dtype, w.arithmetic,
-                   operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.memory.x},
-                               w.itemsize, {n: shape[0] for n, shape in self.memory.forward.parameters.items()
+        return Job(name, self.task.device, w.dtype, w.arithmetic,
+                   operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.x},
+                               w.itemsize, {n: shape[0] for n, shape in self.forward.parameters.items()
                                             if shape[1] == w.hidden}),
                    len(products), self.units or w.hidden, vectors, self.each, expected)
 
@@ -243,3 +233,42 @@ def unique_invariants(*graphs: StepGraph) -> tuple[Assign, ...]:
     """The invariants of all graphs, each variable once."""
     return tuple({a.var: a for g in graphs for a in g.invariants}.values())
 
+
+SPACE = "read_out"
+
+
+def with_read_out(task: Task, program: Program) -> Program:
+    """The values that only the outputs of a layer need, after its loop: a pass over all rows, from what the loop wrote
+    to y.
+
+        read_out    (T, B, N, H), what the loop writes in place of y; zero where a row takes no part
+        y           (T, B, W), as the layer has it
+    """
+    assert task.after is not None
+    w, graph, y = task.workload, task.after.graph, task.after.traversal
+    H, count = w.hidden, len(task.graph.outputs)
+    x = Columns("x", task.own_input, w.input)
+    leaves: dict[Var, Place] = {v: Place(Columns(SPACE, H, count * H, n * H), w.dtype)
+                                for n, v in enumerate(task.graph.outputs)}
+    if graph.x is not None:
+        leaves[graph.x] = Place(x, w.dtype)
+    for var, at in graph.input_offsets(w.input, H).items():
+        leaves[var] = Place(Columns("x", H, w.input, at), w.dtype)
+    own = len(graph.outputs) * H
+    stores = tuple((v, Place(Columns("y", H, y.y_width(own), y.y_offset(own) + n * H), w.dtype))
+                   for n, v in enumerate(graph.outputs))
+    passes = RowPass(task, task.graph, x, SPACE, leaves, graph.invariants, mask=rows_mask(task.traversal))
+    made = passes.component(items_of(graph), Wanted(stores))
+    space = Buffer(SPACE, WORKSPACE, w.dtype, Extent(0, w.batch * count * H))
+    calls = (*(_elsewhere(call) for call in program.entries[RUN].calls), *made.calls)
+    buffers = (*program.buffers, space, *made.buffers)
+    return replace(program, functions={**program.functions, **made.functions}, buffers=buffers,
+                   entries={RUN: Entry(calls, tuple(b.name for b in buffers))})
+
+
+def _elsewhere(call: Call) -> Call:
+    """A call of the loop, whose y is the workspace."""
+    def leaf(one: Leaf) -> Leaf:
+        return replace(one, names={"y": SPACE, **{p: SPACE if b == "y" else b for p, b in one.names.items()}})
+
+    return mapped(call, leaf)

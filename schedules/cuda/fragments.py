@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import product
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import mma, split
 
 
@@ -31,7 +31,7 @@ def multiply_pair(acc: TirBuffer, number: int, rows: Sequence[Callable[[int], Ex
     chains, nothing = int(acc.shape[0]), tuple(T.uint32(0) for _ in range(2))
     for tile in range(2):
         right = [[split(column[tile * 2 + half], arithmetic) for half in range(2)] for column in columns]
-        for m in range(-(-len(rows) // 2)):  # a0, a1: word 0 of the lower and upper octet; a2, a3: word 1
+        for m in range(ceil_div(len(rows), 2)):  # a0, a1: word 0 of the lower and upper octet; a2, a3: word 1
             left = [split(rows[v](tile * 2 + half), arithmetic) if v < len(rows) else nothing
                     for half in range(2) for v in (2 * m, 2 * m + 1)]
             for n in range(len(columns)):

@@ -13,16 +13,16 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.analysis.narrow import columns_of
 from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
+from ecornn.schedules.backward.assemble import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task, register_limit
-from ecornn.schedules.builder import PrimFunc
+from ecornn.schedules.builder import PrimFunc, ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.rows_mma import shape_of
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent.cluster import LARGEST
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, parts_of, recurrence, workers_time
+from ecornn.schedules.persistent.exchange import LARGEST, begins_early, start_kernel
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import (
     PAIR,
@@ -36,11 +36,10 @@ from ecornn.schedules.persistent.plan import (
     unit_step,
     worker_shape,
 )
-from ecornn.schedules.persistent.start import begins_early, start_kernel
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.initial import start_launch
-from ecornn.schedules.scalars.normalization import deferred
 from ecornn.schedules.scalars.pointwise import math_choices
+from ecornn.schedules.scalars.row_sums import deferred
 from ecornn.schedules.timeline import together
 
 STREAMED_ROWS = 8  # with more, code with weights straight into registers takes half a minute to compile
@@ -97,15 +96,15 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         small = unit_step(task, 4) if wide else step
         heads = most_heads(task.graph)
         # of those that make the same number of blocks, the fewest
-        units = tuple({-(-w.hidden // u): u for u in range(128 // small * small, 0, -small)
-                       if -(-w.hidden // u) <= task.device.cores and (heads == 1 or w.hidden // heads % u == 0)
+        units = tuple({ceil_div(w.hidden, u): u for u in range(128 // small * small, 0, -small)
+                       if ceil_div(w.hidden, u) <= task.device.cores and (heads == 1 or w.hidden // heads % u == 0)
                        }.values())
-        groups = {-(-w.batch // rows) for rows in ROWS}
+        groups = {ceil_div(w.batch, rows) for rows in ROWS}
         scarce = self._weights(task) > HELD * task.device.cores
         if clusters := self._clusters(task, units):
-            few = [-(-w.batch // count) for count in
+            few = [ceil_div(w.batch, count) for count in
                    (task.device.clusters(size) // heads for size in (8, LARGEST)) if count]
-            groups |= {-(-w.batch // rows) for rows in few}
+            groups |= {ceil_div(w.batch, rows) for rows in few}
         return PersistentKnobs.offered({
             "groups": tuple(sorted(groups)), "units": units, "warps": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
             "gate_warps": (1, 2, 3, 4, 5, 6, 8), "chains": (1, 2),
@@ -154,7 +153,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         own = w.hidden // heads
         if heads > 1 and own % units:
             return f"units={units} does not divide a head of {own}"
-        blocks = groups * -(-w.hidden // units)
+        blocks = groups * ceil_div(w.hidden, units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
         if knobs.carrier == "cluster":
@@ -163,18 +162,18 @@ class Persistent(SearchedSchedule[PersistentPlan]):
                 return f"{size} blocks in a cluster, 2 to {LARGEST} are possible"
             if groups * heads > (most := device.clusters(size)):
                 return f"{groups * heads} clusters of {size} blocks, of which {most} are on the chip at once"
-        elif groups not in {-(-w.batch // r) for r in ROWS}:
+        elif groups not in {ceil_div(w.batch, r) for r in ROWS}:
             return f"{groups} groups are for clusters"
-        return "a group without batch rows" if (groups - 1) * -(-w.batch // groups) >= w.batch else None
+        return "a group without batch rows" if (groups - 1) * ceil_div(w.batch, groups) >= w.batch else None
 
     @staticmethod
     def _idle_gates(task: Task, knobs: PersistentKnobs) -> str | None:
         """None, or the reason why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a
         block."""
-        units, rows = knobs.units, -(-task.workload.batch // knobs.groups)
+        units, rows = knobs.units, ceil_div(task.workload.batch, knobs.groups)
         threads = 32 * knobs.gate_warps
         lanes = lanes_of(units) if task.graph.statistics else units
-        items = -(-lanes * rows // threads)
+        items = ceil_div(lanes * rows, threads)
         if (items - 1) * threads >= lanes * rows or items > ITEMS:
             return f"{items} items a gate thread"
         if lanes * rows <= threads - 32:
@@ -190,14 +189,14 @@ class Persistent(SearchedSchedule[PersistentPlan]):
     def _idle_warps(task: Task, knobs: PersistentKnobs) -> str | None:
         """None, or the reason why ``warps`` are too many for the products, or too many beside ``gate_warps``."""
         w, units, gate_threads = task.workload, knobs.units, 32 * knobs.gate_warps
-        heads, warps, rows = most_heads(task.graph), knobs.warps, -(-w.batch // knobs.groups)
+        heads, warps, rows = most_heads(task.graph), knobs.warps, ceil_div(w.batch, knobs.groups)
         of_state, threads = words(w.hidden // heads, w.dtype), gate_threads + 32 * warps
         lanes = lanes_of(units) if task.graph.statistics else units
         if threads > 1024:
             return f"{threads} threads a block"
         if threads % 128 and lanes * rows > gate_threads:
             return "registers are given out to four warps at a time, and there is work for another gate warp"
-        if (warps - 1) * -(-of_state // (PAIR * warps)) * PAIR >= of_state:
+        if (warps - 1) * ceil_div(of_state, PAIR * warps) * PAIR >= of_state:
             return "a product warp without work"
         if heads > 1 and task.traversal.backward and of_state % (PAIR * warps):
             return f"{of_state} words of a head do not fill pairs of k-tiles of {warps} warps"
@@ -223,7 +222,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
                 return "the projection beside the recurrence needs blocks outside of clusters"
             if task.traversal.reverse:
                 return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
-            if knobs.groups * -(-task.workload.hidden // knobs.units) == device.cores:
+            if knobs.groups * ceil_div(task.workload.hidden, knobs.units) == device.cores:
                 return "no multiprocessor is left for the projection beside the recurrence"
             plan = plan_of(task, knobs)
             if workers_time(task, plan) > LATE * recurrence(plan, gpu_rates(device)):
@@ -252,9 +251,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         """``config`` with groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as
         many eights."""
         knobs = PersistentKnobs(config)
-        rows = -(-batch // knobs.groups)
-        size = rows if knobs.carrier == "cluster" else -(-rows // 8) * 8
-        return {**config, "groups": -(-task.workload.batch // size)}
+        rows = ceil_div(batch, knobs.groups)
+        size = rows if knobs.carrier == "cluster" else ceil_div(rows, 8) * 8
+        return {**config, "groups": ceil_div(task.workload.batch, size)}
 
     def expected(self, task: Task) -> float:
         plan = self.plan(task, self.default(task))
@@ -303,7 +302,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             "blocks": plan.groups * plan.blocks, "threads": plan.threads, "columns": plan.columns, "rows": plan.rows,
             "polled_words": sum(plan.slot_words(p) for p in plan.phases),
             "lane_words": sum(p.pairs * plan.tiles * 4 for p in plan.phases),
-            "products": sum(p.pairs * 2 * -(-p.octets(plan.units) // 2) * plan.tiles for p in plan.phases),
+            "products": sum(p.pairs * 2 * ceil_div(p.octets(plan.units), 2) * plan.tiles for p in plan.phases),
             "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
             "registers": plan.registers, "shared": plan.shared,
             "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted),

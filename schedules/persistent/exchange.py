@@ -31,13 +31,25 @@ loss of time in others: hence a knob.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_relaxed, st_relaxed
+from ecornn.analysis.liveness import late_operands
+from ecornn.schedules.base import Task
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, ceil_div
+from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait, launch_dependents, wait_on_earlier
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive
+from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_relaxed, ld_shared, st_relaxed
+from ecornn.schedules.cuda.isa.registers import float_bits
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
 from ecornn.schedules.cuda.isa.threads import sync_warp
+from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, ClusterPipeline
+from ecornn.schedules.gemm.projection import may_be_followed
+from ecornn.schedules.gemm.rows_mma import LEAST_ROWS
+from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan
+from ecornn.schedules.rates import short
+from ecornn.schedules.scalars.initial import BLOCKS, THREADS, Head, declare_start, initial_values, start_thread
+from ecornn.schedules.sequence_kernel import SequenceKernel
 
 SENTINEL = 0xFFFFFFFF
 
@@ -65,13 +77,9 @@ def pair_place(plan: PersistentPlan, phase: PhasePlan, q: int, tile: int) -> int
     return ((operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + tile) * 128
 
 
-def within(plan: PersistentPlan, tile: int, column: Expr) -> ExitStack:
+def within(plan: PersistentPlan, tile: int, column: Expr) -> AbstractContextManager[None]:
     """A context for code that only columns with a batch row need; the padding of a tile has none."""
-    stack = ExitStack()
-    if (tile + 1) * 8 > plan.rows:
-        stack.enter_context(T.If(tile * 8 + column < plan.rows))
-        stack.enter_context(T.Then())
-    return stack
+    return T.when((tile + 1) * 8 <= plan.rows or tile * 8 + column < plan.rows)
 
 
 class Carrier(ABC):
@@ -123,8 +131,7 @@ class Ring(Carrier):
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
         plan, p, ring = self.plan, self.plan.phases[phase], self.rings[phase]
         T.note("consumer: poll the slot in L2 until no word is the sentinel")
-        missing = T.local("missing", (1,), "int32")
-        T.buffer_store(missing, T.int32(1), [0])
+        missing = T.variable("missing", "int32", T.int32(1))
         with T.While(missing[0] != 0):
             T.buffer_store(missing, T.int32(0), [0])
             for place, q in enumerate(pairs):
@@ -157,7 +164,7 @@ class Ring(Carrier):
         self._fence(self.plan.released(t))
 
     def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
-        with T.If(mine), T.Then():
+        with T.when(mine):
             st_relaxed(self.rings[phase].ptr_to([place]), [word])
 
     def acquired(self, t: Expr) -> None:
@@ -165,8 +172,175 @@ class Ring(Carrier):
 
     def _fence(self, where: Expr | bool) -> None:
         """Emits a release and acquire fence, in steps ``where`` (an expression; or True: in all)."""
-        with ExitStack() as stack:
-            if where is not True:
-                stack.enter_context(T.If(where))
-                stack.enter_context(T.Then())
+        with T.when(where):
             fence_gpu()
+
+
+def begins_early(task: Task, plan: PersistentPlan) -> bool:
+    """Tells whether launches of a call begin while the one ahead of them ends: of short calls, behind a projection that
+    reads and writes nothing of what ``start`` does. Such a call's launches are three then, in this order.
+
+    ``project``  lets ``start`` begin when all of its own blocks have.
+    ``start``    lets ``persistent`` begin, writes the exchange, and waits for ``project``: its end is that of both.
+    ``persistent``  loads weights, waits for ``start``, and then reads hoisted values and states, and writes.
+
+    What is read or written before a wait was written by an earlier call, all of which had ended when ``project``
+    began: that is launched without leave to be early. Nobody waits for a block that is not there yet: ``project`` and
+    ``start`` wait for nothing but what is ahead of them, and ``persistent``, whose blocks wait for each other, is
+    cooperative.
+    """
+    if plan.cluster or plan.sums or plan.ahead < 100:  # what comes first is no load of weights, or no projection
+        return False
+    return short(task) and may_be_followed(task) and not late_operands(task.graph)  # which start reads
+
+
+def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, early: bool = False) -> PrimFunc:
+    """The small kernel before the persistent one: the initial state into the exchange, sentinels elsewhere, and zeros
+    into the counters of the projection that runs beside.
+
+    ``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``; ``early``: as :func:`begins_early` says.
+
+    Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so.
+    """
+    with T.kernel("start") as made:
+        kernel = declare_start(task, layout, math)
+        rings = [T.pointer(f"exchange_{i}", "uint32") for i in range(len(plan.phases))]
+        ready = T.pointer("ready", "uint32") if plan.workers else None
+        T.device_entry()
+        first, threads = start_thread(), BLOCKS * THREADS
+        T.note("before the recurrence: counters to zero, the first state and sentinels into the rings")
+        if early:
+            launch_dependents()
+        if ready is not None:
+            counters = T.let("counters", (kernel.steps * kernel.batch + (LEAST_ROWS - 1)) // LEAST_ROWS)
+            turns = T.let("turns", (counters + (threads - 1)) // threads)
+            with T.serial("turn", 0, turns) as turn, T.when(turn * threads + first < counters):
+                T.buffer_store(ready, T.uint32(0), [turn * threads + first])
+        for index, (phase, ring) in enumerate(zip(plan.phases, rings, strict=True)):
+            words = plan.slot_words(phase)
+            with T.strided("place", plan.groups * plan.ring * words, first, threads) as place:
+                within = T.let("within", place % words)
+                slot = T.let("slot", place // words % plan.ring)
+                group = T.let("group", place // (words * plan.ring))
+                at = located(plan, phase, group, within)
+                rest = T.let("rest", T.Select(at[0] < phase.units, T.uint32(SENTINEL), T.uint32(0)))
+                if index:
+                    T.buffer_store(ring, rest, [place])
+                    continue
+                with T.If(slot == 0):
+                    with T.Then():
+                        values = initial_values(kernel, at, head_of(plan, group))
+                        T.buffer_store(ring, pack(values, plan.dtype), [place])
+                    with T.Else():
+                        T.buffer_store(ring, rest, [place])
+        if early:
+            wait_on_earlier()
+    return made()
+
+
+def located(plan: PersistentPlan, phase: PhasePlan, group: Expr, place: Expr) -> tuple[Expr, Expr, Expr]:
+    """The first unit, of the group's, the batch row and the operand of a word of a slot."""
+    part, lane = place % 4, place // 4 % 32
+    tile, pair = place // 128 % plan.tiles, T.let("pair", place // (128 * plan.tiles))
+    per_operand = plan.warps * phase.warp_pairs
+    unit = T.let("unit", (pair % per_operand * PAIR + lane % 4 * 4 + part) * per_word(plan.dtype))
+    rows = group if plan.heads == 1 else group // plan.heads
+    return unit, T.let("row", rows * plan.rows + tile * 8 + lane // 4), pair // per_operand
+
+
+def head_of(plan: PersistentPlan, group: Expr) -> Head | None:
+    """The head that a group has, of a layer with heads."""
+    return Head(T.let("head_first", group % plan.heads * plan.own), plan.own) if plan.heads > 1 else None
+
+
+LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU of compute capability 9.0 has them
+AT_ONCE = 4  # words of the initial state that a thread has under way
+
+
+class Cluster(Carrier):
+    """How state travels inside a cluster: straight into the shared memory of every block that needs it.
+
+    A group is one cluster. Every block keeps two slots for an exchanged vector in its own shared memory, words in the
+    order of exchange.py: the stages of a ``ClusterPipeline``, which says what mbarriers count. Whoever computes a word
+    sends it to all blocks of the cluster; product warps wait until all have arrived, and read.
+
+    Nobody overwrites what is still needed, nor counts bytes in a phase too early. Words of step t + 2 are sent by a
+    block that has all words of step t + 1, among them some of every block. Each is a sum over all of K, so its owner's
+    warps had all read slot t % 2 by then, which is behind the end of its phase.
+    Nothing needs to be taken back, and nothing needs a fence.
+    """
+
+    def __init__(self, plan: PersistentPlan, steps: Expr, shared: TirBuffer) -> None:
+        self.plan, self.steps, self.words = plan, steps, shared.view("uint32")
+        self.first, self.pipelines, place = list[int](), list[ClusterPipeline](), plan.exchange_words
+        for slot, size in plan.sent:
+            self.first.append(place)
+            barriers, place = place + plan.ring * slot, place + plan.ring * (slot + BARRIER_WORDS)
+            self.pipelines.append(ClusterPipeline(self.words, barriers, blocks=plan.blocks, size=size))
+        self.first_sums, self.sums = self.first[len(plan.phases):], self.pipelines[len(plan.phases):]
+
+    def begin(self, kernel: SequenceKernel, group: Expr, thread: Expr) -> None:
+        """Makes the barriers; stores the initial state, and zeros where no word will come. For all threads of the
+        cluster."""
+        plan = self.plan
+        with T.when(thread == 0):
+            for one in self.pipelines:
+                one.init()
+            fence_mbarrier_init()
+            for number, one in enumerate(self.pipelines):
+                if number == 0:  # what the call was given is there at once
+                    mbarrier_arrive(one.full_barrier(0))
+                else:
+                    one.announce(0)
+                with T.when(self.steps > 1):
+                    one.announce(1)
+        T.note("cluster, prologue: the state that the call was given into the slot of step 0")
+        for p, phase in enumerate(plan.phases):
+            total, first = plan.slot_words(phase), self.first[p]
+            with T.serial("turn", 0, ceil_div(total, plan.threads * AT_ONCE)) as turn:
+                places = [T.let("place", (turn * AT_ONCE + i) * plan.threads + thread) for i in range(AT_ONCE)]
+                found = [T.uint32(0)] * AT_ONCE
+                if p == 0:
+                    at = [located(plan, phase, group, place) for place in places]
+                    head = head_of(plan, group)
+                    found = [self._given(*initial_values(kernel, one, head)) for one in at]
+                for place, word in zip(places, found, strict=True):
+                    with T.when(place < total):
+                        T.buffer_store(self.words, word, [first + place])
+                        T.buffer_store(self.words, T.uint32(0), [first + total + place])
+        cluster_arrive()
+        cluster_wait()
+
+    def slot(self, phase: int, step: Expr) -> Expr:
+        return self.first[phase] + step % 2 * self.plan.slot_words(self.plan.phases[phase])
+
+    def wait(self, phase: int, t: Expr) -> None:
+        T.note("consumer: the mbarrier's phase ends when the state's bytes have come from all CTAs of the cluster")
+        self.pipelines[phase].wait_for(t)
+
+    def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
+        plan = self.plan
+        for place, q in enumerate(pairs):
+            for n in range(plan.tiles):
+                with within(plan, n, lane // 4):
+                    at = self.words.ptr_to([start + pair_place(plan, plan.phases[phase], q, n)])
+                    ld_shared([state[place, n, i] for i in range(4)], at)
+        sync_warp()
+
+    def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
+        T.note("one thread: the slot has been read; its mbarrier expects the state of step t + 2")
+        with T.when(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)):
+            self.pipelines[phase].announce(t)
+
+    def word(self, value: Expr, neighbour: Expr | None = None) -> Expr:
+        return T.let("word", T.reinterpret("uint32", value) if neighbour is None
+                     else pack_pair(value, neighbour, self.plan.dtype))
+
+    def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
+        """The same of values that may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
+        a constant where that is reinterpreted."""
+        return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
+
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
+        with T.when(T.And(mine, step < self.steps)):
+            self.pipelines[phase].send(step, slot + place, [word])

@@ -9,7 +9,7 @@ from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob, register_limit
-from ecornn.schedules.builder import Expr
+from ecornn.schedules.builder import Expr, ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import UNPACKED, per_word, words
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
 from ecornn.schedules.gemm.job import Shape
@@ -45,7 +45,7 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
     shared_pairs : the following ones, with weights in shared memory
     polled_pairs : pairs of state that a warp waits for and multiplies at a time
     units : of the operands that are exchanged: those of a group, or the first ones of narrow products
-    slots : of a warp's ring in shared memory, for streamed pairs (stream.py); 0: they go straight into registers
+    slots : of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: they go straight into registers
     """
 
     gates: int
@@ -114,7 +114,7 @@ class PersistentPlan(NamedTuple):
     ahead: int  # percent of the projection that is done before; the rest runs beside the recurrence
     workers: int  # blocks that do that rest
     fences: str  # of exchange.py: in every step, of products in every step, or rare
-    cluster: bool  # whether each group is a cluster, in which state travels as cluster.py says
+    cluster: bool  # whether each group is a cluster, in which state travels as ``Cluster`` says
     sums: tuple[int, ...]  # statistics of each exchange of them, as sums.py says
     kept: int  # values that a gate thread keeps for each item: states, inputs of two steps, what masks say, scales
     phases: tuple[PhasePlan, ...]
@@ -159,7 +159,7 @@ class PersistentPlan(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns of operand B: the batch rows of a group, padded to 8."""
-        return -(-self.rows // 8) * 8
+        return ceil_div(self.rows, 8) * 8
 
     @property
     def lanes(self) -> int:
@@ -169,7 +169,7 @@ class PersistentPlan(NamedTuple):
     @property
     def items(self) -> int:
         """(unit, batch row) pairs of a gate thread."""
-        return -(-self.lanes * self.rows // (32 * self.gate_warps))
+        return ceil_div(self.lanes * self.rows, 32 * self.gate_warps)
 
     @property
     def sum_parts(self) -> int:
@@ -183,7 +183,7 @@ class PersistentPlan(NamedTuple):
 
     def row_quads(self, exchange: int) -> int:
         """16 bytes of a row's sums through L2, of two statistics each; of a warp with one row at least a sector."""
-        return max(-(-self.sums[exchange] // 2), 2 if self.lanes >= 32 else 1)
+        return max(ceil_div(self.sums[exchange], 2), 2 if self.lanes >= 32 else 1)
 
     def sum_quads(self, exchange: int) -> int:
         """16 bytes of a part of the sums through L2, padded to a power of two."""
@@ -191,7 +191,7 @@ class PersistentPlan(NamedTuple):
 
     def sum_stride(self, exchange: int) -> int:
         """Words from one part of the sums through L2 to the next: whole lines, so that a line has one writer."""
-        return -(-self.sum_quads(exchange) * 4 // LINE) * LINE
+        return ceil_div(self.sum_quads(exchange) * 4, LINE) * LINE
 
     def sum_words(self, exchange: int) -> int:
         """Words of one slot of a group's exchange of statistics."""
@@ -217,12 +217,12 @@ class PersistentPlan(NamedTuple):
 
     def stride(self, phase: PhasePlan) -> int:
         """Floats between batch rows of the partial sums: 4 modulo 16, so that no banks conflict."""
-        return -(-phase.octets(self.units) // 2) * 16 + 4
+        return ceil_div(phase.octets(self.units), 2) * 16 + 4
 
     def code(self, phase: PhasePlan, pairs: int) -> int:
         """Instructions for the products of so many pairs."""
         of_weights = 4 * UNPACKED[self.dtype] if self.scaled else 0
-        return (pairs * 2 * -(-phase.octets(self.units) // 2)
+        return (pairs * 2 * ceil_div(phase.octets(self.units), 2)
                 * (self.tiles * WRITTEN.get(self.arithmetic, WRITTEN_16BIT) + of_weights))
 
     def stretches(self, phase: PhasePlan) -> list[tuple[int, int, bool]]:
@@ -237,7 +237,7 @@ class PersistentPlan(NamedTuple):
 
     def turns(self, phase: PhasePlan) -> int:
         """How often a warp polls in a step."""
-        return sum(-(-(end - first) // phase.polled_pairs) for first, end, _ in self.stretches(phase))
+        return sum(ceil_div(end - first, phase.polled_pairs) for first, end, _ in self.stretches(phase))
 
     def written(self, phase: PhasePlan) -> int:
         """Pairs that the code has, loops once."""
@@ -264,7 +264,7 @@ class PersistentPlan(NamedTuple):
 
     @property
     def ring(self) -> int:
-        """Slots of an exchange; exchange.py says why four at least, cluster.py why two are enough."""
+        """Slots of an exchange; exchange.py says why four at least, or in a cluster two."""
         if self.cluster:
             return 2
         words = self.groups * sum(self.slot_words(p) for p in self.phases)
@@ -301,7 +301,7 @@ class PersistentPlan(NamedTuple):
     def registers(self) -> int:
         """Estimate of a thread's registers: of product warps or of gate warps, which need more."""
         weights = sum(p.register_pairs * p.octets(self.units) * self.lane_words for p in self.phases)
-        work = max((p.polled_pairs * 4 + -(-p.octets(self.units) // 2) * 4 * self.chains) * self.tiles
+        work = max((p.polled_pairs * 4 + ceil_div(p.octets(self.units), 2) * 4 * self.chains) * self.tiles
                    + (2 * self.lane_words * p.octets(self.units) if p.streamed_pairs and not p.slots else 0)
                    for p in self.phases)
         products = weights + work + (16 if self.arithmetic == "float32" else 8 if self.scaled else 0)
@@ -313,11 +313,6 @@ class PersistentPlan(NamedTuple):
         return phase.operands * self.warps * phase.warp_pairs * self.tiles * 128
 
 
-def natural_interleave(gates: int) -> int:
-    """The largest power of two that divides the gates, at most 8."""
-    return gcd(gates, 8)
-
-
 def unit_step(task: Task, interleave: int) -> int:
     """Units of a block come in multiples of this, so that weight rows fill octets."""
     steps = [8 // _interleave(len(p.products), interleave) for p in task.graph.product_phases]
@@ -326,11 +321,11 @@ def unit_step(task: Task, interleave: int) -> int:
 
 def lanes_of(units: int) -> int:
     """Threads for the units of a row where they add values: a power of two, or whole warps."""
-    return 1 << (units - 1).bit_length() if units <= 32 else -(-units // 32) * 32
+    return 1 << (units - 1).bit_length() if units <= 32 else ceil_div(units, 32) * 32
 
 
 def _interleave(gates: int, wanted: int) -> int:
-    return wanted if wanted and gates > 2 else natural_interleave(gates)
+    return wanted if wanted and gates > 2 else gcd(gates, 8)
 
 
 def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
@@ -343,14 +338,14 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
     phases = []
     for phase in task.graph.product_phases:
         interleave = _interleave(len(phase.products), knobs.interleave)
-        gates = -(-len(phase.products) // interleave) * interleave
+        gates = ceil_div(len(phase.products), interleave) * interleave
         exchanged = columns_of(phase, w.hidden)
-        pairs_of_state = -(-words(exchanged, w.dtype) // PAIR)
-        warp_pairs = -(-pairs_of_state // warps)
+        pairs_of_state = ceil_div(words(exchanged, w.dtype), PAIR)
+        warp_pairs = ceil_div(pairs_of_state, warps)
         pairs = len(phase.operands) * warp_pairs
-        registers = -(-pairs * knobs.registers // 100)
+        registers = ceil_div(pairs * knobs.registers, 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs, exchanged))
-    rows, blocks, groups = -(-w.batch // groups), -(-(w.hidden // heads) // units), groups * heads
+    rows, blocks, groups = ceil_div(w.batch, groups), ceil_div(w.hidden // heads, units), groups * heads
     cluster, statistics = knobs.carrier == "cluster", len(task.graph.statistics)
     plan = PersistentPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, stored=w.stored, groups=groups, blocks=blocks,
@@ -376,7 +371,7 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
            or any(plan.code(p, plan.written(p)) > UNROLLED and len(plan.stretches(p)) > 1 for p in phases)):
         if all(p.polled_pairs == 1 for p in phases):
             break
-        phases = [p._replace(polled_pairs=-(-p.polled_pairs // 2)) for p in phases]
+        phases = [p._replace(polled_pairs=ceil_div(p.polled_pairs, 2)) for p in phases]
         plan = plan._replace(phases=tuple(phases))
     return plan
 
@@ -387,7 +382,7 @@ def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) 
     Some of the room is for rings, if there are bulk copies to fill them.
     """
     left, ring = p.pairs - p.register_pairs, size + BARRIER * plan.warps
-    slots = min(left, max(2, -(-AHEAD_BYTES // size)), room // ring) if task.device.can.bulk_copies else 0
+    slots = min(left, max(2, ceil_div(AHEAD_BYTES, size)), room // ring) if task.device.can.bulk_copies else 0
     if slots < 2:
         return p._replace(shared_pairs=min(room // size, left))
     return p._replace(shared_pairs=min((room - slots * ring) // size, left - slots), slots=slots)

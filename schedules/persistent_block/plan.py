@@ -9,6 +9,7 @@ from ecornn.analysis.heads import most_heads
 from ecornn.analysis.step import Phase
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob
+from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import per_word, words
 from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
 from ecornn.schedules.scalars.gate_threads import mask_values
@@ -116,21 +117,21 @@ class BlockPlan(NamedTuple):
     @property
     def groups(self) -> int:
         """Warps of mma, or groups of lanes, that have units of a head."""
-        return -(-self.own // (8 * self.units if self.mma else self.units))
+        return ceil_div(self.own, 8 * self.units if self.mma else self.units)
 
     @property
     def warps(self) -> int:
         """Warps of mma of a head; of warpgroups, which read the state of one head, all, some without units."""
-        return -(-self.groups // 4) * 4 if self.wgmma else self.groups
+        return ceil_div(self.groups, 4) * 4 if self.wgmma else self.groups
 
     @property
     def threads(self) -> int:
-        return 32 * self.held * self.warps if self.mma else -(-self.held * self.groups * self.lanes // 32) * 32
+        return 32 * self.held * self.warps if self.mma else ceil_div(self.held * self.groups * self.lanes, 32) * 32
 
     @property
     def tiles(self) -> int:
         """n8 tiles of a block's rows."""
-        return -(-self.rows // 8)
+        return ceil_div(self.rows, 8)
 
     @property
     def row_period(self) -> int:
@@ -143,17 +144,12 @@ class BlockPlan(NamedTuple):
         return 4 // self.row_period
 
     @property
-    def halvings(self) -> int:
-        """The number of times that lanes which share K can split the pairs that they add up."""
-        pairs = self.units * self.rows
-        return min(self.lanes.bit_length() - 1, (pairs & -pairs).bit_length() - 1)
-
-    @property
     def items(self) -> int:
         """(unit, batch row) pairs of a thread."""
-        if not self.mma:
-            return self.units * self.rows >> self.halvings
-        return -(-self.units // self.spread) if self.row_period else self.units * self.tiles * 2
+        if not self.mma:  # lanes that share K split those that they add up, as often as these can be halved
+            pairs = self.units * self.rows
+            return pairs >> min(self.lanes.bit_length() - 1, (pairs & -pairs).bit_length() - 1)
+        return ceil_div(self.units, self.spread) if self.row_period else self.units * self.tiles * 2
 
     def chains(self, phase: int) -> int:
         """Independent sums of each product."""
@@ -161,8 +157,8 @@ class BlockPlan(NamedTuple):
         if self.wgmma:
             return 1
         if self.mma:
-            return 2 if -(-own * self.units // 2) * self.tiles < CHAINS else 1
-        return -(-CHAINS // (own * self.units * self.rows))
+            return 2 if ceil_div(own * self.units, 2) * self.tiles < CHAINS else 1
+        return ceil_div(CHAINS, own * self.units * self.rows)
 
     @property
     def loads(self) -> int:
@@ -183,13 +179,8 @@ class BlockPlan(NamedTuple):
     def depth_of_k(self) -> int:
         """Values of K of a head, padded, of FMA; or pairs of k-tiles of mma."""
         if self.mma:
-            return -(-words(self.head, self.dtype) // PAIR)
-        return -(-self.head // (4 * self.lanes)) * 4 * self.lanes
-
-    @property
-    def head_stride(self) -> int:
-        """Units, padded, that a head has in an operand."""
-        return self.depth_of_k * (PAIR * per_word(self.dtype) if self.mma else 1)
+            return ceil_div(words(self.head, self.dtype), PAIR)
+        return ceil_div(self.head, 4 * self.lanes) * 4 * self.lanes
 
     @property
     def operand_words(self) -> int:
@@ -198,21 +189,14 @@ class BlockPlan(NamedTuple):
             return self.held * self.depth_of_k * PAIR * self.tiles * 8
         return self.held * self.depth_of_k * self.rows * (PAIR if self.mma else 1)
 
-    def operand_place(self, phase: int, operand: int) -> int:
-        """First word of an operand in shared memory; its second buffer follows that of all of its phase."""
-        return (sum(self.operands[:phase]) * self.buffers + operand) * self.operand_words
-
     @property
     def weights_place(self) -> int:
         """First word of weights in shared memory."""
         return self.buffers * sum(self.operands) * self.operand_words
 
-    def piece_words(self, part: Part) -> int:
-        """Words of the weights of all threads for one piece."""
-        return self.threads * len(part.products) * self.units * 4
-
     def shared_words(self, part: Part) -> int:
-        return (part.pieces - part.kept) * self.piece_words(part)
+        """Words of the weights of all threads that are in shared memory."""
+        return (part.pieces - part.kept) * self.threads * len(part.products) * self.units * 4
 
     @property
     def inputs_place(self) -> int:
@@ -241,7 +225,7 @@ class BlockPlan(NamedTuple):
         sums = [0] * len(self.operands)
         for p in self.parts:
             own = len(p.products) * self.units
-            tiles = -(-own // 2) * 4 * self.tiles if self.mma else own * self.rows
+            tiles = ceil_div(own, 2) * 4 * self.tiles if self.mma else own * self.rows
             sums[p.phase] += tiles * self.chains(p.phase)
         state = 0 if self.wgmma else max(4 * self.loads * self.ahead(p) for p in self.parts)
         loaded = max((len(p.products) * self.units * 4 for p in self.parts if p.kept < p.pieces), default=0)
@@ -257,7 +241,7 @@ def parts_of(phases: tuple[Phase, ...], pieces: int, percent: int) -> tuple[Part
         for o, operand in enumerate(phase.operands):
             own = tuple(i for i, product in enumerate(phase.products) if operand.same_as(product.term.operand))
             if own:
-                found.append(Part(number, o, own, pieces, -(-pieces * percent // 100)))
+                found.append(Part(number, o, own, pieces, ceil_div(pieces * percent, 100)))
     return tuple(found)
 
 
@@ -267,7 +251,7 @@ def plan_of(task: Task, knobs: BlockKnobs) -> BlockPlan:
     rows, phases, heads, held = knobs.rows, graph.product_phases, most_heads(graph), knobs.heads
     masks = mask_values(task) + task.traversal.resets  # the marks of the step after, too
     plan = BlockPlan(
-        hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=-(-w.batch // rows) * (heads // held),
+        hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=ceil_div(w.batch, rows) * (heads // held),
         rows=rows, cluster=knobs.cluster,
         products=knobs.products, units=knobs.units, lanes=knobs.lanes,
         resident=knobs.resident, depth=DEPTHS[0], words=hoisted_of(task, knobs.hoisted).words(),

@@ -8,14 +8,14 @@ from math import prod
 
 from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Fill, Launch, Program
 from ecornn.schedules.assemble import assemble
-from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond
+from ecornn.schedules.backward.assemble import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task
-from ecornn.schedules.gemm.projection import no_projection
-from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
+from ecornn.schedules.builder import ceil_div
+from ecornn.schedules.gemm.projection import no_projection, projection_time
+from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred, unhidden
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
-from ecornn.schedules.persistent_wide.estimate import estimate, parts_of, product_cycles, recurrence
-from ecornn.schedules.persistent_wide.handover import UNWRITTEN
-from ecornn.schedules.persistent_wide.kernel import wide_kernel
+from ecornn.schedules.persistent_wide.exchange import UNWRITTEN
+from ecornn.schedules.persistent_wide.kernel import start_kernel, wide_kernel
 from ecornn.schedules.persistent_wide.plan import (
     DEPTH,
     HANDED,
@@ -31,11 +31,90 @@ from ecornn.schedules.persistent_wide.plan import (
     plan_of,
     unit_step,
 )
-from ecornn.schedules.persistent_wide.start import start_kernel
-from ecornn.schedules.rates import gpu_rates
+from ecornn.schedules.rates import GPURates, gpu_rates
 from ecornn.schedules.scalars.initial import start_launch
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
+
+HANDED_BYTES = 9.0  # of partial sums that a block gets in a cycle
+HELD = 1.75  # times the tensor cores' time of a product: that of one with weights in registers
+PRODUCT = 16  # cycles of the smallest product
+HANDED_BESIDE = 1.2  # times that long, beside streamed weights
+STATE_TURN, WEIGHTS_TURN = 1_250, 2_500  # cycles from a copy's start until its room is free again, but for its bytes
+BEHIND = 0.15  # of the shorter of copies and products: what the longer one does not hide
+# Of a recurrence's time, how much hides what memory takes: inputs come while products run. By hand, from seven layers
+# of 64 to 2048 rows: they took up to 1.65 times what was expected without memory, and 0.9 to 1.1 times what is with it
+HIDES = 0.75
+GATES, ITEM = 250, 90  # cycles of the gates of a step, and of each of a thread's items
+
+
+def estimate(task: Task, plan: WidePlan) -> float:
+    """Nanoseconds of a step: the projection done ahead and the recurrence, with what memory takes longer."""
+    step = recurrence(plan, gpu_rates(task.device))
+    return projection_time(task) / task.device.cores + step + memory(task, step)
+
+
+def memory(task: Task, step: float) -> float:
+    """Nanoseconds that memory takes longer. An adjoint reads other values than hoisted ones; its times were fitted."""
+    return 0.0 if task.traversal.backward else unhidden(task, step, HIDES)
+
+
+def recurrence(plan: WidePlan, rates: GPURates) -> float:
+    """Nanoseconds of a step's recurrence."""
+    return cycles(plan, rates)[0] / rates.clock
+
+
+def cycles(plan: WidePlan, rates: GPURates) -> tuple[float, float, float]:
+    """The cycles of that, in all, of products and of gates; the rest is the exchange that products do not hide."""
+    copied = _streaming(plan, rates) if plan.streamed else plan.copied_bytes / _l2(plan, rates)
+    multiplied = product_cycles(plan, rates)
+    behind = BEHIND * min(copied, multiplied)
+    gates = GATES + plan.columns * plan.stride * 4 * plan.rings * 2 / rates.shared + ITEM * plan.share.items
+    handed = rates.l2_handover + plan.handed_bytes / HANDED_BYTES if plan.parts > 1 else 0.0
+    handed *= HANDED_BESIDE if plan.streamed else 1.0
+    return rates.l2_counted + max(copied, multiplied) + behind + handed + gates, multiplied, gates
+
+
+def _l2(plan: WidePlan, rates: GPURates) -> float:
+    """Bytes a cycle that a block gets from L2."""
+    return min(rates.l2_bulk, rates.l2_chip / (plan.groups * plan.blocks))
+
+
+def _streaming(plan: WidePlan, rates: GPURates) -> float:
+    """Cycles of copies where weights are streamed, but for those that come while a step waits for state: of what is
+    slowest, L2, memory, or the room that chunks of state and of weights come and go through."""
+    blocks, ahead = plan.groups * plan.blocks, plan.rings * plan.slots * plan.weight_bytes
+    found = [(plan.copied_bytes + plan.streamed_bytes - ahead) / _l2(plan, rates)]
+    if plan.stages < plan.chunks:
+        turn = STATE_TURN + plan.stage_bytes / rates.l2_bulk
+        found.append(plan.copied_bytes * turn / (plan.rings * plan.stages * plan.stage_bytes))
+    if plan.slots < plan.streamed:
+        turn = WEIGHTS_TURN + plan.weight_bytes / rates.l2_bulk
+        found.append(plan.streamed_bytes * turn / ahead)
+    if plan.streamed_bytes * blocks > rates.l2_kept:
+        from_memory = blocks * plan.streamed_bytes - rates.l2_lasting
+        found.append(from_memory / (rates.memory * blocks) * rates.clock)
+    return max(found)
+
+
+def parts_of(task: Task, plan: WidePlan) -> dict[str, float]:
+    """Nanoseconds of what :func:`estimate` adds up."""
+    rates = gpu_rates(task.device)
+    step, products, gates = (one / rates.clock for one in cycles(plan, rates))
+    parts = {"product of x": projection_time(task) / task.device.cores, "exchange": step - products - gates,
+             "products": products, "gates": gates}
+    longer = memory(task, step)
+    return parts | ({"memory": longer} if longer else {})
+
+
+def product_cycles(plan: WidePlan, rates: GPURates) -> float:
+    """Cycles of a step's products: of the tensor cores, or of shared memory that feeds them."""
+    from_shared = (64 * 16 * 2 + plan.columns * 16 * 2) / rates.shared
+    multiplied = rates.wgmma_column * plan.columns
+    held, stored = max(HELD * multiplied, PRODUCT), max(multiplied, from_shared, PRODUCT)
+    products = plan.rings * DEPTH / 16 * plan.own_tiles * plan.sharers  # of a chunk
+    return products * (plan.kept * held + (plan.chunks - plan.kept) * stored)
+
 
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
 COLUMNS = 256  # of a wgmma, at most
@@ -83,10 +162,10 @@ class PersistentWide(SearchedSchedule[WidePlan]):
     def knobs(self, task: Task) -> tuple[Knob, ...]:
         w, step, several = task.workload, unit_step(task), len(task.graph.phases[0].operands) > 1
         widest = WIDEST_SUM if several else WIDEST
-        groups = sorted({-(-w.batch // rows) for rows in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
+        groups = sorted({ceil_div(w.batch, rows) for rows in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
         # of those that make the same number of blocks, the fewest
-        units = tuple({-(-w.hidden // u): u for u in range(widest // step * step, 0, -step)
-                       if -(-w.hidden // u) <= task.device.cores}.values())
+        units = tuple({ceil_div(w.hidden, u): u for u in range(widest // step * step, 0, -step)
+                       if ceil_div(w.hidden, u) <= task.device.cores}.values())
         large = {"streamed": STREAMED, "ahead": AHEAD, "lasting": LASTING} if _large(task) else {}
         return WideKnobs.offered({
             "groups": tuple(groups), "units": units, "parts": MORE_PARTS if several else PARTS,
@@ -100,7 +179,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         device, w, knobs = task.device, task.workload, WideKnobs(config)
         groups, units, step = knobs.groups, knobs.units, unit_step(task)
         parts, row_teams = knobs.parts, knobs.row_teams
-        blocks, rows = groups * -(-w.hidden // units) * parts, -(-w.batch // groups)
+        blocks, rows = groups * ceil_div(w.hidden, units) * parts, ceil_div(w.batch, groups)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
         if (groups - 1) * rows >= w.batch:
@@ -136,7 +215,8 @@ class PersistentWide(SearchedSchedule[WidePlan]):
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many eights of batch rows."""
-        return {**config, "groups": -(-task.workload.batch // (-(-batch // WideKnobs(config).groups // 8) * 8))}
+        rows = ceil_div(ceil_div(batch, WideKnobs(config).groups), 8) * 8
+        return {**config, "groups": ceil_div(task.workload.batch, rows)}
 
     def expected(self, task: Task) -> float:
         plan = self.plan(task, self.default(task))

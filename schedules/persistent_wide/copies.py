@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.memory import fence_async_global, ld_acquire
+from ecornn.schedules.cuda.isa.memory import fence_async_global, l2_policy, ld_acquire
 from ecornn.schedules.cuda.isa.registers import opaque
 from ecornn.schedules.cuda.isa.threads import ballot, sync_active, sync_warp
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
-from ecornn.schedules.persistent_wide.block_role import BlockRole
-from ecornn.schedules.persistent_wide.exchange import counter_of, slot_base, writers
+from ecornn.schedules.persistent_wide.exchange import BlockRole, counter_of, slot_base, writers
 from ecornn.schedules.persistent_wide.plan import DEPTH, LANES, SLOTS, WidePlan
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -82,7 +81,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         mine, every = lane < C, (1 << C) - 1
     else:
         ring, keep = 0, opaque
-        with T.If(warp == 0), T.Then():
+        with T.when(warp == 0):
             _weights(plan, memory, role, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)),
                      weights)
         stage, turn = keep("stage", warp + lane % each * plan.copiers), keep("turn", lane // each)
@@ -102,14 +101,14 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         use = Use(stage, T.let("parity", parity_of(t * uses + turn)))
         source = keep("source", slot_base(plan, role.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != T.uint32(every)):
-            with T.If(waiting[0] != T.uint32(0)), T.Then():
-                with T.If(T.cast(count[0], "int32") < t * needed), T.Then():
+            with T.when(waiting[0] != T.uint32(0)):
+                with T.when(T.cast(count[0], "int32") < t * needed):
                     ld_acquire(count[0], counter)
                 # a parity says nothing about the use after next: the one before must have been issued
                 before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
-                with T.If(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.Then(), \
-                        T.If(state.may_acquire(use)), T.Then():
+                with T.when(T.And(follows, T.cast(count[0], "int32") >= t * needed)), \
+                        T.when(state.may_acquire(use)):
                     # The copies of several lanes issue as one instruction, which a race checker takes for the
                     # first lane's: that one must have seen what the others have waited for.
                     sync_active()
@@ -134,9 +133,44 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
         mine = T.And(position >= plan.kept, position < plan.chunks)
         if plan.streamed:
             mine = T.And(mine, plan.streamed_before(position + 1) == plan.streamed_before(position))
-        with T.If(mine), T.Then():
+        with T.when(mine):
             chunk = chunk_at(plan, role, ring, position) if first else chunk
             piece = T.cast(role.member * plan.packed_chunks + chunk, "int64")
             memory.resident(ring).copy(0, memory.words.ptr_to([memory.weights(ring, position)]),
                                        weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes)
     sync_warp()
+
+
+def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
+    """Weights that do not fit on the chip: a warp for each ring brings them in every step, chunk by chunk, by bulk
+    copies.
+
+    Whose weights come next is known ahead, whatever the state is. So they go through slots of their own, apart from
+    stages of state: while a step waits for state, the weights of its first streamed chunks arrive. A slot is written
+    again when each warp that multiplies has arrived at its ``used``, behind its products (wgmma) of what the slot had;
+    nobody writes weights while the kernel runs, and nothing else orders these copies. Which slot a chunk has does not
+    depend on the step; how often a slot has been filled says which parity to wait for.
+
+    Weights beyond what L2 holds would drive each other out of it: read in the same order in every step, none would be
+    there when it is read again. So the first ones of a step are asked to stay, and the others to go first.
+
+    Emits one thread's whole life: all streamed chunks of a ring, step after step.
+    """
+    T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
+    count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
+    policies = T.local("policies", (2,), "uint64")
+    if plan.lasting < count:
+        l2_policy(policies[0], "evict_last")
+        l2_policy(policies[1], "evict_first")
+    turn = T.local("turn", (1,), "int32")  # a loop that is not unrolled: a thread that copies has few registers
+    with T.serial("t", 0, steps) as t:
+        T.buffer_store(turn, T.int32(0), [0])
+        with T.While(turn[0] < count):
+            number = opaque("number", turn[0])
+            slot, position = opaque("slot", number % plan.slots), plan.kept + (number * among + among - 1) // count
+            piece = role.member * plan.packed_chunks + chunk_at(plan, role, ring, opaque("position", position))
+            source = weights.ptr_to([T.cast(opaque("piece", piece), "int64") * (plan.weight_bytes // 4)])
+            slots.acquire(slots.use(t, number, count)._replace(stage=slot))
+            policy = T.Select(number < plan.lasting, policies[0], policies[1]) if plan.lasting < count else None
+            slots.copy(slot, memory.words.ptr_to([memory.slot(ring, slot)]), source, plan.weight_bytes, policy)
+            T.buffer_store(turn, number + 1, [0])

@@ -9,6 +9,7 @@ from typing import Any
 from ecornn.analysis.liveness import late_operands
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob
+from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
 from ecornn.schedules.scalars.gate_threads import Share, mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
@@ -19,7 +20,7 @@ LANES = 32  # chunks of a ring at most: one for each lane of the warp that copie
 PARTS = (1, 2, 3, 4)  # blocks that share K
 MORE_PARTS = (*PARTS, 6, 8, 12, 16)  # where K is of several operands
 SLOTS = 2  # of the exchange; exchange.py says why two
-HANDED = 2  # slots of partial sums; handover.py says why two
+HANDED = 2  # slots of partial sums; exchange.py says why two
 SPACING = 32  # words from counter to counter: each has a line of its own
 SPARE_REGISTERS = {1: 20, 2: 28}  # by rings: addresses, descriptors, loop state; with one ring, many are made anew
 MORE_SPARE = 8  # where weights are streamed
@@ -63,7 +64,7 @@ class WidePlan:
     rings : of stages in a block: one for each team, which share K, or one for all, which share rows
     chunks : of K, for each ring
     kept : chunks of a ring whose weights are in registers; the others' are in shared memory
-    streamed : chunks of a ring whose weights get there in every step, see stream.py
+    streamed : chunks of a ring whose weights get there in every step, see copies.py
     lasting : of these, the first ones, which L2 is asked to keep; all: it is asked nothing
     ahead : bytes of streamed weights that a block has on their way at once
     stages : of a ring
@@ -104,7 +105,7 @@ class WidePlan:
     @property
     def columns(self) -> int:
         """Columns of operand B: the batch rows of a group, padded to 8."""
-        return -(-self.rows // 8) * 8
+        return ceil_div(self.rows, 8) * 8
 
     @property
     def octets(self) -> int:
@@ -114,7 +115,7 @@ class WidePlan:
     @property
     def tiles(self) -> int:
         """Tiles of 64 rows of weights."""
-        return -(-self.octets // 8)
+        return ceil_div(self.octets, 8)
 
     @property
     def sharers(self) -> int:
@@ -124,21 +125,21 @@ class WidePlan:
     @property
     def own_tiles(self) -> int:
         """Tiles of one team."""
-        return -(-self.tiles // self.sharers)
+        return ceil_div(self.tiles, self.sharers)
 
     @property
     def finished(self) -> int:
         """Units that a block of a set computes the gates of; the last one of a set may have fewer."""
         if self.parts == 1:
             return self.units
-        each = -(-self.units // self.parts)
-        whole = -(-each // 8) * 8  # sectors of their rows
-        return whole if (self.parts - 1) * whole < self.units else -(-each // 2) * 2
+        each = ceil_div(self.units, self.parts)
+        whole = ceil_div(each, 8) * 8  # sectors of their rows
+        return whole if (self.parts - 1) * whole < self.units else ceil_div(each, 2) * 2
 
     @property
     def finishers(self) -> int:
         """Blocks of a set that compute gates."""
-        return -(-self.units // self.finished)
+        return ceil_div(self.units, self.finished)
 
     @property
     def share(self) -> Share:
@@ -152,7 +153,7 @@ class WidePlan:
     @property
     def copier_stages(self) -> int:
         """Stages that such a warp fills, at most."""
-        return -(-self.stages // self.copiers)
+        return ceil_div(self.stages, self.copiers)
 
     @property
     def most_chunks(self) -> int:
@@ -168,7 +169,7 @@ class WidePlan:
     @property
     def slots(self) -> int:
         """Slots of a ring, for streamed weights of a chunk each."""
-        return min(self.streamed, HELD_SLOTS + -(-self.ahead // (self.rings * self.weight_bytes)))
+        return min(self.streamed, HELD_SLOTS + ceil_div(self.ahead, self.rings * self.weight_bytes))
 
     def streamed_before(self, position: Any) -> Any:
         """Chunks of a ring before this position, from ``kept`` on, whose weights are streamed: as evenly among the
@@ -192,7 +193,7 @@ class WidePlan:
     @property
     def stride(self) -> int:
         """Floats between columns of the partial sums: 4 modulo 16, so that no banks conflict."""
-        return -(-self.gates * self.finished // 16) * 16 + 4
+        return ceil_div(self.gates * self.finished, 16) * 16 + 4
 
     @property
     def first_weight(self) -> int:
@@ -244,12 +245,12 @@ class WidePlan:
     @property
     def reach(self) -> int:
         """Chunks of one operand; behind the last operand there may be some that only pad K."""
-        return self.counters if self.operands == 1 else -(-self.hidden // DEPTH)
+        return self.counters if self.operands == 1 else ceil_div(self.hidden, DEPTH)
 
     @property
     def packed_chunks(self) -> int:
         """Chunks whose weights lie in memory: those of a group, up to a whole operand."""
-        return -(-self.counters // self.reach) * self.reach
+        return ceil_div(self.counters, self.reach) * self.reach
 
     @property
     def copied_bytes(self) -> int:
@@ -269,7 +270,7 @@ class WidePlan:
     @property
     def handed_rows(self) -> int:
         """Rows of a block's units in what it gets from another one, padded to sectors."""
-        return -(-self.gates * self.finished // 8) * 8
+        return ceil_div(self.gates * self.finished, 8) * 8
 
     @property
     def handed_words(self) -> int:
@@ -290,7 +291,7 @@ def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     groups, units = knobs.groups, knobs.units
     parts, row_teams = knobs.parts, knobs.row_teams
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
-    chunks = -(-operands * -(-w.hidden // DEPTH) // (rings * parts))
+    chunks = ceil_div(operands * ceil_div(w.hidden, DEPTH), rings * parts)
     masks = mask_values(task)
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
     if task.traversal.backward:  # what is exchanged is not kept, but for rows that take no part
@@ -299,10 +300,10 @@ def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
         values += OUTPUTS if rings > 1 else 0
     if late_operands(graph):  # the next step's inputs, too
         values += hoisted_of(task, knobs.hoisted).words()
-    streamed = -(-chunks * knobs.streamed // 100)
-    plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=-(-w.hidden // units),
-                parts=parts, units=units, rows=-(-w.batch // groups), gates=gates, interleave=gcd(gates, 8),
-                teams=teams, rings=rings, chunks=chunks, kept=-(-chunks * knobs.registers // 100),
+    streamed = ceil_div(chunks * knobs.streamed, 100)
+    plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=ceil_div(w.hidden, units),
+                parts=parts, units=units, rows=ceil_div(w.batch, groups), gates=gates, interleave=gcd(gates, 8),
+                teams=teams, rings=rings, chunks=chunks, kept=ceil_div(chunks * knobs.registers, 100),
                 stages=1, values=values, knobs=knobs, streamed=streamed,
                 lasting=streamed * knobs.lasting // 100,
                 ahead=knobs.ahead << 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.memory import shared_address
 from ecornn.schedules.cuda.isa.registers import opaque, pinned
 from ecornn.schedules.cuda.isa.threads import uniform
@@ -18,9 +18,15 @@ from ecornn.schedules.cuda.isa.wgmma import (
     wgmma_wait_pending,
 )
 from ecornn.schedules.cuda.pipeline import Use
-from ecornn.schedules.persistent_wide import handover
-from ecornn.schedules.persistent_wide.block_role import BlockRole, multiplier
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
+from ecornn.schedules.persistent_wide.exchange import (
+    BlockRole,
+    hand_over,
+    handed_slot,
+    handed_tag,
+    handed_word,
+    multiplier,
+)
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, WidePlan
 
 STEPS = DEPTH // 16  # products of a chunk and tile
@@ -114,7 +120,7 @@ class Products:
 
     def _release(self, p: int) -> None:
         """This warp has multiplied the chunk at position p: its stage may be written again, and its slot."""
-        with T.If(self.lane == 0), T.Then():
+        with T.when(self.lane == 0):
             self.memory.state(self.ring).release(p % self.plan.stages)
             if (number := self.plan.stream(p)) is not None:
                 self.memory.streamed(self.ring).release(number % self.plan.slots)
@@ -129,7 +135,7 @@ class Products:
         base = T.let("base", self.memory.sums(self.team) + self.lane % 4 * 2 * plan.stride + self.warp * 16
                      + self.lane // 4)
         for m in range(plan.tiles):
-            with T.If(m * 4 + self.warp < -(-plan.octets // 2)), T.Then():
+            with T.when(m * 4 + self.warp < ceil_div(plan.octets, 2)):
                 for n in range(plan.columns // 8):
                     for i in range(4):
                         T.buffer_store(self.memory.words, self.acc[m, n, i],
@@ -141,15 +147,15 @@ class Products:
         plan, role, thread = self.plan, self.role, multiplier()
         warp, lane, found = T.let("warp", thread % TEAM // 32), T.let("lane", thread % 32), []
         column = T.let("column", lane % 4 * 2)
-        slot = opaque("slot", handover.slot_of(plan, role, t)) if plan.parts > 1 else None
-        self.tag = handover.tag_of(t)
+        slot = opaque("slot", handed_slot(plan, role, t)) if plan.parts > 1 else None
+        self.tag = handed_tag(t)
         for m in range(plan.own_tiles):
             for half in range(2):
                 row = opaque("row", self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
                 (finisher, own), there, whose = self._finisher(row), None, 1
                 if slot is not None:
                     other = T.truncmod(role.part + (plan.parts - 1) - finisher, plan.parts)
-                    there = pinned("there", slot + handover.word_of(plan, finisher, other, column, own))
+                    there = pinned("there", slot + handed_word(plan, finisher, other, column, own))
                     whose = T.Select(finisher == role.part, 1, -1)
                 here = pinned("here", self.memory.sums(0) + column * plan.stride + own)
                 found.append((pinned("whose", T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
@@ -162,12 +168,12 @@ class Products:
                   for m in range(plan.own_tiles) for half in range(2)]
         for (whose, there, _), every in zip(self.rows, values, strict=True):
             if there is not None:
-                with T.If(whose < 0), T.Then():
+                with T.when(whose < 0):
                     for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
-                        to = there + handover.word_of(plan, 0, 0, c, 0)
-                        handover.store(handed, to, [first, second], self.tag)
+                        to = there + handed_word(plan, 0, 0, c, 0)
+                        hand_over(handed, to, [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
-            with T.If(whose > 0), T.Then():
+            with T.when(whose > 0):
                 for c, value in every:
                     T.buffer_store(self.memory.words, value, [here + c * plan.stride])
 

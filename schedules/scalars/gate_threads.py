@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from ecornn.analysis.liveness import late_operands, urgent
 from ecornn.schedules.base import Task
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.threads import neighbour
-from ecornn.schedules.outputs import for_products
+from ecornn.schedules.keeping import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -30,8 +30,8 @@ class Share:
     def items(self) -> int:
         """(unit, batch row) pairs of a thread, the last ones of some threads without any."""
         if self.paired:
-            return 2 * -(-self.rows // (self.threads // self.units * 2))
-        return -(-self.units * self.rows // self.threads)
+            return 2 * ceil_div(self.rows, self.threads // self.units * 2)
+        return ceil_div(self.units * self.rows, self.threads)
 
 
 def mask_values(task: Task) -> int:
@@ -134,7 +134,7 @@ class GateThreads(ABC):
                 continue
             for s, name in enumerate(graph.states):
                 T.buffer_store(self.states, T.float32(0), [i, s])
-                with T.If(self.valid[i]), T.Then():
+                with T.when(self.valid[i]):
                     row = self.row[i]
                     given = T.cast(self.arguments[f"{name}_in"][row * H + self.unit[i]], "float32")
                     first = self.timeline.fresh(0, row, self._limit(i))
@@ -150,7 +150,7 @@ class GateThreads(ABC):
         H, timeline = self.task.workload.hidden, self.timeline
         for s in range(len(self.graph.states)):
             T.buffer_store(into, T.float32(0), [i, s])
-        with T.If(T.And(self.valid[i], number >= 0)), T.Then(), T.If(timeline.continues(number)):
+        with T.when(T.And(self.valid[i], number >= 0)), T.If(timeline.continues(number)):
             with T.Then():
                 for s in range(len(self.graph.states)):
                     T.buffer_store(into, self.arguments["pieces"][self._piece(i, s, timeline.other)], [i, s])
@@ -196,7 +196,7 @@ class GateThreads(ABC):
             for k in range(2):
                 T.buffer_store(self.numbers, self.numbers[i, k + 1], [i, k])
             T.buffer_store(self.numbers, self._number(t + 1, i), [i, 2])  # looked at a step later
-            with T.If(self.numbers[i, 1] != self.numbers[i, 0]), T.Then():
+            with T.when(self.numbers[i, 1] != self.numbers[i, 0]):
                 self._begin_sequence(i, self.numbers[i, 1], self.given)
         for i in range(self.items if self.fresh is not None else 0):
             row = T.let("some_row", T.min(self.row[i], self.batch - 1))
@@ -210,7 +210,7 @@ class GateThreads(ABC):
         for i in range(self.items if hoisted.outputs else 0):
             for k in range(hoisted.words()):
                 T.buffer_store(into, nothing, [i, k])
-            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+            with T.when(T.And(self.valid[i], t < self.steps)):
                 row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
                 for k, word in enumerate(hoisted.load(self.arguments["hoisted"], row, self.unit[i])):
                     T.buffer_store(into, word, [i, k])
@@ -221,7 +221,7 @@ class GateThreads(ABC):
         for i in range(self.items if count else 0):
             for k in range(count):
                 T.buffer_store(self.row_values[1], T.float32(0), [i, k])
-            with T.If(T.And(self.valid[i], t < self.steps)), T.Then():
+            with T.when(T.And(self.valid[i], t < self.steps)):
                 first = T.let("first", T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64") * count)
                 for k in range(count):
                     T.buffer_store(self.row_values[1], self.arguments["row_sums"][first + k], [i, k])
@@ -291,15 +291,15 @@ class GateThreads(ABC):
         outputs = [T.let(var.name, ended.env[var]) for var in self.graph.outputs]  # one may be what a state was before
         for name, s in self.state_index.items():
             T.buffer_store(self.states, ended.following[name], [i, s])
-        with T.If(self.valid[i]), T.Then():
+        with T.when(self.valid[i]):
             self._write(i, t, ended, outputs)
             if self.numbers is None:
-                with T.If(t == self.steps - 1), T.Then():
+                with T.when(t == self.steps - 1):
                     self._leave(i, self.row[i], ended)
                 return
             number = self.numbers[i, 0]
             ends = T.And(ended.live, self.numbers[i, 1] != number)
-            with T.If(ends), T.Then(), T.If(self.timeline.hands_over(number)):
+            with T.when(ends), T.If(self.timeline.hands_over(number)):
                 with T.Then():
                     for name, s in self.state_index.items():
                         T.buffer_store(self.arguments["pieces"], ended.new[name], [self._piece(i, s)])

@@ -1,4 +1,4 @@
-"""Splices a cell's scalars into a kernel that is being built with TVM's IRBuilder."""
+"""Splices a cell's scalars into a kernel that is being built with ``T``."""
 
 from __future__ import annotations
 

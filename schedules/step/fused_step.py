@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from ecornn.analysis.heads import heads_of, most_heads, multiplied
 from ecornn.analysis.liveness import late_operands, phase_count
@@ -16,24 +15,15 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.analysis.sums import one_by_one
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
+from ecornn.schedules.backward.assemble import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
-from ecornn.schedules.builder import PrimFunc, T
+from ecornn.schedules.builder import PrimFunc, T, ceil_div
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import math_choices
-from ecornn.schedules.step.loop import loop
-from ecornn.schedules.step.product import BlockProduct, Tile, weights_buffer
-from ecornn.schedules.step.projection import project_plainly
-from ecornn.schedules.step.scalars import (
-    Layout,
-    StepScalars,
-    begin_calls,
-    begin_kernel,
-    declare,
-    workspaces,
-)
+from ecornn.schedules.step.product import BlockProduct, Tile, project_plainly, weights_buffer
+from ecornn.schedules.step.scalars import Layout, StepScalars, begin_and_steps, declare
 
 REGISTERS = 40  # of a thread, beside accumulators: addresses, tiles on their way, gate math
 # nanoseconds of a dependent product, a barrier and the copies before it, a weight that a block reads, a product
@@ -98,7 +88,7 @@ class FusedStep(Schedule[Tile]):
         thread_rows = min(rows, 1 << (min(most, 8).bit_length() - 1))
         groups = min(8, rows // thread_rows)
         # few blocks: narrower ones keep more multiprocessors busy
-        wide = -(-task.workload.hidden // 32) * -(-batch // (thread_rows * groups)) >= task.device.cores
+        wide = ceil_div(task.workload.hidden, 32) * ceil_div(batch, thread_rows * groups) >= task.device.cores
         units = 32 if wide else 16
         split = max(1, min(16, 512 // (units * groups)))
         for depth in (64, 32, 16):
@@ -118,7 +108,7 @@ class FusedStep(Schedule[Tile]):
     def features(self, task: Task, plan: Tile) -> dict[str, float]:
         task, tile = plain(task), plan
         w = task.workload
-        columns, rows = -(-w.hidden // tile.units), -(-w.batch // tile.rows)
+        columns, rows = ceil_div(w.hidden, tile.units), ceil_div(w.batch, tile.rows)
         weights, shared = multiplied(task.graph, w.hidden), _shared(task, tile)
         return {
             "blocks": columns * rows, "waves": columns * rows / task.device.cores, "threads": tile.threads,
@@ -144,28 +134,22 @@ class FusedStep(Schedule[Tile]):
 
 
 def _parts(task: Task, tile: Tile, around: list[Buffer]) -> tuple[Component, Callable[[Stored], Component]]:
-    """The component that puts the states of the call into workspaces; and a function that makes all steps, by what they
-    store. ``around``: buffers of others that these use."""
-    math, hidden = tile.math, task.workload.hidden
+    """The beginning and a function that makes all steps, as :func:`begin_and_steps` has them."""
     layout = _layout(task, tile)
-    own = [*workspaces(task, layout),
-           *(weights_buffer(f"recurrent_{p}", task, tile, phase.products, columns_of(phase, hidden))
-             for p, phase in enumerate(task.graph.phases) if phase.products)]
-    buffers, inputs = [*around, *own], hoisted_of(task)
-    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
-                      calls=tuple(begin_calls(task, layout, own)))
+    weights = [weights_buffer(f"recurrent_{p}", task, tile, phase.products, columns_of(phase, task.workload.hidden))
+               for p, phase in enumerate(task.graph.phases) if phase.products]
 
     def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
-        return (_step_kernel(task, tile, layout, known, p, math, name),
+        return (_step_kernel(task, tile, layout, known, p, tile.math, name),
                 Launch(name, _grid(task, tile), tile.threads, _shared_of(task, tile, p)))
 
-    return begin, partial(loop, task, layout, own, buffers, math, inputs, phase)
+    return begin_and_steps(task, layout, weights, around, tile.math, hoisted_of(task), phase)
 
 
 def _layout(task: Task, tile: Tile) -> Layout:
     """The layout of what is exchanged: whole tiles."""
-    width = -(-task.workload.hidden // tile.depth) * tile.depth
-    return Layout(-(-task.workload.batch // tile.rows) * tile.rows, width, width)
+    width = ceil_div(task.workload.hidden, tile.depth) * tile.depth
+    return Layout(ceil_div(task.workload.batch, tile.rows) * tile.rows, width, width)
 
 
 def plain(task: Task) -> Task:
@@ -196,7 +180,8 @@ def _shared(task: Task, tile: Tile) -> int:
 def _turns(task: Task, tile: Tile) -> int:
     """Tiles along K that a step goes through."""
     hidden = task.workload.hidden
-    return sum(-(-columns // tile.depth) for columns in [columns_of(p, hidden) for p in task.graph.phases] or [hidden])
+    inputs = [columns_of(p, hidden) for p in task.graph.phases] or [hidden]
+    return sum(ceil_div(columns, tile.depth) for columns in inputs)
 
 
 def estimate(task: Task, tile: Tile) -> float:
@@ -207,7 +192,7 @@ def estimate(task: Task, tile: Tile) -> float:
     of them within 20%, nine in ten within a factor of 1.8.
     """
     w, phases = task.workload, phase_count(task.graph)
-    most = -(-_grid(task, tile) // task.device.cores)
+    most = ceil_div(_grid(task, tile), task.device.cores)
     weights = multiplied(task.graph, w.hidden) * tile.units // w.hidden  # of a block
     chain = weights * tile.rows / tile.threads
     barriers = 2.0 * _turns(task, tile)
@@ -221,26 +206,23 @@ def _products(task: Task) -> list[tuple[int, int]]:
 
 
 def _grid(task: Task, tile: Tile) -> int:
-    return -(-task.workload.hidden // tile.units) * -(-task.workload.batch // tile.rows)
+    return ceil_div(task.workload.hidden, tile.units) * ceil_div(task.workload.batch, tile.rows)
 
 
 def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], p: int, math: str,
                  name: str) -> PrimFunc:
     """The kernel ``name``: phase p of step t."""
-    from tvm.script.ir_builder import IRBuilder
-
     w, graph = task.workload, task.graph
-    columns = -(-w.hidden // tile.units)
+    columns = ceil_div(w.hidden, tile.units)
     rows = graph.phases[p].products if graph.phases else ()
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math)
         T.device_entry()
         block, thread = T.block(_grid(task, tile)), T.thread(tile.threads)
         memory = T.shared(_shared_of(task, tile, p) // 4)  # BlockProduct's
         column, row0 = T.let("column", block % columns), T.let("row0", block // columns * tile.rows)
-        with T.If(row0 < a["B"]), T.Then():
+        with T.when(row0 < a["B"]):
             T.note("products of a tile of units by batch rows, in FMA; K is split among the warps")
             heads = heads_of(graph.phases[p]) if graph.phases else 1
             product = BlockProduct(tile, rows, memory, thread, heads, w.hidden)
@@ -252,12 +234,12 @@ def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], 
                     source[base + scalars.wide(o) * layout.size + layout.place(scalars.wide(row0 + row), k)],
                     "float32"))
             T.note("epilogue: the cell's scalars of each (batch row, unit), operands of the next products, y")
-            with T.serial("turn", 0, -(-tile.units * tile.rows // tile.threads)) as turn:
+            with T.serial("turn", 0, ceil_div(tile.units * tile.rows, tile.threads)) as turn:
                 item = T.let("item", turn * tile.threads + thread)
                 row, unit = T.let("row", item // tile.units), T.let("unit", item % tile.units)
                 inside = T.And(item < tile.units * tile.rows,
                                T.And(row0 + row < a["B"], column * tile.units + unit < w.hidden))
-                with T.If(inside), T.Then():
+                with T.when(inside):
                     b, j = T.let("b", row0 + row), T.let("j", column * tile.units + unit)
                     scalars.finish(p, b, j, product.sums(row, unit), scalars.hoisted(b, j))
-    return builder.get()
+    return made()

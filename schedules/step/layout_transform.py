@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from ecornn.analysis.heads import most_heads
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.backward.recurrence import assemble_recurrence, beyond, recurrence_buffers
+from ecornn.schedules.backward.assemble import assemble_recurrence, beyond, recurrence_buffers
 from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
-from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.builder import Expr, PrimFunc, T, ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import math_choices
-from ecornn.schedules.step.loop import loop
 from ecornn.schedules.step.mma_product import (
     PAIR,
     TensorProduct,
@@ -31,14 +30,7 @@ from ecornn.schedules.step.mma_product import (
     unit_step,
     weights_buffer,
 )
-from ecornn.schedules.step.scalars import (
-    Layout,
-    StepScalars,
-    begin_calls,
-    begin_kernel,
-    declare,
-    workspaces,
-)
+from ecornn.schedules.step.scalars import Layout, StepScalars, begin_and_steps, declare
 
 AHEAD = 4  # items of a thread whose hoisted values are read before the product
 MOST_ROWS = 256  # weight rows of a block
@@ -75,7 +67,7 @@ class LayoutTransform(Schedule[TilePlan]):
         gates = max(len(p.products) for p in task.graph.phases)
         units = tuple(u for u in (step << n for n in range(7))
                       if u == step or (u * gates <= MOST_ROWS and u < 2 * w.hidden))
-        rows = {-(-w.batch // (8 * n)) * 8 for n in (1, 2, 3, 4, 6, 8)}
+        rows = {ceil_div(w.batch, 8 * n) * 8 for n in (1, 2, 3, 4, 6, 8)}
         rows = {r for r in rows if r <= 256} | {r for r in (64, 128, 256) if r < w.batch}
         return TileKnobs.offered({
             "units": units, "rows": tuple(sorted(rows)), "row_warps": (1, 2, 4, 8), "batch_warps": (1, 2, 4),
@@ -127,7 +119,7 @@ class LayoutTransform(Schedule[TilePlan]):
     def features(self, task: Task, plan: TilePlan) -> dict[str, float]:
         w = task.workload
         phases = range(len(plan.gates))
-        rows, width = -(-w.batch // plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
+        rows, width = ceil_div(w.batch, plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
         blocks = plan.columns * rows
         products = sum(plan.gates[p] * plan.operands[p] * plan.share(p) for p in phases)
         return {
@@ -156,18 +148,15 @@ class LayoutTransform(Schedule[TilePlan]):
                     kept: Stored) -> Component:
         """The states of the call into workspaces, then all steps; ``around``: buffers of others that these use."""
         math, layout = plan.knobs.math, plan.layout(task.workload.batch, plan.knobs.layout)
-        own = [*workspaces(task, layout),
-               *(weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates)]
-        buffers = [*around, *own]
-        begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)},
-                          calls=tuple(begin_calls(task, layout, own)))
-        blocks = plan.columns * -(-task.workload.batch // plan.rows)
+        weights = [weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates]
+        blocks = plan.columns * ceil_div(task.workload.batch, plan.rows)
 
         def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
             return (_step_kernel(task, plan, layout, inputs, known, p, blocks, math, name),
                     Launch(name, blocks, plan.threads, plan.shared(p)))
 
-        return joined(begin, loop(task, layout, own, buffers, math, inputs, phase, kept))
+        begin, steps = begin_and_steps(task, layout, weights, around, math, inputs, phase)
+        return joined(begin, steps(kept))
 
 
 def estimate(task: Task, plan: TilePlan) -> float:
@@ -178,8 +167,8 @@ def estimate(task: Task, plan: TilePlan) -> float:
     trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%.
     """
     device, rates = task.device, gpu_rates(task.device)
-    blocks = plan.columns * -(-task.workload.batch // plan.rows)
-    most = -(-blocks // device.cores)
+    blocks = plan.columns * ceil_div(task.workload.batch, plan.rows)
+    most = ceil_div(blocks, device.cores)
     cost = SLOWER.get(plan.arithmetic, 1)
     cycles = 0.0
     for p in range(len(plan.gates)):
@@ -201,18 +190,15 @@ def estimate(task: Task, plan: TilePlan) -> float:
 def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, buffers: list[Buffer], p: int,
                  blocks: int, math: str, name: str) -> PrimFunc:
     """The kernel ``name``: phase p of step t."""
-    from tvm.script.ir_builder import IRBuilder
-
     H = task.workload.hidden
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name(name)
+    with T.kernel(name) as made:
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math, inputs)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(plan.threads)
         memory = T.shared(plan.shared(p) // 4)  # TensorProduct's
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
-        with T.If(row0 < a["B"]), T.Then():
+        with T.when(row0 < a["B"]):
             product = TensorProduct(plan, p, task.graph.phases[p].products, memory, thread)
 
             def place(turn: Expr) -> tuple[Expr, ...]:
@@ -221,7 +207,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
                 row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
                 return row, unit, T.let("place", row0 + row), T.let("place", column * plan.units + unit)
 
-            items = -(-plan.units * plan.rows // plan.threads)
+            items = ceil_div(plan.units * plan.rows, plan.threads)
             ahead = []
             for i in range(items if items <= AHEAD else 0):  # on their way while the product is computed
                 *_, b, j = place(i)
@@ -232,7 +218,7 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
 
             def finish(turn: Expr, hoisted: list[Expr] | None) -> None:
                 row, unit, b, j = place(turn)
-                with T.If(T.And(row < plan.rows, T.And(b < a["B"], j < H))), T.Then():
+                with T.when(T.And(row < plan.rows, T.And(b < a["B"], j < H))):
                     scalars.finish(p, b, j, product.sums(row, unit),
                                    scalars.hoisted(b, j) if hoisted is None else hoisted)
 
@@ -243,4 +229,4 @@ def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, bu
             else:
                 with T.serial("turn", 0, items) as turn:
                     finish(turn, None)
-    return builder.get()
+    return made()

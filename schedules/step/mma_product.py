@@ -9,7 +9,6 @@ K is permuted alike in both operands, so any order serves, and no read conflicts
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import gcd, lcm, prod
 
@@ -18,7 +17,7 @@ from ecornn.analysis.heads import heads_of
 from ecornn.analysis.narrow import narrow_of
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.base import Knobs, Task, knob
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
 from ecornn.schedules.cuda.isa.memory import ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
@@ -73,7 +72,7 @@ class TilePlan:
     @property
     def columns(self) -> int:
         """Blocks over the hidden units."""
-        return -(-self.hidden // self.units)
+        return ceil_div(self.hidden, self.units)
 
     @property
     def stage_pairs(self) -> int:
@@ -82,7 +81,7 @@ class TilePlan:
     @property
     def pairs(self) -> int:
         """Pairs of k-tiles of one operand, padded to whole stages."""
-        return -(-words(self.hidden, self.dtype) // (PAIR * self.stage_pairs)) * self.stage_pairs
+        return ceil_div(words(self.hidden, self.dtype), PAIR * self.stage_pairs) * self.stage_pairs
 
     def turns(self, p: int) -> int:
         """Stages that a launch of phase p goes through."""
@@ -94,7 +93,7 @@ class TilePlan:
 
     def blocks(self, p: int) -> int:
         """Blocks over the hidden units that have weights."""
-        return -(-self.narrow[p][0] // self.units) or self.columns
+        return ceil_div(self.narrow[p][0], self.units) or self.columns
 
     def share(self, p: int) -> float:
         """The part of H by H weights that a matrix of phase p has."""
@@ -103,7 +102,7 @@ class TilePlan:
 
     def phase_pairs(self, p: int) -> int:
         """Pairs of k-tiles of the values of :meth:`own`, padded to whole stages."""
-        return -(-words(self.own(p), self.dtype) // (PAIR * self.stage_pairs)) * self.stage_pairs
+        return ceil_div(words(self.own(p), self.dtype), PAIR * self.stage_pairs) * self.stage_pairs
 
     def weight_rows(self, p: int) -> int:
         return self.gates[p] * self.units
@@ -138,7 +137,7 @@ class TilePlan:
         """The operands' layout: ``hidden`` innermost, or the ``batch`` inside blocks of a pair of k-tiles."""
         width = self.pairs * PAIR * per_word(self.dtype)
         block = width if kind == "hidden" else PAIR * per_word(self.dtype)
-        return Layout(-(-batch // self.rows) * self.rows, width, block)
+        return Layout(ceil_div(batch, self.rows) * self.rows, width, block)
 
 
 def unit_step(task: Task) -> int:
@@ -221,20 +220,17 @@ class TensorProduct:
             self._load_operand(operands, base, row0, turn, place, layout)
 
         T.note("prologue: the first stages of weights and state to shared memory (cp.async)")
-        has = None if plan.blocks(p) == plan.columns else T.let("has", column < plan.blocks(p))
+        has = True if plan.blocks(p) == plan.columns else T.let("has", column < plan.blocks(p))
         for turn in range(plan.stages - 1):
             if turn < turns:
-                with ExitStack() as stack:
-                    if has is not None:
-                        stack.enter_context(T.If(has))
-                        stack.enter_context(T.Then())
+                with T.when(has):
                     load(T.int32(turn))
             cp_async_commit()
         T.note("main loop: wait for a stage, copy one ahead, multiply (mma)")
-        with T.serial("turn", 0, turns if has is None else T.Select(has, turns, 0)) as turn:
+        with T.serial("turn", 0, turns if has is True else T.Select(has, turns, 0)) as turn:
             cp_async_wait(plan.stages - 2)
             sync_block()
-            with T.If(turn + (plan.stages - 1) < turns), T.Then():
+            with T.when(turn + (plan.stages - 1) < turns):
                 load(T.let("turn_ahead", turn + (plan.stages - 1)))
             cp_async_commit()
             self._multiply(acc, T.let("stage", turn % plan.stages * plan.stage_words(p)))
@@ -246,12 +242,12 @@ class TensorProduct:
     def _copies(self, count: int) -> Expr:
         """Numbers of this thread's copies, each in a scope where it is below ``count``."""
         threads = self.plan.threads
-        for turn in range(-(-count // threads)):
+        for turn in range(ceil_div(count, threads)):
             index = T.let("index", turn * threads + self.thread)
             if (turn + 1) * threads <= count:
                 yield index
             else:
-                with T.If(index < count), T.Then():
+                with T.when(index < count):
                     yield index
 
     def _load_weights(self, weights: TirBuffer, column: Expr, turn: Expr, place: Expr) -> None:

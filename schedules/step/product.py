@@ -12,11 +12,15 @@ from collections.abc import Callable
 from math import prod
 
 from ecornn.analysis import Product
-from ecornn.program import PACKED, Buffer, Extent, Packing
-from ecornn.schedules.base import Knobs, Task, knob
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var
+from ecornn.program import PACKED, Buffer, Extent, Launch, Packing
+from ecornn.schedules.assemble import shared_buffers
+from ecornn.schedules.base import Component, Knobs, Task, knob
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.threads import sync_block
-from ecornn.schedules.scalars.pointwise import MATH_TRADES
+from ecornn.schedules.gemm.job import leaves_of_rows
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit
+from ecornn.schedules.step.scalars import Layout, StepScalars, declare
 
 UNROLL = 4  # steps along K
 
@@ -48,7 +52,7 @@ class Tile(Knobs):
         own = hidden // heads
         if heads == 1 or own % self.units == 0:
             return 1
-        return min(heads, -(-self.units // own) + (self.units % own != 0))
+        return min(heads, ceil_div(self.units, own) + (self.units % own != 0))
 
     def shared(self, gates: int, operands: int) -> int:
         """Bytes of shared memory: tiles while multiplying, partial sums afterwards; ``operands`` of each head."""
@@ -59,7 +63,7 @@ class Tile(Knobs):
 def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:
     """Packed weights, of ``inputs`` values a unit, in the order (unit block, K tile, k, gate, unit): a block's tile is
     contiguous. Of weights that are transposed the axes of a source have changed places."""
-    blocks, chunks = -(-task.workload.hidden // tile.units), -(-inputs // tile.depth)
+    blocks, chunks = ceil_div(task.workload.hidden, tile.units), ceil_div(inputs, tile.depth)
     made, multiplied, order = (blocks, tile.units), (chunks, tile.depth), (1, 3, 4, 0, 2)
     if rows[0].term.transposed:
         made, multiplied, order = multiplied, made, (3, 1, 2, 0, 4)
@@ -105,18 +109,18 @@ class BlockProduct:
         acc = T.local("acc", (gates, tile.thread_rows), "float32")  # (gate, batch row of the thread)
         with T.unroll("g", gates) as g, T.unroll("r", tile.thread_rows) as r:
             T.buffer_store(acc, T.float32(0), [g, r])
-        chunks, size = -(-inputs // tile.depth), tile.weight_floats(gates)
+        chunks, size = ceil_div(inputs, tile.depth), tile.weight_floats(gates)
         with T.serial("chunk", 0, chunks) as chunk:
             sync_block()
             first = T.let("first", T.cast(block * chunks + chunk, "int64") * size)
-            with T.unroll("turn", -(-size // tile.threads)) as turn:
+            with T.unroll("turn", ceil_div(size, tile.threads)) as turn:
                 index = T.let("index", turn * tile.threads + self.thread)
-                with T.If(index < size), T.Then():
+                with T.when(index < size):
                     T.buffer_store(self.memory, T.cast(weights[first + index], "float32"), [index])
             vectors = len(self.operands) * self.near * tile.rows
-            with T.unroll("turn", -(-vectors * tile.depth // tile.threads)) as turn:
+            with T.unroll("turn", ceil_div(vectors * tile.depth, tile.threads)) as turn:
                 index = T.let("index", turn * tile.threads + self.thread)
-                with T.If(index < vectors * tile.depth), T.Then():
+                with T.when(index < vectors * tile.depth):
                     vector, k = T.let("vector", index // tile.depth), T.let("k", index % tile.depth)
                     row, of, at = vector % tile.rows, vector // tile.rows, chunk * tile.depth + k
                     if self.heads == 1:
@@ -164,3 +168,63 @@ class BlockProduct:
                 total = total + self.memory[self._place(part, row, g, unit)]
             found[source.var] = T.let(source.var.name, total)
         return found
+
+
+def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) -> Component:
+    """The hoisted product in plain float32 arithmetic, for any cell, size and CUDA GPU.
+
+        hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors
+
+    Nothing where the cell has no hoisted values. :mod:`ecornn.schedules.gemm.projection` does the same on tensor cores.
+    """
+    graph, blocks = task.graph, 2 * task.device.cores
+    if not graph.hoisted_outputs:
+        return Component()
+    own = [weights_buffer("input_weights", task, tile, graph.hoisted_products, task.own_input)
+           ] if graph.hoisted_products else []
+    kernel = _kernel(task, tile, layout, [*shared_buffers(task, hoisted), *own], blocks)
+    return Component({"project": kernel}, tuple(own),
+                     (Launch("project", blocks, tile.threads, tile.shared(len(graph.hoisted_products), 1)),))
+
+
+def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], blocks: int) -> PrimFunc:
+    """``project``: hoisted[t, b, q, j] for all t, by blocks that take tiles of T*B rows in turn."""
+    w, graph = task.workload, task.graph
+    H, I, rows, offsets = w.hidden, task.own_input, w.input, leaves_of_rows(task)
+    columns, gates = ceil_div(H, tile.units), len(graph.hoisted_products)
+    with T.kernel("project") as made:
+        a = declare(buffers)
+        # the gates' accuracy is not a knob here: the cost of the hoisted scalars is out of the recurrence
+        scalars = StepScalars(task, layout, a, "exact")
+        T.device_entry()
+        block, thread = T.block(blocks), T.thread(tile.threads)
+        memory = T.shared(tile.shared(gates, 1) // 4)  # BlockProduct's
+        total = T.let("total", a["T"] * a["B"])
+        turn = T.variable("turn", "int32", block)  # number of the tile
+        product = BlockProduct(tile, graph.hoisted_products, memory, thread)
+
+        def input_at(row0: Expr, row: Expr, k: Expr) -> Expr:
+            inside = T.let("inside", T.And(row0 + row < total, k < I))
+            place = T.Select(inside, T.cast(row0 + row, "int64") * rows + k, T.int64(0))
+            return T.Select(inside, T.cast(a["x"][place], "float32"), T.float32(0))
+
+        T.note("tiles of all T*B rows, in turn: products in FMA, then the hoisted scalars")
+        with T.While(turn[0] < (total + (tile.rows - 1)) // tile.rows * columns):
+            column, row0 = T.let("column", turn[0] % columns), T.let("row0", turn[0] // columns * tile.rows)
+            if gates:
+                product.run(a["input_weights"], column, I, lambda o, row, k: input_at(row0, row, k))
+            with T.serial("again", 0, ceil_div(tile.units * tile.rows, tile.threads)) as again:
+                item = T.let("item", again * tile.threads + thread)
+                row, unit = T.let("row", item // tile.units), T.let("unit", column * tile.units + item % tile.units)
+                inside = T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))
+                with T.when(inside):
+                    env = scalars.constants(unit) | product.sums(row, item % tile.units)
+                    for var, offset in offsets.items():
+                        at = T.cast(row0 + row, "int64") * rows + unit
+                        env[var] = T.let(var.name, T.cast(a["x"][at + offset if offset else at], "float32"))
+                    env = emit(graph.hoisted, env)
+                    first = T.let("first", T.cast(row0 + row, "int64") * (len(graph.projected) * H) + unit)
+                    for q, var in enumerate(graph.projected):
+                        T.buffer_store(a["hoisted"], env[var], [first + q * H])
+            T.buffer_store(turn, turn[0] + blocks, [0])
+    return made()

@@ -1,4 +1,5 @@
-"""The common part of schedules with one launch a step: vectors between launches, and a phase's scalars.
+"""The common part of schedules with one launch a step: vectors between launches, a phase's scalars, and the launches of
+all steps.
 
 A step is one launch for each phase. A launch leaves its products in shared memory; then every
 (batch row, hidden unit) is finished by one thread, here: the phase's scalars are spliced in, and
@@ -9,12 +10,14 @@ what later launches read is stored. Between launches live, in workspaces,
   says. Those of phase 0 exist twice, for even and odd t: in a cell of one phase they are read by
   some blocks while others write the next ones;
 * ``carried`` (C, B, H) float32: other scalars that a later phase of the same step reads;
-* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (``loop.py``).
+* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (:func:`rows_kernel`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.liveness import (
@@ -26,16 +29,18 @@ from ecornn.analysis.liveness import (
     reads,
     statistics,
 )
-from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch
-from ecornn.schedules.base import Task
-from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
+from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch, Loop
+from ecornn.schedules.base import Component, Task
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
-from ecornn.schedules.keeping import NOTHING, Spot, Stored, stored
-from ecornn.schedules.outputs import for_products
+from ecornn.schedules.keeping import NOTHING, Spot, Stored, for_products, keeping, stored
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
+from ecornn.schedules.scalars.row_sums import Env, RowSums, parts_of
 from ecornn.schedules.timeline import Timeline
 
 BEGIN_THREADS = 256
+# a phase, the buffers that its kernel may use, and the kernel's name -> the kernel and its launch
+Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
 
 
 @dataclass(frozen=True)
@@ -88,39 +93,42 @@ def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
     return {kept.spot(n): v for n, v in enumerate(kept.values) if makers.get(v, last) == p}
 
 
-def begin_calls(task: Task, layout: Layout, buffers: list[Buffer]) -> list[Fill | Launch]:
-    """The calls before the loop over t: zeros behind the last unit, then the kernel of :func:`begin_kernel`."""
-    fills: list[Fill | Launch] = []
+def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], around: Sequence[Buffer], math: str,
+                    inputs: Hoisted, phase: Phase) -> tuple[Component, Callable[[Stored], Component]]:
+    """The component that puts the states of the call into workspaces, and zeros behind the last unit; and a function
+    that makes all steps, by what they store. ``around``: buffers of others that these use."""
+    own = [*workspaces(task, layout), *weights]
+    buffers = [*around, *own]
+    calls: list[Fill | Launch] = []
     if layout.width > task.workload.hidden:  # 0 * NaN is not 0
-        fills = [Fill(b.name, 0, b.extent) for b in buffers if b.name.startswith("operands_")]
-    return [*fills, Launch("begin", _begin_blocks(task), BEGIN_THREADS)]
+        calls = [Fill(b.name, 0, b.extent) for b in own if b.name.startswith("operands_")]
+    calls.append(Launch("begin", _begin_blocks(task), BEGIN_THREADS))
+    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)}, calls=tuple(calls))
+    return begin, partial(loop, task, layout, own, buffers, math, inputs, phase)
 
 
 def _begin_blocks(task: Task) -> int:
-    return -(-task.workload.batch * task.workload.hidden // BEGIN_THREADS)
+    return ceil_div(task.workload.batch * task.workload.hidden, BEGIN_THREADS)
 
 
 def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
     """Kernel parameters ``T``, ``B``, ``t`` and all buffers; a kernel keeps those that it reads."""
     found = {name: T.arg(name, T.int32()) for name in ("T", "B", "t")}
     for b in buffers:
-        found[b.name] = T.arg(b.name, T.buffer((T.int64(1 << 40),), b.dtype))
+        found[b.name] = T.pointer(b.name, b.dtype)
     return found
 
 
 def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted) -> PrimFunc:
     """``begin``: the states of the call into the workspaces; afterwards ``<state>_out`` may be written. It reads
     ``hoisted`` where the first operands do."""
-    from tvm.script.ir_builder import IRBuilder
-
     w, graph = task.workload, task.graph
-    with IRBuilder() as builder, T.prim_func():
-        T.func_name("begin")
+    with T.kernel("begin") as made:
         scalars = StepScalars(task, layout, declare(buffers), math, hoisted)
         T.device_entry()
         item = T.let("item", T.block(_begin_blocks(task)) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
         row, unit = T.let("row", item // w.hidden), T.let("unit", item % w.hidden)
-        with T.If(row < scalars.arguments["B"]), T.Then():
+        with T.when(row < scalars.arguments["B"]):
             T.note("before the first step: the states of the call into the workspaces")
             values = []
             for name in graph.states:
@@ -130,7 +138,7 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
             values = timeline.started(timeline.fresh(0, row, timeline.limit(row)), values)
             scalars.store_states(row, unit, values)
             scalars.store_first_operands(row, unit, values, scalars.constants(unit), T.int32(0), 0)
-    return builder.get()
+    return made()
 
 
 class StepScalars:
@@ -314,6 +322,68 @@ class StepScalars:
     def _leave(self, row: Expr, unit: Expr, last: dict[str, Expr]) -> None:
         """Stores the last states, at the end."""
         a = self.arguments
-        with T.If(a["t"] == a["T"] - 1), T.Then():
+        with T.when(a["t"] == a["T"] - 1):
             for name, value in last.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, self.task.workload.dtype), [self.at(0, row, unit)])
+
+
+def loop(task: Task, layout: Layout, own: Sequence[Buffer], buffers: Sequence[Buffer], math: str, inputs: Hoisted,
+         phase: Phase, kept: Stored) -> Component:
+    """All steps: of each a launch for every product and for every pass over rows; values that are ``kept`` are stored
+    by the one that makes them, states by the last one. ``own`` are those of ``buffers`` that only the recurrence
+    uses."""
+    functions, steps, parts, w = {}, [], list(parts_of(task.graph)), task.workload
+    for number, part in enumerate(parts, 1):
+        first = part[0] if isinstance(part, tuple) else part
+        # a pass over rows leaves a phase with a product to the launch behind it
+        finished = tuple(p for p in part if not task.graph.phases[p].products) if isinstance(part, tuple) else (part,)
+        stores = (number == len(parts) and kept) or any(values_of(task.graph, kept, p) for p in finished)
+        known = [*buffers, *(kept.buffers(w.batch, w.hidden, w.dtype) if stores else ())]
+        name = keeping(f"{'rows' if isinstance(part, tuple) else 'step'}_{first}", kept if stores else NOTHING)
+        if isinstance(part, tuple):
+            functions[name], launch = rows_kernel(task, name, part, layout, known, math, inputs)
+        else:
+            functions[name], launch = phase(part, known, name)
+        steps.append(launch)
+    return Component(functions, tuple(own), (Loop(tuple(steps)),))
+
+
+MOST_THREADS = 1024
+
+
+def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, buffers: list[Buffer], math: str,
+                inputs: Hoisted) -> tuple[PrimFunc, Launch]:
+    """The kernel ``name``, with a block for each batch row, and its launch: statistics of phases that follow one
+    another without a product, and all scalars of those without one. A thread owns some units of the row, so that it
+    finds again what it kept of them for a later phase."""
+    w, graph = task.workload, task.graph
+    threads = min(MOST_THREADS, ceil_div(w.hidden, 32) * 32)
+    words = max(RowSums.words(threads, graph.phases[p].statistics) for p in phases)
+    with T.kernel(name) as made:
+        a = declare(buffers)
+        scalars = StepScalars(task, layout, a, math, inputs)
+        T.device_entry()
+        row, thread = T.named("row", T.cta_id([w.batch])), T.thread(threads)
+        memory = T.shared(words)  # (statistic, warp)
+        with T.when(row < a["B"]):
+            T.note("a CTA a batch row: statistics over its units, then the scalars of phases without a product")
+            sums, found = RowSums(threads, thread, memory), Env()
+
+            def units(function: Callable[[Expr], None]) -> None:
+                with T.strided("unit", w.hidden, thread, threads) as unit:
+                    function(unit)
+
+            def visit(p: int, known: Env, function: Callable[[Env, Expr], None]) -> None:
+                units(lambda unit: function(scalars.before(p, row, unit, known), unit))
+
+            def finish(p: int, known: Env, unit: Expr) -> None:
+                scalars.finish(p, row, unit, known, scalars.hoisted(row, unit))
+
+            for p in phases:
+                each = partial(visit, p, dict(found))
+                found |= sums.statistics(graph.phases[p].statistics, w.hidden, each)
+                with T.when(thread == 0):
+                    scalars.store_statistics(p, row, found)
+                if not graph.phases[p].products:
+                    units(partial(finish, p, dict(found)))
+    return made(), Launch(name, w.batch, threads, 4 * words)

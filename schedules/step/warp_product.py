@@ -13,14 +13,120 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
-from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.memory import ld_global
+from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
+from ecornn.schedules.cuda.isa.copies import bulk_copy
+from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared
 from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
 from ecornn.schedules.cuda.isa.threads import sync_warp
-from ecornn.schedules.step.operand_rows import PAIR, Operand
+
+PAIR = 16  # words of a pair of k-tiles
+
+
+class Operand(Protocol):
+    """The operand that a product reads beside its weights."""
+
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
+        """Loads the lane's four words of an octet, zeros beyond the row's end, into ``into[slot, octet]``; ``quarter``
+        of the pair's 16 words."""
+
+
+@dataclass(frozen=True)
+class RowsInMemory:
+    """Rows of ``width`` values, ``stride`` apart in ``source``, where a row may begin; the lane's row of octet n begins
+    at ``starts[n]``."""
+
+    source: TirBuffer
+    starts: list[Expr]
+    width: int
+    stride: int
+    dtype: str
+
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
+        """Loads by the widest loads for which all rows are aligned."""
+        n, width = per_word(self.dtype), self.width
+        k = T.let("k", pair * (PAIR * n) + quarter * (4 * n))
+        at = self.starts[octet] + k
+        if whole_pieces(self.stride, self.dtype) and whole_pieces(width, self.dtype):
+            words = [into[slot, octet, i] for i in range(4)]
+            if width % (PAIR * n) == 0:
+                ld_global(words, self.source.ptr_to([at]))
+                return
+            with T.If(k < width):
+                with T.Then():
+                    ld_global(words, self.source.ptr_to([at]))
+                with T.Else():
+                    for i in range(4):
+                        T.buffer_store(into, T.uint32(0), [slot, octet, i])
+            return
+        for i in range(4):
+            T.buffer_store(into, T.uint32(0), [slot, octet, i])
+            with T.when(k + i * n < width):
+                if self.stride % n == 0 and width % n == 0:
+                    ld_global([into[slot, octet, i]], self.source.ptr_to([at + i * n]))
+                    continue
+                half = T.local("half", (2,), "uint32")
+                ld_global([half[0]], self.source.ptr_to([at + i * n]), "u16")
+                T.buffer_store(half, T.uint32(0), [1])
+                with T.when(k + (i * n + 1) < width):
+                    ld_global([half[1]], self.source.ptr_to([at + (i * n + 1)]), "u16")
+                T.buffer_store(into, T.bitwise_or(half[0], T.shift_left(half[1], T.uint32(16))), [slot, octet, i])
+
+
+def whole_pieces(values: int, dtype: str) -> bool:
+    """True if so many values are whole pieces of 16 bytes."""
+    return values * 4 % (16 * per_word(dtype)) == 0
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """Rows in shared memory, from word ``first`` on, 64 bytes modulo 128 apart.
+
+    Attributes
+    ----------
+    words : the block's shared memory, uint32
+    rows : of the block, all of them
+    lane_row : that of the lane in an octet
+    """
+
+    words: TirBuffer
+    first: int
+    rows: int
+    width: int
+    dtype: str
+    lane_row: Expr
+
+    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
+        at = (self.lane_row + octet * 8) * staged_words(self.width, self.dtype) + pair * PAIR + quarter * 4
+        ld_shared([into[slot, octet, i] for i in range(4)], self.words.ptr_to([self.first + at]))
+
+    def clear(self, thread: Expr, threads: int) -> None:
+        """Stores zeros behind the end of each row."""
+        row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
+        count = self.rows * (row - own)
+        with T.strided("item", count, thread, threads) as item:
+            T.buffer_store(self.words, T.uint32(0), [self.first + item // (row - own) * row + (
+                own + item % (row - own))])
+
+    def copy(self, source: TirBuffer, start: Expr, row: Expr, part: Expr, parts: int, barrier: Expr) -> None:
+        """Copies one of ``parts`` of a row, which begins at ``start`` of ``source``, to all blocks of the cluster."""
+        n = per_word(self.dtype)
+        pieces = self.width // n // 4
+        each = ceil_div(pieces, parts)
+        size = T.let("size", T.min(pieces - part * each, each) * 16)
+        to = self.first + row * staged_words(self.width, self.dtype) + part * (each * 4)
+        with T.when(size > 0):
+            bulk_copy(self.words.ptr_to([to]), source.ptr_to([start + part * (each * 4 * n)]), T.cast(size, "uint32"),
+                      barrier, ranks=T.uint16((1 << parts) - 1))
+
+
+def staged_words(width: int, dtype: str) -> int:
+    """Words from one row to the next: an odd number of pairs."""
+    return (ceil_div(width, PAIR * per_word(dtype)) | 1) * PAIR
+
 
 GROUP = 8 * PAIR  # words of a group of weight rows
 
@@ -56,7 +162,7 @@ class Share:
     @property
     def tiles(self) -> int:
         """m16 tiles, of which the last one may have one group."""
-        return -(-self.groups // 2)
+        return ceil_div(self.groups, 2)
 
     @property
     def octets(self) -> int:
@@ -66,12 +172,12 @@ class Share:
     @property
     def pairs(self) -> int:
         """Pairs of k-tiles."""
-        return -(-words(self.width, self.dtype) // PAIR)
+        return ceil_div(words(self.width, self.dtype), PAIR)
 
     @property
     def turns(self) -> int:
         """Pairs of a warp."""
-        return -(-self.pairs // self.warps)
+        return ceil_div(self.pairs, self.warps)
 
     @property
     def slots(self) -> int:
@@ -171,7 +277,7 @@ class WarpProduct:
                 with self._pair(slot) as pair:
                     multiply(slot, pair)
         else:
-            with T.serial("round", 0, -(-share.turns // share.slots)) as r:
+            with T.serial("round", 0, ceil_div(share.turns, share.slots)) as r:
                 for slot in range(share.slots):
                     with self._pair(r * share.slots + slot, share.turns % share.slots != 0) as pair:
                         multiply(slot, pair)
@@ -189,7 +295,7 @@ class WarpProduct:
         if share.pairs % share.warps == 0 and not beyond:
             yield pair
         else:
-            with T.If(pair < share.pairs), T.Then():
+            with T.when(pair < share.pairs):
                 yield pair
 
     def _multiply(self, slot: int, operand: int) -> None:
@@ -221,14 +327,12 @@ def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: i
         return
     rows = share.gates * share.units
     count = share.rows * rows
-    with T.serial("turn", 0, -(-count // threads)) as turn:
-        item = T.let("item", turn * threads + thread)
-        with T.If(item < count), T.Then():
-            place = T.let("place", item // rows * share.stride + item % rows + first)
-            total = memory[place]
-            for warp in range(1, share.warps):
-                total = total + memory[place + warp * (share.rows * share.stride)]
-            T.buffer_store(memory, total, [place])
+    with T.strided("item", count, thread, threads) as item:
+        place = T.let("place", item // rows * share.stride + item % rows + first)
+        total = memory[place]
+        for warp in range(1, share.warps):
+            total = total + memory[place + warp * (share.rows * share.stride)]
+        T.buffer_store(memory, total, [place])
 
 
 def sums(share: Share, products: tuple[Product, ...], memory: TirBuffer, first: int, row: Expr,

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ecornn.schedules.builder import Expr, T
+from ecornn.schedules.builder import Expr, T, ceil_div
 from ecornn.schedules.cuda.isa.functions import call
 
 WORDS = 8  # of a k-tile
@@ -43,7 +43,7 @@ def per_word(dtype: str) -> int:
 
 def words(count: int, dtype: str) -> int:
     """Words that hold ``count`` values."""
-    return -(-count // per_word(dtype))
+    return ceil_div(count, per_word(dtype))
 
 
 def pack_pair(low: Expr, high: Expr, dtype: str, *, finite: bool = False) -> Expr:
