@@ -9,7 +9,7 @@ K goes through a ring of stages in shared memory, 128 bytes of every row each, 6
              an order that ``bind`` packs, so that one bulk copy fetches a stage's weights
 
 TF32's products take float32 values and leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights,
-adjoints' recurrences raise what they write, so that to cut off is to round (scalars/operands.py), x is cut off: of an
+adjoints' recurrences raise what they write, so that to cut off is to round (keeping.py), x is cut off: of an
 LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off.
 """
 
