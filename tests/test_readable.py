@@ -71,7 +71,7 @@ PHASES = {
                                  "MMA warpgroups: wait", "MMA warpgroups: partial sums", "gates, epilogue",
                                  "named barrier", "what nobody waits for")},
     "elementwise": {"sequence": ("a thread takes", "prologue", "a group of steps", "epilogue"),
-                    "project": ("tiles of rows", "main loop", "epilogue")},
+                    "project": ("prologue", "producer warpgroup", "main loop", "epilogue")},
     "fused_step": {"step": ("products", "epilogue"), "project": ("tiles", )},
     "layout_transform": {"step": ("products", "prologue", "main loop", "partial sums", "epilogue")},
     "whole_step": {"step": ("programmatic dependent launch", "MMA warps", "CTA barrier", "epilogue")},
@@ -120,7 +120,7 @@ def notes(kernel: str) -> list[str]:
 
 def compilable(text: str) -> str:
     """A text for people for those who look for whole lines: what was wrapped, and strings, as one again."""
-    return re.sub(r'"\s*"', "", re.sub(r",\s+", ", ", text))
+    return re.sub(r'"\s+"', "", re.sub(r",\s+", ", ", text))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -141,8 +141,9 @@ def test_lines_fit_and_names_stand_for_what_they_are(name: str):
     for kernel, text in kernels(text_of(name)).items():
         assert max(map(len, text.split("\n"))) <= WIDTH, kernel
         assert all(text.count(index) < 2 for index in ("threadIdx.x", "blockIdx.x")), kernel
-        for bound, value in re.findall(r"^ *\w+ (\w+) = (thread (?:>> 5|& 31));$", text, re.M):
-            assert text.count(value) == 1, f"{kernel}: {value} in place of {bound}"
+        for m in re.finditer(r"^( *)\w+ (\w+) = (thread (?:>> 5|& 31));\n", text, re.M):
+            scope = re.split(rf"^(?!{m[1]})", text[m.end():], maxsplit=1, flags=re.M)[0]
+            assert not re.search(rf"(?<!\)){m[3]}", scope), f"{kernel}: {m[3]} in place of {m[2]}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -239,7 +240,7 @@ def test_the_command_prints_it():
     ("y = ((a ? b : c) ? d : (e ? f : g));", "y = (a ? b : c) ? d : (e ? f : g);"),
     ("if (!((a < b))) { break; }", "if (!(a < b)) { break; }"),
     ("y = ((a || b) && c);", "y = (a || b) && c;"), ("y = ((a && b) || c);", "y = (a && b) || c;"),
-    ("y = (((float*)p)[0]);", "y = ((float*)p)[0];"), ("y = ((*(uint*)(p + 1)) | 1);", "y = (*(uint*)(p + 1)) | 1;"),
+    ("y = (((float*)p)[0]);", "y = ((float*)p)[0];"), ("y = ((*(uint*)(p + 1)) | 1);", "y = *(uint*)(p + 1) | 1;"),
     ("y = (a - (b ? c : d));", "y = a - (b ? c : d);"), ("y = (1.5e-05f * (-2.0f));", "y = 1.5e-05f * -2.0f;")])
 def test_parentheses_that_say_nothing(line: str, cleared: str):
     assert clear(line) == cleared
@@ -278,6 +279,8 @@ def test_lines_are_wrapped_where_little_is_torn():
     assert " ".join(part.strip() for part in found) == line.strip()
     text = '  asm("' + "add.f32 %0, %1, %2; " * 20 + '" : "=r"(a) : "r"(b));'
     assert compilable("\n".join(wrapped(text))) == text and max(map(len, wrapped(text))) <= WIDTH
+    whole = "        && " + "a" * WIDTH + ";"  # there is no place to tear it but before its first word
+    assert list(wrapped(whole)) == [whole]
 
 
 @pytest.mark.parametrize("text", ["0x1.5p-3f/*1.640625e-01*/", "0x1.99999ap-4f/*1.000000e-01*/",

@@ -66,6 +66,7 @@ def _in_pieces(match: re.Match[str]) -> str:
 def _end(line: str) -> int:
     """Where the first line of ``line`` ends."""
     best, depth, string = (99, 0), 0, False
+    indent = len(line) - len(line.lstrip())
     for token in TOKEN.finditer(line):
         word, place = token[0], token.start()
         depth -= word in (")", "]")
@@ -73,7 +74,7 @@ def _end(line: str) -> int:
             place = token.end()
         depth += word in ("(", "[")
         string = word[0] == '"'
-        if place < token.end() or word in (",", "("):
+        if indent < place < token.end() or word in (",", "("):
             if place > WIDTH and best[1]:
                 break
             best = min(best, (depth, -place))
