@@ -29,7 +29,7 @@ def all_end(processes: Iterable[psutil.Process]) -> None:
 
 
 def endless(argument: Any) -> bool:
-    """Whether a worker's call never ends: a build says so in its configuration, a module by a file beside it."""
+    """True if a worker's call never ends: a build says so in its configuration, a module by a file beside it."""
     if (config := getattr(argument, "config", None)) is not None:
         return config.get("behaviour") == "slow_build"
     return any(Path(path).with_suffix(".endless").exists() for path in getattr(argument, "paths", ()))

@@ -129,7 +129,7 @@ def layer(module: str) -> str:
 
 
 def room(module: str) -> str:
-    """As :func:`layer`, and ``schedules.gemm`` for ecornn.schedules.gemm.job, ``schedules.cuda.isa`` for its files."""
+    """The layer of a module; of schedules the room: ``schedules.gemm`` for ecornn.schedules.gemm.job."""
     parts = module.split(".")[1:]
     return ".".join(parts[:3 if parts[1:2] == ["cuda"] else 2]) if layer(module) == "schedules" else layer(module)
 

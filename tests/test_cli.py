@@ -331,8 +331,8 @@ class Own(Cell):
 
 @pytest.mark.parametrize("sizes", [["--seq", "1000000"], ["--batch", "1000000", "--training"]])
 def test_the_command_ends_for_sizes_of_a_million(tmp_path: Path, folder: Path, sizes: list[str]):
-    """Where no record applies, and with a million lines of something else among the logs. It did not: candidates had
-    lists with T x B entries."""
+    """No record applies, and a million lines of something else are among the logs. It did not end: candidates had lists
+    with T x B entries."""
     folder.mkdir()
     (folder / "junk.jsonl").write_bytes(b"junk\n" * 1_000_000)
     file = tmp_path / "gru.so"

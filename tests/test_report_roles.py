@@ -30,7 +30,7 @@ def words(picture: str) -> str:
 
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_each_note_of_a_step_is_in_the_picture(name: str):
-    """Those of the text that people read, at the indentation of the loop over steps and deeper."""
+    """The notes of the text that people read, at the indentation of the loop over steps and deeper."""
     own, shown = kernel(name), words(step_picture.picture(kernel(name)))
     assert {role.name for role in own.roles} <= ROLES[own.name]
     (text,) = (text for function, text in kernels(text_of(name)).items() if function == own.name)

@@ -39,7 +39,7 @@ def case(found: float, limit: float = 1e-5) -> soak.Case:
 
 
 def looks_once(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], object]) -> None:
-    """What waits between two looks waits for the condition, and no time passes."""
+    """Waits between two looks wait for the condition, and no time passes."""
     monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: until(condition)))
 
 

@@ -79,7 +79,7 @@ def ready(_: None) -> bool:
 
 
 def litter(_: None) -> bool:
-    """As a build that is stopped while a compiler writes: the process that writes, and this one, do not end."""
+    """Acts as a build that is stopped while a compiler writes: the process that writes, and this one, do not end."""
     folder = tempfile.mkdtemp(prefix="ecornn-")
     subprocess.run([sys.executable, "-c", f"import pathlib, time; pathlib.Path({folder!r}, 'x').write_text('x'); "
                     "time.sleep(1e6)"], check=True)

@@ -55,14 +55,14 @@ def clear(line: str) -> str:
 
 
 def _binary(words: list[str], place: int, casts: set[int]) -> bool:
-    """Whether the operator there has an operand before it."""
+    """True if the operator there has an operand before it."""
     before = place - 1
     return place > 0 and before not in casts and (words[before] in ")]" or words[before][0].isalnum()
                                                   or words[before][0] in "_.") and words[before] != "return"
 
 
 def _needless(words: list[str], pair: _Pair, end: int, gone: set[int], casts: set[int]) -> bool:
-    """Whether an expression means the same without the parentheses around it, as plainly."""
+    """True if an expression means the same, as plainly, without the parentheses around it."""
     left, right = pair.place - 1, end + 1
     while left in gone:
         left -= 1

@@ -64,7 +64,7 @@ def _in_pieces(match: re.Match[str]) -> str:
 
 
 def _end(line: str) -> int:
-    """Where the first line of ``line`` ends."""
+    """The number of characters of ``line`` that its first line takes."""
     best, depth, string = (99, 0), 0, False
     indent = len(line) - len(line.lstrip())
     for token in TOKEN.finditer(line):

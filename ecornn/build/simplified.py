@@ -48,7 +48,7 @@ def _named(statement: Any, known: dict[Any, Any]) -> Any:
 
 
 def _may_stand_for(bound: Any) -> bool:
-    """Whether the variable may be written for its value wherever that stands: it is the same at any time."""
+    """True if the variable may be written for its value anywhere: the value is the same at any time."""
     import tvm_ffi
     from tvm import ir, tirx
 
@@ -89,7 +89,7 @@ def _needed(statement: Any, uses: Counter[Any]) -> Any:
 
 
 def _may_go(value: Any) -> bool:
-    """Whether an expression may be left out if nobody reads it."""
+    """True if an expression may be left out when nobody reads it."""
     import tvm_ffi
     from tvm import ir
 

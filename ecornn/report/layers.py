@@ -115,7 +115,7 @@ def cut_of(trial: Trial, task: Task | None) -> Cut | None:
 
 
 def roles_of(trial: Trial, task: Task | None) -> Kernel | None:
-    """What its kernel says of a step."""
+    """The roles and phases of the kernel that runs all steps; None if each step is a launch."""
     return asked(trial, task, lambda schedule, task, config: kernel_of(
         schedule.program(task, schedule.plan(task, config)).functions))
 

@@ -93,7 +93,7 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
 
 
 def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> Section:
-    """What the page says of a search; ``code``: also what was generated, in words of its notes."""
+    """The page's section on one search. ``code``: True adds the generated code and the picture of a step."""
     best, default, gain = run.best, run.default, run.gain
     assert best is not None and best.times is not None
     task = task_of(best)

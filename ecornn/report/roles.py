@@ -1,5 +1,5 @@
-"""What the warps of a kernel do in a step, as the kernel says it: its notes (``T.note``), the branches in which they
-are, and the instructions behind each of them by which threads wait, multiply and send."""
+"""Reads from a kernel's TIR how its warps share a step: notes (``T.note``) name roles and phases, the branches around
+them say which threads those are, and the instructions behind each note say how they wait, multiply and send."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Act:
 
 @dataclass
 class Phase:
-    """What is behind a note, which is without its role here. ``step``: it is in the loop over steps; ``ends``: nothing
-    follows its last act."""
+    """The code behind one note. ``note``: its text without the role; ``step``: True in the loop over steps; ``ends``:
+    True if nothing follows the last act."""
 
     note: str
     step: bool
@@ -59,7 +59,7 @@ class Role:
 
     @property
     def steps(self) -> list[Phase]:
-        """What they do in every step."""
+        """The phases in the loop over steps."""
         return [phase for phase in self.phases if phase.step]
 
 
@@ -83,7 +83,7 @@ class _Arm:
     within: list[_Arm] = field(default_factory=list)
 
     def leaves(self) -> Iterator[_Arm]:
-        """Those that have notes and no others within."""
+        """The innermost arms that have notes."""
         inner = [leaf for arm in self.within for leaf in arm.leaves()]
         if inner or self.phases:
             yield from inner or [self]
@@ -231,7 +231,7 @@ def _calls(stmt: Any) -> list[_Call]:
 
 
 def _act(call: _Call, polls: bool) -> Act | None:
-    """What an instruction of ``schedules/cuda/isa`` is to other threads, or multiplies."""
+    """The act that an instruction of ``schedules/cuda/isa`` is; None if it does not wait, multiply, copy or send."""
     name, words = call.name.removeprefix("ptx."), call.words
     function = words[0] if name == "cuda.func_call" else ""
     shape = next((word for word in words if word.startswith(("m16", "m64"))), "")
@@ -263,7 +263,7 @@ def _buffer(call: _Call) -> str:
 
 
 def _role(notes: Iterable[str]) -> str:
-    """What the first of the notes that name a role names."""
+    """The role that the first note with one names; ``all threads`` if none does."""
     return next((match[1] for note in notes if (match := _ROLE.fullmatch(note))), "all threads")
 
 

@@ -54,7 +54,7 @@ class _Lane:
     boxes: list[_Box]
 
     def acts(self, kind: str, words: str = "") -> list[tuple[_Box, Act]]:
-        """Of phases, in order."""
+        """Acts of that kind with a partner (``by``), whose words contain ``words``, in order, each with its box."""
         return [(box, act) for box in self.boxes if box.phase for act in box.phase.acts
                 if act.kind == kind and act.by and words in act.words]
 
@@ -173,7 +173,7 @@ def _stack(boxes: Sequence[_Box], y: float) -> None:
 
 
 def _beyond(lanes: list[_Lane], y: float, letter: float) -> None:
-    """What lanes do of the steps before and after, while the others are in this one."""
+    """Adds boxes for the steps before and after, where a lane is in one of those while others are in this one."""
     end = max(lane.boxes[-1].bottom for lane in lanes)
     for lane in lanes:
         room = lane.boxes[0].top - y
@@ -192,7 +192,7 @@ def _beyond(lanes: list[_Lane], y: float, letter: float) -> None:
 
 
 def _sent(lanes: list[_Lane], lane: _Lane, act: Act) -> tuple[_Lane, _Box, Act] | None:
-    """Where another lane sends what a lane waits for."""
+    """The lane, box and act that send what ``lane`` waits for in ``act``; None if no other lane does."""
     return next(((other, box, sends) for other in lanes if other is not lane
                  for box, sends in other.acts("send") if sends.by == act.by), None)
 

@@ -35,9 +35,9 @@ PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one candidate: ``times``, or the ``error`` that it failed with; fields of a trial.
+    """The result of one candidate: ``times``, or the ``error`` that it failed with; fields of a trial.
 
-    ``noisy``: the times did not settle.
+    ``noisy``: True if the times did not settle.
     """
 
     times: Times | None = None
@@ -48,7 +48,7 @@ class Outcome:
 
     @classmethod
     def of(cls, trial: Trial) -> Outcome:
-        """What a trial says came of it."""
+        """The result that a trial records."""
         return cls(**{field.name: getattr(trial, field.name) for field in fields(cls)})
 
 

@@ -16,7 +16,7 @@ NARROW = 24 * 1024  # bytes of state that arrive within the trip
 READ = 0.0048  # nanoseconds a hoisted value of all blocks, in clusters
 BESIDE = 180.0  # nanoseconds by which workers slow the recurrence down: 120 by trials, 170 to 300 beside the same cut
 
-# Of a recurrence's time, how much hides what memory takes. By hand, from 20 cuts of ten layers of 64 to 1056 rows:
+# The share of a recurrence's time that hides what memory takes. By hand, from 20 cuts of ten layers of 64 to 1056 rows:
 # they took up to 1.9 times what was expected without memory, and 0.85 to 1.15 times what is expected with it
 HIDES = 0.33
 
