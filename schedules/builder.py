@@ -121,6 +121,16 @@ class Builder:
                 yield number
 
     @contextmanager
+    def items(self, total: Expr, thread: Expr, threads: int) -> Iterator[Var]:
+        """A grid-stride loop over the items below ``total``, int64: each of ``threads`` has every ``threads``-th, from
+        the number ``thread`` on."""
+        first = self.let("first_item", self._tvm.cast(thread, "int64"))
+        total = self.let("total", total)
+        turns = self.let("turns", (total - first + (threads - 1)) // threads)
+        with self.serial("turn", self._tvm.int64(0), turns) as turn:
+            yield self.let("item", turn * threads + first)
+
+    @contextmanager
     def unroll(self, name: str, count: int) -> Iterator[Var]:
         """An unrolled loop over ``count`` values."""
         with self._tvm.unroll(count) as var:

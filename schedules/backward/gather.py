@@ -56,12 +56,9 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ha
         first = T.pointer("first", w.dtype) if has_first else None
         masks = row_arguments(traversal)
         T.device_entry()
-        thread = T.let("first_item", T.cast(T.block(blocks) * THREADS + T.thread(THREADS), "int64"))
-        total = T.let("total", T.cast(steps * batch, "int64") * chunks)
-        turns = T.let("turns", (total - thread + (blocks * THREADS - 1)) // (blocks * THREADS))
         T.note("the state before each step: that after the one before it, or the sequence's first one")
-        with T.serial("turn", T.int64(0), turns) as turn:
-            item = T.let("item", turn * (blocks * THREADS) + thread)
+        thread = T.block(blocks) * THREADS + T.thread(THREADS)
+        with T.items(T.cast(steps * batch, "int64") * chunks, thread, blocks * THREADS) as item:
             row, unit = T.let("row", T.cast(item // chunks, "int32")), T.let("unit", item % chunks * span)
             if traversal.sequences:
                 origin = _of_sequences(Timeline(traversal, masks, steps, batch), row)

@@ -207,10 +207,7 @@ class _Units:
 
 
 def _every_unit(work: _Units, rows: Expr, thread: Expr, threads: int) -> None:
-    first = T.let("first_item", T.cast(thread, "int64"))
-    total = T.let("total", T.cast(rows, "int64") * work.chunks)
-    with T.serial("turn", T.int64(0), T.let("turns", (total - first + (threads - 1)) // threads)) as turn:
-        item = T.let("item", turn * threads + first)
+    with T.items(T.cast(rows, "int64") * work.chunks, thread, threads) as item:
         row, unit = T.cast(item // work.chunks, "int32"), T.cast(item % work.chunks, "int32") * work.span
         work.store(T.let("row", row), T.let("unit", unit), {})
 

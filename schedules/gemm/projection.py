@@ -133,12 +133,9 @@ def _kernel(source: Columns, into: Columns, itemsize: int, blocks: int) -> PrimF
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         given, made = (T.pointer(n, "uint32") for n in ("source", "into"))
         T.device_entry()
-        thread = T.let("first_item", T.cast(T.block(blocks) * THREADS + T.thread(THREADS), "int64"))
-        total = T.let("total", T.cast(steps * batch, "int64") * chunks)
-        turns = T.let("turns", (total - thread + (blocks * THREADS - 1)) // (blocks * THREADS))
         T.note("rows of x to rows that are aligned to 16 bytes, zeros behind their values")
-        with T.serial("turn", T.int64(0), turns) as turn:
-            item = T.let("item", turn * (blocks * THREADS) + thread)
+        thread = T.block(blocks) * THREADS + T.thread(THREADS)
+        with T.items(T.cast(steps * batch, "int64") * chunks, thread, blocks * THREADS) as item:
             word = T.let("word", T.cast(item % chunks, "int32") * 4)
             place = T.let("place", item // chunks * stride + (word + offset))
             values = T.local("values", (4,), "uint32")
