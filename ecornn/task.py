@@ -77,22 +77,17 @@ def make_program(schedule: Schedule, task: Task, config: Config,
     from ecornn.analysis.graph import stack_for
 
     with stack_for(task.workload.cell):
-        return _program(schedule, task, config, backward, overlap)
+        program = schedule.program(task, schedule.plan(task, config))
+        if task.after is not None and task.device.kind == "cuda":  # on a CPU it is within the program
+            from ecornn.schedules.backward.passes import with_read_out
 
+            return with_read_out(task, program)
+        if not tunes_backward(task):
+            return program
+        from ecornn.schedules.training import with_backward
 
-def _program(schedule: Schedule, task: Task, config: Config, backward: tuple[Schedule, Config] | None,
-             overlap: Overlap) -> Program:
-    program = schedule.program(task, schedule.plan(task, config))
-    if task.after is not None and task.device.kind == "cuda":  # on a CPU it is within the program
-        from ecornn.schedules.backward.passes import with_read_out
-
-        return with_read_out(task, program)
-    if not tunes_backward(task):
-        return program
-    from ecornn.schedules.training import with_backward
-
-    assert backward is not None
-    return with_backward(task, program, *backward, beside=overlap.kind == "directions")
+        assert backward is not None
+        return with_backward(task, program, *backward, beside=overlap.kind == "directions")
 
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
