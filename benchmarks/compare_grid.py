@@ -36,7 +36,7 @@ from measuring_process import Limits, MeasuringProcess
 
 from ecornn.device import Device
 from ecornn.errors import EcornnError
-from ecornn.floor import H100, floor, machine_of
+from ecornn.floor import H100, floor, measured
 from ecornn.targets import resolve
 
 
@@ -59,10 +59,10 @@ def measure(row: Row, compiled: Future, folder: Path, process: MeasuringProcess,
         return {"failed": f"{type(error).__name__}: {error}"}
     with holding(lock):
         found = process.measure(row, file_of(row, folder))
-    machine = machine_of(process.gpu)
+    gpu = measured(process.gpu)
     found |= {"compile_seconds": seconds, "module_bytes": file_of(row, folder).stat().st_size}
-    if machine is not None and "failed" not in found:
-        least = floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic)
+    if gpu is not None and "failed" not in found:
+        least = floor(gpu, row.cell, row.B, row.I, row.H, row.arithmetic)
         found |= {"floor_us": least.total, "floor": asdict(least), "over_floor": found["ecornn_us"] / least.total}
     return found
 

@@ -27,7 +27,8 @@ from grid_log import GridLog
 from grid_tables import knobs, table, times
 from measuring_process import Limits
 
-from ecornn.floor import Machine, floor, machine_of
+from ecornn.device import Device
+from ecornn.floor import floor, measured
 
 T, B, DTYPE = 256, 16, "float16"
 SIZES = (256, 1024)
@@ -121,35 +122,35 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
     return row | ratios | {"T": T, "B": B}
 
 
-def allowed(row: Mapping[str, Any], machine: Machine | None) -> float | None:
+def allowed(row: Mapping[str, Any], gpu: Device | None) -> float | None:
     """How much longer than its plain cell a variant may take; None where nobody can say."""
     if "projection" not in row["variant"]:
         return NORM if "layer_norm" in row["variant"] else ONCE
-    if machine is None:
+    if gpu is None:
         return None
-    plain, extra = (floor(machine, cell, B, row["H"], row["H"], row["dtype"]) for cell in ("lstm", "rnn_tanh"))
+    plain, extra = (floor(gpu, cell, B, row["H"], row["H"], row["dtype"]) for cell in ("lstm", "rnn_tanh"))
     return ONCE * (plain.total + extra.exchange + extra.recurrent) / plain.total
 
 
 def report(path: Path, log: GridLog) -> list[str]:
     """The table, in Markdown."""
     env, rows = log.environment, [r for r in log.rows if "failed" not in r]
-    machine = machine_of(env["gpu"])
+    gpu = measured(env["gpu"])
     lines = ["# What variants of a cell cost", "",
              f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; {T}x{B}xHxH, {DTYPE}, µs a step of whole "
              "forward passes in CUDA graphs, interleaved, medians with 20th and 80th percentiles, the first steps "
              "checked against float64. `alike` is the variant with the plain cell's schedule and knobs. Data: "
              f"`{path.name}`; `make bench`.", "",
              *table(("variant", "H", "of", "plain", "variant", "ratio", "alike", "ratio", "at most", "", "variant's"), (
-                 _line(r, machine) for r in rows)), ""]
+                 _line(r, gpu) for r in rows)), ""]
     lines += ["## Not compiled or not right", "",
               *([f"- {r['name']}: {r['failed']}" for r in log.rows if "failed" in r] or ["None."]),
               *(f"- {r['name']}, {side}: {why}" for r in rows for side, why in r["missing"].items()), ""]
     return lines
 
 
-def _line(r: dict, machine: Machine | None) -> list[str]:
-    most, config = allowed(r, machine), dict(r["configs"]["variant"])
+def _line(r: dict, gpu: Device | None) -> list[str]:
+    most, config = allowed(r, gpu), dict(r["configs"]["variant"])
     alike = [times(r, "alike"), f"{r['alike_ratio']:.2f}x"] if "alike" in r["sides"] else ["", ""]
     verdict = "" if most is None else "holds" if r["variant_ratio"] <= most else "**missed**"
     return [r["variant"], str(r["H"]), r["plain"], times(r, "plain"), times(r, "variant"),

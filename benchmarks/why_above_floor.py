@@ -42,7 +42,8 @@ from measuring_process import Limits
 from stage_cells import Bare
 from unmultiplied import SERVED
 
-from ecornn.floor import GATES, Machine, floor, machine_of, polled
+from ecornn.device import Device
+from ecornn.floor import GATES, floor, measured, polled
 
 STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 STAGES = ("gate math", "projection", "products", "exchange", "recurrence")
@@ -174,37 +175,37 @@ def stages_of(row: dict) -> dict[str, float]:
     return found
 
 
-def excess(entry: dict, machine: Machine) -> dict[str, tuple[float, float]]:
+def excess(entry: dict, gpu: Device) -> dict[str, tuple[float, float]]:
     """Of each stage that is known: microseconds a step, and its part of the row's floor."""
     row = row_of(entry)
-    least = floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic)
+    least = floor(gpu, row.cell, row.B, row.I, row.H, row.arithmetic)
     floors = {"gate math": 0.0, "projection": least.projection, "products": least.recurrent + least.bytes,
               "exchange": least.exchange, "recurrence": least.recurrent + least.bytes + least.exchange}
     return {name: (entry["stages"][name], floors[name]) for name in STAGES if name in entry["stages"]}
 
 
-def reasons(entry: dict, machine: Machine) -> list[str]:
+def reasons(entry: dict, gpu: Device) -> list[str]:
     """The stages that exceed their floors most, worst first."""
-    over = {name: us - least for name, (us, least) in excess(entry, machine).items()}
+    over = {name: us - least for name, (us, least) in excess(entry, gpu).items()}
     ordered = sorted(over, key=lambda name: -over[name])
     return [name for name in ordered if over[name] >= ALSO * over[ordered[0]] and over[name] > 0]
 
 
-def over(entry: dict, machine: Machine) -> float:
+def over(entry: dict, gpu: Device) -> float:
     """How many times its floor a row took, when its stages were timed."""
     row = row_of(entry)
-    return entry["whole_us"] / floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic).total
+    return entry["whole_us"] / floor(gpu, row.cell, row.B, row.I, row.H, row.arithmetic).total
 
 
-def in_words(entry: dict, machine: Machine) -> str:
+def in_words(entry: dict, gpu: Device) -> str:
     """The reason, in a sentence for each stage that is one."""
-    if over(entry, machine) <= HIGH:
+    if over(entry, gpu) <= HIGH:
         return f"at most {HIGH} times its floor in this run"
-    stages = excess(entry, machine)
-    return "; ".join(_sentence(entry, name, *stages[name], machine) for name in reasons(entry, machine))
+    stages = excess(entry, gpu)
+    return "; ".join(_sentence(entry, name, *stages[name], gpu) for name in reasons(entry, gpu))
 
 
-def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine) -> str:
+def _sentence(entry: dict, stage: str, us: float, least: float, gpu: Device) -> str:
     row, config = row_of(entry), entry["configs"]["whole"]
     if stage == "gate math":
         return f"gate math on the critical path, {us:.2f}, which the floor leaves out"
@@ -216,16 +217,16 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
         return f"products and partial sums, {us:.2f} where the tensor cores' rate and bytes allow {least:.2f}{where}"
     if stage == "recurrence":
         return f"products, exchange and synchronisation, {us:.2f} where the floor has {least:.2f}; not told apart"
-    cut = floor(machine, row.cell, row.B, row.I, row.H, row.arithmetic)
+    cut = floor(gpu, row.cell, row.B, row.I, row.H, row.arithmetic)
     among = "one block" if cut.blocks == 1 else f"{cut.blocks} blocks" + (
-        " of a cluster" if cut.blocks <= machine.cluster else "")
+        " of a cluster" if cut.blocks <= gpu.can.cluster else "")
     of_floor = f"the floor has {least:.2f} for {among}"
     if config["schedule"] not in ("persistent", "persistent_wide"):
         return f"a launch a step, and the state through memory, {us:.2f}; {of_floor}"
     blocks = -(-row.H // config["units"])
     if config.get("carrier") == "cluster":
         return f"exchange and synchronisation, {us:.2f}, in clusters of {blocks} blocks; {of_floor}"
-    trip = polled(machine, row.B, row.H, row.arithmetic, config["groups"], blocks)
+    trip = polled(gpu, row.B, row.H, row.arithmetic, config["groups"], blocks)
     of_it = f"of which about {trip:.2f} is" if trip < us else "all of it"
     text = f"exchange and synchronisation, {us:.2f}, {of_it} the way through L2 between the {blocks} blocks of a group"
     if (parts := entry.get("waits", 1)) > 1:
@@ -240,16 +241,16 @@ def _sentence(entry: dict, stage: str, us: float, least: float, machine: Machine
 def report(path: Path, log: GridLog, cases: Sequence[Case] = ()) -> list[str]:
     """The table, in Markdown; ``cases`` that the file lacks are named."""
     env, rows = log.environment, [r for r in log.rows if "failed" not in r]
-    machine = machine_of(env["gpu"])
+    gpu = measured(env["gpu"])
     lines = [f"# Rows above {HIGH} times their floor", "",
              f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; µs a step in CUDA graphs, interleaved, median "
              "[p20, p80], outputs checked against float64. Stages are differences of medians between modules that have "
              "the stage and modules that have not, in the row's configuration (`benchmarks/why_above_floor.py`); in "
              f"brackets what the floor has for the stage. Data: `{path.name}`; `make bench`.", ""]
-    if machine is None:
+    if gpu is None:
         lines += ["Nobody measured the constants of this GPU, so there are no floors, and no reasons.", ""]
     lines += [*table(("layer, T x B x I x H", "dtype", "configuration", "whole", "floor", "of its floor", *STAGES,
-                      "reason"), (_line(r, machine) for r in rows)), ""]
+                      "reason"), (_line(r, gpu) for r in rows)), ""]
     missing = [f"- {r['name']}, {side}: {why}" for r in rows for side, why in r["missing"].items()]
     lines += ["## Sides that could not be made", "", *(missing or ["None."]), ""]
     if failed := [r for r in log.rows if "failed" in r]:
@@ -259,15 +260,15 @@ def report(path: Path, log: GridLog, cases: Sequence[Case] = ()) -> list[str]:
     return lines
 
 
-def _line(r: dict, machine: Machine | None) -> list[str]:
-    known = excess(r, machine) if machine else {}
+def _line(r: dict, gpu: Device | None) -> list[str]:
+    known = excess(r, gpu) if gpu else {}
     cells = []
     for name in STAGES:
         text = f"{r['stages'][name]:.2f}" if name in r["stages"] else ""
         cells.append(text + (f" ({known[name][1]:.2f})" if name in known else ""))
-    least = [f"{r['whole_us'] / over(r, machine):.2f}", f"{over(r, machine):.2f}"] if machine else ["", ""]
+    least = [f"{r['whole_us'] / over(r, gpu):.2f}", f"{over(r, gpu):.2f}"] if gpu else ["", ""]
     config = " ".join(v if k == "schedule" else f"{k}={v}" for k, v in r["configs"]["whole"].items())
-    return [layer(r), r["dtype"], config, times(r, "whole"), *least, *cells, in_words(r, machine) if machine else ""]
+    return [layer(r), r["dtype"], config, times(r, "whole"), *least, *cells, in_words(r, gpu) if gpu else ""]
 
 
 def main() -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,7 +13,7 @@ import msgspec
 from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import narrow_terms
 from ecornn.boundary import public
-from ecornn.floor import Step, floor_of, machine_of
+from ecornn.floor import Step, floor_of, measured
 from ecornn.tune.choose import candidates, refusal
 from ecornn.tune.record import Trial
 from ecornn.workload import ITEMSIZE, SERIAL
@@ -140,7 +139,7 @@ def explain(planned: LayerPlan) -> Explanation:
             key = entry, task.workload, choice.schedule.name, str(choice.config), choice.provenance
             parts.setdefault(key, ([], of, choice, entry))[0].append(label)
     device = planned.device
-    known = machine_of(device.name) is not None
+    known = measured(device.name) is not None
     return Explanation(
         str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else "",
         device.name, device.arch, device.cores, [_part(*of) for of in parts.values()],
@@ -206,11 +205,10 @@ def alternatives(task: Task, found: Found) -> list[Alternative]:
 def floor_terms(task: Task) -> FloorTerms | None:
     """The floor of a task's step; None where it is not known: on a device that nobody has measured, and for states and
     data types that its constants are not of."""
-    machine, work = machine_of(task.device.name), task.workload
-    if machine is None or task.device.kind != "cuda":
+    work = task.workload
+    if measured(task.device.name) is None or task.device.kind != "cuda":
         return None
-    machine = replace(machine, cores=min(machine.cores, task.device.cores))
-    least = floor_of(machine, step_of(task.graph), work.batch, work.input, work.hidden,
+    least = floor_of(task.device, step_of(task.graph), work.batch, work.input, work.hidden,
                      "tf32" if work.precision == "tf32" else work.dtype, ITEMSIZE[work.stored])
     return FloorTerms(least.total, least.exchange, least.recurrent, least.projection, least.bytes)
 

@@ -14,6 +14,30 @@ from ecornn.schedules.base import Task
 
 
 @dataclass(frozen=True)
+class Most:
+    """Bounds of a GPU, for floors (ecornn/floor.py). Bytes and operations a nanosecond are of one multiprocessor, where
+    nothing else is said.
+
+    Attributes
+    ----------
+    exchange : microseconds of one trip of a state between so many blocks; in between: linear
+    announced : bytes of the state with which the trips outside of clusters were measured
+    shared : bytes from shared memory
+    intake : bytes from L2
+    l2, memory : bytes from L2 and memory to all multiprocessors
+    tensor : 16-bit multiplications and additions
+    """
+
+    exchange: tuple[tuple[int, float], ...]
+    announced: int
+    shared: float
+    intake: float
+    l2: float
+    memory: float
+    tensor: float
+
+
+@dataclass(frozen=True)
 class GPURates:
     """Rates of a GPU. Bytes a cycle and a nanosecond are of one multiprocessor, where nothing else is said.
 
@@ -35,7 +59,6 @@ class GPURates:
     cluster_exchange : cycles from the sending of a state until other blocks of the cluster have it
     l2_copied : bytes a cycle of asynchronous copies from L2
     l2_bulk : bytes a cycle of bulk copies from L2
-    l2_chip : bytes a cycle of bulk copies from L2 to all multiprocessors
     l2_kept : bytes that are read in every step, and that L2 keeps, beside all else that goes through it
     l2_lasting : the same of those that it is asked to keep, if more are read
     l2_beside : bytes a nanosecond from L2 and memory, while other multiprocessors copy, too
@@ -46,6 +69,7 @@ class GPURates:
     mma : cycles of an m16n8k16 product of a 16-bit type, with all four tensor cores at work
     wgmma_column : cycles of a column of an m64k16 product of warpgroups, of a 16-bit type
     mma_gemm, wgmma_gemm : 16-bit multiplications and additions a nanosecond of a large product, by either instruction
+    most : what no kernel exceeds
     """
 
     clock: float
@@ -64,7 +88,6 @@ class GPURates:
     cluster_exchange: float
     l2_copied: float
     l2_bulk: float
-    l2_chip: float
     l2_kept: float
     l2_lasting: float
     l2_beside: float
@@ -76,6 +99,7 @@ class GPURates:
     wgmma_column: float
     mma_gemm: float
     wgmma_gemm: float
+    most: Most
 
 
 @dataclass(frozen=True)
@@ -112,15 +136,26 @@ class CPURates:
         return self.unhidden_l3_vector > self.unhidden_vector
 
 
+# On one H100 80GB SXM, CUDA 13.0. Exchange: in one block a word a thread to shared memory, a barrier, another warp's
+# word from there, with the fewest warps that use all four tensor cores (0.0255; with 256 threads 0.0296, with 512
+# 0.0377); in clusters of 2, 4, 8 and 16 blocks a word from each to each by st.async (benchmarks/cluster_exchange.cu);
+# beyond, polling 2 to 8 KB that carry their own tag, 32, 64 and 132 blocks. L2 (benchmarks/l2_rate.cu): intake of a
+# region that all blocks share, l2 of one for each block. Products: 8192^3 in bfloat16. Memory: a copy. Not measured:
+# 128 bytes a cycle from shared memory, at 1.98 GHz.
+H100_MOST = Most(
+    exchange=((1, 0.026), (2, 0.101), (4, 0.110), (8, 0.121), (16, 0.149), (32, 0.79), (64, 0.89), (132, 1.13)),
+    announced=8 << 10, shared=253, intake=212, l2=7_700, memory=3_000, tensor=5_917)
+
 H100 = GPURates(
     clock=1.7, threads=2048, step=2_000, sequence=12_000, launch=2_700, tensor_launch=3_500, barrier=60,
     l2_exchange=1_450, l2_shared_sector=168, l2_counted=2_700, l2_handover=600, l2_latency=1_200,
     memory_latency=1_000, cluster_exchange=497,
-    l2_copied=32, l2_bulk=48, l2_chip=4_800, l2_kept=27 << 20, l2_lasting=24 << 20, l2_beside=36, memory=18,
-    memory_beside=1_800, shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600)
+    l2_copied=32, l2_bulk=48, l2_kept=27 << 20, l2_lasting=24 << 20, l2_beside=36, memory=18,
+    memory_beside=1_800, shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600,
+    most=H100_MOST)
 
-# By the product's name, else by its architecture. What is in neither is taken for an H100.
-GPUS = {"sm_90a": H100}
+# By the product's name, or by an architecture for all others of it. What is in neither is taken for an H100.
+GPUS = {"NVIDIA H100 80GB HBM3": H100}
 
 PLAIN_CORE = CPURates(adds_apart=False, fma=1, vector_load=1, turn=1, fma_latency=4, l2_vector=2.5, unhidden_vector=0.6,
                       unhidden_l3_vector=1.5, unhidden_row=0.3, barrier=600)

@@ -89,10 +89,10 @@ MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "file_locks",
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
                                  "schedules.keeping", "targets", "task", "temporary", "tune"}
-MAY_IMPORT["floor"] = set()
+MAY_IMPORT["floor"] = {"device", "schedules.rates", "targets"}
 MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "schedules.base", "task", "tune"}
 MAY_IMPORT["report"] = BASE | {"bench", "cells", "explain", "floor", "schedules", "schedules.base", "schedules.builder",
-                              "task", "tune"}
+                              "schedules.rates", "task", "tune"}
 # What stands beside ours, and what both are checked against, as the tuner checks: never from schedules.
 MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpreter", "layer_spec", "numpy_gradients",
                                       "numpy_layers", "numpy_reference", "runtime", "tune"}

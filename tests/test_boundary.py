@@ -75,7 +75,7 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
         "lstm", np.zeros((2, 1, 8)), {}, dy=None)),
     "ecornn.tune.tune": ("ecornn.tune.api", "Session", lambda m, _: ecornn.tune.tune("lstm", **LAYER)),
     "ecornn.tune.Session": ("ecornn.tune.session", "present", lambda m, _: ecornn.tune.Session("cpu")),
-    "ecornn.explain.explain": ("ecornn.explain", "machine_of", lambda m, _: explaining.explain(
+    "ecornn.explain.explain": ("ecornn.explain", "measured", lambda m, _: explaining.explain(
         compiler.plan("lstm", **LAYER))),
     "Module.bind": ("ecornn.runtime.loader", "read_weights", lambda m, _: spare(m)),
     "Module.save": ("shutil", "copyfile", lambda m, folder: m.save(folder / "copy.so")),

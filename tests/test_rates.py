@@ -44,7 +44,7 @@ def test_estimates_read_the_row(monkeypatch: pytest.MonkeyPatch, cell: str, size
     times = ("launch", "tensor_launch", "l2_exchange", "cluster_exchange", "l2_counted", "memory_latency")
     slower = replace(H100, **{name: 2 * getattr(H100, name) for name in times}, memory=H100.memory / 2,
                      mma_gemm=H100.mma_gemm / 2, wgmma_gemm=H100.wgmma_gemm / 2)
-    monkeypatch.setitem(rates.GPUS, "sm_90a", slower)
+    monkeypatch.setitem(rates.GPUS, task.device.name, slower)
     assert all(a < b for a, b in zip(fast, estimates(), strict=True))
 
 

@@ -63,9 +63,9 @@ def task_of(trial: Trial) -> Task | None:
 
 def floor_of(trial: Trial) -> FloorTerms | None:
     """Of the layer's own pass."""
-    from ecornn.floor import machine_of
+    from ecornn.floor import measured
 
-    if trial.workload.backward or machine_of(trial.device.name) is None:
+    if trial.workload.backward or measured(trial.device.name) is None:
         return None
     task = task_of(trial)
     return floor_terms(task) if task is not None and task.graph.product_phases else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ecornn.floor import SLOWER, machine_of
+from ecornn.floor import SLOWER, measured
 from ecornn.report import svg
 from ecornn.report.layers import Layer, step_of, task_of, teraflops
+from ecornn.schedules.rates import gpu_rates
 
 LEAST = 3  # different operations a byte that make a picture
 
@@ -19,7 +20,7 @@ def rooflines(found: list[Layer]) -> list[tuple[str, str]]:
     for one in found:
         trial, work = one.trial, one.trial.workload
         arithmetic = "tf32" if work.precision == "tf32" else work.dtype
-        if machine_of(trial.device.name) is None or arithmetic not in SLOWER:
+        if measured(trial.device.name) is None or arithmetic not in SLOWER:
             continue
         step = step_of(task_of(trial))
         rate = teraflops(trial, step)
@@ -30,9 +31,10 @@ def rooflines(found: list[Layer]) -> list[tuple[str, str]]:
                 f"{work}: {rate:.3g} TFLOP/s, {trial.times.median:.4g} µs"))
     pictures = []
     for (device, arithmetic), points in sorted(groups.items()):
-        machine = machine_of(device)
-        if machine is not None and len({x for x, _, _ in points}) >= LEAST:
-            slopes = [("L2", machine.l2_rate / 1e6), ("memory", machine.memory_rate / 1e6)]
+        gpu = measured(device)
+        if gpu is not None and len({x for x, _, _ in points}) >= LEAST:
+            most = gpu_rates(gpu).most
+            slopes = [("L2", most.l2 / 1e3), ("memory", most.memory / 1e3)]
             pictures.append((f"{arithmetic} on {device}",
-                             svg.roofline(points, slopes, machine.tensor_rate / SLOWER[arithmetic] / 1e6)))
+                             svg.roofline(points, slopes, most.tensor * gpu.cores / SLOWER[arithmetic] / 1e3)))
     return pictures

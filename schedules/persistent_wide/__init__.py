@@ -78,7 +78,7 @@ def cycles(plan: WidePlan, rates: GPURates) -> tuple[float, float, float]:
 
 def _l2(plan: WidePlan, rates: GPURates) -> float:
     """Bytes a cycle that a block gets from L2."""
-    return min(rates.l2_bulk, rates.l2_chip / (plan.groups * plan.blocks))
+    return min(rates.l2_bulk, rates.most.l2 / rates.clock / (plan.groups * plan.blocks))
 
 
 def _streaming(plan: WidePlan, rates: GPURates) -> float:
