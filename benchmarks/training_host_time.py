@@ -17,7 +17,7 @@ from math import prod
 import torch
 
 import ecornn.torch
-from ecornn.runtime.device_packing import SIZES
+from ecornn.dtypes import ITEMSIZE
 from ecornn.torch.engine import engine_of, weights_of
 
 CASES = [("LSTM", 1, "float32"), ("LSTM", 2, "float32"), ("GRU", 1, "bfloat16"), ("LSTM", 1, "autocast")]
@@ -61,7 +61,7 @@ def packing(hidden: int, kind: str) -> str:
         pointers = [dict(layer.named_parameters())[p.name].data_ptr() for p in bound.manifest.parameters]
         packings = {b.packing for b in bound.manifest.buffers if b.packing is not None}
     read = 4 * sum(prod(p.pad) for p in packings)
-    written = sum(prod(p.pad) * SIZES.get(p.dtype, 4) for p in packings)
+    written = sum(prod(p.pad) * ITEMSIZE.get(p.dtype, 4) for p in packings)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     stream = torch.cuda.current_stream().cuda_stream
     for times in (3, 200):

@@ -13,10 +13,11 @@ import msgspec
 from ecornn.analysis.heads import most_heads
 from ecornn.analysis.narrow import narrow_terms
 from ecornn.boundary import public
+from ecornn.dtypes import ITEMSIZE
 from ecornn.floor import Step, floor_of, measured
 from ecornn.tune.choose import candidates, refusal
 from ecornn.tune.record import Trial
-from ecornn.workload import ITEMSIZE, SERIAL
+from ecornn.workload import SERIAL
 
 if TYPE_CHECKING:
     from ecornn.analysis import StepGraph

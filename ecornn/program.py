@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ecornn.workload import ITEMSIZE, summed
+from ecornn.dtypes import ITEMSIZE, SERVED
+from ecornn.workload import summed
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
 Source = tuple[str, int]  # (parameter, gate)
 WHOLE = -1  # in place of a gate: all of them, one behind the other
-ON_GPU = "float32", "float16", "bfloat16", "tf32"  # the kinds of packings that build/pack_weights.cu makes
+ON_GPU = (*SERVED["cuda"], "tf32")  # the kinds of packings that build/pack_weights.cu makes
 
 # In ``sequences``, beside the number of a sequence that lies in two pieces, in neighbouring columns: this one is the
 # first or the second of them in x's time. The one that a kernel works on first ends at least as many steps as

@@ -6,18 +6,16 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from ecornn.dtypes import DTYPES, ITEMSIZE
 from ecornn.errors import ArgumentError, DTypeError
 
-SERVED = {"cuda": ("float32", "float16", "bfloat16"), "llvm": ("float32", "float64")}  # kind of device -> data types
 # B and T of who leaves them open, in every command and function: so that what is tuned is what is compiled
 BATCH, SEQ = 20, 300
 FEW = 8  # steps of a call on a GPU, up to which what it takes beside its steps may decide what is best
-DTYPES = (*SERVED["cuda"], "float64")
 WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
 ON_GPUS = ("int8",)  # of these, what recurrent weights of 16-bit layers may be rounded to there
 PRECISIONS = ("exact", "tf32")
 KEEPS = ("states", "gates")
-ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 
 def summed(dtype: str) -> str:

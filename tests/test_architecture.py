@@ -16,9 +16,10 @@ PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
           "ecornn.tuning_logs": ROOT / "tuning_logs"}
 
 # Room -> the rooms it may import, besides itself. A room is a file or folder of ecornn/, or of schedules/.
-BASE = {"boundary", "errors", "workload", "device", "program", "manifest"}
+BASE = {"boundary", "dtypes", "errors", "interrupts", "workload", "device", "program", "manifest"}
 HOSTS = {"host_cpu", "host_gpu"}
-TEMPLATE = {"analysis", "device", "program", "workload", "schedules.base", "schedules.builder", "schedules.timeline"}
+TEMPLATE = {"analysis", "device", "dtypes", "program", "workload", "schedules.base", "schedules.builder",
+            "schedules.timeline"}
 KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.fragments", "schedules.cuda.isa", "schedules.cuda.pipeline",
                      "schedules.keeping", "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -27,12 +28,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checksum": set(),
     "file_locks": set(),
     "temporary": {"errors"},
-    "workload": {"errors"},
+    "interrupts": set(),
+    "dtypes": set(),
+    "workload": {"dtypes", "errors"},
     "device": set(),
     "host_cpu": {"device", "errors"},
     "host_gpu": {"device", "errors"},
     "targets": {"device", "errors"} | HOSTS,
-    "program": {"workload"},
+    "program": {"dtypes", "workload"},
     "manifest": {"device", "errors", "manifest_format1", "program", "workload"},
     "manifest_format1": {"program", "workload"},
     # A cell's identity is a digest of what the analysis finds; what is analysed need be no Cell.
@@ -100,8 +103,8 @@ MAY_IMPORT["module_folders"] = {"boundary", "errors", "layer_spec", "manifest", 
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
                               "tune"} | HOSTS
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
-MAY_IMPORT["torch"] = {"analysis", "boundary", "build", "cells", "errors", "interpreter", "layer_spec", "module_cache",
-                       "module_folders", "program", "runtime", "outputs", "workload"}
+MAY_IMPORT["torch"] = {"analysis", "boundary", "build", "cells", "dtypes", "errors", "interpreter", "interrupts",
+                       "layer_spec", "module_cache", "module_folders", "program", "runtime", "outputs", "workload"}
 MAY_IMPORT["jax"] = {"boundary", "build", "checksum", "errors", "host_cpu", "program", "runtime", "temporary",
                      "workload"}
 MAY_IMPORT["onnx"] = {"boundary", "cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}

@@ -19,6 +19,7 @@ from test_runtime_packing import packings
 
 from ecornn.build import c_tables
 from ecornn.build.link import find_compiler
+from ecornn.dtypes import DLPACK
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import WHOLE, Buffer, Extent, Packing
 from ecornn.runtime.device_packing import KINDS, PARAMETERS, SOURCE, TYPES, DevicePacking
@@ -174,8 +175,8 @@ def test_tables_of_several_launches_and_of_none(library: Any):
     parameters = [Parameter(f"w{n}", f"w{n}", (2, 2048), 1) for n in range(PARAMETERS + 5)]
     large = dict(pad=(2, 2, 2048), split=(2, 2, 2048), order=(1, 0, 2), dtype="tf32")
     assert check_launches(library, parameters, [Packing(((p.key, 0), ("", 0)), **large) for p in parameters]) == 2
-    assert {name: library.kernel_type(*c_tables.TYPES[name]) for name in TYPES} == TYPES
-    assert library.kernel_type(*c_tables.TYPES["float64"]) == -1
+    assert {name: library.kernel_type(*DLPACK[name]) for name in TYPES} == TYPES
+    assert library.kernel_type(*DLPACK["float64"]) == -1
     _, tables = tables_of(parameters, [Packing((("w0", 0), ("", 0)), **large | {"dtype": "int8"})])
     take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda *_: pytest.fail("what the kernel cannot do"))
     library.launches(tables, (ctypes.c_int64 * 1)(0), 1, take)

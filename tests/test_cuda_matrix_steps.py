@@ -12,8 +12,9 @@ from limits import Wanted
 
 import ecornn
 from ecornn.cells import BUILTIN
+from ecornn.dtypes import SERVED
 from ecornn.numpy_reference import STEPS
-from ecornn.workload import ALONE, SERVED
+from ecornn.workload import ALONE
 
 pytestmark = pytest.mark.gpu
 CELLS = {n: BUILTIN[n] for n in STEPS} | step_cells.CELLS

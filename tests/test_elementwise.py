@@ -20,12 +20,13 @@ from ecornn.analysis import analyse
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import compile_cubin
 from ecornn.compose import compose, parameter_prefix
+from ecornn.dtypes import SERVED
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.schedules.elementwise import Elementwise
 from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
-from ecornn.workload import ALONE, SERIAL, SERVED, Overlap, Stack, Traversal, Workload
+from ecornn.workload import ALONE, SERIAL, Overlap, Stack, Traversal, Workload
 
 SCHEDULE = Elementwise()
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from ecornn.analysis.liveness import carried
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import compile_cubin
+from ecornn.dtypes import SERVED
 from ecornn.numpy_reference import STEPS
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Schedule
@@ -25,7 +26,6 @@ from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.schedules.step.scalars import Layout
 from ecornn.targets import KNOWN
-from ecornn.workload import SERVED
 
 SCHEDULES: dict[str, Schedule] = {s.name: s for s in (FusedStep(), LayoutTransform())}
 

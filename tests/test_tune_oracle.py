@@ -19,6 +19,7 @@ from ecornn.analysis.operators import OPERATORS
 from ecornn.analysis.scalar import terms
 from ecornn.cells import BUILTIN, Cell, get, pointwise, product
 from ecornn.cells.naming import load_cell, spec_of
+from ecornn.dtypes import DTYPES
 from ecornn.errors import ArgumentError, CellError, ScheduleError
 from ecornn.interpreter import FUNCTIONS, interpret
 from ecornn.numpy_reference import STEPS, reference
@@ -27,7 +28,7 @@ from ecornn.tune.arrays import arrays_for
 from ecornn.tune.measuring import answers_of, check
 from ecornn.tune.oracle import draw, relative_error, write
 from ecornn.tune.tolerance import tolerance
-from ecornn.workload import DTYPES, Workload
+from ecornn.workload import Workload
 
 
 class Scaled(Cell):

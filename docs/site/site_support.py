@@ -49,8 +49,9 @@ def recurrent(cell: str) -> bool:
 def row(cell: str, targets: tuple[str, ...]) -> tuple[str, ...]:
     """Data types that work forward and backward, and what weights may be rounded to. Targets of one kind that differ
     are an AssertionError: the table has one row for all."""
+    from ecornn.dtypes import SERVED
     from ecornn.targets import resolve
-    from ecornn.workload import SERVED, WEIGHTS
+    from ecornn.workload import WEIGHTS
 
     kind = resolve(targets[0]).kind
 

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator
 from importlib import resources
 
 from ecornn.device import Device
+from ecornn.dtypes import DLPACK, DTYPES
 from ecornn.host_cpu import FLAGS
 from ecornn.manifest import Manifest
 from ecornn.program import (
@@ -34,11 +35,10 @@ FILES = ("c_api.cc", "c_call.h", "c_device_pack.h", "c_layer.h", "c_pack.h", "c_
 HEADERS = ("ecornn.h", "ecornn_checksum.h")
 # what c_api.cc calls, in its order; 0 stands for what a module does not have
 FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchronize")
-TYPES = {"float64": (2, 64), "float32": (2, 32), "float16": (2, 16), "bfloat16": (4, 16)}  # DLDataType
 # Kinds of pointers that an entry takes, and of packings, numbered in this order, which c_kinds.h repeats.
 POINTERS = (*(name for name, tensor in TENSORS.items() if tensor.role != KEPT), KEPT, PACKED, WORKSPACE)
-PACKINGS = ("float64", "float32", "float16", "bfloat16", "tf32", "int8", "scale", "int16", "int16_scale", "int21",
-            "int21_scale", "balanced", "balance", "pairs")
+PACKINGS = (*DTYPES, "tf32", "int8", "scale", "int16", "int16_scale", "int21", "int21_scale", "balanced", "balance",
+            "pairs")
 
 
 def sources() -> dict[str, str]:
@@ -82,9 +82,9 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
         return b""
     made = _Tables()
     cuda = device.kind == "cuda"
-    made.numbers(2 if cuda else 1, *TYPES[work.dtype], *TYPES[summed(work.dtype)], work.input, work.hidden, work.batch,
-                 manifest.longest, manifest.y_width, stack.layers, stack.directions, stack.lengths, stack.resets,
-                 stack.sequences, BACKWARD in taken)
+    made.numbers(2 if cuda else 1, *DLPACK[work.dtype], *DLPACK[summed(work.dtype)], work.input, work.hidden,
+                 work.batch, manifest.longest, manifest.y_width, stack.layers, stack.directions, stack.lengths,
+                 stack.resets, stack.sequences, BACKWARD in taken)
     made.strings(work.cell, device.arch)
     made.strings(*_flags(() if cuda else device.features), counted=True)
     made.strings(*manifest.states, counted=True)

@@ -17,6 +17,7 @@ from ecornn.build.readable import readable_text, without_notes
 from ecornn.build.simplified import simplified
 from ecornn.device import Device
 from ecornn.errors import BuildError
+from ecornn.interrupts import safe_interrupts
 from ecornn.program import Launch, Program, launches, packs
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ LARGE = 64_000  # characters of a kernel's source
 _COMPILE_HOOK = "tvm_callback_cuda_compile"
 
 
+@safe_interrupts()
 def generate(program: Program, device: Device) -> Generated:
     """Machine code and host code of a CUDA program.
 

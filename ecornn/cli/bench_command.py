@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, PROPERTIES, TARGET, as_json, ended_like_ctrl_c, every, plain_errors
+from ecornn.cli.common import JSON, PROPERTIES, TARGET, as_json, every, plain_errors
 from ecornn.errors import ArgumentError
+from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
     from ecornn.bench.case import Case
@@ -70,7 +71,7 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
               help="Also write a line for each layer to this file, as they are done.")
 @JSON
 @plain_errors
-@ended_like_ctrl_c()
+@safe_interrupts(*ENDING)
 def bench(module: Path | None, target: str | None, threads: int | None, against: str | None, grid: Path | None,
           reproduce: str | None, seconds: float, seed: int, csv: Path | None, json: bool, **layer: Any) -> None:
     """Times a layer, or a module's file, against other libraries.

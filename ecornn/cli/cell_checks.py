@@ -15,12 +15,13 @@ import numpy as np
 
 from ecornn.cells import Cell
 from ecornn.device import Device
+from ecornn.dtypes import SERVED
 from ecornn.errors import CellError, EcornnError, InternalError
 from ecornn.interpreter import interpret
 from ecornn.schedules import Config, Schedule
 from ecornn.tune import adjoint_oracle, oracle
 from ecornn.tune.tolerance import GRADIENTS, tolerance
-from ecornn.workload import SERVED, Traversal, Workload
+from ecornn.workload import Traversal, Workload
 
 if TYPE_CHECKING:
     from ecornn.analysis.backpropagation import Backpropagated

@@ -7,7 +7,6 @@ import functools
 import io
 import os
 import shlex
-import signal
 import sys
 import threading
 import traceback
@@ -17,9 +16,10 @@ from typing import Any, TypeVar
 import click
 
 from ecornn.boundary import public
+from ecornn.dtypes import DTYPES
 from ecornn.errors import EcornnError, InternalError
 from ecornn.layer_spec import usual_dtype
-from ecornn.workload import BATCH, DTYPES, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
+from ecornn.workload import BATCH, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 EVERY = 5.0  # seconds between two lines of what goes on
@@ -57,26 +57,6 @@ def plain_errors(function: F) -> F:
             raise SystemExit(STOPPED) from None
 
     return wrapper  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def ended_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM, and SIGHUP unless it is ignored, as a KeyboardInterrupt: what is under way is ended, files are removed.
-
-    Nothing in another thread than the main one, which gets no signals.
-    """
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {s: signal.signal(s, interrupt) for s in (signal.SIGTERM, signal.SIGHUP)
-                  if signal.getsignal(s) == signal.SIG_DFL}
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
 
 
 @contextlib.contextmanager

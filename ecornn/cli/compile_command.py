@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, load_tvm, plain_errors, said_while
+from ecornn.cli.common import JSON, as_json, load_tvm, plain_errors, said_while
 from ecornn.cli.planning import Asked, plan_options
 from ecornn.errors import ArgumentError
+from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import SERIAL
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm"
 @JSON
 @click.version_option(package_name="ecornn")
 @plain_errors
-@ended_like_ctrl_c()
+@safe_interrupts(*ENDING)
 def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path | None, json: bool) -> None:
     """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
 

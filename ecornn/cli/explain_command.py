@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, load_tvm, plain_errors
+from ecornn.cli.common import JSON, as_json, load_tvm, plain_errors
 from ecornn.cli.planning import Asked, plan_options
+from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
     from ecornn.explain import Explanation, Part
@@ -28,7 +29,7 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
 @plan_options
 @JSON
 @plain_errors
-@ended_like_ctrl_c()
+@safe_interrupts(*ENDING)
 def explain(asked: Asked, json: bool) -> None:
     """Says what a layer is compiled to, and why: takes what `ecornn compile` takes, and builds nothing.
 

@@ -10,6 +10,7 @@ import click
 
 from ecornn.cli.common import JSON, as_json, plain_errors, said_while
 from ecornn.cli.log_command import FILES, collect, text_of
+from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
     from ecornn.tune.verify import Check
@@ -32,6 +33,7 @@ Examples:
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draw and the data.")
 @JSON
 @plain_errors
+@safe_interrupts(*ENDING)
 def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | None, seed: int, json: bool) -> None:
     """Builds and measures a sample of records again, on this device, and reports drift.
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from ecornn.cli.common import JSON, SIZE, as_json, ended_like_ctrl_c, plain_errors
-from ecornn.workload import DTYPES
+from ecornn.cli.common import JSON, SIZE, as_json, plain_errors
+from ecornn.dtypes import DTYPES
+from ecornn.interrupts import ENDING, safe_interrupts
 
 EPILOG = """\b
 Examples:
@@ -31,7 +32,7 @@ Examples:
               "execution provider.  [default: cuda if there is a GPU, else cpu]")
 @JSON
 @plain_errors
-@ended_like_ctrl_c()
+@safe_interrupts(*ENDING)
 def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, dtype: str | None, target: str | None,
                  json: bool) -> None:
     """Writes an ONNX model for ONNX Runtime whose LSTM, GRU and RNN nodes are compiled.

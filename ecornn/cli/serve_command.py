@@ -6,7 +6,8 @@ import time
 
 import click
 
-from ecornn.cli.common import JSON, as_json, ended_like_ctrl_c, plain_errors
+from ecornn.cli.common import JSON, as_json, plain_errors
+from ecornn.interrupts import ENDING, safe_interrupts
 
 EPILOG = """\
 One tracker, a server on each GPU or CPU, and a tuner, which has all servers of its key until it ends:
@@ -56,7 +57,7 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
     found.servers()  # or say at once that there is no tracker
     server = start(chosen, (found.host, found.port), key, host, port, address)
     try:
-        with ended_like_ctrl_c():
+        with safe_interrupts(*ENDING):
             if json:
                 as_json({"device": device.name, "arch": device.arch, "host": host, "port": server.port, "key": key,
                          "tracker": str(found)})

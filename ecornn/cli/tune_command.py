@@ -17,13 +17,13 @@ from ecornn.cli.common import (
     STOPPED,
     as_json,
     command_line,
-    ended_like_ctrl_c,
     layer_options,
     load_tvm,
     plain_errors,
     said_while,
 )
 from ecornn.cli.workload_files import NAMES, combinations, read
+from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import Workload
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
     """
     layers = asked_layers(context, options.pop("workloads"), {n: options.pop(n) for n in (*NAMES, "training")})
     try:
-        with ended_like_ctrl_c():
+        with safe_interrupts(*ENDING):
             from rich.console import Console
 
             load_tvm()

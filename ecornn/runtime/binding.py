@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.dtypes import ITEMSIZE
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
 from ecornn.program import PACKED, Packing
-from ecornn.runtime.device_packing import SIZES, DevicePacking
+from ecornn.runtime.device_packing import DevicePacking
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory, address
@@ -95,7 +96,7 @@ class Bound:
         """As :meth:`_pack`, of memory to pack to later."""
         assert self._library is not None
         count = prod(packing.split)
-        memory = DeviceMemory(self._library, self._device, count * SIZES.get(packing.dtype, 4))
+        memory = DeviceMemory(self._library, self._device, count * ITEMSIZE.get(packing.dtype, 4))
         self._kept.append(memory)
         return count, memory.pointer
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ecornn.dtypes import DTYPES, ITEMSIZE
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
-from ecornn.program import WHOLE, Packing
+from ecornn.program import ON_GPU, WHOLE, Packing
 from ecornn.runtime.packing import consistent
 
 # The structures of pack_weights.cu.
@@ -22,9 +23,8 @@ JOB = np.dtype([("to", "u8"), ("kind", "i4"), ("size", "i4"), ("places", "i4"), 
                 ("padded", "u4"), ("magic", "u4"), ("sources", "i4"), ("gates", "i4"), ("alike", "i4")])
 SOURCE = np.dtype([("parameter", "i4"), ("gate", "i4")])
 
-KINDS = {"float32": 0, "float16": 1, "bfloat16": 2, "tf32": 3}  # of packed weights
-TYPES = {"float32": 0, "float16": 1, "bfloat16": 2}  # of parameters
-SIZES = {"float16": 2, "bfloat16": 2}  # bytes of a packed element; of the others 4
+KINDS = {name: number for number, name in enumerate(ON_GPU)}  # of packed weights, as pack_weights.cu has them
+TYPES = {name: number for name, number in KINDS.items() if name in DTYPES}  # of parameters
 PARAMETERS = 128  # that one launch takes
 PIECE = 1024  # elements that a warp makes; more where that is how long the last axis is
 
@@ -92,7 +92,7 @@ def _launch(manifest: Manifest, group: Sequence[Packing], packings: Mapping[Pack
         padded = packing.pad[-2] if len(packing.pad) == 3 else 1
         jobs.append((packings[packing], KINDS[packing.dtype], len(own), sum(map(len, places)), max(rows, default=0),
                      columns, padded, _magic(padded, packing.pad[0]), sum(map(len, sources)), len(packing.sources),
-                     2 if mixed else _alike(own, 16 // SIZES.get(packing.dtype, 4))))
+                     2 if mixed else _alike(own, 16 // ITEMSIZE.get(packing.dtype, 4))))
         own_sources = [(given[name] if name else -1, max(gate, 0)) for name, gate in packing.sources]
         sources.append(np.array(own_sources + ([(count, 0) for count in rows] if mixed else []), SOURCE))
         places.append(own)

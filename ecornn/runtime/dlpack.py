@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ecornn.dtypes import DLPACK, ITEMSIZE
 from ecornn.runtime.memory import Memory
-from ecornn.workload import ITEMSIZE
 
 CPU, CUDA = 1, 2  # DLDeviceType
-_FLOAT, _BFLOAT = 2, 4  # DLDataTypeCode
-_TYPES = {"float64": (_FLOAT, 64), "float32": (_FLOAT, 32), "float16": (_FLOAT, 16), "bfloat16": (_BFLOAT, 16)}
 _NAME = b"dltensor"
 
 
@@ -83,7 +81,7 @@ class _Export:
     def __init__(self, block: Block) -> None:
         dims = ctypes.c_int64 * max(1, len(block.shape))
         self.block, self.shape, self.strides = block, dims(*block.shape), dims(*block.strides)
-        code, bits = _TYPES[block.dtype]
+        code, bits = DLPACK[block.dtype]
         pointer = ctypes.POINTER(ctypes.c_int64)
         self.managed = _Managed(_Tensor(
             block.pointer, *block.device, len(block.shape), code, bits, 1, ctypes.cast(self.shape, pointer),

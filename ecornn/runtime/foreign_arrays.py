@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ecornn.dtypes import ITEMSIZE
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.runtime.arrays import ALIGNMENT, Arrays, Facts, Placed, Shape
 from ecornn.runtime.dlpack import CPU, CUDA, Block, host_bits
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory, address
-from ecornn.workload import ITEMSIZE
 
 
 class View:

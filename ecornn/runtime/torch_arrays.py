@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ecornn.dtypes import DTYPES, SERVED
 from ecornn.errors import ArgumentError, DTypeError
 from ecornn.runtime.arrays import ALIGNMENT, Arrays, Facts, Placed, Shape
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import ALIGNMENT as WORKSPACE_ALIGNMENT
 from ecornn.runtime.memory import HostMemory, Memory
-from ecornn.workload import DTYPES, SERVED
 
 OPERATOR = "the layers of ecornn.torch are operators that PyTorch knows"
 

@@ -8,10 +8,11 @@ from functools import lru_cache
 
 import torch
 
+from ecornn.dtypes import DTYPES, SERVED
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
-from ecornn.workload import DTYPES, FEW, KEEPS, SERVED
+from ecornn.workload import FEW, KEEPS
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
 # What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps about as much.

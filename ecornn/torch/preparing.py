@@ -18,6 +18,7 @@ from ecornn.build import cache
 from ecornn.build.commands import WORK
 from ecornn.cells import BUILTIN
 from ecornn.errors import ArgumentError
+from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
 from ecornn.torch import layer_by_layer
@@ -117,6 +118,7 @@ def specs(module: Any, call: Call) -> list[LayerSpec]:
     return [kind_of(kind).spec(call.batch, steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
 
 
+@safe_interrupts()
 def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:
     """Has all of them compiled, in processes of their own where there is a cache that hands them on."""
     def one(spec: LayerSpec, target: str) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from ecornn.dtypes import ITEMSIZE
 from ecornn.tune.oracle import numpy_dtype
 from ecornn.tune.timing import Run, event_clock, wall_clock
-from ecornn.workload import ITEMSIZE
 
 if TYPE_CHECKING:
     from ecornn.runtime.loader import Module

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ecornn.device import Device
+from ecornn.dtypes import SERVED
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError
 from ecornn.schedules.base import Schedule, Task, Value
-from ecornn.workload import ON_GPUS, SERVED
+from ecornn.workload import ON_GPUS
 
 if TYPE_CHECKING:
     from ecornn.tune.log import Log

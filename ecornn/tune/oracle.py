@@ -23,12 +23,12 @@ STEPS = 8  # enough to pass through every state buffer and barrier several times
 
 
 def numpy_dtype(dtype: str) -> Any:
-    """NumPy's dtype of that name, bfloat16 included."""
-    if dtype == "bfloat16":
-        import ml_dtypes
+    """NumPy's dtype of that name, or that of ml_dtypes."""
+    if hasattr(np, dtype):
+        return np.dtype(dtype)
+    import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(dtype)
+    return np.dtype(getattr(ml_dtypes, dtype))
 
 
 def rounded(values: Any, dtype: str) -> Any:

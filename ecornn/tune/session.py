@@ -17,6 +17,7 @@ from ecornn.boundary import public
 from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
+from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
 from ecornn.tune.at_hand import present
 from ecornn.tune.pool import Closed, Entries, Pool
@@ -170,6 +171,7 @@ class Session:
                          **properties)
 
     @public
+    @safe_interrupts()
     def tune_layer(self, layer: LayerSpec, *, trials: int | None = None, time_limit: float | None = None,
                    resume: bool = True, early_stop: bool = True, output: Path | None = None,
                    schedule: str | None = None, only: Sequence[Choice] | None = None,

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ecornn.dtypes import TABLE
 from ecornn.workload import Workload
 
 if TYPE_CHECKING:
     from ecornn.tune.record import Trial
 
-# Relative error ||out - ref|| / ||ref|| that a candidate may have. float32: a few roundings of a
-# long sum. float16 and bfloat16 (unit roundoff 5e-4 and 4e-3): about twice the error of cuDNN on an
-# LSTM of these types, 2.9e-4 and 2.3e-3.
-TOLERANCE = {"float64": 1e-13, "float32": 1e-5, "tf32": 6e-4, "float16": 6e-4, "bfloat16": 5e-3}
-
-# Of the recurrence of an adjoint: twice what the roundings of its factors, operands and outputs make of an LSTM's or a
-# GRU's, 4.6e-4 and 3.9e-3 in 8 steps. Gradients are differences of sums.
-GRADIENTS = {"float32": 2e-5, "tf32": 6e-4, "float16": 1e-3, "bfloat16": 8e-3}
+TOLERANCE = {name: row.tolerance for name, row in TABLE.items()} | {"tf32": 6e-4}  # of outputs
+GRADIENTS = {name: row.gradients for name, row in TABLE.items() if row.gradients} | {"tf32": 6e-4}  # of adjoints
 
 # Rounding to bfloat16 is done before the reference here; that to integers is not. int21 is as exact as float32 has to
 # be; int8 costs both sides of a product.

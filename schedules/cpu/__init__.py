@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ecornn.analysis.heads import most_heads
+from ecornn.dtypes import SERVED
 from ecornn.program import Program
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.schedules.cpu import tiling
 from ecornn.schedules.cpu.tiling import PAIRS, CPUKnobs, Shape
 from ecornn.schedules.rates import cpu_rates
-from ecornn.workload import SERVED
 
 UNROLL = (1, 2, 4, 8)
 LONGEST_INT8 = 1 << 16  # 2**16 * 255 * 127 < 2**31

@@ -12,10 +12,11 @@ from math import gcd
 from ecornn.analysis.heads import heads_of, multiplied
 from ecornn.analysis.narrow import columns_of
 from ecornn.device import Device
+from ecornn.dtypes import ITEMSIZE
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.cpu.product import STORED
 from ecornn.schedules.rates import CPURates, cpu_rates
-from ecornn.workload import ITEMSIZE, Workload
+from ecornn.workload import Workload
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28)
 VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)

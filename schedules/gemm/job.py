@@ -15,13 +15,13 @@ from math import gcd, prod
 from typing import Any
 
 from ecornn.device import Device
+from ecornn.dtypes import ITEMSIZE
 from ecornn.program import PACKED, Buffer, Extent, Packing, Source
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.memory import st_global
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants
-from ecornn.workload import ITEMSIZE
 
 # What there is a row of: each step and batch row, T*B; each batch row; or each sequence that lies in columns, of which
 # the workspace ``count`` has the number.

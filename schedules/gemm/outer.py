@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ecornn.device import Device
+from ecornn.dtypes import ITEMSIZE
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.timeline import takes_part
-from ecornn.workload import ITEMSIZE
 
 THREADS = 256  # of the kernel that adds parts
 MOST_PARTS = 16
