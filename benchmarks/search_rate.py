@@ -49,7 +49,8 @@ from typing import Any  # noqa: E402
 import msgspec  # noqa: E402
 
 from ecornn.tune.building import Build, Built  # noqa: E402
-from ecornn.tune.measuring import Measure, Measured  # noqa: E402
+from ecornn.tune.measuring import Measure  # noqa: E402
+from ecornn.tune.record import Outcome, Times  # noqa: E402
 
 Span = tuple[float, float]
 PRETEND = "ECORNN_PRETEND"  # to the worker processes: seconds of a build and of a measurement
@@ -92,10 +93,11 @@ def pretended_build(request: Build) -> Built:
     return Built(digest)
 
 
-def pretended_measure(request: Measure) -> list[Measured]:
+def pretended_measure(request: Measure) -> list[Outcome]:
     """Sleeps, and makes a time up."""
     time.sleep(json.loads(os.environ[PRETEND])[1] * len(request.paths))
-    return [Measured(1e-7, (random.Random(Path(path).read_bytes()).uniform(2, 8),) * 7) for path in request.paths]
+    times = [random.Random(Path(path).read_bytes()).uniform(2, 8) for path in request.paths]
+    return [Outcome(Times.of([one] * 7), 1e-7) for one in times]
 
 
 def summary(spans: list[Span]) -> dict[str, float]:

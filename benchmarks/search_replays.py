@@ -19,13 +19,13 @@ from search_tables import task_of, trials_of
 from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
 from ecornn.tune.environment import Environment
-from ecornn.tune.evaluate import SPARE, Outcome
+from ecornn.tune.evaluate import SPARE
 from ecornn.tune.folders import read_all, shipped_folder
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import Log
 from ecornn.tune.lookup import unfit, up_to_date
 from ecornn.tune.model import CostModel
-from ecornn.tune.record import AnyRecord, Trial
+from ecornn.tune.record import AnyRecord, Outcome, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate, ConfigSpace, halving
 from ecornn.tune.transfer import borrowed, warm

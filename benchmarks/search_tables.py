@@ -43,11 +43,11 @@ from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune import Session
 from ecornn.tune.choose import candidates, serving_or_raise
-from ecornn.tune.evaluate import Outcome, ProcessEvaluator
+from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.log import append, parse
 from ecornn.tune.pool import Closed, Pool
 from ecornn.tune.preparing import Question, answers, ask
-from ecornn.tune.record import Choice, Trial
+from ecornn.tune.record import Choice, Outcome, Trial
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.workload import Workload
 

@@ -20,11 +20,10 @@ from ecornn.cli import main
 from ecornn.schedules import all_schedules, revisions
 from ecornn.targets import KNOWN
 from ecornn.task import make_task
-from ecornn.tune.evaluate import Outcome
 from ecornn.tune.log import Line, Log, append, append_all, read, rewrite
 from ecornn.tune.lookup import find
 from ecornn.tune.merge import merge
-from ecornn.tune.record import Choice, Finish, Start, Times, Trial
+from ecornn.tune.record import Choice, Finish, Outcome, Start, Times, Trial
 from ecornn.tune.selection import best_lines, worth_keeping
 from ecornn.tune.verify import Check
 from ecornn.workload import Workload

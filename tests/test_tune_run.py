@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from events import LIMIT, Clock, until
+from msgspec import structs
 from tune_fakes import ENTRIES, Fake, cost, make
 
 import ecornn.tune.tuner as tuner_module
@@ -27,13 +28,13 @@ from ecornn.schedules import all_schedules
 from ecornn.task import make_task
 from ecornn.tune.building import Build, Built
 from ecornn.tune.environment import Environment
-from ecornn.tune.evaluate import Outcome, ProcessEvaluator
+from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import RESERVED, Journal, digest_of
 from ecornn.tune.log import Line, read
 from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Closed, Pool
 from ecornn.tune.process import Worker, WorkerError
-from ecornn.tune.record import Finish, Start, Times, Trial
+from ecornn.tune.record import Finish, Outcome, Start, Times, Trial
 from ecornn.tune.scratch import YOUNG, Scratch
 from ecornn.tune.search import Search
 from ecornn.tune.session import Session
@@ -224,7 +225,7 @@ def test_a_search_that_finds_nothing_better_stops_early_and_says_so(tmp_path):
     class Flat(Instant):
         def next(self, seconds=None):
             one, outcome = super().next(seconds)
-            return one, replace(outcome, times=Times.of([7.0 if len(self.seen) > 3 else 9.0]))
+            return one, structs.replace(outcome, times=Times.of([7.0 if len(self.seen) > 3 else 9.0]))
 
     flat = Flat()
     tuner, finish = start(path, schedule, flat, Settings(300, 0, early_stop=True))

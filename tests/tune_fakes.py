@@ -20,8 +20,9 @@ from ecornn.errors import BuildError, ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.building import Build, Built
-from ecornn.tune.measuring import Measure, Measured
+from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries
+from ecornn.tune.record import Outcome, Times
 from ecornn.workload import Workload
 
 DEVICE = Device("llvm", "znver4", "Test CPU", 4)
@@ -109,7 +110,7 @@ def build(request: Build) -> Built:
     return Built(json.dumps(request.config, sort_keys=True))
 
 
-def measure(request: Measure) -> list[Measured]:
+def measure(request: Measure) -> list[Outcome]:
     found = []
     for path in request.paths:
         config = json.loads(Path(path).read_text())
@@ -125,5 +126,5 @@ def measure(request: Measure) -> list[Measured]:
             raise ScheduleError("wrong output: relative error 0.5")
         if config["behaviour"] == "raise":
             raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-        found.append(Measured(1e-7, (cost(config),)))
+        found.append(Outcome(Times.of([cost(config)]), 1e-7))
     return found

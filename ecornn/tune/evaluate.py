@@ -10,19 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from msgspec.structs import asdict
+from msgspec.structs import replace
 
 from ecornn.schedules.base import Task
 from ecornn.tune.building import Build, Built
-from ecornn.tune.measuring import Measure, Measured
+from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Pool
 from ecornn.tune.process import WorkerError
-from ecornn.tune.record import Times, Trial
+from ecornn.tune.record import Outcome, Trial
 from ecornn.tune.space import Candidate
 from ecornn.tune.timing import FEWEST
 from ecornn.tune.tolerance import tolerance
@@ -31,25 +30,6 @@ COMPARED = 7  # samples of each finalist, at least
 SPARE = 1.25  # candidates for each builder, so that none waits while the next are chosen
 OFTEN = 1.0  # seconds between two looks at whether the pool is still open
 PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of one candidate: ``times``, or the ``error`` that it failed with; fields of a trial.
-
-    ``noisy``: True if the times did not settle.
-    """
-
-    times: Times | None = None
-    check: float | None = None
-    source: str = ""
-    error: str | None = None
-    noisy: bool = False
-
-    @classmethod
-    def of(cls, trial: Trial) -> Outcome:
-        """The result that a trial records."""
-        return cls(**{field.name: getattr(trial, field.name) for field in fields(cls)})
 
 
 class Evaluator(Protocol):
@@ -228,7 +208,7 @@ class ProcessEvaluator:
         if built.digest not in self.known:
             try:
                 (one,) = self.measure([path], self.bound)
-                self.known[built.digest] = self.of(one, built)
+                self.known[built.digest] = replace(one, source=built.digest)
             except WorkerError as error:
                 self.known[built.digest] = self.failed(built.digest, error)
         return self.known[built.digest]
@@ -238,19 +218,14 @@ class ProcessEvaluator:
         self.pool.must_be_open()
         return Outcome(source=source, error=f"run: {error}"[:2000])
 
-    @staticmethod
-    def of(one: Measured, built: Built) -> Outcome:
-        """A measurement as the tuner sees it."""
-        return Outcome(**asdict(one) | {"times": Times.of(list(one.times)), "source": built.digest})
-
     def measure(self, paths: Sequence[Path], bound: float | None, fewest: int = FEWEST,
-                seconds: float | None = None) -> list[Measured]:
+                seconds: float | None = None) -> list[Outcome]:
         """Checks and times modules in a measuring process."""
         self.answered.result()
         work, limit = self.task.workload, self.limit * len(paths)
         request = Measure(tuple(map(str, paths)), str(self.answers), tolerance(work), work.seq,
                           self.seed, bound, fewest, limit, seconds)
-        return self.pool.measure(request, list[Measured], limit, self)
+        return self.pool.measure(request, list[Outcome], limit, self)
 
     def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
         """See :class:`Evaluator`."""
@@ -268,12 +243,12 @@ class ProcessEvaluator:
             self.pool.must_be_open()
             alone = [self.alone(*one) for one in built]
             return alone if any(one.times for one in alone) else []
-        return [self.of(one, b) for (_, b), one in zip(built, measured, strict=True)]
+        return [replace(one, source=b.digest) for (_, b), one in zip(built, measured, strict=True)]
 
     def alone(self, path: Path, built: Built) -> Outcome:
         """Measures one finalist."""
         try:
             (one,) = self.measure([path], None, COMPARED)
-            return self.of(one, built)
+            return replace(one, source=built.digest)
         except WorkerError as error:
             return self.failed(built.digest, error)

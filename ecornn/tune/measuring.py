@@ -14,6 +14,7 @@ from ecornn.errors import ScheduleError
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
+from ecornn.tune.record import Outcome, Times
 from ecornn.tune.recurrence import Recurrence
 from ecornn.tune.timing import FEWEST, Contestant, Run, race, settled
 
@@ -48,14 +49,6 @@ class Measure(msgspec.Struct, frozen=True):
     fewest: int = FEWEST
     limit: float = 60.0
     seconds: float | None = None
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """One module's relative error and µs per step of each run; ``noisy``: they did not settle."""
-
-    check: float
-    times: tuple[float, ...]
-    noisy: bool = False
 
 
 def ready(_: None) -> bool:
@@ -141,7 +134,7 @@ def recurrence(module: Module, memory: Arrays, weights: dict[str, Any], request:
     return error, made.ready(x, first, memory.poison(shape))
 
 
-def measure(request: Measure) -> list[Measured]:
+def measure(request: Measure) -> list[Outcome]:
     """Checks each module, then times all.
 
     Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong.
@@ -165,5 +158,5 @@ def measure(request: Measure) -> list[Measured]:
         contestants.append(Contestant(run, memory.clock))
     bound = None if request.bound is None else request.bound * request.seq * 1e-6
     times = race(contestants, bound, fewest=request.fewest, seconds=request.seconds)
-    return [Measured(error, tuple(t * 1e6 / request.seq for t in runs), not settled(runs))
+    return [Outcome(Times.of([t * 1e6 / request.seq for t in runs]), error, noisy=not settled(runs))
             for error, runs in zip(errors, times, strict=True)]

@@ -142,6 +142,21 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
         return Choice(self.schedule, self.config)
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """The result of one candidate: ``times``, or the ``error`` that it failed with. Fields are those of a trial."""
+
+    times: Times | None = None
+    check: float | None = None
+    source: str = ""
+    error: str | None = None
+    noisy: bool = False
+
+    @classmethod
+    def of(cls, trial: Trial) -> Outcome:
+        """The result that a trial records."""
+        return cls(*(getattr(trial, name) for name in cls.__struct_fields__))
+
+
 class Finish(Record, frozen=True, kw_only=True, tag="finish"):
     """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried), ``time`` (limit) or
     ``converged`` (more trials were unlikely to help)."""

@@ -22,7 +22,8 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
 from ecornn.tune.at_hand import matched, told
 from ecornn.tune.environment import Environment
-from ecornn.tune.measuring import Measure, Measured
+from ecornn.tune.measuring import Measure
+from ecornn.tune.record import Outcome
 from ecornn.tune.serving import DESCRIBE, MEASURE, WARM, Answer, Description, require_loopback
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ class Connection:
             self.session.get_function(WARM)()
         self.uploaded: set[tuple[str, int]] = set()
 
-    def measure(self, request: Measure) -> list[Measured]:
+    def measure(self, request: Measure) -> list[Outcome]:
         """As ``measuring.measure``, there."""
         answers = Path(request.answers)
         sent = str(answers), answers.stat().st_mtime_ns
@@ -164,7 +165,7 @@ def ready(_: None) -> bool:
     return True
 
 
-def measure(request: Measure) -> list[Measured]:
+def measure(request: Measure) -> list[Outcome]:
     """Checks and times modules on the server that this process has a session with, or gets one.
 
     Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``.

@@ -20,9 +20,10 @@ import msgspec
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.tune.environment import Environment, environment
-from ecornn.tune.measuring import Measure, Measured
+from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.process import Worker, WorkerError
+from ecornn.tune.record import Outcome
 
 if TYPE_CHECKING:
     from tvm.rpc import Server
@@ -42,7 +43,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What came of a request: measurements, or the error of the process that made them."""
 
-    measured: list[Measured] | None = None
+    measured: list[Outcome] | None = None
     error: str | None = None
 
 
@@ -159,7 +160,7 @@ def measure(worker: Worker, request: str, limit: float) -> str:
     paths = tuple(str(place(name)) for name in asked.paths)
     try:
         asked = msgspec.structs.replace(asked, paths=paths, answers=str(place(asked.answers)))
-        found = worker.call(Entries().measure, asked, list[Measured], float(limit))
+        found = worker.call(Entries().measure, asked, list[Outcome], float(limit))
         answer = Answer(measured=found)
     except WorkerError as error:
         answer = Answer(error=str(error))

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ecornn.tune.environment import Environment
-from ecornn.tune.evaluate import COMPARED, Evaluator, Outcome
+from ecornn.tune.evaluate import COMPARED, Evaluator
 from ecornn.tune.journal import RESERVED, Journal
 from ecornn.tune.proposing import Proposals
-from ecornn.tune.record import Choice, Finish, Reason, Start, Trial
+from ecornn.tune.record import Choice, Finish, Outcome, Reason, Start, Trial
 from ecornn.tune.space import Candidate
 
 AHEAD = 0.25  # of all trials: pending while more are proposed

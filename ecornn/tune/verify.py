@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from ecornn.cells import BUILTIN
 from ecornn.device import Device
 from ecornn.errors import EcornnError
-from ecornn.tune.evaluate import Outcome, ProcessEvaluator
+from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.log import Line
 from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
 from ecornn.tune.preparing import Question, answers
-from ecornn.tune.record import Trial
+from ecornn.tune.record import Outcome, Trial
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate
 
