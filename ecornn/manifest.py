@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec import structs
 
-from ecornn import manifest_format1
 from ecornn.device import Device
 from ecornn.errors import ModuleError
 from ecornn.program import Buffer
 from ecornn.workload import SERIAL, SINGLE, Overlap, Stack, Workload
 
 FORMAT = 4
-WITHOUT_WHOLE = 2  # the same, but that no packing has :data:`~ecornn.program.WHOLE`, which a reader of it does not know
-ALWAYS_ADDING = 3  # the same, but that no entry takes ``existing``: ``backward`` adds to gradients of parameters
 _INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
@@ -34,7 +30,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``entries`` has for each function of the module the names of the buffers whose pointers it takes, in order.
     ``workload`` has the input size of the first layer. Where the parts of a stack have schedules or
     knobs of their own, ``schedule`` names each once, and ``config`` is of the first part. ``together`` is the
-    program's; modules from before it have 1. ``inputs``, unset where there are none, are names of sequences beside x,
+    program's. ``inputs``, unset where there are none, are names of sequences beside x,
     of which rows of x have H values each behind the I of x, in this order: the workload's input size counts all.
     ``optional``, unset where there are none, are tensors that a call of ``backward`` may have null for, and
     ``packed_for_optional`` the packed buffers that such a call does not read.
@@ -86,23 +82,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Said(msgspec.Struct):
-    """Of a manifest in any format."""
+    """The one field that a manifest of any format has."""
 
     format: int
 
 
 def decode(text: str) -> Manifest:
-    """The manifest from its JSON, in this format or an earlier one that is still read.
-
-    Raises :class:`ModuleError` where it is of another format, or not as its format says.
-    """
+    """The manifest from its JSON. Raises :class:`ModuleError` where it is of another format, or not as it says."""
     try:
         found = msgspec.json.decode(text, type=_Said).format
-        if found in (WITHOUT_WHOLE, ALWAYS_ADDING, FORMAT):
-            return structs.replace(msgspec.json.decode(text, type=Manifest), format=FORMAT)
-        if found == manifest_format1.FORMAT:
-            return msgspec.convert(manifest_format1.converted(text) | {"format": FORMAT}, Manifest)
+        if found == FORMAT:
+            return msgspec.json.decode(text, type=Manifest)
     except msgspec.MsgspecError as error:
         raise ModuleError(f"not a module of this version of ecornn: {error}") from error
-    raise ModuleError(f"not a module of this version of ecornn: its manifest is of format {found}; formats "
-                      f"{manifest_format1.FORMAT} to {FORMAT} are read")
+    raise ModuleError(f"not a module of this version of ecornn: its manifest is of format {found}, and {FORMAT} is "
+                      "read; compile the layer again")

@@ -36,8 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "host_gpu": {"device", "errors"},
     "targets": {"device", "errors"} | HOSTS,
     "program": {"dtypes", "workload"},
-    "manifest": {"device", "errors", "manifest_format1", "program", "workload"},
-    "manifest_format1": {"program", "workload"},
+    "manifest": {"device", "errors", "program", "workload"},
     # A cell's identity is a digest of what the analysis finds; what is analysed need be no Cell.
     "analysis": {"errors"},
     "cells": {"analysis", "errors"},
@@ -80,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "task": BASE | {"analysis", "cells", "compose", "schedules.backward", "schedules.base", "schedules.training"},
     "build": BASE | HOSTS | {"checksum", "file_locks", "temporary"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
-    "runtime": BASE | HOSTS | {"checksum", "manifest_format1", "outputs", "temporary", "weight_files"},
+    "runtime": BASE | HOSTS | {"checksum", "outputs", "temporary", "weight_files"},
     "weight_files": {"errors"},
     "tuning_logs": set(),
 }

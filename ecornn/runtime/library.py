@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ecornn import checksum, manifest_format1, temporary
+from ecornn import checksum, temporary
 from ecornn.errors import ModuleError
 from ecornn.runtime.sharing import share_cores
 
 _MANIFEST = b"__tvm_ffi_manifest"
-# in what says what a module is, from when there were no checksums
-_UNCHECKED = tuple(f'"format":{manifest_format1.FORMAT}{end}'.encode() for end in ",}")
 _EHDR = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
 _files: dict[str, list[tuple[int, int]]] = {}  # path -> device and inode of each file loaded from there
-_modules: dict[str, Any] = {}  # checksum of a file, or the spelling of one that has none -> the loaded module
+_modules: dict[str, Any] = {}  # checksum of a file -> the loaded module
 _lock = threading.Lock()
 _LOADED_LIBRARY = 3  # ET_DYN
 
@@ -39,7 +37,7 @@ class Library:
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
     synchronize : (device, queue) -> None
-    pack : on CPUs (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`, None in old modules; on CUDA
+    pack : on CPUs (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`; on CUDA
         (device, queue, works, jobs, sources, places, count, type, *parameters) -> None, see
         :mod:`ecornn.runtime.device_packing`, None in modules that do not train
     held : of a CPU, the entries again as functions that keep Python's lock, for calls of microseconds
@@ -87,11 +85,9 @@ def _loaded_as(content: str, path: Path) -> Any:
     import tvm_ffi
 
     with _lock:
-        name = "" if content in _modules else spelling(path)
-        key = content or name
-        if key not in _modules:
-            _modules[key] = tvm_ffi.load_module(name)
-        return _modules[key]
+        if content not in _modules:
+            _modules[content] = tvm_ffi.load_module(spelling(path))
+        return _modules[content]
 
 
 def spelling(path: Path) -> str:
@@ -108,7 +104,7 @@ def spelling(path: Path) -> str:
 
 
 def _inspect(path: Path) -> str:
-    """The checksum of the file, "" where it has none. Refuses what must not reach the dynamic loader: it runs the code
+    """The checksum of the file. Refuses what must not reach the dynamic loader: it runs the code
     of any library that it is given, and a damaged one kills the process."""
     if path.exists() and not path.is_file():
         raise ModuleError(f"{path} cannot be read: it is no regular file")
@@ -125,11 +121,11 @@ def _inspect(path: Path) -> str:
     if content.find(_MANIFEST) < 0:
         raise ModuleError(f"{path} is a shared library, but not one that ecornn made")
     whole = checksum.holds(content)
-    if whole is None and not any(text in content for text in _UNCHECKED):
+    if whole is None:
         raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is missing")
-    if whole is False:
+    if not whole:
         raise ModuleError(f"{path} is damaged, or was changed after it was compiled: its checksum is another")
-    return checksum.said(content).hex() if whole else ""
+    return checksum.said(content).hex()
 
 
 def _complete(content: bytes) -> bool:
