@@ -1,9 +1,7 @@
 """Elementwise: one launch for the sequence of a cell without recurrent products, such as IndRNN and SRU.
 
-Every unit of every batch row is then a recurrence of its own. A thread keeps the states of a few neighbouring units
-in registers from the first step to the last, and copies the inputs of later steps meanwhile. Input products are
-hoisted.
-"""
+Every unit of every batch row is then a recurrence of its own. A thread keeps the states of a few neighbouring units in
+registers from first to last step, and copies inputs of later steps meanwhile. Input products are hoisted."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
     waits for several loads at once.)
 
     ``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
-    ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too.
-    """
+    ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too."""
     graph, w, hoisted, math = task.graph, task.workload, hoisted_of(task, cut.hoisted), cut.math
     columns = w.hidden // cut.units
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
@@ -351,9 +348,7 @@ CHAINED, BESIDE, WAITED = 12, 8, 60
 def estimate(task: Task, plan: ElementwiseKnobs) -> float:
     """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
 
-    The projection; then the longest of one warp's step, of the instructions of all warps, of the copies under way
-    and of what memory moves.
-    """
+    The projection; then the longest of one warp's step, the instructions of all warps, copies under way, and memory."""
     units, threads, prefetch, group = plan.units, plan.threads, plan.prefetch, plan.group
     graph, cores, rates = task.graph, task.device.cores, gpu_rates(task.device)
     most = ceil_div(_blocks(task, plan), cores) * ceil_div(threads, 32)  # warps of the busiest multiprocessor

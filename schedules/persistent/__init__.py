@@ -137,8 +137,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     def check(self, task: Task, config: Config) -> str | None:
         knobs = PersistentKnobs(config)
-        # What needs few knobs comes first: a search learns from the knobs that were read which others
-        # need not be asked for.
+        # What needs few knobs comes first: from the knobs that were read a search learns which it need not ask for.
         reason = self._unplaced(task, knobs) or self._idle_gates(task, knobs)
         if reason is None and knobs.units % (step := unit_step(task, knobs.interleave)):
             reason = f"units={knobs.units} is no multiple of {step}"
@@ -146,8 +145,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _unplaced(task: Task, knobs: PersistentKnobs) -> str | None:
-        """None, or the reason why blocks of ``units`` in so many ``groups`` are not on the chip at once, or not carried
-        that way."""
+        """None, or why blocks of ``units`` in so many ``groups`` are not on the chip at once, or not carried so."""
         device, w = task.device, task.workload
         units, groups, heads = knobs.units, knobs.groups, most_heads(task.graph)
         own = w.hidden // heads
@@ -168,8 +166,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _idle_gates(task: Task, knobs: PersistentKnobs) -> str | None:
-        """None, or the reason why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a
-        block."""
+        """None, or why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a block."""
         units, rows = knobs.units, ceil_div(task.workload.batch, knobs.groups)
         threads = 32 * knobs.gate_warps
         lanes = lanes_of(units) if task.graph.statistics else units
@@ -248,8 +245,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         return None
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """``config`` with groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as
-        many eights."""
+        """``config`` with groups of as many batch rows; in L2, which polls and multiplies eights, of as many eights."""
         knobs = PersistentKnobs(config)
         rows = ceil_div(batch, knobs.groups)
         size = rows if knobs.carrier == "cluster" else ceil_div(rows, 8) * 8

@@ -16,8 +16,7 @@ Blocks that are left over may work on the input projection meanwhile (``Projecti
 
 Two buffers of partial sums, each with a named barrier that all warps of the recurrence wait at: gate warps for
 the sums, product warps for the gate warps, which have by then read the other buffer. That makes product warps poll at
-the same time, too, and costs nothing: gate warps wait for longer.
-"""
+the same time, too, and costs nothing: gate warps wait for longer."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class ProjectionWorkers:
     about to fetch, two steps ahead of their use, and only when these rows are of a group that they have not yet seen
     finished. Workers wait for nobody.
 
-    Emits both sides: the workers' code, and the gate warps' wait.
-    """
+    Emits both sides: the workers' code, and the gate warps' wait."""
 
     def __init__(self, kernel: SequenceKernel, plan: PersistentPlan) -> None:
         shape = worker_shape(kernel.task, plan)
@@ -193,10 +191,8 @@ class Gates(GateThreads):
     def _after(self, t: Expr, ended: list[Ended]) -> None:
         """The rest of a step, which nobody waits for.
 
-        The release of exchange.py comes first, before the next write. It waits for what came before
-        it, so y is stored and inputs are fetched after it, two steps ahead: memory is further away
-        than L2.
-        """
+        The release of exchange.py comes first, before the next write. It waits for what came before it, so y is stored
+        and inputs are fetched after it, two steps ahead: memory is further away than L2."""
         T.note("gate warps: what nobody waits for: y, last states, inputs two steps ahead")
         if self.sums is not None:
             for p in range(len(self.plan.phases)):

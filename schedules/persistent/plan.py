@@ -45,8 +45,7 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
     shared_pairs : the following ones, with weights in shared memory
     polled_pairs : pairs of state that a warp waits for and multiplies at a time
     units : of the operands that are exchanged: those of a group, or the first ones of narrow products
-    slots : of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: they go straight into registers
-    """
+    slots : of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: they go straight into registers"""
 
     gates: int
     interleave: int
@@ -97,8 +96,7 @@ class PersistentPlan(NamedTuple):
     """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows.
 
     Of a layer with heads, whose units see only those of their own head, a group has a head and its weights: it is the
-    group of a layer of ``own`` units, and the heads of the same rows are neighbours.
-    """
+    group of a layer of ``own`` units, and the heads of the same rows are neighbours."""
 
     hidden: int
     dtype: str
@@ -329,8 +327,7 @@ def _interleave(gates: int, wanted: int) -> int:
 
 
 def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
-    """The plan of a configuration, or of that with other ``chains`` or ``ahead``; it need not fit,
-    ``check`` says that."""
+    """The plan of a configuration, or with other ``chains`` or ``ahead``; it need not fit, ``check`` says that."""
     w = task.workload
     chains, ahead = chains or knobs.chains, knobs.ahead if ahead is None else ahead
     groups, units, heads = knobs.groups, knobs.units, most_heads(task.graph)
@@ -379,8 +376,7 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
 def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) -> PhasePlan:
     """A phase of which not all fits in ``room`` bytes of shared memory, where a pair of all warps takes ``size``.
 
-    Some of the room is for rings, if there are bulk copies to fill them.
-    """
+    Some of the room is for rings, if there are bulk copies to fill them."""
     left, ring = p.pairs - p.register_pairs, size + BARRIER * plan.warps
     slots = min(left, max(2, ceil_div(AHEAD_BYTES, size)), room // ring) if task.device.can.bulk_copies else 0
     if slots < 2:
@@ -403,8 +399,7 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
     """Recurrent weights of a phase as the fragments that each lane of each warp holds.
 
     (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet. Of weights that are
-    transposed the axes of a source have changed places.
-    """
+    transposed the axes of a source have changed places."""
     phase, p = task.graph.product_phases[index], plan.phases[index]
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:

@@ -34,9 +34,8 @@ class Stream:
     """Weights that do not fit on the chip: read from L2 in every step, by bulk copies into a ring of each product warp.
 
     A warp multiplies with its streamed pairs in the same order in every step, so what comes next is known, and is under
-    way while the warp waits for state or multiplies with what it keeps: L2 is at work all the time. A slot of the ring
-    has the octets of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its
-    bytes.
+    way while the warp waits for state or multiplies with what it keeps: L2 is at work all the time. A ring's slot has
+    the octets of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its bytes.
 
     Nobody but the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when
     they meet, behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than
@@ -44,8 +43,7 @@ class Stream:
     vanilla layer, H=2560 B=32). Which slot a pair has does not depend on the step, so that a ring may be shorter than
     the pairs by any number; how often a slot has been filled says which parity to wait for.
 
-    Emits the ring of one phase; ``first`` is its place in shared memory, in words.
-    """
+    Emits the ring of one phase; ``first`` is its place in shared memory, in words."""
 
     def __init__(self, plan: PersistentPlan, index: int, words: TirBuffer, first: int, source: TirBuffer, at: Position,
                  steps: Expr) -> None:
@@ -107,8 +105,7 @@ class _Kept:
     held : of a lane, in registers: (pairs * octets, words of each)
     words, place : the block's shared memory, uint32, and where those of the phase begin
     source : in memory, packed
-    stream : the ring through which the others come, if they do not come straight into registers
-    """
+    stream : the ring through which the others come, if they do not come straight into registers"""
 
     held: TirBuffer
     words: TirBuffer

@@ -58,8 +58,7 @@ def estimate(task: Task, plan: BlockPlan) -> float:
     layers (benchmarks/results/h100_block.txt), of which estimates are 11% off in the root mean square, 34% at most.
 
     Nanoseconds of a step: the projection, then the recurrence, as often as blocks take turns; of each at least what
-    memory takes, for what it reads and writes of all rows.
-    """
+    memory takes, for what it reads and writes of all rows."""
     w, turns = task.workload, turns_of(task, plan)
     hoisted, rates = hoisted_of(task, plan.knobs.hoisted), gpu_rates(task.device)
     memory = MEMORY * rates.memory * task.device.cores

@@ -31,8 +31,7 @@ class Part(NamedTuple):
     phase, operand : numbers of both
     products : numbers of the phase's products
     pieces : of K that a thread multiplies one after the other: four values, or of mma a pair of k-tiles
-    kept : the first ones, whose weights are in registers; those of the others are in shared memory
-    """
+    kept : the first ones, whose weights are in registers; those of the others are in shared memory"""
 
     phase: int
     operand: int
@@ -68,8 +67,7 @@ class BlockPlan(NamedTuple):
     a block has those of ``held`` heads, or a cluster that of one, and the blocks of the same rows are neighbours.
 
     On tensor cores a warp has ``units`` times eight units of all rows; with ``fma``, ``lanes`` neighbouring threads
-    share K of ``units`` units of all rows, and then have some of these (unit, row) pairs each.
-    """
+    share K of ``units`` units of all rows, and then have some of these (unit, row) pairs each."""
 
     hidden: int
     dtype: str

@@ -1,8 +1,7 @@
 """The products of a step, of a block's state in shared memory: by multiply-adds of float32, or on tensor cores.
 
 Either way a thread ends with the sums of the (unit, batch row) pairs that it computes the gates of, so that nothing but
-the new state goes through shared memory, and one barrier of the block is all that a phase waits for.
-"""
+the new state goes through shared memory, and one barrier of the block is all that a phase waits for."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class Products(ABC):
     Attributes
     ----------
     place : of each item the unit of its head, the batch row of the block, and whether it is this thread's alone
-    head : which one of the block's a thread has units of
-    """
+    head : which one of the block's a thread has units of"""
 
     head: Expr = 0
 
@@ -124,8 +122,7 @@ class MultiplyAdds(Products):
     and rows can be halved, a lane gives one half away and gets the other lane's sums of its own half; what cannot be
     halved all lanes add alike, and the first one of these stores.
 
-    Emits them. A pair's number is ``row * units + unit``.
-    """
+    Emits them. A pair's number is ``row * units + unit``."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread
@@ -249,8 +246,7 @@ class TensorProducts(Products):
 
     A row of state lies in shared memory in pairs of k-tiles, in the order of its units: 16 bytes of a lane are words of
     both tiles, as persistent/exchange.py has it. Warpgroup products read the state from shared memory themselves, in
-    matrices of 8 columns by 16 bytes of K; repeated rows are then stored as often as they repeat.
-    """
+    matrices of 8 columns by 16 bytes of K; repeated rows are then stored as often as they repeat."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread

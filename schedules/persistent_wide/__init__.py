@@ -43,8 +43,7 @@ HANDED_BESIDE = 1.2  # times that long, beside streamed weights
 STATE_TURN, WEIGHTS_TURN = 1_250, 2_500  # cycles from a copy's start until its room is free again, but for its bytes
 BEHIND = 0.15  # of the shorter of copies and products: what the longer one does not hide
 # The share of a recurrence's time that hides what memory takes: inputs come while products run. By hand, from seven
-# layers of 64 to 2048 rows: they took up to 1.65 times what was expected without memory, and 0.9 to 1.1 times what is
-# with it
+# layers of 64 to 2048 rows: they took up to 1.65 times what was expected without memory, now 0.9 to 1.1 times
 HIDES = 0.75
 GATES, ITEM = 250, 90  # cycles of the gates of a step, and of each of a thread's items
 
@@ -131,8 +130,7 @@ KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
 
 class PersistentWide(SearchedSchedule[WidePlan]):
-    """Serves cells with one recurrent product, and their adjoints, in 16-bit types on Hopper, where weights fit on
-    chip."""
+    """Serves cells with one recurrent product, and adjoints, in 16-bit types on Hopper, where weights fit on chip."""
 
     name = "persistent_wide"
     revision = 1

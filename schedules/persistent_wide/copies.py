@@ -3,8 +3,7 @@
 Warp r fills ring r, or all four of them the only one, each some of its stages: while a warp waits for a counter, it
 cannot fill a stage that another lane waits for. Lane p has the chunk that is multiplied at position p, or at the p-th
 position whose chunk goes through the warp's stages. The chunks begin with another one in every set of blocks, so that
-not all read the same part of L2 at once.
-"""
+not all read the same part of L2 at once."""
 
 from __future__ import annotations
 
@@ -142,8 +141,7 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
 
 
 def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
-    """Weights that do not fit on the chip: a warp for each ring brings them in every step, chunk by chunk, by bulk
-    copies.
+    """Weights that do not fit on the chip: a warp for each ring brings them in every step, a bulk copy for each chunk.
 
     Whose weights come next is known ahead, whatever the state is. So they go through slots of their own, apart from
     stages of state: while a step waits for state, the weights of its first streamed chunks arrive. A slot is written
@@ -154,8 +152,7 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
     Weights beyond what L2 holds would drive each other out of it: read in the same order in every step, none would be
     there when it is read again. So the first ones of a step are asked to stay, and the others to go first.
 
-    Emits one thread's whole life: all streamed chunks of a ring, step after step.
-    """
+    Emits one thread's whole life: all streamed chunks of a ring, step after step."""
     T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
     count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
     policies = T.local("policies", (2,), "uint64")

@@ -1,9 +1,8 @@
 """How state travels between blocks: chunks of operand B, counted as they are written.
 
-A group's state lies in global memory (L2) as chunks of 64 values of K: a row of 128 bytes for each batch
-row, whose 16-byte pieces are exchanged by row (wgmma's 128-byte swizzle). One bulk copy brings a chunk
-where products read it. Where products have several operands, K is one behind the other, each of whole chunks. There
-are two slots, and one counter for each chunk.
+A group's state lies in global memory (L2) as chunks of 64 values of K: a row of 128 bytes for each batch row, whose
+16-byte pieces are exchanged by row (wgmma's 128-byte swizzle). One bulk copy brings a chunk where products read it. Of
+several operands K is one behind the other, each of whole chunks. There are two slots, and a counter for each chunk.
 
 Step t reads slot t % 2 and writes slot (t + 1) % 2. A block has written its part of a chunk when all its
 threads have: store; proxy fence; barrier of the block; add (release). A chunk of W writers is complete for step t
@@ -12,18 +11,15 @@ when its counter is at least W t. Who copies it: load (acquire) of the counter, 
 * The counter says what it should. A block adds for step t + 1 after it has read all of step t, to which
   every writer of every chunk has added. So all of them have added t times when one adds for the
   t + 1st time, and the counter is never above W (t + 1) before all have.
-* The copy sees what was written: stores, barrier and release on one side, acquire and copy on the
-  other are ordered by causality, with a fence between the generic and the asynchronous proxy on that path,
-  on either side of it.
-* Nobody overwrites what is still read. At step t a block writes slot (t + 1) % 2, which had the state of
-  step t - 1. It has read all of step t, and each block of the group wrote a part of that after all its
-  threads had passed a barrier behind their products of step t - 1; these had waited for the mbarriers
-  which those copies complete. So all reads of step t - 1 were done.
+* The copy sees what was written: stores, barrier and release on one side, acquire and copy on the other are ordered by
+  causality, with a fence between the generic and the asynchronous proxy on that path, on either side of it.
+* Nobody overwrites what is still read. At step t a block writes slot (t + 1) % 2, which had the state of step t - 1. It
+  has read all of step t, and each block of the group wrote a part of that once all its threads had passed a barrier
+  behind their products of step t - 1; these had waited for the mbarriers that those copies complete.
 * Where blocks share K (``Parcels``), "a block has read all of step t" is true of the blocks of its set together: it has
   their sums of step t before it goes on, and these are made of what they have read, as all is that follows.
 * A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``,
-  after its products (wgmma) were waited for.
-"""
+  after its products (wgmma) were waited for."""
 
 from __future__ import annotations
 
@@ -85,8 +81,7 @@ def slot_base(plan: WidePlan, group: Expr, slot: Expr) -> Expr:
 
 
 def word_of(plan: WidePlan, unit: Expr, column: Expr) -> Expr:
-    """Place in a slot of the word that holds ``unit`` (of H, even) and the next one in batch row ``column``, of the
-    first operand."""
+    """Place in a slot of the word of ``unit`` (of H, even) and the next one in row ``column``: of the first operand."""
     chunk, within = unit // DEPTH, unit % DEPTH
     return (chunk * plan.columns + column) * (DEPTH // 2) + (within // 8 ^ column % 8) * 4 + within % 8 // 2
 
@@ -170,8 +165,7 @@ class Parcels:
 
     Every block of a set finishes units, and polls words of every other one.
 
-    Emits what a thread does to get its items' sums of the other parts; items are in pairs of batch rows.
-    """
+    Emits what a thread does to get its items' sums of the other parts; items are in pairs of batch rows."""
 
     def __init__(self, plan: WidePlan, handed: TirBuffer, items: int) -> None:
         self.plan, self.handed = plan, handed

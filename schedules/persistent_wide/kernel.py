@@ -3,16 +3,13 @@
 Blocks form groups, and sets within these; a group serves its own batch rows and holds all recurrent weights, a
 set the rows of ``units`` hidden units, each block of it for a part of K. In every block
 
-* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages in shared
-  memory (``copies.py``);
-* two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared
-  memory (``products.py``), hand the partial sums of units that another block of the set finishes over to it
-  (``exchange.py``), add those of their own, compute the cell's scalars, and write the new state to the
-  exchange first and y afterwards (``Gates``);
+* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages (``copies.py``);
+* two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared memory
+  (``products.py``), hand partial sums of units that another block of the set finishes to that one (``exchange.py``),
+  add those of their own, compute the cell's scalars, and write first the new state, then y (``Gates``);
 * where not all weights fit, a warp for each ring copies the others in every step (``copies.py``).
 
-What registers the copying warpgroup does not need, the multiplying ones get.
-"""
+What registers the copying warpgroup does not need, the multiplying ones get."""
 
 from __future__ import annotations
 
@@ -248,8 +245,7 @@ def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Prim
 
     ``start(T, B, <state>_in ..., vectors, [hoisted,] exchange, counters)``.
 
-    Words beyond H, which pad the last chunks, are zero in both slots, and stay so.
-    """
+    Words beyond H, which pad the last chunks, are zero in both slots, and stay so."""
     with T.kernel("start") as made:
         kernel = declare_start(task, layout, math)
         exchange, counters = T.pointer("exchange", "uint32"), T.pointer("counters", "uint32")

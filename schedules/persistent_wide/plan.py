@@ -68,8 +68,7 @@ class WidePlan:
     lasting : of these, the first ones, which L2 is asked to keep; all: it is asked nothing
     ahead : bytes of streamed weights that a block has on their way at once
     stages : of a ring
-    values : that a thread keeps for each item
-    """
+    values : that a thread keeps for each item"""
 
     hidden: int
     dtype: str

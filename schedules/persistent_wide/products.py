@@ -67,8 +67,7 @@ class Products:
         return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
     def run(self, t: Expr, meanwhile: Callable[[Expr], None]) -> None:
-        """Emits all products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last are under
-        way."""
+        """Emits all products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last ones run."""
         plan = self.plan
         T.note("MMA warpgroups: wait for each chunk's mbarrier (full), wgmma, then hand the stage back (empty)")
         home = self.home if plan.rings > 1 else multiplier() // TEAM
@@ -178,8 +177,7 @@ class Products:
                     T.buffer_store(self.memory.words, value, [here + c * plan.stride])
 
     def _finisher(self, row: Expr) -> tuple[Expr, Expr]:
-        """The number of the block of the set that finishes the unit of a row, and which of its own rows of sums this
-        is."""
+        """The block of the set that finishes the unit of a row, and which of its own rows of sums this is: numbers."""
         plan = self.plan
         units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))
         outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
