@@ -119,19 +119,13 @@ def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
         products = p.pairs * 2 * tiles * plan.tiles * (3 if plan.arithmetic == "float32" else 1)  # of a warp
         polled = plan.slot_words(p) * 4 * plan.rows / plan.columns
         trip = rates.l2_exchange + (0 if plan.units // per_word(plan.dtype) % 8 == 0 else rates.l2_shared_sector)
-        arrival += (trip + POLLED * polled + POLLED_MORE * max(0.0, polled - NARROW)
-                    + POLL * (plan.turns(p) - 1))
+        arrival += trip + POLLED * polled + POLLED_MORE * max(0.0, polled - NARROW) + POLL * (plan.turns(p) - 1)
         multiplied += (products * (TILE * plan.warps / 4 + TILE_TURN * ceil_div(plan.warps, 4))
                        + SHARED * plan.shared_weight_words(p) * 4
-                       + (STREAMED_RING if p.slots else STREAMED) * _streamed(plan, p) + _unpacked(plan, p))
+                       + (STREAMED_RING if p.slots else STREAMED) * plan.streamed_bytes(p) + _unpacked(plan, p))
         computed += (ADDED * plan.warps * plan.rows * tiles * 64
                      + plan.items * (ITEM + ITEM_SUM * plan.warps * p.gates + (ITEM_EXACT if exact else 0)))
     return arrival, multiplied, computed + summing(plan)
-
-
-def _streamed(plan: PersistentPlan, p: PhasePlan) -> int:
-    """Bytes of weights of a phase that a block reads from L2 in every step."""
-    return plan.warps * p.streamed_pairs * p.octets(plan.units) * plan.octet_words * 4
 
 
 def _unpacked(plan: PersistentPlan, p: PhasePlan) -> float:
@@ -170,7 +164,7 @@ def cluster_stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float,
         products = p.pairs * 2 * ceil_div(p.octets(plan.units), 2) * plan.tiles  # of a warp
         arrival += rates.cluster_exchange + SENT * plan.items * plan.gate_warps * plan.blocks * p.operands
         multiplied += (products * (CLUSTER_TILE * ceil_div(plan.warps, 4) + split)
-                       + CLUSTER_SHARED * plan.shared_weight_words(p) * 4 + STREAMED * _streamed(plan, p)
+                       + CLUSTER_SHARED * plan.shared_weight_words(p) * 4 + STREAMED * plan.streamed_bytes(p)
                        + _unpacked(plan, p))
         computed += p.gates * (GATE + GATE_SUM * plan.warps * plan.items)
     return arrival, multiplied, computed + summing(plan)

@@ -67,21 +67,16 @@ class ProjectionWorkers:
     @staticmethod
     def declare(task: Task, layout: Hoisted) -> dict[str, TirBuffer]:
         """The arguments that only this part has."""
-        return {**job_of(task).declare_inputs(HoistedValues(task, layout)),
-                "ready": T.pointer("ready", "uint32")}
+        return {**job_of(task).declare_inputs(HoistedValues(task, layout)), "ready": T.pointer("ready", "uint32")}
 
     def work(self, worker: Expr, thread: Expr, shared: TirBuffer) -> None:
         """A worker block's whole life; for its first ``THREADS`` threads."""
-
-        def barrier() -> None:
-            named_barrier_sync(BARRIER, THREADS)
-
         def done(group: Expr) -> None:
             fence_gpu()
             red_release(self.arguments["ready"].ptr_to([group]))
 
         T.note("projection CTAs: tiles of the input's product for later steps; a counter says how many are done")
-        epilogue = HoistedValues(self.task, self.hoisted)
+        epilogue, barrier = HoistedValues(self.task, self.hoisted), partial(named_barrier_sync, BARRIER, THREADS)
         team = Team(job_of(self.task), self.shape, epilogue, self.arguments, shared, thread, barrier)
         team.run(self.first, self.rows, worker, self.plan.workers, done)
 
@@ -110,8 +105,7 @@ class Gates(GateThreads):
         if plan.heads > 1:
             self.head_first = T.let("head_first", group % plan.heads * plan.own)
             rows, first = T.let("rows_group", group // plan.heads), T.let("first", self.head_first + first)
-        super().__init__(kernel, share, rows, first, thread,
-                         None if plan.lanes == plan.units else plan.units)
+        super().__init__(kernel, share, rows, first, thread, None if plan.lanes == plan.units else plan.units)
         self.plan, self.carrier, self.shared, self.beside, self.early = plan, carrier, shared, beside, kernel.early
         if plan.lanes != plan.units:  # the others read the partial sums of a unit that there is
             self.local = [T.let("local", T.Select(mine, unit, 0))

@@ -255,10 +255,14 @@ class PersistentPlan(NamedTuple):
         """Words of shared memory of a phase's rings, and of an mbarrier for each slot."""
         return self.warps * phase.slots * (phase.octets(self.units) * self.octet_words + BARRIER // 4)
 
+    def streamed_bytes(self, phase: PhasePlan) -> int:
+        """Bytes of a phase's weights that a block reads from L2 in every step."""
+        return self.warps * phase.streamed_pairs * phase.octets(self.units) * self.octet_words * 4
+
     @property
     def streamed(self) -> int:
-        """Bytes of weights that a block reads from L2 in every step."""
-        return sum(self.warps * p.streamed_pairs * p.octets(self.units) * self.octet_words * 4 for p in self.phases)
+        """Those of all phases."""
+        return sum(map(self.streamed_bytes, self.phases))
 
     @property
     def ring(self) -> int:
@@ -330,29 +334,25 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
     """The plan of a configuration, or with other ``chains`` or ``ahead``; it need not fit, ``check`` says that."""
     w = task.workload
     chains, ahead = chains or knobs.chains, knobs.ahead if ahead is None else ahead
-    groups, units, heads = knobs.groups, knobs.units, most_heads(task.graph)
-    warps = knobs.warps
-    phases = []
-    for phase in task.graph.product_phases:
+    groups, units, warps, graph = knobs.groups, knobs.units, knobs.warps, task.graph
+    phases, heads = [], most_heads(graph)
+    for phase in graph.product_phases:
         interleave = _interleave(len(phase.products), knobs.interleave)
         gates = ceil_div(len(phase.products), interleave) * interleave
         exchanged = columns_of(phase, w.hidden)
-        pairs_of_state = ceil_div(words(exchanged, w.dtype), PAIR)
-        warp_pairs = ceil_div(pairs_of_state, warps)
+        warp_pairs = ceil_div(ceil_div(words(exchanged, w.dtype), PAIR), warps)
         pairs = len(phase.operands) * warp_pairs
         registers = ceil_div(pairs * knobs.registers, 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs, exchanged))
     rows, blocks, groups = ceil_div(w.batch, groups), ceil_div(w.hidden // heads, units), groups * heads
-    cluster, statistics = knobs.carrier == "cluster", len(task.graph.statistics)
+    cluster = knobs.carrier == "cluster"
     plan = PersistentPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, stored=w.stored, groups=groups, blocks=blocks,
         units=units, rows=rows, warps=warps, gate_warps=knobs.gate_warps, chains=chains, ahead=ahead,
-        workers=0 if ahead == 100 else task.device.cores - groups * blocks,
-        fences="rare" if cluster else knobs.fences, cluster=cluster,
-        sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
-        kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + mask_values(task) + 4 * statistics
-        + 4 * len(task.graph.hoisted_statistics)
-        + (sum(len(p.products) for p in task.graph.product_phases) if w.weights else 0),
+        workers=0 if ahead == 100 else task.device.cores - groups * blocks, fences="rare" if cluster else knobs.fences,
+        cluster=cluster, sums=tuple(len(p.statistics) for p in graph.phases if p.statistics),
+        kept=len(graph.states) + 2 * len(graph.hoisted_outputs) + mask_values(task) + 4 * len(graph.statistics)
+        + 4 * len(graph.hoisted_statistics) + (sum(len(p.products) for p in graph.product_phases) if w.weights else 0),
         phases=tuple(phases), knobs=knobs, heads=heads)
     pair_bytes = [4 * plan.warps * p.octets(units) * plan.octet_words for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]

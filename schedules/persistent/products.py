@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.fragments import multiply_pair, zeros
@@ -85,8 +86,7 @@ class Stream:
             with T.when(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))):
                 self._copy(T.let("next", T.Select(follows, q + slots, slot)))
             return
-        wanted = self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)
-        with T.when(wanted):
+        with T.when(self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)):
             self._copy(q + slots if follows else slot)
 
     def _copy(self, q: Expr) -> None:
@@ -271,10 +271,4 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Carrie
         for q in range(first, end, polled):
             turn(q, q, min(polled, end - q))
 
-    def total(m: int, n: int, i: int) -> Expr:
-        value = acc[0, m, n, i]
-        for c in range(1, chains):
-            value = value + acc[c, m, n, i]
-        return value
-
-    return total
+    return lambda m, n, i: reduce(operator.add, [acc[c, m, n, i] for c in range(chains)])
