@@ -32,13 +32,7 @@ from ecornn.schedules.cuda.pipeline import ClusterPipeline
 from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.plan import BlockPlan
-from ecornn.schedules.persistent_block.products import (
-    MultiplyAdds,
-    Products,
-    TensorProducts,
-    WarpgroupProducts,
-    exchanged,
-)
+from ecornn.schedules.persistent_block.products import KINDS, Products, TensorProducts, exchanged
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -330,7 +324,6 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
         if plan.shares > 1:
             share, group = T.let("share", group % plan.shares), T.let("row_group", group // plan.shares)
         with T.when(group * plan.rows < kernel.batch):
-            kinds: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}
-            products = kinds[plan.products](task, plan, shared, weights, thread, rank, share)
+            products = KINDS[plan.products](task, plan, shared, weights, thread, rank, share)
             Gates(kernel, plan, products, group, thread).run()
     return made()
