@@ -13,7 +13,7 @@ from ecornn.schedules.cuda.isa.memory import fence_async_global, l2_policy, ld_a
 from ecornn.schedules.cuda.isa.registers import opaque
 from ecornn.schedules.cuda.isa.threads import ballot, sync_active, sync_warp
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
-from ecornn.schedules.persistent_wide.exchange import BlockRole, counter_of, slot_base, writers
+from ecornn.schedules.persistent_wide.exchange import BlockRole, writers
 from ecornn.schedules.persistent_wide.plan import DEPTH, LANES, SLOTS, WidePlan
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -81,15 +81,14 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
     else:
         ring, keep = 0, opaque
         with T.when(warp == 0):
-            _weights(plan, memory, role, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)),
-                     weights)
+            _weights(plan, memory, role, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)), weights)
         stage, turn = keep("stage", warp + lane % each * plan.copiers), keep("turn", lane // each)
         position = keep("position", turn * S + stage)
         mine, every = T.And(stage < S, position < C), (1 << 32) - 1  # a lane without a chunk never waits
         chunk = keep("chunk", chunk_at(plan, role, ring, position))
     state = memory.state(ring)
     uses = T.let("uses", state.uses(stage, C))  # of the stage, in a step
-    counter = counters.ptr_to([keep("counter", counter_of(plan, role.group, chunk))])
+    counter = counters.ptr_to([keep("counter", role.counter(chunk))])
     needed = keep("needed", writers(plan, chunk))
     count, waiting, issued = (T.local(name, (1,), "uint32") for name in ("count", "waiting", "issued"))
     T.note("producer: bulk copies of the state's chunks into free stages, as soon as all CTAs have counted them")
@@ -98,7 +97,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         T.buffer_store(waiting, T.cast(mine, "uint32"), [0])
         T.buffer_store(issued, T.uint32(0), [0])
         use = Use(stage, T.let("parity", parity_of(t * uses + turn)))
-        source = keep("source", slot_base(plan, role.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
+        source = keep("source", role.slot(t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != T.uint32(every)):
             with T.when(waiting[0] != T.uint32(0)):
                 with T.when(T.cast(count[0], "int32") < t * needed):

@@ -48,12 +48,23 @@ class BlockRole:
         group, within = T.let("group", block // plan.blocks), T.let("within", block % plan.blocks)
         if plan.parts == 1:
             return cls(plan, group, within, 0)
-        return cls(plan, group, opaque("member", within // plan.parts),
-                   opaque("part", within % plan.parts))
+        return cls(plan, group, opaque("member", within // plan.parts), opaque("part", within % plan.parts))
 
     def anew(self) -> BlockRole:
         """The same role, worked out again: no register keeps it, or what follows from it."""
         return BlockRole.of(self.plan, special_register("ctaid"))
+
+    def slot(self, number: Expr) -> Expr:
+        """First word of a slot of its group's exchange."""
+        return (self.group * SLOTS + number) * self.plan.slot_words
+
+    def counter(self, chunk: Expr) -> Expr:
+        """Place of the counter of a chunk of its group."""
+        return (self.group * self.plan.counters + chunk) * SPACING
+
+    def handed(self, step: Expr) -> Expr:
+        """First word of the sums of its set in a step."""
+        return ((self.group * self.plan.sets + self.member) * HANDED + step % HANDED) * self.plan.handed_words
 
     @property
     def first(self) -> Expr:
@@ -75,20 +86,10 @@ def multiplier() -> Expr:
     return T.let("multiplier", T.bitwise_and(special_register("tid") - TEAM, 511))
 
 
-def slot_base(plan: WidePlan, group: Expr, slot: Expr) -> Expr:
-    """First word of a group's slot."""
-    return (group * SLOTS + slot) * plan.slot_words
-
-
 def word_of(plan: WidePlan, unit: Expr, column: Expr) -> Expr:
     """Place in a slot of the word of ``unit`` (of H, even) and the next one in row ``column``: of the first operand."""
     chunk, within = unit // DEPTH, unit % DEPTH
     return (chunk * plan.columns + column) * (DEPTH // 2) + (within // 8 ^ column % 8) * 4 + within % 8 // 2
-
-
-def operand_words(plan: WidePlan) -> int:
-    """Words from an operand to the next one in a slot."""
-    return plan.reach * plan.columns * (DEPTH // 2)
 
 
 def place_of(plan: WidePlan, word: Expr) -> tuple[Expr, Expr, Expr]:
@@ -98,11 +99,6 @@ def place_of(plan: WidePlan, word: Expr) -> tuple[Expr, Expr, Expr]:
     if plan.operands > 1:
         chunk, operand = chunk % plan.reach, chunk // plan.reach
     return chunk * DEPTH + (within // 4 ^ column % 8) * 8 + within % 4 * 2, column, operand
-
-
-def counter_of(plan: WidePlan, group: Expr, chunk: Expr) -> Expr:
-    """Place of a chunk's counter."""
-    return (group * plan.counters + chunk) * SPACING
 
 
 def writers(plan: WidePlan, chunk: Expr) -> Expr:
@@ -119,11 +115,6 @@ def writers(plan: WidePlan, chunk: Expr) -> Expr:
 
 
 UNWRITTEN = 0xFF  # a byte of what words begin with
-
-
-def handed_slot(plan: WidePlan, role: BlockRole, step: Expr) -> Expr:
-    """First word of the sums of a set in a step."""
-    return ((role.group * plan.sets + role.member) * HANDED + step % HANDED) * plan.handed_words
 
 
 def handed_word(plan: WidePlan, finisher: Expr, other: Expr, column: Expr, row: Expr) -> Expr:
@@ -181,7 +172,7 @@ class Parcels:
         """Loads all words, again and again until all have the step's tag."""
         T.note("gates: poll L2 for the partial sums of CTAs that share K, until their tags are the step's")
         tag = handed_tag(t)
-        firsts = [opaque("sums_at", handed_slot(self.plan, self.role, t) + place) for place in self.places]
+        firsts = [opaque("sums_at", self.role.handed(t) + place) for place in self.places]
         every = [(i, other, k) for i in range(self.pairs) for other in range(self.plan.parts - 1)
                  for k in range(2 * self.plan.gates)]
         for word in every:

@@ -227,14 +227,18 @@ class WidePlan:
     @property
     def registers(self) -> int:
         """Estimate of a multiplying thread's registers; gate math has the accumulators' once more."""
-        return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2
-                + self.share.items * self.values + SPARE_REGISTERS[self.rings]
-                + (MORE_SPARE if self.streamed else 0))
+        return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2 + self.share.items * self.values
+                + SPARE_REGISTERS[self.rings] + (MORE_SPARE if self.streamed else 0))
 
     @property
     def slot_words(self) -> int:
         """Words of one slot of a group's exchange."""
         return self.counters * self.columns * DEPTH // 2
+
+    @property
+    def operand_words(self) -> int:
+        """Words from an operand to the next one in a slot."""
+        return self.reach * self.columns * (DEPTH // 2)
 
     @property
     def counters(self) -> int:
@@ -287,8 +291,7 @@ def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     w, graph = task.workload, task.graph
     (phase,) = graph.phases
     gates, operands = len(phase.products), len(phase.operands)
-    groups, units = knobs.groups, knobs.units
-    parts, row_teams = knobs.parts, knobs.row_teams
+    groups, units, parts, row_teams = knobs.groups, knobs.units, knobs.parts, knobs.row_teams
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
     chunks = ceil_div(operands * ceil_div(w.hidden, DEPTH), rings * parts)
     masks = mask_values(task)
@@ -303,8 +306,7 @@ def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=ceil_div(w.hidden, units),
                 parts=parts, units=units, rows=ceil_div(w.batch, groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=ceil_div(chunks * knobs.registers, 100),
-                stages=1, values=values, knobs=knobs, streamed=streamed,
-                lasting=streamed * knobs.lasting // 100,
+                stages=1, values=values, knobs=knobs, streamed=streamed, lasting=streamed * knobs.lasting // 100,
                 ahead=knobs.ahead << 10)
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))

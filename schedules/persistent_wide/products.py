@@ -19,14 +19,7 @@ from ecornn.schedules.cuda.isa.wgmma import (
 )
 from ecornn.schedules.cuda.pipeline import Use
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
-from ecornn.schedules.persistent_wide.exchange import (
-    BlockRole,
-    hand_over,
-    handed_slot,
-    handed_tag,
-    handed_word,
-    multiplier,
-)
+from ecornn.schedules.persistent_wide.exchange import BlockRole, hand_over, handed_tag, handed_word, multiplier
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, WidePlan
 
 STEPS = DEPTH // 16  # products of a chunk and tile
@@ -146,7 +139,7 @@ class Products:
         plan, role, thread = self.plan, self.role, multiplier()
         warp, lane, found = T.let("warp", thread % TEAM // 32), T.let("lane", thread % 32), []
         column = T.let("column", lane % 4 * 2)
-        slot = opaque("slot", handed_slot(plan, role, t)) if plan.parts > 1 else None
+        slot = opaque("slot", role.handed(t)) if plan.parts > 1 else None
         self.tag = handed_tag(t)
         for m in range(plan.own_tiles):
             for half in range(2):
@@ -169,8 +162,7 @@ class Products:
             if there is not None:
                 with T.when(whose < 0):
                     for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
-                        to = there + handed_word(plan, 0, 0, c, 0)
-                        hand_over(handed, to, [first, second], self.tag)
+                        hand_over(handed, there + handed_word(plan, 0, 0, c, 0), [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
             with T.when(whose > 0):
                 for c, value in every:
