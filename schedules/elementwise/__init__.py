@@ -58,10 +58,8 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
         arguments |= kept.arguments(w.dtype) | row_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(cut.threads)
-        ring = None
-        if graph.hoisted_outputs:
-            # (slot, piece, thread, word of the piece)
-            ring = T.shared(ring_words(cut.prefetch, hoisted, cut.threads, cut.units))
+        # (slot, piece, thread, word of the piece)
+        ring = T.shared(ring_words(cut, hoisted)) if graph.hoisted_outputs else None
         item = T.let("item", block * cut.threads + thread)
         row = T.let("row", item // columns)
         T.note("a thread takes its units of one batch row through all steps")
@@ -72,9 +70,9 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
     return made()
 
 
-def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int:
+def ring_words(cut: ElementwiseKnobs, hoisted: Hoisted) -> int:
     """Words of a block's ring in shared memory."""
-    return prefetch * threads * hoisted.words(units)
+    return cut.prefetch * cut.threads * hoisted.words(cut.units)
 
 
 class _Units:
@@ -85,10 +83,9 @@ class _Units:
         """``ring``: the block's shared memory, where there are hoisted values."""
         task, hoisted, batch, count, group = kernel.task, kernel.hoisted, kernel.batch, cut.units, cut.group
         self.task, self.graph, self.math, self.arguments = task, task.graph, kernel.math, kernel.arguments
-        self.count, self.group, self.ring, self.thread = count, group, ring, thread
-        self.threads, self.prefetch, self.hoisted = cut.threads, cut.prefetch, hoisted
-        self.row, self.unit, self.kept = row, unit, kernel.kept
-        self.steps, self.timeline = kernel.steps, kernel.timeline
+        self.hoisted, self.kept, self.steps, self.timeline = hoisted, kernel.kept, kernel.steps, kernel.timeline
+        self.count, self.group, self.threads, self.prefetch = count, group, cut.threads, cut.prefetch
+        self.ring, self.thread, self.row, self.unit = ring, thread, row, unit
         w, place = task.workload, task.traversal
         self.states = T.local("states", (len(self.graph.states), count), "float32")  # (state, unit)
         self.inputs = hoisted.registers(group, units=count)
@@ -101,11 +98,10 @@ class _Units:
         values = self.graph.written * w.hidden
         width, own = place.y_width(values), place.y_offset(values)
         if place.backward:
-            width, own = self.task.row or len(self.graph.outputs) * w.hidden, 0
+            width, own = task.row or len(self.graph.outputs) * w.hidden, 0
         self.output = T.let("y_first", first * width + (unit + own))
         self.outputs_apart = T.let("y_apart", apart * width)
-        if self.kept:
-            self.kept_first, self.kept_apart = self.output, self.outputs_apart  # where y has no other direction
+        self.kept_first, self.kept_apart = self.output, self.outputs_apart  # where y has no other direction
         if self.kept and width > w.hidden:
             self.kept_first = T.let("kept_first", first * w.hidden + unit)
             self.kept_apart = T.let("kept_apart", apart * w.hidden)
@@ -236,8 +232,7 @@ class _Units:
         elif dtype == "float32":
             st_global(into.ptr_to([at]), values, "f32")
         else:
-            words = [pack_pair(values[e], values[e + 1], dtype) for e in range(0, self.count, 2)]
-            st_global(into.ptr_to([at]), words)
+            st_global(into.ptr_to([at]), [pack_pair(values[e], values[e + 1], dtype) for e in range(0, self.count, 2)])
 
 
 UNITS, THREADS = (1, 2, 4), (32, 64, 128, 256)
@@ -315,11 +310,11 @@ class Elementwise(Schedule[ElementwiseKnobs]):
 
     def features(self, task: Task, plan: ElementwiseKnobs) -> dict[str, float]:
         w, threads, blocks = task.workload, plan.threads, _blocks(task, plan)
+        units = w.batch * w.hidden
         return {
             "blocks": blocks, "waves": blocks / task.device.cores, "warps": blocks * threads / 32 / task.device.cores,
-            "waste": blocks * threads * plan.units / (w.batch * w.hidden), "bytes": _step_bytes(task, plan),
-            "in_flight": plan.prefetch * w.batch * w.hidden * len(task.graph.hoisted_outputs)
-            * _input_bytes(task, plan),
+            "waste": blocks * threads * plan.units / units, "bytes": _step_bytes(task, plan),
+            "in_flight": plan.prefetch * units * len(task.graph.hoisted_outputs) * _input_bytes(task, plan),
             "registers": _registers(task, plan), "shared": _shared(task, plan), "scalars": _scalars(task, plan),
             "estimate": estimate(task, plan)}
 
@@ -387,8 +382,7 @@ def _registers(task: Task, plan: ElementwiseKnobs) -> int:
 
 def _shared(task: Task, plan: ElementwiseKnobs) -> int:
     """Bytes of a block's shared memory."""
-    return 4 * ring_words(plan.prefetch, hoisted_of(task, plan.hoisted), plan.threads,
-                          plan.units)
+    return 4 * ring_words(plan, hoisted_of(task, plan.hoisted))
 
 
 def _blocks(task: Task, plan: ElementwiseKnobs) -> int:
