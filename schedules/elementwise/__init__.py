@@ -309,14 +309,13 @@ class Elementwise(Schedule[ElementwiseKnobs]):
         return estimate(task, self.plan(task, self.default(task)))
 
     def features(self, task: Task, plan: ElementwiseKnobs) -> dict[str, float]:
-        w, threads, blocks = task.workload, plan.threads, _blocks(task, plan)
+        w, threads, cores, blocks = task.workload, plan.threads, task.device.cores, _blocks(task, plan)
         units = w.batch * w.hidden
-        return {
-            "blocks": blocks, "waves": blocks / task.device.cores, "warps": blocks * threads / 32 / task.device.cores,
-            "waste": blocks * threads * plan.units / units, "bytes": _step_bytes(task, plan),
-            "in_flight": plan.prefetch * units * len(task.graph.hoisted_outputs) * _input_bytes(task, plan),
-            "registers": _registers(task, plan), "shared": _shared(task, plan), "scalars": _scalars(task, plan),
-            "estimate": estimate(task, plan)}
+        return {"blocks": blocks, "waves": blocks / cores, "warps": blocks * threads / 32 / cores,
+                "waste": blocks * threads * plan.units / units, "bytes": _step_bytes(task, plan),
+                "in_flight": plan.prefetch * units * len(task.graph.hoisted_outputs) * _input_bytes(task, plan),
+                "registers": _registers(task, plan), "shared": _shared(task, plan), "scalars": _scalars(task, plan),
+                "estimate": estimate(task, plan)}
 
     def recurrence(self, task: Task, plan: ElementwiseKnobs, kept: Stored = NOTHING) -> Component:
         """The recurrence of a layer that stores what is ``kept`` besides; or of an adjoint: from ``hoisted``, as

@@ -83,10 +83,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         late = task.traversal.backward or graph.hoisted_statistics or late_operands(graph)
         wide = any(len(p.products) == 3 for p in graph.product_phases)
         small = plans.unit_step(task, 4 if wide else 0)
+        sizes = [u for u in range(128 // small * small, 0, -small) if heads == 1 or w.hidden // heads % u == 0]
         # of those that make the same number of blocks, the fewest
-        units = tuple({ceil_div(w.hidden, u): u for u in range(128 // small * small, 0, -small)
-                       if ceil_div(w.hidden, u) <= task.device.cores and (heads == 1 or w.hidden // heads % u == 0)
-                       }.values())
+        units = tuple({ceil_div(w.hidden, u): u for u in sizes if ceil_div(w.hidden, u) <= task.device.cores}.values())
         groups = {ceil_div(w.batch, rows) for rows in ROWS}
         scarce = self._weights(task) > HELD * task.device.cores
         if clusters := self._clusters(task, units):
@@ -111,8 +110,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         heads = most_heads(task.graph)
         own = task.workload.hidden // heads
         return (Persistent._weights(task) <= heads * LARGEST * HELD
-                and min(units, default=own) < own <= LARGEST * max(units)
-                and task.device.clusters(LARGEST) > 0)
+                and min(units, default=own) < own <= LARGEST * max(units) and task.device.clusters(LARGEST) > 0)
 
     @staticmethod
     def _weights(task: Task) -> int:
@@ -131,7 +129,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _unplaced(task: Task, knobs: PersistentKnobs) -> str | None:
-        """None, or why blocks of ``units`` in so many ``groups`` are not on the chip at once, or not carried so."""
+        """None, or why blocks of ``units`` in ``groups`` are not on the chip at once, or not carried that way."""
         device, w = task.device, task.workload
         units, groups, heads = knobs.units, knobs.groups, most_heads(task.graph)
         own = w.hidden // heads

@@ -85,7 +85,8 @@ def parts_of(task: Task, plan: PersistentPlan) -> dict[str, float]:
 
 
 def gathered(plan: PersistentPlan, rates: GPURates) -> float:
-    """Nanoseconds of a step's recurrence whose products have several operands: so much to wait for that warps count."""
+    """Nanoseconds of a step's recurrence whose products have several operands: a warp has so much to wait for that the
+    number of warps counts."""
     time = recurrence(plan, rates)
     several = [p for p in plan.phases if p.operands > 1]
     polled = sum(plan.slot_words(p) * 4 * plan.rows / plan.columns for p in several)

@@ -12,7 +12,7 @@ completely, the owner of a word wipes it in slot (t - 1) % R, to be written agai
 * Nobody still needs what is wiped: the block has the words that every other block wrote once it had read slot t - 1.
 * Nobody takes old data for new. The reader of a word in step t + R - 1 has, in the same thread, read the same word in
   an earlier step, which its owner wrote after a fence behind the wipe of step t, and has had a fence itself since.
-  Wipe, fence, write; read, fence, read: release and acquire patterns of the PTX memory model, so the wipe comes first.
+  Wipe, fence, write; read, fence, read: release and acquire patterns of PTX, so the wipe happens before the poll.
 
 A fence waits for all that its thread has under way, a fifth of a step. Owners have one at the end of step t where
 ``PersistentPlan.released`` says so: in every step, or in one of R - 4. Behind the wipe of step t comes one at the end
@@ -326,8 +326,7 @@ class Cluster(Carrier):
                      else pack_pair(value, neighbour, self.plan.dtype))
 
     def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        """The same of values that may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
-        a constant where that is reinterpreted."""
+        """The same of values that may be 0 everywhere, beyond H: TVM prints the address of a constant reinterpreted."""
         return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:

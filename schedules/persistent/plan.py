@@ -33,32 +33,21 @@ SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and a
 
 
 class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a sixth of a dataclass's time
-    """One recurrent product of the step.
+    """One recurrent product of the step."""
 
-    Attributes
-    ----------
-    gates : rows a unit has, padded to ``interleave``
-    interleave : gates of one unit that stand in neighbouring rows (1, 2, 4 or 8)
-    operands : exchanged vectors that the product reads
-    warp_pairs : pairs of k-tiles of one operand that a warp owns
-    register_pairs : of a warp's ``operands * warp_pairs`` pairs, those with weights in registers, behind the streamed
-    shared_pairs : the following ones, with weights in shared memory
-    polled_pairs : pairs of state that a warp waits for and multiplies at a time
-    units : of the operands that are exchanged: those of a group, or the first ones of narrow products
-    slots : of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: they go straight into registers"""
-
-    gates: int
-    interleave: int
-    operands: int
-    warp_pairs: int
-    register_pairs: int
-    shared_pairs: int
-    polled_pairs: int
-    units: int
-    slots: int = 0
+    gates: int  # rows a unit has, padded to ``interleave``
+    interleave: int  # gates of one unit that stand in neighbouring rows (1, 2, 4 or 8)
+    operands: int  # exchanged vectors that the product reads
+    warp_pairs: int  # pairs of k-tiles of one operand that a warp owns
+    register_pairs: int  # of a warp's ``pairs``, those with weights in registers, behind the streamed
+    shared_pairs: int  # the following ones, with weights in shared memory
+    polled_pairs: int  # pairs of state that a warp waits for and multiplies at a time
+    units: int  # of the operands that are exchanged: those of a group, or the first ones of narrow products
+    slots: int = 0  # of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: these go into registers
 
     @property
     def pairs(self) -> int:
+        """Pairs of k-tiles of all operands that a warp owns."""
         return self.operands * self.warp_pairs
 
     @property

@@ -98,20 +98,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The places of a phase's weights.
+    """The places of a phase's weights."""
 
-    Attributes
-    ----------
-    held : of a lane, in registers: (pairs * octets, words of each)
-    words, place : the block's shared memory, uint32, and where those of the phase begin
-    source : in memory, packed
-    stream : the ring through which the others come, if they do not come straight into registers"""
-
-    held: TirBuffer
-    words: TirBuffer
-    place: int
-    source: TirBuffer
-    stream: Stream | None
+    held: TirBuffer  # those in a lane's registers: (pairs * octets, words of each)
+    words: TirBuffer  # the block's shared memory, uint32
+    place: int  # where those of the phase begin there
+    source: TirBuffer  # all, packed, in memory
+    stream: Stream | None  # the ring through which the others come, if they do not come straight into registers
 
 
 def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Carrier,

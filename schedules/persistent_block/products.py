@@ -23,14 +23,9 @@ from ecornn.schedules.scalars.row_sums import across_lanes
 
 
 class Products(ABC):
-    """Emits them for a thread.
+    """Emits them for a thread."""
 
-    Attributes
-    ----------
-    place : of each item the unit of its head, the batch row of the block, and whether it is this thread's alone
-    head : which one of the block's a thread has units of"""
-
-    head: Expr = 0
+    head: Expr = 0  # which one of the block's the thread has units of
 
     def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
                  rank: Expr, share: Expr) -> None:
@@ -38,7 +33,9 @@ class Products(ABC):
         in its cluster; ``share``: which blocks it is of, or clusters, that have the heads of the same rows."""
         self.task, self.plan, self.thread, self.rank, self.share_of_heads = task, plan, thread, rank, share
         self.shared, self.words, self.sources = shared, shared.view("uint32"), sources
-        self.weights, self.place = list[TirBuffer](), list[tuple[Expr, Expr, Expr]]()
+        self.weights = list[TirBuffer]()
+        # of each item the unit of its head, the batch row of the block, and whether it is this thread's alone
+        self.place = list[tuple[Expr, Expr, Expr]]()
         self._locate()
 
     @abstractmethod

@@ -311,7 +311,6 @@ def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, kept: Stored = NOTH
         buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
     fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
     name = keeping("persistent_wide", kept)
-    functions = {"start": start_kernel(task, plan, layout, math),
-                 name: wide_kernel(task, plan, layout, math, kept)}
+    functions = {"start": start_kernel(task, plan, layout, math), name: wide_kernel(task, plan, layout, math, kept)}
     launch = Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)
     return Component(functions, tuple(buffers), (*fills, start_launch(), launch))

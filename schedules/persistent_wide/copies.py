@@ -105,8 +105,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
                 # a parity says nothing about the use after next: the one before must have been issued
                 before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
-                with T.when(T.And(follows, T.cast(count[0], "int32") >= t * needed)), \
-                        T.when(state.may_acquire(use)):
+                with T.when(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.when(state.may_acquire(use)):
                     # The copies of several lanes issue as one instruction, which a race checker takes for the
                     # first lane's: that one must have seen what the others have waited for.
                     sync_active()

@@ -8,14 +8,14 @@ Step t reads slot t % 2 and writes slot (t + 1) % 2. A block has written its par
 threads have: store; proxy fence; barrier of the block; add (release). A chunk of W writers is complete for step t
 when its counter is at least W t. Who copies it: load (acquire) of the counter, proxy fence, bulk copy.
 
-* The counter says what it should. A block adds for step t + 1 after it has read all of step t, to which
-  every writer of every chunk has added. So all of them have added t times when one adds for the
-  t + 1st time, and the counter is never above W (t + 1) before all have.
+* The counter says what it should. A block adds for step t + 1 after it has read all of step t, to which every writer of
+  every chunk has added. So all have added t times when one adds again: the counter is below W (t + 1) until all have.
 * The copy sees what was written: stores, barrier and release on one side, acquire and copy on the other are ordered by
   causality, with a fence between the generic and the asynchronous proxy on that path, on either side of it.
 * Nobody overwrites what is still read. At step t a block writes slot (t + 1) % 2, which had the state of step t - 1. It
   has read all of step t, and each block of the group wrote a part of that once all its threads had passed a barrier
-  behind their products of step t - 1; these had waited for the mbarriers that those copies complete.
+  behind their products of step t - 1; these had waited for the mbarriers that those copies complete. So all reads of
+  step t - 1 were done.
 * Where blocks share K (``Parcels``), "a block has read all of step t" is true of the blocks of its set together: it has
   their sums of step t before it goes on, and these are made of what they have read, as all is that follows.
 * A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``,

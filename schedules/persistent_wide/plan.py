@@ -52,44 +52,28 @@ class WideKnobs(Knobs):
 
 @dataclass(frozen=True)
 class WidePlan:
-    """The cut: ``groups`` of ``sets`` of ``parts`` blocks, each group with all weights and its own batch rows.
-
-    Attributes
-    ----------
-    operands : vectors of H values that products multiply, which make K: one in a layer, several in an adjoint
-    units, rows : hidden units of a set, batch rows of a group
-    parts : blocks of a set, which share K
-    gates, interleave : rows of weights of a unit; those of them that stand next to each other
-    teams : multiplying warpgroups of a block
-    rings : of stages in a block: one for each team, which share K, or one for all, which share rows
-    chunks : of K, for each ring
-    kept : chunks of a ring whose weights are in registers; the others' are in shared memory
-    streamed : chunks of a ring whose weights get there in every step, see copies.py
-    lasting : of these, the first ones, which L2 is asked to keep; all: it is asked nothing
-    ahead : bytes of streamed weights that a block has on their way at once
-    stages : of a ring
-    values : that a thread keeps for each item"""
+    """The cut: ``groups`` of ``sets`` of ``parts`` blocks, each group with all weights and its own batch rows."""
 
     hidden: int
     dtype: str
-    operands: int
+    operands: int  # vectors of H values that products multiply, which make K: one in a layer, several in an adjoint
     groups: int
     sets: int
-    parts: int
-    units: int
-    rows: int
-    gates: int
-    interleave: int
-    teams: int
-    rings: int
-    chunks: int
-    kept: int
-    stages: int
-    values: int
+    parts: int  # blocks of a set, which share K
+    units: int  # hidden units of a set
+    rows: int  # batch rows of a group
+    gates: int  # rows of weights of a unit
+    interleave: int  # those of them that stand next to each other
+    teams: int  # multiplying warpgroups of a block
+    rings: int  # of stages in a block: one for each team, which share K, or one for all, which share rows
+    chunks: int  # of K, for each ring
+    kept: int  # chunks of a ring whose weights are in registers; the others' are in shared memory
+    stages: int  # of a ring
+    values: int  # that a thread keeps for each item
     knobs: WideKnobs
-    streamed: int = 0
-    lasting: int = 0
-    ahead: int = 0
+    streamed: int = 0  # chunks of a ring whose weights get to shared memory in every step, see copies.py
+    lasting: int = 0  # of these, the first ones, which L2 is asked to keep; all: it is asked nothing
+    ahead: int = 0  # bytes of streamed weights that a block has on their way at once
 
     @property
     def blocks(self) -> int:
