@@ -1,9 +1,7 @@
 """Elementwise: one launch for the sequence of a cell without recurrent products, such as IndRNN and SRU.
 
-Every unit of every batch row is then a recurrence of its own. A thread keeps the states of a few neighbouring units
-in registers from the first step to the last, and copies the inputs of later steps meanwhile. Input products are
-hoisted.
-"""
+Every unit of every batch row is then a recurrence of its own. A thread keeps the states of a few neighbouring units in
+registers from first to last step, and copies inputs of later steps meanwhile. Input products are hoisted."""
 
 from __future__ import annotations
 
@@ -48,8 +46,7 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
     waits for several loads at once.)
 
     ``sequence(T, B, hoisted, vectors, <state>_in, <state>_out, y, lengths, resets)``; of an adjoint's recurrence
-    ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too.
-    """
+    ``outputs`` in place of y; ``sequence_keeping`` stores what is ``kept``, too."""
     graph, w, hoisted, math = task.graph, task.workload, hoisted_of(task, cut.hoisted), cut.math
     columns = w.hidden // cut.units
     kinds = {"hoisted": hoisted.dtype} if graph.hoisted_outputs else {}
@@ -61,10 +58,8 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
         arguments |= kept.arguments(w.dtype) | row_arguments(task.traversal)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(cut.threads)
-        ring = None
-        if graph.hoisted_outputs:
-            # (slot, piece, thread, word of the piece)
-            ring = T.shared(ring_words(cut.prefetch, hoisted, cut.threads, cut.units))
+        # (slot, piece, thread, word of the piece)
+        ring = T.shared(ring_words(cut, hoisted)) if graph.hoisted_outputs else None
         item = T.let("item", block * cut.threads + thread)
         row = T.let("row", item // columns)
         T.note("a thread takes its units of one batch row through all steps")
@@ -75,9 +70,9 @@ def sequence_kernel(task: Task, cut: ElementwiseKnobs, blocks: int, kept: Stored
     return made()
 
 
-def ring_words(prefetch: int, hoisted: Hoisted, threads: int, units: int) -> int:
+def ring_words(cut: ElementwiseKnobs, hoisted: Hoisted) -> int:
     """Words of a block's ring in shared memory."""
-    return prefetch * threads * hoisted.words(units)
+    return cut.prefetch * cut.threads * hoisted.words(cut.units)
 
 
 class _Units:
@@ -88,10 +83,9 @@ class _Units:
         """``ring``: the block's shared memory, where there are hoisted values."""
         task, hoisted, batch, count, group = kernel.task, kernel.hoisted, kernel.batch, cut.units, cut.group
         self.task, self.graph, self.math, self.arguments = task, task.graph, kernel.math, kernel.arguments
-        self.count, self.group, self.ring, self.thread = count, group, ring, thread
-        self.threads, self.prefetch, self.hoisted = cut.threads, cut.prefetch, hoisted
-        self.row, self.unit, self.kept = row, unit, kernel.kept
-        self.steps, self.timeline = kernel.steps, kernel.timeline
+        self.hoisted, self.kept, self.steps, self.timeline = hoisted, kernel.kept, kernel.steps, kernel.timeline
+        self.count, self.group, self.threads, self.prefetch = count, group, cut.threads, cut.prefetch
+        self.ring, self.thread, self.row, self.unit = ring, thread, row, unit
         w, place = task.workload, task.traversal
         self.states = T.local("states", (len(self.graph.states), count), "float32")  # (state, unit)
         self.inputs = hoisted.registers(group, units=count)
@@ -104,11 +98,10 @@ class _Units:
         values = self.graph.written * w.hidden
         width, own = place.y_width(values), place.y_offset(values)
         if place.backward:
-            width, own = self.task.row or len(self.graph.outputs) * w.hidden, 0
+            width, own = task.row or len(self.graph.outputs) * w.hidden, 0
         self.output = T.let("y_first", first * width + (unit + own))
         self.outputs_apart = T.let("y_apart", apart * width)
-        if self.kept:
-            self.kept_first, self.kept_apart = self.output, self.outputs_apart  # where y has no other direction
+        self.kept_first, self.kept_apart = self.output, self.outputs_apart  # where y has no other direction
         if self.kept and width > w.hidden:
             self.kept_first = T.let("kept_first", first * w.hidden + unit)
             self.kept_apart = T.let("kept_apart", apart * w.hidden)
@@ -239,8 +232,7 @@ class _Units:
         elif dtype == "float32":
             st_global(into.ptr_to([at]), values, "f32")
         else:
-            words = [pack_pair(values[e], values[e + 1], dtype) for e in range(0, self.count, 2)]
-            st_global(into.ptr_to([at]), words)
+            st_global(into.ptr_to([at]), [pack_pair(values[e], values[e + 1], dtype) for e in range(0, self.count, 2)])
 
 
 UNITS, THREADS = (1, 2, 4), (32, 64, 128, 256)
@@ -317,14 +309,13 @@ class Elementwise(Schedule[ElementwiseKnobs]):
         return estimate(task, self.plan(task, self.default(task)))
 
     def features(self, task: Task, plan: ElementwiseKnobs) -> dict[str, float]:
-        w, threads, blocks = task.workload, plan.threads, _blocks(task, plan)
-        return {
-            "blocks": blocks, "waves": blocks / task.device.cores, "warps": blocks * threads / 32 / task.device.cores,
-            "waste": blocks * threads * plan.units / (w.batch * w.hidden), "bytes": _step_bytes(task, plan),
-            "in_flight": plan.prefetch * w.batch * w.hidden * len(task.graph.hoisted_outputs)
-            * _input_bytes(task, plan),
-            "registers": _registers(task, plan), "shared": _shared(task, plan), "scalars": _scalars(task, plan),
-            "estimate": estimate(task, plan)}
+        w, threads, cores, blocks = task.workload, plan.threads, task.device.cores, _blocks(task, plan)
+        units = w.batch * w.hidden
+        return {"blocks": blocks, "waves": blocks / cores, "warps": blocks * threads / 32 / cores,
+                "waste": blocks * threads * plan.units / units, "bytes": _step_bytes(task, plan),
+                "in_flight": plan.prefetch * units * len(task.graph.hoisted_outputs) * _input_bytes(task, plan),
+                "registers": _registers(task, plan), "shared": _shared(task, plan), "scalars": _scalars(task, plan),
+                "estimate": estimate(task, plan)}
 
     def recurrence(self, task: Task, plan: ElementwiseKnobs, kept: Stored = NOTHING) -> Component:
         """The recurrence of a layer that stores what is ``kept`` besides; or of an adjoint: from ``hoisted``, as
@@ -351,9 +342,7 @@ CHAINED, BESIDE, WAITED = 12, 8, 60
 def estimate(task: Task, plan: ElementwiseKnobs) -> float:
     """Nanoseconds of a step, roughly: a model for ordering configurations, not for reporting.
 
-    The projection; then the longest of one warp's step, of the instructions of all warps, of the copies under way
-    and of what memory moves.
-    """
+    The projection; then the longest of one warp's step, the instructions of all warps, copies under way, and memory."""
     units, threads, prefetch, group = plan.units, plan.threads, plan.prefetch, plan.group
     graph, cores, rates = task.graph, task.device.cores, gpu_rates(task.device)
     most = ceil_div(_blocks(task, plan), cores) * ceil_div(threads, 32)  # warps of the busiest multiprocessor
@@ -392,8 +381,7 @@ def _registers(task: Task, plan: ElementwiseKnobs) -> int:
 
 def _shared(task: Task, plan: ElementwiseKnobs) -> int:
     """Bytes of a block's shared memory."""
-    return 4 * ring_words(plan.prefetch, hoisted_of(task, plan.hoisted), plan.threads,
-                          plan.units)
+    return 4 * ring_words(plan, hoisted_of(task, plan.hoisted))
 
 
 def _blocks(task: Task, plan: ElementwiseKnobs) -> int:

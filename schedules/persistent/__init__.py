@@ -21,21 +21,11 @@ from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.rows_mma import shape_of
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.persistent import plan as plans
 from ecornn.schedules.persistent.estimate import best_ahead, estimate, parts_of, recurrence, workers_time
 from ecornn.schedules.persistent.exchange import LARGEST, begins_early, start_kernel
 from ecornn.schedules.persistent.kernel import persistent_kernel
-from ecornn.schedules.persistent.plan import (
-    PAIR,
-    PersistentKnobs,
-    PersistentPlan,
-    block_shared,
-    lanes_of,
-    packing_of,
-    plan_of,
-    scales_of,
-    unit_step,
-    worker_shape,
-)
+from ecornn.schedules.persistent.plan import PersistentKnobs, PersistentPlan
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.initial import start_launch
 from ecornn.schedules.scalars.pointwise import math_choices
@@ -89,16 +79,13 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
-        w = task.workload
-        projected = task.graph.hoisted_outputs and not task.traversal.backward
-        step = unit_step(task, 0)
-        wide = any(len(p.products) == 3 for p in task.graph.product_phases)
-        small = unit_step(task, 4) if wide else step
-        heads = most_heads(task.graph)
+        w, graph, heads = task.workload, task.graph, most_heads(task.graph)
+        late = task.traversal.backward or graph.hoisted_statistics or late_operands(graph)
+        wide = any(len(p.products) == 3 for p in graph.product_phases)
+        small = plans.unit_step(task, 4 if wide else 0)
+        sizes = [u for u in range(128 // small * small, 0, -small) if heads == 1 or w.hidden // heads % u == 0]
         # of those that make the same number of blocks, the fewest
-        units = tuple({ceil_div(w.hidden, u): u for u in range(128 // small * small, 0, -small)
-                       if ceil_div(w.hidden, u) <= task.device.cores and (heads == 1 or w.hidden // heads % u == 0)
-                       }.values())
+        units = tuple({ceil_div(w.hidden, u): u for u in sizes if ceil_div(w.hidden, u) <= task.device.cores}.values())
         groups = {ceil_div(w.batch, rows) for rows in ROWS}
         scarce = self._weights(task) > HELD * task.device.cores
         if clusters := self._clusters(task, units):
@@ -109,14 +96,12 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             "groups": tuple(sorted(groups)), "units": units, "warps": (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14),
             "gate_warps": (1, 2, 3, 4, 5, 6, 8), "chains": (1, 2),
             "registers": (100, 75, 60, 50, 40, 33, 25, 15, 0) if scarce else (100, 75, 60, 50, 40, 25, 0),
-            "interleave": (0, 4) if wide else (0,),
-            "ahead": AHEAD if projected and not task.graph.hoisted_statistics and not late_operands(task.graph)
-            else AHEAD[:1],
+            "interleave": (0, 4) if wide else (0,), "ahead": AHEAD if graph.hoisted_outputs and not late else AHEAD[:1],
             "fences": ("every", "products", FEWEST), "hoisted": hoisted_choices(task),
             "carrier": ("l2", "cluster") if clusters else ("l2",), "math": math_choices(task)})
 
     def plan(self, task: Task, config: Config) -> PersistentPlan:
-        return plan_of(task, PersistentKnobs(config))
+        return plans.plan_of(task, PersistentKnobs(config))
 
     @staticmethod
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
@@ -125,8 +110,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         heads = most_heads(task.graph)
         own = task.workload.hidden // heads
         return (Persistent._weights(task) <= heads * LARGEST * HELD
-                and min(units, default=own) < own <= LARGEST * max(units)
-                and task.device.clusters(LARGEST) > 0)
+                and min(units, default=own) < own <= LARGEST * max(units) and task.device.clusters(LARGEST) > 0)
 
     @staticmethod
     def _weights(task: Task) -> int:
@@ -137,17 +121,15 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     def check(self, task: Task, config: Config) -> str | None:
         knobs = PersistentKnobs(config)
-        # What needs few knobs comes first: a search learns from the knobs that were read which others
-        # need not be asked for.
+        # What needs few knobs comes first: from the knobs that were read a search learns which it need not ask for.
         reason = self._unplaced(task, knobs) or self._idle_gates(task, knobs)
-        if reason is None and knobs.units % (step := unit_step(task, knobs.interleave)):
+        if reason is None and knobs.units % (step := plans.unit_step(task, knobs.interleave)):
             reason = f"units={knobs.units} is no multiple of {step}"
         return reason or self._idle_warps(task, knobs) or self._unfit(task, knobs)
 
     @staticmethod
     def _unplaced(task: Task, knobs: PersistentKnobs) -> str | None:
-        """None, or the reason why blocks of ``units`` in so many ``groups`` are not on the chip at once, or not carried
-        that way."""
+        """None, or why blocks of ``units`` in ``groups`` are not on the chip at once, or not carried that way."""
         device, w = task.device, task.workload
         units, groups, heads = knobs.units, knobs.groups, most_heads(task.graph)
         own = w.hidden // heads
@@ -168,11 +150,10 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _idle_gates(task: Task, knobs: PersistentKnobs) -> str | None:
-        """None, or the reason why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a
-        block."""
+        """None, or why ``gate_warps`` are too many or too few for the ``units`` and batch rows of a block."""
         units, rows = knobs.units, ceil_div(task.workload.batch, knobs.groups)
         threads = 32 * knobs.gate_warps
-        lanes = lanes_of(units) if task.graph.statistics else units
+        lanes = plans.lanes_of(units) if task.graph.statistics else units
         items = ceil_div(lanes * rows, threads)
         if (items - 1) * threads >= lanes * rows or items > ITEMS:
             return f"{items} items a gate thread"
@@ -191,14 +172,14 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         w, units, gate_threads = task.workload, knobs.units, 32 * knobs.gate_warps
         heads, warps, rows = most_heads(task.graph), knobs.warps, ceil_div(w.batch, knobs.groups)
         of_state, threads = words(w.hidden // heads, w.dtype), gate_threads + 32 * warps
-        lanes = lanes_of(units) if task.graph.statistics else units
+        lanes = plans.lanes_of(units) if task.graph.statistics else units
         if threads > 1024:
             return f"{threads} threads a block"
         if threads % 128 and lanes * rows > gate_threads:
             return "registers are given out to four warps at a time, and there is work for another gate warp"
-        if (warps - 1) * ceil_div(of_state, PAIR * warps) * PAIR >= of_state:
+        if (warps - 1) * ceil_div(of_state, plans.PAIR * warps) * plans.PAIR >= of_state:
             return "a product warp without work"
-        if heads > 1 and task.traversal.backward and of_state % (PAIR * warps):
+        if heads > 1 and task.traversal.backward and of_state % (plans.PAIR * warps):
             return f"{of_state} words of a head do not fill pairs of k-tiles of {warps} warps"
         return None
 
@@ -212,9 +193,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             return "an adjoint has no projection"
         if late_operands(task.graph) and knobs.ahead != 100:  # a knob that is read is one that matters
             return "the first operands read the projection"
-        reason = self._crowded(task, plan_of(task, knobs, chains=1, ahead=100))
+        reason = self._crowded(task, plans.plan_of(task, knobs, chains=1, ahead=100))
         if reason is None and knobs.chains != 1:
-            reason = self._crowded(task, plan_of(task, knobs, ahead=100))
+            reason = self._crowded(task, plans.plan_of(task, knobs, ahead=100))
         if reason is None and knobs.carrier == "cluster" and knobs.fences != FEWEST:
             return "a cluster needs no fences"
         if reason is None and knobs.ahead != 100:
@@ -224,7 +205,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
                 return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
             if knobs.groups * ceil_div(task.workload.hidden, knobs.units) == device.cores:
                 return "no multiprocessor is left for the projection beside the recurrence"
-            plan = plan_of(task, knobs)
+            plan = plans.plan_of(task, knobs)
             if workers_time(task, plan) > LATE * recurrence(plan, gpu_rates(device)):
                 return f"{plan.workers} blocks are too few for the projection beside the recurrence"
             reason = self._crowded(task, plan)
@@ -240,16 +221,15 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         limit = register_limit(device, plan.block_threads)
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
-        if plan.workers and worker_shape(task, plan) is None:
+        if plan.workers and plans.worker_shape(task, plan) is None:
             return f"the projection needs more than {limit} registers a thread"
-        shared = max(block_shared(task, plan), shape_of(job_of(task)).shared if plan.ahead else 0)
+        shared = max(plans.block_shared(task, plan), shape_of(job_of(task)).shared if plan.ahead else 0)
         if shared > device.shared:
             return f"{shared} bytes of shared memory, {device.shared} available"
         return None
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
-        """``config`` with groups of as many batch rows, or in L2, where eight are polled and multiplied together, of as
-        many eights."""
+        """``config`` with groups of as many batch rows; in L2, which polls and multiplies eights, of as many eights."""
         knobs = PersistentKnobs(config)
         rows = ceil_div(batch, knobs.groups)
         size = rows if knobs.carrier == "cluster" else ceil_div(rows, 8) * 8
@@ -272,9 +252,10 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
         math = "exact" if len(knobs["math"]) == 1 else "fast"
-        fences = "rare" if task.workload.batch == 1 or task.graph.statistics else "products"
+        few = task.workload.batch == 1 or task.graph.statistics
         for carrier, groups, units in product(*(knobs[n] for n in ("carrier", "groups", "units"))):
             placed: Config = {"carrier": carrier, "groups": groups, "units": units}
+            fences = FEWEST if few or carrier == "cluster" else "products"
             if self._unplaced(task, PersistentKnobs(placed)):
                 continue
             gates = [n for n in knobs["gate_warps"]
@@ -282,12 +263,11 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             for interleave, warps, gate_warps in product(knobs["interleave"], knobs["warps"], gates):
                 shape: Config = {**placed, "interleave": interleave, "warps": warps, "gate_warps": gate_warps}
                 of = PersistentKnobs(shape)
-                if of.units % unit_step(task, of.interleave) or self._idle_warps(task, of):
+                if of.units % plans.unit_step(task, of.interleave) or self._idle_warps(task, of):
                     continue
                 for registers in knobs["registers"]:
-                    cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100,
-                                   "fences": FEWEST if carrier == "cluster" else fences, "hoisted": "float32",
-                                   "math": math}
+                    cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100, "fences": fences,
+                                   "hoisted": "float32", "math": math}
                     plan = self.plan(task, cut)
                     if self._crowded(task, plan) is not None:
                         continue
@@ -303,12 +283,11 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             "polled_words": sum(plan.slot_words(p) for p in plan.phases),
             "lane_words": sum(p.pairs * plan.tiles * 4 for p in plan.phases),
             "products": sum(p.pairs * 2 * ceil_div(p.octets(plan.units), 2) * plan.tiles for p in plan.phases),
-            "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases),
-            "registers": plan.registers, "shared": plan.shared,
-            "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted),
+            "sums": sum(plan.warps * p.gates * plan.items for p in plan.phases), "registers": plan.registers,
+            "shared": plan.shared, "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted),
             "workers": plan.workers, "ring": plan.ring, "acquires": int(plan.fences != "rare"),
             "polls": max(map(plan.turns, plan.phases)),
-            "shared_weights": sum(plan.shared_weight_words(p) for p in plan.phases), "streamed": plan.streamed}
+            "shared_weights": sum(map(plan.shared_weight_words, plan.phases)), "streamed": plan.streamed}
 
     def stages(self, task: Task, plan: PersistentPlan) -> dict[str, float]:
         return parts_of(task, plan)
@@ -317,8 +296,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         bytes_of = 4 * plan.warps * plan.octet_words  # of a pair of k-tiles, of 8 weight rows
         octets = [(p, bytes_of * p.octets(plan.units)) for p in plan.phases]
         held = {"registers": sum(p.register_pairs * size for p, size in octets),
-                "shared memory": sum(p.shared_pairs * size for p, size in octets),
-                "L2, read every step": plan.streamed}
+                "shared memory": sum(p.shared_pairs * size for p, size in octets), "L2, read every step": plan.streamed}
         return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "cluster" if plan.cluster else "L2", held,
                    heads=plan.heads, workers=plan.workers)
 
@@ -343,24 +321,25 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
     functions: dict[str, PrimFunc] = {}
     buffers: list[Buffer] = []
     calls: list[Call] = []
+    slots = plan.groups * plan.ring  # of an exchange through L2
     for i, phase in enumerate(plan.phases):
-        packing = packing_of(task, plan, i)
+        packing = plans.packing_of(task, plan, i)
         kind = "uint8" if plan.scaled else plan.dtype
         buffers.append(Buffer(f"recurrent_{i}", PACKED, kind, Extent(prod(packing.pad)), packing))
         if plan.scaled:
-            scales = scales_of(packing)
+            scales = plans.scales_of(packing)
             buffers.append(Buffer(f"scales_{i}", PACKED, "float32", Extent(prod(scales.pad[:-1])), scales))
         if not plan.cluster:
-            buffers.append(Buffer(f"exchange_{i}", WORKSPACE, "uint32",
-                                  Extent(plan.groups * plan.ring * plan.slot_words(phase))))
+            buffers.append(Buffer(f"exchange_{i}", WORKSPACE, "uint32", Extent(slots * plan.slot_words(phase))))
     if not plan.cluster:
-        sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(plan.groups * plan.ring * plan.sum_words(e)))
+        sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(slots * plan.sum_words(e)))
                 for e in range(len(plan.sums))]
         buffers += sums
         functions["start"] = start_kernel(task, plan, layout, math, early)
         calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), start_launch(early)]
     name = keeping("persistent", kept)
     functions[name] = persistent_kernel(task, plan, layout, math, kept, early)
-    calls.append(Launch(name, plan.groups * plan.blocks + plan.workers, plan.block_threads, block_shared(task, plan),
+    blocks, shared = plan.groups * plan.blocks + plan.workers, plans.block_shared(task, plan)
+    calls.append(Launch(name, blocks, plan.block_threads, shared,
                         cooperative=not plan.cluster, cluster=plan.blocks if plan.cluster else 1, early=early))
     return Component(functions, tuple(buffers), tuple(calls))

@@ -49,8 +49,7 @@ RING_ITEM, RING_STATISTIC = 55, 110  # of an item, and of each statistic of it
 
 
 def estimate(task: Task, plan: PersistentPlan) -> float:
-    """Nanoseconds of a step: the projection done ahead, then the slower of recurrence and workers, and what memory
-    takes longer."""
+    """Nanoseconds of a step: the projection done ahead, the slower of recurrence and workers, what memory adds."""
     hoisted = before(task, plan)
     rates = gpu_rates(task.device)
     if task.traversal.backward and not plan.cluster:
@@ -108,8 +107,7 @@ def recurrence(plan: PersistentPlan, rates: GPURates) -> float:
     """Nanoseconds of a step's recurrence: a cost of everything that is one after the other.
 
     The factors are a least-squares fit to 2622 trials in the logs of an H100 and an H200 that ship:
-    half of them within 7%, nine in ten within 18% (five-fold over layers), beside 6.7 µs that a sequence takes once.
-    """
+    half of them within 7%, nine in ten within 18% (five-fold over layers), beside 6.7 µs that a sequence takes once."""
     return sum(stages(plan, rates)) / rates.clock
 
 
@@ -122,19 +120,13 @@ def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
         products = p.pairs * 2 * tiles * plan.tiles * (3 if plan.arithmetic == "float32" else 1)  # of a warp
         polled = plan.slot_words(p) * 4 * plan.rows / plan.columns
         trip = rates.l2_exchange + (0 if plan.units // per_word(plan.dtype) % 8 == 0 else rates.l2_shared_sector)
-        arrival += (trip + POLLED * polled + POLLED_MORE * max(0.0, polled - NARROW)
-                    + POLL * (plan.turns(p) - 1))
+        arrival += trip + POLLED * polled + POLLED_MORE * max(0.0, polled - NARROW) + POLL * (plan.turns(p) - 1)
         multiplied += (products * (TILE * plan.warps / 4 + TILE_TURN * ceil_div(plan.warps, 4))
                        + SHARED * plan.shared_weight_words(p) * 4
-                       + (STREAMED_RING if p.slots else STREAMED) * _streamed(plan, p) + _unpacked(plan, p))
+                       + (STREAMED_RING if p.slots else STREAMED) * plan.streamed_bytes(p) + _unpacked(plan, p))
         computed += (ADDED * plan.warps * plan.rows * tiles * 64
                      + plan.items * (ITEM + ITEM_SUM * plan.warps * p.gates + (ITEM_EXACT if exact else 0)))
     return arrival, multiplied, computed + summing(plan)
-
-
-def _streamed(plan: PersistentPlan, p: PhasePlan) -> int:
-    """Bytes of weights of a phase that a block reads from L2 in every step."""
-    return plan.warps * p.streamed_pairs * p.octets(plan.units) * plan.octet_words * 4
 
 
 def _unpacked(plan: PersistentPlan, p: PhasePlan) -> float:
@@ -149,8 +141,7 @@ def summing(plan: PersistentPlan) -> float:
     """Cycles of the exchanges of statistics, and of what follows from them.
 
     By hand, from 40 times of four layers on one H100 (H = 256 and 1024, B = 16), not a fit. Through L2 the lines that
-    all blocks read take time, in clusters each message, of which a block sends one to every block.
-    """
+    all blocks read take time, in clusters each message, of which a block sends one to every block."""
     cycles, levels = 0.0, (min(32, plan.lanes) - 1).bit_length()
     for e, n in enumerate(plan.sums):
         cycles += SHUFFLE * levels
@@ -167,15 +158,14 @@ def cluster_stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float,
     """The same three as :func:`stages`, where state travels inside clusters.
 
     Fitted to 75 times of 17 layers (H = 64 to 1024, B = 1 to 128; two of them float32) on one H100: half of them within
-    6%, nine in ten within 11%.
-    """
+    6%, nine in ten within 11%."""
     arrival = multiplied = computed = 0.0
     split = CLUSTER_SPLIT if plan.arithmetic == "float32" else 0
     for p in plan.phases:
         products = p.pairs * 2 * ceil_div(p.octets(plan.units), 2) * plan.tiles  # of a warp
         arrival += rates.cluster_exchange + SENT * plan.items * plan.gate_warps * plan.blocks * p.operands
         multiplied += (products * (CLUSTER_TILE * ceil_div(plan.warps, 4) + split)
-                       + CLUSTER_SHARED * plan.shared_weight_words(p) * 4 + STREAMED * _streamed(plan, p)
+                       + CLUSTER_SHARED * plan.shared_weight_words(p) * 4 + STREAMED * plan.streamed_bytes(p)
                        + _unpacked(plan, p))
         computed += p.gates * (GATE + GATE_SUM * plan.warps * plan.items)
     return arrival, multiplied, computed + summing(plan)

@@ -1,21 +1,18 @@
 """How state travels between blocks through L2: words that announce themselves.
 
-An exchanged vector lies in global memory (L2) in the order in which product warps need it as
-operand B of mma, in a ring of R slots. The four words of a lane hold neighbouring units (K may be
-permuted as long as the weights are permuted alike), so that a block writes whole sectors. A word
-that has not been written holds a bit pattern that no value has (SENTINEL), so a reader polls the
-words it needs until none holds it: one trip through L2, with no barrier between blocks and no copy
-through shared memory.
+An exchanged vector lies in global memory (L2) in the order in which product warps need it as operand B of mma, in a
+ring of R slots. The four words of a lane hold neighbouring units (K may be permuted as long as the weights are permuted
+alike), so that a block writes whole sectors. A word that has not been written holds a bit pattern that no value has
+(SENTINEL), so a reader polls the words it needs until none holds it: one trip through L2, with no barrier between
+blocks and no copy through shared memory.
 
 Step t reads slot t % R and writes slot (t + 1) % R. In step t, after its block has read slot t % R
 completely, the owner of a word wipes it in slot (t - 1) % R, to be written again in step t + R - 2:
 
-* Nobody still needs what is wiped: the block has the words that every other block wrote after it
-  had finished reading slot t - 1.
-* Nobody takes old data for new. The reader of a word in step t + R - 1 has, in the same thread, read the
-  same word in an earlier step, which its owner wrote after a fence behind the wipe of step t, and has had a fence
-  itself since. Wipe, fence, write; read, fence, read: a release and an acquire pattern of the PTX memory
-  model, so the wipe happens before the poll.
+* Nobody still needs what is wiped: the block has the words that every other block wrote once it had read slot t - 1.
+* Nobody takes old data for new. The reader of a word in step t + R - 1 has, in the same thread, read the same word in
+  an earlier step, which its owner wrote after a fence behind the wipe of step t, and has had a fence itself since.
+  Wipe, fence, write; read, fence, read: release and acquire patterns of PTX, so the wipe happens before the poll.
 
 A fence waits for all that its thread has under way, a fifth of a step. Owners have one at the end of step t where
 ``PersistentPlan.released`` says so: in every step, or in one of R - 4. Behind the wipe of step t comes one at the end
@@ -25,8 +22,7 @@ behind the read of what step f + 1 wrote, and before the poll of step t + R - 1.
 R = 4 leaves room for the readers'. Three slots would not.
 
 A reader's fence also keeps it from polling at once, which disturbs what it waits for in some layers and is a
-loss of time in others: hence a knob.
-"""
+loss of time in others: hence a knob."""
 
 from __future__ import annotations
 
@@ -83,8 +79,7 @@ def within(plan: PersistentPlan, tile: int, column: Expr) -> AbstractContextMana
 
 
 class Carrier(ABC):
-    """Emits both ends of the way that state travels; ``phase`` is the number of one, ``slot`` a place from
-    :meth:`slot`."""
+    """Emits both ends of the way that state travels; ``phase`` is a number, ``slot`` a place from :meth:`slot`."""
 
     @abstractmethod
     def slot(self, phase: int, step: Expr) -> Expr:
@@ -184,11 +179,9 @@ def begins_early(task: Task, plan: PersistentPlan) -> bool:
     ``start``    lets ``persistent`` begin, writes the exchange, and waits for ``project``: its end is that of both.
     ``persistent``  loads weights, waits for ``start``, and then reads hoisted values and states, and writes.
 
-    What is read or written before a wait was written by an earlier call, all of which had ended when ``project``
-    began: that is launched without leave to be early. Nobody waits for a block that is not there yet: ``project`` and
-    ``start`` wait for nothing but what is ahead of them, and ``persistent``, whose blocks wait for each other, is
-    cooperative.
-    """
+    What is read or written before a wait was written by an earlier call, all of which had ended when ``project`` began:
+    that is launched without leave to be early. Nobody waits for a block that is not there yet: ``project`` and
+    ``start`` wait only for what is ahead, and ``persistent``, whose blocks wait for each other, is cooperative."""
     if plan.cluster or plan.sums or plan.ahead < 100:  # what comes first is no load of weights, or no projection
         return False
     return short(task) and may_be_followed(task) and not late_operands(task.graph)  # which start reads
@@ -200,8 +193,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
 
     ``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``; ``early``: as :func:`begins_early` says.
 
-    Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so.
-    """
+    Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so."""
     with T.kernel("start") as made:
         kernel = declare_start(task, layout, math)
         rings = [T.pointer(f"exchange_{i}", "uint32") for i in range(len(plan.phases))]
@@ -266,9 +258,7 @@ class Cluster(Carrier):
 
     Nobody overwrites what is still needed, nor counts bytes in a phase too early. Words of step t + 2 are sent by a
     block that has all words of step t + 1, among them some of every block. Each is a sum over all of K, so its owner's
-    warps had all read slot t % 2 by then, which is behind the end of its phase.
-    Nothing needs to be taken back, and nothing needs a fence.
-    """
+    warps had all read slot t % 2 by then, behind the end of its phase. Nothing is taken back, nothing needs a fence."""
 
     def __init__(self, plan: PersistentPlan, steps: Expr, shared: TirBuffer) -> None:
         self.plan, self.steps, self.words = plan, steps, shared.view("uint32")
@@ -280,8 +270,7 @@ class Cluster(Carrier):
         self.first_sums, self.sums = self.first[len(plan.phases):], self.pipelines[len(plan.phases):]
 
     def begin(self, kernel: SequenceKernel, group: Expr, thread: Expr) -> None:
-        """Makes the barriers; stores the initial state, and zeros where no word will come. For all threads of the
-        cluster."""
+        """Makes the barriers; stores the initial state, zeros where no word comes. For all threads of the cluster."""
         plan = self.plan
         with T.when(thread == 0):
             for one in self.pipelines:
@@ -337,8 +326,7 @@ class Cluster(Carrier):
                      else pack_pair(value, neighbour, self.plan.dtype))
 
     def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        """The same of values that may turn out to be 0 everywhere, beyond the layer's units: TVM prints the address of
-        a constant where that is reinterpreted."""
+        """The same of values that may be 0 everywhere, beyond H: TVM prints the address of a constant reinterpreted."""
         return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:

@@ -6,8 +6,7 @@ rows of ``units`` hidden units. In every block
 * product warps split the hidden axis (K) among them. Each waits for its part of the exchanged state, which it reads
   straight into operand B, multiplies it with its weights (operand A: registers, or shared memory
   where they do not fit), and leaves partial sums in shared memory;
-* gate warps add the partial sums, compute the cell's scalars, and send the new state first and everything else
-  (y, wipes, the next step's inputs) afterwards.
+* gate warps add partial sums, compute the cell's scalars, send the new state, and then do the rest (y, wipes, inputs).
 
 State travels through L2, or, where a group is a cluster, inside it (``exchange.py``); statistics, which gate warps
 exchange among themselves, likewise (``sums.py``).
@@ -16,8 +15,7 @@ Blocks that are left over may work on the input projection meanwhile (``Projecti
 
 Two buffers of partial sums, each with a named barrier that all warps of the recurrence wait at: gate warps for
 the sums, product warps for the gate warps, which have by then read the other buffer. That makes product warps poll at
-the same time, too, and costs nothing: gate warps wait for longer.
-"""
+the same time, too, and costs nothing: gate warps wait for longer."""
 
 from __future__ import annotations
 
@@ -54,8 +52,7 @@ class ProjectionWorkers:
     about to fetch, two steps ahead of their use, and only when these rows are of a group that they have not yet seen
     finished. Workers wait for nobody.
 
-    Emits both sides: the workers' code, and the gate warps' wait.
-    """
+    Emits both sides: the workers' code, and the gate warps' wait."""
 
     def __init__(self, kernel: SequenceKernel, plan: PersistentPlan) -> None:
         shape = worker_shape(kernel.task, plan)
@@ -69,21 +66,16 @@ class ProjectionWorkers:
     @staticmethod
     def declare(task: Task, layout: Hoisted) -> dict[str, TirBuffer]:
         """The arguments that only this part has."""
-        return {**job_of(task).declare_inputs(HoistedValues(task, layout)),
-                "ready": T.pointer("ready", "uint32")}
+        return {**job_of(task).declare_inputs(HoistedValues(task, layout)), "ready": T.pointer("ready", "uint32")}
 
     def work(self, worker: Expr, thread: Expr, shared: TirBuffer) -> None:
         """A worker block's whole life; for its first ``THREADS`` threads."""
-
-        def barrier() -> None:
-            named_barrier_sync(BARRIER, THREADS)
-
         def done(group: Expr) -> None:
             fence_gpu()
             red_release(self.arguments["ready"].ptr_to([group]))
 
         T.note("projection CTAs: tiles of the input's product for later steps; a counter says how many are done")
-        epilogue = HoistedValues(self.task, self.hoisted)
+        epilogue, barrier = HoistedValues(self.task, self.hoisted), partial(named_barrier_sync, BARRIER, THREADS)
         team = Team(job_of(self.task), self.shape, epilogue, self.arguments, shared, thread, barrier)
         team.run(self.first, self.rows, worker, self.plan.workers, done)
 
@@ -112,8 +104,7 @@ class Gates(GateThreads):
         if plan.heads > 1:
             self.head_first = T.let("head_first", group % plan.heads * plan.own)
             rows, first = T.let("rows_group", group // plan.heads), T.let("first", self.head_first + first)
-        super().__init__(kernel, share, rows, first, thread,
-                         None if plan.lanes == plan.units else plan.units)
+        super().__init__(kernel, share, rows, first, thread, None if plan.lanes == plan.units else plan.units)
         self.plan, self.carrier, self.shared, self.beside, self.early = plan, carrier, shared, beside, kernel.early
         if plan.lanes != plan.units:  # the others read the partial sums of a unit that there is
             self.local = [T.let("local", T.Select(mine, unit, 0))
@@ -193,10 +184,8 @@ class Gates(GateThreads):
     def _after(self, t: Expr, ended: list[Ended]) -> None:
         """The rest of a step, which nobody waits for.
 
-        The release of exchange.py comes first, before the next write. It waits for what came before
-        it, so y is stored and inputs are fetched after it, two steps ahead: memory is further away
-        than L2.
-        """
+        The release of exchange.py comes first, before the next write. It waits for what came before it, so y is stored
+        and inputs are fetched after it, two steps ahead: memory is further away than L2."""
         T.note("gate warps: what nobody waits for: y, last states, inputs two steps ahead")
         if self.sums is not None:
             for p in range(len(self.plan.phases)):

@@ -33,33 +33,21 @@ SPARE_REGISTERS = 44  # addresses, loop state and gate math beside weights and a
 
 
 class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a sixth of a dataclass's time
-    """One recurrent product of the step.
+    """One recurrent product of the step."""
 
-    Attributes
-    ----------
-    gates : rows a unit has, padded to ``interleave``
-    interleave : gates of one unit that stand in neighbouring rows (1, 2, 4 or 8)
-    operands : exchanged vectors that the product reads
-    warp_pairs : pairs of k-tiles of one operand that a warp owns
-    register_pairs : of a warp's ``operands * warp_pairs`` pairs, those with weights in registers, behind the streamed
-    shared_pairs : the following ones, with weights in shared memory
-    polled_pairs : pairs of state that a warp waits for and multiplies at a time
-    units : of the operands that are exchanged: those of a group, or the first ones of narrow products
-    slots : of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: they go straight into registers
-    """
-
-    gates: int
-    interleave: int
-    operands: int
-    warp_pairs: int
-    register_pairs: int
-    shared_pairs: int
-    polled_pairs: int
-    units: int
-    slots: int = 0
+    gates: int  # rows a unit has, padded to ``interleave``
+    interleave: int  # gates of one unit that stand in neighbouring rows (1, 2, 4 or 8)
+    operands: int  # exchanged vectors that the product reads
+    warp_pairs: int  # pairs of k-tiles of one operand that a warp owns
+    register_pairs: int  # of a warp's ``pairs``, those with weights in registers, behind the streamed
+    shared_pairs: int  # the following ones, with weights in shared memory
+    polled_pairs: int  # pairs of state that a warp waits for and multiplies at a time
+    units: int  # of the operands that are exchanged: those of a group, or the first ones of narrow products
+    slots: int = 0  # of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: these go into registers
 
     @property
     def pairs(self) -> int:
+        """Pairs of k-tiles of all operands that a warp owns."""
         return self.operands * self.warp_pairs
 
     @property
@@ -97,8 +85,7 @@ class PersistentPlan(NamedTuple):
     """The cut: ``groups`` of ``blocks`` blocks, each group with all weights and its own batch rows.
 
     Of a layer with heads, whose units see only those of their own head, a group has a head and its weights: it is the
-    group of a layer of ``own`` units, and the heads of the same rows are neighbours.
-    """
+    group of a layer of ``own`` units, and the heads of the same rows are neighbours."""
 
     hidden: int
     dtype: str
@@ -257,10 +244,14 @@ class PersistentPlan(NamedTuple):
         """Words of shared memory of a phase's rings, and of an mbarrier for each slot."""
         return self.warps * phase.slots * (phase.octets(self.units) * self.octet_words + BARRIER // 4)
 
+    def streamed_bytes(self, phase: PhasePlan) -> int:
+        """Bytes of a phase's weights that a block reads from L2 in every step."""
+        return self.warps * phase.streamed_pairs * phase.octets(self.units) * self.octet_words * 4
+
     @property
     def streamed(self) -> int:
-        """Bytes of weights that a block reads from L2 in every step."""
-        return sum(self.warps * p.streamed_pairs * p.octets(self.units) * self.octet_words * 4 for p in self.phases)
+        """Those of all phases."""
+        return sum(map(self.streamed_bytes, self.phases))
 
     @property
     def ring(self) -> int:
@@ -329,33 +320,28 @@ def _interleave(gates: int, wanted: int) -> int:
 
 
 def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
-    """The plan of a configuration, or of that with other ``chains`` or ``ahead``; it need not fit,
-    ``check`` says that."""
+    """The plan of a configuration, or with other ``chains`` or ``ahead``; it need not fit, ``check`` says that."""
     w = task.workload
     chains, ahead = chains or knobs.chains, knobs.ahead if ahead is None else ahead
-    groups, units, heads = knobs.groups, knobs.units, most_heads(task.graph)
-    warps = knobs.warps
-    phases = []
-    for phase in task.graph.product_phases:
+    groups, units, warps, graph = knobs.groups, knobs.units, knobs.warps, task.graph
+    phases, heads = [], most_heads(graph)
+    for phase in graph.product_phases:
         interleave = _interleave(len(phase.products), knobs.interleave)
         gates = ceil_div(len(phase.products), interleave) * interleave
         exchanged = columns_of(phase, w.hidden)
-        pairs_of_state = ceil_div(words(exchanged, w.dtype), PAIR)
-        warp_pairs = ceil_div(pairs_of_state, warps)
+        warp_pairs = ceil_div(ceil_div(words(exchanged, w.dtype), PAIR), warps)
         pairs = len(phase.operands) * warp_pairs
         registers = ceil_div(pairs * knobs.registers, 100)
         phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs, exchanged))
     rows, blocks, groups = ceil_div(w.batch, groups), ceil_div(w.hidden // heads, units), groups * heads
-    cluster, statistics = knobs.carrier == "cluster", len(task.graph.statistics)
+    cluster = knobs.carrier == "cluster"
     plan = PersistentPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, stored=w.stored, groups=groups, blocks=blocks,
         units=units, rows=rows, warps=warps, gate_warps=knobs.gate_warps, chains=chains, ahead=ahead,
-        workers=0 if ahead == 100 else task.device.cores - groups * blocks,
-        fences="rare" if cluster else knobs.fences, cluster=cluster,
-        sums=tuple(len(p.statistics) for p in task.graph.phases if p.statistics),
-        kept=len(task.graph.states) + 2 * len(task.graph.hoisted_outputs) + mask_values(task) + 4 * statistics
-        + 4 * len(task.graph.hoisted_statistics)
-        + (sum(len(p.products) for p in task.graph.product_phases) if w.weights else 0),
+        workers=0 if ahead == 100 else task.device.cores - groups * blocks, fences="rare" if cluster else knobs.fences,
+        cluster=cluster, sums=tuple(len(p.statistics) for p in graph.phases if p.statistics),
+        kept=len(graph.states) + 2 * len(graph.hoisted_outputs) + mask_values(task) + 4 * len(graph.statistics)
+        + 4 * len(graph.hoisted_statistics) + (sum(len(p.products) for p in graph.product_phases) if w.weights else 0),
         phases=tuple(phases), knobs=knobs, heads=heads)
     pair_bytes = [4 * plan.warps * p.octets(units) * plan.octet_words for p in phases]
     needed = [(p.pairs - p.register_pairs) * size for p, size in zip(phases, pair_bytes, strict=True)]
@@ -379,8 +365,7 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
 def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) -> PhasePlan:
     """A phase of which not all fits in ``room`` bytes of shared memory, where a pair of all warps takes ``size``.
 
-    Some of the room is for rings, if there are bulk copies to fill them.
-    """
+    Some of the room is for rings, if there are bulk copies to fill them."""
     left, ring = p.pairs - p.register_pairs, size + BARRIER * plan.warps
     slots = min(left, max(2, ceil_div(AHEAD_BYTES, size)), room // ring) if task.device.can.bulk_copies else 0
     if slots < 2:
@@ -403,8 +388,7 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
     """Recurrent weights of a phase as the fragments that each lane of each warp holds.
 
     (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet. Of weights that are
-    transposed the axes of a source have changed places.
-    """
+    transposed the axes of a source have changed places."""
     phase, p = task.graph.product_phases[index], plan.phases[index]
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:

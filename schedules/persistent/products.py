@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.fragments import multiply_pair, zeros
@@ -34,9 +35,8 @@ class Stream:
     """Weights that do not fit on the chip: read from L2 in every step, by bulk copies into a ring of each product warp.
 
     A warp multiplies with its streamed pairs in the same order in every step, so what comes next is known, and is under
-    way while the warp waits for state or multiplies with what it keeps: L2 is at work all the time. A slot of the ring
-    has the octets of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its
-    bytes.
+    way while the warp waits for state or multiplies with what it keeps: L2 is at work all the time. A ring's slot has
+    the octets of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its bytes.
 
     Nobody but the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when
     they meet, behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than
@@ -44,8 +44,7 @@ class Stream:
     vanilla layer, H=2560 B=32). Which slot a pair has does not depend on the step, so that a ring may be shorter than
     the pairs by any number; how often a slot has been filled says which parity to wait for.
 
-    Emits the ring of one phase; ``first`` is its place in shared memory, in words.
-    """
+    Emits the ring of one phase; ``first`` is its place in shared memory, in words."""
 
     def __init__(self, plan: PersistentPlan, index: int, words: TirBuffer, first: int, source: TirBuffer, at: Position,
                  steps: Expr) -> None:
@@ -87,8 +86,7 @@ class Stream:
             with T.when(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))):
                 self._copy(T.let("next", T.Select(follows, q + slots, slot)))
             return
-        wanted = self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)
-        with T.when(wanted):
+        with T.when(self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)):
             self._copy(q + slots if follows else slot)
 
     def _copy(self, q: Expr) -> None:
@@ -100,21 +98,13 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Kept:
-    """The places of a phase's weights.
+    """The places of a phase's weights."""
 
-    Attributes
-    ----------
-    held : of a lane, in registers: (pairs * octets, words of each)
-    words, place : the block's shared memory, uint32, and where those of the phase begin
-    source : in memory, packed
-    stream : the ring through which the others come, if they do not come straight into registers
-    """
-
-    held: TirBuffer
-    words: TirBuffer
-    place: int
-    source: TirBuffer
-    stream: Stream | None
+    held: TirBuffer  # those in a lane's registers: (pairs * octets, words of each)
+    words: TirBuffer  # the block's shared memory, uint32
+    place: int  # where those of the phase begin there
+    source: TirBuffer  # all, packed, in memory
+    stream: Stream | None  # the ring through which the others come, if they do not come straight into registers
 
 
 def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Carrier,
@@ -274,10 +264,4 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Carrie
         for q in range(first, end, polled):
             turn(q, q, min(polled, end - q))
 
-    def total(m: int, n: int, i: int) -> Expr:
-        value = acc[0, m, n, i]
-        for c in range(1, chains):
-            value = value + acc[c, m, n, i]
-        return value
-
-    return total
+    return lambda m, n, i: reduce(operator.add, [acc[c, m, n, i] for c in range(chains)])

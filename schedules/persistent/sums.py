@@ -125,15 +125,13 @@ class RingSums(Sums):
     * Nobody still needs what is wiped. In step t a warp wipes what its block sent in step t - 1 after that barrier, so
       the block has a word of step t of every other block, which sent it behind the barrier of step t - 1, when all of
       its warps had read their parts.
-    * Nobody takes old data for new: a thread polls the same words in every step, has the fences of
-      ``PersistentPlan.acquired``, and a word's owner wipes it, and has those of ``PersistentPlan.released`` before it
-      writes again.
+    * Nobody takes old data for new: a thread polls the same words in every step, with the fences of
+      ``PersistentPlan.acquired``; their owner wipes them, with those of ``PersistentPlan.released`` before it writes.
 
     The memory between the warps is used in turns of two: who writes it again is behind the barrier of the exchange
     between, which its readers came to after they had read.
 
-    Emits both ends. ``rings``: workspaces of the exchanges; ``shared``: the block's memory, float32.
-    """
+    Emits both ends. ``rings``: workspaces of the exchanges; ``shared``: the block's memory, float32."""
 
     def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], rings: list[TirBuffer],
                  shared: TirBuffer, group: Expr, member: Expr, thread: Expr) -> None:
@@ -263,8 +261,7 @@ class ClusterSums(Sums):
     for the phase before, at the end of the step, where nothing waits for it.
 
     Two statistics travel as 16 bytes, so a slot has first the pairs of statistics and then the one that is left, each
-    (row, part), four words or two.
-    """
+    (row, part), four words or two."""
 
     def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], carrier: Cluster,
                  group: Expr, member: Expr, thread: Expr, steps: Expr) -> None:

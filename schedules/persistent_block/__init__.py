@@ -58,8 +58,7 @@ def estimate(task: Task, plan: BlockPlan) -> float:
     layers (benchmarks/results/h100_block.txt), of which estimates are 11% off in the root mean square, 34% at most.
 
     Nanoseconds of a step: the projection, then the recurrence, as often as blocks take turns; of each at least what
-    memory takes, for what it reads and writes of all rows.
-    """
+    memory takes, for what it reads and writes of all rows."""
     w, turns = task.workload, turns_of(task, plan)
     hoisted, rates = hoisted_of(task, plan.knobs.hoisted), gpu_rates(task.device)
     memory = MEMORY * rates.memory * task.device.cores
@@ -78,15 +77,15 @@ def turns_of(task: Task, plan: BlockPlan) -> int:
 def recurrence(task: Task, plan: BlockPlan, rates: GPURates) -> float:
     """Nanoseconds of a step of the blocks of a multiprocessor."""
     together = min(plan.resident, ceil_div(plan.blocks, task.device.cores))  # of clusters one
-    alone, busy = cycles(task, plan, plan.knobs.math)
+    alone, busy = cycles(task, plan)
     return max(alone + busy, together * busy) / rates.clock
 
 
-def cycles(task: Task, plan: BlockPlan, math: str) -> tuple[float, float]:
+def cycles(task: Task, plan: BlockPlan) -> tuple[float, float]:
     """Cycles of one block's step: those it waits, and those its warps issue one after the other in a quarter."""
     turns = ceil_div(plan.threads, 128)  # warps of a quarter
     waits = issued = 0.0
-    graph = task.graph
+    graph, math = task.graph, plan.knobs.math
     for phase in range(len(plan.operands)):
         parts = [p for p in plan.parts if p.phase == phase]
         own = sum(map(_tensor if plan.mma else _added, [plan] * len(parts), parts))
@@ -123,12 +122,12 @@ def _added(plan: BlockPlan, part: Part) -> float:
 def _tensor(plan: BlockPlan, part: Part) -> float:
     """Cycles that a warp issues for the mma of a part."""
     own = len(part.products) * plan.units
-    if plan.wgmma:
-        return part.pieces * 2 * ceil_div(own, 2) * plan.tiles * WARPGROUP
     products = part.pieces * 2 * ceil_div(own, 2) * plan.tiles
+    if plan.wgmma:
+        return products * WARPGROUP
     three = plan.arithmetic == "float32"
-    split = 0.0 if plan.dtype != "float32" else part.pieces * (own + plan.tiles) * 4 * (
-        TENSOR_SPLIT if three else TENSOR_ROUND)
+    each = (TENSOR_SPLIT if three else TENSOR_ROUND) if plan.dtype == "float32" else 0.0  # of a word
+    split = part.pieces * (own + plan.tiles) * 4 * each
     return (products * TENSOR * (3 if three else 1) + split + part.pieces * plan.tiles * SHARED
             + (part.pieces - part.kept) * own * SHARED)
 
@@ -203,14 +202,12 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         return sum(len(p.products) for p in task.graph.product_phases) * own * own * w.itemsize
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
-        w = task.workload
-        heads = most_heads(task.graph)
+        w, heads = task.workload, most_heads(task.graph)
         held = [n for n in range(1, heads + 1) if heads % n == 0]
         # of those that make the same number of blocks, the fewest
         at_once = [task.device.clusters(n) if n > 1 else task.device.cores for n in self._clusters(task)]
         fair = {ceil_div(w.batch * heads, n * blocks * turns) for blocks in at_once for turns in (1, 2) for n in held}
-        wide = task.device.can.warpgroups and w.dtype != "float32"
-        kinds = ("fma", "mma", "wgmma") if wide else ("fma", "mma")
+        kinds = ("fma", "mma", "wgmma") if task.device.can.warpgroups and w.dtype != "float32" else ("fma", "mma")
         rows = {r for r in {*ROWS, *fair} if r <= min(w.batch, ROWS[-1])}
         several: dict[str, tuple[int, ...]] = {"heads": tuple(held)} if heads > 1 else {}
         return BlockKnobs.offered({
@@ -319,7 +316,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
                     break  # fewer in registers only help where these are what is missing
 
     def features(self, task: Task, plan: BlockPlan) -> dict[str, float]:
-        waits, issued = cycles(task, plan, plan.knobs.math)
+        waits, issued = cycles(task, plan)
         return {"blocks": plan.blocks * plan.cluster, "threads": plan.threads, "turns": turns_of(task, plan),
                 "items": plan.items, "registers": plan.registers, "shared": plan.shared, "waits": waits,
                 "issued": issued, "depth": plan.depth, "shared_weights": sum(map(plan.shared_words, plan.parts)),

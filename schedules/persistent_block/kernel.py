@@ -5,14 +5,12 @@ lies in shared memory, compute the gates of the (unit, row) pairs whose sums the
 new state for the next step. A barrier lies between, one for each phase of the step.
 
 State has two buffers, if the step has one phase: the state that step t + 1 reads is stored before the barrier at the
-end of step t, by threads that have not waited since others may still read that of step t. What is stored two steps
-later, where that was, comes behind a barrier that all reach once they have read it. With more phases a barrier lies
-between anyway.
+end of step t, by threads that have not waited since others may still read that of step t. What is stored there two
+steps later comes behind a barrier that all reach once they have read it. With more phases a barrier is between anyway.
 
 Blocks, or clusters of blocks that share the weights (``Sent``), know nothing of each other: there may be as many
 as there are rows, in turns where the chip has no room. Heads, whose units see no others, know nothing of each other
-either: of a layer with heads a block has one or some of them.
-"""
+either: of a layer with heads a block has one or some of them."""
 
 from __future__ import annotations
 
@@ -34,13 +32,7 @@ from ecornn.schedules.cuda.pipeline import ClusterPipeline
 from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.plan import BlockPlan
-from ecornn.schedules.persistent_block.products import (
-    MultiplyAdds,
-    Products,
-    TensorProducts,
-    WarpgroupProducts,
-    exchanged,
-)
+from ecornn.schedules.persistent_block.products import KINDS, Products, TensorProducts, exchanged
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -49,21 +41,17 @@ SIZES = (1, 2, 3, 4, 6, 8)  # blocks of a cluster; more are not portable
 
 
 class Sent:
-    """How state travels where the blocks of a cluster share the weights: each has some of the units, and all rows of a
-    few.
+    """How state travels where the blocks of a cluster share the weights: each has all rows of some units.
 
     Who computes a state sends it to the shared memory of all blocks of the cluster, as ``ClusterPipeline`` says: two
     neighbouring units of 16 bits a word. The stages are the two buffers of a state.
 
     * Nobody overwrites what is still read. State of step t + 2 is sent by a thread whose block has all of step t + 1,
-      also what each warp of each block has sent: that was behind its products of step t. Every warp has units
-      (``check``).
+      also what each warp of each block has sent, behind its products of step t. Every warp has units (``check``).
     * No thread is a phase behind: a barrier of the block lies in each step between what it sends and what it waits for.
-      Behind it, all threads have waited for step t, and the arrival for step t + 2 is made; bytes of it may come
-      before.
+      Behind it, all threads have waited for step t, and step t + 2 is announced; its bytes may come before.
     * Nothing is on its way to a block before it begins: a barrier of the cluster lies between making the barriers and
-      the first state.
-    """
+      the first state."""
 
     def __init__(self, plan: BlockPlan, words: TirBuffer, steps: Expr, thread: Expr) -> None:
         """``words``: the block's shared memory; ``steps``: T, so that there are states before T + 1 steps."""
@@ -113,8 +101,7 @@ class Gates(GateThreads):
     """The gates, by the threads that multiply: sums to the new state, and inputs that are copied ahead.
 
     What a thread needs of hoisted inputs it copies itself, some steps ahead, to slots in shared memory that nobody else
-    looks at: a step is shorter than the way to memory.
-    """
+    looks at: a step is shorter than the way to memory."""
 
     def __init__(self, kernel: SequenceKernel, plan: BlockPlan, products: Products, block: Expr, thread: Expr) -> None:
         """``block``: the number of the block, or cluster, of these rows, among those that have the same heads."""
@@ -127,8 +114,7 @@ class Gates(GateThreads):
 
     def _locate(self, thread: Expr) -> None:
         """Finds the places of the thread's items; of heads, or a thread's only one, so that nobody looks into them.
-        Else each step would work them out again of the thread, within branches, which takes less only where there are
-        many."""
+        Else each step would work them out again, within branches, which takes less only where there are many."""
         place = self.products.place
         heads = self.plan.heads > 1
         bind = pinned if heads or self.plan.items == 1 else T.let
@@ -245,8 +231,7 @@ class Gates(GateThreads):
                                     env[operand])
 
     def _send(self, sent: Sent, step: Expr) -> None:
-        """Sends all items' operands to the blocks of the cluster, as words; two items are neighbouring rows of a
-        unit."""
+        """Sends all items' operands to the cluster's blocks, as words; two items are neighbouring rows of a unit."""
         products, values, self.values = self.products, self.values, []
         assert isinstance(products, TensorProducts)
         first, per = products.first(0, 0, self._side(step)), per_word(self.plan.dtype)
@@ -322,8 +307,7 @@ class Gates(GateThreads):
 def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
                  early: bool = False) -> PrimFunc:
     """``persistent_block(T, B, [hoisted,] vectors, <state>_in, <state>_out, recurrent_<part>, y)``;
-    ``persistent_block_keeping`` stores what is ``kept``, too. ``early``: it begins while the projection ends, and loads
-    weights until then."""
+    ``persistent_block_keeping`` stores what is ``kept``, too. ``early``: it loads weights while the projection ends."""
     own = dict.fromkeys((f"recurrent_{i}" for i in range(len(plan.parts))), plan.dtype if plan.mma else "float32")
     with T.kernel(keeping("persistent_block", kept)) as made:
         kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early)
@@ -340,7 +324,6 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
         if plan.shares > 1:
             share, group = T.let("share", group % plan.shares), T.let("row_group", group // plan.shares)
         with T.when(group * plan.rows < kernel.batch):
-            kinds: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}
-            products = kinds[plan.products](task, plan, shared, weights, thread, rank, share)
+            products = KINDS[plan.products](task, plan, shared, weights, thread, rank, share)
             Gates(kernel, plan, products, group, thread).run()
     return made()

@@ -24,21 +24,13 @@ RESERVED = 1 << 10  # bytes of shared memory that every block takes besides
 
 
 class Part(NamedTuple):
-    """Products of one phase that read one operand, and where their weights are.
+    """Products of one phase that read one operand, and where their weights are."""
 
-    Attributes
-    ----------
-    phase, operand : numbers of both
-    products : numbers of the phase's products
-    pieces : of K that a thread multiplies one after the other: four values, or of mma a pair of k-tiles
-    kept : the first ones, whose weights are in registers; those of the others are in shared memory
-    """
-
-    phase: int
-    operand: int
-    products: tuple[int, ...]
-    pieces: int
-    kept: int
+    phase: int  # its number
+    operand: int  # the number of that among the phase's
+    products: tuple[int, ...]  # numbers of the phase's products
+    pieces: int  # of K that a thread multiplies one after the other: four values, or of mma a pair of k-tiles
+    kept: int  # the first ones, whose weights are in registers; those of the others are in shared memory
 
 
 class BlockKnobs(Knobs):
@@ -68,8 +60,7 @@ class BlockPlan(NamedTuple):
     a block has those of ``held`` heads, or a cluster that of one, and the blocks of the same rows are neighbours.
 
     On tensor cores a warp has ``units`` times eight units of all rows; with ``fma``, ``lanes`` neighbouring threads
-    share K of ``units`` units of all rows, and then have some of these (unit, row) pairs each.
-    """
+    share K of ``units`` units of all rows, and then have some of these (unit, row) pairs each."""
 
     hidden: int
     dtype: str

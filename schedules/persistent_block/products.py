@@ -1,13 +1,15 @@
 """The products of a step, of a block's state in shared memory: by multiply-adds of float32, or on tensor cores.
 
 Either way a thread ends with the sums of the (unit, batch row) pairs that it computes the gates of, so that nothing but
-the new state goes through shared memory, and one barrier of the block is all that a phase waits for.
-"""
+the new state goes through shared memory, and one barrier of the block is all that a phase waits for."""
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import reduce
+from itertools import product
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
@@ -21,25 +23,19 @@ from ecornn.schedules.scalars.row_sums import across_lanes
 
 
 class Products(ABC):
-    """Emits them for a thread.
+    """Emits them for a thread."""
 
-    Attributes
-    ----------
-    place : of each item the unit of its head, the batch row of the block, and whether it is this thread's alone
-    head : which one of the block's a thread has units of
-    """
-
-    head: Expr = 0
+    head: Expr = 0  # which one of the block's the thread has units of
 
     def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
                  rank: Expr, share: Expr) -> None:
         """``shared``: the block's memory, float32; ``sources``: the packed weights of each part; ``rank``: the block's
         in its cluster; ``share``: which blocks it is of, or clusters, that have the heads of the same rows."""
-        self.task, self.plan, self.shared, self.thread, self.rank = task, plan, shared, thread, rank
-        self.share_of_heads = share
-        self.words = shared.view("uint32")
-        self.sources, self.weights = sources, list[TirBuffer]()
-        self.place: list[tuple[Expr, Expr, Expr]] = []
+        self.task, self.plan, self.thread, self.rank, self.share_of_heads = task, plan, thread, rank, share
+        self.shared, self.words, self.sources = shared, shared.view("uint32"), sources
+        self.weights = list[TirBuffer]()
+        # of each item the unit of its head, the batch row of the block, and whether it is this thread's alone
+        self.place = list[tuple[Expr, Expr, Expr]]()
         self._locate()
 
     @abstractmethod
@@ -61,6 +57,7 @@ class Products(ABC):
     def begin(self) -> None:
         """Weights, into registers and shared memory."""
         plan, place = self.plan, self.plan.weights_place
+        values = 4 * per_word(plan.dtype) if plan.mma else 4  # of 16 bytes
         self.places = []
         for part, source in zip(plan.parts, self.sources, strict=True):
             each = len(part.products) * plan.units  # of 16 bytes of a thread in a piece
@@ -68,7 +65,7 @@ class Products(ABC):
             self.weights.append(kept)
             self.places.append(place)
             for n in range(part.pieces * each):
-                address = source.ptr_to([T.cast(self._weight(part, n), "int64") * (16 // self._itemsize)])
+                address = source.ptr_to([T.cast(self._weight(part, n), "int64") * values])
                 if n < part.kept * each:
                     ld_global([kept[n, i] for i in range(4)], address)
                     continue
@@ -105,11 +102,6 @@ class Products(ABC):
     def _registers(self, count: int) -> TirBuffer:
         return T.local("weights", (count, 4), "uint32")
 
-    @property
-    @abstractmethod
-    def _itemsize(self) -> int:
-        """Bytes of a packed weight."""
-
     @abstractmethod
     def _weight(self, part: Part, n: int) -> Expr:
         """The number, among all 16 bytes of the packed weights of a part, of this thread's n-th."""
@@ -124,8 +116,7 @@ class MultiplyAdds(Products):
     and rows can be halved, a lane gives one half away and gets the other lane's sums of its own half; what cannot be
     halved all lanes add alike, and the first one of these stores.
 
-    Emits them. A pair's number is ``row * units + unit``.
-    """
+    Emits them. A pair's number is ``row * units + unit``."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread
@@ -154,18 +145,15 @@ class MultiplyAdds(Products):
     def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
         plan, products = self.plan, self.task.graph.product_phases[phase].products
         chains, rows = plan.chains(phase), plan.rows
-        first = next(number for number, part in enumerate(plan.parts) if part.phase == phase)
         # (product, unit, chain, row)
         sums = T.local("sums", (len(products), plan.units, chains, rows), "float32")
-        for p in range(len(products)):
-            for u in range(plan.units):
-                for c in range(chains):
-                    with T.unroll("r", rows) as r:
-                        T.buffer_store(sums, T.float32(0), [p, u, c, r])
-        for number, part in enumerate(plan.parts):
-            if part.phase == phase:
-                operand = T.let("operand", self.first(phase, part.operand, side) + self.lane * 4 + self.head_first)
-                self._part(number, part, operand, sums, chains, meanwhile if number == first else lambda: None)
+        for place in product(range(len(products)), range(plan.units), range(chains)):
+            with T.unroll("r", rows) as r:
+                T.buffer_store(sums, T.float32(0), [*place, r])
+        parts = [(number, part) for number, part in enumerate(plan.parts) if part.phase == phase]
+        for number, part in parts:
+            operand = T.let("operand", self.first(phase, part.operand, side) + self.lane * 4 + self.head_first)
+            self._part(number, part, operand, sums, meanwhile if part is parts[0][1] else lambda: None)
         # pairs in the order of their numbers, each with all products
         pairs = [[self._total(sums, p, u, r, chains) for p in range(len(products))]
                  for r in range(rows) for u in range(plan.units)]
@@ -173,12 +161,10 @@ class MultiplyAdds(Products):
         while lanes > 1:
             lanes //= 2
             pairs = self._added(pairs, lanes)
-        return [{product.var: value for product, value in zip(products, own, strict=True)} for own in pairs]
+        return [{p.var: value for p, value in zip(products, own, strict=True)} for own in pairs]
 
-    def _part(self, number: int, part: Part, first: Expr, sums: TirBuffer, chains: int,
-              meanwhile: Callable[[], None]) -> None:
-        plan = self.plan
-        ahead = plan.ahead(part)
+    def _part(self, number: int, part: Part, first: Expr, sums: TirBuffer, meanwhile: Callable[[], None]) -> None:
+        plan, ahead, chains = self.plan, self.plan.ahead(part), self.plan.chains(part.phase)
         state = T.local("state", (ahead, plan.rows, 4), "float32")
 
         def load(piece: int) -> None:
@@ -203,9 +189,7 @@ class MultiplyAdds(Products):
 
     @staticmethod
     def _total(sums: TirBuffer, p: int, u: int, r: int, chains: int) -> Expr:
-        value = sums[p, u, 0, r]
-        for c in range(1, chains):
-            value = value + sums[p, u, c, r]
+        value = reduce(operator.add, [sums[p, u, c, r] for c in range(chains)])
         return T.let("sum", value) if chains > 1 else value
 
     def _added(self, pairs: list[list[Expr]], lanes: int) -> list[list[Expr]]:
@@ -220,10 +204,6 @@ class MultiplyAdds(Products):
         mine = [T.let("mine", T.Select(upper, b, a)) for a, b in zip(low, high, strict=True)]
         flat = [T.let("sum", own + theirs) for own, theirs in zip(mine, exchanged(given, lanes), strict=True)]
         return [flat[k:k + count] for k in range(0, len(flat), count)]
-
-    @property
-    def _itemsize(self) -> int:
-        return 4
 
     def _weight(self, part: Part, n: int) -> Expr:
         plan = self.plan
@@ -249,8 +229,7 @@ class TensorProducts(Products):
 
     A row of state lies in shared memory in pairs of k-tiles, in the order of its units: 16 bytes of a lane are words of
     both tiles, as persistent/exchange.py has it. Warpgroup products read the state from shared memory themselves, in
-    matrices of 8 columns by 16 bytes of K; repeated rows are then stored as often as they repeat.
-    """
+    matrices of 8 columns by 16 bytes of K; repeated rows are then stored as often as they repeat."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread
@@ -282,12 +261,10 @@ class TensorProducts(Products):
                 own = T.And(row < plan.rows, self.share + i < plan.units)
                 self.place.append((first + (i + self.share) * 8, row, self._of_units(own)))
             return
-        for u in range(plan.units):
-            for n in range(plan.tiles):
-                for e in range(2):
-                    self.items.append((u, n, e))
-                    row = n * 8 + quad * 2 + e
-                    self.place.append((first + u * 8, row, self._of_units(row < plan.rows)))
+        for u, n, e in product(range(plan.units), range(plan.tiles), range(2)):
+            self.items.append((u, n, e))
+            row = n * 8 + quad * 2 + e
+            self.place.append((first + u * 8, row, self._of_units(row < plan.rows)))
 
     def _of_units(self, own: Expr) -> Expr:
         """``own``, and true only in warps that have units."""
@@ -304,21 +281,20 @@ class TensorProducts(Products):
 
     def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
         found: list[dict[Var, Expr]] = [{} for _ in self.items]
-        first = next(number for number, part in enumerate(self.plan.parts) if part.phase == phase)
-        for number, part in enumerate(self.plan.parts):
-            if part.phase == phase:
-                acc = self._part(number, part, self.first(phase, part.operand, side), self.plan.chains(phase),
-                                 meanwhile if number == first else lambda: None)
-                for own, item in zip(found, self.items, strict=True):
-                    own |= self._sums(acc, part, item)
+        parts = [(number, part) for number, part in enumerate(self.plan.parts) if part.phase == phase]
+        for number, part in parts:
+            acc = self._part(number, part, self.first(phase, part.operand, side),
+                             meanwhile if part is parts[0][1] else lambda: None)
+            for own, item in zip(found, self.items, strict=True):
+                own |= self._sums(acc, part, item)
         return found
 
-    def _part(self, number: int, part: Part, first: Expr, chains: int, meanwhile: Callable[[], None]) -> TirBuffer:
+    def _part(self, number: int, part: Part, first: Expr, meanwhile: Callable[[], None]) -> TirBuffer:
         """The sums of a part, as fragments C."""
         plan = self.plan
         octets, ahead = len(part.products) * plan.units, plan.ahead(part)
         # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
-        acc = zeros("acc", chains, ceil_div(octets, 2), plan.tiles, 4)
+        acc = zeros("acc", plan.chains(part.phase), ceil_div(octets, 2), plan.tiles, 4)
         if plan.held > 1:
             first = T.let("head_first", first + self.head * (plan.depth_of_k * plan.rows * PAIR))
         # (pair, n8 tile, 2 words of fragment B of each k-tile)
@@ -355,10 +331,6 @@ class TensorProducts(Products):
             found[products[p].var] = T.let("sum", value)
         return found
 
-    @property
-    def _itemsize(self) -> int:
-        return 4 // per_word(self.plan.dtype)
-
     def _weight(self, part: Part, n: int) -> Expr:
         each = len(part.products) * self.plan.units
         return (self.source_warp * (part.pieces * each) + n) * 32 + self.tile_lane
@@ -377,7 +349,7 @@ class WarpgroupProducts(TensorProducts):
     def stored(self) -> None:
         fence_async_shared()
 
-    def _part(self, number: int, part: Part, first: Expr, chains: int, meanwhile: Callable[[], None]) -> TirBuffer:
+    def _part(self, number: int, part: Part, first: Expr, meanwhile: Callable[[], None]) -> TirBuffer:
         plan = self.plan
         octets, apart = len(part.products) * plan.units, plan.tiles * 128  # bytes between matrices of the same columns
         tiles, zero = ceil_div(octets, 2), T.uint32(0)
@@ -400,3 +372,6 @@ class WarpgroupProducts(TensorProducts):
         meanwhile()
         wgmma_wait([acc[0, m, n, i] for m in range(tiles) for n in range(plan.tiles) for i in range(4)])
         return acc
+
+
+KINDS: dict[str, type[Products]] = {"fma": MultiplyAdds, "mma": TensorProducts, "wgmma": WarpgroupProducts}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -14,23 +15,10 @@ from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.gemm.projection import no_projection, projection_time
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred, unhidden
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.persistent_wide import plan as plans
 from ecornn.schedules.persistent_wide.exchange import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import start_kernel, wide_kernel
-from ecornn.schedules.persistent_wide.plan import (
-    DEPTH,
-    HANDED,
-    LANES,
-    MORE_PARTS,
-    PARTS,
-    REGISTERS,
-    SLOTS,
-    SPACING,
-    WideKnobs,
-    WidePlan,
-    packing_of,
-    plan_of,
-    unit_step,
-)
+from ecornn.schedules.persistent_wide.plan import WideKnobs, WidePlan
 from ecornn.schedules.rates import GPURates, gpu_rates
 from ecornn.schedules.scalars.initial import start_launch
 from ecornn.schedules.scalars.pointwise import math_choices
@@ -43,8 +31,7 @@ HANDED_BESIDE = 1.2  # times that long, beside streamed weights
 STATE_TURN, WEIGHTS_TURN = 1_250, 2_500  # cycles from a copy's start until its room is free again, but for its bytes
 BEHIND = 0.15  # of the shorter of copies and products: what the longer one does not hide
 # The share of a recurrence's time that hides what memory takes: inputs come while products run. By hand, from seven
-# layers of 64 to 2048 rows: they took up to 1.65 times what was expected without memory, and 0.9 to 1.1 times what is
-# with it
+# layers of 64 to 2048 rows: they took up to 1.65 times what was expected without memory, now 0.9 to 1.1 times
 HIDES = 0.75
 GATES, ITEM = 250, 90  # cycles of the gates of a step, and of each of a thread's items
 
@@ -113,7 +100,7 @@ def product_cycles(plan: WidePlan, rates: GPURates) -> float:
     from_shared = (64 * 16 * 2 + plan.columns * 16 * 2) / rates.shared
     multiplied = rates.wgmma_column * plan.columns
     held, stored = max(HELD * multiplied, PRODUCT), max(multiplied, from_shared, PRODUCT)
-    products = plan.rings * DEPTH / 16 * plan.own_tiles * plan.sharers  # of a chunk
+    products = plan.rings * plans.DEPTH / 16 * plan.own_tiles * plan.sharers  # of a chunk
     return products * (plan.kept * held + (plan.chunks - plan.kept) * stored)
 
 
@@ -131,8 +118,7 @@ KEPT = (100, 88, 75, 63, 50, 43, 38, 31, 25, 19, 13, 0)  # percent
 
 
 class PersistentWide(SearchedSchedule[WidePlan]):
-    """Serves cells with one recurrent product, and their adjoints, in 16-bit types on Hopper, where weights fit on
-    chip."""
+    """Serves cells with one recurrent product, and adjoints, in 16-bit types on Hopper, where weights fit on chip."""
 
     name = "persistent_wide"
     revision = 1
@@ -151,8 +137,8 @@ class PersistentWide(SearchedSchedule[WidePlan]):
             return "needs a 16-bit data type"
         if len(phases) != 1 or not (backward or len(phases[0].operands) == 1) or phases[0].statistics:
             return f"cell {task.graph.cell!r} has not just one recurrent product of one vector"
-        if w.hidden > PARTS[-1] * LANES * DEPTH:
-            return f"hidden={w.hidden} is more than {PARTS[-1] * LANES * DEPTH}"
+        if w.hidden > plans.PARTS[-1] * plans.LANES * plans.DEPTH:
+            return f"hidden={w.hidden} is more than {plans.PARTS[-1] * plans.LANES * plans.DEPTH}"
         if fault := no_projection(task):
             return fault
         if next(self.candidates(task), None) is None:
@@ -161,7 +147,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
-        w, step, several = task.workload, unit_step(task), len(task.graph.phases[0].operands) > 1
+        w, step, several = task.workload, plans.unit_step(task), len(task.graph.phases[0].operands) > 1
         widest = WIDEST_SUM if several else WIDEST
         groups = sorted({ceil_div(w.batch, rows) for rows in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)})
         # of those that make the same number of blocks, the fewest
@@ -169,27 +155,26 @@ class PersistentWide(SearchedSchedule[WidePlan]):
                        if ceil_div(w.hidden, u) <= task.device.cores}.values())
         large = {"streamed": STREAMED, "ahead": AHEAD, "lasting": LASTING} if _large(task) else {}
         return WideKnobs.offered({
-            "groups": tuple(groups), "units": units, "parts": MORE_PARTS if several else PARTS,
-            "row_teams": (1, *REGISTERS), "registers": KEPT, **large, "hoisted": hoisted_choices(task),
+            "groups": tuple(groups), "units": units, "parts": plans.MORE_PARTS if several else plans.PARTS,
+            "row_teams": (1, *plans.REGISTERS), "registers": KEPT, **large, "hoisted": hoisted_choices(task),
             "math": math_choices(task)})
 
     def plan(self, task: Task, config: Config) -> WidePlan:
-        return plan_of(task, WideKnobs(config))
+        return plans.plan_of(task, WideKnobs(config))
 
     def check(self, task: Task, config: Config) -> str | None:
         device, w, knobs = task.device, task.workload, WideKnobs(config)
-        groups, units, step = knobs.groups, knobs.units, unit_step(task)
-        parts, row_teams = knobs.parts, knobs.row_teams
+        groups, units, parts, row_teams = knobs.groups, knobs.units, knobs.parts, knobs.row_teams
         blocks, rows = groups * ceil_div(w.hidden, units) * parts, ceil_div(w.batch, groups)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
         if (groups - 1) * rows >= w.batch:
             return "a group without batch rows"
-        if units % step:
+        if units % (step := plans.unit_step(task)):
             return f"units={units} is no multiple of {step}"
         if parts > 1 and row_teams == 1:
             return "warpgroups that share K in blocks that share K"
-        plan = plan_of(task, knobs)
+        plan = plans.plan_of(task, knobs)
         if plan.resident < 0:
             return f"{plan.kept} and {plan.streamed} of {plan.chunks} chunks in registers and streamed"
         if plan.chunks > plan.most_chunks:
@@ -202,8 +187,8 @@ class PersistentWide(SearchedSchedule[WidePlan]):
             return f"{plan.columns} columns of a product, {COLUMNS} possible"
         if plan.share.items > ITEMS:
             return f"{plan.share.items} items a thread"
-        if plan.registers > REGISTERS[plan.teams][1]:
-            return f"about {plan.registers} registers a thread, {REGISTERS[plan.teams][1]} available"
+        if plan.registers > plans.REGISTERS[plan.teams][1]:
+            return f"about {plan.registers} registers a thread, {plans.REGISTERS[plan.teams][1]} available"
         if plan.shared > device.shared:
             return f"{plan.shared} bytes of shared memory, {device.shared} available"
         if plan.stages < min(2, plan.chunks):
@@ -274,11 +259,9 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         rates = gpu_rates(task.device)
         return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
                 "waste": plan.own_tiles * plan.sharers * 64 / (plan.gates * plan.units), "copied": plan.copied_bytes,
-                "handed": plan.handed_bytes,
-                "products": product_cycles(plan, rates), "items": plan.share.items, "stages": plan.stages,
-                "resident": plan.stages / plan.chunks, "streamed": plan.streamed_bytes,
-                "registers": plan.registers, "shared": plan.shared,
-                "recurrence": recurrence(plan, rates),
+                "handed": plan.handed_bytes, "products": product_cycles(plan, rates), "items": plan.share.items,
+                "stages": plan.stages, "resident": plan.stages / plan.chunks, "streamed": plan.streamed_bytes,
+                "registers": plan.registers, "shared": plan.shared, "recurrence": recurrence(plan, rates),
                 "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted)}
 
     def stages(self, task: Task, plan: WidePlan) -> dict[str, float]:
@@ -291,7 +274,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "L2", held, parts=plan.parts)
 
     def recurrence(self, task: Task, plan: WidePlan) -> Component:
-        return _recurrence(task, plan, hoisted_of(task, plan.knobs.hoisted))(NOTHING)
+        return _recurrence(task, plan, hoisted_of(task, plan.knobs.hoisted))
 
     def together(self, task: Task, plan: WidePlan) -> int:
         return together(task.traversal, plan.groups, plan.rows)
@@ -300,8 +283,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         layout = hoisted_of(task, plan.knobs.hoisted)
         if task.traversal.backward:
             return assemble_recurrence(task, self.recurrence(task, plan), layout, self.together(task, plan))
-        return assemble(task, _recurrence(task, plan, layout), layout,
-                        together=self.together(task, plan))
+        return assemble(task, partial(_recurrence, task, plan, layout), layout, together=self.together(task, plan))
 
 
 def _lasting(task: Task, plan: WidePlan) -> int:
@@ -319,23 +301,16 @@ def _large(task: Task) -> bool:
     return not task.traversal.backward and weights > LARGE * task.device.cores
 
 
-def _recurrence(task: Task, plan: WidePlan, layout: Hoisted) -> Callable[[Stored], Component]:
-    """Returns a function that makes the recurrence, with what it stores of each step."""
-    math, packing = plan.knobs.math, packing_of(task, plan)
-    handed = Extent(plan.groups * plan.sets * HANDED * plan.handed_words)
+def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, kept: Stored = NOTHING) -> Component:
+    math, packing = plan.knobs.math, plans.packing_of(task, plan)
+    handed = Extent(plan.groups * plan.sets * plans.HANDED * plan.handed_words)
     buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
-               Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * SLOTS * plan.slot_words)),
-               Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * SPACING))]
+               Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * plans.SLOTS * plan.slot_words)),
+               Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * plans.SPACING))]
     if handed.fixed:
         buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
     fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
-    start = start_kernel(task, plan, layout, math)
-
-    def recurrence(kept: Stored) -> Component:
-        name = keeping("persistent_wide", kept)
-        functions = {"start": start, name: wide_kernel(task, plan, layout, math, kept)}
-        calls = [start_launch(),
-                 Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)]
-        return Component(functions, tuple(buffers), (*fills, *calls))
-
-    return recurrence
+    name = keeping("persistent_wide", kept)
+    functions = {"start": start_kernel(task, plan, layout, math), name: wide_kernel(task, plan, layout, math, kept)}
+    launch = Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)
+    return Component(functions, tuple(buffers), (*fills, start_launch(), launch))

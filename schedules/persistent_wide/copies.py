@@ -3,8 +3,7 @@
 Warp r fills ring r, or all four of them the only one, each some of its stages: while a warp waits for a counter, it
 cannot fill a stage that another lane waits for. Lane p has the chunk that is multiplied at position p, or at the p-th
 position whose chunk goes through the warp's stages. The chunks begin with another one in every set of blocks, so that
-not all read the same part of L2 at once.
-"""
+not all read the same part of L2 at once."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ecornn.schedules.cuda.isa.memory import fence_async_global, l2_policy, ld_a
 from ecornn.schedules.cuda.isa.registers import opaque
 from ecornn.schedules.cuda.isa.threads import ballot, sync_active, sync_warp
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
-from ecornn.schedules.persistent_wide.exchange import BlockRole, counter_of, slot_base, writers
+from ecornn.schedules.persistent_wide.exchange import BlockRole, writers
 from ecornn.schedules.persistent_wide.plan import DEPTH, LANES, SLOTS, WidePlan
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -82,15 +81,14 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
     else:
         ring, keep = 0, opaque
         with T.when(warp == 0):
-            _weights(plan, memory, role, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)),
-                     weights)
+            _weights(plan, memory, role, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)), weights)
         stage, turn = keep("stage", warp + lane % each * plan.copiers), keep("turn", lane // each)
         position = keep("position", turn * S + stage)
         mine, every = T.And(stage < S, position < C), (1 << 32) - 1  # a lane without a chunk never waits
         chunk = keep("chunk", chunk_at(plan, role, ring, position))
     state = memory.state(ring)
     uses = T.let("uses", state.uses(stage, C))  # of the stage, in a step
-    counter = counters.ptr_to([keep("counter", counter_of(plan, role.group, chunk))])
+    counter = counters.ptr_to([keep("counter", role.counter(chunk))])
     needed = keep("needed", writers(plan, chunk))
     count, waiting, issued = (T.local(name, (1,), "uint32") for name in ("count", "waiting", "issued"))
     T.note("producer: bulk copies of the state's chunks into free stages, as soon as all CTAs have counted them")
@@ -99,7 +97,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         T.buffer_store(waiting, T.cast(mine, "uint32"), [0])
         T.buffer_store(issued, T.uint32(0), [0])
         use = Use(stage, T.let("parity", parity_of(t * uses + turn)))
-        source = keep("source", slot_base(plan, role.group, t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
+        source = keep("source", role.slot(t % SLOTS) + chunk * (plan.columns * DEPTH // 2))
         with T.While(issued[0] != T.uint32(every)):
             with T.when(waiting[0] != T.uint32(0)):
                 with T.when(T.cast(count[0], "int32") < t * needed):
@@ -107,8 +105,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
                 # a parity says nothing about the use after next: the one before must have been issued
                 before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
-                with T.when(T.And(follows, T.cast(count[0], "int32") >= t * needed)), \
-                        T.when(state.may_acquire(use)):
+                with T.when(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.when(state.may_acquire(use)):
                     # The copies of several lanes issue as one instruction, which a race checker takes for the
                     # first lane's: that one must have seen what the others have waited for.
                     sync_active()
@@ -142,8 +139,7 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
 
 
 def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
-    """Weights that do not fit on the chip: a warp for each ring brings them in every step, chunk by chunk, by bulk
-    copies.
+    """Weights that do not fit on the chip: a warp for each ring brings them in every step, a bulk copy for each chunk.
 
     Whose weights come next is known ahead, whatever the state is. So they go through slots of their own, apart from
     stages of state: while a step waits for state, the weights of its first streamed chunks arrive. A slot is written
@@ -154,8 +150,7 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
     Weights beyond what L2 holds would drive each other out of it: read in the same order in every step, none would be
     there when it is read again. So the first ones of a step are asked to stay, and the others to go first.
 
-    Emits one thread's whole life: all streamed chunks of a ring, step after step.
-    """
+    Emits one thread's whole life: all streamed chunks of a ring, step after step."""
     T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
     count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
     policies = T.local("policies", (2,), "uint64")

@@ -1,29 +1,25 @@
 """How state travels between blocks: chunks of operand B, counted as they are written.
 
-A group's state lies in global memory (L2) as chunks of 64 values of K: a row of 128 bytes for each batch
-row, whose 16-byte pieces are exchanged by row (wgmma's 128-byte swizzle). One bulk copy brings a chunk
-where products read it. Where products have several operands, K is one behind the other, each of whole chunks. There
-are two slots, and one counter for each chunk.
+A group's state lies in global memory (L2) as chunks of 64 values of K: a row of 128 bytes for each batch row, whose
+16-byte pieces are exchanged by row (wgmma's 128-byte swizzle). One bulk copy brings a chunk where products read it. Of
+several operands K is one behind the other, each of whole chunks. There are two slots, and a counter for each chunk.
 
 Step t reads slot t % 2 and writes slot (t + 1) % 2. A block has written its part of a chunk when all its
 threads have: store; proxy fence; barrier of the block; add (release). A chunk of W writers is complete for step t
 when its counter is at least W t. Who copies it: load (acquire) of the counter, proxy fence, bulk copy.
 
-* The counter says what it should. A block adds for step t + 1 after it has read all of step t, to which
-  every writer of every chunk has added. So all of them have added t times when one adds for the
-  t + 1st time, and the counter is never above W (t + 1) before all have.
-* The copy sees what was written: stores, barrier and release on one side, acquire and copy on the
-  other are ordered by causality, with a fence between the generic and the asynchronous proxy on that path,
-  on either side of it.
-* Nobody overwrites what is still read. At step t a block writes slot (t + 1) % 2, which had the state of
-  step t - 1. It has read all of step t, and each block of the group wrote a part of that after all its
-  threads had passed a barrier behind their products of step t - 1; these had waited for the mbarriers
-  which those copies complete. So all reads of step t - 1 were done.
+* The counter says what it should. A block adds for step t + 1 after it has read all of step t, to which every writer of
+  every chunk has added. So all have added t times when one adds again: the counter is below W (t + 1) until all have.
+* The copy sees what was written: stores, barrier and release on one side, acquire and copy on the other are ordered by
+  causality, with a fence between the generic and the asynchronous proxy on that path, on either side of it.
+* Nobody overwrites what is still read. At step t a block writes slot (t + 1) % 2, which had the state of step t - 1. It
+  has read all of step t, and each block of the group wrote a part of that once all its threads had passed a barrier
+  behind their products of step t - 1; these had waited for the mbarriers that those copies complete. So all reads of
+  step t - 1 were done.
 * Where blocks share K (``Parcels``), "a block has read all of step t" is true of the blocks of its set together: it has
   their sums of step t before it goes on, and these are made of what they have read, as all is that follows.
 * A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``,
-  after its products (wgmma) were waited for.
-"""
+  after its products (wgmma) were waited for."""
 
 from __future__ import annotations
 
@@ -52,12 +48,23 @@ class BlockRole:
         group, within = T.let("group", block // plan.blocks), T.let("within", block % plan.blocks)
         if plan.parts == 1:
             return cls(plan, group, within, 0)
-        return cls(plan, group, opaque("member", within // plan.parts),
-                   opaque("part", within % plan.parts))
+        return cls(plan, group, opaque("member", within // plan.parts), opaque("part", within % plan.parts))
 
     def anew(self) -> BlockRole:
         """The same role, worked out again: no register keeps it, or what follows from it."""
         return BlockRole.of(self.plan, special_register("ctaid"))
+
+    def slot(self, number: Expr) -> Expr:
+        """First word of a slot of its group's exchange."""
+        return (self.group * SLOTS + number) * self.plan.slot_words
+
+    def counter(self, chunk: Expr) -> Expr:
+        """Place of the counter of a chunk of its group."""
+        return (self.group * self.plan.counters + chunk) * SPACING
+
+    def handed(self, step: Expr) -> Expr:
+        """First word of the sums of its set in a step."""
+        return ((self.group * self.plan.sets + self.member) * HANDED + step % HANDED) * self.plan.handed_words
 
     @property
     def first(self) -> Expr:
@@ -79,21 +86,10 @@ def multiplier() -> Expr:
     return T.let("multiplier", T.bitwise_and(special_register("tid") - TEAM, 511))
 
 
-def slot_base(plan: WidePlan, group: Expr, slot: Expr) -> Expr:
-    """First word of a group's slot."""
-    return (group * SLOTS + slot) * plan.slot_words
-
-
 def word_of(plan: WidePlan, unit: Expr, column: Expr) -> Expr:
-    """Place in a slot of the word that holds ``unit`` (of H, even) and the next one in batch row ``column``, of the
-    first operand."""
+    """Place in a slot of the word of ``unit`` (of H, even) and the next one in row ``column``: of the first operand."""
     chunk, within = unit // DEPTH, unit % DEPTH
     return (chunk * plan.columns + column) * (DEPTH // 2) + (within // 8 ^ column % 8) * 4 + within % 8 // 2
-
-
-def operand_words(plan: WidePlan) -> int:
-    """Words from an operand to the next one in a slot."""
-    return plan.reach * plan.columns * (DEPTH // 2)
 
 
 def place_of(plan: WidePlan, word: Expr) -> tuple[Expr, Expr, Expr]:
@@ -103,11 +99,6 @@ def place_of(plan: WidePlan, word: Expr) -> tuple[Expr, Expr, Expr]:
     if plan.operands > 1:
         chunk, operand = chunk % plan.reach, chunk // plan.reach
     return chunk * DEPTH + (within // 4 ^ column % 8) * 8 + within % 4 * 2, column, operand
-
-
-def counter_of(plan: WidePlan, group: Expr, chunk: Expr) -> Expr:
-    """Place of a chunk's counter."""
-    return (group * plan.counters + chunk) * SPACING
 
 
 def writers(plan: WidePlan, chunk: Expr) -> Expr:
@@ -124,11 +115,6 @@ def writers(plan: WidePlan, chunk: Expr) -> Expr:
 
 
 UNWRITTEN = 0xFF  # a byte of what words begin with
-
-
-def handed_slot(plan: WidePlan, role: BlockRole, step: Expr) -> Expr:
-    """First word of the sums of a set in a step."""
-    return ((role.group * plan.sets + role.member) * HANDED + step % HANDED) * plan.handed_words
 
 
 def handed_word(plan: WidePlan, finisher: Expr, other: Expr, column: Expr, row: Expr) -> Expr:
@@ -170,8 +156,7 @@ class Parcels:
 
     Every block of a set finishes units, and polls words of every other one.
 
-    Emits what a thread does to get its items' sums of the other parts; items are in pairs of batch rows.
-    """
+    Emits what a thread does to get its items' sums of the other parts; items are in pairs of batch rows."""
 
     def __init__(self, plan: WidePlan, handed: TirBuffer, items: int) -> None:
         self.plan, self.handed = plan, handed
@@ -187,7 +172,7 @@ class Parcels:
         """Loads all words, again and again until all have the step's tag."""
         T.note("gates: poll L2 for the partial sums of CTAs that share K, until their tags are the step's")
         tag = handed_tag(t)
-        firsts = [opaque("sums_at", handed_slot(self.plan, self.role, t) + place) for place in self.places]
+        firsts = [opaque("sums_at", self.role.handed(t) + place) for place in self.places]
         every = [(i, other, k) for i in range(self.pairs) for other in range(self.plan.parts - 1)
                  for k in range(2 * self.plan.gates)]
         for word in every:

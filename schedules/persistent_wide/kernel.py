@@ -3,16 +3,13 @@
 Blocks form groups, and sets within these; a group serves its own batch rows and holds all recurrent weights, a
 set the rows of ``units`` hidden units, each block of it for a part of K. In every block
 
-* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages in shared
-  memory (``copies.py``);
-* two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared
-  memory (``products.py``), hand the partial sums of units that another block of the set finishes over to it
-  (``exchange.py``), add those of their own, compute the cell's scalars, and write the new state to the
-  exchange first and y afterwards (``Gates``);
+* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages (``copies.py``);
+* two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared memory
+  (``products.py``), hand partial sums of units that another block of the set finishes to that one (``exchange.py``),
+  add those of their own, compute the cell's scalars, and write first the new state, then y (``Gates``);
 * where not all weights fit, a warp for each ring copies the others in every step (``copies.py``).
 
-What registers the copying warpgroup does not need, the multiplying ones get.
-"""
+What registers the copying warpgroup does not need, the multiplying ones get."""
 
 from __future__ import annotations
 
@@ -26,17 +23,7 @@ from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.copies import Memory, copy, stream
-from ecornn.schedules.persistent_wide.exchange import (
-    BlockRole,
-    Parcels,
-    counter_of,
-    handed_word,
-    multiplier,
-    operand_words,
-    place_of,
-    slot_base,
-    word_of,
-)
+from ecornn.schedules.persistent_wide.exchange import BlockRole, Parcels, handed_word, multiplier, place_of, word_of
 from ecornn.schedules.persistent_wide.plan import DEPTH, REGISTERS, SLOTS, SPACING, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.products import Products
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, partial_sums
@@ -64,7 +51,7 @@ class Gates(GateThreads):
         plan, role = self.plan, self.role
         self.bases = [self._bind("sums_at", self.memory.sums(0) + column * plan.stride + self._row(local))
                       for local, column in zip(self.local, self.column, strict=True)]
-        self.words = [self._bind("word_at", slot_base(plan, role.group, 0) + word_of(plan, unit, column))
+        self.words = [self._bind("word_at", role.slot(0) + word_of(plan, unit, column))
                       for unit, column in zip(self.unit, self.column, strict=True)]
         self.writes = [T.let("write", T.And(T.And(owner, unit < plan.hidden), local % 2 == 0))
                        for owner, unit, local in zip(self.owner, self.unit, self.local, strict=True)]
@@ -156,13 +143,13 @@ class Gates(GateThreads):
 
     def _exchange(self) -> None:
         """Writes what was kept: the thread of an even unit for both of a word."""
-        exchange, apart = self.arguments["exchange"], operand_words(self.plan)
+        exchange = self.arguments["exchange"]
         words = [[T.let("word", pack([value, self._neighbour(value)], self.plan.dtype)) for value in values]
                  for values in self.announced]
         for place, own in zip(self.places, words, strict=True):
             with T.when(place >= 0):
                 for o, word in enumerate(own):
-                    st_relaxed(exchange.ptr_to([place + o * apart]), [word])
+                    st_relaxed(exchange.ptr_to([place + o * self.plan.operand_words]), [word])
 
     def _counter(self) -> Expr:
         """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""
@@ -176,13 +163,12 @@ class Gates(GateThreads):
             chunk, operand = T.let("chunk", first // DEPTH + self.thread % most), self.thread // most
             inside, behind = T.And(operand < plan.operands, chunk <= (end - 1) // DEPTH), operand * plan.reach
         inside = inside if plan.parts == 1 else T.And(first < end, inside)
-        return T.Select(inside, counter_of(plan, self.group, chunk + behind), -1)
+        return T.Select(inside, self.role.counter(chunk + behind), -1)
 
     def _publish(self) -> None:
         """Counts this block's part of the chunks that it has written."""
         with T.when(self.counter >= 0):
-            counter = self.arguments["counters"].ptr_to([self.counter])
-            red_release(counter)
+            red_release(self.arguments["counters"].ptr_to([self.counter]))
 
 
 def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
@@ -248,8 +234,7 @@ def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> Prim
 
     ``start(T, B, <state>_in ..., vectors, [hoisted,] exchange, counters)``.
 
-    Words beyond H, which pad the last chunks, are zero in both slots, and stay so.
-    """
+    Words beyond H, which pad the last chunks, are zero in both slots, and stay so."""
     with T.kernel("start") as made:
         kernel = declare_start(task, layout, math)
         exchange, counters = T.pointer("exchange", "uint32"), T.pointer("counters", "uint32")

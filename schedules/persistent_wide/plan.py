@@ -52,45 +52,28 @@ class WideKnobs(Knobs):
 
 @dataclass(frozen=True)
 class WidePlan:
-    """The cut: ``groups`` of ``sets`` of ``parts`` blocks, each group with all weights and its own batch rows.
-
-    Attributes
-    ----------
-    operands : vectors of H values that products multiply, which make K: one in a layer, several in an adjoint
-    units, rows : hidden units of a set, batch rows of a group
-    parts : blocks of a set, which share K
-    gates, interleave : rows of weights of a unit; those of them that stand next to each other
-    teams : multiplying warpgroups of a block
-    rings : of stages in a block: one for each team, which share K, or one for all, which share rows
-    chunks : of K, for each ring
-    kept : chunks of a ring whose weights are in registers; the others' are in shared memory
-    streamed : chunks of a ring whose weights get there in every step, see copies.py
-    lasting : of these, the first ones, which L2 is asked to keep; all: it is asked nothing
-    ahead : bytes of streamed weights that a block has on their way at once
-    stages : of a ring
-    values : that a thread keeps for each item
-    """
+    """The cut: ``groups`` of ``sets`` of ``parts`` blocks, each group with all weights and its own batch rows."""
 
     hidden: int
     dtype: str
-    operands: int
+    operands: int  # vectors of H values that products multiply, which make K: one in a layer, several in an adjoint
     groups: int
     sets: int
-    parts: int
-    units: int
-    rows: int
-    gates: int
-    interleave: int
-    teams: int
-    rings: int
-    chunks: int
-    kept: int
-    stages: int
-    values: int
+    parts: int  # blocks of a set, which share K
+    units: int  # hidden units of a set
+    rows: int  # batch rows of a group
+    gates: int  # rows of weights of a unit
+    interleave: int  # those of them that stand next to each other
+    teams: int  # multiplying warpgroups of a block
+    rings: int  # of stages in a block: one for each team, which share K, or one for all, which share rows
+    chunks: int  # of K, for each ring
+    kept: int  # chunks of a ring whose weights are in registers; the others' are in shared memory
+    stages: int  # of a ring
+    values: int  # that a thread keeps for each item
     knobs: WideKnobs
-    streamed: int = 0
-    lasting: int = 0
-    ahead: int = 0
+    streamed: int = 0  # chunks of a ring whose weights get to shared memory in every step, see copies.py
+    lasting: int = 0  # of these, the first ones, which L2 is asked to keep; all: it is asked nothing
+    ahead: int = 0  # bytes of streamed weights that a block has on their way at once
 
     @property
     def blocks(self) -> int:
@@ -228,14 +211,18 @@ class WidePlan:
     @property
     def registers(self) -> int:
         """Estimate of a multiplying thread's registers; gate math has the accumulators' once more."""
-        return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2
-                + self.share.items * self.values + SPARE_REGISTERS[self.rings]
-                + (MORE_SPARE if self.streamed else 0))
+        return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2 + self.share.items * self.values
+                + SPARE_REGISTERS[self.rings] + (MORE_SPARE if self.streamed else 0))
 
     @property
     def slot_words(self) -> int:
         """Words of one slot of a group's exchange."""
         return self.counters * self.columns * DEPTH // 2
+
+    @property
+    def operand_words(self) -> int:
+        """Words from an operand to the next one in a slot."""
+        return self.reach * self.columns * (DEPTH // 2)
 
     @property
     def counters(self) -> int:
@@ -288,8 +275,7 @@ def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     w, graph = task.workload, task.graph
     (phase,) = graph.phases
     gates, operands = len(phase.products), len(phase.operands)
-    groups, units = knobs.groups, knobs.units
-    parts, row_teams = knobs.parts, knobs.row_teams
+    groups, units, parts, row_teams = knobs.groups, knobs.units, knobs.parts, knobs.row_teams
     teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
     chunks = ceil_div(operands * ceil_div(w.hidden, DEPTH), rings * parts)
     masks = mask_values(task)
@@ -304,8 +290,7 @@ def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=ceil_div(w.hidden, units),
                 parts=parts, units=units, rows=ceil_div(w.batch, groups), gates=gates, interleave=gcd(gates, 8),
                 teams=teams, rings=rings, chunks=chunks, kept=ceil_div(chunks * knobs.registers, 100),
-                stages=1, values=values, knobs=knobs, streamed=streamed,
-                lasting=streamed * knobs.lasting // 100,
+                stages=1, values=values, knobs=knobs, streamed=streamed, lasting=streamed * knobs.lasting // 100,
                 ahead=knobs.ahead << 10)
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))

@@ -19,14 +19,7 @@ from ecornn.schedules.cuda.isa.wgmma import (
 )
 from ecornn.schedules.cuda.pipeline import Use
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
-from ecornn.schedules.persistent_wide.exchange import (
-    BlockRole,
-    hand_over,
-    handed_slot,
-    handed_tag,
-    handed_word,
-    multiplier,
-)
+from ecornn.schedules.persistent_wide.exchange import BlockRole, hand_over, handed_tag, handed_word, multiplier
 from ecornn.schedules.persistent_wide.plan import DEPTH, TEAM, WidePlan
 
 STEPS = DEPTH // 16  # products of a chunk and tile
@@ -67,8 +60,7 @@ class Products:
         return m if self.plan.rings > 1 else self.team * self.plan.own_tiles + m
 
     def run(self, t: Expr, meanwhile: Callable[[Expr], None]) -> None:
-        """Emits all products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last are under
-        way."""
+        """Emits all products of step t, left in ``acc``; ``meanwhile`` emits what is done while the last ones run."""
         plan = self.plan
         T.note("MMA warpgroups: wait for each chunk's mbarrier (full), wgmma, then hand the stage back (empty)")
         home = self.home if plan.rings > 1 else multiplier() // TEAM
@@ -147,7 +139,7 @@ class Products:
         plan, role, thread = self.plan, self.role, multiplier()
         warp, lane, found = T.let("warp", thread % TEAM // 32), T.let("lane", thread % 32), []
         column = T.let("column", lane % 4 * 2)
-        slot = opaque("slot", handed_slot(plan, role, t)) if plan.parts > 1 else None
+        slot = opaque("slot", role.handed(t)) if plan.parts > 1 else None
         self.tag = handed_tag(t)
         for m in range(plan.own_tiles):
             for half in range(2):
@@ -170,16 +162,14 @@ class Products:
             if there is not None:
                 with T.when(whose < 0):
                     for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
-                        to = there + handed_word(plan, 0, 0, c, 0)
-                        hand_over(handed, to, [first, second], self.tag)
+                        hand_over(handed, there + handed_word(plan, 0, 0, c, 0), [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
             with T.when(whose > 0):
                 for c, value in every:
                     T.buffer_store(self.memory.words, value, [here + c * plan.stride])
 
     def _finisher(self, row: Expr) -> tuple[Expr, Expr]:
-        """The number of the block of the set that finishes the unit of a row, and which of its own rows of sums this
-        is."""
+        """The block of the set that finishes the unit of a row, and which of its own rows of sums this is: numbers."""
         plan = self.plan
         units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))
         outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
