@@ -36,8 +36,7 @@ class Place:
     """The place of a value of each row, its units side by side: from ``start`` on, rows ``stride`` elements apart.
 
     ``units``: units of a row in an array of the caller, which has the rows of all steps, not of a chunk: nothing beyond
-    them is read; 0 for workspace, where there is room behind a row, and behind the last one.
-    """
+    them is read; 0 for workspace, where there is room behind a row, and behind the last one."""
 
     data: TirBuffer
     stride: int
@@ -135,8 +134,7 @@ class Memory:
 class Timeline:
     """Writes the predicates of a traversal; where the traversal has none, nothing is written.
 
-    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them.
-    """
+    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them."""
 
     def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
         self.e, self.traversal, self.data, self.steps, self.batch = e, traversal, data, steps, batch

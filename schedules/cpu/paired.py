@@ -13,8 +13,7 @@ opposite sign, -(w2 - x1) (w1 - x2) + x1 x2 + w1 w2, so that the sums stay small
 
 Rounding: both factors are scaled by powers of two to a mean magnitude of 1 to 2, each row and each unit for itself;
 then the error is bounded by eps ||x|| ||w|| as that of a plain sum is for dense factors. Rows whose largest
-magnitude is more than SPREAD times the mean, or not finite, are multiplied in the plain way.
-"""
+magnitude is more than SPREAD times the mean, or not finite, are multiplied in the plain way."""
 
 from __future__ import annotations
 
@@ -132,8 +131,7 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr
              weight_start: Expr, products: Sequence[Expr]) -> None:
     """Adds products to the registers ``into``, which must be zero, of the rows from ``top`` on; there are ``rows``.
 
-    ``products``: a vector of the units' sums of pairs for each column.
-    """
+    ``products``: a vector of the units' sums of pairs for each column."""
     columns, length, stride, width = len(into[0]), operand.length, operand.stride, operand.width
     starts = [e.let("operand", top * e.index(width)) for _ in range(columns)]
     sums = [e.let("sum", e.load(operand.sums, top + e.index(m))) for m in range(len(into))]

@@ -24,8 +24,7 @@ For int8 weights each row of the operand becomes 8-bit integers, too, by its lar
 
 Weights are quantized alike, unit by unit, when they are packed, and stored with 128 added, as the
 instruction wants one unsigned factor. So sum_k (w[k] + 128) q[k] - 128 sum_k q[k] is the integer product,
-which the scales of row and unit make a float32. Both roundings together cost about 1e-2 relative.
-"""
+which the scales of row and unit make a float32. Both roundings together cost about 1e-2 relative."""
 
 from __future__ import annotations
 
@@ -135,8 +134,7 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts
 
     ``starts``: where each row of ``operand`` starts; ``weight_start``: where the tile's weights start. The
     operand is of the layer's type, for int8 weights int32 of four values each. ``ahead`` is asked for line by line,
-    spread over the loop.
-    """
+    spread over the loop."""
     columns, stored = len(into[0]), STORED[kind]
     group = stored.group
 

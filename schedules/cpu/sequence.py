@@ -5,8 +5,7 @@
         hoisted projection of the chunk's rows; barrier; with statistics of it also their pass; barrier
         for each step: the stages of the step, a barrier after each, or after those that go row by row
         what only outputs need, where they are made apart: a pass over the chunk's rows, to y
-    copy states to the caller
-"""
+    copy states to the caller"""
 
 from __future__ import annotations
 

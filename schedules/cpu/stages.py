@@ -11,8 +11,7 @@ Statistics are computed by row, and so is what follows from them without a produ
 as many phases as there are, with one barrier behind the last.
 
 Pointwise values of level 0 are computed again by each stage that reads them; values of later
-levels are carried in workspace.
-"""
+levels are carried in workspace."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class Stage:
     """The work of threads between two barriers: products ``rows``, then values to ``keep``.
 
     ``keep`` are stored in workspace for later stages; ``level`` is that of the rows. A stage ``by_row`` has no
-    products: one thread computes ``statistics`` of a row, then, if it ``finishes``, all values of the row.
-    """
+    products: one thread computes ``statistics`` of a row, then, if it ``finishes``, all values of the row."""
 
     name: str
     level: int
@@ -53,8 +51,7 @@ class StepPlan:
 
     ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``: variable ->
     level as in :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd steps, because other
-    threads still read the old one; ``barriers``: False where no thread waits for another within a chunk.
-    """
+    threads still read the old one; ``barriers``: False where no thread waits for another within a chunk."""
 
     graph: StepGraph
     hoisted: tuple[Stage, ...]

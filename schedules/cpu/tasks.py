@@ -1,6 +1,5 @@
 """The work of a thread of the team: on one tile of units and rows, products, then the cell's pointwise part; or on one
-row, statistics over all of its units, then what follows from them.
-"""
+row, statistics over all of its units, then what follows from them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Register tiles: how large they are, what fits a CPU, how a workload is padded for them, and what they cost as the
-heuristic estimates it; the features of the tuner's cost model.
-"""
+heuristic estimates it; the features of the tuner's cost model."""
 
 from __future__ import annotations
 
@@ -200,8 +199,7 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
     """Estimated cycles for one k of a product, of the thread with the most tasks.
 
     ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top;
-    ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones.
-    """
+    ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones."""
     count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
     tasks = count * units
 

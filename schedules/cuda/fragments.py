@@ -26,8 +26,7 @@ def multiply_pair(acc: TirBuffer, number: int, rows: Sequence[Callable[[int], Ex
     acc : sums, (chain, m16 tile, n8 tile, 4 of fragment C); k-tiles take the chains in turn
     rows : of each octet of weight rows its word 0 to 3, two of a k-tile; two octets make an m16 tile, the last of which
         may have one alone
-    columns : of each n8 tile of state the same
-    """
+    columns : of each n8 tile of state the same"""
     chains, nothing = int(acc.shape[0]), tuple(T.uint32(0) for _ in range(2))
     for tile in range(2):
         right = [[split(column[tile * 2 + half], arithmetic) for half in range(2)] for column in columns]

@@ -12,8 +12,7 @@ of ``empty``, and that needs every consumer past phase n - 1 of ``full``: with b
 through the stages in the same order. Without ``empty`` it is on the kernel to say why nobody is.
 
 Reads and writes of threads and bulk copies go through different proxies: where a copy overwrites what threads have
-read, or a warpgroup multiplies what they have written, a proxy fence lies between (``isa/memory.py``).
-"""
+read, or a warpgroup multiplies what they have written, a proxy fence lies between (``isa/memory.py``)."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Pipeline:
         through barriers
     stages : how many there are
     apart : words from a stage's barriers to the next one's
-    cluster : whether other blocks of the cluster fill stages, too
-    """
+    cluster : whether other blocks of the cluster fill stages, too"""
 
     words: TirBuffer
     full: Expr
@@ -136,8 +134,7 @@ class ClusterPipeline(Pipeline):
     Attributes
     ----------
     blocks : of the cluster
-    size : bytes that a block gets in a step
-    """
+    size : bytes that a block gets in a step"""
 
     stages: int = 2
     blocks: int = 1

@@ -3,8 +3,7 @@
     sums[r, q, j] = sum over operands o, k of o[r, k] * weights_o[q, j, k]
 
 for products q of units j. A job does not know whether units are a cell's hidden ones or inputs of a layer. Its epilogue
-computes values on accumulators, and writes them.
-"""
+computes values on accumulators, and writes them."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class Operand:
 
     ``transposed``: a source is (K, units), not (units, K). Then K may be ``pieces`` sources one behind the other,
     without padding between them. With ``heads`` a source is blocks on a diagonal: units multiply the values of their
-    own head, of which there are whole tiles.
-    """
+    own head, of which there are whole tiles."""
 
     columns: Columns
     weights: str
@@ -120,8 +118,7 @@ class Job:
     vectors : parameter vectors that it takes
     each : what there are rows of, of :data:`STEPS`, :data:`BATCH` and :data:`SEQUENCES`
     expected : rows that tiles are chosen for, of which any number may come; None: so many that it does not matter
-    followed : whether the launch behind it may begin before it has ended, and waits for its end itself
-    """
+    followed : whether the launch behind it may begin before it has ended, and waits for its end itself"""
 
     name: str
     device: Device
@@ -167,8 +164,7 @@ class Shape:
     parts : stages' worth of K of each operand
     row_bytes : of a stage, for each row
     stages : of the pipeline, each in shared memory
-    beside : bytes of shared memory that something else takes
-    """
+    beside : bytes of shared memory that something else takes"""
 
     rows: int
     octets: int
@@ -250,8 +246,7 @@ def write_tile(job: Job, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
     ``acc`` has accumulators (m16 tile, n8 tile, 4) as ``mma`` leaves them (``tensor_core.py``): two neighbouring
     columns a thread. Tile ``octet * rows + row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are
     the units in order, with 4 those of two octets are dealt out so that a thread has 4 neighbouring units.
-    ``vector(i, unit)`` is the value of parameter vector i.
-    """
+    ``vector(i, unit)`` is the value of parameter vector i."""
     tiles, products = (int(n) for n in acc.shape[:2])
 
     def within(unit: Expr, e: int) -> Expr:

@@ -5,8 +5,7 @@
 Both operands have the rows that are summed over on the outside, so that they are read across. Where the tiles fill the
 chip each block goes through all rows and writes to where the sum belongs. Else the rows go to ``parts`` of blocks, each
 of which leaves a sum in the workspace ``parts``; a kernel of its own adds these in order. So every run has the same
-bits. ``outer_mma.py`` and on Hopper ``outer_wgmma.py`` compute them.
-"""
+bits. ``outer_mma.py`` and on Hopper ``outer_wgmma.py`` compute them."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class OuterJob:
     rows : T*B that the sizes are chosen for; any number may come
     mask : of :func:`~ecornn.schedules.timeline.rows_mask`: rows that take no part in their step count as zeros
     heads : of more than one ``operand`` has the columns of the first; those of the others are behind them, each for its
-        own part of ``values``, which has all heads of a gate before those of the next one
-    """
+        own part of ``values``, which has all heads of a gate before those of the next one"""
 
     name: str
     device: Device
@@ -95,8 +93,7 @@ class Into:
     Attributes
     ----------
     row : m -> where its sums start, int64; they lie one behind the other
-    add : to what is there; None: where the kernel's scalar ``add`` is not 0
-    """
+    add : to what is there; None: where the kernel's scalar ``add`` is not 0"""
 
     row: Callable[[Expr], Expr]
     add: bool | Expr | None
@@ -170,8 +167,7 @@ class OuterShape:
     stage_bytes : of both operands
     stages : of the pipeline, each in shared memory
     beside : bytes of shared memory that something else takes
-    parts : of the rows
-    """
+    parts : of the rows"""
 
     height: int
     width: int

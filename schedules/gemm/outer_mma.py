@@ -1,7 +1,6 @@
 """Outer products over all rows by ``mma``: a block a tile of one part of the rows (``mma_mainloop.py``).
 
-Fragments are read across by ``ldmatrix.trans``, or 32-bit words one by one.
-"""
+Fragments are read across by ``ldmatrix.trans``, or 32-bit words one by one."""
 
 from __future__ import annotations
 

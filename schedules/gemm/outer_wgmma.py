@@ -3,8 +3,7 @@
 One block a multiprocessor goes through tiles of 128 columns of ``values`` by up to 256 of ``operand``, those of one
 part of the rows after those of another, so that all blocks read much the same rows. Both operands go through a ring of
 stages of 64 rows in shared memory, as panels of 64 columns: 128 bytes of each row, one row behind the other, whose
-16-byte chunks are exchanged by row (wgmma's 128-byte swizzle). Products read panels across.
-"""
+16-byte chunks are exchanged by row (wgmma's 128-byte swizzle). Products read panels across."""
 
 from __future__ import annotations
 

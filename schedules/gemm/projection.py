@@ -9,8 +9,7 @@ first ``ahead`` percent: the rest is then for blocks of its own to do while othe
 
 A layer's x is as its caller has it: rows of 650 values of 16 bits are aligned to 4 bytes, and are copied to shared
 memory 4 bytes at a time, where others come by 16. Products over all rows copy each row once for every tile of columns;
-where that is often, x is copied once before, to rows that are aligned.
-"""
+where that is often, x is copied once before, to rows that are aligned."""
 
 from __future__ import annotations
 

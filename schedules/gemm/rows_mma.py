@@ -2,8 +2,7 @@
 
 A team of 8 warps computes ``height`` rows x 4 groups of units at a time; the columns are ordered so that one thread
 holds every product of a unit, and what is made of them is computed on the accumulators. Rows may be of any width: those
-that are not 16-byte aligned are copied word by word, or value by value.
-"""
+that are not 16-byte aligned are copied word by word, or value by value."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ class Team(MmaMainloop):
     """Emits the code of 256 threads that compute tiles.
 
     ``arguments`` has buffers by name, ``memory`` at least ``shape.shared`` bytes; ``thread`` and ``barrier`` are those
-    of :class:`MmaMainloop`.
-    """
+    of :class:`MmaMainloop`."""
 
     def __init__(self, job: Job, shape: Shape, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
                  memory: TirBuffer, thread: Expr, barrier: Callable[[], object]) -> None:
@@ -133,8 +131,7 @@ class Team(MmaMainloop):
 
         ``done(n)`` is emitted for thread 0, when a tile of the n-th group of ``height`` rows is
         written by all threads. Where somebody waits for that, copies begin with their tile, and padding is multiplied:
-        blocks beside a recurrence have its registers, too few for what spares that.
-        """
+        blocks beside a recurrence have its registers, too few for what spares that."""
         T.note("tiles of rows by units, in turn")
         s, self.alone = self.shape, done is None
         tiles = T.let("tiles", (end - first + (s.height - 1)) // s.height * s.columns)

@@ -10,8 +10,7 @@ K goes through a ring of stages in shared memory, 128 bytes of every row each, 6
 
 TF32's products take float32 values and leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights,
 adjoints' recurrences raise what they write, so that to cut off is to round (keeping.py), x is cut off: of an
-LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off.
-"""
+LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:
     """(column, slab) tiles of 16-byte chunks of K, n8 tiles, 8 columns, values.
 
     A thread has columns 2 i and 2 i + 1 of each n8 tile. With a ``span`` of 4 the columns of two octets' n8 tiles are
-    dealt out so that these are 4 neighbouring units (:func:`write_tile`).
-    """
+    dealt out so that these are 4 neighbouring units (:func:`write_tile`)."""
     chunks = (s.parts[job.operands.index(operand)], LINE // CHUNK, CHUNK // job.itemsize)
     if span == 2:
         return operand.packing(s.rows, (s.columns, s.octets, 8), chunks, (1, 4, 5, 2, 0, 3, 6), job.arithmetic)

@@ -7,8 +7,7 @@
         gradients of the inputs; products with x and states, and sums, over the chunk's rows, added to gradients
     gradients of the first states, and of parameter vectors
 
-Gradients of parameters are added to what is there.
-"""
+Gradients of parameters are added to what is there."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class BackwardWorker(Worker):
 
     Parameters
     ----------
-    shape, dx_shape : of the parts of H units, and of the gradient of x; ``shape.chunk`` steps are a chunk
-    """
+    shape, dx_shape : of the parts of H units, and of the gradient of x; ``shape.chunk`` steps are a chunk"""
 
     def __init__(self, task: Task, plans: Backward, shape: Shape, dx_shape: Shape) -> None:
         super().__init__(pass_plan("once", plans.adjoint.once, ()), shape, task.traversal, "backward_")

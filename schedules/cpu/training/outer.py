@@ -5,8 +5,7 @@
 in register tiles of some values of j and vectors of k. Rows of values and operands are pages apart, so both are copied
 first, once for all products that read them: panels (panel, row, values of j or vectors of k of a tile). Chunks follow
 each other, and within one each element is of one task, so that results do not depend on how many threads there are.
-Of vectors: sums over all steps and rows.
-"""
+Of vectors: sums over all steps and rows."""
 
 from __future__ import annotations
 

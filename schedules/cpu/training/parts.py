@@ -12,8 +12,7 @@ Parts over all rows have the stages of a step, each of all rows: what a later on
 
 The state before a step is the one after the step before, of which y, or what forward kept, has the rows; the first
 state of a sequence; or zeros where a sequence starts anew. Rows that take no part in a step have finite values, and
-gradients of zero.
-"""
+gradients of zero."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class Backward:
     replay, inputs, finish : passes; what they keep is what other parts read
     recurrence : of the adjoint's recurrence
     written : stage of the recurrence -> what it writes for other parts
-    dx : the pass that gives dx, or None where x has no gradient
-    """
+    dx : the pass that gives dx, or None where x has no gradient"""
 
     adjoint: Adjoint
     kept: Kept
@@ -123,8 +121,7 @@ class Copy:
     """Rows to be copied: ``length`` elements of each row of ``source``, one for each step and batch row, to ``to``.
 
     ``kind``: ``at``, those of the step itself; ``live``, these, or zeros where a row takes no part; ``before``, those
-    of the step before, where ``first`` has the rows before the first step.
-    """
+    of the step before, where ``first`` has the rows before the first step."""
 
     kind: str
     to: Place

@@ -1,8 +1,7 @@
 """Loads, stores, fences and prefetches (PTX: data movement; memory consistency model).
 
 Vectors are aligned to their size. A ``relaxed`` access is one of several threads of the GPU to the same memory, and
-sees what any of them wrote, at some time; ``acquire`` and ``release`` order what is around them, too.
-"""
+sees what any of them wrote, at some time; ``acquire`` and ``release`` order what is around them, too."""
 
 from __future__ import annotations
 

@@ -21,8 +21,7 @@ and with t = 0x43u - 256, which is q or 2 q, q = t - max(t, 0) / 2. Both need on
 which has half the rate of other instructions, and besides one or three of what the permutation leaves idle.
 
 The compiler must not compute these ahead of the loop over steps, in which integers that stay in registers would then
-take twice as many: the permutation is volatile.
-"""
+take twice as many: the permutation is volatile."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], a
 
     Tensor cores cut off the sums that they keep, always towards zero, so that the error of a float32 sum grows with its
     length: to 1e-5 where K is 2000. With ``apart`` a k-tile has a sum of its own that is added by the other units,
-    which round.
-    """
+    which round."""
     instruction = T.ptx[f"mma.sync.aligned.{_KIND[arithmetic]}"]
     pairs = ((0, 0),) if arithmetic != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
     apart = apart and arithmetic == "float32"
