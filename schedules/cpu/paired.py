@@ -69,8 +69,7 @@ def width_of(k: int, pairs: int, lanes: int) -> int:
 
 
 def packings(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:
-    """Weights of ``terms``, each (H, K), as (tile, k, section, gate, vector, lane); factors and sums of pairs of
-    their rows."""
+    """Weights of (H, K) ``terms`` as (tile, k, section, gate, vector, lane); their rows' factors and sums of pairs."""
     tiles, gates, length = -(-hidden // (vectors * lanes)), len(terms), section(k, pairs)
     sources, units = tuple(t.source for t in terms), tiles * vectors * lanes
     pad = (gates, units, pairs * length)
@@ -130,7 +129,6 @@ def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr]
 def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr, rows: Expr, weights: TirBuffer,
              weight_start: Expr, products: Sequence[Expr]) -> None:
     """Adds products to the registers ``into``, which must be zero, of the rows from ``top`` on; there are ``rows``.
-
     ``products``: a vector of the units' sums of pairs for each column."""
     columns, length, stride, width = len(into[0]), operand.length, operand.stride, operand.width
     starts = [e.let("operand", top * e.index(width)) for _ in range(columns)]

@@ -10,8 +10,7 @@
 Statistics are computed by row, and so is what follows from them without a product: each row by one thread, through
 as many phases as there are, with one barrier behind the last.
 
-Pointwise values of level 0 are computed again by each stage that reads them; values of later
-levels are carried in workspace."""
+Pointwise values of level 0 are computed again by each stage that reads them; later ones are carried in workspace."""
 
 from __future__ import annotations
 
@@ -30,15 +29,13 @@ _Part = tuple[tuple[Product, ...], tuple[Statistic, ...], tuple[Assign, ...]]
 
 @dataclass(frozen=True)
 class Stage:
-    """The work of threads between two barriers: products ``rows``, then values to ``keep``.
-
-    ``keep`` are stored in workspace for later stages; ``level`` is that of the rows. A stage ``by_row`` has no
+    """The work of threads between two barriers: products ``rows``, then values to ``keep``. A stage ``by_row`` has no
     products: one thread computes ``statistics`` of a row, then, if it ``finishes``, all values of the row."""
 
     name: str
-    level: int
+    level: int  # of the rows
     rows: tuple[Product, ...]
-    keep: tuple[Var, ...]
+    keep: tuple[Var, ...]  # stored in workspace for later stages
     last: bool = False  # computes the new states and y
     statistics: tuple[Statistic, ...] = ()
     by_row: bool = False
@@ -47,19 +44,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The stages of a step, in the parts that barriers separate.
-
-    ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``: variable ->
-    level as in :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd steps, because other
-    threads still read the old one; ``barriers``: False where no thread waits for another within a chunk."""
+    """The stages of a step, in the parts that barriers separate."""
 
     graph: StepGraph
-    hoisted: tuple[Stage, ...]
+    hoisted: tuple[Stage, ...]  # of the hoisted projection
     parts: tuple[tuple[Stage, ...], ...]
-    definition: dict[Var, Expr]
-    level: dict[Var, int]
-    doubled: tuple[str, ...]
-    barriers: bool
+    definition: dict[Var, Expr]  # variable -> its expression
+    level: dict[Var, int]  # variable -> level as in :mod:`ecornn.analysis.step`
+    doubled: tuple[str, ...]  # states kept twice, for even and odd steps: other threads still read the old one
+    barriers: bool  # False where no thread waits for another within a chunk
 
     @property
     def steps(self) -> tuple[Stage, ...]:

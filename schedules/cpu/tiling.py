@@ -23,16 +23,14 @@ VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
 
 @dataclass(frozen=True)
 class Tile:
-    """Batch rows and vectors of units that one task computes, how far k is unrolled, of how many values of k
-    two are multiplied as a pair (0: none, see :mod:`ecornn.schedules.cpu.paired`), whether the next tile's weights
-    are asked for meanwhile, and of how many gates sums are in registers at the same time (0: of all)."""
+    """Batch rows and vectors of units that one task computes, and how."""
 
     rows: int
     vectors: int
-    unroll: int
-    pairs: int = 0
-    ahead: bool = False
-    gates: int = 0
+    unroll: int  # how far k is unrolled
+    pairs: int = 0  # of how many values of k two are multiplied as a pair, see paired.py; 0: none
+    ahead: bool = False  # whether the next tile's weights are asked for meanwhile
+    gates: int = 0  # of how many gates sums are in registers at the same time; 0: of all
 
     def columns(self, gates: int) -> list[int]:
         """Vectors of weights of each product loop, of a stage of so many gates."""
@@ -46,17 +44,16 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the code is generated for; ``tiles``: stage name -> its tile; ``weights``: their data type;
-    ``team``: the most threads, 0 for any number."""
+    """Sizes that the code is generated for."""
 
     batch: int
     input: int
     hidden: int
     lanes: int
     chunk: int
-    tiles: dict[str, Tile]
-    weights: str = "float32"
-    team: int = 0
+    tiles: dict[str, Tile]  # stage name -> its tile
+    weights: str = "float32"  # their data type
+    team: int = 0  # the most threads; 0: any number
 
     @property
     def real(self) -> str:
@@ -86,8 +83,7 @@ def lanes_of(device: Device, dtype: str = "float32") -> int:
 
 
 def head_size(task: Task) -> int:
-    """The number that the units of a tile must divide where products have heads: units of a head, of all phases in
-    common; else 0."""
+    """The number that a tile's units must divide: units of a head, of all phases in common; 0 without heads."""
     heads = {heads_of(phase) for phase in task.graph.phases} - {1}
     return gcd(*(task.workload.hidden // n for n in heads)) if heads else 0
 
@@ -122,8 +118,7 @@ def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
 
 
 def vectors_of(columns: int, gates: int, head: int = 0) -> int:
-    """Vectors of units in a tile of ``columns`` vectors that all gates of a stage share; of heads of ``head`` vectors
-    (0: there are none) a whole number of tiles each."""
+    """Vectors of units in a tile of ``columns`` vectors of all gates; a head of ``head`` (0: none) has whole tiles."""
     most = max(1, columns // max(1, gates))
     return max(v for v in range(1, most + 1) if head % v == 0)
 
@@ -167,8 +162,7 @@ class CPUKnobs(Knobs):
 
 
 def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:
-    """The tiles of the hoisted product, and of each phase of a step that has products; ``prologue``: the pointwise
-    part, where there is one."""
+    """The tiles of the hoisted product, of each phase that has products, and of ``prologue``, the pointwise part."""
     graph, unroll, head, project = task.graph, knobs.unroll, head_vectors(task), len(task.graph.hoisted_products)
     vectors = vectors_of(knobs.project_columns, project, 0)
     found = {"hoisted": Tile(knobs.project_rows, vectors, unroll, knobs.project_pairs if project else 0, False,
@@ -222,9 +216,8 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
 
 
 def busiest(costs: Sequence[tuple[float, int]], times: int, threads: int) -> float:
-    """The cost of the tasks of the thread with the most to do. ``costs``: of a task, and how many tasks have it; all of
-    these come ``times`` one after the other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share`
-    makes."""
+    """The cost of the busiest thread's tasks. ``costs``: of a task, and how many tasks have it; all of these come
+    ``times`` one after the other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share` makes."""
     count, whole = sum(many for _, many in costs), sum(cost * many for cost, many in costs)
 
     def until(task: int) -> float:

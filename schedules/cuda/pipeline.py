@@ -43,23 +43,15 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Emits both ends of a pipeline inside a block.
+    """Emits both ends of a pipeline inside a block. ``full``, ``empty``: words where the barriers of the first stage
+    lie, 8-byte aligned; None: no consumer hands stages back through barriers."""
 
-    Attributes
-    ----------
-    words : the block's shared memory, of a type of 32 bits
-    full, empty : words where the barriers of the first stage lie, 8-byte aligned; None: no consumer hands stages back
-        through barriers
-    stages : how many there are
-    apart : words from a stage's barriers to the next one's
-    cluster : whether other blocks of the cluster fill stages, too"""
-
-    words: TirBuffer
+    words: TirBuffer  # the block's shared memory, of a type of 32 bits
     full: Expr
-    stages: int = 1
+    stages: int = 1  # how many there are
     empty: Expr | None = None
-    apart: int = BARRIER_WORDS
-    cluster: bool = False
+    apart: int = BARRIER_WORDS  # words from a stage's barriers to the next one's
+    cluster: bool = False  # whether other blocks of the cluster fill stages, too
 
     def init(self, producers: int = 1, consumers: int = 0) -> None:
         """Makes the barriers, each phase of which takes so many arrivals. For one thread, before
@@ -124,21 +116,14 @@ class ClusterPipeline(Pipeline):
 
     * Nobody reads what is not there: the phase ends with its last byte, and a wait for it acquires, at the scope of
       the cluster, what the bytes' completion released.
-    * No block ends while something is on its way to it: what is sent is for a step that is computed, so it is waited
-      for.
+    * No block ends while something is on its way to it: that is for a step that is computed, so it is waited for.
 
-    Nobody overwrites what is still read, nor counts bytes in a phase too early, if who sends for step t + 2 has all of
-    step t + 1, to which every block adds behind its reads of step t, and if the block makes the arrival for step t + 2
-    when its wait for step t has ended.
-
-    Attributes
-    ----------
-    blocks : of the cluster
-    size : bytes that a block gets in a step"""
+    Nobody overwrites what is still read, nor counts bytes too early, if who sends for step t + 2 has all of step t + 1,
+    to which every block adds behind its reads of step t, and if a block arrives for step t + 2 after its wait for t."""
 
     stages: int = 2
-    blocks: int = 1
-    size: int = 0
+    blocks: int = 1  # of the cluster
+    size: int = 0  # bytes that a block gets in a step
     cluster: bool = True
 
     def wait_for(self, step: Expr) -> None:

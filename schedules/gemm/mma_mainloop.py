@@ -23,8 +23,7 @@ Load = Callable[[Any, Any], None]  # emits the copies of one stage's worth of K:
 
 @dataclass(frozen=True)
 class Staged:
-    """Rows of an operand in a stage: ``height`` of ``width`` elements each, ``pitch`` apart, from ``base`` on in
-    ``buffer``, whose elements are words or values."""
+    """An operand's rows in a stage: ``height`` of ``width`` words or values each, ``pitch`` apart, from ``base`` on."""
 
     buffer: TirBuffer
     base: Expr

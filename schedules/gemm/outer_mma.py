@@ -34,8 +34,7 @@ def outer_shape(job: OuterJob) -> OuterShape:
 
 
 def outer_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
-    """``(T, B, add, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
-    each, ``into[p, m, n]``."""
+    """``(T, B, add, values, operand, mask, into)``: sums over all rows, to ``into``; of parts, ``into[p, m, n]``."""
     with T.kernel(job.name) as made:
         arguments = job.declare(into, shape.parts)
         T.device_entry()

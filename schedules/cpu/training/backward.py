@@ -47,8 +47,7 @@ class DxTask(TileTask):
 
 
 class DxPass(Pass):
-    """The gradient of x: units are those of x, rows ``stride`` apart. ``adds``: to what is there, of the layer's other
-    direction."""
+    """The gradient of x: units are x's, rows ``stride`` apart. ``adds``: to that of the layer's other direction."""
 
     task = DxTask
 
@@ -66,11 +65,7 @@ class DxPass(Pass):
 
 
 class BackwardWorker(Worker):
-    """Writes the function of the backward pass.
-
-    Parameters
-    ----------
-    shape, dx_shape : of the parts of H units, and of the gradient of x; ``shape.chunk`` steps are a chunk"""
+    """Writes the backward pass, ``shape.chunk`` steps at a time; ``shape`` is of H units, ``dx_shape`` of x."""
 
     def __init__(self, task: Task, plans: Backward, shape: Shape, dx_shape: Shape) -> None:
         super().__init__(pass_plan("once", plans.adjoint.once, ()), shape, task.traversal, "backward_")

@@ -2,10 +2,9 @@
 
     gradient[j, k] += sum_r value[r, j] * operand[r, k]
 
-in register tiles of some values of j and vectors of k. Rows of values and operands are pages apart, so both are copied
-first, once for all products that read them: panels (panel, row, values of j or vectors of k of a tile). Chunks follow
-each other, and within one each element is of one task, so that results do not depend on how many threads there are.
-Of vectors: sums over all steps and rows."""
+in register tiles of some j and vectors of k. Rows of values and operands are pages apart, so both are copied first,
+once for all products: panels (panel, row, values of j or vectors of k of a tile). Chunks follow each other, and within
+one each element is of one task: how many threads there are changes nothing. Of vectors: sums over steps and rows."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ COPIED = 8  # narrow panels that a thread copies side by side: what it reads of 
 @dataclass(frozen=True)
 class Outer:
     """``data[start + j * columns + k]``, j < ``rows`` and k < ``columns``, gets outer products of ``value`` and
-    ``operand``; with ``heads`` these are of the first one, and those of the others follow, in memory and in both
-    sides."""
+    ``operand``; with ``heads`` these are the first one's, those of the others follow, in memory and in both sides."""
 
     data: TirBuffer
     start: int
@@ -40,21 +38,19 @@ class Outer:
 
 @dataclass(frozen=True)
 class Panels:
-    """Copies of ``count`` panels of ``width`` elements a row, ``stride`` apart; with ``heads``, of ``length`` elements
-    each, as many for each head."""
+    """Copies of a place's rows, in panels."""
 
     data: TirBuffer
     source: Place
-    width: int
-    count: int
-    stride: int
-    heads: int = 1
-    length: int = 0
+    width: int  # elements of a row in a panel
+    count: int  # panels of a head
+    stride: int  # elements from one panel to the next
+    heads: int
+    length: int  # elements of a head in a row of ``source``
 
 
 class OuterProducts:
-    """The outer products of a function; its chunks have at most ``rooms`` rows, the CPU has as many vector
-    ``registers``."""
+    """A function's outer products, of chunks of at most ``rooms`` rows, on a CPU of so many vector ``registers``."""
 
     def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
         self.worker, self.outers = worker, outers
@@ -96,8 +92,7 @@ class OuterProducts:
             self._panels(panels, some, rows, tasks)
 
     def _panels(self, panels: Panels, together: int, rows: Expr, tasks: AbstractContextManager[Expr]) -> None:
-        """Fills panels, ``together`` of them in each task. A vector that reaches past its panel's row is written before
-        the next row is."""
+        """Fills panels, ``together`` in each task. A vector that reaches past its row is written before the next."""
         e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
         with tasks as task:
             first = e.let("first_panel", task * e.index(together))

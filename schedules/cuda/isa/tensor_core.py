@@ -111,8 +111,7 @@ def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], a
     """``acc += a b`` for one k-tile; acc: 4 loads of a local buffer, a: 4 and b: 2 split words.
 
     Tensor cores cut off the sums that they keep, always towards zero, so that the error of a float32 sum grows with its
-    length: to 1e-5 where K is 2000. With ``apart`` a k-tile has a sum of its own that is added by the other units,
-    which round."""
+    length: to 1e-5 where K is 2000. With ``apart`` a k-tile has a sum of its own; other units, which round, add it."""
     instruction = T.ptx[f"mma.sync.aligned.{_KIND[arithmetic]}"]
     pairs = ((0, 0),) if arithmetic != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
     apart = apart and arithmetic == "float32"

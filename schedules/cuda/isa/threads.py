@@ -22,8 +22,7 @@ def sync_active() -> None:
 
 
 def named_barrier_sync(name: Expr | int, threads: int) -> None:
-    """Waits until so many threads have come to that one of the block's 16 barriers, and sees what they wrote. 0 is
-    :func:`sync_block`'s."""
+    """Waits for so many threads at one of the block's 16 barriers, 0 is :func:`sync_block`'s; sees what they wrote."""
     T.evaluate(T.ptx["bar.sync"](_uint32(name), T.uint32(threads)))
 
 

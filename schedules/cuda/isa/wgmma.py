@@ -10,9 +10,8 @@ _KIND = {"float16": "f16.f16", "bfloat16": "bf16.bf16"}
 
 def wgmma(acc: list[Expr], a: Expr, b: Expr, keep: Expr, dtype: str, across: bool = False) -> None:
     """``acc = a b + (keep ? acc : 0)`` for 32 bytes of K; a: 64 rows, b: ``2 * len(acc)`` columns, by descriptors.
-    ``across``: in memory K is the outer axis of both; of 16-bit types.
-
-    Accumulators are those of ``mma`` for each n8 tile (``tensor_core.py``), warp w has rows 16 w to 16 w + 15."""
+    ``across``: in memory K is the outer axis of both; of 16-bit types. Accumulators are those of ``mma`` for each n8
+    tile (``tensor_core.py``), warp w has rows 16 w to 16 w + 15."""
     if dtype == "tf32":  # cannot be transposed, so nothing says so
         instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k8.f32.tf32.tf32"]
         T.evaluate(instruction(*acc, a, b, T.ptx.pred(keep), 1, 1))
@@ -30,10 +29,10 @@ def wgmma_registers(acc: list[Expr], a: list[Expr], b: Expr, keep: Expr, dtype: 
 def descriptor(address: Expr, leading: int, stride: int, swizzled: bool) -> Expr:
     """wgmma's description of an operand at ``address`` in shared memory (uint64).
 
-    ``stride`` bytes lie between groups of 8 rows, ``leading`` between the two 16-byte halves of a
-    product's K (which the 128-byte swizzle implies: it is then ignored, and addresses are multiples of
-    1024). Addresses are in units of 16 bytes: those of later values of K are larger by a constant. Of an operand that
-    is read across, swizzled: ``stride`` between groups of 8 values of K, ``leading`` between panels of 128 bytes."""
+    ``stride`` bytes lie between groups of 8 rows, ``leading`` between the two 16-byte halves of a product's K (which
+    the 128-byte swizzle implies: it is then ignored, and addresses are multiples of 1024). Addresses are in units of 16
+    bytes: those of later values of K are larger by a constant. Of an operand that is read across, swizzled: ``stride``
+    between groups of 8 values of K, ``leading`` between panels of 128 bytes."""
     fixed = (leading >> 4) << 16 | (stride >> 4) << 32 | (1 << 62 if swizzled else 0)
     return T.cast(address >> T.uint32(4), "uint64") + T.uint64(fixed)
 
