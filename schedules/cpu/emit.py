@@ -36,8 +36,7 @@ class Emitter:
     def pointer(self, name: str, dtype: str | None = None) -> TirBuffer:
         """A parameter that points at ``dtype``, as a flat buffer."""
         dtype = dtype or self.real
-        kind = self.ir.PointerType(self.ir.PrimType(dtype), "global")
-        var = self.tirx.Var(name, kind)
+        var = self.tirx.Var(name, self.ir.PointerType(self.ir.PrimType(dtype), "global"))
         self.parameters.append(var)
         # the size is only a bound: raw pointers carry none, and nothing checks it
         buffer = self.tirx.decl_buffer([self.index(1 << 40)], dtype, f"{name}_data", data=var)
@@ -73,8 +72,7 @@ class Emitter:
         yield var
         body = self.block()
         if body is not None:
-            self.add(self.tirx.For(var, self.index(start), self.index(extent),
-                                   self.tirx.ForKind.SERIAL, body))
+            self.add(self.tirx.For(var, self.index(start), self.index(extent), self.tirx.ForKind.SERIAL, body))
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:

@@ -98,11 +98,10 @@ def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
     parts: list[_Part] = [(graph.hoisted_products, (), graph.hoisted),
                           ((), graph.hoisted_statistics, graph.normalized), ((), (), graph.prologue)]
     parts += [(p.products, p.statistics, p.assigns) for p in graph.phases]
+    made = [(*(p.var for p in products), *(v for s in statistics for v in s.made), *(a.var for a in assigns))
+            for products, statistics, assigns in parts]
     level: dict[Var, int] = dict.fromkeys((v for v, at in levels(graph).items() if at == -3), -3)
-    for number, (products, statistics, assigns) in enumerate(parts):
-        level.update((p.var, number) for p in products)
-        level.update((v, number) for s in statistics for v in s.made)
-        level.update((a.var, number) for a in assigns)
+    level.update((v, number) for number, those in enumerate(made) for v in those)
     rows = (*graph.given, *graph.inputs.values(), *([graph.x] if graph.x is not None else []))
     level.update((v, 0) for v in rows if v not in level)
     later = set(wanted)
@@ -111,11 +110,10 @@ def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
         read += [v for a in assigns for v in variables(a.value)]
         later.update(v for v in read if level.get(v, number) < number)
     stages = []
-    for number, (products, statistics, assigns) in enumerate(parts):
+    for number, (products, statistics, _) in enumerate(parts):
         # a statistic is one number a row; it is kept as such, and for all units where it is wanted
         totals = {v for s in statistics for v in s.made} - set(wanted)
-        made = (*(p.var for p in products), *(v for s in statistics for v in s.made), *(a.var for a in assigns))
-        keep = tuple(v for v in made if v in later and v not in totals)
+        keep = tuple(v for v in made[number] if v in later and v not in totals)
         if statistics:
             stages.append(Stage(f"{name}_rows{number}", number, (), () if products else keep, statistics=statistics,
                                 by_row=True, finishes=not products))
@@ -156,5 +154,4 @@ def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
 
 def operands(rows: tuple[Product, ...]) -> list[tuple[int, Term]]:
     """The number of each operand of products, none of which has heads, and a term of it."""
-    return [(number, terms[0]) for group in groups(rows)
-            for number, (_, terms) in enumerate(group.parts, group.first)]
+    return [(number, terms[0]) for group in groups(rows) for number, (_, terms) in enumerate(group.parts, group.first)]

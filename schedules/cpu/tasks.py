@@ -183,8 +183,7 @@ class TileTask:
             return self.read(o.given[var])
         level = self.plan.level[var]
         if var in self.products:
-            product = e.vload(self.products[var][self.m][self.v], 0)
-            return self.real(var, product)
+            return self.real(var, e.vload(self.products[var][self.m][self.v], 0))
         if var in o.numbers:
             return e.cast(o.shape.real, e.ramp(self.unit))
         if level == -3:

@@ -243,8 +243,7 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
 def pairs_pay(task: Task) -> bool:
     """True if products of pairs may gain anything; with one batch row the bytes take the time."""
     work = task.workload
-    return (work.weights is None and work.dtype == "float32" and work.batch > 1
-            and cpu_rates(task.device).adds_apart)
+    return work.weights is None and work.dtype == "float32" and work.batch > 1 and cpu_rates(task.device).adds_apart
 
 
 def left_for_read_out(task: Task) -> int:
@@ -279,12 +278,10 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
         total, sums, wide = 0.0, -choice[0] * choice[1], 0
         for g in gates:
             tile = Tile(choice[0], vectors_of(choice[1], g, head), 1, choice[2] if g else 0, gates=choice[3])
-            if choice[2] and choice[3]:
+            need = registers_used(tile, g, task.workload.weights or "")
+            if (choice[2] and choice[3]) or (need > registers and (tile.rows, tile.vectors) != (1, 1)):
                 return float("inf"), 0, 0
-            if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
-                return float("inf"), 0, 0
-            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls,
-                            exact)
+            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls, exact)
             if tile.pairs:  # the copy of the operand, and a barrier
                 total += (rows / threads * (COPY_VECTOR * hidden / lanes + COPY_ROW) + COPY_BARRIER) / hidden
             if choice[3]:
@@ -340,21 +337,15 @@ def features(task: Task, shape: Shape) -> dict[str, float]:
         found[f"{prefix}_sums"] = float(tile.rows * gates * tile.vectors)
         found[f"{prefix}_tasks"] = float(row_tiles * units)
         found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
-        found[f"{prefix}_waste"] = (computed * units * tile.vectors * shape.lanes
-                                    / (rows * workload.hidden))
+        found[f"{prefix}_waste"] = computed * units * tile.vectors * shape.lanes / (rows * workload.hidden)
         found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads,
                                            cpu_rates(task.device))
-        found[f"{prefix}_tile_bytes"] = float(
-            STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes * deep)
+        found[f"{prefix}_tile_bytes"] = STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes * deep
         if not hoisted:
             weights += STORED[shape.weights].bytes * gates * shape.width * deep
             useful += 2.0 * gates * workload.batch * workload.hidden * deep
             padded += 2.0 * gates * computed * shape.width * deep
             busiest += found[f"{prefix}_cycles"] * deep
-    found["threads"] = float(threads)
-    found["thread_weight_bytes"] = weights / threads
-    found["step_flops"], found["step_padded_flops"] = useful, padded
-    found["step_cycles"] = busiest
-    found["hoisted_bytes"] = float(
-        workload.itemsize * shape.chunk * workload.batch * shape.width * len(task.graph.hoisted_outputs))
-    return found
+    hoisted_bytes = workload.itemsize * shape.chunk * workload.batch * shape.width * len(task.graph.hoisted_outputs)
+    return found | {"threads": float(threads), "thread_weight_bytes": weights / threads, "step_flops": useful,
+                    "step_padded_flops": padded, "step_cycles": busiest, "hoisted_bytes": float(hoisted_bytes)}

@@ -20,15 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa import mbarrier
 from ecornn.schedules.cuda.isa.blocks import cluster_send
 from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.mbarrier import (
-    mbarrier_arrive,
-    mbarrier_expect,
-    mbarrier_init,
-    mbarrier_test,
-    mbarrier_wait,
-)
 from ecornn.schedules.cuda.isa.memory import shared_address
 
 BARRIER_WORDS = 2  # words of 32 bits of an mbarrier
@@ -57,9 +51,9 @@ class Pipeline:
         """Makes the barriers, each phase of which takes so many arrivals. For one thread, before
         :func:`~.isa.mbarrier.fence_mbarrier_init` and a barrier of all who use them."""
         for stage in range(self.stages):
-            mbarrier_init(self.full_barrier(stage), producers)
+            mbarrier.mbarrier_init(self.full_barrier(stage), producers)
             if self.empty is not None:
-                mbarrier_init(self.empty_barrier(stage), consumers)
+                mbarrier.mbarrier_init(self.empty_barrier(stage), consumers)
 
     def full_barrier(self, stage: Expr) -> Expr:
         """A pointer."""
@@ -82,15 +76,15 @@ class Pipeline:
 
     def acquire(self, use: Use) -> None:
         """Producers: waits until consumers have handed the stage back."""
-        mbarrier_wait(self.empty_barrier(use.stage), _before(use.parity), self.cluster)
+        mbarrier.mbarrier_wait(self.empty_barrier(use.stage), _before(use.parity), self.cluster)
 
     def may_acquire(self, use: Use) -> Expr:
         """Producers: whether :meth:`acquire` would not have to wait (bool)."""
-        return T.let("empty", mbarrier_test(self.empty_barrier(use.stage), _before(use.parity))) != T.uint32(0)
+        return T.let("empty", mbarrier.mbarrier_test(self.empty_barrier(use.stage), _before(use.parity))) != T.uint32(0)
 
     def expect(self, stage: Expr, size: int) -> None:
         """Producers: an arrival that announces ``size`` bytes, some of which may have come before."""
-        mbarrier_expect(self.full_barrier(stage), size)
+        mbarrier.mbarrier_expect(self.full_barrier(stage), size)
 
     def copy(self, stage: Expr, to: Expr, source: Expr, size: int, policy: Expr | None = None) -> None:
         """Producers: an arrival, and a bulk copy of ``size`` bytes that ends the phase; ``policy`` of L2."""
@@ -99,11 +93,11 @@ class Pipeline:
 
     def wait(self, use: Use) -> None:
         """Consumers: waits until the stage is full."""
-        mbarrier_wait(self.full_barrier(use.stage), use.parity, self.cluster)
+        mbarrier.mbarrier_wait(self.full_barrier(use.stage), use.parity, self.cluster)
 
     def release(self, stage: Expr) -> None:
         """Consumers: an arrival that hands the stage back."""
-        mbarrier_arrive(self.empty_barrier(stage))
+        mbarrier.mbarrier_arrive(self.empty_barrier(stage))
 
 
 @dataclass(frozen=True)

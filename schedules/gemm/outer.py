@@ -117,7 +117,6 @@ class Into:
         for start in range(0, len(pairs), TOGETHER):
             some = pairs[start:start + TOGETHER]
             offsets = [n * 8 for n in range(start, start + len(some))]
-            values: Sequence[tuple[Expr, Expr]] = some
             if self.add is not False:
                 before = T.local("before", (len(some), 2), "float32")
                 if self.add is not True:
@@ -128,8 +127,8 @@ class Into:
                     for k, offset in enumerate(offsets):
                         with T.when(first + offset < width):
                             ld_global([before[k, 0], before[k, 1]], buffer.ptr_to([kept[0] + offset]), "f32")
-                values = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
-            for offset, pair in zip(offsets, values, strict=True):
+                some = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
+            for offset, pair in zip(offsets, some, strict=True):
                 with T.when(first + offset < width):
                     st_global(buffer.ptr_to([kept[0] + offset]), pair, "f32")
 
@@ -184,8 +183,7 @@ def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, i
         into = into.told()
         source, sums = (T.pointer(n, "float32") for n in ("parts", "into"))
         T.device_entry()
-        thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
-        size = height * width
+        thread, size = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS)), height * width
         T.note("a thread an element: the parts' sums, in order")
         with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
             item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))

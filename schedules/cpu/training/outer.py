@@ -96,8 +96,7 @@ class OuterProducts:
         e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
         with tasks as task:
             first = e.let("first_panel", task * e.index(together))
-            count = e.let("panels_here", e.tirx.Min(e.index(together),
-                                                    e.index(panels.count * panels.heads) - first))
+            count = e.let("panels_here", e.tirx.Min(e.index(together), e.index(panels.count * panels.heads) - first))
             with e.loop("row", rows) as row, e.loop("panel", count) as number:
                 panel = first + number
                 inside = panel * e.index(width)
@@ -111,8 +110,7 @@ class OuterProducts:
 
     def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr, task: Expr) -> None:
         """A task: some tiles of j of a panel of k."""
-        e = self.worker.e
-        blocks = -(-values.count // TOGETHER)
+        e, blocks = self.worker.e, -(-values.count // TOGETHER)
         each = -(-values.count // blocks)
         panel = e.let("k_panel", e.mod(task, operands.count))
         head, part = None, e.div(task, operands.count)

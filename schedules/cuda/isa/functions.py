@@ -83,5 +83,4 @@ _EXACT = {
     "rsqrt": _instruction("rsqrt", "rsqrt.approx.f32"),
 }
 FUNCTIONS: dict[str, dict[str, tuple[str, str]]] = {  # math -> key of the operator -> signature and body
-    "exact": _EXACT, "relative": _EXACT | _RELATIVE, "fast": _EXACT | _FAST,
-    "approx": _EXACT | _FAST | _APPROX}
+    "exact": _EXACT, "relative": _EXACT | _RELATIVE, "fast": _EXACT | _FAST, "approx": _EXACT | _FAST | _APPROX}

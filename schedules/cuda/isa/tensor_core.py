@@ -106,8 +106,7 @@ def ldmatrix(into: Iterable[Expr], address: Expr, *, transposed: bool = False) -
     T.evaluate(T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{across}.shared.b16"](*into, address))
 
 
-def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], arithmetic: str, *,
-        apart: bool) -> None:
+def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], arithmetic: str, *, apart: bool) -> None:
     """``acc += a b`` for one k-tile; acc: 4 loads of a local buffer, a: 4 and b: 2 split words.
 
     Tensor cores cut off the sums that they keep, always towards zero, so that the error of a float32 sum grows with its

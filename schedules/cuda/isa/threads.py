@@ -83,6 +83,5 @@ def _uint32(value: Expr | int) -> Expr:
 
 def _shuffled(name: str, value: Expr, lanes: int, expression: str = "{}") -> Expr:
     """The value of ``expression``, in which {} stands for that of another lane."""
-    shuffled = "__shfl_xor_sync(0xffffffffu, value, lanes)"
-    return call(f"float ecornn_{name}(float value, int lanes)", f"return {expression.format(shuffled)};", value,
-                T.int32(lanes))
+    body = f"return {expression.format('__shfl_xor_sync(0xffffffffu, value, lanes)')};"
+    return call(f"float ecornn_{name}(float value, int lanes)", body, value, T.int32(lanes))
