@@ -23,8 +23,7 @@ class CPUSequence(Schedule[Shape]):
     Hoisted products are computed for a chunk of time steps at once; then each step multiplies the state with packed
     weights in register tiles, and computes the cell's pointwise part on the sums while they are still in registers.
     Where the CPU adds in units of their own, pairs of products may share a multiplication. Serves float32 and float64,
-    any cell, any size; weights of float32 layers may be bfloat16, int21 or int16, or int8 where the CPU has VNNI.
-    """
+    any cell, any size; weights of float32 layers may be bfloat16, int21 or int16, or int8 where the CPU has VNNI."""
 
     name = "cpu_sequence"
     revision = 2

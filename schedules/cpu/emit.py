@@ -1,8 +1,6 @@
 """Writes TIR statements in order: bindings, loops, branches, scalar and vector memory access.
 
-All indices are int64, so that T * B * H may exceed 2**31; vectors have ``lanes`` lanes, of the layer's data type
-where nothing else is said.
-"""
+All indices are int64, as T * B * H may exceed 2**31; vectors have ``lanes`` lanes, of the layer's type by default."""
 
 from __future__ import annotations
 
@@ -17,11 +15,8 @@ if TYPE_CHECKING:
 
 
 class Emitter:
-    """Collects the statements of one function.
-
-    ``real`` is what the layer computes in, ``float32`` or ``float64``, and ``lanes`` how many of these a vector has.
-    Parameters are made with :meth:`scalar` and :meth:`pointer`, in the function's order.
-    """
+    """Collects the statements of one function, whose parameters :meth:`scalar` and :meth:`pointer` make in order.
+    ``real`` is what the layer computes in, ``float32`` or ``float64``, and ``lanes`` how many of these a vector has."""
 
     def __init__(self, lanes: int, real: str = "float32") -> None:
         from tvm import ir, tirx
@@ -41,8 +36,7 @@ class Emitter:
     def pointer(self, name: str, dtype: str | None = None) -> TirBuffer:
         """A parameter that points at ``dtype``, as a flat buffer."""
         dtype = dtype or self.real
-        kind = self.ir.PointerType(self.ir.PrimType(dtype), "global")
-        var = self.tirx.Var(name, kind)
+        var = self.tirx.Var(name, self.ir.PointerType(self.ir.PrimType(dtype), "global"))
         self.parameters.append(var)
         # the size is only a bound: raw pointers carry none, and nothing checks it
         buffer = self.tirx.decl_buffer([self.index(1 << 40)], dtype, f"{name}_data", data=var)
@@ -50,11 +44,8 @@ class Emitter:
         return buffer
 
     def function(self, name: str) -> PrimFunc:
-        """The PrimFunc of everything that was written.
-
-        It must not be marked ``noalias``: LLVM would then keep what one thread wrote before a barrier
-        out of sight of another thread that read the place before.
-        """
+        """The PrimFunc of everything that was written. It must not be marked ``noalias``: LLVM would then keep what one
+        thread wrote before a barrier out of sight of another thread that read the place before."""
         (body,) = self.stack
         return self.tirx.PrimFunc(self.parameters, self.tirx.SeqStmt(body)).with_attr("global_symbol", name)
 
@@ -81,8 +72,7 @@ class Emitter:
         yield var
         body = self.block()
         if body is not None:
-            self.add(self.tirx.For(var, self.index(start), self.index(extent),
-                                   self.tirx.ForKind.SERIAL, body))
+            self.add(self.tirx.For(var, self.index(start), self.index(extent), self.tirx.ForKind.SERIAL, body))
 
     @contextmanager
     def when(self, condition: Expr) -> Iterator[None]:

@@ -4,8 +4,7 @@ Largest errors over all of float32, and of float64 (NaN stays NaN):
 
     tanh     3e-7 relative, exactly +-1 beyond 8; 1e-15, exactly +-1 beyond 20
     sigmoid  1.5e-7 absolute, as 0.5 + 0.5 tanh(x / 2); 3e-16
-    exp      2e-7 relative, also where the result is subnormal or infinite; 4e-16
-"""
+    exp      2e-7 relative, also where the result is subnormal or infinite; 4e-16"""
 
 from __future__ import annotations
 
@@ -35,22 +34,14 @@ TANH_BOUND_64 = 20.0  # tanh is 1 there
 
 @dataclass(frozen=True)
 class Exponential:
-    """exp(r) = 1 + r + r^2 p(r) for |r| <= ln(2) / 2, and how a type has powers of two.
+    """exp(r) = 1 + r + r^2 p(r) for |r| <= ln(2) / 2, and how a type has powers of two."""
 
-    Attributes
-    ----------
-    tail : p, highest power first
-    ln2 : in two parts, of which multiples of the first are exact
-    bounds : beyond them exp is 0 and infinity
-    integer, bias, mantissa : integers of as many bits, the exponent of 1 and where it lies
-    """
-
-    tail: tuple[float, ...]
-    ln2: tuple[float, float]
-    bounds: tuple[float, float]
-    integer: str
-    bias: int
-    mantissa: int
+    tail: tuple[float, ...]  # p, highest power first
+    ln2: tuple[float, float]  # in two parts, of which multiples of the first are exact
+    bounds: tuple[float, float]  # beyond them exp is 0 and infinity
+    integer: str  # the integers of as many bits
+    bias: int  # the exponent of 1
+    mantissa: int  # where the exponent lies: behind so many bits
 
 
 EXPONENTIAL = {
@@ -174,11 +165,9 @@ def vector(e: Emitter, value: Expr, lookup: Callable[[Expr], Expr]) -> Expr:
 
 
 def extremum(e: Emitter, kind: Callable[..., Expr], a: Expr, b: Expr, both: bool) -> Expr:
-    """Vector maximum or minimum, NaN where ``b`` is, and with ``both`` also where ``a`` is.
-
-    ``kind``, tirx.Max or tirx.Min, returns its second operand where the comparison is unordered. Its two orders are
-    the same bits but for NaN, where one of them is NaN; these or any others are NaN, too.
-    """
+    """Vector maximum or minimum, NaN where ``b`` is, and with ``both`` also where ``a`` is. ``kind``, tirx.Max or
+    tirx.Min, returns its second operand where the comparison is unordered. Its two orders are the same bits but for
+    NaN, where one of them is NaN; these or any others are NaN, too."""
     if not both:
         return kind(a, b)
     a, b = e.let("a", a), e.let("b", b)

@@ -1,8 +1,7 @@
 """The place of everything that a step reads and writes, in memory, and in a sequence's time, with the batch rows that
 take part in a step: what the tasks of a thread know of their function.
 
-The rules of time are those of :mod:`ecornn.schedules.timeline`; a vector is of one row, so a predicate is one scalar.
-"""
+Rules of time are those of :mod:`ecornn.schedules.timeline`; a vector is of one row, so a predicate is one scalar."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ SCALAR = 8  # multiply-adds that take as long as an assignment of the step
 
 @dataclass(frozen=True)
 class Span:
-    """The rows that a stage works on: ``rows`` of x from the chunk's ``first`` step on (hoisted), or of the batch in
-    step ``t``."""
+    """A stage's rows: ``rows`` of x from the chunk's ``first`` step on (hoisted), or of the batch in step ``t``."""
 
     first: Expr
     t: Expr
@@ -34,10 +32,8 @@ class Span:
 @dataclass(frozen=True)
 class Place:
     """The place of a value of each row, its units side by side: from ``start`` on, rows ``stride`` elements apart.
-
     ``units``: units of a row in an array of the caller, which has the rows of all steps, not of a chunk: nothing beyond
-    them is read; 0 for workspace, where there is room behind a row, and behind the last one.
-    """
+    them is read; 0 for workspace, where there is room behind a row, and behind the last one."""
 
     data: TirBuffer
     stride: int
@@ -133,10 +129,7 @@ class Memory:
 
 
 class Timeline:
-    """Writes the predicates of a traversal; where the traversal has none, nothing is written.
-
-    ``data`` has the elements of ``lengths`` and ``resets`` where the traversal asks for them.
-    """
+    """Writes the predicates of a traversal, if it has any; ``data`` has ``lengths`` and ``resets`` if it needs them."""
 
     def __init__(self, e: Emitter, traversal: Traversal, data: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
         self.e, self.traversal, self.data, self.steps, self.batch = e, traversal, data, steps, batch

@@ -13,13 +13,13 @@ opposite sign, -(w2 - x1) (w1 - x2) + x1 x2 + w1 w2, so that the sums stay small
 
 Rounding: both factors are scaled by powers of two to a mean magnitude of 1 to 2, each row and each unit for itself;
 then the error is bounded by eps ||x|| ||w|| as that of a plain sum is for dense factors. Rows whose largest
-magnitude is more than SPREAD times the mean, or not finite, are multiplied in the plain way.
-"""
+magnitude is more than SPREAD times the mean, or not finite, are multiplied in the plain way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 from ecornn.analysis.step import Term
 from ecornn.program import Packing
@@ -70,8 +70,7 @@ def width_of(k: int, pairs: int, lanes: int) -> int:
 
 
 def packings(terms: Sequence[Term], hidden: int, k: int, vectors: int, lanes: int, pairs: int) -> dict[str, Packing]:
-    """Weights of ``terms``, each (H, K), as (tile, k, section, gate, vector, lane); factors and sums of pairs of
-    their rows."""
+    """Weights of (H, K) ``terms`` as (tile, k, section, gate, vector, lane); their rows' factors and sums of pairs."""
     tiles, gates, length = -(-hidden // (vectors * lanes)), len(terms), section(k, pairs)
     sources, units = tuple(t.source for t in terms), tiles * vectors * lanes
     pad = (gates, units, pairs * length)
@@ -98,17 +97,16 @@ def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr]
             size = e.let("size", e.intrinsic("fabs", value))
             e.vstore(total, 0, e.vload(total, 0) + size)
             e.vstore(largest, 0, e.tirx.Max(e.vload(largest, 0), size))
-    mean = e.let("mean", across(e, total, lambda a, b: a + b) * e.tirx.const(1.0 / into.k, "float32"))
+    mean = e.let("mean", across(e, total, lambda a, b: a + b) * e.number(1.0 / into.k))
     most = e.let("most", across(e, largest, e.tirx.Max))
-    zero = e.let("zero", most + mean <= e.tirx.const(0.0, "float32"))
+    zero = e.let("zero", most + mean <= e.number(0.0))
     # also False where the mean is NaN or infinite
-    dense = e.let("dense", e.tirx.And(most <= mean * e.tirx.const(SPREAD, "float32"),
-                                      e.tirx.And(mean > e.tirx.const(1e-30, "float32"),
-                                                 mean < e.tirx.const(1e30, "float32"))))
+    finite = e.tirx.And(mean > e.number(1e-30), mean < e.number(1e30))
+    dense = e.let("dense", e.tirx.And(most <= mean * e.number(SPREAD), finite))
     power = e.let("power", e.tirx.reinterpret("uint32", mean) & e.tirx.const(EXPONENT, "uint32"))
-    one = e.tirx.const(1.0, "float32")
-    factor = e.let("factor", e.tirx.Select(dense, e.tirx.reinterpret("float32", power),
-                                           e.tirx.Select(zero, e.tirx.const(0.0, "float32"), one)))
+    one = e.number(1.0)
+    plain = e.tirx.Select(zero, e.number(0.0), one)
+    factor = e.let("factor", e.tirx.Select(dense, e.tirx.reinterpret("float32", power), plain))
     inverse = e.tirx.reinterpret("float32", e.tirx.const(ONE_OVER, "uint32") - power)
     scale = e.let("scale", e.splat(e.tirx.Select(dense, inverse, one)))
     sums = e.local("sums")
@@ -124,27 +122,22 @@ def prepare_row(e: Emitter, into: Paired, row: Expr, load: Callable[[Expr, Expr]
     # the lanes of even pairs, and those of odd ones
     even, odd = (across(e, sums, lambda a, b: a + b, range(first, e.lanes, 2)) for first in (0, 1))
     fine = e.tirx.Or(dense, zero)
-    e.store(into.sums, row, e.tirx.Select(fine, odd - even, e.tirx.const(PLAIN, "float32")))
+    e.store(into.sums, row, e.tirx.Select(fine, odd - even, e.number(PLAIN)))
     e.store(into.factors, row, factor)
 
 
 def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr, rows: Expr, weights: TirBuffer,
              weight_start: Expr, products: Sequence[Expr]) -> None:
     """Adds products to the registers ``into``, which must be zero, of the rows from ``top`` on; there are ``rows``.
-
-    ``products``: a vector of the units' sums of pairs for each column.
-    """
+    ``products``: a vector of the units' sums of pairs for each column."""
     columns, length, stride, width = len(into[0]), operand.length, operand.stride, operand.width
     starts = [e.let("operand", top * e.index(width)) for _ in range(columns)]
     sums = [e.let("sum", e.load(operand.sums, top + e.index(m))) for m in range(len(into))]
-    paired = None
-    for m, total in enumerate(sums):
-        # rows past the last may hold anything
-        fine = e.tirx.Or(total < e.tirx.const(PLAIN, "float32"), top + e.index(m) >= rows)
-        paired = fine if paired is None else e.tirx.And(paired, fine)
-    paired = e.let("paired", paired)
+    # rows past the last may hold anything
+    fine = [e.tirx.Or(total < e.number(PLAIN), top + e.index(m) >= rows) for m, total in enumerate(sums)]
+    paired = e.let("paired", reduce(e.tirx.And, fine))
 
-    def weight(k: Expr, part: int) -> list[Expr]:
+    def weight(k: Expr, part: Expr | int) -> list[Expr]:
         first = weight_start + (k * e.index(operand.pairs) + e.index(part)) * e.index(columns * e.lanes)
         return [e.let(f"w{n}", e.vload(weights, first + e.index(n * e.lanes))) for n in range(columns)]
 
@@ -180,8 +173,7 @@ def multiply(e: Emitter, into: list[list[TirBuffer]], operand: Paired, top: Expr
                         for n in range(columns):
                             add(m, n, value(m, n, k, part), single[n])
     with e.when(e.tirx.Not(paired)), e.loop("part", operand.pairs) as part, e.loop("k", length) as k:
-        at = weight_start + (k * e.index(operand.pairs) + part) * e.index(columns * e.lanes)
-        loaded = [e.let(f"w{n}", e.vload(weights, at + e.index(n * e.lanes))) for n in range(columns)]
+        loaded = weight(k, part)
         for m in range(len(into)):
             place = starts[0] + e.index(m * width) + part * e.index(stride) + k
             one = e.let("value", e.splat(e.load(operand.copies[0], place)))

@@ -3,9 +3,8 @@
     for k: load the weights of k, one vector for each gate and vector of units
            for each row: broadcast operand[row, k], one fma for each vector
 
-Accumulators and weights stay in registers; weights are packed in the order in which the loop
-reads them, (tile, k, gate, vector, lane). A lane of a vector holds some weights that are neighbours in k, as words of
-32 bits, or 64 in a float64 layer:
+Accumulators and weights stay in registers; weights are packed as the loop reads them, (tile, k, gate, vector, lane).
+A lane of a vector holds some weights that are neighbours in k, as words of 32 bits, or 64 in a float64 layer:
 
     float32   one weight; float64 alike
     bfloat16  a pair; each is the upper half of a float32
@@ -24,8 +23,7 @@ For int8 weights each row of the operand becomes 8-bit integers, too, by its lar
 
 Weights are quantized alike, unit by unit, when they are packed, and stored with 128 added, as the
 instruction wants one unsigned factor. So sum_k (w[k] + 128) q[k] - 128 sum_k q[k] is the integer product,
-which the scales of row and unit make a float32. Both roundings together cost about 1e-2 relative.
-"""
+which the scales of row and unit make a float32. Both roundings together cost about 1e-2 relative."""
 
 from __future__ import annotations
 
@@ -46,14 +44,13 @@ TINY = 1e-30  # instead of dividing by zero in a row of zeros
 
 @dataclass(frozen=True)
 class Stored:
-    """``group``: weights of a lane; ``words`` they take; ``element``: how code sees a word; ``scaled``: whether the
-    product has to be multiplied with the units' steps; ``word``: its bytes."""
+    """How weights of a data type are stored."""
 
-    group: int
-    words: int
-    element: str
-    scaled: bool = False
-    word: int = 4
+    group: int  # weights of a lane
+    words: int  # that they take
+    element: str  # how code sees a word
+    scaled: bool = False  # whether the product has to be multiplied with the units' steps
+    word: int = 4  # its bytes
 
     @property
     def bytes(self) -> float:
@@ -131,12 +128,9 @@ def accumulators(e: Emitter, rows: int, columns: int, name: str, kind: str) -> l
 
 def multiply(e: Emitter, into: list[list[TirBuffer]], operand: TirBuffer, starts: Sequence[Expr], weights: TirBuffer,
              weight_start: Expr, k: int, unroll: int, kind: str, ahead: Ahead | None = None) -> None:
-    """Adds products over ``k`` values to the registers ``into``.
-
-    ``starts``: where each row of ``operand`` starts; ``weight_start``: where the tile's weights start. The
-    operand is of the layer's type, for int8 weights int32 of four values each. ``ahead`` is asked for line by line,
-    spread over the loop.
-    """
+    """Adds products over ``k`` values to the registers ``into``. ``starts``: where each row of ``operand`` starts;
+    ``weight_start``: where the tile's weights start. The operand is of the layer's type, for int8 weights int32 of
+    four values each. ``ahead`` is asked for line by line, spread over the loop."""
     columns, stored = len(into[0]), STORED[kind]
     group = stored.group
 

@@ -5,8 +5,7 @@
         hoisted projection of the chunk's rows; barrier; with statistics of it also their pass; barrier
         for each step: the stages of the step, a barrier after each, or after those that go row by row
         what only outputs need, where they are made apart: a pass over the chunk's rows, to y
-    copy states to the caller
-"""
+    copy states to the caller"""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ class Sequence(Worker):
     # -- control --------------------------------------------------------------------------------
     def program(self) -> Program:
         """The program whose entry runs it."""
-        function = self.function("worker")
-        return Program.running({"worker": function}, self.buffers, (self.call("worker"),))
+        return Program.running({"worker": self.function("worker")}, self.buffers, (self.call("worker"),))
 
     def call(self, name: str) -> Parallel:
         """The call of the function of that name."""
@@ -82,8 +80,7 @@ class Sequence(Worker):
             for name in self.graph.states:
                 at = self.slot(name, self.steps) + b * e.index(s.width) + unit
                 value = e.let(name, e.vload(self.data[f"{name}_state"], at))
-                e.vstore_part(f"{name}_last", self.data[f"{name}_out"], b * e.index(s.hidden) + unit,
-                              value, valid)
+                e.vstore_part(f"{name}_last", self.data[f"{name}_out"], b * e.index(s.hidden) + unit, value, valid)
 
 
 class LoopTask(TileTask):

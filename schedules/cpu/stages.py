@@ -10,9 +10,7 @@
 Statistics are computed by row, and so is what follows from them without a product: each row by one thread, through
 as many phases as there are, with one barrier behind the last.
 
-Pointwise values of level 0 are computed again by each stage that reads them; values of later
-levels are carried in workspace.
-"""
+Pointwise values of level 0 are computed again by each stage that reads them; later ones are carried in workspace."""
 
 from __future__ import annotations
 
@@ -31,16 +29,13 @@ _Part = tuple[tuple[Product, ...], tuple[Statistic, ...], tuple[Assign, ...]]
 
 @dataclass(frozen=True)
 class Stage:
-    """The work of threads between two barriers: products ``rows``, then values to ``keep``.
-
-    ``keep`` are stored in workspace for later stages; ``level`` is that of the rows. A stage ``by_row`` has no
-    products: one thread computes ``statistics`` of a row, then, if it ``finishes``, all values of the row.
-    """
+    """The work of threads between two barriers: products ``rows``, then values to ``keep``. A stage ``by_row`` has no
+    products: one thread computes ``statistics`` of a row, then, if it ``finishes``, all values of the row."""
 
     name: str
-    level: int
+    level: int  # of the rows
     rows: tuple[Product, ...]
-    keep: tuple[Var, ...]
+    keep: tuple[Var, ...]  # stored in workspace for later stages
     last: bool = False  # computes the new states and y
     statistics: tuple[Statistic, ...] = ()
     by_row: bool = False
@@ -49,20 +44,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The stages of a step, in the parts that barriers separate.
-
-    ``hoisted`` are those of the hoisted projection. ``definition``: variable -> its expression; ``level``: variable ->
-    level as in :mod:`ecornn.analysis.step`; ``doubled``: states kept twice, for even and odd steps, because other
-    threads still read the old one; ``barriers``: False where no thread waits for another within a chunk.
-    """
+    """The stages of a step, in the parts that barriers separate."""
 
     graph: StepGraph
-    hoisted: tuple[Stage, ...]
+    hoisted: tuple[Stage, ...]  # of the hoisted projection
     parts: tuple[tuple[Stage, ...], ...]
-    definition: dict[Var, Expr]
-    level: dict[Var, int]
-    doubled: tuple[str, ...]
-    barriers: bool
+    definition: dict[Var, Expr]  # variable -> its expression
+    level: dict[Var, int]  # variable -> level as in :mod:`ecornn.analysis.step`
+    doubled: tuple[str, ...]  # states kept twice, for even and odd steps: other threads still read the old one
+    barriers: bool  # False where no thread waits for another within a chunk
 
     @property
     def steps(self) -> tuple[Stage, ...]:
@@ -108,11 +98,10 @@ def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
     parts: list[_Part] = [(graph.hoisted_products, (), graph.hoisted),
                           ((), graph.hoisted_statistics, graph.normalized), ((), (), graph.prologue)]
     parts += [(p.products, p.statistics, p.assigns) for p in graph.phases]
+    made = [(*(p.var for p in products), *(v for s in statistics for v in s.made), *(a.var for a in assigns))
+            for products, statistics, assigns in parts]
     level: dict[Var, int] = dict.fromkeys((v for v, at in levels(graph).items() if at == -3), -3)
-    for number, (products, statistics, assigns) in enumerate(parts):
-        level.update((p.var, number) for p in products)
-        level.update((v, number) for s in statistics for v in s.made)
-        level.update((a.var, number) for a in assigns)
+    level.update((v, number) for number, those in enumerate(made) for v in those)
     rows = (*graph.given, *graph.inputs.values(), *([graph.x] if graph.x is not None else []))
     level.update((v, 0) for v in rows if v not in level)
     later = set(wanted)
@@ -121,11 +110,10 @@ def pass_plan(name: str, graph: StepGraph, wanted: Iterable[Var]) -> StepPlan:
         read += [v for a in assigns for v in variables(a.value)]
         later.update(v for v in read if level.get(v, number) < number)
     stages = []
-    for number, (products, statistics, assigns) in enumerate(parts):
+    for number, (products, statistics, _) in enumerate(parts):
         # a statistic is one number a row; it is kept as such, and for all units where it is wanted
         totals = {v for s in statistics for v in s.made} - set(wanted)
-        made = (*(p.var for p in products), *(v for s in statistics for v in s.made), *(a.var for a in assigns))
-        keep = tuple(v for v in made if v in later and v not in totals)
+        keep = tuple(v for v in made[number] if v in later and v not in totals)
         if statistics:
             stages.append(Stage(f"{name}_rows{number}", number, (), () if products else keep, statistics=statistics,
                                 by_row=True, finishes=not products))
@@ -166,5 +154,4 @@ def groups(rows: tuple[Product, ...], most: int = 0) -> list[Group]:
 
 def operands(rows: tuple[Product, ...]) -> list[tuple[int, Term]]:
     """The number of each operand of products, none of which has heads, and a term of it."""
-    return [(number, terms[0]) for group in groups(rows)
-            for number, (_, terms) in enumerate(group.parts, group.first)]
+    return [(number, terms[0]) for group in groups(rows) for number, (_, terms) in enumerate(group.parts, group.first)]

@@ -1,6 +1,5 @@
 """The work of a thread of the team: on one tile of units and rows, products, then the cell's pointwise part; or on one
-row, statistics over all of its units, then what follows from them.
-"""
+row, statistics over all of its units, then what follows from them."""
 
 from __future__ import annotations
 
@@ -184,8 +183,7 @@ class TileTask:
             return self.read(o.given[var])
         level = self.plan.level[var]
         if var in self.products:
-            product = e.vload(self.products[var][self.m][self.v], 0)
-            return self.real(var, product)
+            return self.real(var, e.vload(self.products[var][self.m][self.v], 0))
         if var in o.numbers:
             return e.cast(o.shape.real, e.ramp(self.unit))
         if level == -3:

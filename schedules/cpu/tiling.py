@@ -1,6 +1,5 @@
 """Register tiles: how large they are, what fits a CPU, how a workload is padded for them, and what they cost as the
-heuristic estimates it; the features of the tuner's cost model.
-"""
+heuristic estimates it; the features of the tuner's cost model."""
 
 from __future__ import annotations
 
@@ -24,16 +23,14 @@ VECTORS = (1, 2, 3, 4, 5, 6, 8, 10)
 
 @dataclass(frozen=True)
 class Tile:
-    """Batch rows and vectors of units that one task computes, how far k is unrolled, of how many values of k
-    two are multiplied as a pair (0: none, see :mod:`ecornn.schedules.cpu.paired`), whether the next tile's weights
-    are asked for meanwhile, and of how many gates sums are in registers at the same time (0: of all)."""
+    """Batch rows and vectors of units that one task computes, and how."""
 
     rows: int
     vectors: int
-    unroll: int
-    pairs: int = 0
-    ahead: bool = False
-    gates: int = 0
+    unroll: int  # how far k is unrolled
+    pairs: int = 0  # of how many values of k two are multiplied as a pair, see paired.py; 0: none
+    ahead: bool = False  # whether the next tile's weights are asked for meanwhile
+    gates: int = 0  # of how many gates sums are in registers at the same time; 0: of all
 
     def columns(self, gates: int) -> list[int]:
         """Vectors of weights of each product loop, of a stage of so many gates."""
@@ -47,17 +44,16 @@ class Tile:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that the code is generated for; ``tiles``: stage name -> its tile; ``weights``: their data type;
-    ``team``: the most threads, 0 for any number."""
+    """Sizes that the code is generated for."""
 
     batch: int
     input: int
     hidden: int
     lanes: int
     chunk: int
-    tiles: dict[str, Tile]
-    weights: str = "float32"
-    team: int = 0
+    tiles: dict[str, Tile]  # stage name -> its tile
+    weights: str = "float32"  # their data type
+    team: int = 0  # the most threads; 0: any number
 
     @property
     def real(self) -> str:
@@ -87,8 +83,7 @@ def lanes_of(device: Device, dtype: str = "float32") -> int:
 
 
 def head_size(task: Task) -> int:
-    """The number that the units of a tile must divide where products have heads: units of a head, of all phases in
-    common; else 0."""
+    """The number that a tile's units must divide: units of a head, of all phases in common; 0 without heads."""
     heads = {heads_of(phase) for phase in task.graph.phases} - {1}
     return gcd(*(task.workload.hidden // n for n in heads)) if heads else 0
 
@@ -123,8 +118,7 @@ def registers_used(tile: Tile, gates: int, weights: str = "float32") -> int:
 
 
 def vectors_of(columns: int, gates: int, head: int = 0) -> int:
-    """Vectors of units in a tile of ``columns`` vectors that all gates of a stage share; of heads of ``head`` vectors
-    (0: there are none) a whole number of tiles each."""
+    """Vectors of units in a tile of ``columns`` vectors of all gates; a head of ``head`` (0: none) has whole tiles."""
     most = max(1, columns // max(1, gates))
     return max(v for v in range(1, most + 1) if head % v == 0)
 
@@ -168,8 +162,7 @@ class CPUKnobs(Knobs):
 
 
 def tiles(task: Task, knobs: CPUKnobs) -> dict[str, Tile]:
-    """The tiles of the hoisted product, and of each phase of a step that has products; ``prologue``: the pointwise
-    part, where there is one."""
+    """The tiles of the hoisted product, of each phase that has products, and of ``prologue``, the pointwise part."""
     graph, unroll, head, project = task.graph, knobs.unroll, head_vectors(task), len(task.graph.hoisted_products)
     vectors = vectors_of(knobs.project_columns, project, 0)
     found = {"hoisted": Tile(knobs.project_rows, vectors, unroll, knobs.project_pairs if project else 0, False,
@@ -200,8 +193,7 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
     """Estimated cycles for one k of a product, of the thread with the most tasks.
 
     ``heights``: as :func:`heights_of` has them; ``stalls``: cycles of a tile for each column, and for each row, on top;
-    ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones.
-    """
+    ``exact``: which tasks these are is looked at, too, where row tiles differ, else they are taken for mean ones."""
     count, units = sum(heights.values()), -(-hidden // (tile.vectors * lanes))
     tasks = count * units
 
@@ -224,9 +216,8 @@ def cycles(heights: Mapping[int, int], hidden: int, tile: Tile, gates: int, lane
 
 
 def busiest(costs: Sequence[tuple[float, int]], times: int, threads: int) -> float:
-    """The cost of the tasks of the thread with the most to do. ``costs``: of a task, and how many tasks have it; all of
-    these come ``times`` one after the other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share`
-    makes."""
+    """The cost of the busiest thread's tasks. ``costs``: of a task, and how many tasks have it; all of these come
+    ``times`` one after the other, in the parts that :meth:`~ecornn.schedules.cpu.worker.Worker.share` makes."""
     count, whole = sum(many for _, many in costs), sum(cost * many for cost, many in costs)
 
     def until(task: int) -> float:
@@ -252,8 +243,7 @@ def heights_of(rows: int, tile: Tile, hoisted: bool) -> dict[int, int]:
 def pairs_pay(task: Task) -> bool:
     """True if products of pairs may gain anything; with one batch row the bytes take the time."""
     work = task.workload
-    return (work.weights is None and work.dtype == "float32" and work.batch > 1
-            and cpu_rates(task.device).adds_apart)
+    return work.weights is None and work.dtype == "float32" and work.batch > 1 and cpu_rates(task.device).adds_apart
 
 
 def left_for_read_out(task: Task) -> int:
@@ -288,12 +278,10 @@ def best_tile(task: Task, rows: int, gates: list[int], row_choices: tuple[int, .
         total, sums, wide = 0.0, -choice[0] * choice[1], 0
         for g in gates:
             tile = Tile(choice[0], vectors_of(choice[1], g, head), 1, choice[2] if g else 0, gates=choice[3])
-            if choice[2] and choice[3]:
+            need = registers_used(tile, g, task.workload.weights or "")
+            if (choice[2] and choice[3]) or (need > registers and (tile.rows, tile.vectors) != (1, 1)):
                 return float("inf"), 0, 0
-            if registers_used(tile, g, task.workload.weights or "") > registers and (tile.rows, tile.vectors) != (1, 1):
-                return float("inf"), 0, 0
-            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls,
-                            exact)
+            total += cycles(heights_of(rows, tile, hoisted), hidden, tile, g, lanes, threads, rates, stalls, exact)
             if tile.pairs:  # the copy of the operand, and a barrier
                 total += (rows / threads * (COPY_VECTOR * hidden / lanes + COPY_ROW) + COPY_BARRIER) / hidden
             if choice[3]:
@@ -349,21 +337,15 @@ def features(task: Task, shape: Shape) -> dict[str, float]:
         found[f"{prefix}_sums"] = float(tile.rows * gates * tile.vectors)
         found[f"{prefix}_tasks"] = float(row_tiles * units)
         found[f"{prefix}_imbalance"] = -(-row_tiles * units // threads) * threads / (row_tiles * units)
-        found[f"{prefix}_waste"] = (computed * units * tile.vectors * shape.lanes
-                                    / (rows * workload.hidden))
+        found[f"{prefix}_waste"] = computed * units * tile.vectors * shape.lanes / (rows * workload.hidden)
         found[f"{prefix}_cycles"] = cycles(heights, workload.hidden, tile, gates, shape.lanes, threads,
                                            cpu_rates(task.device))
-        found[f"{prefix}_tile_bytes"] = float(
-            STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes * deep)
+        found[f"{prefix}_tile_bytes"] = STORED[shape.weights].bytes * gates * tile.vectors * shape.lanes * deep
         if not hoisted:
             weights += STORED[shape.weights].bytes * gates * shape.width * deep
             useful += 2.0 * gates * workload.batch * workload.hidden * deep
             padded += 2.0 * gates * computed * shape.width * deep
             busiest += found[f"{prefix}_cycles"] * deep
-    found["threads"] = float(threads)
-    found["thread_weight_bytes"] = weights / threads
-    found["step_flops"], found["step_padded_flops"] = useful, padded
-    found["step_cycles"] = busiest
-    found["hoisted_bytes"] = float(
-        workload.itemsize * shape.chunk * workload.batch * shape.width * len(task.graph.hoisted_outputs))
-    return found
+    hoisted_bytes = workload.itemsize * shape.chunk * workload.batch * shape.width * len(task.graph.hoisted_outputs)
+    return found | {"threads": float(threads), "thread_weight_bytes": weights / threads, "step_flops": useful,
+                    "step_padded_flops": padded, "step_cycles": busiest, "hoisted_bytes": float(hoisted_bytes)}

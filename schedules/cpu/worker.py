@@ -3,8 +3,7 @@
 Work is divided into (unit tile, row tile) tasks, tile by tile, and each thread always takes the
 same part, so that its weights stay in its cache; what is larger than the cache is gone through to and fro. With
 ``ahead`` the row tiles of a unit tile ask for the weights of the next one, a share each, while they multiply: else L3
-idles while all but the first of them read L2, and then the first one waits for it.
-"""
+idles while all but the first of them read L2, and then the first one waits for it."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Worker(Memory):
     # -- buffers --------------------------------------------------------------------------------
     def buffer(self, name: str, role: str, extent: Extent, pack: Packing | None = None,
                dtype: str | None = None, element: str | None = None) -> TirBuffer:
-        """Declares a buffer, and returns its elements; ``element``: what the code takes the memory for, where that is
-        not ``dtype``."""
+        """Declares a buffer, returns its elements; ``element``: what code takes the memory for, if not ``dtype``."""
         own = Buffer(self.prefix + name, role, dtype or self.shape.real, extent, pack)
         self.buffers.append(own)
         self.data[name] = self.e.pointer(own.name, element or own.dtype)
@@ -62,8 +60,7 @@ class Worker(Memory):
         self.timeline = Timeline(self.e, self.traversal, other.data, self.steps, self.batch)
 
     def declare_step(self, rows: int, slack: int = 0) -> None:
-        """Weights and parameter vectors; and for ``rows`` rows, with ``slack`` elements behind them, states and what
-        stages keep for later ones."""
+        """Weights, parameter vectors; for ``rows`` rows, and ``slack`` elements behind, states and kept values."""
         self.declare_products()
         self.declare_constants()
         size = rows * self.shape.width + slack
@@ -223,8 +220,7 @@ class Worker(Memory):
 
     # -- steps ----------------------------------------------------------------------------------
     def begin(self, name: str, first: dict[str, TirBuffer]) -> None:
-        """The states before the first step, and invariants; ``first`` has elements (B, H) for some of the states,
-        others are zeros."""
+        """The states before the first step, from elements (B, H) of ``first``, else zeros; and invariants."""
         e, s = self.e, self.shape
         with self.vectors_of(name, e.index(s.padded_batch)) as (b, unit):
             valid = e.let("valid", e.tirx.Select(b < self.batch, e.index(s.hidden) - unit, e.index(0)))
@@ -267,8 +263,7 @@ class Worker(Memory):
                 RowTask(self, stage, Span(first, t, rows), row, self.task).run()
 
     def stage(self, stage: Stage, first: Expr, t: Expr, rows: Expr) -> None:
-        """Writes all tasks of a stage; ``first``: the chunk's first step of x; ``rows``: how many of x (hoisted) or of
-        the batch there are."""
+        """Writes a stage's tasks; ``first``: the chunk's first step of x; ``rows``: of x (hoisted), or of the batch."""
         e, tile = self.e, self.shape.tiles[stage.name]
         if tile.pairs or (self.shape.weights == "int8" and stage.rows):
             self.prepare(stage, first, t, rows)

@@ -19,15 +19,9 @@ def zeros(name: str, *shape: int) -> TirBuffer:
 
 def multiply_pair(acc: TirBuffer, number: int, rows: Sequence[Callable[[int], Expr]],
                   columns: Sequence[Sequence[Expr]], arithmetic: str) -> None:
-    """Adds the products of the pair of k-tiles of this ``number``, for sums that are short.
-
-    Parameters
-    ----------
-    acc : sums, (chain, m16 tile, n8 tile, 4 of fragment C); k-tiles take the chains in turn
-    rows : of each octet of weight rows its word 0 to 3, two of a k-tile; two octets make an m16 tile, the last of which
-        may have one alone
-    columns : of each n8 tile of state the same
-    """
+    """Adds the products of pair ``number`` of k-tiles, for sums that are short. ``acc``: sums, (chain, m16 tile, n8
+    tile, 4 of fragment C); k-tiles take chains in turn. ``rows``: of each octet of weight rows word 0 to 3, two of a
+    k-tile; two octets make an m16 tile, the last may have one alone. ``columns``: of each n8 tile of state the same."""
     chains, nothing = int(acc.shape[0]), tuple(T.uint32(0) for _ in range(2))
     for tile in range(2):
         right = [[split(column[tile * 2 + half], arithmetic) for half in range(2)] for column in columns]

@@ -12,8 +12,7 @@ of ``empty``, and that needs every consumer past phase n - 1 of ``full``: with b
 through the stages in the same order. Without ``empty`` it is on the kernel to say why nobody is.
 
 Reads and writes of threads and bulk copies go through different proxies: where a copy overwrites what threads have
-read, or a warpgroup multiplies what they have written, a proxy fence lies between (``isa/memory.py``).
-"""
+read, or a warpgroup multiplies what they have written, a proxy fence lies between (``isa/memory.py``)."""
 
 from __future__ import annotations
 
@@ -21,15 +20,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
+from ecornn.schedules.cuda.isa import mbarrier
 from ecornn.schedules.cuda.isa.blocks import cluster_send
 from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.mbarrier import (
-    mbarrier_arrive,
-    mbarrier_expect,
-    mbarrier_init,
-    mbarrier_test,
-    mbarrier_wait,
-)
 from ecornn.schedules.cuda.isa.memory import shared_address
 
 BARRIER_WORDS = 2  # words of 32 bits of an mbarrier
@@ -44,32 +37,23 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Emits both ends of a pipeline inside a block.
+    """Emits both ends of a pipeline inside a block. ``full``, ``empty``: words where the barriers of the first stage
+    lie, 8-byte aligned; None: no consumer hands stages back through barriers."""
 
-    Attributes
-    ----------
-    words : the block's shared memory, of a type of 32 bits
-    full, empty : words where the barriers of the first stage lie, 8-byte aligned; None: no consumer hands stages back
-        through barriers
-    stages : how many there are
-    apart : words from a stage's barriers to the next one's
-    cluster : whether other blocks of the cluster fill stages, too
-    """
-
-    words: TirBuffer
+    words: TirBuffer  # the block's shared memory, of a type of 32 bits
     full: Expr
-    stages: int = 1
+    stages: int = 1  # how many there are
     empty: Expr | None = None
-    apart: int = BARRIER_WORDS
-    cluster: bool = False
+    apart: int = BARRIER_WORDS  # words from a stage's barriers to the next one's
+    cluster: bool = False  # whether other blocks of the cluster fill stages, too
 
     def init(self, producers: int = 1, consumers: int = 0) -> None:
         """Makes the barriers, each phase of which takes so many arrivals. For one thread, before
         :func:`~.isa.mbarrier.fence_mbarrier_init` and a barrier of all who use them."""
         for stage in range(self.stages):
-            mbarrier_init(self.full_barrier(stage), producers)
+            mbarrier.mbarrier_init(self.full_barrier(stage), producers)
             if self.empty is not None:
-                mbarrier_init(self.empty_barrier(stage), consumers)
+                mbarrier.mbarrier_init(self.empty_barrier(stage), consumers)
 
     def full_barrier(self, stage: Expr) -> Expr:
         """A pointer."""
@@ -92,15 +76,15 @@ class Pipeline:
 
     def acquire(self, use: Use) -> None:
         """Producers: waits until consumers have handed the stage back."""
-        mbarrier_wait(self.empty_barrier(use.stage), _before(use.parity), self.cluster)
+        mbarrier.mbarrier_wait(self.empty_barrier(use.stage), _before(use.parity), self.cluster)
 
     def may_acquire(self, use: Use) -> Expr:
         """Producers: whether :meth:`acquire` would not have to wait (bool)."""
-        return T.let("empty", mbarrier_test(self.empty_barrier(use.stage), _before(use.parity))) != T.uint32(0)
+        return T.let("empty", mbarrier.mbarrier_test(self.empty_barrier(use.stage), _before(use.parity))) != T.uint32(0)
 
     def expect(self, stage: Expr, size: int) -> None:
         """Producers: an arrival that announces ``size`` bytes, some of which may have come before."""
-        mbarrier_expect(self.full_barrier(stage), size)
+        mbarrier.mbarrier_expect(self.full_barrier(stage), size)
 
     def copy(self, stage: Expr, to: Expr, source: Expr, size: int, policy: Expr | None = None) -> None:
         """Producers: an arrival, and a bulk copy of ``size`` bytes that ends the phase; ``policy`` of L2."""
@@ -109,11 +93,11 @@ class Pipeline:
 
     def wait(self, use: Use) -> None:
         """Consumers: waits until the stage is full."""
-        mbarrier_wait(self.full_barrier(use.stage), use.parity, self.cluster)
+        mbarrier.mbarrier_wait(self.full_barrier(use.stage), use.parity, self.cluster)
 
     def release(self, stage: Expr) -> None:
         """Consumers: an arrival that hands the stage back."""
-        mbarrier_arrive(self.empty_barrier(stage))
+        mbarrier.mbarrier_arrive(self.empty_barrier(stage))
 
 
 @dataclass(frozen=True)
@@ -126,22 +110,14 @@ class ClusterPipeline(Pipeline):
 
     * Nobody reads what is not there: the phase ends with its last byte, and a wait for it acquires, at the scope of
       the cluster, what the bytes' completion released.
-    * No block ends while something is on its way to it: what is sent is for a step that is computed, so it is waited
-      for.
+    * No block ends while something is on its way to it: that is for a step that is computed, so it is waited for.
 
-    Nobody overwrites what is still read, nor counts bytes in a phase too early, if who sends for step t + 2 has all of
-    step t + 1, to which every block adds behind its reads of step t, and if the block makes the arrival for step t + 2
-    when its wait for step t has ended.
-
-    Attributes
-    ----------
-    blocks : of the cluster
-    size : bytes that a block gets in a step
-    """
+    Nobody overwrites what is still read, nor counts bytes too early, if who sends for step t + 2 has all of step t + 1,
+    to which every block adds behind its reads of step t, and if a block arrives for step t + 2 after its wait for t."""
 
     stages: int = 2
-    blocks: int = 1
-    size: int = 0
+    blocks: int = 1  # of the cluster
+    size: int = 0  # bytes that a block gets in a step
     cluster: bool = True
 
     def wait_for(self, step: Expr) -> None:

@@ -3,8 +3,7 @@
     sums[r, q, j] = sum over operands o, k of o[r, k] * weights_o[q, j, k]
 
 for products q of units j. A job does not know whether units are a cell's hidden ones or inputs of a layer. Its epilogue
-computes values on accumulators, and writes them.
-"""
+computes values on accumulators, and writes them."""
 
 from __future__ import annotations
 
@@ -23,10 +22,9 @@ from ecornn.schedules.cuda.isa.memory import st_global
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants
 
-# What there is a row of: each step and batch row, T*B; each batch row; or each sequence that lies in columns, of which
-# the workspace ``count`` has the number.
+# What there is a row of: each step and batch row, T*B; each batch row; or each sequence that lies in columns.
 STEPS, BATCH, SEQUENCES = "steps", "batch", "sequences"
-COUNT = "count"
+COUNT = "count"  # the workspace that has the number of sequences
 CHUNK = 16  # bytes that one instruction copies at most
 LINE = 128  # bytes of K of a stage: whole lines of x
 SLOWER = {"float32": 5, "tf32": 2}  # than products of 16-bit types
@@ -67,19 +65,14 @@ def whole_chunks(values: int, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class Operand:
-    """Values, and the packed ``weights`` that multiply them, made of ``sources``, one for each product.
-
-    ``transposed``: a source is (K, units), not (units, K). Then K may be ``pieces`` sources one behind the other,
-    without padding between them. With ``heads`` a source is blocks on a diagonal: units multiply the values of their
-    own head, of which there are whole tiles.
-    """
+    """Values, and the packed ``weights`` that multiply them, made of ``sources``, one for each product."""
 
     columns: Columns
     weights: str
     sources: tuple[Source, ...]
-    transposed: bool = False
-    pieces: int = 1
-    heads: int = 1
+    transposed: bool = False  # a source is (K, units), not (units, K)
+    pieces: int = 1  # sources that K is then, one behind the other, without padding between them
+    heads: int = 1  # blocks on a source's diagonal: units multiply the values of their own head, which has whole tiles
 
     @property
     def depth(self) -> int:
@@ -110,30 +103,19 @@ class Operand:
 
 @dataclass(frozen=True)
 class Job:
-    """One such product.
+    """One such product."""
 
-    Attributes
-    ----------
-    name : of the kernel
-    dtype, arithmetic : of operands and weights, and what they are rounded to; as a workload has them
-    rows : products of a unit
-    vectors : parameter vectors that it takes
-    each : what there are rows of, of :data:`STEPS`, :data:`BATCH` and :data:`SEQUENCES`
-    expected : rows that tiles are chosen for, of which any number may come; None: so many that it does not matter
-    followed : whether the launch behind it may begin before it has ended, and waits for its end itself
-    """
-
-    name: str
+    name: str  # of the kernel
     device: Device
-    dtype: str
-    arithmetic: str
+    dtype: str  # of operands and weights, as a workload has it
+    arithmetic: str  # what they are rounded to, as a workload has it
     operands: tuple[Operand, ...]
-    rows: int
+    rows: int  # products of a unit
     units: int
-    vectors: int = 0
-    each: str = STEPS
-    expected: int | None = None
-    followed: bool = False
+    vectors: int = 0  # parameter vectors that it takes
+    each: str = STEPS  # what there are rows of, of STEPS, BATCH and SEQUENCES
+    expected: int | None = None  # rows that tiles are chosen for, any number may come; None: too many to matter
+    followed: bool = False  # whether the launch behind it may begin before it has ended, and waits for its end itself
 
     @property
     def itemsize(self) -> int:
@@ -156,28 +138,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Shape:
-    """How one is cut: tiles of rows by units, and stages of 128 bytes of K of each row and weight.
+    """How one is cut: tiles of rows by units, and stages of 128 bytes of K of each row and weight."""
 
-    Attributes
-    ----------
-    rows : products of a unit
-    octets : groups of 8 units of a tile
-    height : rows of a tile
-    columns : tiles side by side over the units
-    parts : stages' worth of K of each operand
-    row_bytes : of a stage, for each row
-    stages : of the pipeline, each in shared memory
-    beside : bytes of shared memory that something else takes
-    """
-
-    rows: int
-    octets: int
-    height: int
-    columns: int
-    parts: tuple[int, ...]
-    row_bytes: int
-    stages: int
-    beside: int = 0
+    rows: int  # products of a unit
+    octets: int  # groups of 8 units of a tile
+    height: int  # rows of a tile
+    columns: int  # tiles side by side over the units
+    parts: tuple[int, ...]  # stages' worth of K of each operand
+    row_bytes: int  # of a stage, for each row
+    stages: int  # of the pipeline, each in shared memory
+    beside: int = 0  # bytes of shared memory that something else takes
 
     @property
     def slabs(self) -> int:
@@ -237,21 +207,18 @@ class Epilogue(ABC):
     @abstractmethod
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Callable[[Expr, int], Expr],
               constants: Sequence[Any], sums: Sequence[Sequence[Expr]]) -> None:
-        """Units ``unit + e`` for each e of ``sums``, each with its products; some may be none of the job's.
-        ``within(unit, e)`` is one that is."""
+        """Units ``unit + e``, of products ``sums[e]``; some may be none of the job's, ``within(unit, e)`` is one."""
 
 
 def write_tile(job: Job, epilogue: Epilogue, arguments: Mapping[str, TirBuffer], acc: TirBuffer,
                vector: Callable[[int, Expr], Expr], unit_of: Callable[[Expr], Expr],
                row_of: Callable[[Expr, Expr], Expr], end: Expr, span: int = 2) -> None:
     """Writes what ``epilogue`` makes of a thread's sums: of units ``unit_of(group)`` and those next to it, ``span`` in
-    all, of rows ``row_of(tile, half) < end``.
+    all, of rows ``row_of(tile, half) < end``. ``vector(i, unit)`` is the value of parameter vector i.
 
     ``acc`` has accumulators (m16 tile, n8 tile, 4) as ``mma`` leaves them (``tensor_core.py``): two neighbouring
     columns a thread. Tile ``octet * rows + row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are
-    the units in order, with 4 those of two octets are dealt out so that a thread has 4 neighbouring units.
-    ``vector(i, unit)`` is the value of parameter vector i.
-    """
+    the units in order, with 4 those of two octets are dealt out so that a thread has 4 neighbouring units."""
     tiles, products = (int(n) for n in acc.shape[:2])
 
     def within(unit: Expr, e: int) -> Expr:

@@ -1,8 +1,7 @@
 """The main loop on mma: 8 warps multiply from stages in shared memory, which they fill ahead (cp.async).
 
 2 warps are over the rows of a tile and 4 over its columns. A stage is free for copies once all warps have come to the
-barrier behind it; in turn each copies ``stages - 1`` ahead and multiplies.
-"""
+barrier behind it; in turn each copies ``stages - 1`` ahead and multiplies."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ Load = Callable[[Any, Any], None]  # emits the copies of one stage's worth of K:
 
 @dataclass(frozen=True)
 class Staged:
-    """Rows of an operand in a stage: ``height`` of ``width`` elements each, ``pitch`` apart, from ``base`` on in
-    ``buffer``, whose elements are words or values."""
+    """An operand's rows in a stage: ``height`` of ``width`` words or values each, ``pitch`` apart, from ``base`` on."""
 
     buffer: TirBuffer
     base: Expr
@@ -44,8 +42,7 @@ class MmaMainloop:
     stages, stage_size : their number, and how many elements each has
     thread : 0 to 255
     barrier : emits a barrier of these threads
-    words : that a thread reads of each n8 tile at once: 2 for each k-tile
-    """
+    words : that a thread reads of each n8 tile at once: 2 for each k-tile"""
 
     def __init__(self, dtype: str, arithmetic: str, memory: TirBuffer, tiles: int, products: int, stages: int,
                  stage_size: int, thread: Expr, barrier: Callable[[], object], words: int = 2) -> None:

@@ -5,8 +5,7 @@
 Both operands have the rows that are summed over on the outside, so that they are read across. Where the tiles fill the
 chip each block goes through all rows and writes to where the sum belongs. Else the rows go to ``parts`` of blocks, each
 of which leaves a sum in the workspace ``parts``; a kernel of its own adds these in order. So every run has the same
-bits. ``outer_mma.py`` and on Hopper ``outer_wgmma.py`` compute them.
-"""
+bits. ``outer_mma.py`` and on Hopper ``outer_wgmma.py`` compute them."""
 
 from __future__ import annotations
 
@@ -29,25 +28,17 @@ TOGETHER = 12  # pairs of sums that a thread has loaded at once
 
 @dataclass(frozen=True)
 class OuterJob:
-    """Such sums of one pair of operands.
+    """Such sums of one pair of operands. Of several ``heads`` ``operand`` has the columns of the first; those of the
+    others are behind them, each for its own part of ``values``, which has all heads of a gate before the next one's."""
 
-    Attributes
-    ----------
-    name : of the kernel
-    rows : T*B that the sizes are chosen for; any number may come
-    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: rows that take no part in their step count as zeros
-    heads : of more than one ``operand`` has the columns of the first; those of the others are behind them, each for its
-        own part of ``values``, which has all heads of a gate before those of the next one
-    """
-
-    name: str
+    name: str  # of the kernel
     device: Device
     dtype: str
     arithmetic: str
     values: Columns
     operand: Columns
-    rows: int
-    mask: str | None = None
+    rows: int  # T*B that the sizes are chosen for; any number may come
+    mask: str | None = None  # of timeline.rows_mask: rows that take no part in their step count as zeros
     heads: int = 1
 
     @property
@@ -90,16 +81,10 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Into:
-    """The place of sums, in a float32 buffer.
+    """The place of sums, in a float32 buffer."""
 
-    Attributes
-    ----------
-    row : m -> where its sums start, int64; they lie one behind the other
-    add : to what is there; None: where the kernel's scalar ``add`` is not 0
-    """
-
-    row: Callable[[Expr], Expr]
-    add: bool | Expr | None
+    row: Callable[[Expr], Expr]  # m -> where its sums start, int64; they lie one behind the other
+    add: bool | Expr | None  # to what is there; None: where the kernel's scalar ``add`` is not 0
 
     def told(self) -> Into:
         """The same in a kernel that is being built, which gets the scalar if it is needed."""
@@ -112,8 +97,7 @@ class Into:
 
     def store_row(self, buffer: TirBuffer, job: OuterJob, m: Expr, first: Expr,
                   pairs: Sequence[tuple[Expr, Expr]]) -> None:
-        """Sums of two neighbours at ``first``, an even n, and at every eighth from there on, as far as ``job`` has
-        such."""
+        """Sums of two neighbours at ``first``, an even n, and at every eighth from there on, as far as ``job`` goes."""
         width = job.operand.width
         with T.when(m < job.values.width):
             if width % 2 == 0:
@@ -126,15 +110,13 @@ class Into:
 
     def _store_pairs(self, buffer: TirBuffer, m: Expr, first: Expr, width: int,
                      pairs: Sequence[tuple[Expr, Expr]]) -> None:
-        """Loads what is there for ``TOGETHER`` pairs before it stores the first one: a store that waits for its load
-        would keep the next load waiting, too. Places differ by constants, which instructions have in themselves:
-        a gate's number takes a division."""
+        """Loads what is there for ``TOGETHER`` pairs before it stores the first: a store that waits for its load would
+        keep the next load waiting. Places differ by constants, as instructions have them: a gate's takes a division."""
         kept = T.local("to", (1,), "int64")  # a variable that TVM does not put the expression in place of
         T.buffer_store(kept, self.row(m) + first, [0])
         for start in range(0, len(pairs), TOGETHER):
             some = pairs[start:start + TOGETHER]
             offsets = [n * 8 for n in range(start, start + len(some))]
-            values: Sequence[tuple[Expr, Expr]] = some
             if self.add is not False:
                 before = T.local("before", (len(some), 2), "float32")
                 if self.add is not True:
@@ -145,8 +127,8 @@ class Into:
                     for k, offset in enumerate(offsets):
                         with T.when(first + offset < width):
                             ld_global([before[k, 0], before[k, 1]], buffer.ptr_to([kept[0] + offset]), "f32")
-                values = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
-            for offset, pair in zip(offsets, values, strict=True):
+                some = [(before[k, 0] + one, before[k, 1] + other) for k, (one, other) in enumerate(some)]
+            for offset, pair in zip(offsets, some, strict=True):
                 with T.when(first + offset < width):
                     st_global(buffer.ptr_to([kept[0] + offset]), pair, "f32")
 
@@ -160,28 +142,17 @@ def with_existing(add: bool | Expr | None, before: Expr, value: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class OuterShape:
-    """How one is cut.
+    """How one is cut."""
 
-    Attributes
-    ----------
-    height, width : sums of a tile: columns of ``values`` and of ``operand``
-    down, across : tiles over both
-    depth : rows of a stage
-    stage_bytes : of both operands
-    stages : of the pipeline, each in shared memory
-    beside : bytes of shared memory that something else takes
-    parts : of the rows
-    """
-
-    height: int
-    width: int
-    down: int
-    across: int
-    depth: int
-    stage_bytes: int
-    stages: int
-    beside: int = 0
-    parts: int = 1
+    height: int  # sums of a tile: columns of ``values``
+    width: int  # and of ``operand``
+    down: int  # tiles over ``values``
+    across: int  # and over ``operand``
+    depth: int  # rows of a stage
+    stage_bytes: int  # of both operands
+    stages: int  # of the pipeline, each in shared memory
+    beside: int = 0  # bytes of shared memory that something else takes
+    parts: int = 1  # of the rows
 
     @property
     def tiles(self) -> int:
@@ -195,8 +166,7 @@ class OuterShape:
 
 
 def best_parts(job: OuterJob, tiles: int, row: float, at_once: int) -> int:
-    """Parts of the rows that fill the chip's last turn without too many sums in memory; arguments as of
-    :func:`expected`."""
+    """Parts of the rows that fill the chip's last turn without too many sums in memory; see :func:`expected`."""
     most = max(1, min(MOST_PARTS, job.rows // LEAST_ROWS))
     return min(range(1, most + 1), key=lambda parts: expected(job, tiles, row, at_once, parts))
 
@@ -213,8 +183,7 @@ def adding_kernel(name: str, height: int, width: int, parts: int, blocks: int, i
         into = into.told()
         source, sums = (T.pointer(n, "float32") for n in ("parts", "into"))
         T.device_entry()
-        thread = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS))
-        size = height * width
+        thread, size = T.let("first_item", T.block(blocks) * THREADS + T.thread(THREADS)), height * width
         T.note("a thread an element: the parts' sums, in order")
         with T.serial("turn", 0, -(-size // (blocks * THREADS))) as turn:
             item = T.let("item", T.cast(turn * (blocks * THREADS) + thread, "int64"))

@@ -1,7 +1,6 @@
 """Outer products over all rows by ``mma``: a block a tile of one part of the rows (``mma_mainloop.py``).
 
-Fragments are read across by ``ldmatrix.trans``, or 32-bit words one by one.
-"""
+Fragments are read across by ``ldmatrix.trans``, or 32-bit words one by one."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def outer_shape(job: OuterJob) -> OuterShape:
 
 
 def outer_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
-    """``(T, B, add, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
-    each, ``into[p, m, n]``."""
+    """``(T, B, add, values, operand, mask, into)``: sums over all rows, to ``into``; of parts, ``into[p, m, n]``."""
     with T.kernel(job.name) as made:
         arguments = job.declare(into, shape.parts)
         T.device_entry()

@@ -3,8 +3,7 @@
 One block a multiprocessor goes through tiles of 128 columns of ``values`` by up to 256 of ``operand``, those of one
 part of the rows after those of another, so that all blocks read much the same rows. Both operands go through a ring of
 stages of 64 rows in shared memory, as panels of 64 columns: 128 bytes of each row, one row behind the other, whose
-16-byte chunks are exchanged by row (wgmma's 128-byte swizzle). Products read panels across.
-"""
+16-byte chunks are exchanged by row (wgmma's 128-byte swizzle). Products read panels across."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ ROWS = GROUP // 8  # of a panel that the copying threads have at once
 
 
 def hopper_shape(job: OuterJob) -> OuterShape | None:
-    """The tiles; None where this kernel does not serve the job. Narrower ones than necessary where they fill the chip's
-    turns better."""
+    """The tiles, narrower than necessary where that fills the chip's turns better; None where it does not serve."""
     if not job.device.can.warpgroups or job.itemsize != 2 or job.heads > 1 or job.operand.width % 2:
         return None
     if job.values.copied(8) < 2 or job.operand.copied(8) < 2:
@@ -56,8 +54,7 @@ def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterShape] | 
 
 
 def outer_wgmma_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
-    """``(T, B, add, values, operand, mask, into)``: the sums over all rows, to ``into``; of several parts the sums over
-    each, ``into[p, m, n]``. On ``job.device.cores`` blocks."""
+    """``(T, B, add, values, operand, mask, into)`` as of ``outer_mma.outer_kernel``, on ``job.device.cores`` blocks."""
     with T.kernel(job.name) as made:
         arguments = job.declare(into, shape.parts)
         T.device_entry()
@@ -78,8 +75,7 @@ class _Outer(WgmmaMainloop):
                          shape.stages * shape.stage_bytes // 4, arguments.job.arithmetic)
 
     def _tiles(self, emit: Callable[[Expr, Expr, Expr, Expr], None]) -> None:
-        """The tile scheduler: ``emit(part, its stages, first column of values, and of the operand)`` for each of this
-        block's tiles."""
+        """The tile scheduler: ``emit(part, its stages, first column of values, and of operand)`` for each tile."""
         s = self.shape
         T.buffer_store(self.turn, T.uint32(0), [0])
         item, at = T.local("item", (1,), "int32"), T.local("at", (3,), "int32")

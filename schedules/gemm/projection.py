@@ -3,14 +3,12 @@
     out[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the biases
 
 Hopper's own kernel (``rows_wgmma.py``) takes a product where it can: 16-bit types and TF32, rows of whole words, all
-rows at once; else that of ``rows_mma.py``. A schedule may have all rows done before its own kernel runs, or only the
-first ``ahead`` percent: the rest is then for blocks of its own to do while others are busy with the recurrence
-(``persistent``).
+rows at once; else that of ``rows_mma.py``. A schedule may have all rows done before its own kernel, or only the first
+``ahead`` percent: the rest is then for blocks of its own, beside those of the recurrence (``persistent``).
 
 A layer's x is as its caller has it: rows of 650 values of 16 bits are aligned to 4 bytes, and are copied to shared
 memory 4 bytes at a time, where others come by 16. Products over all rows copy each row once for every tile of columns;
-where that is often, x is copied once before, to rows that are aligned.
-"""
+where that is often, x is copied once before, to rows that are aligned."""
 
 from __future__ import annotations
 
@@ -55,9 +53,8 @@ def projection_time(task: Task, ahead: int = 100) -> float:
 
 
 def may_be_followed(task: Task) -> bool:
-    """Tells whether the launch behind the projection may begin before that has ended, if it waits for it itself: where
-    nothing else of a call makes something before the recurrence, and nothing else uses the projection's memory, as what
-    is kept and a backward pass may."""
+    """Tells whether the launch behind the projection may begin before its end and wait for it: where nothing else of a
+    call makes anything before the recurrence, or uses the projection's memory, as what is kept and backward may."""
     graph, traversal = task.graph, task.traversal
     if traversal.backward or traversal.keep is not None or graph.hoisted_statistics:
         return False
@@ -66,11 +63,9 @@ def may_be_followed(task: Task) -> bool:
 
 def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followed: bool = False) -> Component:
     """The projection of a task, writing workspace ``hoisted`` as ``layout`` says, by default in float32; from x,
-    ``vectors`` and ``input_weights``. A cell without hoisted outputs needs none.
-
-    Of all rows the first ``ahead`` percent are done (``rows_ahead``); for the others there is a workspace ``ready`` of
-    counters, one for each tile's ``height`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it.
-    """
+    ``vectors`` and ``input_weights``. A cell without hoisted outputs needs none. Of all rows the first ``ahead``
+    percent are done (``rows_ahead``); for the others there is a workspace ``ready`` of counters, one for each tile's
+    ``height`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it."""
     w, job = task.workload, job_of(task)
     if not task.graph.hoisted_outputs:
         return Component()

@@ -2,8 +2,7 @@
 
 A team of 8 warps computes ``height`` rows x 4 groups of units at a time; the columns are ordered so that one thread
 holds every product of a unit, and what is made of them is computed on the accumulators. Rows may be of any width: those
-that are not 16-byte aligned are copied word by word, or value by value.
-"""
+that are not 16-byte aligned are copied word by word, or value by value."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def blocks_of(job: Job, s: Shape) -> int:
 
 
 def spares_warps(job: Job, s: Shape) -> bool:
-    """Tells whether warps of the last column have no units and do not multiply padding: in float32, where products
-    take long."""
+    """Tells whether warps of the last column have no units and do not multiply padding: in float32, which is slow."""
     return job.arithmetic == "float32" and s.columns * s.units - job.units >= s.units // COLUMN_WARPS
 
 
@@ -114,11 +112,8 @@ def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: i
 
 
 class Team(MmaMainloop):
-    """Emits the code of 256 threads that compute tiles.
-
-    ``arguments`` has buffers by name, ``memory`` at least ``shape.shared`` bytes; ``thread`` and ``barrier`` are those
-    of :class:`MmaMainloop`.
-    """
+    """Emits the code of 256 threads that compute tiles. ``arguments`` has buffers by name, ``memory`` at least
+    ``shape.shared`` bytes; ``thread`` and ``barrier`` are those of :class:`MmaMainloop`."""
 
     def __init__(self, job: Job, shape: Shape, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
                  memory: TirBuffer, thread: Expr, barrier: Callable[[], object]) -> None:
@@ -130,11 +125,9 @@ class Team(MmaMainloop):
     def run(self, first: Expr, end: Expr, member: Expr, members: int,
             done: Callable[[Expr], None] | None = None) -> None:
         """The tile scheduler: tiles ``member``, ``member + members``, ... of rows ``first`` to ``end``, in their order.
-
-        ``done(n)`` is emitted for thread 0, when a tile of the n-th group of ``height`` rows is
-        written by all threads. Where somebody waits for that, copies begin with their tile, and padding is multiplied:
-        blocks beside a recurrence have its registers, too few for what spares that.
-        """
+        ``done(n)`` is emitted for thread 0, when a tile of the n-th group of ``height`` rows is written by all threads.
+        Where somebody waits for that, copies begin with their tile, and padding is multiplied: blocks beside a
+        recurrence have its registers, too few for what spares that."""
         T.note("tiles of rows by units, in turn")
         s, self.alone = self.shape, done is None
         tiles = T.let("tiles", (end - first + (s.height - 1)) // s.height * s.columns)

@@ -3,15 +3,13 @@
 One block a multiprocessor goes through tiles of 128 rows by the products of up to 32 octets of units. Its
 K goes through a ring of stages in shared memory, 128 bytes of every row each, 64 values or 32 of TF32:
 
-    x        rows of 128 bytes, whose 16-byte chunks are exchanged by row (wgmma's 128-byte swizzle), so
-             that neither copies nor products have bank conflicts
+    x        rows of 128 bytes, whose 16-byte chunks are exchanged by row (wgmma's 128-byte swizzle): no bank conflicts
     weights  core matrices, 8 columns x 16 bytes in one piece, those of 16 bytes of K one behind the other:
              an order that ``bind`` packs, so that one bulk copy fetches a stage's weights
 
 TF32's products take float32 values and leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights,
 adjoints' recurrences raise what they write, so that to cut off is to round (keeping.py), x is cut off: of an
-LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off.
-"""
+LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off."""
 
 from __future__ import annotations
 
@@ -68,11 +66,8 @@ def _columns(job: Job) -> int:
 
 
 def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:
-    """(column, slab) tiles of 16-byte chunks of K, n8 tiles, 8 columns, values.
-
-    A thread has columns 2 i and 2 i + 1 of each n8 tile. With a ``span`` of 4 the columns of two octets' n8 tiles are
-    dealt out so that these are 4 neighbouring units (:func:`write_tile`).
-    """
+    """(column, slab) tiles of 16-byte chunks of K, n8 tiles, 8 columns, values. A thread has columns 2 i and
+    2 i + 1 of each n8 tile; with a ``span`` of 4 two octets' are 4 neighbouring units (:func:`write_tile`)."""
     chunks = (s.parts[job.operands.index(operand)], LINE // CHUNK, CHUNK // job.itemsize)
     if span == 2:
         return operand.packing(s.rows, (s.columns, s.octets, 8), chunks, (1, 4, 5, 2, 0, 3, 6), job.arithmetic)
@@ -172,8 +167,7 @@ class _Rows(WgmmaMainloop):
         return x, T.let("weights", weights), 2, 2 * width
 
     def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
-        """A thread's eight chunks, one of every 16th row, to a stage from its first word on; what lies outside of the
-        operand becomes zero."""
+        """A thread's eight chunks, of every 16th row, to a stage from its first word on; zeros for what is outside."""
         size = self.job.itemsize
         first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
         row = T.let("row", group * ROWS + first)

@@ -12,11 +12,9 @@ All warps go through the same tiles and stages in the same order. Phase n of ``f
 ``empty``, and that needs every multiplying warp past phase n - 1 of ``full``: nobody who waits for a parity
 can be a whole turn behind, and nobody waits for what waits for him. Copies run ahead into the next tile.
 
-cp.async writes through the generic proxy and wgmma reads through the asynchronous one: the multiplying
-threads, which have observed the arrivals, put a proxy fence between the two. Products of the stage
-before are still under way then, so that the fence delays nothing. The other way round, products are
-waited for before ``empty`` is arrived at, and what they have read may be overwritten.
-"""
+cp.async writes through the generic proxy and wgmma reads through the asynchronous one: the multiplying threads, which
+have seen the arrivals, put a proxy fence between. Products of the stage before are still under way, so it delays
+nothing. Conversely, products are waited for before ``empty`` is arrived at: what they read may be overwritten."""
 
 from __future__ import annotations
 
@@ -44,13 +42,8 @@ Descriptors = tuple[Expr, Expr, int, int]  # of both operands of a stage, and ho
 
 class WgmmaMainloop(ABC):
     """Emits both sides of the ring; a job says what tiles there are, what a stage holds, and what becomes of sums.
-
-    Parameters
-    ----------
-    memory : dynamic shared memory, aligned to 1024 bytes, which begins with the stages
-    barriers : word of it where the mbarriers begin, 4 words a stage
-    bulk : whether one bulk copy fetches a part of each stage
-    """
+    ``memory``: dynamic shared memory, aligned to 1024 bytes, which begins with the stages; ``barriers``: word of it
+    where the mbarriers begin, 4 words a stage; ``bulk``: whether one bulk copy fetches a part of each stage."""
 
     def __init__(self, memory: TirBuffer, thread: Expr, width: int, stages: int, stage_bytes: int, barriers: int,
                  arithmetic: str, bulk: bool = False) -> None:
@@ -105,10 +98,8 @@ class WgmmaMainloop(ABC):
     def products(self, count: Expr | int, operands: Callable[[Expr], Descriptors], lag: int = 0,
                  across: bool = False) -> None:
         """The products of ``count`` stages, left in ``acc``; ``operands`` of the shared address of a stage.
-
         The first multiplying warpgroup starts ``lag`` stages ahead, which the ring holds without any being given back;
-        it stays so, and one of the two multiplies while the other writes.
-        """
+        it stays so, and one of the two multiplies while the other writes."""
         some = isinstance(count, int) or count > 0
         every = [self.acc[0, n, i] for n in range(self.width // 8) for i in range(4)]
 

@@ -37,10 +37,9 @@ def training_program(task: Task, shape: Shape) -> Program:
     backward = BackwardWorker(task, plans, *backward_shapes(task, plans, shape))
     functions = {**run.functions, "forward_worker": keeping.function("forward_worker"),
                  "backward_worker": backward.function("backward_worker")}
-    backward_call = Parallel("backward_worker", work=backward.work)
-    entries = dict(run.entries)
-    entries[FORWARD] = Entry((keeping.call("forward_worker"),), tuple(b.name for b in keeping.buffers))
-    entries[BACKWARD] = Entry((backward_call,), tuple(b.name for b in backward.buffers))
+    forward_call, backward_call = keeping.call("forward_worker"), Parallel("backward_worker", work=backward.work)
+    entries = {**run.entries, FORWARD: Entry((forward_call,), tuple(b.name for b in keeping.buffers)),
+               BACKWARD: Entry((backward_call,), tuple(b.name for b in backward.buffers))}
     buffers: dict[str, Buffer] = {}
     for b in (*run.buffers, *keeping.buffers, *backward.buffers):
         known = buffers.setdefault(b.name, b)
@@ -51,8 +50,7 @@ def training_program(task: Task, shape: Shape) -> Program:
 def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape, Shape]:
     """Tiles of the parts of H units, and of the gradient of x."""
     work = task.workload
-    chunk = max(1, CHUNK_ROWS // work.batch)
-    lanes = forward.lanes
+    chunk, none = max(1, CHUNK_ROWS // work.batch), {"none": Tile(1, 1, 1)}
 
     def tiles(plan: StepPlan, rows: int, of: Task, every_step: bool) -> dict[str, Tile]:
         return {stage.name: tile(of, rows, len(stage.rows), every_step) for stage in plan.steps}
@@ -66,11 +64,10 @@ def backward_shapes(task: Task, plans: Backward, forward: Shape) -> tuple[Shape,
     whole = chunk * work.batch
     made = {**tiles(plans.replay, whole, task, False), **tiles(plans.recurrence, work.batch, task, True),
             **tiles(plans.inputs, whole, task, False), **tiles(plans.finish, work.batch, task, False)}
-    shape = replace(forward, chunk=chunk, tiles=made or {"none": Tile(1, 1, 1)}, weights=forward.real, team=0)
+    shape = replace(forward, chunk=chunk, tiles=made or none, weights=forward.real, team=0)
     across = replace(task, workload=structs.replace(work, hidden=task.own_input, input=work.hidden))
     dx = {} if plans.dx is None else tiles(plans.dx, whole, across, False)
-    return shape, Shape(work.batch, work.hidden, task.own_input, lanes, chunk, dx or {"none": Tile(1, 1, 1)},
-                        forward.real)
+    return shape, Shape(work.batch, work.hidden, task.own_input, forward.lanes, chunk, dx or none, forward.real)
 
 
 class KeepingTask(TileTask):

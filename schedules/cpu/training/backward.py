@@ -7,8 +7,7 @@
         gradients of the inputs; products with x and states, and sums, over the chunk's rows, added to gradients
     gradients of the first states, and of parameter vectors
 
-Gradients of parameters are added to what is there.
-"""
+Gradients of parameters are added to what is there."""
 
 from __future__ import annotations
 
@@ -21,11 +20,12 @@ from ecornn.schedules.assemble import tensor_buffers
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, Var
 from ecornn.schedules.cpu.emit import Emitter
+from ecornn.schedules.cpu.math import vector
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.stages import Stage, pass_plan
 from ecornn.schedules.cpu.tasks import TileTask
 from ecornn.schedules.cpu.tiling import Shape, registers_of
-from ecornn.schedules.cpu.training.outer import Outer, OuterProducts, add_sums, add_vectors
+from ecornn.schedules.cpu.training.outer import Outer, OuterProducts
 from ecornn.schedules.cpu.training.parts import Backward, Copy, Recurrence, gather
 from ecornn.schedules.cpu.worker import SLACK, Pass, Worker
 from ecornn.schedules.keeping import kept_buffers, value_buffers
@@ -48,8 +48,7 @@ class DxTask(TileTask):
 
 
 class DxPass(Pass):
-    """The gradient of x: units are those of x, rows ``stride`` apart. ``adds``: to what is there, of the layer's other
-    direction."""
+    """The gradient of x: units are x's, rows ``stride`` apart. ``adds``: to that of the layer's other direction."""
 
     task = DxTask
 
@@ -67,19 +66,15 @@ class DxPass(Pass):
 
 
 class BackwardWorker(Worker):
-    """Writes the function of the backward pass.
-
-    Parameters
-    ----------
-    shape, dx_shape : of the parts of H units, and of the gradient of x; ``shape.chunk`` steps are a chunk
-    """
+    """Writes the backward pass, ``shape.chunk`` steps at a time; ``shape`` is of H units, ``dx_shape`` of x."""
 
     def __init__(self, task: Task, plans: Backward, shape: Shape, dx_shape: Shape) -> None:
         super().__init__(pass_plan("once", plans.adjoint.once, ()), shape, task.traversal, "backward_")
         self.layer, self.plans, self.forward, self.copies = task, plans, task.graph, list[Copy]()
         adjoint, e = plans.adjoint, self.e
         self.outer_products = (*adjoint.recurrence.outer_products, *adjoint.inputs.outer_products)
-        self.summed = (*adjoint.recurrence.sums, *adjoint.inputs.sums, *adjoint.finish.sums)  # over all steps and rows
+        self.row_sums = (*adjoint.recurrence.sums, *adjoint.inputs.sums)  # over the rows of all steps
+        self.summed = (*self.row_sums, *adjoint.finish.sums)
         self.total_row = {v: i for i, v in enumerate(dict.fromkeys(s.var for s in self.summed))}
         # tiles of rows may reach past the last row of a chunk
         tall = max(t.rows for s in (shape, dx_shape) for t in s.tiles.values())
@@ -208,8 +203,7 @@ class BackwardWorker(Worker):
                 e.vstore(self.data["totals"], task * e.index(lanes), e.splat(0.0))
 
     def chunk(self, first: Expr, low: Expr, count: Expr) -> None:
-        e, adjoint = self.e, self.plans.adjoint
-        rows = e.let("rows", count * self.batch)
+        e, rows = self.e, self.e.let("rows", count * self.batch)
         gather(self, low, rows, self.copies)
         e.call("ecornn_barrier")
         self.replay.run(low, rows)
@@ -223,8 +217,7 @@ class BackwardWorker(Worker):
         if self.plans.adjoint.dinputs:
             self.input_gradients(low, rows)
         self.outers.add(rows)
-        self.add_up(adjoint.recurrence.sums, self.places, rows)
-        self.add_up(adjoint.inputs.sums, self.places, rows)
+        self.add_up(self.row_sums, self.places, rows)
         if not self.settled:
             e.call("ecornn_barrier")
 
@@ -233,8 +226,7 @@ class BackwardWorker(Worker):
         """True if nobody reads what :func:`gather` writes after the barrier that comes before outer products: then it
         may write that of the next chunk at once, and a barrier follows it."""
         copied = [copy.to.data for copy in self.copies]
-        summed = [self.places[s.value].data for s in (*self.plans.adjoint.recurrence.sums,
-                                                      *self.plans.adjoint.inputs.sums)]
+        summed = [self.places[s.value].data for s in self.row_sums]
         return bool(self.outer_products) and not any(data.same_as(c) for data in summed for c in copied)
 
     def no_dx(self, low: Expr, rows: Expr) -> None:
@@ -265,9 +257,17 @@ class BackwardWorker(Worker):
 
     def add_up(self, sums: tuple[Sum, ...], places: Mapping[Var, Place], rows: Expr) -> None:
         """Adds ``sums`` over ``rows`` rows to the totals."""
-        if sums:
-            those = [(self.total_row[s.var], places[s.value]) for s in sums]
-            add_sums(self, self.data["totals"], self.shape.width, those, rows)
+        e, lanes, width = self.e, self.shape.lanes, self.shape.width
+        for s in sums:
+            place, totals = places[s.value], self.data["totals"]
+            with self.tasks("sum", e.index(width // lanes)) as task:
+                unit = e.let("unit", task * e.index(lanes))
+                total = e.local("total")
+                e.vstore(total, 0, e.splat(0.0))
+                with e.loop("row", rows) as row:
+                    e.vstore(total, 0, e.vload(total, 0) + e.vload(place.data, place.at(e, row) + unit))
+                at = e.let("at", e.index(self.total_row[s.var] * width) + unit)
+                e.vstore(totals, at, e.vload(totals, at) + e.vload(total, 0))
 
     def outer(self, o: OuterProduct) -> Outer:
         """An outer product with the places where it is read and added."""
@@ -290,5 +290,27 @@ class BackwardWorker(Worker):
                 e.vstore_part(f"d_{name}", self.data[f"d{name}_in"], b * e.index(s.hidden) + unit, value, valid)
         self.add_up(adjoint.finish.sums, places, self.batch)
         e.call("ecornn_barrier")
-        into = [(self.data[f"gradient_{v.parameter}"], v.gate * s.hidden, v.var) for v in adjoint.vectors]
-        add_vectors(self, self.data.get("totals"), s.width, self.total_row, into)
+        self.add_vectors()
+
+    def add_vectors(self) -> None:
+        """Adds to gradients of parameter vectors, which follow from parameters and totals."""
+        e, s = self.e, self.shape
+        if not self.plans.adjoint.vectors:
+            return
+        with self.tasks("vectors", e.index(-(-s.hidden // s.lanes))) as task:
+            unit = e.let("unit", task * e.index(s.lanes))
+            valid = e.let("valid", e.index(s.hidden) - unit)
+            values: dict[Var, Expr] = {}
+
+            def value(var: Var) -> Expr:
+                if var not in values:
+                    name, row = ("totals", self.total_row[var]) if var in self.total_row else ("vectors", self.row[var])
+                    values[var] = e.let(var.name, e.vload(self.data[name], e.index(row * s.width) + unit))
+                return values[var]
+
+            for a in self.graph.invariants:
+                values[a.var] = e.let(a.var.name, vector(e, a.value, value))
+            for v in self.plans.adjoint.vectors:
+                data, at = self.data[f"gradient_{v.parameter}"], e.let("gradient_at", e.index(v.gate * s.hidden) + unit)
+                total = e.vload_part("gradient", data, at, valid) + value(v.var)
+                e.vstore_part("gradient_part", data, at, total, valid)

@@ -1,12 +1,10 @@
-"""Gradients of parameters, added to what is there, in the caller's memory. Of matrices, products over a chunk's rows:
+"""Gradients of matrices, added to what is there, in the caller's memory: products over a chunk's rows,
 
     gradient[j, k] += sum_r value[r, j] * operand[r, k]
 
-in register tiles of some values of j and vectors of k. Rows of values and operands are pages apart, so both are copied
-first, once for all products that read them: panels (panel, row, values of j or vectors of k of a tile). Chunks follow
-each other, and within one each element is of one task, so that results do not depend on how many threads there are.
-Of vectors: sums over all steps and rows.
-"""
+in register tiles of some j and vectors of k. Rows of values and operands are pages apart, so both are copied first,
+once for all products: panels (panel, row, values of j or vectors of k of a tile). Chunks follow each other, and within
+one each element is of one task: how many threads there are changes nothing."""
 
 from __future__ import annotations
 
@@ -15,8 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from ecornn.program import WORKSPACE, Extent
-from ecornn.schedules.builder import Expr, TirBuffer, Var
-from ecornn.schedules.cpu.math import vector
+from ecornn.schedules.builder import Expr, TirBuffer
 from ecornn.schedules.cpu.memory import Place
 from ecornn.schedules.cpu.worker import Worker
 
@@ -27,8 +24,7 @@ COPIED = 8  # narrow panels that a thread copies side by side: what it reads of 
 @dataclass(frozen=True)
 class Outer:
     """``data[start + j * columns + k]``, j < ``rows`` and k < ``columns``, gets outer products of ``value`` and
-    ``operand``; with ``heads`` these are of the first one, and those of the others follow, in memory and in both
-    sides."""
+    ``operand``; with ``heads`` these are the first one's, those of the others follow, in memory and in both sides."""
 
     data: TirBuffer
     start: int
@@ -41,21 +37,19 @@ class Outer:
 
 @dataclass(frozen=True)
 class Panels:
-    """Copies of ``count`` panels of ``width`` elements a row, ``stride`` apart; with ``heads``, of ``length`` elements
-    each, as many for each head."""
+    """Copies of a place's rows, in panels."""
 
     data: TirBuffer
     source: Place
-    width: int
-    count: int
-    stride: int
-    heads: int = 1
-    length: int = 0
+    width: int  # elements of a row in a panel
+    count: int  # panels of a head
+    stride: int  # elements from one panel to the next
+    heads: int
+    length: int  # elements of a head in a row of ``source``
 
 
 class OuterProducts:
-    """The outer products of a function; its chunks have at most ``rooms`` rows, the CPU has as many vector
-    ``registers``."""
+    """A function's outer products, of chunks of at most ``rooms`` rows, on a CPU of so many vector ``registers``."""
 
     def __init__(self, worker: Worker, outers: Sequence[Outer], rooms: int, registers: int) -> None:
         self.worker, self.outers = worker, outers
@@ -97,13 +91,11 @@ class OuterProducts:
             self._panels(panels, some, rows, tasks)
 
     def _panels(self, panels: Panels, together: int, rows: Expr, tasks: AbstractContextManager[Expr]) -> None:
-        """Fills panels, ``together`` of them in each task. A vector that reaches past its panel's row is written before
-        the next row is."""
+        """Fills panels, ``together`` in each task. A vector that reaches past its row is written before the next."""
         e, lanes, width = self.worker.e, self.worker.e.lanes, panels.width
         with tasks as task:
             first = e.let("first_panel", task * e.index(together))
-            count = e.let("panels_here", e.tirx.Min(e.index(together),
-                                                    e.index(panels.count * panels.heads) - first))
+            count = e.let("panels_here", e.tirx.Min(e.index(together), e.index(panels.count * panels.heads) - first))
             with e.loop("row", rows) as row, e.loop("panel", count) as number:
                 panel = first + number
                 inside = panel * e.index(width)
@@ -117,8 +109,7 @@ class OuterProducts:
 
     def _outer(self, outer: Outer, values: Panels, operands: Panels, rows: Expr, task: Expr) -> None:
         """A task: some tiles of j of a panel of k."""
-        e = self.worker.e
-        blocks = -(-values.count // TOGETHER)
+        e, blocks = self.worker.e, -(-values.count // TOGETHER)
         each = -(-values.count // blocks)
         panel = e.let("k_panel", e.mod(task, operands.count))
         head, part = None, e.div(task, operands.count)
@@ -175,45 +166,3 @@ class OuterProducts:
         with e.loop("m", high) as m, e.loop("n", wide) as n:
             at = first + (j + m) * e.index(outer.columns) + k + n
             e.store(outer.data, at, e.load(outer.data, at) + e.load(tile, m * e.index(vectors * lanes) + n))
-
-
-def add_sums(worker: Worker, totals: TirBuffer, width: int, sums: Sequence[tuple[int, Place]], rows: Expr) -> None:
-    """Adds columns of ``rows`` rows to ``totals``. ``sums``: the number of a row of ``totals``, whose rows are
-    ``width`` apart, and the place of what is added there."""
-    e, lanes = worker.e, worker.e.lanes
-    for number, place in sums:
-        with worker.tasks("sum", e.index(width // lanes)) as task:
-            unit = e.let("unit", task * e.index(lanes))
-            total = e.local("total")
-            e.vstore(total, 0, e.splat(0.0))
-            with e.loop("row", rows) as row:
-                e.vstore(total, 0, e.vload(total, 0) + e.vload(place.data, place.at(e, row) + unit))
-            at = e.let("at", e.index(number * width) + unit)
-            e.vstore(totals, at, e.vload(totals, at) + e.vload(total, 0))
-
-
-def add_vectors(worker: Worker, totals: TirBuffer, width: int, numbers: dict[Var, int],
-                into: Sequence[tuple[TirBuffer, int, Var]]) -> None:
-    """Adds to gradients of parameter vectors. ``into``: a buffer, where the gradient starts in it, and the variable of
-    the worker's graph that is added; this follows from parameters and ``totals``."""
-    e, lanes, hidden = worker.e, worker.e.lanes, worker.shape.hidden
-    if not into:
-        return
-    with worker.tasks("vectors", e.index(-(-hidden // lanes))) as task:
-        unit = e.let("unit", task * e.index(lanes))
-        valid = e.let("valid", e.index(hidden) - unit)
-        values: dict[Var, Expr] = {}
-
-        def value(var: Var) -> Expr:
-            if var not in values:
-                data, row, stride = ((totals, numbers[var], width) if var in numbers
-                                     else (worker.data["vectors"], worker.row[var], worker.shape.width))
-                values[var] = e.let(var.name, e.vload(data, e.index(row * stride) + unit))
-            return values[var]
-
-        for a in worker.graph.invariants:
-            values[a.var] = e.let(a.var.name, vector(e, a.value, value))
-        for data, start, var in into:
-            at = e.let("gradient_at", e.index(start) + unit)
-            total = e.vload_part("gradient", data, at, valid) + value(var)
-            e.vstore_part("gradient_part", data, at, total, valid)

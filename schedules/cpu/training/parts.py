@@ -10,10 +10,8 @@
 
 Parts over all rows have the stages of a step, each of all rows: what a later one reads is kept in memory.
 
-The state before a step is the one after the step before, of which y, or what forward kept, has the rows; the first
-state of a sequence; or zeros where a sequence starts anew. Rows that take no part in a step have finite values, and
-gradients of zero.
-"""
+The state before a step is the one after the step before, of which y, or what forward kept, has the rows; a sequence's
+first; or zeros where one starts anew. Rows that take no part in a step have finite values, and gradients of zero."""
 
 from __future__ import annotations
 
@@ -43,23 +41,15 @@ from ecornn.workload import Traversal
 
 @dataclass(frozen=True)
 class Backward:
-    """The plans of an adjoint.
-
-    Attributes
-    ----------
-    replay, inputs, finish : passes; what they keep is what other parts read
-    recurrence : of the adjoint's recurrence
-    written : stage of the recurrence -> what it writes for other parts
-    dx : the pass that gives dx, or None where x has no gradient
-    """
+    """The plans of an adjoint: passes, of which other parts read what they keep, and that of the recurrence."""
 
     adjoint: Adjoint
     kept: Kept
     replay: StepPlan
     recurrence: StepPlan
-    written: dict[str, tuple[Var, ...]]
+    written: dict[str, tuple[Var, ...]]  # stage of the recurrence -> what it writes for other parts
     inputs: StepPlan
-    dx: StepPlan | None
+    dx: StepPlan | None  # None where x has no gradient
     finish: StepPlan
 
 
@@ -121,10 +111,8 @@ def _made(graph: StepGraph) -> set[Var]:
 @dataclass(frozen=True)
 class Copy:
     """Rows to be copied: ``length`` elements of each row of ``source``, one for each step and batch row, to ``to``.
-
     ``kind``: ``at``, those of the step itself; ``live``, these, or zeros where a row takes no part; ``before``, those
-    of the step before, where ``first`` has the rows before the first step.
-    """
+    of the step before, where ``first`` has the rows before the first step."""
 
     kind: str
     to: Place

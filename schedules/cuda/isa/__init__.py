@@ -11,5 +11,4 @@ those of CUTLASS where it has one. Source: the PTX ISA, 9.0, whose sections the 
     registers     how many a warpgroup has; values that the compiler must not look into
     tensor_core   mma, ldmatrix and their operands, also of 8-bit integers
     wgmma         warpgroup products
-    functions     device functions in CUDA C, of which some of these are; scalar operators in few instructions
-"""
+    functions     device functions in CUDA C, of which some of these are; scalar operators in few instructions"""

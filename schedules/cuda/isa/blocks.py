@@ -1,6 +1,5 @@
 """Blocks of a cluster, which read and write each other's shared memory (PTX: barrier.cluster, st.async); and such as
-begin before the kernel before has ended: programmatic dependent launch (griddepcontrol). sm_90.
-"""
+begin before the kernel before has ended: programmatic dependent launch (griddepcontrol). sm_90."""
 
 from __future__ import annotations
 

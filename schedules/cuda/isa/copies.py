@@ -31,8 +31,7 @@ def cp_async_wait_all() -> None:
 
 
 def cp_async_mbarrier_arrive(barrier: Expr) -> None:
-    """Arrives at an mbarrier as soon as the thread's copies so far have landed; it is one of the arrivals that the
-    barrier was made for."""
+    """Arrives at an mbarrier once the thread's copies so far have landed: one of the arrivals that it was made for."""
     T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](barrier))
 
 

@@ -1,5 +1,4 @@
-"""Device functions in CUDA C: how they are called, and those for operators that TVM writes more slowly, or otherwise,
-than a step needs them."""
+"""Device functions in CUDA C: how they are called, and operators that TVM writes too slowly, or not as a step needs."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ _TYPES = {"float": "float32", "int": "int32", "unsigned": "uint32", "void": "voi
 
 
 def call(signature: str, body: str, *arguments: Expr) -> Expr:
-    """The value that a device function returns. ``signature`` is that of C, ``body`` its statements; the function is
-    written once however often it is called."""
+    """The value of a device function of C's ``signature`` and ``body``, which is written once however often called."""
     kind, name = re.findall(r"\w+", signature)[:2]
     body = indent(dedent(body).strip("\n"), "  ")
     source = f"\n__device__ __forceinline__ {signature} {{\n{body}\n}}"
@@ -85,5 +83,4 @@ _EXACT = {
     "rsqrt": _instruction("rsqrt", "rsqrt.approx.f32"),
 }
 FUNCTIONS: dict[str, dict[str, tuple[str, str]]] = {  # math -> key of the operator -> signature and body
-    "exact": _EXACT, "relative": _EXACT | _RELATIVE, "fast": _EXACT | _FAST,
-    "approx": _EXACT | _FAST | _APPROX}
+    "exact": _EXACT, "relative": _EXACT | _RELATIVE, "fast": _EXACT | _FAST, "approx": _EXACT | _FAST | _APPROX}

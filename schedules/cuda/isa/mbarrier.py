@@ -29,9 +29,7 @@ def fence_mbarrier_init() -> None:
 
 def mbarrier_wait(barrier: Expr, parity: Expr, cluster: bool = False) -> None:
     """Waits until the phase of this parity of the mbarrier (a pointer into shared memory) is complete.
-
-    Then what the block did before its arrivals can be seen, or with ``cluster`` what any block of the cluster did.
-    """
+    Then what the block did before its arrivals can be seen, or with ``cluster`` what any block of the cluster did."""
     name, scope = ("_cluster", ".acquire.cluster") if cluster else ("", "")
     run(f"void ecornn_mbarrier_wait{name}(unsigned barrier, unsigned parity)", f"""
         asm volatile("{{ .reg .pred done; again: mbarrier.try_wait.parity{scope}.shared::cta.b64 done, [%0], %1; \

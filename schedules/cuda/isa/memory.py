@@ -1,8 +1,7 @@
 """Loads, stores, fences and prefetches (PTX: data movement; memory consistency model).
 
 Vectors are aligned to their size. A ``relaxed`` access is one of several threads of the GPU to the same memory, and
-sees what any of them wrote, at some time; ``acquire`` and ``release`` order what is around them, too.
-"""
+sees what any of them wrote, at some time; ``acquire`` and ``release`` order what is around them, too."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def ld_shared(into: Iterable[Expr], address: Expr, kind: str = "b32") -> None:
 
 
 def ld_relaxed(into: Iterable[Expr], address: Expr) -> None:
-    """Loads one, two or four words of global memory that other blocks write meanwhile, as they have written them by
-    now."""
+    """Loads one, two or four words of global memory that other blocks write meanwhile, as they are by now."""
     _load("relaxed.gpu.global", into, address, "b32")
 
 
@@ -43,8 +41,7 @@ def st_shared(address: Expr, values: Iterable[Expr], kind: str = "b32") -> None:
 
 
 def st_relaxed(address: Expr, values: Iterable[Expr]) -> None:
-    """Stores one, two or four words to global memory that other blocks read meanwhile; four words of 16 bytes arrive as
-    one."""
+    """Stores one, two or four words to global memory that other blocks read meanwhile; 16 bytes arrive as one."""
     _store("relaxed.gpu.global", address, values, "b32")
 
 
@@ -59,8 +56,7 @@ def fence_gpu() -> None:
 
 
 def fence_async_shared() -> None:
-    """Orders accesses of this thread to the block's shared memory and those of copy engines and warpgroup products,
-    which go another way. sm_90."""
+    """Orders a thread's accesses to shared memory and those of copy engines and wgmma, which go another way. sm_90."""
     T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
 
 

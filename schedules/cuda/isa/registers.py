@@ -30,6 +30,5 @@ def pinned(name: str, value: Expr) -> Expr:
 
 
 def float_bits(value: Expr) -> Expr:
-    """The bits (uint32) of a float32 value, of one that may be a constant, too: TVM takes the address of what it
-    reinterprets."""
+    """The bits (uint32) of a float32 value, also of a constant: TVM takes the address of what it reinterprets."""
     return call("unsigned ecornn_bits(float value)", "return *(unsigned*)&value;", value)

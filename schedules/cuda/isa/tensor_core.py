@@ -21,8 +21,7 @@ and with t = 0x43u - 256, which is q or 2 q, q = t - max(t, 0) / 2. Both need on
 which has half the rate of other instructions, and besides one or three of what the permutation leaves idle.
 
 The compiler must not compute these ahead of the loop over steps, in which integers that stay in registers would then
-take twice as many: the permutation is volatile.
-"""
+take twice as many: the permutation is volatile."""
 
 from __future__ import annotations
 
@@ -107,14 +106,11 @@ def ldmatrix(into: Iterable[Expr], address: Expr, *, transposed: bool = False) -
     T.evaluate(T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{across}.shared.b16"](*into, address))
 
 
-def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], arithmetic: str, *,
-        apart: bool) -> None:
+def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], arithmetic: str, *, apart: bool) -> None:
     """``acc += a b`` for one k-tile; acc: 4 loads of a local buffer, a: 4 and b: 2 split words.
 
     Tensor cores cut off the sums that they keep, always towards zero, so that the error of a float32 sum grows with its
-    length: to 1e-5 where K is 2000. With ``apart`` a k-tile has a sum of its own that is added by the other units,
-    which round.
-    """
+    length: to 1e-5 where K is 2000. With ``apart`` a k-tile has a sum of its own; other units, which round, add it."""
     instruction = T.ptx[f"mma.sync.aligned.{_KIND[arithmetic]}"]
     pairs = ((0, 0),) if arithmetic != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
     apart = apart and arithmetic == "float32"

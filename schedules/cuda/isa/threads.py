@@ -22,8 +22,7 @@ def sync_active() -> None:
 
 
 def named_barrier_sync(name: Expr | int, threads: int) -> None:
-    """Waits until so many threads have come to that one of the block's 16 barriers, and sees what they wrote. 0 is
-    :func:`sync_block`'s."""
+    """Waits for so many threads at one of the block's 16 barriers, 0 is :func:`sync_block`'s; sees what they wrote."""
     T.evaluate(T.ptx["bar.sync"](_uint32(name), T.uint32(threads)))
 
 
@@ -84,6 +83,5 @@ def _uint32(value: Expr | int) -> Expr:
 
 def _shuffled(name: str, value: Expr, lanes: int, expression: str = "{}") -> Expr:
     """The value of ``expression``, in which {} stands for that of another lane."""
-    shuffled = "__shfl_xor_sync(0xffffffffu, value, lanes)"
-    return call(f"float ecornn_{name}(float value, int lanes)", f"return {expression.format(shuffled)};", value,
-                T.int32(lanes))
+    body = f"return {expression.format('__shfl_xor_sync(0xffffffffu, value, lanes)')};"
+    return call(f"float ecornn_{name}(float value, int lanes)", body, value, T.int32(lanes))
