@@ -3,8 +3,7 @@
 A schedule makes the recurrence alone: its kernels, the buffers that only they use, and their launches. Around it come
 the tensors of the call, the cell's parameter vectors, the projection of x over all steps, where the cell has values
 that do not depend on the state, and the pass over its rows, where these have statistics. Products over all steps that
-follow a recurrence belong here, too. Of a task that trains there is another recurrence, which keeps states.
-"""
+follow a recurrence belong here, too. Of a task that trains there is another recurrence, which keeps states."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
     projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
         rows
     deferred : the recurrence applies the statistics of hoisted values itself, from the workspace ``row_sums``
-    together : as :class:`~ecornn.program.Program` has it
-    """
+    together : as :class:`~ecornn.program.Program` has it"""
     before = Component() if layout is None else joined(
         projection or project(task, layout), normalize(task, layout, deferred))
     made = joined(before, recurrence(NOTHING))

@@ -1,8 +1,7 @@
 """A schedule: a template with declared knobs.
 
 A schedule says which workloads it serves, declares its knobs, checks a configuration's resources
-before anything is built, and turns a configuration into a :class:`~ecornn.program.Program`.
-"""
+before anything is built, and turns a configuration into a :class:`~ecornn.program.Program`."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class Knob:
     """One choice of a schedule: its values and, in one line, what they trade.
 
     ``before`` is what the schedule did before it had the knob: what records of that time count with; None
-    if it always had it.
-    """
+    if it always had it."""
 
     name: str
     values: tuple[Value, ...]
@@ -44,8 +42,7 @@ class Knobs:
     """A configuration with a type for each knob, which a subclass declares as ``name: int = knob(...)``.
 
     A knob is looked up when it is first read and not before: a search learns from those that ``check`` reads which
-    others need not be tried (ecornn/tune/space.py).
-    """
+    others need not be tried (ecornn/tune/space.py)."""
 
     def __init__(self, values: Config) -> None:
         self.values = values
@@ -76,8 +73,7 @@ def knob(trades: str, *, before: Value | None = None, absent: Value | None = Non
     Parameters
     ----------
     trades, before : as of a :class:`Knob`
-    absent : the value for a task that does not offer the knob
-    """
+    absent : the value for a task that does not offer the knob"""
     return _Declared(trades, before, absent)
 
 
@@ -115,8 +111,7 @@ class Cut:
     ``groups`` of ``blocks`` blocks exchange state ``by`` L2 or in a cluster, each group for ``rows`` rows of the batch
     and one of ``heads`` heads; ``units`` hidden units are those of a block, or of ``parts`` blocks that share K.
     ``workers`` are blocks besides, which multiply x. ``held``: where a block's recurrent weights are while steps go by,
-    in bytes.
-    """
+    in bytes."""
 
     groups: int
     blocks: int
@@ -172,8 +167,7 @@ class Schedule(ABC, Generic[Plan]):
         call takes beside its steps
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     doubt : factor on the expected time of an adjoint where no record decides, since the estimates of two schedules
-        have errors of their own
-    """
+        have errors of their own"""
 
     name: str
     revision: int

@@ -1,8 +1,7 @@
 """``T``: TVM's builder of kernels, with names for what it makes, so that generated code can be read.
 
 What it makes goes to the function that is being built (``with T.kernel(name)``), so there is one for all.
-Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is imported when it is first used.
-"""
+Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Builder:
     """TVM's builder. A name is a wish: it gets a number where another variable has it.
 
     TVM keeps clear of C's keywords, and of nothing that CUDA declares. So a name of a cell's state gets an ending here;
-    other names of a cell end in numbers (``analysis``).
-    """
+    other names of a cell end in numbers (``analysis``)."""
 
     @cached_property
     def _tvm(self) -> Any:

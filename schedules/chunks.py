@@ -1,8 +1,7 @@
 """Calls in chunks of time, so that what they hand to each other takes the memory of a chunk, not of a sequence.
 
 Chunks have as many steps whatever T is, but for the last ones in time; the call's rows are read in place. And memory
-that nobody uses any more, used again: workspaces lie where earlier ones were, and a result where something was kept.
-"""
+that nobody uses any more, used again: workspaces lie where earlier ones were, and a result where something was kept."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = No
     Parameters
     ----------
     buffers : of the calls without chunks
-    expected : nanoseconds of a step of backward's recurrence; None: of forward
-    """
+    expected : nanoseconds of a step of backward's recurrence; None: of forward"""
     traversal, seq = task.traversal, task.workload.seq
     own = _workspaces(buffers)
     step = sum(b.extent.per_step * b.itemsize for b in own)
@@ -84,8 +82,7 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
     task : the layer's, also where ``part`` is of its adjoint
     states : pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them
     reverse : the last chunk in time comes first
-    prefix : of the names of workspaces of a chunk
-    """
+    prefix : of the names of workspaces of a chunk"""
     w, traversal = task.workload, task.traversal
     sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(task.graph.written * w.hidden)}
     if traversal.keep is not None:
@@ -123,8 +120,7 @@ def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
 
     Parameters
     ----------
-    steps : for which workspaces are matched; they are large enough for any
-    """
+    steps : for which workspaces are matched; they are large enough for any"""
     chunks = [call for call in part.calls if isinstance(call, Chunks)]
     levels = [tuple(call for call in part.calls if call not in chunks), *(call.calls for call in chunks)]
     uses = Uses(part.functions)

@@ -5,8 +5,7 @@ bytes: a row of T*B is a plane of four values a unit for every four of the Q, an
 is left (:attr:`Hoisted.planes`); units are padded to ``SECTOR``, so that every plane is of whole sectors.
 
 Rounding them costs accuracy: of a float16 LSTM's error of 2.1e-4, which is mostly rounding of h, it makes 2.6e-4, of
-bfloat16 1.7e-3 to 2.1e-3, where cuDNN, which rounds them too, has 2.6e-4 to 2.9e-4 and 2.3e-3.
-"""
+bfloat16 1.7e-3 to 2.1e-3, where cuDNN, which rounds them too, has 2.6e-4 to 2.9e-4 and 2.3e-3."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Piece:
     ----------
     base, apart : in values; the first unit's are at ``base`` + ``apart`` * unit of a row
     words : of 32 bits, at most four
-    register : the first of those that it is loaded into, among those of all pieces
-    """
+    register : the first of those that it is loaded into, among those of all pieces"""
 
     base: int
     apart: int
@@ -149,8 +147,7 @@ class Hoisted:
         """Stores ``values[e][q]`` of 2 or 4 units from ``unit`` on, a multiple of as many; of 16 bits, with ``finite``
         the largest float16 in place of infinity.
 
-        Units between ``hidden`` and ``units`` may be written.
-        """
+        Units between ``hidden`` and ``units`` may be written."""
         first, units = T.let("first", row * self.row), len(values)
         halves = {place: value for own, those in zip(self.order(units), values, strict=True)
                   for place, value in zip(own, those, strict=True)}
@@ -181,8 +178,7 @@ def hoisted_choices(task: Task) -> tuple[str, ...]:
 def saved(task: Task) -> float:
     """Nanoseconds of a step that 16 bits are expected to save; none in a vanilla layer, which may lose as much.
 
-    18 layers on an H100 had 670 to 6400 bytes fewer for each nanosecond that a step was shorter by.
-    """
+    18 layers on an H100 had 670 to 6400 bytes fewer for each nanosecond that a step was shorter by."""
     w, outputs = task.workload, len(task.graph.hoisted_outputs)
     if w.dtype == "float32" or (outputs == 1 and task.graph.phases):
         return 0.0

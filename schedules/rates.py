@@ -2,8 +2,7 @@
 
 A row is what was measured on a GPU or CPU, or fitted to trials on it. What belongs to the code of one kernel (cycles of
 its instructions, an order of its loops) is a constant beside that kernel's estimate. Estimates only order
-configurations and schedules, so a device that nobody has measured is served by the row of another.
-"""
+configurations and schedules, so a device that nobody has measured is served by the row of another."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ class Most:
     shared : bytes from shared memory
     intake : bytes from L2
     l2, memory : bytes from L2 and memory to all multiprocessors
-    tensor : 16-bit multiplications and additions
-    """
+    tensor : 16-bit multiplications and additions"""
 
     exchange: tuple[tuple[int, float], ...]
     announced: int
@@ -69,8 +67,7 @@ class GPURates:
     mma : cycles of an m16n8k16 product of a 16-bit type, with all four tensor cores at work
     wgmma_column : cycles of a column of an m64k16 product of warpgroups, of a 16-bit type
     mma_gemm, wgmma_gemm : 16-bit multiplications and additions a nanosecond of a large product, by either instruction
-    most : what no kernel exceeds
-    """
+    most : what no kernel exceeds"""
 
     clock: float
     threads: int
@@ -116,8 +113,7 @@ class CPURates:
     unhidden_vector : cycles of a tile for each vector of weights that nothing hides, where multiply-adds outrun L2
     unhidden_l3_vector : the same of weights that L2 gets from L3 meanwhile
     unhidden_row : the same for each row, which is of other cache lines
-    barrier : cycles of a barrier of threads, with what it costs to get the new state from another core
-    """
+    barrier : cycles of a barrier of threads, with what it costs to get the new state from another core"""
 
     adds_apart: bool
     fma: float

@@ -14,8 +14,7 @@ in two pieces, in neighbouring columns of a group, hands its state from one to t
 global memory, since few steps need it and shared memory is scarce. The block that stores a value also loads it, and the
 barrier that all its threads wait at in every step lies between: a piece ends in step e, its state is stored before the
 barrier of step e + 1, and loaded behind that of step b - 2 if the other piece begins in step b. So b - e is 3 at least,
-with ``PIECES_APART`` steps between.
-"""
+with ``PIECES_APART`` steps between."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
     """``remaining``: a kernel, the workspace (T, B) that it fills, and its launch.
 
     ``remaining[t, b]`` is ``lengths[b] - t``: the lengths, below zero where a row has ended, for a chunk of a sequence
-    that starts at step t.
-    """
+    that starts at step t."""
     with T.kernel("remaining") as made:
         steps, rows = T.arg("T", T.int32()), T.arg("B", T.int32())
         lengths, remaining = (T.pointer(name, "int32") for name in ("lengths", "remaining"))
@@ -88,8 +86,7 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
     last step of a chunk of time, or before the first one.
 
     It is for what a chunk of a layer that goes backwards leaves, or of its adjoint: their ``resets`` lie between the
-    steps of one chunk, and such a border is in none.
-    """
+    steps of one chunk, and such a border is in none."""
     name = "cleared_behind" if behind else "cleared_before"
     with T.kernel(name) as made:
         steps, batch, first, whole = (T.arg(n, T.int32()) for n in ("T", "B", "first_step", "all_steps"))

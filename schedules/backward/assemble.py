@@ -6,8 +6,7 @@ before, and goes through time the other way than the layer. What it leaves is fo
 sums are made of its outputs, and the gradients of the first states of its last states.
 
 What comes before it and after it is the same for all of them. Before it `replay` computes values of the forward pass
-again; after it `state_gradients` makes the gradients of first states.
-"""
+again; after it `state_gradients` makes the gradients of first states."""
 
 from __future__ import annotations
 
@@ -95,8 +94,7 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     recurrence : from ``hoisted`` to ``outputs`` and ``last_<state>``; without ``outputs``
     add : to the gradients of parameters that are there, where the scalar ``add`` is not 0
     add_dx : to dx, as a second direction does
-    first : whether there are states before the first step; else these are zeros
-    """
+    first : whether there are states before the first step; else these are zeros"""
     return joined(*parts_of(task, adjoint, kept, layout, recurrence, add, add_dx, first))
 
 

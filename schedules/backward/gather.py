@@ -4,8 +4,7 @@
                    takes no part in the step
 
 Of sequences in columns that is each one's first state where it begins, and where it goes on in a neighbouring column
-the state that the piece there ended with, which a search of the table finds.
-"""
+the state that the piece there ended with, which a search of the table finds."""
 
 from __future__ import annotations
 

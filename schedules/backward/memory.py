@@ -19,8 +19,7 @@
 
 All of the layer's data type, where nothing else is said.
 
-A long sequence goes in chunks of time (``schedules/chunks.py``): workspaces then have a chunk's rows.
-"""
+A long sequence goes in chunks of time (``schedules/chunks.py``): workspaces then have a chunk's rows."""
 
 from __future__ import annotations
 

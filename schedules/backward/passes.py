@@ -107,8 +107,7 @@ class RowPass:
     invariants : what parameters determine
     each : what it goes over, as of a :class:`~ecornn.schedules.gemm.job.Job`
     mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
-    units : of the last product, where these are not hidden units
-    """
+    units : of the last product, where these are not hidden units"""
 
     task: Task
     forward: StepGraph
@@ -242,8 +241,7 @@ def with_read_out(task: Task, program: Program) -> Program:
     to y.
 
         read_out    (T, B, N, H), what the loop writes in place of y; zero where a row takes no part
-        y           (T, B, W), as the layer has it
-    """
+        y           (T, B, W), as the layer has it"""
     assert task.after is not None
     w, graph, y = task.workload, task.after.graph, task.after.traversal
     H, count = w.hidden, len(task.graph.outputs)

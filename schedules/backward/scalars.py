@@ -1,6 +1,5 @@
 """The scalars of a pass over all rows: what a (row, unit) reads from memory, computes and stores; and the kernel where
-no product comes before them.
-"""
+no product comes before them."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Scalars:
     stores : values, and where they go
     hoisted, layout : values that go to the buffer ``hoisted``
     mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
-    instead : of some values, the one that is stored there in place of zeros
-    """
+    instead : of some values, the one that is stored there in place of zeros"""
 
     vectors: tuple[Vector, ...]
     invariants: tuple[Assign, ...]
@@ -144,8 +142,7 @@ def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Se
     another; then the scalars.
 
     With statistics a block has whole rows; else threads take some neighbouring units each. ``each``: what there is a
-    row of, as of a :class:`~ecornn.schedules.gemm.job.Job`.
-    """
+    row of, as of a :class:`~ecornn.schedules.gemm.job.Job`."""
     words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * cores
     kernel = _kernel(name, scalars, statistics, units, each, blocks, words)
     return Component({name: kernel}, (), (Launch(name, blocks, THREADS, 4 * words),))

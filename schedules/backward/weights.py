@@ -2,8 +2,7 @@
 operands. Values that lie side by side are taken together: all gates of an LSTM are the columns of one product.
 
 Those of vectors are values summed over all rows, in two passes, then what depends on parameters alone. The first pass
-leaves sums of ``CHUNKS`` parts of the rows; the second adds these in order, so that every run has the same bits.
-"""
+leaves sums of ``CHUNKS`` parts of the rows; the second adds these in order, so that every run has the same bits."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = Fa
     """``d_<parameter>`` of every matrix (G, H, K), float32; ``add``: to what is there, where the scalar ``add`` is not
     0. Zeros where a gate is not used.
 
-    ``places`` has what is multiplied, all of the layer's data type, beside x.
-    """
+    ``places`` has what is multiplied, all of the layer's data type, beside x."""
     back, forward = memory.adjoint, memory.adjoint.forward
     groups = groups_of(memory, (*back.recurrence.outer_products, *back.inputs.outer_products), places)
     first = None if add else False

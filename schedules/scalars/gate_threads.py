@@ -68,8 +68,7 @@ class GateThreads(ABC):
     values of each item are in registers: constants, states, hoisted inputs of this step (``inputs``) and of
     the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``).
     Of a column of sequences: their ``numbers`` in this step and the next two, with the marks of pieces, and the state
-    that the next step begins with if it is the first one of a sequence or piece (``given``).
-    """
+    that the next step begins with if it is the first one of a sequence or piece (``given``)."""
 
     def __init__(self, kernel: SequenceKernel, share: Share, group: Expr, first: Expr, thread: Expr,
                  count: Expr | None = None) -> None:

@@ -28,8 +28,7 @@ def emit(assigns: Iterable[Assign], env: dict[Var, Expr], math: str = "exact") -
     """Emits ``assigns`` in order and returns ``env`` extended by their variables.
 
     ``env`` gives an expression for every variable that the assignments read; each assigned
-    variable is bound once, so that later uses read a register. ``math`` is one of :data:`MATH`.
-    """
+    variable is bound once, so that later uses read a register. ``math`` is one of :data:`MATH`."""
     env = dict(env)
     for assign in assigns:
         env[assign.var] = T.let(assign.var.name, _value(assign.value, env, FUNCTIONS[math]))

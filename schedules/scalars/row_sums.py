@@ -86,8 +86,7 @@ def across_lanes(values: list[Expr], lanes: int, largest: Sequence[Kind] = ()) -
 class RowSums:
     """Emits sums over all ``threads`` of a block, in a fixed order.
 
-    ``memory`` is shared memory, float32, from ``first`` on, of :meth:`words` values.
-    """
+    ``memory`` is shared memory, float32, from ``first`` on, of :meth:`words` values."""
 
     def __init__(self, threads: int, thread: Expr, memory: TirBuffer, first: int = 0) -> None:
         self.warps, self.thread, self.memory, self.first = threads // 32, thread, memory, first
@@ -171,8 +170,7 @@ def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> Component:
 
     Or it only writes the statistics (T*B, N), the workspace ``row_sums``, for a recurrence that then does the rest
     (``deferred``): that takes fewer bytes, and what is rounded to 16 bits is rounded once. Nothing where the cell has
-    no such statistics.
-    """
+    no such statistics."""
     if not task.graph.hoisted_statistics:
         return Component()
     blocks, words = BLOCKS * task.device.cores, RowSums.words(THREADS, task.graph.hoisted_statistics)

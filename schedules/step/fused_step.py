@@ -1,8 +1,7 @@
 """Fused step: one launch a step and phase, in plain float32 arithmetic. The fallback.
 
 It serves every cell, size and CUDA GPU. Gates never leave the chip: a launch multiplies, computes the
-cell's scalars and stores the new state. The input's products are hoisted out of time.
-"""
+cell's scalars and stores the new state. The input's products are hoisted out of time."""
 
 from __future__ import annotations
 
@@ -189,8 +188,7 @@ def estimate(task: Task, tile: Tile) -> float:
 
     Launches; then of the multiprocessor with most blocks the barriers, the weights that its blocks read and what its
     threads multiply, one of which is the longest chain. Fitted to 469 trials of 68 layers on an H100 and an H200: half
-    of them within 20%, nine in ten within a factor of 1.8.
-    """
+    of them within 20%, nine in ten within a factor of 1.8."""
     w, phases = task.workload, phase_count(task.graph)
     most = ceil_div(_grid(task, tile), task.device.cores)
     weights = multiplied(task.graph, w.hidden) * tile.units // w.hidden  # of a block

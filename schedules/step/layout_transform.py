@@ -2,8 +2,7 @@
 
 For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block
 streams one contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has
-the hidden axis innermost, or the batch inside blocks of the hidden axis. Input products are hoisted.
-"""
+the hidden axis innermost, or the batch inside blocks of the hidden axis. Input products are hoisted."""
 
 from __future__ import annotations
 
@@ -164,8 +163,7 @@ def estimate(task: Task, plan: TilePlan) -> float:
 
     A launch; then for the multiprocessor with most blocks the longest of its copies, its products and its fragments;
     for every stage a barrier and, where few blocks share a multiprocessor, latency; and the partial sums. Half of 61
-    trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%.
-    """
+    trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%."""
     device, rates = task.device, gpu_rates(task.device)
     blocks = plan.columns * ceil_div(task.workload.batch, plan.rows)
     most = ceil_div(blocks, device.cores)

@@ -4,8 +4,7 @@ Weights are operand A (gates x units, in rows of 16), the state is operand B (ba
 8). A block computes all gates of ``units`` hidden units for ``rows`` batch rows; its warps share the
 weight rows, the batch rows and the K axis. Both operands come in pairs of k-tiles, 16 words a row, by
 ``cp.async`` in a pipeline of stages. The 16 bytes that a lane reads are four neighbouring words of a row:
-K is permuted alike in both operands, so any order serves, and no read conflicts with another.
-"""
+K is permuted alike in both operands, so any order serves, and no read conflicts with another."""
 
 from __future__ import annotations
 
@@ -159,8 +158,7 @@ def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
     """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words).
 
     What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there. Of weights that
-    are transposed the axes of a source have changed places.
-    """
+    are transposed the axes of a source have changed places."""
     phase, n = task.graph.phases[p], per_word(plan.dtype)
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
@@ -187,8 +185,7 @@ class TensorProduct:
     ----------
     memory : the block's shared memory, float32, 16-byte aligned: stages of weights (pair, weight row, word) and state
         (pair, batch row, word); afterwards partial sums (part of K, batch row, weight row)
-    thread : the thread's number
-    """
+    thread : the thread's number"""
 
     def __init__(self, plan: TilePlan, p: int, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
         self.plan, self.p, self.rows = plan, p, rows
@@ -204,8 +201,7 @@ class TensorProduct:
         """Leaves the partial sums in shared memory, for :meth:`sums`.
 
         ``column`` is the block's place among the units, ``row0`` its first batch row, ``base`` where the
-        operands start.
-        """
+        operands start."""
         plan, p = self.plan, self.p
         turns, own = plan.turns(p), plan.own(p)
         self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None

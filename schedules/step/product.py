@@ -3,8 +3,7 @@
 A block computes all gates of ``units`` hidden units for ``rows`` batch rows. Tiles of the operands
 and of the weights go through shared memory; a thread holds every gate of one unit for ``thread_rows``
 batch rows. The K axis of a tile may be split among threads, whose partial sums meet in shared
-memory, where they are added in a fixed order.
-"""
+memory, where they are added in a fixed order."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class BlockProduct:
     thread : the thread's number
     operand : ``operand(o, row, k)``: operand number o at a row of the block and an index k below the
         padded K, float32; zero or finite wherever a weight is padding; with heads an index below H
-    heads : how many there are, of H = ``hidden``
-    """
+    heads : how many there are, of H = ``hidden``"""
 
     def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr, heads: int = 1,
                  hidden: int = 0) -> None:

@@ -10,8 +10,7 @@ what later launches read is stored. Between launches live, in workspaces,
   says. Those of phase 0 exist twice, for even and odd t: in a cell of one phase they are read by
   some blocks while others write the next ones;
 * ``carried`` (C, B, H) float32: other scalars that a later phase of the same step reads;
-* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (:func:`rows_kernel`).
-"""
+* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (:func:`rows_kernel`)."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Layout:
     """How an operand (B, H) lies in memory: blocks of ``block`` units, the batch inside a block.
 
     ``rows`` and ``width`` are B and H, padded to what the kernels read; ``block == width`` is the
-    plain layout with the hidden axis innermost.
-    """
+    plain layout with the hidden axis innermost."""
 
     rows: int
     width: int
@@ -149,8 +147,7 @@ class StepScalars:
     T : the builder's module, ``tvm.tirx.script.builder.ir``
     arguments : the kernel's parameters, from :func:`declare`; what is kept is what has a buffer
     math : one of :data:`ecornn.schedules.scalars.pointwise.MATH`
-    hoisted : how hoisted values lie in memory; default: in float32
-    """
+    hoisted : how hoisted values lie in memory; default: in float32"""
 
     def __init__(self, task: Task, layout: Layout, arguments: dict[str, TirBuffer], math: str,
                  hoisted: Hoisted | None = None) -> None:

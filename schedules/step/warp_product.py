@@ -5,8 +5,7 @@ octets of eight batch rows, and a lane reads 16 bytes of either, four neighbouri
 ``mma_product.py``: K is permuted alike in both. Every weight is read by one warp of one block, so nothing is gained by
 shared memory on its way. A warp asks for the next ``ahead`` pairs of k-tiles before it multiplies the first one, and no
 barrier lies between them: so as many bytes are under way as the registers hold. The sums of all warps meet in shared
-memory, where they are added in a fixed order.
-"""
+memory, where they are added in a fixed order."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class StagedRows:
     ----------
     words : the block's shared memory, uint32
     rows : of the block, all of them
-    lane_row : that of the lane in an octet
-    """
+    lane_row : that of the lane in an octet"""
 
     words: TirBuffer
     first: int
@@ -141,8 +139,7 @@ class Share:
     gates : weight rows of a unit
     width : K
     warps, ahead : that share K; pairs of k-tiles that each of them asks for ahead
-    staged : what it multiplies comes from shared memory, not ahead from memory
-    """
+    staged : what it multiplies comes from shared memory, not ahead from memory"""
 
     dtype: str
     arithmetic: str
@@ -230,8 +227,7 @@ class WarpProduct:
     Parameters
     ----------
     memory, first : the block's shared memory, float32, and where in it the sums are: (warp, batch row, weight row)
-    warp, lane : the warp's number in the share, and the lane
-    """
+    warp, lane : the warp's number in the share, and the lane"""
 
     def __init__(self, share: Share, memory: TirBuffer, first: int, warp: Expr, lane: Expr) -> None:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
@@ -239,8 +235,7 @@ class WarpProduct:
     def run(self, weights: TirBuffer, column: Expr, operand: Operand, before: Callable[[], None]) -> None:
         """Leaves the warp's sums in shared memory.
 
-        ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read.
-        """
+        ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read."""
         share, n = self.share, per_word(self.share.dtype)
         self.acc = T.local("acc", (share.tiles, share.octets, 4), "float32")
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row

@@ -3,8 +3,7 @@
 A call of one step is bound by what it reads: all weights once. What any other schedule launches before its recurrence
 (the product of x, then what readies the states) costs more than that. Here a launch does all: warps of a block read
 their parts of both products straight into registers (``warp_product.py``), the first step reads the caller's own
-states, and a call of one step has no workspaces at all.
-"""
+states, and a call of one step has no workspaces at all."""
 
 from __future__ import annotations
 
