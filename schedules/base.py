@@ -29,8 +29,7 @@ Config = Mapping[str, Value]  # knob -> value
 class Knob:
     """One choice of a schedule: its values and, in one line, what they trade.
 
-    ``before`` is what the schedule did before it had the knob: what records of that time count with; None
-    if it always had it."""
+    ``before``: what it did before it had the knob, which records of that time count with; None: it always had it."""
 
     name: str
     values: tuple[Value, ...]
@@ -110,8 +109,7 @@ class Cut:
 
     ``groups`` of ``blocks`` blocks exchange state ``by`` L2 or in a cluster, each group for ``rows`` rows of the batch
     and one of ``heads`` heads; ``units`` hidden units are those of a block, or of ``parts`` blocks that share K.
-    ``workers`` are blocks besides, which multiply x. ``held``: where a block's recurrent weights are while steps go by,
-    in bytes."""
+    ``workers``: blocks besides, which multiply x. ``held``: bytes of a block's recurrent weights by where they stay."""
 
     groups: int
     blocks: int
@@ -163,11 +161,9 @@ class Schedule(ABC, Generic[Plan]):
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
     heads : whether it carries out products with heads
-    few_steps : whether it is for calls of a few steps; it competes with records of longer ones, which do not say what a
-        call takes beside its steps
+    few_steps : whether it is for calls of a few steps; records of longer ones leave out what a call takes beside steps
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
-    doubt : factor on the expected time of an adjoint where no record decides, since the estimates of two schedules
-        have errors of their own"""
+    doubt : factor on an adjoint's expected time where no record decides: two schedules' estimates err differently"""
 
     name: str
     revision: int
@@ -189,8 +185,7 @@ class Schedule(ABC, Generic[Plan]):
 
     @abstractmethod
     def refuses(self, task: Task) -> str | None:
-        """None, or the reason why this schedule cannot serve the task, whose graph is one of a cell; or, if it says
-        that it can, of an adjoint."""
+        """None, or the reason why it cannot serve the task, of a cell's graph or, with ``backward``, an adjoint's."""
 
     @abstractmethod
     def knobs(self, task: Task) -> tuple[Knob, ...]:
@@ -217,8 +212,7 @@ class Schedule(ABC, Generic[Plan]):
         return math.inf
 
     def since(self, task: Task) -> str:
-        """The time from which the schedule serves the task, as records have times: records from before it say nothing
-        of it."""
+        """The time from which the schedule serves the task, as records have times: older ones say nothing of it."""
         return ""
 
     def rank(self, task: Task) -> float:
@@ -235,8 +229,7 @@ class Schedule(ABC, Generic[Plan]):
         if the schedule has one, nanoseconds of a step, from which the model starts."""
 
     def stages(self, task: Task, plan: Plan) -> dict[str, float]:
-        """The parts of the estimate of a step: name -> nanoseconds; empty if there is no estimate. They leave out what
-        runs beside the recurrence."""
+        """The parts of a step's estimate, but for what runs beside the recurrence: name -> nanoseconds; or none."""
         return {}
 
     def cut(self, task: Task, plan: Plan) -> Cut | None:
@@ -255,10 +248,9 @@ class Schedule(ABC, Generic[Plan]):
                 yield config
 
     def recurrence(self, task: Task, plan: Plan) -> Component:
-        """The recurrence of an adjoint, of schedules with ``backward``: from ``hoisted``, as
+        """The recurrence of an adjoint, which only schedules with ``backward`` are asked for: from ``hoisted``, as
         :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``; around it come
-        :func:`~ecornn.schedules.backward.assemble.recurrence_buffers`. Without ``backward`` nobody asks: look-up
-        offers such schedules for no adjoint."""
+        :func:`~ecornn.schedules.backward.assemble.recurrence_buffers`."""
         raise NotImplementedError(f"{self.name} does not carry out adjoints")
 
     def together(self, task: Task, plan: Plan) -> int:
@@ -291,10 +283,9 @@ class SearchedSchedule(Schedule[Plan]):
 
 def beyond_forward(graph: StepGraph) -> str | None:
     """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""
-    products = (product for phase in graph.phases for product in phase.products)
-    found = {"inputs that are not multiplied": graph.given,
-             "values summed over steps": graph.sums, "weight gradients": graph.outer_products,
-             "products of transposed weights": [p for p in products if p.terms[0].transposed],
+    transposed = any(p.terms[0].transposed for phase in graph.phases for p in phase.products)
+    found = {"inputs that are not multiplied": graph.given, "values summed over steps": graph.sums,
+             "weight gradients": graph.outer_products, "products of transposed weights": transposed,
              "no state": not graph.states}
     return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
                  if has), None)

@@ -120,8 +120,7 @@ class Builder:
 
     @contextmanager
     def items(self, total: Expr, thread: Expr, threads: int) -> Iterator[Var]:
-        """A grid-stride loop over the items below ``total``, int64: each of ``threads`` has every ``threads``-th, from
-        the number ``thread`` on."""
+        """A grid-stride loop over the items below ``total``, int64: every ``threads``-th, from ``thread`` on."""
         first = self.let("first_item", self._tvm.cast(thread, "int64"))
         total = self.let("total", total)
         turns = self.let("turns", (total - first + (threads - 1)) // threads)

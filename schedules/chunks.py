@@ -34,15 +34,12 @@ def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = No
     ----------
     buffers : of the calls without chunks
     expected : nanoseconds of a step of backward's recurrence; None: of forward"""
-    traversal, seq = task.traversal, task.workload.seq
-    own = _workspaces(buffers)
-    step = sum(b.extent.per_step * b.itemsize for b in own)
+    seq, keep = task.workload.seq, task.traversal.keep or "gates"
+    step = sum(b.extent.per_step * b.itemsize for b in _workspaces(buffers))
     if not may_be_cut(task) or step * seq <= ROOM:
         return None
-    keep = traversal.keep or "gates"
     least = LEAST[keep] if expected is None else max(8, int(BACKWARD[keep] / expected))
-    most = max(least, ROOM // step // 8 * 8)
-    return _evenly(seq, most)
+    return _evenly(seq, max(least, ROOM // step // 8 * 8))
 
 
 def shorter(task: Task, steps: int, workspaces: Iterable[Buffer], expected: float | None = None) -> int:
@@ -59,8 +56,7 @@ def shorter(task: Task, steps: int, workspaces: Iterable[Buffer], expected: floa
 
 
 def _evenly(seq: int, most: int) -> int:
-    count = -(-seq // most)
-    return (-(-seq // count) + 7) // 8 * 8
+    return ceil_div(ceil_div(seq, ceil_div(seq, most)), 8) * 8
 
 
 def _workspaces(buffers: Iterable[Buffer]) -> list[Buffer]:
@@ -87,8 +83,7 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
     sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(task.graph.written * w.hidden)}
     if traversal.keep is not None:
         sizes["V"] = stored(task).together * w.hidden
-    rows = {b.name: size for b in around if b.tensor is not None
-            if (size := TENSORS[b.tensor].row(sizes)) is not None}
+    rows = {b.name: size for b in around if b.tensor is not None if (size := TENSORS[b.tensor].row(sizes)) is not None}
     names = {b.name: prefix + b.name for b in part.buffers if b.role == WORKSPACE and b.extent.per_step}
     buffers = [structs.replace(b, name=names[b.name], extent=Extent(b.extent.at(steps))) if b.name in names else b
                for b in part.buffers]
@@ -139,8 +134,7 @@ def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
 
 def free_for(result: str, uses: Uses, calls: Iterable[Call], names: Iterable[str]) -> list[str]:
     """The ``names`` that nothing uses from the first call on that uses ``result``, of one chunk of time where calls go
-    by these. A chunk uses its own rows of what is kept, and the one before them in its order, whose results come
-    later."""
+    by these. A chunk uses its own rows of what is kept, and the one before them in its order, of later results."""
     moments = [uses.of(one) for call in calls for one in (call.calls if isinstance(call, Chunks) else [call])]
     first = next((n for n, names in enumerate(moments) if result in names), len(moments))
     later = set().union(*moments[first:])
@@ -190,9 +184,8 @@ def _holding(place: Buffer, other: Buffer) -> Buffer:
     def elements(own: int, others: int) -> int:
         return max(own, ceil_div(others * other.itemsize, place.itemsize))
 
-    size = Extent(elements(place.extent.fixed, other.extent.fixed),
-                  elements(place.extent.per_step, other.extent.per_step))
-    return structs.replace(place, extent=size)
+    a, b = place.extent, other.extent
+    return structs.replace(place, extent=Extent(elements(a.fixed, b.fixed), elements(a.per_step, b.per_step)))
 
 
 def _with(call: Call, instead: Mapping[str, str], functions: Mapping[str, PrimFunc]) -> Call:

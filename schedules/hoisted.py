@@ -46,8 +46,7 @@ class Piece:
 
     def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
         """Its registers, of those of all pieces, which lie on the last axis."""
-        places = [(*index, self.register + k) for k in range(self.words)]
-        return [registers[place] for place in places]
+        return [registers[(*index, self.register + k)] for k in range(self.words)]
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ class Hoisted:
         return Buffer("hoisted", WORKSPACE, self.dtype, Extent(0, batch * self.row))
 
     def laid(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values (T*B, Q, H) of the host as they lie in memory, (T*B, row), still of their own type; NaN where nothing
-        lies."""
+        """Values (T*B, Q, H) of the host as they lie in memory, (T*B, row), of their own type; NaN where none lies."""
         memory = np.full((len(values), self.row), np.nan, values.dtype)
         first, q = 0, 0
         for count in self.planes:
@@ -145,9 +143,7 @@ class Hoisted:
     def store(self, buffer: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]],
               finite: bool = True) -> None:
         """Stores ``values[e][q]`` of 2 or 4 units from ``unit`` on, a multiple of as many; of 16 bits, with ``finite``
-        the largest float16 in place of infinity.
-
-        Units between ``hidden`` and ``units`` may be written."""
+        the largest float16 in place of infinity. Units between ``hidden`` and ``units`` may be written."""
         first, units = T.let("first", row * self.row), len(values)
         halves = {place: value for own, those in zip(self.order(units), values, strict=True)
                   for place, value in zip(own, those, strict=True)}
@@ -201,9 +197,7 @@ def unhidden(task: Task, step: float, hides: float) -> float:
 def preferred(task: Task, expected: float, once: bool = False) -> str:
     """The default of the knob for a step that takes ``expected`` nanoseconds with float32.
 
-    What is normalized has larger errors: of a float16 LSTM's 4.2e-4, where it is rounded ``once``, 5.1e-4, else 6.2e-4.
-    """
-    worth = WORTH
-    if task.graph.hoisted_statistics:
-        worth = WORTH_NORMALIZED if once else float("inf")
+    What is normalized has larger errors: of a float16 LSTM's 4.2e-4, if rounded ``once``, 5.1e-4, else 6.2e-4."""
+    normalized = WORTH_NORMALIZED if once else float("inf")
+    worth = normalized if task.graph.hoisted_statistics else WORTH
     return "same" if saved(task) > worth * expected else "float32"

@@ -14,8 +14,7 @@ from ecornn.schedules.base import Task
 
 @dataclass(frozen=True)
 class Most:
-    """Bounds of a GPU, for floors (ecornn/floor.py). Bytes and operations a nanosecond are of one multiprocessor, where
-    nothing else is said.
+    """Bounds of a GPU, for floors (ecornn/floor.py): a nanosecond's and a multiprocessor's, where nothing else is said.
 
     Attributes
     ----------
@@ -106,8 +105,7 @@ class CPURates:
     Attributes
     ----------
     adds_apart : whether additions of pairs pay, which run beside multiply-adds in units of their own
-    fma, vector_load, turn : cycles of a multiply-add, of a load of a vector from the first cache, and of a turn of the
-        loop over k beside its products
+    fma, vector_load, turn : cycles of a multiply-add, a vector from the first cache, a turn over k beside products
     fma_latency : cycles; with fewer sums than this in flight the unit idles
     l2_vector : cycles that a vector of weights takes from L2
     unhidden_vector : cycles of a tile for each vector of weights that nothing hides, where multiply-adds outrun L2
@@ -138,15 +136,13 @@ class CPURates:
 # beyond, polling 2 to 8 KB that carry their own tag, 32, 64 and 132 blocks. L2 (benchmarks/l2_rate.cu): intake of a
 # region that all blocks share, l2 of one for each block. Products: 8192^3 in bfloat16. Memory: a copy. Not measured:
 # 128 bytes a cycle from shared memory, at 1.98 GHz.
-H100_MOST = Most(
-    exchange=((1, 0.026), (2, 0.101), (4, 0.110), (8, 0.121), (16, 0.149), (32, 0.79), (64, 0.89), (132, 1.13)),
-    announced=8 << 10, shared=253, intake=212, l2=7_700, memory=3_000, tensor=5_917)
+H100_MOST = Most(announced=8 << 10, shared=253, intake=212, l2=7_700, memory=3_000, tensor=5_917, exchange=(
+    (1, 0.026), (2, 0.101), (4, 0.110), (8, 0.121), (16, 0.149), (32, 0.79), (64, 0.89), (132, 1.13)))
 
 H100 = GPURates(
     clock=1.7, threads=2048, step=2_000, sequence=12_000, launch=2_700, tensor_launch=3_500, barrier=60,
-    l2_exchange=1_450, l2_shared_sector=168, l2_counted=2_700, l2_handover=600, l2_latency=1_200,
-    memory_latency=1_000, cluster_exchange=497,
-    l2_copied=32, l2_bulk=48, l2_kept=27 << 20, l2_lasting=24 << 20, l2_beside=36, memory=18,
+    l2_exchange=1_450, l2_shared_sector=168, l2_counted=2_700, l2_handover=600, l2_latency=1_200, memory_latency=1_000,
+    cluster_exchange=497, l2_copied=32, l2_bulk=48, l2_kept=27 << 20, l2_lasting=24 << 20, l2_beside=36, memory=18,
     memory_beside=1_800, shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600,
     most=H100_MOST)
 
@@ -182,16 +178,14 @@ OTHERS = 18_000  # nanoseconds of an H100's calls (benchmarks/results/h100_few_s
 
 
 def short(task: Task) -> bool:
-    """True if the task's calls are expected to have at most ``SHORT`` steps. Modules serve any number: this is about
-    time."""
+    """True if calls are expected to have at most ``SHORT`` steps. Modules serve any number: this is about time."""
     return task.workload.seq <= SHORT
 
 
 def others(task: Task) -> float:
     """Nanoseconds that a call takes beside its steps, with a schedule that has several launches and reads all weights
     before its first step; of a layer with one exchange."""
-    w, rates = task.workload, gpu_rates(task.device)
-    (phase,) = task.graph.phases
-    weights = w.hidden * w.itemsize * (len(task.graph.hoisted_products) * task.own_input
-                                       + len(phase.products) * w.hidden)
+    w, graph, rates = task.workload, task.graph, gpu_rates(task.device)
+    (phase,) = graph.phases
+    weights = w.hidden * w.itemsize * (len(graph.hoisted_products) * task.own_input + len(phase.products) * w.hidden)
     return OTHERS + weights / (rates.memory * task.device.cores)

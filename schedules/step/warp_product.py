@@ -29,14 +29,12 @@ class Operand(Protocol):
     """The operand that a product reads beside its weights."""
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """Loads the lane's four words of an octet, zeros beyond the row's end, into ``into[slot, octet]``; ``quarter``
-        of the pair's 16 words."""
+        """Loads the lane's ``quarter`` of a pair's words, zeros beyond the row's end, into ``into[slot, octet]``."""
 
 
 @dataclass(frozen=True)
 class RowsInMemory:
-    """Rows of ``width`` values, ``stride`` apart in ``source``, where a row may begin; the lane's row of octet n begins
-    at ``starts[n]``."""
+    """Rows of ``width`` values, ``stride`` apart in ``source``; the lane's row of octet n begins at ``starts[n]``."""
 
     source: TirBuffer
     starts: list[Expr]
@@ -104,10 +102,9 @@ class StagedRows:
     def clear(self, thread: Expr, threads: int) -> None:
         """Stores zeros behind the end of each row."""
         row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
-        count = self.rows * (row - own)
-        with T.strided("item", count, thread, threads) as item:
-            T.buffer_store(self.words, T.uint32(0), [self.first + item // (row - own) * row + (
-                own + item % (row - own))])
+        behind = row - own
+        with T.strided("item", self.rows * behind, thread, threads) as item:
+            T.buffer_store(self.words, T.uint32(0), [self.first + item // behind * row + (own + item % behind)])
 
     def copy(self, source: TirBuffer, start: Expr, row: Expr, part: Expr, parts: int, barrier: Expr) -> None:
         """Copies one of ``parts`` of a row, which begins at ``start`` of ``source``, to all blocks of the cluster."""
@@ -321,13 +318,10 @@ def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: i
     if share.warps == 1:
         return
     rows = share.gates * share.units
-    count = share.rows * rows
-    with T.strided("item", count, thread, threads) as item:
+    with T.strided("item", share.rows * rows, thread, threads) as item:
         place = T.let("place", item // rows * share.stride + item % rows + first)
-        total = memory[place]
-        for warp in range(1, share.warps):
-            total = total + memory[place + warp * (share.rows * share.stride)]
-        T.buffer_store(memory, total, [place])
+        others = (memory[place + warp * (share.rows * share.stride)] for warp in range(1, share.warps))
+        T.buffer_store(memory, sum(others, memory[place]), [place])
 
 
 def sums(share: Share, products: tuple[Product, ...], memory: TirBuffer, first: int, row: Expr,
