@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ecornn.analysis import StepGraph
 from ecornn.analysis.heads import most_heads
 from ecornn.device import Device
-from ecornn.program import Buffer, Call, Concurrent, Program
+from ecornn.program import Buffer, Call, Concurrent, Leaf, Program, mapped
 from ecornn.workload import ALONE, Traversal, Workload
 
 if TYPE_CHECKING:
@@ -142,6 +142,14 @@ def beside(one: Component, other: Component) -> Component:
     """Both components at the same time; neither may write what the other one uses."""
     both = joined(one, other)
     return replace(both, calls=(Concurrent((one.calls, other.calls)),)) if one.calls and other.calls else both
+
+
+def renamed(call: Call, names: Mapping[str, str]) -> Call:
+    """The call with other buffers, by their ``names``."""
+    def leaf(one: Leaf) -> Leaf:
+        return replace(one, names={**names, **{p: names.get(b, b) for p, b in one.names.items()}})
+
+    return mapped(call, leaf, lambda b: names.get(b, b))
 
 
 Plan = TypeVar("Plan")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Extent, Fill, Launch, Leaf, Relay, every, mapped
-from ecornn.schedules.base import Component, Task
+from ecornn.schedules.base import Component, Task, renamed
 from ecornn.schedules.builder import PrimFunc, ceil_div
 from ecornn.schedules.keeping import stored
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
@@ -93,19 +93,12 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
         functions[launch.function], rows[remaining.name], first = function, 1, (launch,)
         names["lengths"] = remaining.name
         buffers.append(remaining)
-    calls = tuple(_renamed(call, names) for call in part.calls)
+    calls = tuple(renamed(call, names) for call in part.calls)
     if traversal.resets and traversal.reverse:  # one between two chunks of such a layer is neither's
         function, launch = cleared_between(traversal, w.hidden, w.dtype, behind=not reverse)
         functions[launch.function] = function
-        calls += tuple(_renamed(replace(launch, names={"state": out}), names) for _, out in states)
+        calls += tuple(renamed(replace(launch, names={"state": out}), names) for _, out in states)
     return Component(functions, tuple(buffers), (*first, Chunks(calls, rows, tuple(states), steps, reverse)))
-
-
-def _renamed(call: Call, names: dict[str, str]) -> Call:
-    def leaf(one: Leaf) -> Leaf:
-        return replace(one, names={**names, **{p: names.get(b, b) for p, b in one.names.items()}})
-
-    return mapped(call, leaf, lambda b: names.get(b, b))
 
 
 def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:

@@ -166,7 +166,7 @@ class StepScalars:
         return [T.let("hoisted", value) for value in self.inputs.load(a["hoisted"], row, unit)]
 
     def finish(self, p: int, row: Expr, unit: Expr, sums: dict[Var, Expr], loaded: list[Expr]) -> None:
-        """Emits all that follows the products ``sums`` of phase p; row < B, unit < H. ``loaded``: by :meth:`hoisted`."""
+        """Emits all that follows the products ``sums`` of phase p; row < B, unit < H; ``loaded`` by :meth:`hoisted`."""
         a, graph = self.arguments, self.graph
         before, constants, env = self._environment(p, row, unit, sums, loaded)
         env = emit(liveness.assigns_of(graph, p), env | sums, self.math)

@@ -185,7 +185,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
             _prefetch(a["vectors"], len(graph.vectors), plan, column, thread, H)
 
             def start(i: int, row: Expr) -> Expr:
-                """The index where a row begins of what share i multiplies; nobody reads sums of rows behind the last."""
+                """The index where a row begins of what share i multiplies; nobody reads sums of rows behind B."""
                 row = T.let("row", T.min(row0 + row, a["B"] - 1))
                 if i == len(shares) - 1:
                     return T.let("start", scalars.wide(row) * H)
@@ -208,7 +208,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
                 cluster_arrive()
 
             def before() -> None:
-                """Waits for the launch ahead, and brings operands: only weights are read before, and nothing written."""
+                """Waits for the launch ahead, and brings operands: only weights are read before, nothing written."""
                 if plan.chained:
                     wait_on_earlier()
                 scalars.prefetch(T.min(row0 + thread // plan.units, a["B"] - 1),
