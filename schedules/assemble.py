@@ -3,8 +3,7 @@
 A schedule makes the recurrence alone: its kernels, the buffers that only they use, and their launches. Around it come
 the tensors of the call, the cell's parameter vectors, the projection of x over all steps, where the cell has values
 that do not depend on the state, and the pass over its rows, where these have statistics. Products over all steps that
-follow a recurrence belong here, too. Of a task that trains there is another recurrence, which keeps states.
-"""
+follow a recurrence belong here, too. Of a task that trains there is another recurrence, which keeps states."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from ecornn.schedules.chunks import chunk_for, in_chunks, shorter
 from ecornn.schedules.gemm.projection import project
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, stored
-from ecornn.schedules.scalars.pointwise import vector_sources
 from ecornn.schedules.scalars.row_sums import normalize
 from ecornn.schedules.timeline import piece_buffers
 from ecornn.workload import Traversal
@@ -30,13 +28,10 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
     Parameters
     ----------
     recurrence : makes the recurrence that stores these values of each step, with the buffers of one that stores none
-    layout : of the workspace ``hoisted``, which the projection writes and the recurrence reads; None: there is none,
-        since the recurrence multiplies x itself
-    projection : what fills it, before anything else; default: :func:`~ecornn.schedules.gemm.projection.project` of all
-        rows
+    layout : of the workspace ``hoisted``, which the projection writes; None: none, the recurrence multiplies x itself
+    projection : what fills it, first of all; default: :func:`~ecornn.schedules.gemm.projection.project` of all rows
     deferred : the recurrence applies the statistics of hoisted values itself, from the workspace ``row_sums``
-    together : as :class:`~ecornn.program.Program` has it
-    """
+    together : as :class:`~ecornn.program.Program` has it"""
     before = Component() if layout is None else joined(
         projection or project(task, layout), normalize(task, layout, deferred))
     made = joined(before, recurrence(NOTHING))
@@ -48,17 +43,15 @@ def assemble(task: Task, recurrence: Callable[[Stored], Component], layout: Hois
     w, what = task.workload, stored(task)
     storing, kept = recurrence(what), what.buffers(w.batch, w.hidden, w.dtype)
     assert set(storing.buffers) <= set(run.buffers)
-    part = joined(before, storing)
-    around, own = (*shared_buffers(task, layout), *pieces, *kept), {b.name: b for b in run.buffers}
-    part = replace(part, buffers=tuple(own.values()))
+    part = replace(joined(before, storing), buffers=tuple({b.name: b for b in run.buffers}.values()))
     if (steps := chunk_for(task, part.buffers)) is not None:
+        around = (*shared_buffers(task, layout), *pieces, *kept)
         handed = [(f"{s}_in", f"{s}_out") for s in task.graph.states]
         steps = shorter(task, steps, part.buffers)
         part = in_chunks(part, around, task, steps, handed, task.traversal.reverse, "chunk_")
-    takes = (*(b.name for b in part.buffers), *(b.name for b in kept))
     return replace(run, functions={**run.functions, **part.functions},
                    buffers=tuple({b.name: b for b in (*run.buffers, *part.buffers, *kept)}.values()),
-                   entries={**run.entries, FORWARD: Entry(part.calls, takes)})
+                   entries={**run.entries, FORWARD: Entry(part.calls, tuple(b.name for b in (*part.buffers, *kept)))})
 
 
 def shared_buffers(task: Task, layout: Hoisted | None) -> list[Buffer]:
@@ -72,7 +65,8 @@ def shared_buffers(task: Task, layout: Hoisted | None) -> list[Buffer]:
 def vector_buffer(task: Task) -> Buffer:
     """The buffer ``vectors``."""
     size = max(1, len(task.graph.vectors)), task.workload.hidden
-    packing = Packing(vector_sources(task.graph) or (("", 0),), size, size, (0, 1), "float32")
+    sources = tuple(v.source for v in task.graph.vectors)
+    packing = Packing(sources or (("", 0),), size, size, (0, 1), "float32")
     return Buffer("vectors", PACKED, "float32", Extent(size[0] * size[1]), packing)
 
 

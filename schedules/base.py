@@ -1,8 +1,7 @@
 """A schedule: a template with declared knobs.
 
 A schedule says which workloads it serves, declares its knobs, checks a configuration's resources
-before anything is built, and turns a configuration into a :class:`~ecornn.program.Program`.
-"""
+before anything is built, and turns a configuration into a :class:`~ecornn.program.Program`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ecornn.analysis import StepGraph
 from ecornn.analysis.heads import most_heads
 from ecornn.device import Device
-from ecornn.program import Buffer, Call, Concurrent, Program
+from ecornn.program import Buffer, Call, Concurrent, Leaf, Program, mapped
 from ecornn.workload import ALONE, Traversal, Workload
 
 if TYPE_CHECKING:
@@ -30,9 +29,7 @@ Config = Mapping[str, Value]  # knob -> value
 class Knob:
     """One choice of a schedule: its values and, in one line, what they trade.
 
-    ``before`` is what the schedule did before it had the knob: what records of that time count with; None
-    if it always had it.
-    """
+    ``before``: what it did before it had the knob, which records of that time count with; None: it always had it."""
 
     name: str
     values: tuple[Value, ...]
@@ -44,8 +41,7 @@ class Knobs:
     """A configuration with a type for each knob, which a subclass declares as ``name: int = knob(...)``.
 
     A knob is looked up when it is first read and not before: a search learns from those that ``check`` reads which
-    others need not be tried (ecornn/tune/space.py).
-    """
+    others need not be tried (ecornn/tune/space.py)."""
 
     def __init__(self, values: Config) -> None:
         self.values = values
@@ -76,8 +72,7 @@ def knob(trades: str, *, before: Value | None = None, absent: Value | None = Non
     Parameters
     ----------
     trades, before : as of a :class:`Knob`
-    absent : the value for a task that does not offer the knob
-    """
+    absent : the value for a task that does not offer the knob"""
     return _Declared(trades, before, absent)
 
 
@@ -114,9 +109,7 @@ class Cut:
 
     ``groups`` of ``blocks`` blocks exchange state ``by`` L2 or in a cluster, each group for ``rows`` rows of the batch
     and one of ``heads`` heads; ``units`` hidden units are those of a block, or of ``parts`` blocks that share K.
-    ``workers`` are blocks besides, which multiply x. ``held``: where a block's recurrent weights are while steps go by,
-    in bytes.
-    """
+    ``workers``: blocks besides, which multiply x. ``held``: bytes of a block's recurrent weights by where they stay."""
 
     groups: int
     blocks: int
@@ -151,6 +144,14 @@ def beside(one: Component, other: Component) -> Component:
     return replace(both, calls=(Concurrent((one.calls, other.calls)),)) if one.calls and other.calls else both
 
 
+def renamed(call: Call, names: Mapping[str, str]) -> Call:
+    """The call with other buffers, by their ``names``."""
+    def leaf(one: Leaf) -> Leaf:
+        return replace(one, names={**names, **{p: names.get(b, b) for p, b in one.names.items()}})
+
+    return mapped(call, leaf, lambda b: names.get(b, b))
+
+
 Plan = TypeVar("Plan")
 
 
@@ -168,12 +169,9 @@ class Schedule(ABC, Generic[Plan]):
     weights : data types that weights may be rounded to, besides that of the layer
     sequences : whether a column of the batch may work on one sequence after the other
     heads : whether it carries out products with heads
-    few_steps : whether it is for calls of a few steps; it competes with records of longer ones, which do not say what a
-        call takes beside its steps
+    few_steps : whether it is for calls of a few steps; records of longer ones leave out what a call takes beside steps
     backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
-    doubt : factor on the expected time of an adjoint where no record decides, since the estimates of two schedules
-        have errors of their own
-    """
+    doubt : factor on an adjoint's expected time where no record decides: two schedules' estimates err differently"""
 
     name: str
     revision: int
@@ -195,8 +193,7 @@ class Schedule(ABC, Generic[Plan]):
 
     @abstractmethod
     def refuses(self, task: Task) -> str | None:
-        """None, or the reason why this schedule cannot serve the task, whose graph is one of a cell; or, if it says
-        that it can, of an adjoint."""
+        """None, or the reason why it cannot serve the task, of a cell's graph or, with ``backward``, an adjoint's."""
 
     @abstractmethod
     def knobs(self, task: Task) -> tuple[Knob, ...]:
@@ -223,8 +220,7 @@ class Schedule(ABC, Generic[Plan]):
         return math.inf
 
     def since(self, task: Task) -> str:
-        """The time from which the schedule serves the task, as records have times: records from before it say nothing
-        of it."""
+        """The time from which the schedule serves the task, as records have times: older ones say nothing of it."""
         return ""
 
     def rank(self, task: Task) -> float:
@@ -241,8 +237,7 @@ class Schedule(ABC, Generic[Plan]):
         if the schedule has one, nanoseconds of a step, from which the model starts."""
 
     def stages(self, task: Task, plan: Plan) -> dict[str, float]:
-        """The parts of the estimate of a step: name -> nanoseconds; empty if there is no estimate. They leave out what
-        runs beside the recurrence."""
+        """The parts of a step's estimate, but for what runs beside the recurrence: name -> nanoseconds; or none."""
         return {}
 
     def cut(self, task: Task, plan: Plan) -> Cut | None:
@@ -261,10 +256,9 @@ class Schedule(ABC, Generic[Plan]):
                 yield config
 
     def recurrence(self, task: Task, plan: Plan) -> Component:
-        """The recurrence of an adjoint, of schedules with ``backward``: from ``hoisted``, as
+        """The recurrence of an adjoint, which only schedules with ``backward`` are asked for: from ``hoisted``, as
         :func:`~ecornn.schedules.hoisted.hoisted_of` says, to ``outputs``; around it come
-        :func:`~ecornn.schedules.backward.assemble.recurrence_buffers`. Without ``backward`` nobody asks: look-up
-        offers such schedules for no adjoint."""
+        :func:`~ecornn.schedules.backward.assemble.recurrence_buffers`."""
         raise NotImplementedError(f"{self.name} does not carry out adjoints")
 
     def together(self, task: Task, plan: Plan) -> int:
@@ -297,10 +291,9 @@ class SearchedSchedule(Schedule[Plan]):
 
 def beyond_forward(graph: StepGraph) -> str | None:
     """None, or what the graph has that no schedule carries out in a layer: cells have none of it, adjoints do."""
-    products = (product for phase in graph.phases for product in phase.products)
-    found = {"inputs that are not multiplied": graph.given,
-             "values summed over steps": graph.sums, "weight gradients": graph.outer_products,
-             "products of transposed weights": [p for p in products if p.terms[0].transposed],
+    transposed = any(p.terms[0].transposed for phase in graph.phases for p in phase.products)
+    found = {"inputs that are not multiplied": graph.given, "values summed over steps": graph.sums,
+             "weight gradients": graph.outer_products, "products of transposed weights": transposed,
              "no state": not graph.states}
     return next((f"step {graph.cell!r} has {what}, which no schedule carries out" for what, has in found.items()
                  if has), None)

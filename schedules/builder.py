@@ -1,8 +1,7 @@
 """``T``: TVM's builder of kernels, with names for what it makes, so that generated code can be read.
 
 What it makes goes to the function that is being built (``with T.kernel(name)``), so there is one for all.
-Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is imported when it is first used.
-"""
+Everything that is not here is TVM's (``tvm.tirx.script.builder.ir``), which is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ class Builder:
     """TVM's builder. A name is a wish: it gets a number where another variable has it.
 
     TVM keeps clear of C's keywords, and of nothing that CUDA declares. So a name of a cell's state gets an ending here;
-    other names of a cell end in numbers (``analysis``).
-    """
+    other names of a cell end in numbers (``analysis``)."""
 
     @cached_property
     def _tvm(self) -> Any:
@@ -122,8 +120,7 @@ class Builder:
 
     @contextmanager
     def items(self, total: Expr, thread: Expr, threads: int) -> Iterator[Var]:
-        """A grid-stride loop over the items below ``total``, int64: each of ``threads`` has every ``threads``-th, from
-        the number ``thread`` on."""
+        """A grid-stride loop over the items below ``total``, int64: every ``threads``-th, from ``thread`` on."""
         first = self.let("first_item", self._tvm.cast(thread, "int64"))
         total = self.let("total", total)
         turns = self.let("turns", (total - first + (threads - 1)) // threads)

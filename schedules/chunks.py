@@ -1,8 +1,7 @@
 """Calls in chunks of time, so that what they hand to each other takes the memory of a chunk, not of a sequence.
 
 Chunks have as many steps whatever T is, but for the last ones in time; the call's rows are read in place. And memory
-that nobody uses any more, used again: workspaces lie where earlier ones were, and a result where something was kept.
-"""
+that nobody uses any more, used again: workspaces lie where earlier ones were, and a result where something was kept."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 from msgspec import structs
 
 from ecornn.program import TENSORS, WORKSPACE, Buffer, Call, Chunks, Extent, Fill, Launch, Leaf, Relay, every, mapped
-from ecornn.schedules.base import Component, Task
+from ecornn.schedules.base import Component, Task, renamed
 from ecornn.schedules.builder import PrimFunc, ceil_div
 from ecornn.schedules.keeping import stored
 from ecornn.schedules.timeline import cleared_between, remaining_lengths
@@ -34,17 +33,13 @@ def chunk_for(task: Task, buffers: Iterable[Buffer], expected: float | None = No
     Parameters
     ----------
     buffers : of the calls without chunks
-    expected : nanoseconds of a step of backward's recurrence; None: of forward
-    """
-    traversal, seq = task.traversal, task.workload.seq
-    own = _workspaces(buffers)
-    step = sum(b.extent.per_step * b.itemsize for b in own)
+    expected : nanoseconds of a step of backward's recurrence; None: of forward"""
+    seq, keep = task.workload.seq, task.traversal.keep or "gates"
+    step = sum(b.extent.per_step * b.itemsize for b in _workspaces(buffers))
     if not may_be_cut(task) or step * seq <= ROOM:
         return None
-    keep = traversal.keep or "gates"
     least = LEAST[keep] if expected is None else max(8, int(BACKWARD[keep] / expected))
-    most = max(least, ROOM // step // 8 * 8)
-    return _evenly(seq, most)
+    return _evenly(seq, max(least, ROOM // step // 8 * 8))
 
 
 def shorter(task: Task, steps: int, workspaces: Iterable[Buffer], expected: float | None = None) -> int:
@@ -61,8 +56,7 @@ def shorter(task: Task, steps: int, workspaces: Iterable[Buffer], expected: floa
 
 
 def _evenly(seq: int, most: int) -> int:
-    count = -(-seq // most)
-    return (-(-seq // count) + 7) // 8 * 8
+    return ceil_div(ceil_div(seq, ceil_div(seq, most)), 8) * 8
 
 
 def _workspaces(buffers: Iterable[Buffer]) -> list[Buffer]:
@@ -84,14 +78,12 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
     task : the layer's, also where ``part`` is of its adjoint
     states : pairs of a state's input and output, as :class:`~ecornn.program.Chunks` has them
     reverse : the last chunk in time comes first
-    prefix : of the names of workspaces of a chunk
-    """
+    prefix : of the names of workspaces of a chunk"""
     w, traversal = task.workload, task.traversal
     sizes = {"I": w.input, "H": w.hidden, "W": traversal.y_width(task.graph.written * w.hidden)}
     if traversal.keep is not None:
         sizes["V"] = stored(task).together * w.hidden
-    rows = {b.name: size for b in around if b.tensor is not None
-            if (size := TENSORS[b.tensor].row(sizes)) is not None}
+    rows = {b.name: size for b in around if b.tensor is not None if (size := TENSORS[b.tensor].row(sizes)) is not None}
     names = {b.name: prefix + b.name for b in part.buffers if b.role == WORKSPACE and b.extent.per_step}
     buffers = [structs.replace(b, name=names[b.name], extent=Extent(b.extent.at(steps))) if b.name in names else b
                for b in part.buffers]
@@ -101,19 +93,12 @@ def in_chunks(part: Component, around: Iterable[Buffer], task: Task, steps: int,
         functions[launch.function], rows[remaining.name], first = function, 1, (launch,)
         names["lengths"] = remaining.name
         buffers.append(remaining)
-    calls = tuple(_renamed(call, names) for call in part.calls)
+    calls = tuple(renamed(call, names) for call in part.calls)
     if traversal.resets and traversal.reverse:  # one between two chunks of such a layer is neither's
         function, launch = cleared_between(traversal, w.hidden, w.dtype, behind=not reverse)
         functions[launch.function] = function
-        calls += tuple(_renamed(replace(launch, names={"state": out}), names) for _, out in states)
+        calls += tuple(renamed(replace(launch, names={"state": out}), names) for _, out in states)
     return Component(functions, tuple(buffers), (*first, Chunks(calls, rows, tuple(states), steps, reverse)))
-
-
-def _renamed(call: Call, names: dict[str, str]) -> Call:
-    def leaf(one: Leaf) -> Leaf:
-        return replace(one, names={**names, **{p: names.get(b, b) for p, b in one.names.items()}})
-
-    return mapped(call, leaf, lambda b: names.get(b, b))
 
 
 def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
@@ -123,8 +108,7 @@ def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
 
     Parameters
     ----------
-    steps : for which workspaces are matched; they are large enough for any
-    """
+    steps : for which workspaces are matched; they are large enough for any"""
     chunks = [call for call in part.calls if isinstance(call, Chunks)]
     levels = [tuple(call for call in part.calls if call not in chunks), *(call.calls for call in chunks)]
     uses = Uses(part.functions)
@@ -143,8 +127,7 @@ def overlaid(part: Component, steps: int, apart: Collection[str]) -> Component:
 
 def free_for(result: str, uses: Uses, calls: Iterable[Call], names: Iterable[str]) -> list[str]:
     """The ``names`` that nothing uses from the first call on that uses ``result``, of one chunk of time where calls go
-    by these. A chunk uses its own rows of what is kept, and the one before them in its order, whose results come
-    later."""
+    by these. A chunk uses its own rows of what is kept, and the one before them in its order, of later results."""
     moments = [uses.of(one) for call in calls for one in (call.calls if isinstance(call, Chunks) else [call])]
     first = next((n for n, names in enumerate(moments) if result in names), len(moments))
     later = set().union(*moments[first:])
@@ -194,9 +177,8 @@ def _holding(place: Buffer, other: Buffer) -> Buffer:
     def elements(own: int, others: int) -> int:
         return max(own, ceil_div(others * other.itemsize, place.itemsize))
 
-    size = Extent(elements(place.extent.fixed, other.extent.fixed),
-                  elements(place.extent.per_step, other.extent.per_step))
-    return structs.replace(place, extent=size)
+    a, b = place.extent, other.extent
+    return structs.replace(place, extent=Extent(elements(a.fixed, b.fixed), elements(a.per_step, b.per_step)))
 
 
 def _with(call: Call, instead: Mapping[str, str], functions: Mapping[str, PrimFunc]) -> Call:

@@ -5,8 +5,7 @@ bytes: a row of T*B is a plane of four values a unit for every four of the Q, an
 is left (:attr:`Hoisted.planes`); units are padded to ``SECTOR``, so that every plane is of whole sectors.
 
 Rounding them costs accuracy: of a float16 LSTM's error of 2.1e-4, which is mostly rounding of h, it makes 2.6e-4, of
-bfloat16 1.7e-3 to 2.1e-3, where cuDNN, which rounds them too, has 2.6e-4 to 2.9e-4 and 2.3e-3.
-"""
+bfloat16 1.7e-3 to 2.1e-3, where cuDNN, which rounds them too, has 2.6e-4 to 2.9e-4 and 2.3e-3."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ class Piece:
     ----------
     base, apart : in values; the first unit's are at ``base`` + ``apart`` * unit of a row
     words : of 32 bits, at most four
-    register : the first of those that it is loaded into, among those of all pieces
-    """
+    register : the first of those that it is loaded into, among those of all pieces"""
 
     base: int
     apart: int
@@ -48,8 +46,7 @@ class Piece:
 
     def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
         """Its registers, of those of all pieces, which lie on the last axis."""
-        places = [(*index, self.register + k) for k in range(self.words)]
-        return [registers[place] for place in places]
+        return [registers[(*index, self.register + k)] for k in range(self.words)]
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,7 @@ class Hoisted:
         return Buffer("hoisted", WORKSPACE, self.dtype, Extent(0, batch * self.row))
 
     def laid(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Values (T*B, Q, H) of the host as they lie in memory, (T*B, row), still of their own type; NaN where nothing
-        lies."""
+        """Values (T*B, Q, H) of the host as they lie in memory, (T*B, row), of their own type; NaN where none lies."""
         memory = np.full((len(values), self.row), np.nan, values.dtype)
         first, q = 0, 0
         for count in self.planes:
@@ -147,10 +143,7 @@ class Hoisted:
     def store(self, buffer: TirBuffer, row: Expr, unit: Expr, values: Sequence[Sequence[Expr]],
               finite: bool = True) -> None:
         """Stores ``values[e][q]`` of 2 or 4 units from ``unit`` on, a multiple of as many; of 16 bits, with ``finite``
-        the largest float16 in place of infinity.
-
-        Units between ``hidden`` and ``units`` may be written.
-        """
+        the largest float16 in place of infinity. Units between ``hidden`` and ``units`` may be written."""
         first, units = T.let("first", row * self.row), len(values)
         halves = {place: value for own, those in zip(self.order(units), values, strict=True)
                   for place, value in zip(own, those, strict=True)}
@@ -181,8 +174,7 @@ def hoisted_choices(task: Task) -> tuple[str, ...]:
 def saved(task: Task) -> float:
     """Nanoseconds of a step that 16 bits are expected to save; none in a vanilla layer, which may lose as much.
 
-    18 layers on an H100 had 670 to 6400 bytes fewer for each nanosecond that a step was shorter by.
-    """
+    18 layers on an H100 had 670 to 6400 bytes fewer for each nanosecond that a step was shorter by."""
     w, outputs = task.workload, len(task.graph.hoisted_outputs)
     if w.dtype == "float32" or (outputs == 1 and task.graph.phases):
         return 0.0
@@ -205,9 +197,7 @@ def unhidden(task: Task, step: float, hides: float) -> float:
 def preferred(task: Task, expected: float, once: bool = False) -> str:
     """The default of the knob for a step that takes ``expected`` nanoseconds with float32.
 
-    What is normalized has larger errors: of a float16 LSTM's 4.2e-4, where it is rounded ``once``, 5.1e-4, else 6.2e-4.
-    """
-    worth = WORTH
-    if task.graph.hoisted_statistics:
-        worth = WORTH_NORMALIZED if once else float("inf")
+    What is normalized has larger errors: of a float16 LSTM's 4.2e-4, if rounded ``once``, 5.1e-4, else 6.2e-4."""
+    normalized = WORTH_NORMALIZED if once else float("inf")
+    worth = normalized if task.graph.hoisted_statistics else WORTH
     return "same" if saved(task) > worth * expected else "float32"

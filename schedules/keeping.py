@@ -22,16 +22,14 @@ LINES = 16  # of a row, at least, for which others fill up the last one
 
 
 def written(adjoint: Adjoint) -> tuple[Var, ...]:
-    """The values that the recurrence writes of each step to ``outputs``: the graph's, and what is summed over steps
-    besides."""
+    """The values of each step that the recurrence writes to ``outputs``: the graph's, and others summed over steps."""
     graph = adjoint.recurrence
     return tuple(dict.fromkeys((*graph.outputs, *(s.value for s in graph.sums))))
 
 
 def outputs_row(task: Task, adjoint: Adjoint) -> int:
-    """Values from one row of what the recurrence writes to the next. Products copy 128 bytes of each row at a time:
-    where rows begin within lines that is twice as many lines. A product of 700 rows of 2600 values of 16 bits takes
-    24 us on an H100, of 2624 values 15.5."""
+    """Values from one row of what the recurrence writes to the next. Products copy 128 bytes of a row at a time, of two
+    lines where rows begin within lines: of 700 rows of 2600 16-bit values one takes 24 us on an H100, of 2624 15.5."""
     values, line = len(written(adjoint)) * task.workload.hidden, LINE // task.workload.itemsize
     return ceil_div(values, line) * line if values >= LINES * line else values
 
@@ -54,16 +52,13 @@ def for_products(output: Expr, task: Task) -> Expr:
 
 
 MOST = 1 << 30  # bytes of gates that are kept where nobody says what is
-Value = TypeVar("Value")
-
-
 VALUES = "values_kept"
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Spot:
-    """The place of a kept value: a row of ``buffer`` has ``count`` times H values, and this value has the H of its
-    ``number``."""
+    """The place of a kept value: a row of ``buffer`` has ``count`` times H values, and it has those of ``number``."""
 
     buffer: str
     number: int = 0
@@ -77,9 +72,8 @@ class Spot:
 
 @dataclass(frozen=True)
 class Stored:
-    """The values that kernels of a GPU store of each step besides y: states, by name, and values of the step. The first
-    ``together`` of the values lie in rows of ``values_kept`` (T, B, V, H), where backward's recurrence may write as
-    many outputs over them."""
+    """The values that GPU kernels store of each step besides y: states, by name, and values of the step. The first
+    ``together`` of the values lie in ``values_kept`` (T, B, V, H), where backward may write its outputs over them."""
 
     states: tuple[str, ...] = ()
     values: tuple[Var, ...] = ()
@@ -89,8 +83,7 @@ class Stored:
         return bool(self.states or self.values)
 
     def buffers(self, batch: int, hidden: int, dtype: str) -> list[Buffer]:
-        """The buffers of these: :func:`kept_buffers` and :func:`value_buffers`, but one buffer for values that lie
-        ``together``."""
+        """The buffers: :func:`kept_buffers` and :func:`value_buffers`, but one for values that lie ``together``."""
         row = batch * self.together * hidden
         values = structs.replace(Buffer.of(VALUES, dtype, "0"), name=VALUES, extent=Extent(0, row))
         return [*kept_buffers(self.states, batch, hidden, dtype), *[values] * bool(self.together),
@@ -98,9 +91,7 @@ class Stored:
 
     def arguments(self, dtype: str) -> dict[str, TirBuffer]:
         """The parameters of a kernel that stores them."""
-        names = dict.fromkeys((*(f"{s}_kept" for s in self.states),
-                               *(self.spot(n).buffer for n in range(len(self.values)))))
-        return {name: T.pointer(name, dtype) for name in names}
+        return {b.name: T.pointer(b.name, dtype) for b in self.buffers(1, 1, dtype)}
 
     def found(self, after: Mapping[str, Value], env: Mapping[Var, Value]) -> dict[Spot, Value]:
         """The values to store by their spot, from the states after a step and the step's values."""
@@ -140,8 +131,7 @@ def usual_keep(task: Task, count: int) -> str:
 
 
 def kept_buffers(states: Iterable[str], batch: int, hidden: int, dtype: str) -> list[Buffer]:
-    """The buffers of kept states, ``<state>_kept`` (T, B, H) of the layer's type: at a step's place in x's time, zero
-    where a row takes no part."""
+    """The buffers of kept states, ``<state>_kept`` (T, B, H): at a step's place in x's time, 0 where a row is out."""
     return [structs.replace(Buffer.of("state_kept", dtype, name), extent=Extent(0, batch * hidden)) for name in states]
 
 

@@ -2,8 +2,7 @@
 
 A row is what was measured on a GPU or CPU, or fitted to trials on it. What belongs to the code of one kernel (cycles of
 its instructions, an order of its loops) is a constant beside that kernel's estimate. Estimates only order
-configurations and schedules, so a device that nobody has measured is served by the row of another.
-"""
+configurations and schedules, so a device that nobody has measured is served by the row of another."""
 
 from __future__ import annotations
 
@@ -15,8 +14,7 @@ from ecornn.schedules.base import Task
 
 @dataclass(frozen=True)
 class Most:
-    """Bounds of a GPU, for floors (ecornn/floor.py). Bytes and operations a nanosecond are of one multiprocessor, where
-    nothing else is said.
+    """Bounds of a GPU, for floors (ecornn/floor.py): a nanosecond's and a multiprocessor's, where nothing else is said.
 
     Attributes
     ----------
@@ -25,8 +23,7 @@ class Most:
     shared : bytes from shared memory
     intake : bytes from L2
     l2, memory : bytes from L2 and memory to all multiprocessors
-    tensor : 16-bit multiplications and additions
-    """
+    tensor : 16-bit multiplications and additions"""
 
     exchange: tuple[tuple[int, float], ...]
     announced: int
@@ -69,8 +66,7 @@ class GPURates:
     mma : cycles of an m16n8k16 product of a 16-bit type, with all four tensor cores at work
     wgmma_column : cycles of a column of an m64k16 product of warpgroups, of a 16-bit type
     mma_gemm, wgmma_gemm : 16-bit multiplications and additions a nanosecond of a large product, by either instruction
-    most : what no kernel exceeds
-    """
+    most : what no kernel exceeds"""
 
     clock: float
     threads: int
@@ -109,15 +105,13 @@ class CPURates:
     Attributes
     ----------
     adds_apart : whether additions of pairs pay, which run beside multiply-adds in units of their own
-    fma, vector_load, turn : cycles of a multiply-add, of a load of a vector from the first cache, and of a turn of the
-        loop over k beside its products
+    fma, vector_load, turn : cycles of a multiply-add, a vector from the first cache, a turn over k beside products
     fma_latency : cycles; with fewer sums than this in flight the unit idles
     l2_vector : cycles that a vector of weights takes from L2
     unhidden_vector : cycles of a tile for each vector of weights that nothing hides, where multiply-adds outrun L2
     unhidden_l3_vector : the same of weights that L2 gets from L3 meanwhile
     unhidden_row : the same for each row, which is of other cache lines
-    barrier : cycles of a barrier of threads, with what it costs to get the new state from another core
-    """
+    barrier : cycles of a barrier of threads, with what it costs to get the new state from another core"""
 
     adds_apart: bool
     fma: float
@@ -142,15 +136,13 @@ class CPURates:
 # beyond, polling 2 to 8 KB that carry their own tag, 32, 64 and 132 blocks. L2 (benchmarks/l2_rate.cu): intake of a
 # region that all blocks share, l2 of one for each block. Products: 8192^3 in bfloat16. Memory: a copy. Not measured:
 # 128 bytes a cycle from shared memory, at 1.98 GHz.
-H100_MOST = Most(
-    exchange=((1, 0.026), (2, 0.101), (4, 0.110), (8, 0.121), (16, 0.149), (32, 0.79), (64, 0.89), (132, 1.13)),
-    announced=8 << 10, shared=253, intake=212, l2=7_700, memory=3_000, tensor=5_917)
+H100_MOST = Most(announced=8 << 10, shared=253, intake=212, l2=7_700, memory=3_000, tensor=5_917, exchange=(
+    (1, 0.026), (2, 0.101), (4, 0.110), (8, 0.121), (16, 0.149), (32, 0.79), (64, 0.89), (132, 1.13)))
 
 H100 = GPURates(
     clock=1.7, threads=2048, step=2_000, sequence=12_000, launch=2_700, tensor_launch=3_500, barrier=60,
-    l2_exchange=1_450, l2_shared_sector=168, l2_counted=2_700, l2_handover=600, l2_latency=1_200,
-    memory_latency=1_000, cluster_exchange=497,
-    l2_copied=32, l2_bulk=48, l2_kept=27 << 20, l2_lasting=24 << 20, l2_beside=36, memory=18,
+    l2_exchange=1_450, l2_shared_sector=168, l2_counted=2_700, l2_handover=600, l2_latency=1_200, memory_latency=1_000,
+    cluster_exchange=497, l2_copied=32, l2_bulk=48, l2_kept=27 << 20, l2_lasting=24 << 20, l2_beside=36, memory=18,
     memory_beside=1_800, shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600,
     most=H100_MOST)
 
@@ -186,16 +178,14 @@ OTHERS = 18_000  # nanoseconds of an H100's calls (benchmarks/results/h100_few_s
 
 
 def short(task: Task) -> bool:
-    """True if the task's calls are expected to have at most ``SHORT`` steps. Modules serve any number: this is about
-    time."""
+    """True if calls are expected to have at most ``SHORT`` steps. Modules serve any number: this is about time."""
     return task.workload.seq <= SHORT
 
 
 def others(task: Task) -> float:
     """Nanoseconds that a call takes beside its steps, with a schedule that has several launches and reads all weights
     before its first step; of a layer with one exchange."""
-    w, rates = task.workload, gpu_rates(task.device)
-    (phase,) = task.graph.phases
-    weights = w.hidden * w.itemsize * (len(task.graph.hoisted_products) * task.own_input
-                                       + len(phase.products) * w.hidden)
+    w, graph, rates = task.workload, task.graph, gpu_rates(task.device)
+    (phase,) = graph.phases
+    weights = w.hidden * w.itemsize * (len(graph.hoisted_products) * task.own_input + len(phase.products) * w.hidden)
     return OTHERS + weights / (rates.memory * task.device.cores)

@@ -26,8 +26,7 @@ class SequenceKernel:
         ``<state>_kept``, ``value<n>_kept`` (T*B*H,), ``values_kept`` (T*B*V*H,), and the schedule's own
     steps, batch : T and B of the call
     kept : what it stores of each step, beside y
-    early : whether it may begin before what it reads of other launches is there: these are waited for
-    """
+    early : whether it may begin before what it reads of other launches is there: these are waited for"""
 
     task: Task
     hoisted: Hoisted

@@ -9,13 +9,12 @@ nothing in one that goes backwards. The recurrence of its adjoint crosses the sa
 that the first one clears what it ends with, or nothing.
 
 Where a traversal has ``sequences``, a row is a column in which sequences of the caller lie end to end: a table says
-which one a step belongs to. Each begins with its own state, and leaves its last state where it belongs. One that lies
-in two pieces, in neighbouring columns of a group, hands its state from one to the other through ``pieces``: float32, in
-global memory, since few steps need it and shared memory is scarce. The block that stores a value also loads it, and the
-barrier that all its threads wait at in every step lies between: a piece ends in step e, its state is stored before the
-barrier of step e + 1, and loaded behind that of step b - 2 if the other piece begins in step b. So b - e is 3 at least,
-with ``PIECES_APART`` steps between.
-"""
+which one a step belongs to. Each begins with its own state, and leaves its last state where it belongs. One in two
+pieces, in neighbouring columns of a group, hands its state over through ``pieces``: float32, in global memory, since
+few steps need it and shared memory is scarce. The block that stores a value also loads it, and the barrier of all its
+threads in every step lies between: a piece ends in step e, its state is stored before the barrier of step e + 1, and
+loaded behind that of step b - 2 if the other piece begins in step b. So b - e is 3 at least, with ``PIECES_APART``
+steps between."""
 
 from __future__ import annotations
 
@@ -65,9 +64,7 @@ _BLOCKS, _THREADS = 64, 256
 def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
     """``remaining``: a kernel, the workspace (T, B) that it fills, and its launch.
 
-    ``remaining[t, b]`` is ``lengths[b] - t``: the lengths, below zero where a row has ended, for a chunk of a sequence
-    that starts at step t.
-    """
+    ``remaining[t, b]`` is ``lengths[b] - t``, for a chunk that starts at step t: below zero where a row has ended."""
     with T.kernel("remaining") as made:
         steps, rows = T.arg("T", T.int32()), T.arg("B", T.int32())
         lengths, remaining = (T.pointer(name, "int32") for name in ("lengths", "remaining"))
@@ -79,8 +76,7 @@ def remaining_lengths(batch: int) -> tuple[PrimFunc, Buffer, Launch]:
             place = T.let("place", turn * (_BLOCKS * _THREADS) + first)
             with T.when(place < total):
                 T.buffer_store(remaining, lengths[place % rows] - place // rows, [place])
-    buffer = Buffer("remaining", WORKSPACE, "int32", Extent(0, batch))
-    return made(), buffer, Launch("remaining", _BLOCKS, _THREADS)
+    return made(), Buffer("remaining", WORKSPACE, "int32", Extent(0, batch)), Launch("remaining", _BLOCKS, _THREADS)
 
 
 def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool) -> tuple[PrimFunc, Launch]:
@@ -88,8 +84,7 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
     last step of a chunk of time, or before the first one.
 
     It is for what a chunk of a layer that goes backwards leaves, or of its adjoint: their ``resets`` lie between the
-    steps of one chunk, and such a border is in none.
-    """
+    steps of one chunk, and such a border is in none."""
     name = "cleared_behind" if behind else "cleared_before"
     with T.kernel(name) as made:
         steps, batch, first, whole = (T.arg(n, T.int32()) for n in ("T", "B", "first_step", "all_steps"))
@@ -116,8 +111,7 @@ def cleared_between(traversal: Traversal, hidden: int, dtype: str, behind: bool)
 class Timeline:
     """Emits the predicates of a traversal; where the traversal has none, nothing is emitted.
 
-    ``arguments`` has ``lengths``, ``resets`` and ``sequences`` where the traversal asks for them; rows must be below B.
-    """
+    ``arguments`` has ``lengths``, ``resets`` and ``sequences`` if the traversal asks for them; rows must be below B."""
 
     def __init__(self, traversal: Traversal, arguments: dict[str, TirBuffer], steps: Expr, batch: Expr) -> None:
         self.traversal, self.arguments, self.steps, self.batch = traversal, arguments, steps, batch
@@ -153,8 +147,7 @@ class Timeline:
 
     @property
     def other(self) -> int:
-        """Columns from a piece that continues to the one it continues from: 1, since in x's time the first piece lies
-        behind; -1 in reverse."""
+        """Columns from a piece that continues to the other: 1, as in x's time the first lies behind; -1 in reverse."""
         return -1 if self.traversal.reverse else 1
 
     def masked(self, live: Expr | None, value: Expr, otherwise: Expr) -> Expr:
@@ -170,8 +163,7 @@ class Timeline:
         return T.let("fresh", T.And(inside, mark != T.uint8(0)))
 
     def mark(self, t: Expr, row: Expr) -> Expr:
-        """The element of ``resets`` that :meth:`starts` needs for step ``t`` < T: loaded, not looked at. ``resets``
-        only."""
+        """The element of ``resets`` that :meth:`starts` needs for step ``t`` < T: only loaded. With ``resets`` only."""
         return self._mark(T.min(self.steps - t, self.steps - 1) if self.traversal.reverse else t, row)
 
     def starts(self, t: Expr, limit: Expr, mark: Expr) -> Expr:

@@ -1,5 +1,4 @@
-"""The entry ``backward`` of a layer on a GPU: its adjoint's recurrence, by the schedule that was chosen for it, and
-what comes before and after it."""
+"""The entry ``backward`` of a layer on a GPU: its adjoint's recurrence, by a schedule of its own, and all around it."""
 
 from __future__ import annotations
 
@@ -11,20 +10,7 @@ from msgspec import structs
 
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.kept import kept
-from ecornn.program import (
-    BACKWARD,
-    ENTRIES,
-    KEPT,
-    TENSORS,
-    WORKSPACE,
-    Buffer,
-    Chunks,
-    Entry,
-    Fill,
-    Leaf,
-    Program,
-    mapped,
-)
+from ecornn.program import BACKWARD, ENTRIES, KEPT, WORKSPACE, Buffer, Chunks, Entry, Fill, Leaf, Program, mapped
 from ecornn.schedules.assemble import tensor_buffers, vector_buffer
 from ecornn.schedules.backward.assemble import parts_of, recurrence_task
 from ecornn.schedules.backward.memory import rows_extent, rows_of_states
@@ -42,8 +28,7 @@ SCALARS = ("T", "B", "t", "add", "first_step", "all_steps")
 
 def with_backward(task: Task, forward: Program, schedule: Schedule, config: Config, beside: bool = False) -> Program:
     """The program with the entry ``backward``, too, whose recurrence ``schedule`` carries out, as ``config`` says.
-    ``beside``: a layer's other direction goes on at the same time, so that nothing can be added to its gradient of x.
-    """
+    ``beside``: a layer's other direction goes on at the same time, so nothing can be added to its gradient of x."""
     w, traversal = task.workload, task.traversal
     made = adjoint(task.graph, w.hidden, starts_anew=traversal.resets)
     inner = replace(recurrence_task(task, made), row=outputs_row(task, made))
@@ -57,11 +42,10 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     assert traversal.keep is not None
     known = kept(made, traversal.keep, by_steps=True)
     rows, after = parts_of(task, made, known, layout, recurrence, add=True, add_dx=add_dx, dx=dx)
-    tensors = tensor_buffers([t for t in ENTRIES[BACKWARD] if TENSORS[t].role != KEPT], traversal, w.dtype,
-                             task.graph.states, task.graph.parameters)
-    tensors = [structs.replace(b, dtype=dx) if b.tensor == "dx" else b for b in tensors]
+    tensors = [structs.replace(b, dtype=dx) if b.tensor == "dx" else b for b in _tensors(task) if b.role != KEPT]
     tensors += stored(task).buffers(w.batch, w.hidden, w.dtype)
     names = _names(task)
+
     def of_chunk(steps: int) -> tuple[Component, Component]:
         short = replace(task, workload=structs.replace(w, seq=steps))
         return parts_of(short, made, known, layout, recurrence, add=True, add_dx=add_dx, chunked=True, dx=dx)
@@ -87,8 +71,7 @@ def with_backward(task: Task, forward: Program, schedule: Schedule, config: Conf
     entry = Entry(part.calls, tuple(dict.fromkeys(b.name for b in taken)))
     return replace(forward, functions={**forward.functions, **part.functions}, buffers=tuple(buffers.values()),
                    entries={**forward.entries, BACKWARD: entry}, together=together,
-                   dx_in=_room_for_dx(task, Uses(part.functions), entry),
-                   in_place={b.name: VALUES for b in in_place})
+                   dx_in=_room_for_dx(task, Uses(part.functions), entry), in_place={b.name: VALUES for b in in_place})
 
 
 def _room_for_dx(task: Task, uses: Uses, entry: Entry) -> str | None:
@@ -100,9 +83,10 @@ def _room_for_dx(task: Task, uses: Uses, entry: Entry) -> str | None:
 
 
 def _with_less(task: Task, part: Component) -> tuple[Component, list[Buffer]]:
-    """The calls of ``part`` with less memory, and the workspaces that it has lost: these may lie where the values are
-    that forward kept."""
-    own = _in_place(task, part)
+    """The calls of ``part`` with less memory, and the workspaces that it has lost, which may lie over forward's values:
+    the recurrence's outputs, if forward kept as many values and nobody reads these any more."""
+    outputs, values = OWN + "outputs", [VALUES] if stored(task).together else []
+    own = [outputs for _ in free_for(outputs, Uses(part.functions), part.calls, values)]
     apart = [*own, *(b.name for b in part.buffers if b.name.startswith(RECURRENCE))]
     less, pairs = overlaid(part, task.workload.seq, apart), tuple((name, VALUES) for name in own)
     calls = tuple(replace(call, in_place=pairs) if isinstance(call, Chunks) else call for call in less.calls)
@@ -110,15 +94,7 @@ def _with_less(task: Task, part: Component) -> tuple[Component, list[Buffer]]:
             [b for b in less.buffers if b.name in own])
 
 
-def _in_place(task: Task, part: Component) -> list[str]:
-    """The workspaces that may lie over values that forward kept: the recurrence's outputs, if forward kept as many
-    values and nobody reads these any more."""
-    names = [VALUES] * bool(stored(task).together)
-    return [OWN + "outputs"] * len(free_for(OWN + "outputs", Uses(part.functions), part.calls, names))
-
-
-def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component,
-                                                                          list[tuple[str, str]]]:
+def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Component, Component, list[tuple[str, str]]]:
     """The component before the recurrence; the recurrence, between its neighbours; and pairs of a state's first and
     last buffer. It begins with gradients of the final states, and zeros, and leaves ``last_<state>``."""
     w, graph = task.workload, task.graph
@@ -140,19 +116,22 @@ def _recurrence(task: Task, adjoint: Adjoint, kernel: Component) -> tuple[Compon
         (names[f"{s}_in"], f"last_{s}") for s in graph.states]
 
 
+def _tensors(task: Task) -> list[Buffer]:
+    """The tensors of the entry."""
+    graph = task.graph
+    return tensor_buffers(ENTRIES[BACKWARD], task.traversal, task.workload.dtype, graph.states, graph.parameters)
+
+
 def _names(task: Task) -> dict[str, str]:
     """Name of a tensor in the parts -> its name in the entry; all other names get a prefix."""
-    tensors = [b.name for b in tensor_buffers(ENTRIES[BACKWARD], task.traversal, task.workload.dtype, task.graph.states,
-                                              task.graph.parameters)]
-    kept_ones = (b.name for b in stored(task).buffers(1, 1, task.workload.dtype))
-    names = {name: name for name in (*tensors, *kept_ones, "vectors")}
+    tensors = (*_tensors(task), *stored(task).buffers(1, 1, task.workload.dtype))
+    names = {name: name for name in (*(b.name for b in tensors), "vectors")}
     names |= {f"d_{s}_in": f"d{s}_in" for s in task.graph.states}
     return names | {f"d_{p}": f"gradient_{p}" for p in task.graph.parameters}
 
 
 def _named(part: Component, names: Mapping[str, str], everything: bool = True) -> Component:
-    """The component with other names of buffers; ``everything``: those that are not in ``names`` get a prefix, and
-    functions, too."""
+    """The component with other names of buffers; ``everything``: those not in ``names`` get a prefix, functions too."""
     def of(name: str) -> str:
         return names.get(name, OWN + name if everything else name)
 

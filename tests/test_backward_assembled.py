@@ -18,7 +18,7 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
 from ecornn.analysis.kept import kept
-from ecornn.schedules.backward.assemble import backward, state_gradients
+from ecornn.schedules.backward.assemble import parts_of, state_gradients
 from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, materialized, replayed
 from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
@@ -244,7 +244,7 @@ def test_all_gradients(tmp_path, cell, sizes, traversal):
     kinds |= {n: (s, "float32") for n, s in made.items()}
     kinds |= {p.columns.name: ((batch, H), "float32") for p in memory.last().values()}
     layout = Hoisted("float32", len(memory.adjoint.recurrence.hoisted_outputs), H)
-    part = backward(memory.task, memory.adjoint, memory.kept, layout, Component())
+    part = joined(*parts_of(memory.task, memory.adjoint, memory.kept, layout, Component()))
     found = Passes(part, tmp_path, kinds)
     start_at = found.run(steps, batch, given, parameters, twice=False)  # the first half: what follows reads NaN
     hoisted = unpacked(start_at["hoisted"], layout, steps * batch).reshape(steps, batch, layout.outputs, H)

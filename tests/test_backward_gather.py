@@ -57,17 +57,14 @@ def test_gathers(tmp_path, sizes, dtype, traversal):
     steps, batch, _, H = sizes
     back = adjoint(task.graph, H)
     memory = Memory(task, back, kept(back, "states"))
-    part = joined(*gathered(memory, traversal.directions == 1))
+    part = joined(*gathered(memory))
     generator, masks = np.random.default_rng(3), masks_of(traversal, steps, batch, 0)
     rows = int(unmarked(masks["sequences"]).max()) + 1 if traversal.sequences else batch
     assert steps < 9 or not traversal.sequences or (masks["sequences"] >= LATER).any()
     values = {n: generator.normal(size=s).astype(DTYPES[dtype]) for n, s in (
         ("y", (steps, batch, traversal.y_width(H))), ("c_kept", (steps, batch, H)), ("h_in", (rows, H)),
         ("c_in", (rows, H)))}
-    if traversal.directions == 2:
-        values["h_in"], values["c_in"] = (np.zeros((batch, H), DTYPES[dtype]) for _ in range(2))
     given = {n: (v.shape, dtype) for n, v in values.items()}
-    given = {n: of for n, of in given.items() if n[2:] != "in" or traversal.directions == 1}
     given |= {n: (v.shape, "uint8" if n == "resets" else "int32") for n, v in masks.items()}
     made = {f"before_{s}": (steps, batch, memory.before(s).stride) for s in "hc"}
     found = Passes(part, tmp_path, given).run(steps, batch, values | masks, made=made)

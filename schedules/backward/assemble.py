@@ -6,8 +6,7 @@ before, and goes through time the other way than the layer. What it leaves is fo
 sums are made of its outputs, and the gradients of the first states of its last states.
 
 What comes before it and after it is the same for all of them. Before it `replay` computes values of the forward pass
-again; after it `state_gradients` makes the gradients of first states.
-"""
+again; after it `state_gradients` makes the gradients of first states."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from ecornn.schedules.backward.memory import Memory, Place, finish_summed, mater
 from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
 from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
-from ecornn.schedules.builder import Expr, PrimFunc, T
+from ecornn.schedules.builder import Expr, T
 from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import COUNT, STEPS, Columns
 from ecornn.schedules.gemm.projection import align
@@ -51,7 +50,7 @@ def recurrence_task(layer: Task, adjoint: Adjoint) -> Task:
 
 def beyond(task: Task) -> str | None:
     """None, or what a recurrence has that no schedule carries out yet."""
-    graph: StepGraph = task.graph
+    graph = task.graph
     heads, whole = most_heads(graph), 64 if task.workload.itemsize == 2 else 32
     if heads > 1 and task.workload.hidden // heads % whole:
         return f"trains heads of a multiple of {whole} units on a GPU, not of {task.workload.hidden // heads}"
@@ -85,9 +84,10 @@ def recurrence_buffers(task: Task, layout: Hoisted) -> list[Buffer]:
 FEW = 4 << 20  # bytes that a launch makes in about the time that it takes to begin
 
 
-def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
-             add_dx: bool = False, first: bool = True) -> Component:
-    """The calls of a backward pass in order, with all workspaces; what it exchanges is as ``memory.py`` has it.
+def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
+             add_dx: bool = False, chunked: bool = False, dx: str | None = None) -> tuple[Component, Component]:
+    """The component that goes over the rows of all steps, and the one after the last step, with all workspaces; what a
+    backward pass exchanges is as ``memory.py`` has it.
 
     Parameters
     ----------
@@ -95,17 +95,8 @@ def backward(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     recurrence : from ``hoisted`` to ``outputs`` and ``last_<state>``; without ``outputs``
     add : to the gradients of parameters that are there, where the scalar ``add`` is not 0
     add_dx : to dx, as a second direction does
-    first : whether there are states before the first step; else these are zeros
-    """
-    return joined(*parts_of(task, adjoint, kept, layout, recurrence, add, add_dx, first))
-
-
-def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurrence: Component, add: bool = False,
-             add_dx: bool = False, first: bool = True, chunked: bool = False,
-             dx: str | None = None) -> tuple[Component, Component]:
-    """The component that goes over the rows of all steps, or with ``chunked`` of a chunk of them, and the one after the
-    last step. In chunks gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first. ``dx``:
-    its data type, if not the layer's."""
+    chunked : rows are a chunk's; gradients are added to, and so are the sums of ``sums_<...>_parts``, zeros at first
+    dx : its data type, if not the layer's"""
     w, memory = task.workload, Memory(task, adjoint, kept)
     at_once = not chunked and not adjoint.finish.sums  # sums of vectors are whole as soon as rows are done
     step = w.batch * memory.outputs_row if written(adjoint) else 0
@@ -116,7 +107,7 @@ def parts_of(task: Task, adjoint: Adjoint, kept: Kept, layout: Hoisted, recurren
     of_weights = weight_gradients(memory, multiplied, add)
     alone = any(space.variables for space in made_of_inputs(memory))  # what the one makes, the other reads
     after = joined(of_x, of_weights) if alone else beside(of_x, of_weights)
-    before, serial = [align(task), *gathered(memory, first, chunked)], joined(replay(memory, layout), recurrence)
+    before, serial = [align(task), *gathered(memory, chunked)], joined(replay(memory, layout), recurrence)
     read = {one.names.get(p.name, p.name) for one in launches(serial.calls)
             for p in serial.functions[one.function].params}
     # what only products after the recurrence read is made beside it, if that takes no longer than to launch it: what
@@ -142,9 +133,9 @@ def replay(memory: Memory, layout: Hoisted) -> Component:
     stores = tuple((v, p) for space in (multiplied, read) for v, p in space.places().items())
     made = passes.component(items, Wanted(stores, graph.hoisted_outputs, layout))
     batch = memory.task.workload.batch
-    spaces = Component(buffers=(*multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS)))
-    hoisted = Component(buffers=(layout.buffer(batch),)) if graph.hoisted_outputs else Component()
-    return joined(hoisted, spaces, made)
+    hoisted = (layout.buffer(batch),) if graph.hoisted_outputs else ()
+    spaces = (*hoisted, *multiplied.buffers(batch, STEPS), *read.buffers(batch, STEPS))
+    return joined(Component(buffers=spaces), made)
 
 
 def state_gradients(memory: Memory) -> Component:
@@ -161,8 +152,7 @@ def state_gradients(memory: Memory) -> Component:
 
 
 def _left_out(made: Component, gradients: Sequence[str]) -> Component:
-    """``made``, but a call that does not want these gradients leaves out the launches that make them; unchanged if a
-    launch makes none of them."""
+    """``made``, but a call that does not want these gradients leaves out its launches; unchanged if one makes none."""
     wanted = [tuple(p.name for p in made.functions[one.function].params if p.name in gradients)
               for one in launches(made.calls)]
     if not all(wanted):
@@ -176,13 +166,7 @@ WARP = 32  # whose threads have the highest number of as many each; then one thr
 
 
 def count_sequences(traversal: Traversal) -> Component:
-    """``count`` (1,), int32, from the table ``sequences``, whose numbers are those from 0 on."""
-    return Component({"count_sequences": _counting_kernel(traversal)}, (Buffer(COUNT, WORKSPACE, "int32", Extent(1)),),
-                     (Launch("count_sequences", 1, THREADS, 4 * THREADS),))
-
-
-def _counting_kernel(traversal: Traversal) -> PrimFunc:
-    """``(T, B, sequences, count)``, one block."""
+    """``count`` (1,), int32, from the table ``sequences``, whose numbers are those from 0 on; by one block."""
     with T.kernel("count_sequences") as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         table, count = (T.pointer(name, "int32") for name in ("sequences", COUNT))
@@ -211,4 +195,5 @@ def _counting_kernel(traversal: Traversal) -> PrimFunc:
             with T.unroll("k", WARP) as k:
                 include(found[k])
             T.buffer_store(count, highest[0] + 1, [0])
-    return made()
+    return Component({"count_sequences": made()}, (Buffer(COUNT, WORKSPACE, "int32", Extent(1)),),
+                     (Launch("count_sequences", 1, THREADS, 4 * THREADS),))

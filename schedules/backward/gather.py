@@ -4,8 +4,7 @@
                    takes no part in the step
 
 Of sequences in columns that is each one's first state where it begins, and where it goes on in a neighbouring column
-the state that the piece there ended with, which a search of the table finds.
-"""
+the state that the piece there ended with, which a search of the table finds."""
 
 from __future__ import annotations
 
@@ -25,25 +24,23 @@ THREADS = 256
 BLOCKS = 8  # a multiprocessor
 
 
-def gathered(memory: Memory, first: bool = True, chunked: bool = False) -> list[Component]:
+def gathered(memory: Memory, chunked: bool = False) -> list[Component]:
     """``before_<state>`` of each state that is read, from ``<state>_kept`` or y, ``<state>_in``, lengths and resets.
-    ``first``: whether there is a state before the first step; else that is zero. ``chunked``: of a chunk, whose
-    neighbours lie around it."""
-    return [_gather(memory, state, first, chunked) for state in read_before(memory.adjoint, memory.kept)]
+    ``chunked``: of a chunk, whose neighbours lie around it."""
+    return [_gather(memory, state, chunked) for state in read_before(memory.adjoint, memory.kept)]
 
 
-def _gather(memory: Memory, state: str, first: bool, chunked: bool) -> Component:
+def _gather(memory: Memory, state: str, chunked: bool) -> Component:
     w, after, before = memory.task.workload, memory.after(state), memory.before(state)
     blocks, of_y = BLOCKS * memory.task.device.cores, after.name == "y"
     function = "gather_y" if of_y else "gather"
-    names = {"after": after.name, "before": before.name} | ({"first": f"{state}_in"} if first else {})
-    return Component({function: _kernel(memory.task, function, after, before.stride, blocks, first, chunked)},
+    names = {"after": after.name, "before": before.name, "first": f"{state}_in"}
+    return Component({function: _kernel(memory.task, function, after, before.stride, blocks, chunked)},
                      (Buffer(before.name, WORKSPACE, w.dtype, Extent(0, w.batch * before.stride)),),
                      (Launch(function, blocks, THREADS, names=names),))
 
 
-def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, has_first: bool,
-            chunked: bool) -> PrimFunc:
+def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, chunked: bool) -> PrimFunc:
     """``(T, B, first_step, all_steps, after, first, before, lengths, resets)``: threads take some neighbouring units
     each, as many as are 16 bytes, if rows are aligned to these. ``stride``: of what is made."""
     w, traversal = task.workload, task.traversal
@@ -52,8 +49,7 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ha
     with T.kernel(name) as made:
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         first_step, left = (T.arg("first_step", T.int32()), T.arg("all_steps", T.int32())) if chunked else (0, steps)
-        after, before = (T.pointer(n, w.dtype) for n in ("after", "before"))
-        first = T.pointer("first", w.dtype) if has_first else None
+        after, before, first = (T.pointer(n, w.dtype) for n in ("after", "before", "first"))
         masks = row_arguments(traversal)
         T.device_entry()
         T.note("the state before each step: that after the one before it, or the sequence's first one")
@@ -70,9 +66,8 @@ def _kernel(task: Task, name: str, source: Columns, stride: int, blocks: int, ha
                 T.buffer_store(values, T.uint32(0) if words else T.cast(T.float32(0), w.dtype), [k])
             with T.when(T.And(T.Not(origin.zero), T.Not(origin.earliest))):
                 _load(values, words, after, source.place(origin.beside, unit))
-            if first is not None:
-                with T.when(T.And(T.Not(origin.zero), origin.earliest)):
-                    _load(values, words, first, T.cast(origin.first, "int64") * w.hidden + unit)
+            with T.when(T.And(T.Not(origin.zero), origin.earliest)):
+                _load(values, words, first, T.cast(origin.first, "int64") * w.hidden + unit)
             place = T.let("place", T.cast(row, "int64") * stride + unit)
             if words:
                 st_global(before.ptr_to([place]), [values[k] for k in range(words)])

@@ -48,8 +48,7 @@ def _gradient_of_x(memory: Memory, add: bool, dtype: str | None) -> Component:
 
 
 def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component:
-    """The gradients of the cell's inputs, which need no product, and the values made on the way: a pass over hidden
-    units."""
+    """The gradients of the cell's inputs, without a product, and values made on the way: a pass over hidden units."""
     from tvm import tirx
 
     back = memory.adjoint
@@ -75,20 +74,18 @@ def _gradients_beside(memory: Memory, add: bool, dtype: str | None) -> Component
 
 
 def summed_directions(cores: int, units: int, dtype: str) -> Component:
-    """``dx`` (T, B, units) += ``dx_second``, that of a layer's second direction, in float32; on ``cores``
-    multiprocessors."""
+    """``dx`` (T, B, units) += ``dx_second``, a second direction's, in float32; on ``cores`` multiprocessors."""
     from tvm import tirx
 
     first, second, whole = (tirx.Var(name, "float32") for name in ("first", "second", "whole"))
-    places = {first: Place(Columns("dx", units, units), dtype), 
+    places = {first: Place(Columns("dx", units, units), dtype),
               second: Place(Columns("dx_second", units, units), "float32")}
     scalars = Scalars((), (), (Assign(whole, first + second),), places, ((whole, places[first]),))
     return scalar_pass("sum_directions", cores, scalars, (), units, STEPS)
 
 
 def made_of_inputs(memory: Memory) -> tuple[Workspaces, Workspaces]:
-    """Values that the pass makes on the way: factors of outer products, in the layer's data type, and what is summed,
-    in float32."""
+    """Values that the pass makes besides: factors of outer products, in the layer's type; what is summed, float32."""
     graph, H = memory.adjoint.inputs, memory.task.workload.hidden
     known = memory.leaves() | memory.outputs() | replayed(memory)
     multiplied = Workspaces("inputs_factors", memory.dtype, H, WORKSPACE)

@@ -19,8 +19,7 @@
 
 All of the layer's data type, where nothing else is said.
 
-A long sequence goes in chunks of time (``schedules/chunks.py``): workspaces then have a chunk's rows.
-"""
+A long sequence goes in chunks of time (``schedules/chunks.py``): workspaces then have a chunk's rows."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class Place:
         if self.dtype == "float32":
             st_global(first, values, "f32")
             return
-        words = [pack_pair(values[e], values[e + 1], self.dtype) for e in range(0, span, 2)]
-        st_global(first, words)
+        st_global(first, [pack_pair(values[e], values[e + 1], self.dtype) for e in range(0, span, 2)])
 
 
 def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:
@@ -152,15 +150,12 @@ class Memory:
     def leaves(self) -> dict[Var, Place]:
         """The places of the values that each step has before the recurrence begins."""
         forward, H = self.adjoint.forward, self.task.workload.hidden
-        found: dict[Var, Place] = {}
-        for name in self.kept.states:
-            found[forward.results[name]] = Place(self.after(name), self.dtype)
+        found = {forward.results[n]: Place(self.after(n), self.dtype) for n in self.kept.states}
         several = together(self.task, self.adjoint, len(self.kept.values))
         for number, var in enumerate(self.kept.values):
             at = spot(number, several)
             found[var] = Place(Columns(at.buffer, H, at.count * H, at.number * H), self.dtype)
-        for name in read_before(self.adjoint, self.kept):
-            found[forward.states[name]] = Place(self.before(name), self.dtype)
+        found |= {forward.states[n]: Place(self.before(n), self.dtype) for n in read_before(self.adjoint, self.kept)}
         if forward.x is not None:
             found[forward.x] = Place(self.x, self.dtype)
         found |= self.inputs("x", self.dtype)
@@ -173,8 +168,7 @@ class Memory:
                 for o, v in enumerate(written(self.adjoint))}
 
     def last(self) -> dict[Var, Place]:
-        """The places of the states that the recurrence leaves after the last step; rows are those of
-        :func:`rows_of_states`."""
+        """The places of the states that the recurrence leaves at the end; rows are those of :func:`rows_of_states`."""
         H, graph = self.task.workload.hidden, self.adjoint.recurrence
         return {v: Place(Columns(f"last_{n}", H, H), self.dtype) for n, v in graph.states.items()}
 
@@ -200,8 +194,7 @@ class Workspaces:
                 for n, v in enumerate(self.variables)}
 
     def buffers(self, batch: int, each: str) -> tuple[Buffer, ...]:
-        """The buffer, if there is anything in it; ``each``: the kind of its rows; of sequences there may be as many as
-        steps."""
+        """The buffer, if anything is in it; ``each``: the kind of its rows; there may be as many sequences as steps."""
         size = batch * len(self.variables) * self.units
         return (Buffer(self.name, self.role, self.dtype, rows_extent(each, size)),) if size else ()
 

@@ -2,8 +2,7 @@
 
 What lies between two products is one kernel: scalars that follow a product are computed on its sums, unless they need
 statistics of whole rows. Products of what memory holds at the beginning are one kernel, whatever they multiply. Values
-that a later kernel reads are left in workspaces: in float32, or, where they are multiplied, in the layer's data type.
-"""
+that a later kernel reads are left in workspaces: in float32, or, where they are multiplied, in the layer's type."""
 
 from __future__ import annotations
 
@@ -15,10 +14,10 @@ from ecornn.analysis.liveness import needed
 from ecornn.analysis.merging import merged
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
-from ecornn.program import RUN, WHOLE, WORKSPACE, Buffer, Call, Entry, Extent, Leaf, Program, mapped
+from ecornn.program import RUN, WHOLE, WORKSPACE, Buffer, Entry, Extent, Program
 from ecornn.schedules.backward.memory import Place, Workspaces
 from ecornn.schedules.backward.scalars import Pointwise, Scalars, scalar_pass
-from ecornn.schedules.base import Component, Task, joined
+from ecornn.schedules.base import Component, Task, joined, renamed
 from ecornn.schedules.builder import Var
 from ecornn.schedules.gemm.job import CHUNK, STEPS, Columns, Job, Operand
 from ecornn.schedules.gemm.projection import over_rows
@@ -80,8 +79,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The results of a pass: ``stores``, values and where they go; and ``hoisted``, in ``layout``; ``instead``: see
-    :class:`Scalars`."""
+    """Results of a pass: ``stores``, values and places; ``hoisted``, in ``layout``; ``instead`` of :class:`Scalars`."""
 
     stores: tuple[tuple[Var, Place], ...] = ()
     hoisted: tuple[Var, ...] = ()
@@ -107,8 +105,7 @@ class RowPass:
     invariants : what parameters determine
     each : what it goes over, as of a :class:`~ecornn.schedules.gemm.job.Job`
     mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
-    units : of the last product, where these are not hidden units
-    """
+    units : of the last product, where these are not hidden units"""
 
     task: Task
     forward: StepGraph
@@ -185,48 +182,41 @@ class RowPass:
         return over_rows(job, Pointwise(scalars, products, span))
 
     def _job(self, name: str, products: Sequence[Product], operands: Mapping[Var, Place], vectors: int) -> Job:
-        w = self.task.workload
+        w, device = self.task.workload, self.task.device
+        columns = {v: p.columns for v, p in operands.items()} | {None: self.x}
+        gates = {n: shape[0] for n, shape in self.forward.parameters.items() if shape[1] == w.hidden}
         expected = w.seq * w.batch if self.each == STEPS else w.batch
-        return Job(name, self.task.device, w.dtype, w.arithmetic,
-                   operands_of(name, products, {v: p.columns for v, p in operands.items()} | {None: self.x},
-                               w.itemsize, {n: shape[0] for n, shape in self.forward.parameters.items()
-                                            if shape[1] == w.hidden}),
+        return Job(name, device, w.dtype, w.arithmetic, operands_of(name, products, columns, w.itemsize, gates),
                    len(products), self.units or w.hidden, vectors, self.each, expected)
 
 
 def operands_of(name: str, products: Sequence[Product], columns: Mapping[Var | None, Columns], itemsize: int,
                 gates: Mapping[str, int]) -> tuple[Operand, ...]:
     """The operands of products, each once if nothing multiplies it twice; neighbours in memory are one operand if they
-    are whole stages, or if all ``gates`` of a parameter multiply them and rows of the whole are aligned better than
-    those of each."""
-    slots: list[tuple[Columns, bool, list[tuple[str, int]], int]] = []
+    are whole stages, or if all ``gates`` of a parameter multiply them and rows of the whole are aligned better."""
+    slots: list[tuple[Columns, bool, int, list[tuple[str, int]]]] = []
     for r, product in enumerate(products):
         taken: set[int] = set()
         for term in product.terms:
-            where = columns[term.operand]
-            free = (s for s, slot in enumerate(slots) if slot[:2] == (where, term.transposed)
-                    and slot[3] == term.heads and s not in taken)
-            s = next(free, len(slots))
+            kind = columns[term.operand], term.transposed, term.heads
+            s = next((s for s, slot in enumerate(slots) if slot[:3] == kind and s not in taken), len(slots))
             if s == len(slots):
-                slots.append((where, term.transposed, [("", 0)] * len(products), term.heads))
-            slots[s][2][r] = term.source
+                slots.append((*kind, [("", 0)] * len(products)))
+            slots[s][3][r] = term.source
             taken.add(s)
-    if len(products) == 1 and len(slots) > 1 and all(slot[3] == 1 for slot in slots):
+    if len(products) == 1 and len(slots) > 1 and all(slot[2] == 1 for slot in slots):
         slots.sort(key=lambda slot: (slot[0].name, slot[0].offset))
-        first, width = slots[0][0], sum(slot[0].width for slot in slots)
-        beside = all(a[0].offset + a[0].width == b[0].offset and a[0].name == b[0].name
-                     for a, b in pairwise(slots))
-        if beside and all(slot[1] for slot in slots) and width * itemsize % LINE == 0:
-            whole = replace(first, width=width)
-            return (Operand(whole, f"{name}_weights", tuple(s for slot in slots for s in slot[2]), True, len(slots)),)
-        parameter, most = slots[0][2][0][0], CHUNK // itemsize
-        every = [(parameter, gate) for gate in range(gates.get(parameter, 0))]
-        if beside and [slot[1:3] for slot in slots] == [(True, [source]) for source in every]:
-            whole = replace(first, width=width)
-            if whole.copied(most) > min(slot[0].copied(most) for slot in slots):
-                return (Operand(whole, f"{name}_weights", ((parameter, WHOLE),), True),)
+        whole = replace(slots[0][0], width=sum(slot[0].width for slot in slots))
+        beside = all(a[0].offset + a[0].width == b[0].offset and a[0].name == b[0].name for a, b in pairwise(slots))
+        if beside and all(slot[1] for slot in slots) and whole.width * itemsize % LINE == 0:
+            return (Operand(whole, f"{name}_weights", tuple(s for slot in slots for s in slot[3]), True, len(slots)),)
+        parameter, most = slots[0][3][0][0], CHUNK // itemsize
+        every = [(True, 1, [(parameter, gate)]) for gate in range(gates.get(parameter, 0))]
+        better = whole.copied(most) > min(slot[0].copied(most) for slot in slots)
+        if beside and better and [slot[1:] for slot in slots] == every:
+            return (Operand(whole, f"{name}_weights", ((parameter, WHOLE),), True),)
     return tuple(Operand(where, f"{name}_weights_{n}", tuple(sources), transposed, heads=heads)
-                 for n, (where, transposed, sources, heads) in enumerate(slots))
+                 for n, (where, transposed, heads, sources) in enumerate(slots))
 
 
 def unique_invariants(*graphs: StepGraph) -> tuple[Assign, ...]:
@@ -238,12 +228,10 @@ SPACE = "read_out"
 
 
 def with_read_out(task: Task, program: Program) -> Program:
-    """The values that only the outputs of a layer need, after its loop: a pass over all rows, from what the loop wrote
-    to y.
+    """The values that only a layer's outputs need, after its loop: a pass over all rows, from what the loop wrote to y.
 
         read_out    (T, B, N, H), what the loop writes in place of y; zero where a row takes no part
-        y           (T, B, W), as the layer has it
-    """
+        y           (T, B, W), as the layer has it"""
     assert task.after is not None
     w, graph, y = task.workload, task.after.graph, task.after.traversal
     H, count = w.hidden, len(task.graph.outputs)
@@ -260,15 +248,7 @@ def with_read_out(task: Task, program: Program) -> Program:
     passes = RowPass(task, task.graph, x, SPACE, leaves, graph.invariants, mask=rows_mask(task.traversal))
     made = passes.component(items_of(graph), Wanted(stores))
     space = Buffer(SPACE, WORKSPACE, w.dtype, Extent(0, w.batch * count * H))
-    calls = (*(_elsewhere(call) for call in program.entries[RUN].calls), *made.calls)
+    calls = (*(renamed(call, {"y": SPACE}) for call in program.entries[RUN].calls), *made.calls)
     buffers = (*program.buffers, space, *made.buffers)
     return replace(program, functions={**program.functions, **made.functions}, buffers=buffers,
                    entries={RUN: Entry(calls, tuple(b.name for b in buffers))})
-
-
-def _elsewhere(call: Call) -> Call:
-    """A call of the loop, whose y is the workspace."""
-    def leaf(one: Leaf) -> Leaf:
-        return replace(one, names={"y": SPACE, **{p: SPACE if b == "y" else b for p, b in one.names.items()}})
-
-    return mapped(call, leaf)

@@ -1,6 +1,4 @@
-"""The scalars of a pass over all rows: what a (row, unit) reads from memory, computes and stores; and the kernel where
-no product comes before them.
-"""
+"""The scalars of a pass over all rows: what a (row, unit) reads, computes and stores; the kernel without products."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ class Scalars:
     stores : values, and where they go
     hoisted, layout : values that go to the buffer ``hoisted``
     mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
-    instead : of some values, the one that is stored there in place of zeros
-    """
+    instead : of some values, the one that is stored there in place of zeros"""
 
     vectors: tuple[Vector, ...]
     invariants: tuple[Assign, ...]
@@ -64,8 +61,7 @@ class Scalars:
         return any(v.var in read for v in self.vectors)
 
     def reads(self, known: Iterable[Var] = (), besides: Iterable[Var] = ()) -> dict[str, str]:
-        """The buffers, with their types, that must be read for what is stored and what is wanted ``besides``, if
-        ``known`` is known."""
+        """The buffers, with types, to read for what is stored and what is wanted ``besides``, if ``known`` is known."""
         read = self._needed({*self.wanted, *besides}) - set(known)
         found = {p.columns.name: p.dtype for v, p in self.leaves.items() if v in read}
         return found | ({self.mask: "int32"} if self.mask else {})
@@ -99,7 +95,8 @@ class Scalars:
 
     def store(self, arguments: Arguments, row: Expr, unit: Expr, envs: Sequence[Env]) -> None:
         """Stores the result of :meth:`values`."""
-        live = self._live(arguments, row)
+        mask = self.mask
+        live = None if mask is None else T.let("live", takes_part(mask, arguments[mask], row, arguments["B"]))
         for var, place in self.stores:
             values = [env[var] for env in envs]
             if live is not None:
@@ -110,11 +107,6 @@ class Scalars:
             assert self.layout is not None
             store_hoisted(self.layout, arguments["hoisted"], row, unit, [[env[v] for v in self.hoisted]
                                                                          for env in envs], finite=False)
-
-    def _live(self, arguments: Arguments, row: Expr) -> Expr | None:
-        if self.mask is None:
-            return None
-        return T.let("live", takes_part(self.mask, arguments[self.mask], row, arguments["B"]))
 
 
 class Pointwise(Epilogue):
@@ -140,12 +132,10 @@ BLOCKS = 6  # a multiprocessor
 
 def scalar_pass(name: str, cores: int, scalars: Scalars, statistics: Sequence[Sequence[Statistic]], units: int,
                 each: str) -> Component:
-    """A kernel for ``cores`` multiprocessors: the statistics, group after group, where one may read the result of
-    another; then the scalars.
+    """A kernel for ``cores`` multiprocessors: statistics, where later groups may read earlier ones, then scalars.
 
     With statistics a block has whole rows; else threads take some neighbouring units each. ``each``: what there is a
-    row of, as of a :class:`~ecornn.schedules.gemm.job.Job`.
-    """
+    row of, as of a :class:`~ecornn.schedules.gemm.job.Job`."""
     words, blocks = max((RowSums.words(THREADS, s) for s in statistics), default=0), BLOCKS * cores
     kernel = _kernel(name, scalars, statistics, units, each, blocks, words)
     return Component({name: kernel}, (), (Launch(name, blocks, THREADS, 4 * words),))
@@ -171,7 +161,10 @@ def _kernel(name: str, scalars: Scalars, statistics: Sequence[Sequence[Statistic
             with T.serial("turn", 0, T.let("turns", (rows - block + (blocks - 1)) // blocks)) as turn:
                 _row(work, statistics, T.let("row", turn * blocks + block), thread, memory)
         else:
-            _every_unit(work, rows, block * THREADS + thread, blocks * THREADS)
+            total = T.cast(rows, "int64") * work.chunks
+            with T.items(total, block * THREADS + thread, blocks * THREADS) as item:
+                row, unit = T.cast(item // work.chunks, "int32"), T.cast(item % work.chunks, "int32") * work.span
+                work.store(T.let("row", row), T.let("unit", unit), {})
     return made()
 
 
@@ -204,12 +197,6 @@ class _Units:
     def store(self, row: Expr, unit: Expr, found: Env) -> None:
         """Computes and stores all values."""
         self.scalars.store(self.arguments, row, unit, self.values(row, unit, found))
-
-
-def _every_unit(work: _Units, rows: Expr, thread: Expr, threads: int) -> None:
-    with T.items(T.cast(rows, "int64") * work.chunks, thread, threads) as item:
-        row, unit = T.cast(item // work.chunks, "int32"), T.cast(item % work.chunks, "int32") * work.span
-        work.store(T.let("row", row), T.let("unit", unit), {})
 
 
 def _row(work: _Units, statistics: Sequence[Sequence[Statistic]], row: Expr, thread: Expr, memory: TirBuffer) -> None:

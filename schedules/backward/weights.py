@@ -2,8 +2,7 @@
 operands. Values that lie side by side are taken together: all gates of an LSTM are the columns of one product.
 
 Those of vectors are values summed over all rows, in two passes, then what depends on parameters alone. The first pass
-leaves sums of ``CHUNKS`` parts of the rows; the second adds these in order, so that every run has the same bits.
-"""
+leaves sums of ``CHUNKS`` parts of the rows; the second adds these in order, so that every run has the same bits."""
 
 from __future__ import annotations
 
@@ -43,21 +42,16 @@ class Group:
 
 def weight_gradients(memory: Memory, places: Mapping[Var, Place], add: bool = False) -> Component:
     """``d_<parameter>`` of every matrix (G, H, K), float32; ``add``: to what is there, where the scalar ``add`` is not
-    0. Zeros where a gate is not used.
-
-    ``places`` has what is multiplied, all of the layer's data type, beside x.
-    """
+    0. Zeros where a gate is not used. ``places`` has what is multiplied, all of the layer's data type, beside x."""
     back, forward = memory.adjoint, memory.adjoint.forward
     groups = groups_of(memory, (*back.recurrence.outer_products, *back.inputs.outer_products), places)
     first = None if add else False
     made = [_outer(memory, n, group, first if group.first else True) for n, group in enumerate(groups)]
     largest = max((b for part in made for b in part.buffers), key=lambda b: b.extent.fixed, default=None)
-    parts = Component() if largest is None else Component(buffers=(largest,))
-    whole = joined(*made)
+    whole = replace(joined(*made), buffers=() if largest is None else (largest,))
     used = {(g.parameter, gate) for g in groups for gate in g.gates}
     unused = [(n, g) for n, s in forward.parameters.items() if len(s) == 3 for g in range(s[0]) if (n, g) not in used]
-    return joined(parts, Component(whole.functions, calls=whole.calls),
-                  zeros(forward, unused, memory.task.device.cores, add))
+    return joined(whole, zeros(forward, unused, memory.task.device.cores, add))
 
 
 def groups_of(memory: Memory, outers: Sequence[OuterProduct], places: Mapping[Var, Place]) -> list[Group]:
@@ -221,9 +215,8 @@ def _partial(name: str, group: _Group, hidden: int, accumulate: bool = False) ->
     span = gcd(*(p.columns.together(4) for _, p in group.values))
     blocks, shared = len(group.values) * ceil_div(hidden, 32 * span) * CHUNKS, THREADS * span * 4
     kernel = _partial_kernel(name, group, hidden, span, blocks, accumulate)
-    return Component({name: kernel}, (Buffer(f"{name}_parts", WORKSPACE, "float32",
-                                             Extent(CHUNKS * len(group.values) * hidden)),),
-                     (Launch(name, blocks, THREADS, shared, names={"parts": f"{name}_parts"}),))
+    parts = Buffer(f"{name}_parts", WORKSPACE, "float32", Extent(CHUNKS * len(group.values) * hidden))
+    return Component({name: kernel}, (parts,), (Launch(name, blocks, THREADS, shared, names={"parts": parts.name}),))
 
 
 def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: int, accumulate: bool) -> PrimFunc:
@@ -268,9 +261,8 @@ def _partial_kernel(name: str, group: _Group, hidden: int, span: int, blocks: in
         sync_block()
         with T.when(T.And(warp == 0, unit < hidden)):
             for e in range(span):
-                value = memory[thread * span + e]
-                for other in range(1, warps):
-                    value = value + memory[(other * 32 + lane) * span + e]
+                others = (memory[(other * 32 + lane) * span + e] for other in range(1, warps))
+                value = sum(others, memory[thread * span + e])
                 into = (chunk * count + s) * hidden + unit + e
                 T.buffer_store(parts, parts[into] + value if accumulate else value, [into])
     return made()
@@ -299,9 +291,7 @@ def _once(memory: Memory, at: Mapping[Var, Sequence[tuple[str, int, int]]],
                 env[var] = T.let(var.name, total[0])
             env = emit(back.once.invariants, env)
             for (parameter, gate), those in gradients.items():
-                value = env[those[0]]
-                for var in those[1:]:
-                    value = value + env[var]
+                value = sum((env[var] for var in those[1:]), env[those[0]])
                 into, place = a[f"d_{parameter}"], gate * H + unit
                 T.buffer_store(into, with_existing(added, into[place], value), [place])
     return made()

@@ -64,12 +64,11 @@ class Ended:
 class GateThreads(ABC):
     """Emits the code of threads that own (unit, batch row) pairs for the whole sequence.
 
-    Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The
-    values of each item are in registers: constants, states, hoisted inputs of this step (``inputs``) and of
-    the next one (``ahead``), how far its row goes (``limits``) and whether it starts anew (``fresh``).
-    Of a column of sequences: their ``numbers`` in this step and the next two, with the marks of pieces, and the state
-    that the next step begins with if it is the first one of a sequence or piece (``given``).
-    """
+    Neighbouring threads own neighbouring units of one row, so two of them make a 16-bit word. The values of each item
+    are in registers: constants, states, hoisted inputs of this step (``inputs``) and the next one (``ahead``), how far
+    its row goes (``limits``) and whether it starts anew (``fresh``). Of a column of sequences: the ``numbers`` in this
+    step and the next two, with the marks of pieces, and the state that the next step begins with if it is the first one
+    of a sequence or piece (``given``)."""
 
     def __init__(self, kernel: SequenceKernel, share: Share, group: Expr, first: Expr, thread: Expr,
                  count: Expr | None = None) -> None:
@@ -126,8 +125,7 @@ class GateThreads(ABC):
         for i in range(self.items):
             self._constants(i)
             if self.limits is not None:
-                limit = self.timeline.limit(T.min(self.row[i], self.batch - 1))
-                T.buffer_store(self.limits, limit, [i])
+                T.buffer_store(self.limits, self.timeline.limit(T.min(self.row[i], self.batch - 1)), [i])
             if self.numbers is not None:
                 T.buffer_store(self.numbers, self._number(T.int32(0), i), [i, 2])
                 self._begin_sequence(i, self.numbers[i, 2], self.states)
@@ -135,9 +133,8 @@ class GateThreads(ABC):
             for s, name in enumerate(graph.states):
                 T.buffer_store(self.states, T.float32(0), [i, s])
                 with T.when(self.valid[i]):
-                    row = self.row[i]
-                    given = T.cast(self.arguments[f"{name}_in"][row * H + self.unit[i]], "float32")
-                    first = self.timeline.fresh(0, row, self._limit(i))
+                    given = T.cast(self.arguments[f"{name}_in"][self.row[i] * H + self.unit[i]], "float32")
+                    first = self.timeline.fresh(0, self.row[i], self._limit(i))
                     (value,) = self.timeline.started(first, [given])
                     T.buffer_store(self.states, value, [i, s])
 
@@ -190,8 +187,7 @@ class GateThreads(ABC):
         """Is called before the hoisted inputs of step t are read."""
 
     def _start_at(self, t: Expr) -> None:
-        """Loads whether a sequence starts at step t into ``fresh``, or from which state into ``given``. For steps in
-        order, from the first."""
+        """Loads whether a sequence starts at step t into ``fresh``, or from which state into ``given``: one by one."""
         for i in range(self.items if self.numbers is not None else 0):
             for k in range(2):
                 T.buffer_store(self.numbers, self.numbers[i, k + 1], [i, k])
@@ -200,13 +196,11 @@ class GateThreads(ABC):
                 self._begin_sequence(i, self.numbers[i, 1], self.given)
         for i in range(self.items if self.fresh is not None else 0):
             row = T.let("some_row", T.min(self.row[i], self.batch - 1))
-            fresh = self.timeline.fresh(t, row, self._limit(i))
-            T.buffer_store(self.fresh, T.cast(fresh, "int32"), [i])
+            T.buffer_store(self.fresh, T.cast(self.timeline.fresh(t, row, self._limit(i)), "int32"), [i])
 
     def _load_inputs(self, t: Expr, into: TirBuffer) -> None:
         """Loads the hoisted inputs of step t."""
-        hoisted = self.hoisted
-        nothing = T.uint32(0) if hoisted.packed else T.float32(0)
+        hoisted, nothing = self.hoisted, T.uint32(0) if self.hoisted.packed else T.float32(0)
         for i in range(self.items if hoisted.outputs else 0):
             for k in range(hoisted.words()):
                 T.buffer_store(into, nothing, [i, k])
@@ -244,8 +238,7 @@ class GateThreads(ABC):
         return emit(graph.prologue, env, self.math)
 
     def _finish(self, i: int, env: dict[Var, Expr], t: Expr) -> Ended:
-        """From ``urgent.first`` to what the next step's products need, which goes out at once; :meth:`_store` does the
-        rest, that nobody waits for."""
+        """From ``urgent.first`` to what the next step's products need, sent at once; :meth:`_store` does the rest."""
         graph, timeline = self.graph, self.timeline
         ended = Ended(env, timeline.live(t, self._limit(i)))
         ended.new = self._new(i, ended, self.urgent.states)
@@ -328,13 +321,11 @@ class GateThreads(ABC):
             T.buffer_store(self.arguments[spot.buffer], T.cast(value, w.dtype), [spot.at(row, self.unit[i], H)])
 
     def _leave(self, i: int, row: Expr, ended: Ended) -> None:
-        """Stores the last states of a row or a sequence; of the rows of an adjoint's recurrence, where they may have
-        been cleared since."""
+        """Stores the last states of a row or a sequence; of an adjoint's rows as they may have been cleared since."""
         w = self.task.workload
         last = ended.following if self.task.traversal.backward and self.numbers is None else ended.new
         for name in self.state_index:
-            T.buffer_store(self.arguments[f"{name}_out"], T.cast(last[name], w.dtype),
-                           [row * w.hidden + self.unit[i]])
+            T.buffer_store(self.arguments[f"{name}_out"], T.cast(last[name], w.dtype), [row * w.hidden + self.unit[i]])
 
     def _neighbour(self, value: Expr) -> Expr:
         """The value of the neighbouring thread."""

@@ -1,5 +1,4 @@
-"""The operands of the first step, made of the states that a call was given: by a small kernel ahead of the one of all
-steps, or in that one's prologue."""
+"""The operands of the first step, from the call's states: by a small kernel ahead of that of all steps, or in it."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def start_launch(early: bool = False) -> Launch:
 
 
 def initial_values(kernel: SequenceKernel, at: tuple[Expr, Expr, Expr], head: Head | None = None) -> list[Expr]:
-    """A word of the first operands, as one or two float32 values; ``at``: the first one's unit, its batch row, and the
-    number of the operand."""
+    """A word of the first operands, as one or two float32 values; ``at``: its first unit, row, operand number."""
     unit, row, operand = at
     return [initial_operand(kernel, T.let("own_unit", unit + e), row, operand, head)
             for e in range(per_word(kernel.task.workload.dtype))]
@@ -69,8 +67,7 @@ def initial_operand(kernel: SequenceKernel, unit: Expr, row: Expr, operand: Expr
         from_row, inside = T.cast(timeline.sequence(T.max(number, 0)), "int64"), T.And(inside, number >= 0)
     given = [T.let(f"{name}_given", T.cast(arguments[f"{name}_in"][from_row * H + at], "float32"))
              for name in graph.states]
-    env |= zip(graph.states.values(), timeline.started(timeline.fresh(0, b, timeline.limit(b)), given),
-               strict=True)
+    env |= zip(graph.states.values(), timeline.started(timeline.fresh(0, b, timeline.limit(b)), given), strict=True)
     if late_operands(graph):
         first = T.cast(timeline.at(T.int32(0)) * batch + b, "int64")
         values = kernel.hoisted.values(kernel.hoisted.load(arguments["hoisted"], first, at))[0]

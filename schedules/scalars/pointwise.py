@@ -27,9 +27,8 @@ def math_choices(task: Task) -> tuple[str, ...]:
 def emit(assigns: Iterable[Assign], env: dict[Var, Expr], math: str = "exact") -> dict[Var, Expr]:
     """Emits ``assigns`` in order and returns ``env`` extended by their variables.
 
-    ``env`` gives an expression for every variable that the assignments read; each assigned
-    variable is bound once, so that later uses read a register. ``math`` is one of :data:`MATH`.
-    """
+    ``env`` gives an expression for every variable that they read; each assigned variable is bound once, so that later
+    uses read a register. ``math`` is one of :data:`MATH`."""
     env = dict(env)
     for assign in assigns:
         env[assign.var] = T.let(assign.var.name, _value(assign.value, env, FUNCTIONS[math]))
@@ -59,14 +58,8 @@ def invariants(graph: StepGraph, vectors: dict[Var, Expr], math: str = "exact") 
     return emit(graph.invariants, vectors, math)
 
 
-def vector_sources(graph: StepGraph) -> tuple[tuple[str, int], ...]:
-    """Sources of the packed buffer of parameter vectors, (V, H), in the order of ``graph.vectors``."""
-    return tuple(v.source for v in graph.vectors)
-
-
 def vectors_at(vectors: Iterable[Vector], memory: TirBuffer, hidden: int, unit: Expr,
                read: Container[Var] | None = None) -> dict[Var, Expr]:
-    """The value of each of ``vectors``, or of those that are ``read``, at a unit, from their packed buffer; numbers of
-    units as they are."""
+    """The values of ``vectors``, or of the ``read`` ones, at a unit, from their buffer; numbers of units as such."""
     return {v.var: T.let(v.var.name, T.cast(unit, "float32") if v.numbers else memory[k * hidden + unit])
             for k, v in enumerate(vectors) if read is None or v.var in read}

@@ -86,8 +86,7 @@ def across_lanes(values: list[Expr], lanes: int, largest: Sequence[Kind] = ()) -
 class RowSums:
     """Emits sums over all ``threads`` of a block, in a fixed order.
 
-    ``memory`` is shared memory, float32, from ``first`` on, of :meth:`words` values.
-    """
+    ``memory`` is shared memory, float32, from ``first`` on, of :meth:`words` values."""
 
     def __init__(self, threads: int, thread: Expr, memory: TirBuffer, first: int = 0) -> None:
         self.warps, self.thread, self.memory, self.first = threads // 32, thread, memory, first
@@ -170,9 +169,7 @@ def normalize(task: Task, layout: Hoisted, deferred: bool = False) -> Component:
         hoisted[t, b, q, j] = hoisted output q of unit j, from what the product left there and the row's statistics
 
     Or it only writes the statistics (T*B, N), the workspace ``row_sums``, for a recurrence that then does the rest
-    (``deferred``): that takes fewer bytes, and what is rounded to 16 bits is rounded once. Nothing where the cell has
-    no such statistics.
-    """
+    (``deferred``): that takes fewer bytes, and rounds once to 16 bits. Nothing if the cell has no such statistics."""
     if not task.graph.hoisted_statistics:
         return Component()
     blocks, words = BLOCKS * task.device.cores, RowSums.words(THREADS, task.graph.hoisted_statistics)
@@ -191,8 +188,7 @@ def _kernel(task: Task, layout: Hoisted, blocks: int, words: int, deferred: bool
         into = T.pointer("row_sums", "float32") if deferred else None
         T.device_entry()
         block, thread = T.block(blocks), T.thread(THREADS)
-        memory = T.shared(words)  # (statistic, warp)
-        rows = T.let("rows", steps * batch)
+        memory, rows = T.shared(words), T.let("rows", steps * batch)  # memory: (statistic, warp)
         T.note("a CTA a row of hoisted values: statistics over its units, then the values normalized")
         with T.serial("turn", 0, T.let("turns", (rows - block + (blocks - 1)) // blocks)) as turn:
             row = T.let("row", T.cast(turn * blocks + block, "int64"))
@@ -210,8 +206,7 @@ class _Row:
         self.span = 2 if layout.packed else 1
 
     def run(self, memory: TirBuffer, into: TirBuffer | None = None) -> None:
-        made = _made(self.graph)
-        sums = RowSums(THREADS, self.thread, memory)
+        made, sums = _made(self.graph), RowSums(THREADS, self.thread, memory)
         found = sums.statistics(self.graph.hoisted_statistics, self.task.workload.hidden, self._each)
         if into is not None:
             with T.when(self.thread == 0):
@@ -246,8 +241,7 @@ class _Row:
     def _write(self, unit: Expr, envs: list[Env], found: Env) -> None:
         graph, H, values = self.graph, self.task.workload.hidden, []
         for e, env in enumerate(envs):
-            at = T.let("at", T.min(unit + e, H - 1))
-            given = vectors_at(graph.vectors, self.vectors, H, at)
+            given = vectors_at(graph.vectors, self.vectors, H, T.let("at", T.min(unit + e, H - 1)))
             env = emit(graph.normalized, invariants(graph, given) | env | found)
             values.append([env[v] for v in graph.hoisted_outputs])
         if self.layout.packed:

@@ -1,12 +1,11 @@
 """Fused step: one launch a step and phase, in plain float32 arithmetic. The fallback.
 
-It serves every cell, size and CUDA GPU. Gates never leave the chip: a launch multiplies, computes the
-cell's scalars and stores the new state. The input's products are hoisted out of time.
-"""
+It serves every cell, size and CUDA GPU. Gates never leave the chip: a launch multiplies, computes the cell's scalars
+and stores the new state. The input's products are hoisted out of time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ecornn.analysis.heads import heads_of, most_heads, multiplied
@@ -16,7 +15,7 @@ from ecornn.analysis.sums import one_by_one
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.backward.assemble import assemble_recurrence, beyond, recurrence_buffers
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
+from ecornn.schedules.base import Component, Config, Knob, SearchedSchedule, Task, joined, no_room
 from ecornn.schedules.builder import PrimFunc, T, ceil_div
 from ecornn.schedules.hoisted import hoisted_of
 from ecornn.schedules.keeping import NOTHING, Stored
@@ -30,7 +29,7 @@ REGISTERS = 40  # of a thread, beside accumulators: addresses, tiles on their wa
 CHAINED, TILE_BARRIER, WEIGHT, PRODUCT = 2.1, 89.0, 0.2, 0.01
 
 
-class FusedStep(Schedule[Tile]):
+class FusedStep(SearchedSchedule[Tile]):
     """Serves everything that a CUDA GPU of compute capability 8.0 or later can run."""
 
     name = "fused_step"
@@ -48,7 +47,7 @@ class FusedStep(Schedule[Tile]):
             task = plain(task)
             if reason := beyond(task):
                 return reason
-        if self._first_valid(task) is None:
+        if self.best(task) is None:
             return f"cell {task.graph.cell!r} has too many gates for the registers of a thread"
         return None
 
@@ -67,23 +66,14 @@ class FusedStep(Schedule[Tile]):
             return f"a tile of depth {tile.depth} cannot be split in {tile.split}"
         if tile.groups > 1 and tile.rows >= 2 * task.workload.batch:
             return f"{tile.rows} rows a block for a batch of {task.workload.batch}"
-        shared = _shared(task, tile)
-        registers = max(g for g, _ in _products(task)) * tile.thread_rows + REGISTERS
-        return no_room(task.device, shared, tile.threads, registers)
+        return no_room(task.device, _shared(task, tile), tile.threads, _gates(task) * tile.thread_rows + REGISTERS)
 
-    def default(self, task: Task) -> Config:
-        found = self._first_valid(task)
-        assert found is not None, "default() is for tasks that serves() accepts"
-        return found
-
-    def _first_valid(self, task: Task) -> Config | None:
-        """The first configuration that fits, or None: blocks as wide as the batch allows and threads to fill them, then
-        less of it."""
+    def search(self, task: Task) -> Config | None:
+        """The first one that fits: blocks as wide as the batch allows and threads to fill them, then less of it."""
         task = plain(task)
         exact = task.workload.dtype == "float32" or task.traversal.backward
         batch, math = task.workload.batch, "exact" if exact else "fast"
-        gates = max(g for g, _ in _products(task))
-        most = max(1, 32 // max(gates, 1))
+        most = max(1, 32 // max(_gates(task), 1))
         rows = 1 << (min(batch, 32) - 1).bit_length()
         thread_rows = min(rows, 1 << (min(most, 8).bit_length() - 1))
         groups = min(8, rows // thread_rows)
@@ -91,31 +81,23 @@ class FusedStep(Schedule[Tile]):
         wide = ceil_div(task.workload.hidden, 32) * ceil_div(batch, thread_rows * groups) >= task.device.cores
         units = 32 if wide else 16
         split = max(1, min(16, 512 // (units * groups)))
-        for depth in (64, 32, 16):
-            for parts in (split, 4, 2, 1):
-                for each in (thread_rows, 2, 1):
-                    config: Config = {"units": units, "thread_rows": min(each, thread_rows), "groups": groups,
-                                      "split": min(parts, split), "depth": depth, "math": math}
-                    if self.check(task, config) is None:
-                        return config
-        for units in (32, 16, 8):
-            config = {"units": units, "thread_rows": 1, "groups": 1, "split": 32 // units, "depth": 16,
-                      "math": math}
-            if self.check(task, config) is None:
-                return config
-        return None
+        tries = [(units, min(each, thread_rows), groups, min(parts, split), depth)
+                 for depth in (64, 32, 16) for parts in (split, 4, 2, 1) for each in (thread_rows, 2, 1)]
+        tries += [(units, 1, 1, 32 // units, 16) for units in (32, 16, 8)]
+        names = ("units", "thread_rows", "groups", "split", "depth")
+        configs: Iterator[Config] = ({**dict(zip(names, one, strict=True)), "math": math} for one in tries)
+        return next((config for config in configs if self.check(task, config) is None), None)
 
     def features(self, task: Task, plan: Tile) -> dict[str, float]:
-        task, tile = plain(task), plan
-        w = task.workload
-        columns, rows = ceil_div(w.hidden, tile.units), ceil_div(w.batch, tile.rows)
-        weights, shared = multiplied(task.graph, w.hidden), _shared(task, tile)
+        task, w = plain(task), task.workload
+        columns, rows = ceil_div(w.hidden, plan.units), ceil_div(w.batch, plan.rows)
+        blocks, weights = columns * rows, multiplied(task.graph, w.hidden)
         return {
-            "blocks": columns * rows, "waves": columns * rows / task.device.cores, "threads": tile.threads,
+            "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
             "weight_bytes": weights * w.itemsize * rows, "flops": 2.0 * weights * w.batch,
-            "waste": columns * tile.units * rows * tile.rows / (w.hidden * w.batch),
-            "barriers": 2.0 * _turns(task, tile), "shared": shared,
-            "chain": w.hidden // most_heads(task.graph) / tile.split, "estimate": estimate(task, tile)}
+            "waste": columns * plan.units * rows * plan.rows / (w.hidden * w.batch),
+            "barriers": 2.0 * _turns(task, plan), "shared": _shared(task, plan),
+            "chain": w.hidden // most_heads(task.graph) / plan.split, "estimate": estimate(task, plan)}
 
     def recurrence(self, task: Task, plan: Tile) -> Component:
         task = plain(task)
@@ -140,7 +122,7 @@ def _parts(task: Task, tile: Tile, around: list[Buffer]) -> tuple[Component, Cal
                for p, phase in enumerate(task.graph.phases) if phase.products]
 
     def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
-        return (_step_kernel(task, tile, layout, known, p, tile.math, name),
+        return (_step_kernel(task, tile, layout, known, p, name),
                 Launch(name, _grid(task, tile), tile.threads, _shared_of(task, tile, p)))
 
     return begin_and_steps(task, layout, weights, around, tile.math, hoisted_of(task), phase)
@@ -158,17 +140,12 @@ def plain(task: Task) -> Task:
     return replace(task, graph=one_by_one(task.graph)) if several else task
 
 
-def _shape(task: Task, p: int) -> tuple[int, int]:
-    """Gates and operands of a phase."""
-    if not task.graph.phases:
-        return 0, 0
-    return len(task.graph.phases[p].products), len(task.graph.phases[p].operands)
-
-
 def _shared_of(task: Task, tile: Tile, p: int) -> int:
     """Bytes of shared memory of a phase's kernel."""
-    (gates, operands), phases = _shape(task, p), task.graph.phases
-    return tile.shared(gates, operands * (tile.heads(task.workload.hidden, heads_of(phases[p])) if phases else 1))
+    if not task.graph.phases:
+        return tile.shared(0, 0)
+    phase = task.graph.phases[p]
+    return tile.shared(len(phase.products), len(phase.operands) * tile.heads(task.workload.hidden, heads_of(phase)))
 
 
 def _shared(task: Task, tile: Tile) -> int:
@@ -189,35 +166,33 @@ def estimate(task: Task, tile: Tile) -> float:
 
     Launches; then of the multiprocessor with most blocks the barriers, the weights that its blocks read and what its
     threads multiply, one of which is the longest chain. Fitted to 469 trials of 68 layers on an H100 and an H200: half
-    of them within 20%, nine in ten within a factor of 1.8.
-    """
-    w, phases = task.workload, phase_count(task.graph)
+    of them within 20%, nine in ten within a factor of 1.8."""
+    hidden, launches = task.workload.hidden, gpu_rates(task.device).launch * phase_count(task.graph)
     most = ceil_div(_grid(task, tile), task.device.cores)
-    weights = multiplied(task.graph, w.hidden) * tile.units // w.hidden  # of a block
+    weights = multiplied(task.graph, hidden) * tile.units // hidden  # of a block
     chain = weights * tile.rows / tile.threads
     barriers = 2.0 * _turns(task, tile)
-    return gpu_rates(task.device).launch * phases + CHAINED * chain + most * (
+    return launches + CHAINED * chain + most * (
         TILE_BARRIER * barriers + WEIGHT * weights + PRODUCT * chain * tile.threads)
 
 
-def _products(task: Task) -> list[tuple[int, int]]:
-    """Gates and operands of every product."""
-    return [(len(task.graph.hoisted_products), 1), *(_shape(task, p) for p in range(phase_count(task.graph)))]
+def _gates(task: Task) -> int:
+    """Gates of the product that has most."""
+    return max(map(len, (task.graph.hoisted_products, *(phase.products for phase in task.graph.phases))))
 
 
 def _grid(task: Task, tile: Tile) -> int:
     return ceil_div(task.workload.hidden, tile.units) * ceil_div(task.workload.batch, tile.rows)
 
 
-def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], p: int, math: str,
-                 name: str) -> PrimFunc:
+def _step_kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], p: int, name: str) -> PrimFunc:
     """The kernel ``name``: phase p of step t."""
     w, graph = task.workload, task.graph
     columns = ceil_div(w.hidden, tile.units)
     rows = graph.phases[p].products if graph.phases else ()
     with T.kernel(name) as made:
         a = declare(buffers)
-        scalars = StepScalars(task, layout, a, math)
+        scalars = StepScalars(task, layout, a, tile.math)
         T.device_entry()
         block, thread = T.block(_grid(task, tile)), T.thread(tile.threads)
         memory = T.shared(_shared_of(task, tile, p) // 4)  # BlockProduct's

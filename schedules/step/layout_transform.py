@@ -2,8 +2,7 @@
 
 For layers whose weights do not fit on chip, and for large batches. Weights are packed so that a block
 streams one contiguous piece for each stage, with all gates of a unit in one block; the exchanged state has
-the hidden axis innermost, or the batch inside blocks of the hidden axis. Input products are hoisted.
-"""
+the hidden axis innermost, or the batch inside blocks of the hidden axis. Input products are hoisted."""
 
 from __future__ import annotations
 
@@ -13,23 +12,14 @@ from ecornn.analysis.heads import most_heads
 from ecornn.program import Buffer, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.backward.assemble import assemble_recurrence, beyond, recurrence_buffers
-from ecornn.schedules.base import Component, Config, Knob, Schedule, Task, joined, no_room
+from ecornn.schedules.base import Component, Config, Knob, SearchedSchedule, Task, joined, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T, ceil_div
-from ecornn.schedules.cuda.isa.tensor_core import words
 from ecornn.schedules.gemm.projection import no_projection
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.scalars.pointwise import math_choices
-from ecornn.schedules.step.mma_product import (
-    PAIR,
-    TensorProduct,
-    TileKnobs,
-    TilePlan,
-    plan_of,
-    unit_step,
-    weights_buffer,
-)
+from ecornn.schedules.step.mma_product import TensorProduct, TileKnobs, TilePlan, plan_of, unit_step, weights_buffer
 from ecornn.schedules.step.scalars import Layout, StepScalars, begin_and_steps, declare
 
 AHEAD = 4  # items of a thread whose hoisted values are read before the product
@@ -38,7 +28,7 @@ SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
 ITEM = 60  # cycles of the scalars of an item
 
 
-class LayoutTransform(Schedule[TilePlan]):
+class LayoutTransform(SearchedSchedule[TilePlan]):
     """Serves every cell with a recurrent product."""
 
     name = "layout_transform"
@@ -87,8 +77,7 @@ class LayoutTransform(Schedule[TilePlan]):
         if plan.rows % (8 * plan.batch_warps):
             return f"{plan.rows} batch rows for {plan.batch_warps} warps"
         for p in range(len(plan.gates)):
-            whole = words(plan.own(p), plan.dtype) == PAIR * plan.phase_pairs(p) and plan.own(p) % plan.units == 0
-            if plan.heads[p] > 1 and not whole:
+            if plan.heads[p] > 1 and not plan.whole(p):
                 return (f"units={plan.units} and stages of {plan.stage_pairs} pairs of k-tiles do not divide a head of "
                         f"{plan.own(p)}")
             if plan.weight_rows(p) % (16 * plan.row_warps):
@@ -97,10 +86,9 @@ class LayoutTransform(Schedule[TilePlan]):
                 return fault
         return None
 
-    def default(self, task: Task) -> Config:
+    def search(self, task: Task) -> Config | None:
         best = min(self._candidates(task), key=lambda c: estimate(task, self.plan(task, c)), default=None)
-        assert best is not None, "default() is for tasks that serves() accepts"
-        return {**best, "hoisted": preferred(task, estimate(task, self.plan(task, best)))}
+        return None if best is None else {**best, "hoisted": preferred(task, estimate(task, self.plan(task, best)))}
 
     def expected(self, task: Task) -> float:
         if not task.traversal.backward:
@@ -117,8 +105,7 @@ class LayoutTransform(Schedule[TilePlan]):
         return self.valid(task, knobs)
 
     def features(self, task: Task, plan: TilePlan) -> dict[str, float]:
-        w = task.workload
-        phases = range(len(plan.gates))
+        w, phases = task.workload, range(len(plan.gates))
         rows, width = ceil_div(w.batch, plan.rows), plan.pairs * (32 if w.dtype != "float32" else 16)
         blocks = plan.columns * rows
         products = sum(plan.gates[p] * plan.operands[p] * plan.share(p) for p in phases)
@@ -128,8 +115,8 @@ class LayoutTransform(Schedule[TilePlan]):
             "state_bytes": sum(plan.operands) * plan.columns * rows * plan.rows * width * w.itemsize,
             "flops": 2.0 * products * w.hidden * w.hidden * w.batch,
             "waste": plan.columns * plan.units * rows * plan.rows * width / (w.hidden * w.batch * w.hidden),
-            "turns": sum(plan.turns(p) for p in phases), "shared": max(plan.shared(p) for p in phases),
-            "registers": max(plan.registers(p) for p in phases),
+            "turns": sum(map(plan.turns, phases)), "shared": max(map(plan.shared, phases)),
+            "registers": max(map(plan.registers, phases)),
             "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted)}
 
     def recurrence(self, task: Task, plan: TilePlan) -> Component:
@@ -144,15 +131,14 @@ class LayoutTransform(Schedule[TilePlan]):
         return assemble(task, lambda kept: self._recurrence(task, plan, inputs, around, kept), inputs)
 
     @staticmethod
-    def _recurrence(task: Task, plan: TilePlan, inputs: Hoisted, around: list[Buffer],
-                    kept: Stored) -> Component:
+    def _recurrence(task: Task, plan: TilePlan, inputs: Hoisted, around: list[Buffer], kept: Stored) -> Component:
         """The states of the call into workspaces, then all steps; ``around``: buffers of others that these use."""
-        math, layout = plan.knobs.math, plan.layout(task.workload.batch, plan.knobs.layout)
+        math, layout = plan.knobs.math, plan.layout(task.workload.batch)
         weights = [weights_buffer(task, plan, p) for p, gates in enumerate(plan.gates) if gates]
         blocks = plan.columns * ceil_div(task.workload.batch, plan.rows)
 
         def phase(p: int, known: list[Buffer], name: str) -> tuple[PrimFunc, Launch]:
-            return (_step_kernel(task, plan, layout, inputs, known, p, blocks, math, name),
+            return (_step_kernel(task, plan, layout, inputs, known, p, blocks, name),
                     Launch(name, blocks, plan.threads, plan.shared(p)))
 
         begin, steps = begin_and_steps(task, layout, weights, around, math, inputs, phase)
@@ -164,11 +150,9 @@ def estimate(task: Task, plan: TilePlan) -> float:
 
     A launch; then for the multiprocessor with most blocks the longest of its copies, its products and its fragments;
     for every stage a barrier and, where few blocks share a multiprocessor, latency; and the partial sums. Half of 61
-    trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%.
-    """
+    trials on an H100 (LSTM H=2048 B=64 and GRU H=2816 B=32, float16) are within 11%."""
     device, rates = task.device, gpu_rates(task.device)
-    blocks = plan.columns * ceil_div(task.workload.batch, plan.rows)
-    most = ceil_div(blocks, device.cores)
+    most = ceil_div(plan.columns * ceil_div(task.workload.batch, plan.rows), device.cores)
     cost = SLOWER.get(plan.arithmetic, 1)
     cycles = 0.0
     for p in range(len(plan.gates)):
@@ -188,12 +172,12 @@ def estimate(task: Task, plan: TilePlan) -> float:
 
 
 def _step_kernel(task: Task, plan: TilePlan, layout: Layout, inputs: Hoisted, buffers: list[Buffer], p: int,
-                 blocks: int, math: str, name: str) -> PrimFunc:
+                 blocks: int, name: str) -> PrimFunc:
     """The kernel ``name``: phase p of step t."""
     H = task.workload.hidden
     with T.kernel(name) as made:
         a = declare(buffers)
-        scalars = StepScalars(task, layout, a, math, inputs)
+        scalars = StepScalars(task, layout, a, plan.knobs.math, inputs)
         T.device_entry()
         block, thread = T.block(blocks), T.thread(plan.threads)
         memory = T.shared(plan.shared(p) // 4)  # TensorProduct's

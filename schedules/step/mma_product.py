@@ -1,11 +1,9 @@
 """Products of a step on tensor cores, weights streamed through shared memory.
 
-Weights are operand A (gates x units, in rows of 16), the state is operand B (batch rows, in columns of
-8). A block computes all gates of ``units`` hidden units for ``rows`` batch rows; its warps share the
-weight rows, the batch rows and the K axis. Both operands come in pairs of k-tiles, 16 words a row, by
-``cp.async`` in a pipeline of stages. The 16 bytes that a lane reads are four neighbouring words of a row:
-K is permuted alike in both operands, so any order serves, and no read conflicts with another.
-"""
+Weights are operand A (gates x units, in rows of 16), the state is operand B (batch rows, in columns of 8). A block
+computes all gates of ``units`` hidden units for ``rows`` batch rows; its warps share weight rows, batch rows and K.
+Both operands come in pairs of k-tiles, 16 words a row, by ``cp.async`` in a pipeline of stages. A lane's 16 bytes are
+four neighbouring words of a row: K is permuted alike in both operands, so any order serves, and no reads conflict."""
 
 from __future__ import annotations
 
@@ -104,6 +102,10 @@ class TilePlan:
         """Pairs of k-tiles of the values of :meth:`own`, padded to whole stages."""
         return ceil_div(words(self.own(p), self.dtype), PAIR * self.stage_pairs) * self.stage_pairs
 
+    def whole(self, p: int) -> bool:
+        """True if :meth:`own` are whole stages of copies, and of whole blocks."""
+        return words(self.own(p), self.dtype) == PAIR * self.phase_pairs(p) and self.own(p) % self.units == 0
+
     def weight_rows(self, p: int) -> int:
         return self.gates[p] * self.units
 
@@ -133,10 +135,10 @@ class TilePlan:
         parts = 2 if self.arithmetic == "float32" else 1
         return 4 * tiles * octets + parts * (8 * tiles + 4 * octets) + SPARE_REGISTERS
 
-    def layout(self, batch: int, kind: str) -> Layout:
+    def layout(self, batch: int) -> Layout:
         """The operands' layout: ``hidden`` innermost, or the ``batch`` inside blocks of a pair of k-tiles."""
         width = self.pairs * PAIR * per_word(self.dtype)
-        block = width if kind == "hidden" else PAIR * per_word(self.dtype)
+        block = width if self.knobs.layout == "hidden" else PAIR * per_word(self.dtype)
         return Layout(ceil_div(batch, self.rows) * self.rows, width, block)
 
 
@@ -159,23 +161,20 @@ def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
     """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words).
 
     What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there. Of weights that
-    are transposed the axes of a source have changed places.
-    """
+    are transposed the axes of a source have changed places."""
     phase, n = task.graph.phases[p], per_word(plan.dtype)
-    sources: list[tuple[str, int]] = []
-    for operand in phase.operands:
-        sources += [product.source(operand) for product in phase.products]
+    sources = tuple(product.source(operand) for operand in phase.operands for product in phase.products)
     made, multiplied = (plan.blocks(p), plan.units), (plan.phase_pairs(p), PAIR * n)
     first, count = (plan.operands[p], plan.gates[p]), len(sources)
     if phase.products[0].terms[0].transposed and plan.heads[p] > 1:  # each block is
         heads, made = plan.heads[p], (plan.columns // plan.heads[p], plan.units)
-        packing = Packing(tuple(sources), (count, heads * prod(multiplied), prod(made)),
+        packing = Packing(sources, (count, heads * prod(multiplied), prod(made)),
                           (*first, heads, *multiplied, *made), (2, 5, 0, 3, 1, 6, 4), plan.dtype)
     elif phase.products[0].terms[0].transposed:
-        packing = Packing(tuple(sources), (count, prod(multiplied), prod(made)), (*first, *multiplied, *made),
+        packing = Packing(sources, (count, prod(multiplied), prod(made)), (*first, *multiplied, *made),
                           (4, 0, 2, 1, 5, 3), plan.dtype)
     else:
-        packing = Packing(tuple(sources), (count, prod(made), prod(multiplied)), (*first, *made, *multiplied),
+        packing = Packing(sources, (count, prod(made), prod(multiplied)), (*first, *made, *multiplied),
                           (2, 0, 4, 1, 3, 5), plan.dtype)
     return Buffer(f"recurrent_{p}", PACKED, plan.dtype, Extent(prod(packing.pad)), packing)
 
@@ -187,8 +186,7 @@ class TensorProduct:
     ----------
     memory : the block's shared memory, float32, 16-byte aligned: stages of weights (pair, weight row, word) and state
         (pair, batch row, word); afterwards partial sums (part of K, batch row, weight row)
-    thread : the thread's number
-    """
+    thread : the thread's number"""
 
     def __init__(self, plan: TilePlan, p: int, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
         self.plan, self.p, self.rows = plan, p, rows
@@ -203,9 +201,7 @@ class TensorProduct:
             layout: Layout) -> None:
         """Leaves the partial sums in shared memory, for :meth:`sums`.
 
-        ``column`` is the block's place among the units, ``row0`` its first batch row, ``base`` where the
-        operands start.
-        """
+        ``column``: the block's place among the units; ``row0``: its first batch row; ``base``: where operands start."""
         plan, p = self.plan, self.p
         turns, own = plan.turns(p), plan.own(p)
         self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None
@@ -309,11 +305,9 @@ class TensorProduct:
 
     def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
         """The finished products of a row and a unit of the block."""
-        found = {}
+        found, stride = {}, self.plan.stride(self.p)
         for g, source in enumerate(self.rows):
-            place = row * self.plan.stride(self.p) + g * self.plan.units + unit
-            total = self.memory[place]
-            for part in range(1, self.plan.split):
-                total = total + self.memory[place + part * self.plan.rows * self.plan.stride(self.p)]
-            found[source.var] = T.let(source.var.name, total)
+            place = row * stride + g * self.plan.units + unit
+            parts = (self.memory[place + part * self.plan.rows * stride] for part in range(1, self.plan.split))
+            found[source.var] = T.let(source.var.name, sum(parts, self.memory[place]))
         return found

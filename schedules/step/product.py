@@ -1,10 +1,8 @@
 """Products on the plain float32 units: any cell, any size, every CUDA GPU.
 
-A block computes all gates of ``units`` hidden units for ``rows`` batch rows. Tiles of the operands
-and of the weights go through shared memory; a thread holds every gate of one unit for ``thread_rows``
-batch rows. The K axis of a tile may be split among threads, whose partial sums meet in shared
-memory, where they are added in a fixed order.
-"""
+A block computes all gates of ``units`` hidden units for ``rows`` batch rows. Tiles of the operands and of the weights
+go through shared memory; a thread holds every gate of one unit for ``thread_rows`` batch rows. The K axis of a tile may
+be split among threads, whose partial sums meet in shared memory, where they are added in a fixed order."""
 
 from __future__ import annotations
 
@@ -85,8 +83,7 @@ class BlockProduct:
     thread : the thread's number
     operand : ``operand(o, row, k)``: operand number o at a row of the block and an index k below the
         padded K, float32; zero or finite wherever a weight is padding; with heads an index below H
-    heads : how many there are, of H = ``hidden``
-    """
+    heads : how many there are, of H = ``hidden``"""
 
     def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr, heads: int = 1,
                  hidden: int = 0) -> None:
@@ -100,8 +97,6 @@ class BlockProduct:
     def run(self, weights: TirBuffer, block: Expr, inputs: int, operand: Callable[[int, Expr, Expr], Expr]) -> None:
         """Leaves the partial sums in shared memory, for :meth:`sums`."""
         tile, gates = self.tile, len(self.rows)
-        if not gates:
-            return
         if self.heads > 1:
             first_head = T.let("first_head", block * tile.units // self.own)
             last = T.min(block * tile.units + self.unit, self.heads * self.own - 1)
@@ -163,10 +158,8 @@ class BlockProduct:
         """The finished products of a row and a unit of the block."""
         found = {}
         for g, source in enumerate(self.rows):
-            total = self.memory[self._place(0, row, g, unit)]
-            for part in range(1, self.tile.split):
-                total = total + self.memory[self._place(part, row, g, unit)]
-            found[source.var] = T.let(source.var.name, total)
+            parts = [self.memory[self._place(part, row, g, unit)] for part in range(self.tile.split)]
+            found[source.var] = T.let(source.var.name, sum(parts[1:], parts[0]))
         return found
 
 
@@ -175,8 +168,7 @@ def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) ->
 
         hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors
 
-    Nothing where the cell has no hoisted values. :mod:`ecornn.schedules.gemm.projection` does the same on tensor cores.
-    """
+    Nothing where the cell has no hoisted values. :mod:`ecornn.schedules.gemm.projection` does it on tensor cores."""
     graph, blocks = task.graph, 2 * task.device.cores
     if not graph.hoisted_outputs:
         return Component()

@@ -1,17 +1,13 @@
-"""The common part of schedules with one launch a step: vectors between launches, a phase's scalars, and the launches of
-all steps.
+"""The common part of schedules with one launch a step: vectors between launches, a phase's scalars, and all launches.
 
-A step is one launch for each phase. A launch leaves its products in shared memory; then every
-(batch row, hidden unit) is finished by one thread, here: the phase's scalars are spliced in, and
-what later launches read is stored. Between launches live, in workspaces,
+A step is a launch for each phase, which leaves its products in shared memory; then a thread finishes each (batch row,
+hidden unit), here: the phase's scalars are spliced in, and what later launches read is stored, in workspaces:
 
 * ``states`` (S, B, H) float32: read and overwritten in place, each element by its own thread;
-* ``operands_<p>``: the vectors that phase p multiplies, in the layer's dtype, as :class:`Layout`
-  says. Those of phase 0 exist twice, for even and odd t: in a cell of one phase they are read by
-  some blocks while others write the next ones;
+* ``operands_<p>``: the vectors that phase p multiplies, in the layer's dtype, as :class:`Layout` says. Those of phase 0
+  exist twice, for even and odd t: in a cell of one phase some blocks read them while others write the next ones;
 * ``carried`` (C, B, H) float32: other scalars that a later phase of the same step reads;
-* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (:func:`rows_kernel`).
-"""
+* ``statistics`` (S, B) float32: those of the batch rows, where the cell has some (:func:`rows_kernel`)."""
 
 from __future__ import annotations
 
@@ -19,16 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ecornn.analysis import StepGraph
-from ecornn.analysis.liveness import (
-    assigns_of,
-    before_first,
-    carried,
-    late_operands,
-    phase_count,
-    reads,
-    statistics,
-)
+from ecornn.analysis import StepGraph, liveness
 from ecornn.program import WORKSPACE, Buffer, Extent, Fill, Launch, Loop
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
@@ -47,9 +34,7 @@ Phase = Callable[[int, list[Buffer], str], tuple[PrimFunc, Launch]]
 class Layout:
     """How an operand (B, H) lies in memory: blocks of ``block`` units, the batch inside a block.
 
-    ``rows`` and ``width`` are B and H, padded to what the kernels read; ``block == width`` is the
-    plain layout with the hidden axis innermost.
-    """
+    ``rows`` and ``width`` are B and H, padded to what kernels read; if ``block == width`` the hidden axis is inside."""
 
     rows: int
     width: int
@@ -72,13 +57,12 @@ def workspaces(task: Task, layout: Layout) -> list[Buffer]:
     w, graph = task.workload, task.graph
     found = [Buffer("states", WORKSPACE, "float32", Extent(len(graph.states) * w.batch * w.hidden))]
     for p, phase in enumerate(graph.phases):
-        copies = 2 if p == 0 else 1
         if phase.operands:
-            found.append(Buffer(f"operands_{p}", WORKSPACE, w.dtype,
-                                Extent(copies * len(phase.operands) * layout.size)))
-    if names := carried(graph):
+            size = (2 if p == 0 else 1) * len(phase.operands) * layout.size
+            found.append(Buffer(f"operands_{p}", WORKSPACE, w.dtype, Extent(size)))
+    if names := liveness.carried(graph):
         found.append(Buffer("carried", WORKSPACE, "float32", Extent(len(names) * w.batch * w.hidden)))
-    if names := statistics(graph):
+    if names := liveness.statistics(graph):
         found.append(Buffer("statistics", WORKSPACE, "float32", Extent(len(names) * w.batch)))
     return found
 
@@ -88,8 +72,8 @@ def values_of(graph: StepGraph, kept: Stored, p: int) -> dict[Spot, Var]:
     makers: dict[Var, int] = {}
     for number, phase in enumerate(graph.phases[:-1]):
         makers |= dict.fromkeys([q.var for q in phase.products], number)
-        makers |= dict.fromkeys([a.var for a in assigns_of(graph, number)], number)
-    last = phase_count(graph) - 1
+        makers |= dict.fromkeys([a.var for a in liveness.assigns_of(graph, number)], number)
+    last = liveness.phase_count(graph) - 1
     return {kept.spot(n): v for n, v in enumerate(kept.values) if makers.get(v, last) == p}
 
 
@@ -114,9 +98,7 @@ def _begin_blocks(task: Task) -> int:
 def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
     """Kernel parameters ``T``, ``B``, ``t`` and all buffers; a kernel keeps those that it reads."""
     found = {name: T.arg(name, T.int32()) for name in ("T", "B", "t")}
-    for b in buffers:
-        found[b.name] = T.pointer(b.name, b.dtype)
-    return found
+    return found | {b.name: T.pointer(b.name, b.dtype) for b in buffers}
 
 
 def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted) -> PrimFunc:
@@ -124,17 +106,16 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
     ``hoisted`` where the first operands do."""
     w, graph = task.workload, task.graph
     with T.kernel("begin") as made:
-        scalars = StepScalars(task, layout, declare(buffers), math, hoisted)
+        a = declare(buffers)
+        scalars = StepScalars(task, layout, a, math, hoisted)
         T.device_entry()
         item = T.let("item", T.block(_begin_blocks(task)) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
         row, unit = T.let("row", item // w.hidden), T.let("unit", item % w.hidden)
-        with T.when(row < scalars.arguments["B"]):
+        with T.when(row < a["B"]):
             T.note("before the first step: the states of the call into the workspaces")
-            values = []
-            for name in graph.states:
-                given = scalars.arguments[f"{name}_in"][scalars.at(0, row, unit)]
-                values.append(T.let(f"{name}_first", T.cast(given, "float32")))
             timeline = scalars.timeline
+            values = [T.let(f"{name}_first", T.cast(a[f"{name}_in"][scalars.at(0, row, unit)], "float32"))
+                      for name in graph.states]
             values = timeline.started(timeline.fresh(0, row, timeline.limit(row)), values)
             scalars.store_states(row, unit, values)
             scalars.store_first_operands(row, unit, values, scalars.constants(unit), T.int32(0), 0)
@@ -146,17 +127,15 @@ class StepScalars:
 
     Parameters
     ----------
-    T : the builder's module, ``tvm.tirx.script.builder.ir``
     arguments : the kernel's parameters, from :func:`declare`; what is kept is what has a buffer
     math : one of :data:`ecornn.schedules.scalars.pointwise.MATH`
-    hoisted : how hoisted values lie in memory; default: in float32
-    """
+    hoisted : how hoisted values lie in memory; default: in float32"""
 
     def __init__(self, task: Task, layout: Layout, arguments: dict[str, TirBuffer], math: str,
                  hoisted: Hoisted | None = None) -> None:
         self.task, self.graph, self.layout = task, task.graph, layout
         self.arguments, self.math, self.inputs = arguments, math, hoisted or hoisted_of(task)
-        self.carried, self.statistics = carried(task.graph), statistics(task.graph)
+        self.carried, self.statistics = liveness.carried(task.graph), liveness.statistics(task.graph)
         keeps = task.traversal.keep is not None and any(name.endswith("_kept") for name in arguments)
         self.kept = stored(task) if keeps else NOTHING
         self.timeline = Timeline(task.traversal, arguments, arguments["T"], arguments["B"])
@@ -176,13 +155,10 @@ class StepScalars:
     def constants(self, unit: Expr) -> dict[Var, Expr]:
         """Values that depend on parameters only."""
         H = self.task.workload.hidden
-        if not self.graph.vectors and not self.graph.invariants:
-            return {}
         return invariants(self.graph, vectors_at(self.graph.vectors, self.arguments["vectors"], H, unit), self.math)
 
     def hoisted(self, row: Expr, unit: Expr, t: Expr | None = None) -> list[Expr]:
-        """Loads the values that do not depend on the state, as they are in memory; of step ``t``, by default this
-        one."""
+        """Loads the values that do not depend on the state, as they are in memory; of step ``t``, by default now."""
         a = self.arguments
         if not self.inputs.outputs:
             return []
@@ -190,17 +166,17 @@ class StepScalars:
         return [T.let("hoisted", value) for value in self.inputs.load(a["hoisted"], row, unit)]
 
     def finish(self, p: int, row: Expr, unit: Expr, sums: dict[Var, Expr], loaded: list[Expr]) -> None:
-        """Emits everything that follows the products ``sums`` of phase ``p``; row < B and unit < H. ``loaded``: by
-        :meth:`hoisted`."""
+        """Emits all that follows the products ``sums`` of phase p; row < B, unit < H; ``loaded`` by :meth:`hoisted`."""
         a, graph = self.arguments, self.graph
         before, constants, env = self._environment(p, row, unit, sums, loaded)
-        env = emit(assigns_of(graph, p), env | sums, self.math)
-        if p < phase_count(graph) - 1:
+        env = emit(liveness.assigns_of(graph, p), env | sums, self.math)
+        values = {spot: env[v] for spot, v in values_of(graph, self.kept, p).items()}
+        if p < liveness.phase_count(graph) - 1:
             for number, (var, made) in enumerate(self.carried.items()):
                 if made == p:
                     T.buffer_store(a["carried"], env[var], [self.at(number, row, unit)])
             self._store_operands(p + 1, row, unit, env, 0)
-            if values := {b: env[v] for b, v in values_of(graph, self.kept, p).items()}:
+            if values:
                 self._keep(self._step_row(row), unit, values, self.timeline.live(a["t"], self.timeline.limit(row)))
             return
         timeline, limit = self.timeline, self.timeline.limit(row)
@@ -216,13 +192,11 @@ class StepScalars:
             return
         results = dict(zip(graph.results, after, strict=True))
         outputs = [env[v] for v in graph.outputs] or [results[graph.output]]
-        kept = {Spot(f"{s}_kept"): results[s] for s in self.kept.states}
-        kept |= {spot: env[v] for spot, v in values_of(graph, self.kept, p).items()}
+        kept = {Spot(f"{s}_kept"): results[s] for s in self.kept.states} | values
         self._store_results(row, unit, results, outputs, kept, live)
 
     def before(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr]) -> dict[Var, Expr]:
-        """The values that the statistics of phase ``p`` read; ``known``: those of this row that this kernel has
-        computed."""
+        """The values that the statistics of phase ``p`` read; ``known``: those of this row that this kernel made."""
         return self._environment(p, row, unit, known, self.hoisted(row, unit))[2] | known
 
     def store_statistics(self, p: int, row: Expr, values: dict[Var, Expr]) -> None:
@@ -233,14 +207,12 @@ class StepScalars:
 
     def _environment(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr],
                      loaded: list[Expr]) -> tuple[list[Expr], dict[Var, Expr], dict[Var, Expr]]:
-        """The states before the step, what depends on parameters only, and all that phase ``p`` reads that was made
-        before it."""
+        """The states before the step, what depends on parameters only, and all made earlier that phase ``p`` reads."""
         a, graph = self.arguments, self.graph
         hoisted = dict(zip(graph.hoisted_outputs, self.inputs.values(loaded)[0], strict=True))
-        constants = self.constants(unit)
-        states = self.states_before(row, unit)
+        constants, states = self.constants(unit), self.states_before(row, unit)
         env = constants | hoisted | dict(zip(graph.states.values(), states, strict=True))
-        env, read = emit(graph.prologue, env, self.math), reads(graph, p)
+        env, read = emit(graph.prologue, env, self.math), liveness.reads(graph, p)
         for number, (var, made) in enumerate(self.carried.items()):
             if made < p and var in read:
                 env[var] = T.let(var.name, a["carried"][self.at(number, row, unit)])
@@ -264,14 +236,13 @@ class StepScalars:
 
     def store_first_operands(self, row: Expr, unit: Expr, states: list[Expr], constants: dict[Var, Expr],
                              t: Expr, parity: Expr) -> None:
-        """Stores the operands of phase 0 for step t, of that parity, from the states before it; behind the last step
-        some that nobody reads."""
+        """Stores the operands of phase 0 for step t, of that parity, from the states before it; if t is T, unread."""
         if self.graph.phases:
             env = constants | dict(zip(self.graph.states.values(), states, strict=True))
-            if late_operands(self.graph):
+            if liveness.late_operands(self.graph):
                 loaded = self.hoisted(row, unit, T.let("t_next", T.min(t, self.arguments["T"] - 1)))
                 env |= zip(self.graph.hoisted_outputs, self.inputs.values(loaded)[0], strict=True)
-            self._store_operands(0, row, unit, emit(before_first(self.graph), env, self.math), parity)
+            self._store_operands(0, row, unit, emit(liveness.before_first(self.graph), env, self.math), parity)
 
     def operand_base(self, p: int, parity: Expr) -> Expr:
         """First element of phase p's operands."""
@@ -283,8 +254,7 @@ class StepScalars:
             return
         place = T.let("place", self.operand_base(p, parity) + self.layout.place(self.wide(row), unit))
         for o, operand in enumerate(self.graph.phases[p].operands):
-            T.buffer_store(self.arguments[f"operands_{p}"], T.cast(env[operand], dtype),
-                           [place + o * self.layout.size])
+            T.buffer_store(self.arguments[f"operands_{p}"], T.cast(env[operand], dtype), [place + o * self.layout.size])
 
     def _step_row(self, row: Expr) -> Expr:
         a = self.arguments
@@ -313,8 +283,7 @@ class StepScalars:
     def _store_outputs(self, row: Expr, unit: Expr, outputs: list[Expr], live: Expr | None) -> None:
         """Stores the outputs of an adjoint's recurrence, (T, B, O, H)."""
         a, w = self.arguments, self.task.workload
-        step_row = T.cast(self.timeline.at(a["t"]) * a["B"] + row, "int64")
-        first = T.let("at", step_row * (self.task.row or len(outputs) * w.hidden) + unit)
+        first = T.let("at", self._step_row(row) * (self.task.row or len(outputs) * w.hidden) + unit)
         for o, output in enumerate(outputs):
             value = self.timeline.masked(live, output, T.float32(0))
             T.buffer_store(a["outputs"], T.cast(for_products(value, self.task), w.dtype), [first + o * w.hidden])
@@ -329,9 +298,8 @@ class StepScalars:
 
 def loop(task: Task, layout: Layout, own: Sequence[Buffer], buffers: Sequence[Buffer], math: str, inputs: Hoisted,
          phase: Phase, kept: Stored) -> Component:
-    """All steps: of each a launch for every product and for every pass over rows; values that are ``kept`` are stored
-    by the one that makes them, states by the last one. ``own`` are those of ``buffers`` that only the recurrence
-    uses."""
+    """All steps: of each a launch for every product and every pass over rows; the one that makes ``kept`` values stores
+    them, the last one states. ``own`` are those of ``buffers`` that only the recurrence uses."""
     functions, steps, parts, w = {}, [], list(parts_of(task.graph)), task.workload
     for number, part in enumerate(parts, 1):
         first = part[0] if isinstance(part, tuple) else part
@@ -380,8 +348,7 @@ def rows_kernel(task: Task, name: str, phases: tuple[int, ...], layout: Layout, 
                 scalars.finish(p, row, unit, known, scalars.hoisted(row, unit))
 
             for p in phases:
-                each = partial(visit, p, dict(found))
-                found |= sums.statistics(graph.phases[p].statistics, w.hidden, each)
+                found |= sums.statistics(graph.phases[p].statistics, w.hidden, partial(visit, p, dict(found)))
                 with T.when(thread == 0):
                     scalars.store_statistics(p, row, found)
                 if not graph.phases[p].products:

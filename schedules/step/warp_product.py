@@ -5,8 +5,7 @@ octets of eight batch rows, and a lane reads 16 bytes of either, four neighbouri
 ``mma_product.py``: K is permuted alike in both. Every weight is read by one warp of one block, so nothing is gained by
 shared memory on its way. A warp asks for the next ``ahead`` pairs of k-tiles before it multiplies the first one, and no
 barrier lies between them: so as many bytes are under way as the registers hold. The sums of all warps meet in shared
-memory, where they are added in a fixed order.
-"""
+memory, where they are added in a fixed order."""
 
 from __future__ import annotations
 
@@ -30,14 +29,12 @@ class Operand(Protocol):
     """The operand that a product reads beside its weights."""
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """Loads the lane's four words of an octet, zeros beyond the row's end, into ``into[slot, octet]``; ``quarter``
-        of the pair's 16 words."""
+        """Loads the lane's ``quarter`` of a pair's words, zeros beyond the row's end, into ``into[slot, octet]``."""
 
 
 @dataclass(frozen=True)
 class RowsInMemory:
-    """Rows of ``width`` values, ``stride`` apart in ``source``, where a row may begin; the lane's row of octet n begins
-    at ``starts[n]``."""
+    """Rows of ``width`` values, ``stride`` apart in ``source``; the lane's row of octet n begins at ``starts[n]``."""
 
     source: TirBuffer
     starts: list[Expr]
@@ -89,8 +86,7 @@ class StagedRows:
     ----------
     words : the block's shared memory, uint32
     rows : of the block, all of them
-    lane_row : that of the lane in an octet
-    """
+    lane_row : that of the lane in an octet"""
 
     words: TirBuffer
     first: int
@@ -106,10 +102,9 @@ class StagedRows:
     def clear(self, thread: Expr, threads: int) -> None:
         """Stores zeros behind the end of each row."""
         row, own = staged_words(self.width, self.dtype), self.width // per_word(self.dtype)
-        count = self.rows * (row - own)
-        with T.strided("item", count, thread, threads) as item:
-            T.buffer_store(self.words, T.uint32(0), [self.first + item // (row - own) * row + (
-                own + item % (row - own))])
+        behind = row - own
+        with T.strided("item", self.rows * behind, thread, threads) as item:
+            T.buffer_store(self.words, T.uint32(0), [self.first + item // behind * row + (own + item % behind)])
 
     def copy(self, source: TirBuffer, start: Expr, row: Expr, part: Expr, parts: int, barrier: Expr) -> None:
         """Copies one of ``parts`` of a row, which begins at ``start`` of ``source``, to all blocks of the cluster."""
@@ -141,8 +136,7 @@ class Share:
     gates : weight rows of a unit
     width : K
     warps, ahead : that share K; pairs of k-tiles that each of them asks for ahead
-    staged : what it multiplies comes from shared memory, not ahead from memory
-    """
+    staged : what it multiplies comes from shared memory, not ahead from memory"""
 
     dtype: str
     arithmetic: str
@@ -230,8 +224,7 @@ class WarpProduct:
     Parameters
     ----------
     memory, first : the block's shared memory, float32, and where in it the sums are: (warp, batch row, weight row)
-    warp, lane : the warp's number in the share, and the lane
-    """
+    warp, lane : the warp's number in the share, and the lane"""
 
     def __init__(self, share: Share, memory: TirBuffer, first: int, warp: Expr, lane: Expr) -> None:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
@@ -239,8 +232,7 @@ class WarpProduct:
     def run(self, weights: TirBuffer, column: Expr, operand: Operand, before: Callable[[], None]) -> None:
         """Leaves the warp's sums in shared memory.
 
-        ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read.
-        """
+        ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read."""
         share, n = self.share, per_word(self.share.dtype)
         self.acc = T.local("acc", (share.tiles, share.octets, 4), "float32")
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row
@@ -326,13 +318,10 @@ def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: i
     if share.warps == 1:
         return
     rows = share.gates * share.units
-    count = share.rows * rows
-    with T.strided("item", count, thread, threads) as item:
+    with T.strided("item", share.rows * rows, thread, threads) as item:
         place = T.let("place", item // rows * share.stride + item % rows + first)
-        total = memory[place]
-        for warp in range(1, share.warps):
-            total = total + memory[place + warp * (share.rows * share.stride)]
-        T.buffer_store(memory, total, [place])
+        others = (memory[place + warp * (share.rows * share.stride)] for warp in range(1, share.warps))
+        T.buffer_store(memory, sum(others, memory[place]), [place])
 
 
 def sums(share: Share, products: tuple[Product, ...], memory: TirBuffer, first: int, row: Expr,

@@ -3,8 +3,7 @@
 A call of one step is bound by what it reads: all weights once. What any other schedule launches before its recurrence
 (the product of x, then what readies the states) costs more than that. Here a launch does all: warps of a block read
 their parts of both products straight into registers (``warp_product.py``), the first step reads the caller's own
-states, and a call of one step has no workspaces at all.
-"""
+states, and a call of one step has no workspaces at all."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from ecornn.analysis import Product
 from ecornn.analysis.liveness import late_operands
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch, Program, Relay
 from ecornn.schedules.assemble import assemble, shared_buffers
-from ecornn.schedules.base import Component, Config, Knob, Knobs, Schedule, Task, knob, no_room
+from ecornn.schedules.base import Component, Config, Knob, Knobs, SearchedSchedule, Task, knob, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait, launch_dependents, wait_on_earlier
 from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
@@ -26,18 +25,9 @@ from ecornn.schedules.cuda.pipeline import Pipeline, Use
 from ecornn.schedules.gemm.job import leaves_of_rows
 from ecornn.schedules.rates import gpu_rates, others
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit, math_choices
+from ecornn.schedules.step import warp_product
 from ecornn.schedules.step.scalars import Layout, StepScalars, declare
-from ecornn.schedules.step.warp_product import (
-    Operand,
-    RowsInMemory,
-    Share,
-    StagedRows,
-    WarpProduct,
-    add_up,
-    staged_words,
-    sums,
-    whole_pieces,
-)
+from ecornn.schedules.step.warp_product import Operand, RowsInMemory, Share, StagedRows, WarpProduct, staged_words
 from ecornn.workload import FEW
 
 
@@ -86,8 +76,7 @@ class StepPlan:
     @property
     def under_way(self) -> int:
         """Bytes that the warps of a block have asked for at a time."""
-        return sum(share.warps * (share.slots * share.weight_bytes + (share.slots * share.operand_bytes
-                                                                      if not share.staged else 0))
+        return sum(share.warps * share.slots * (share.weight_bytes + (0 if share.staged else share.operand_bytes))
                    for share in self.shares)
 
     @property
@@ -134,8 +123,7 @@ class StepStates(StepScalars):
     """Scalars of a step whose first one reads the caller's states, and whose last one leaves nothing for another."""
 
     def begins(self, row: Expr) -> Expr | None:
-        """True if this is a first step before which a row's states are cleared; None: never. Later ones find them
-        cleared."""
+        """True if this is a first step before which a row's states are cleared, which later ones find; None: never."""
         fresh = self.timeline.fresh(T.int32(0), row, self.timeline.limit(row))
         return None if fresh is None else T.let("begins", T.And(self.arguments["t"] == 0, fresh))
 
@@ -174,14 +162,14 @@ class StepStates(StepScalars):
                            [self.at(0, row, unit)])
 
 
-def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) -> PrimFunc:
+def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
     """``step``: step t, whole."""
     w, graph, products = task.workload, task.graph, products_of(task)
     H, shares = w.hidden, plan.shares
     firsts = [sum(share.floats for share in shares[:i]) for i in range(len(shares))]
     with T.kernel("step") as made:
         a = declare(buffers)
-        scalars = StepStates(task, Layout(w.batch, H, H), a, math)  # states as the caller's lie
+        scalars = StepStates(task, Layout(w.batch, H, H), a, plan.knobs.math)  # states as the caller's lie
         T.device_entry()
         block, thread = T.block(plan.blocks(w.batch)), T.thread(plan.threads)
         memory = T.shared(plan.shared // 4)  # sums of the shares' warps
@@ -197,8 +185,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
             _prefetch(a["vectors"], len(graph.vectors), plan, column, thread, H)
 
             def start(i: int, row: Expr) -> Expr:
-                """The index at which a row of what share i multiplies begins; of rows beyond the batch nobody reads the
-                sums."""
+                """The index where a row begins of what share i multiplies; nobody reads sums of rows behind B."""
                 row = T.let("row", T.min(row0 + row, a["B"] - 1))
                 if i == len(shares) - 1:
                     return T.let("start", scalars.wide(row) * H)
@@ -221,8 +208,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                 cluster_arrive()
 
             def before() -> None:
-                """Waits for the launch ahead, and brings the operands: nothing but weights may be read before, and
-                nothing written."""
+                """Waits for the launch ahead, and brings operands: only weights are read before, nothing written."""
                 if plan.chained:
                     wait_on_earlier()
                 scalars.prefetch(T.min(row0 + thread // plan.units, a["B"] - 1),
@@ -260,7 +246,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
             sync_block()
             T.note("CTA barrier: partial sums are in shared memory; add them up")
             for share, first in zip(shares, firsts, strict=True):
-                add_up(share, memory, first, thread, plan.threads)
+                warp_product.add_up(share, memory, first, thread, plan.threads)
             sync_block()
             T.note("epilogue: the cell's scalars of each (batch row, unit); states and y")
             with T.serial("turn", 0, ceil_div(plan.units * plan.rows, plan.threads)) as turn:
@@ -268,7 +254,7 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer], math: str) ->
                 row, unit = T.let("row", item // plan.units), T.let("unit", item % plan.units)
                 b, j = T.let("b", row0 + row), T.let("j", column * plan.units + unit)
                 with T.when(T.And(row < plan.rows, T.And(b < a["B"], j < H))):
-                    found = [sums(share, own, memory, first, row, unit) for share, own, first in
+                    found = [warp_product.sums(share, own, memory, first, row, unit) for share, own, first in
                              zip(shares, products, firsts, strict=True)]
                     x_row = T.cast(time * a["B"] + b, "int64") * w.input
                     hoisted = _hoisted(task, scalars, a, x_row, j, found[0] if len(shares) == 2 else {})
@@ -290,8 +276,7 @@ def _prefetch(vectors: TirBuffer, count: int, plan: StepPlan, column: Expr, thre
 
 def _hoisted(task: Task, scalars: StepScalars, a: dict[str, TirBuffer], x_row: Expr, unit: Expr,
              found: dict[Var, Expr]) -> list[Expr]:
-    """The hoisted values of a unit, from the products of x; other schedules compute them of all steps before the first
-    one."""
+    """The hoisted values of a unit, from the products of x; other schedules compute them of all steps in advance."""
     env = scalars.constants(unit) | found
     for var, offset in leaves_of_rows(task).items():
         env[var] = T.let(var.name, T.cast(a["x"][x_row + unit + offset], "float32"))
@@ -299,8 +284,7 @@ def _hoisted(task: Task, scalars: StepScalars, a: dict[str, TirBuffer], x_row: E
     return [env[v] for v in task.graph.hoisted_outputs]
 
 
-# Nanoseconds, of an H100's calls (benchmarks/results/h100_few_steps.txt): of a call beside its steps, and what a step
-# hides behind the one before it
+# Nanoseconds of an H100's calls (benchmarks/results/h100_few_steps.txt), beside steps; what a step hides behind another
 CALL, HIDDEN = 7_000, 3_500
 LEAST = 2_000  # of a step, whatever is hidden
 L2_KEEPS = 0.8  # of L2: weights that are more come from memory in each step
@@ -310,7 +294,7 @@ TURN, LOAD, ADDED = 40, 8, 2  # cycles of a warp beside products: of a turn, of 
 SLOWER = {"float32": 6, "tf32": 2}  # than products of 16-bit types
 
 
-class WholeStep(Schedule[StepPlan]):
+class WholeStep(SearchedSchedule[StepPlan]):
     """Serves cells with one exchange a step, whose operand is a state."""
 
     name = "whole_step"
@@ -338,10 +322,10 @@ class WholeStep(Schedule[StepPlan]):
         return None
 
     def knobs(self, task: Task) -> tuple[Knob, ...]:
-        w, gates = task.workload, _gates(task)
+        w, gates = task.workload, [len(own) for own in products_of(task)]
         units = tuple(u for u in (1, 2, 4, 8, 16, 32) if all(g * u % 8 == 0 for g in gates) and u < max(9, w.hidden))
         rows = tuple(r for r in (8, 16, 24, 32, 48, 64) if r < w.batch + 8)
-        pieces = all(whole_pieces(n, w.dtype) for n in (w.hidden, w.input, task.own_input))
+        pieces = all(warp_product.whole_pieces(n, w.dtype) for n in (w.hidden, w.input, task.own_input))
         clusters = tuple(n for n in (1, 2, 4, 8) if n == 1 or (pieces and task.device.clusters(n) > 0))
         chained = (False, True) if task.device.can.early_launches else (False,)
         return StepKnobs.offered({"units": units, "rows": rows, "warps": (2, 4, 8, 16), "ahead": (1, 2, 4, 8),
@@ -357,22 +341,18 @@ class WholeStep(Schedule[StepPlan]):
             return f"{plan.threads} threads to copy {2 * plan.rows} rows"
         return no_room(task.device, plan.shared, plan.threads, registers)
 
-    def default(self, task: Task) -> Config:
+    def search(self, task: Task) -> Config | None:
         def order(config: Config) -> tuple[float, int, bool]:
-            """The estimate, then most warps: of blocks that are expected to take as long those with more were always
-            faster, by 3 to 30%."""
+            """The estimate, then most warps: of blocks with equal estimates those with more were 3 to 30% faster."""
             return estimate(task, plan := self.plan(task, config)), -plan.knobs.warps, plan.knobs.ahead == 1
 
-        best = min(self._candidates(task), key=order, default=None)
-        assert best is not None, "default() is for tasks that serves() accepts"
-        return best
+        return min(self._candidates(task), key=order, default=None)
 
     def expected(self, task: Task) -> float:
         return max(LEAST, estimate(task, self.plan(task, self.default(task))) - HIDDEN) + CALL / task.workload.seq
 
     def rank(self, task: Task) -> float:
-        """The expected time, less what calls of other schedules take beside their steps, which those leave out of
-        theirs."""
+        """The expected time, less what other schedules' calls take beside steps, which those leave out of theirs."""
         return self.expected(task) - others(task) / task.workload.seq
 
     def _candidates(self, task: Task) -> Iterator[Config]:
@@ -382,34 +362,23 @@ class WholeStep(Schedule[StepPlan]):
         return self.valid(task, knobs)
 
     def features(self, task: Task, plan: StepPlan) -> dict[str, float]:
-        w = task.workload
-        blocks = plan.blocks(w.batch)
+        w, blocks = task.workload, plan.blocks(task.workload.batch)
         return {
             "blocks": blocks, "waves": blocks / task.device.cores, "threads": plan.threads,
-            "bytes": blocks * plan.moved, "under_way": plan.under_way,
-            "turns": max(share.turns for share in plan.shares),
+            "bytes": blocks * plan.moved, "under_way": plan.under_way, "turns": max(s.turns for s in plan.shares),
             "waste": plan.columns * plan.units * plan.rows * ceil_div(w.batch, plan.rows) / (w.hidden * w.batch),
-            "shared": plan.shared, "registers": max(share.registers for share in plan.shares),
-            "estimate": estimate(task, plan)}
+            "shared": plan.shared, "registers": max(s.registers for s in plan.shares), "estimate": estimate(task, plan)}
 
     def program(self, task: Task, plan: StepPlan) -> Program:
-        w, graph = task.workload, task.graph
+        w, state = task.workload, operand_of(task)
         rows = Extent(w.batch * w.hidden)
-        own = (Buffer("states", WORKSPACE, "float32", Extent(len(graph.states) * rows.fixed)),
+        own = (Buffer("states", WORKSPACE, "float32", Extent(len(task.graph.states) * rows.fixed)),
                Buffer("state_before", WORKSPACE, w.dtype, rows), Buffer("state_after", WORKSPACE, w.dtype, rows),
                *plan.weights(task))
-        kernel = step_kernel(task, plan, [*shared_buffers(task, None), *own], plan.knobs.math)
-        step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained,
-                      cluster=plan.cluster)
-        state = operand_of(task)
+        kernel = step_kernel(task, plan, [*shared_buffers(task, None), *own])
+        step = Launch("step", plan.blocks(w.batch), plan.threads, plan.shared, early=plan.chained, cluster=plan.cluster)
         steps = Relay((step,), "state_before", "state_after", f"{state}_in", f"{state}_out", w.hidden)
         return assemble(task, lambda kept: Component({"step": kernel}, own, (steps,)), None)
-
-
-def _gates(task: Task) -> tuple[int, ...]:
-    """Weight rows of a unit, of the products of x and of the state."""
-    found = len(task.graph.hoisted_products), len(task.graph.phases[0].products)
-    return tuple(filter(None, found))
 
 
 def estimate(task: Task, plan: StepPlan) -> float:
