@@ -20,7 +20,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
-from ecornn.schedules.cuda.isa.tensor_core import pack_pair, unpack_half
+from ecornn.schedules.cuda.isa.tensor_core import pack, unpack_half
 from ecornn.schedules.rates import gpu_rates
 
 SECTOR = 16  # 16-bit values of 32 bytes
@@ -147,8 +147,8 @@ class Hoisted:
         first, units = T.let("first", row * self.row), len(values)
         halves = {place: value for own, those in zip(self.order(units), values, strict=True)
                   for place, value in zip(own, those, strict=True)}
-        words = [pack_pair(halves[k, False], halves[k, True], self.dtype, finite=finite)
-                 for k in range(self.words(units))]
+        words = pack([halves[k, upper] for k in range(self.words(units)) for upper in (False, True)], self.dtype,
+                     finite=finite)
         for p in self.pieces(units):
             st_global(buffer.ptr_to([first + p.base + unit * p.apart]), words[p.register:p.register + p.words])
 

@@ -34,7 +34,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.memory import ld_global, st_global
-from ecornn.schedules.cuda.isa.tensor_core import lowered, pack_pair, unpack_half
+from ecornn.schedules.cuda.isa.tensor_core import lowered, pack, unpack, words
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
 from ecornn.schedules.gemm.projection import x_of
 from ecornn.schedules.keeping import outputs_row, spot, together, written
@@ -68,9 +68,10 @@ class Place:
             loaded = T.local("loaded", (span,), "float32")
             ld_global([loaded[e] for e in range(span)], first, "f32")
             return [loaded[e] for e in range(span)]
-        words = T.local("loaded", (span // 2,), "uint32")
-        ld_global([words[k] for k in range(span // 2)], first)
-        return [unpack_half(words[e // 2], e % 2 == 1, self.dtype) for e in range(span)]
+        loaded = T.local("loaded", (words(span, self.dtype),), "uint32")
+        each = [loaded[k] for k in range(words(span, self.dtype))]
+        ld_global(each, first)
+        return unpack(each, span, self.dtype)
 
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, values: Sequence[Expr]) -> None:
         """Stores ``values`` of as many neighbouring units, from ``unit`` on, but not those beyond the last unit."""
@@ -84,7 +85,7 @@ class Place:
         if self.dtype == "float32":
             st_global(first, values, "f32")
             return
-        st_global(first, [pack_pair(values[e], values[e + 1], self.dtype) for e in range(0, span, 2)])
+        st_global(first, pack(values, self.dtype))
 
 
 def read_before(adjoint: Adjoint, kept: Kept) -> tuple[str, ...]:

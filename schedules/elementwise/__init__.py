@@ -15,7 +15,7 @@ from ecornn.schedules.base import Component, Config, Knob, Knobs, Schedule, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all
 from ecornn.schedules.cuda.isa.memory import ld_shared, st_global
-from ecornn.schedules.cuda.isa.tensor_core import pack_pair
+from ecornn.schedules.cuda.isa.tensor_core import pack
 from ecornn.schedules.gemm.projection import no_projection, projection_time
 from ecornn.schedules.hoisted import Hoisted, Piece, gained, hoisted_choices, hoisted_knob, hoisted_of, preferred
 from ecornn.schedules.keeping import NOTHING, Spot, Stored, for_products, keeping
@@ -232,7 +232,7 @@ class _Units:
         elif dtype == "float32":
             st_global(into.ptr_to([at]), values, "f32")
         else:
-            st_global(into.ptr_to([at]), [pack_pair(values[e], values[e + 1], dtype) for e in range(0, self.count, 2)])
+            st_global(into.ptr_to([at]), pack(values, dtype))
 
 
 UNITS, THREADS = (1, 2, 4), (32, 64, 128, 256)

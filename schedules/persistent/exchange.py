@@ -97,7 +97,7 @@ class Carrier(ABC):
         """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
 
     @abstractmethod
-    def word(self, value: Expr, neighbour: Expr | None) -> Expr:
+    def word(self, values: list[Expr]) -> Expr:
         """The word that travels, of one value or of two neighbours."""
 
     @abstractmethod
@@ -143,8 +143,8 @@ class Ring(Carrier):
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         self._fence(self.plan.acquired(t))
 
-    def word(self, value: Expr, neighbour: Expr | None) -> Expr:
-        return T.let("word", pack([value] if neighbour is None else [value, neighbour], self.plan.dtype))
+    def word(self, values: list[Expr]) -> Expr:
+        return T.let("word", pack(values, self.plan.dtype))
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
         self._store(phase, slot + place, word, mine)
@@ -292,7 +292,7 @@ class Cluster(Carrier):
                 if p == 0:
                     at = [located(plan, phase, group, place) for place in places]
                     head = head_of(plan, group)
-                    found = [self._given(*initial_values(kernel, one, head)) for one in at]
+                    found = [self._given(initial_values(kernel, one, head)) for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.when(place < total):
                         T.buffer_store(self.words, word, [first + place])
@@ -321,13 +321,13 @@ class Cluster(Carrier):
         with T.when(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)):
             self.pipelines[phase].announce(t)
 
-    def word(self, value: Expr, neighbour: Expr | None = None) -> Expr:
-        return T.let("word", T.reinterpret("uint32", value) if neighbour is None
-                     else pack_pair(value, neighbour, self.plan.dtype))
+    def word(self, values: list[Expr]) -> Expr:
+        return T.let("word", T.reinterpret("uint32", values[0]) if self.plan.dtype == "float32"
+                     else pack_pair(*values, self.plan.dtype))
 
-    def _given(self, value: Expr, neighbour: Expr | None = None) -> Expr:
+    def _given(self, values: list[Expr]) -> Expr:
         """The same of values that may be 0 everywhere, beyond H: TVM prints the address of a constant reinterpreted."""
-        return self.word(value, neighbour) if neighbour is not None else T.let("word", float_bits(value))
+        return T.let("word", float_bits(values[0])) if self.plan.dtype == "float32" else self.word(values)
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
         with T.when(T.And(mine, step < self.steps)):

@@ -26,6 +26,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
 from ecornn.schedules.cuda.isa.blocks import wait_on_earlier
 from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_acquire, red_release
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.gemm.job import HoistedValues
 from ecornn.schedules.gemm.mma_mainloop import THREADS
@@ -225,7 +226,7 @@ class Gates(GateThreads):
         slot = T.let("slot", carrier.slot(p, step))
         for o, operand in enumerate(self.graph.product_phases[p].operands):
             value = T.let(f"{operand.name}_sent", T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
-            word = carrier.word(value, None if plan.dtype == "float32" else self._neighbour(value))
+            word = carrier.word(self._shared(value))
             carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i, plan.phases[p]))
 
     def _place(self, i: int, phase: PhasePlan, operand: int) -> Expr:
@@ -236,8 +237,8 @@ class Gates(GateThreads):
         """Tells whether this thread sends a word of item i: units beyond H, or beyond what is exchanged, have none."""
         units = self.plan.hidden if phase.units == self.plan.own else phase.units
         mine = T.And(self.owner[i], self.unit[i] < units)
-        if self.plan.dtype != "float32":  # the thread of the even unit sends for both
-            mine = T.And(mine, self.local[i] % 2 == 0)
+        if (per := per_word(self.plan.dtype)) > 1:  # the thread of a word's first unit sends it
+            mine = T.And(mine, self.local[i] % per == 0)
         return mine
 
     def _places(self, p: int) -> list[tuple[Expr, Expr]]:

@@ -144,7 +144,7 @@ class Gates(GateThreads):
     def _exchange(self) -> None:
         """Writes what was kept: the thread of an even unit for both of a word."""
         exchange = self.arguments["exchange"]
-        words = [[T.let("word", pack([value, self._neighbour(value)], self.plan.dtype)) for value in values]
+        words = [[T.let("word", pack(self._shared(value), self.plan.dtype)) for value in values]
                  for values in self.announced]
         for place, own in zip(self.places, words, strict=True):
             with T.when(place >= 0):

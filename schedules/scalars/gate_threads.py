@@ -10,6 +10,7 @@ from ecornn.analysis.liveness import late_operands, urgent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.cuda.isa.threads import neighbour
 from ecornn.schedules.keeping import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
@@ -327,6 +328,6 @@ class GateThreads(ABC):
         for name in self.state_index:
             T.buffer_store(self.arguments[f"{name}_out"], T.cast(last[name], w.dtype), [row * w.hidden + self.unit[i]])
 
-    def _neighbour(self, value: Expr) -> Expr:
-        """The value of the neighbouring thread."""
-        return T.let("neighbour", neighbour(value))
+    def _shared(self, value: Expr) -> list[Expr]:
+        """The values of the word that this thread's value is in: its own, and of 16 bits that of the other thread."""
+        return [value] if per_word(self.task.workload.dtype) == 1 else [value, T.let("neighbour", neighbour(value))]

@@ -25,7 +25,7 @@ take twice as many: the permutation is volatile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ecornn.schedules.builder import Expr, T, ceil_div
 from ecornn.schedules.cuda.isa.functions import call
@@ -53,6 +53,16 @@ def pack_pair(low: Expr, high: Expr, dtype: str, *, finite: bool = False) -> Exp
         unsigned r;
         asm("cvt.rn.{kind}x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
         return r;""", low, high))
+
+
+def pack(values: Sequence[Expr], dtype: str, *, finite: bool = False) -> list[Expr]:
+    """Float32 values, as many as fill words of a 16-bit type, as these words."""
+    return [pack_pair(low, high, dtype, finite=finite) for low, high in zip(values[::2], values[1::2], strict=True)]
+
+
+def unpack(words: Sequence[Expr], count: int, dtype: str) -> list[Expr]:
+    """The first ``count`` values of words of a 16-bit type, in float32."""
+    return [unpack_half(words[e // 2], e % 2 == 1, dtype) for e in range(count)]
 
 
 def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
@@ -126,6 +136,7 @@ def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], a
 
 UNPACKED = {"float16": 2, "bfloat16": 4}  # instructions for a word of two
 _LOWER, _UPPER = 0x4140, 0x4342  # which bytes of the word, and of the constant, make the lower and upper two
+
 
 def unpacked(word: Expr, upper: bool, dtype: str) -> Expr:
     """The lower or upper two of a word's four integers, as a word of that 16-bit type."""
