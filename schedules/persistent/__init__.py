@@ -100,8 +100,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             "fences": ("every", "products", FEWEST), "hoisted": hoisted_choices(task),
             "carrier": ("l2", "cluster") if clusters else ("l2",), "math": math_choices(task)})
 
-    def plan(self, task: Task, config: Config) -> PersistentPlan:
-        return plans.plan_of(task, PersistentKnobs(config))
+    def plan(self, task: Task, config: Config, **instead: int) -> PersistentPlan:
+        """The plan of a configuration, with ``instead`` in place of knobs, which are then not read."""
+        return plans.plan_of(task, PersistentKnobs(config), **instead)
 
     @staticmethod
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
@@ -193,9 +194,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             return "an adjoint has no projection"
         if late_operands(task.graph) and knobs.ahead != 100:  # a knob that is read is one that matters
             return "the first operands read the projection"
-        reason = self._crowded(task, plans.plan_of(task, knobs, chains=1, ahead=100))
+        reason = self._crowded(task, self.plan(task, knobs.values, chains=1, ahead=100))
         if reason is None and knobs.chains != 1:
-            reason = self._crowded(task, plans.plan_of(task, knobs, ahead=100))
+            reason = self._crowded(task, self.plan(task, knobs.values, ahead=100))
         if reason is None and knobs.carrier == "cluster" and knobs.fences != FEWEST:
             return "a cluster needs no fences"
         if reason is None and knobs.ahead != 100:
@@ -205,7 +206,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
                 return "the projection beside the recurrence goes from the first step on, the recurrence from the last"
             if knobs.groups * ceil_div(task.workload.hidden, knobs.units) == device.cores:
                 return "no multiprocessor is left for the projection beside the recurrence"
-            plan = plans.plan_of(task, knobs)
+            plan = self.plan(task, knobs.values)
             if workers_time(task, plan) > LATE * recurrence(plan, gpu_rates(device)):
                 return f"{plan.workers} blocks are too few for the projection beside the recurrence"
             reason = self._crowded(task, plan)

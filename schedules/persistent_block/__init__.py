@@ -246,7 +246,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         threads = (groups if mma else ceil_div(groups * lanes, 32)) * 32
         if threads > THREADS:
             return f"{threads} threads a block"
-        plan = plan_of(task, knobs)
+        plan = self.plan(task, config)
         if plan.items > ITEMS:
             return f"{plan.items} items a thread"
         if knobs.registers != 100 and all(p.kept == p.pieces for p in plan.parts):

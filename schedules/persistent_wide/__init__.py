@@ -174,7 +174,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
             return f"units={units} is no multiple of {step}"
         if parts > 1 and row_teams == 1:
             return "warpgroups that share K in blocks that share K"
-        plan = plans.plan_of(task, knobs)
+        plan = self.plan(task, config)
         if plan.resident < 0:
             return f"{plan.kept} and {plan.streamed} of {plan.chunks} chunks in registers and streamed"
         if plan.chunks > plan.most_chunks:
