@@ -250,7 +250,7 @@ class PersistentPlan(NamedTuple):
 
     @property
     def streamed(self) -> int:
-        """Those of all phases."""
+        """The streamed bytes of all phases."""
         return sum(map(self.streamed_bytes, self.phases))
 
     @property
