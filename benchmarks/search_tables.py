@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from msgspec import structs
 from prebuilding import builders, request
 from prebuilding import prebuild as fill
 
@@ -179,7 +180,7 @@ class Table:
         append(self.path, Trial(
             run=RUN, index=self.places[candidate], stage="search", workload=self.task.workload, device=self.task.device,
             schedule=candidate.schedule, revision=self.revisions[candidate.schedule], config=candidate.config,
-            versions=here.versions, clocks=here.clocks, seed=0, seconds=0.0, **vars(outcome)))
+            versions=here.versions, clocks=here.clocks, seed=0, seconds=0.0, **structs.asdict(outcome)))
         # Thousands of modules would fill the disk.
         path, _ = self.evaluator.modules.pop(candidate, (None, None))
         if path is not None:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec import structs
+
 from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import COMPARED, Evaluator
 from ecornn.tune.journal import RESERVED, Journal
@@ -183,7 +185,7 @@ class Tuner:
             workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
             revision=self.space.schedules[candidate.schedule].revision, config=candidate.config,
             versions=self.environment.versions, clocks=self.environment.clocks, seed=self.settings.seed,
-            seconds=round(self.elapsed(), 3), **vars(outcome))
+            seconds=round(self.elapsed(), 3), **structs.asdict(outcome))
         self.journal.add(trial)
         return trial
 
