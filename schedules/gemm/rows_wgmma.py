@@ -19,8 +19,7 @@ from dataclasses import replace
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.cuda.isa.blocks import launch_dependents
-from ecornn.schedules.cuda.isa.copies import bulk_copy, cp_async, cp_async_commit, cp_async_wait
-from ecornn.schedules.cuda.isa.mbarrier import mbarrier_expect
+from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
 from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.cuda.isa.wgmma import descriptor
 from ecornn.schedules.gemm.job import CHUNK, LINE, Columns, Epilogue, Job, Operand, Shape, write_tile
@@ -125,9 +124,8 @@ class _Rows(WgmmaMainloop):
                     with T.when(self.thread == 0):
                         piece, size = T.let("piece", column * slabs + slab), self.shape.weight_bytes
                         source = T.cast(piece, "int64") * (size // self.job.itemsize)
-                        mbarrier_expect(self.full(stage), size)
-                        bulk_copy(self.memory.ptr_to([first + ROWS * LINE // 4]),
-                                  self.arguments[operand.weights].ptr_to([source]), T.uint32(size), self.full(stage))
+                        self.ring.copy(stage, self.memory.ptr_to([first + ROWS * LINE // 4]),
+                                       self.arguments[operand.weights].ptr_to([source]), size)
                     self._copy_rows(operand.columns, first, group, slab)
 
                 self.fill(slabs, copies)

@@ -1,16 +1,9 @@
 """The main loop on Hopper: one warpgroup copies to a ring of stages in shared memory, two multiply from there (wgmma).
 
-Two mbarriers a stage hand it over. Use n = 0, 1, ... of a stage is phase n of both:
-
-    full     completed by an arrival of each copying thread when its copies have landed
-             (cp.async.mbarrier.arrive.noinc), and where one bulk copy fetches a part of the stage, by an arrival of
-             the thread that announces its bytes, and by these. Products of use n wait for the parity of phase n.
-    empty    8 arrivals, of each multiplying warp when its products of the stage are done. Copies of use n
-             wait for the parity of phase n - 1, which a new barrier counts as complete for n = 0.
-
-All warps go through the same tiles and stages in the same order. Phase n of ``full`` needs phase n - 1 of
-``empty``, and that needs every multiplying warp past phase n - 1 of ``full``: nobody who waits for a parity
-can be a whole turn behind, and nobody waits for what waits for him. Copies run ahead into the next tile.
+The ring is a ``Pipeline`` (cuda/pipeline.py). Its ``full`` takes an arrival of each copying thread when its copies have
+landed (cp.async.mbarrier.arrive.noinc), and where one bulk copy fetches a part of the stage, one of the thread that
+announces its bytes; its ``empty`` 8, of each multiplying warp when its products of the stage are done. All warps go
+through the same tiles and stages in the same order, and copies run ahead into the next tile.
 
 cp.async writes through the generic proxy and wgmma reads through the asynchronous one: the multiplying threads, which
 have seen the arrivals, put a proxy fence between. Products of the stage before are still under way, so it delays
@@ -23,11 +16,12 @@ from collections.abc import Callable
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_mbarrier_arrive, cp_async_wait_all
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive, mbarrier_init, mbarrier_wait
+from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
 from ecornn.schedules.cuda.isa.memory import fence_async_shared, shared_address
 from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
 from ecornn.schedules.cuda.isa.threads import named_barrier_arrive, named_barrier_sync, sync_block
 from ecornn.schedules.cuda.isa.wgmma import wgmma, wgmma_commit, wgmma_fence, wgmma_wait, wgmma_wait_pending
+from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use
 from ecornn.schedules.gemm.job import CHUNK, LINE, Columns
 
 THREADS = 384
@@ -48,7 +42,8 @@ class WgmmaMainloop(ABC):
     def __init__(self, memory: TirBuffer, thread: Expr, width: int, stages: int, stage_bytes: int, barriers: int,
                  arithmetic: str, bulk: bool = False) -> None:
         self.memory, self.thread, self.width, self.arithmetic, self.bulk = memory, thread, width, arithmetic, bulk
-        self.stages, self.stage_bytes, self.barriers = stages, stage_bytes, barriers
+        self.stages, self.stage_bytes = stages, stage_bytes
+        self.ring = Pipeline(memory, barriers, stages, barriers + BARRIER_WORDS, apart=2 * BARRIER_WORDS)
         self.base = T.let("base", shared_address(memory.ptr_to([0])))
         self.turn = T.local("turn", (1,), "uint32")  # uses of stages so far
 
@@ -64,9 +59,7 @@ class WgmmaMainloop(ABC):
         """The whole block."""
         T.note("prologue: one thread initialises the mbarriers (full, empty) of all stages")
         with T.when(self.thread == 0):
-            for stage in range(self.stages):
-                mbarrier_init(self.full(stage), GROUP + self.bulk)
-                mbarrier_init(self.empty(stage), 2 * GROUP // 32)
+            self.ring.init(GROUP + self.bulk, 2 * GROUP // 32)
             fence_mbarrier_init()
             if self.bulk:
                 fence_async_shared()  # bulk copies arrive through this proxy
@@ -89,10 +82,10 @@ class WgmmaMainloop(ABC):
     def fill(self, count: Expr | int, copies: Callable[[Expr, Expr], None]) -> None:
         """The copying warpgroup's ``count`` stages of a tile: ``copies(stage, number)`` of each."""
         with T.serial("slab", 0, count) as slab:
-            stage, parity = self._use()
-            mbarrier_wait(self.empty(stage), parity ^ T.uint32(1))
-            copies(stage, slab)
-            cp_async_mbarrier_arrive(self.full(stage))
+            use = self._use()
+            self.ring.acquire(use)
+            copies(use.stage, slab)
+            cp_async_mbarrier_arrive(self.ring.full_barrier(use.stage))
             T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
 
     def products(self, count: Expr | int, operands: Callable[[Expr], Descriptors], lag: int = 0,
@@ -106,7 +99,7 @@ class WgmmaMainloop(ABC):
         def release() -> None:
             with T.when(self.lane == 0):
                 before = T.let("before", T.cast((self.turn[0] - T.uint32(1)) % T.uint32(self.stages), "int32"))
-                mbarrier_arrive(self.empty(before))
+                self.ring.release(before)
 
         if some is not True:
             with T.when(count == 0):
@@ -118,10 +111,10 @@ class WgmmaMainloop(ABC):
                     named_barrier_arrive(LAG_BARRIER, 2 * GROUP)
                 with T.when(T.And(self.half == 1, self.turn[0] == T.uint32(0))):
                     named_barrier_sync(LAG_BARRIER, 2 * GROUP)
-            stage, parity = self._use()
-            mbarrier_wait(self.full(stage), parity)
+            use = self._use()
+            self.ring.wait(use)
             fence_async_shared()
-            a, b, a_step, b_step = operands(T.let("start", self.base + T.cast(stage * self.stage_bytes, "uint32")))
+            a, b, a_step, b_step = operands(T.let("start", self.base + T.cast(use.stage * self.stage_bytes, "uint32")))
             wgmma_fence()
             for k in range(LINE // 32):
                 keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
@@ -147,14 +140,8 @@ class WgmmaMainloop(ABC):
             cp_async(self.memory.ptr_to([place + v * size // 4]), source.ptr_to([at + v]), size * values,
                      T.Select(T.And(live, value + v < x.width), there, T.uint32(0)))
 
-    def _use(self) -> tuple[Expr, Expr]:
-        """Stage (int32) and parity of the phase (uint32) of the current use."""
+    def _use(self) -> Use:
+        """The current use of a stage."""
         stages = T.uint32(self.stages)
-        return (T.let("stage", T.cast(self.turn[0] % stages, "int32")),
-                T.let("parity", T.bitwise_and(self.turn[0] // stages, T.uint32(1))))
-
-    def full(self, stage: Expr) -> Expr:
-        return self.memory.ptr_to([self.barriers + stage * 4])
-
-    def empty(self, stage: Expr) -> Expr:
-        return self.memory.ptr_to([self.barriers + stage * 4 + 2])
+        return Use(T.let("stage", T.cast(self.turn[0] % stages, "int32")),
+                   T.let("parity", T.bitwise_and(self.turn[0] // stages, T.uint32(1))))
