@@ -93,7 +93,7 @@ MUTANTS = (
            "source_of(parameters[name], 0) if name", "test_runtime_packing.py"),
     Mutant("loading: a file cut short is complete", "ecornn/runtime/library.py",
            "return max(ends) <= len(content)", "return True", "test_runtime_loader.py"),
-    Mutant("loading: any checksum will do", "ecornn/runtime/library.py", "if whole is False:", "if False:",
+    Mutant("loading: any checksum will do", "ecornn/runtime/library.py", "if not whole:", "if False:",
            "test_runtime_loader.py -k one_bit"),
     Mutant("lookup: any time is believed", "ecornn/tune/plausible.py", "return times is None or times.median >=",
            "return True or times.median >=", "test_tune_lookup.py -k not_believed"),
