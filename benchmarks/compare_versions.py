@@ -40,7 +40,6 @@ TRAINING = [row for row in ROWS if str(row) in {
     "rnn_tanh 300x20x800x800 tf32", "lstm 256x64x256x256 f16", "lstm 256x64x1024x1024 bf16", "gru 256x32x2048x2048 f16",
     "rnn_tanh 256x32x2560x2560 f16", "lstm 365x256x30x256 bf16", "lstm 128x512x256x256 tf32",
     "lstm 35x32x650x650 bf16 2 layers"}]
-Sides = dict[str, Callable[[], list[torch.Tensor]]]
 
 
 def build(row: Row, training: bool, out: Path) -> str:

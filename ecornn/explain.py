@@ -206,10 +206,11 @@ def alternatives(task: Task, found: Found) -> list[Alternative]:
 def floor_terms(task: Task) -> FloorTerms | None:
     """The floor of a task's step; None where it is not known: on a device that nobody has measured, and for states and
     data types that its constants are not of."""
-    work = task.workload
-    if measured(task.device.name) is None or task.device.kind != "cuda":
+    gpu, work = measured(task.device.name), task.workload
+    if gpu is None or task.device.kind != "cuda":
         return None
-    least = floor_of(task.device, step_of(task.graph), work.batch, work.input, work.hidden,
+    share = msgspec.structs.replace(gpu, cores=min(gpu.cores, task.device.cores))  # records may lack the other sizes
+    least = floor_of(share, step_of(task.graph), work.batch, work.input, work.hidden,
                      "tf32" if work.precision == "tf32" else work.dtype, ITEMSIZE[work.stored])
     return FloorTerms(least.total, least.exchange, least.recurrent, least.projection, least.bytes)
 

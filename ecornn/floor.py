@@ -3,7 +3,7 @@
 The floor of a layer is the least sum of these terms over every way to cut it: ``groups`` of rows of the batch, each
 owned by ``blocks`` multiprocessors that hold all recurrent weights and exchange h once a step.
 
-    exchange    one trip of h between the blocks of a group, by how many they are (`Most.exchange`; clusters up to 16
+    exchange    one trip of h between the blocks of a group, by how many they are (`Bounds.exchange`; clusters up to 16
                 blocks; in a single block between its warps), and what of h exceeds `announced` bytes (in a cluster
                 all of it): taken in by every block, and out of L2 once for every 16, since a cluster can multicast
     recurrent   2 G H H rows at the tensor cores' rate of the blocks; an instruction multiplies at least 8 rows
@@ -88,14 +88,14 @@ def _size(blocks: int) -> int:
 
 
 def _cut(gpu: Device, step: Step, B: int, I: int, H: int, dtype: str, groups: int, blocks: int, stored: int) -> Floor:
-    most = gpu_rates(gpu).most
-    rows, size, rate = -(-B // groups), BYTES[dtype], most.tensor / SLOWER[dtype]
+    bounds = gpu_rates(gpu).bounds
+    rows, size, rate = -(-B // groups), BYTES[dtype], bounds.tensor / SLOWER[dtype]
     registers, weights = 4 * gpu.registers, step.products * H * H * stored
     each = weights / blocks
     shared = min(max(0.0, each - registers), gpu.shared)
     beyond = groups * (weights - blocks * min(each, registers + gpu.shared))
-    nanoseconds = shared / most.shared + (beyond / (most.l2 if weights <= gpu.l2 else most.memory)
-                                          + B * (I + H) * size / most.memory)
+    nanoseconds = shared / bounds.shared + (beyond / (bounds.l2 if weights <= gpu.l2 else bounds.memory)
+                                          + B * (I + H) * size / bounds.memory)
     return Floor(
         exchange=step.exchanges * (_exchange(gpu, blocks) + _fetched(gpu, rows, H, size, groups, blocks)),
         recurrent=2e-3 * step.products * H * H * max(rows, TILE) / (rate * blocks),
@@ -105,14 +105,14 @@ def _cut(gpu: Device, step: Step, B: int, I: int, H: int, dtype: str, groups: in
 
 def _fetched(gpu: Device, rows: int, H: int, size: int, groups: int, blocks: int) -> float:
     """Microseconds for what of h exceeds the bytes that an exchange was measured with."""
-    most, cluster = gpu_rates(gpu).most, gpu.can.cluster
-    state = 0 if blocks == 1 else max(0, rows * H * size - (most.announced if blocks > cluster else 0))
-    return max(state / most.intake, state * groups * -(-blocks // cluster) / most.l2) / 1e3
+    bounds, cluster = gpu_rates(gpu).bounds, gpu.can.cluster
+    state = 0 if blocks == 1 else max(0, rows * H * size - (bounds.announced if blocks > cluster else 0))
+    return max(state / bounds.intake, state * groups * -(-blocks // cluster) / bounds.l2) / 1e3
 
 
 def _exchange(gpu: Device, blocks: int) -> float:
     """Microseconds of one trip between so many blocks; a cluster has 2, 4, 8 or 16, and beyond are at least 32."""
-    exchange = gpu_rates(gpu).most.exchange
+    exchange = gpu_rates(gpu).bounds.exchange
     for (fewer, below), (more, above) in itertools.pairwise(exchange):
         if blocks == fewer:
             return below

@@ -13,7 +13,7 @@ from ecornn.schedules.base import Task
 
 
 @dataclass(frozen=True)
-class Most:
+class Bounds:
     """Bounds of a GPU, for floors (ecornn/floor.py): a nanosecond's and a multiprocessor's, where nothing else is said.
 
     Attributes
@@ -66,7 +66,7 @@ class GPURates:
     mma : cycles of an m16n8k16 product of a 16-bit type, with all four tensor cores at work
     wgmma_column : cycles of a column of an m64k16 product of warpgroups, of a 16-bit type
     mma_gemm, wgmma_gemm : 16-bit multiplications and additions a nanosecond of a large product, by either instruction
-    most : what no kernel exceeds"""
+    bounds : what no kernel exceeds"""
 
     clock: float
     threads: int
@@ -95,7 +95,7 @@ class GPURates:
     wgmma_column: float
     mma_gemm: float
     wgmma_gemm: float
-    most: Most
+    bounds: Bounds
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class CPURates:
 # beyond, polling 2 to 8 KB that carry their own tag, 32, 64 and 132 blocks. L2 (benchmarks/l2_rate.cu): intake of a
 # region that all blocks share, l2 of one for each block. Products: 8192^3 in bfloat16. Memory: a copy. Not measured:
 # 128 bytes a cycle from shared memory, at 1.98 GHz.
-H100_MOST = Most(announced=8 << 10, shared=253, intake=212, l2=7_700, memory=3_000, tensor=5_917, exchange=(
+H100_BOUNDS = Bounds(announced=8 << 10, shared=253, intake=212, l2=7_700, memory=3_000, tensor=5_917, exchange=(
     (1, 0.026), (2, 0.101), (4, 0.110), (8, 0.121), (16, 0.149), (32, 0.79), (64, 0.89), (132, 1.13)))
 
 H100 = GPURates(
@@ -144,7 +144,7 @@ H100 = GPURates(
     l2_exchange=1_450, l2_shared_sector=168, l2_counted=2_700, l2_handover=600, l2_latency=1_200, memory_latency=1_000,
     cluster_exchange=497, l2_copied=32, l2_bulk=48, l2_kept=27 << 20, l2_lasting=24 << 20, l2_beside=36, memory=18,
     memory_beside=1_800, shared=128, fragments=64, mma=1.6, wgmma_column=0.5, mma_gemm=2_100, wgmma_gemm=3_600,
-    most=H100_MOST)
+    bounds=H100_BOUNDS)
 
 # By the product's name, or by an architecture for all others of it. What is in neither is taken for an H100.
 GPUS = {"NVIDIA H100 80GB HBM3": H100}

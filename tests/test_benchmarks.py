@@ -105,7 +105,7 @@ def test_few_clusters_are_on_the_chip_at_once():
     """64 rows: thirteen clusters of 8, not eight of 16. No group of 17 to 31 blocks is faster than one of 32."""
     found = floors.floor(floors.H100, "lstm", 64, 256, 256, "float16")
     assert found.groups <= floors.H100.clusters(16) or found.blocks <= 8
-    assert floors.polled(floors.H100, 1, 256, "float16", 1, 17) == dict(gpu_rates(floors.H100).most.exchange)[32]
+    assert floors.polled(floors.H100, 1, 256, "float16", 1, 17) == dict(gpu_rates(floors.H100).bounds.exchange)[32]
 
 
 def test_floors_grow():

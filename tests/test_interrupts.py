@@ -15,7 +15,7 @@ from ecornn.interrupts import safe_interrupts
 
 
 def found(kind: str) -> dict:
-    """What ``interrupting.py`` prints."""
+    """Runs ``interrupting.py``, and returns what it prints."""
     done = subprocess.run([sys.executable, Path(__file__).with_name("interrupting.py"), kind], capture_output=True,
                           text=True, check=True, preexec_fn=lambda: signal.signal(signal.SIGINT,
                                                                                  signal.default_int_handler))
@@ -23,7 +23,7 @@ def found(kind: str) -> dict:
 
 
 def test_at_every_call_and_return():
-    """Those of Python leave locks locked, or this test finds nothing."""
+    """Python's own interrupts leave locks locked, or this test finds nothing."""
     assert len(found("plain")["hung"]) == 2
     safe = found("safe")
     assert safe["points"] > 100 and not safe["lost"] and not safe["hung"]

@@ -33,8 +33,8 @@ def rooflines(found: list[Layer]) -> list[tuple[str, str]]:
     for (device, arithmetic), points in sorted(groups.items()):
         gpu = measured(device)
         if gpu is not None and len({x for x, _, _ in points}) >= LEAST:
-            most = gpu_rates(gpu).most
-            slopes = [("L2", most.l2 / 1e3), ("memory", most.memory / 1e3)]
+            bounds = gpu_rates(gpu).bounds
+            slopes = [("L2", bounds.l2 / 1e3), ("memory", bounds.memory / 1e3)]
             pictures.append((f"{arithmetic} on {device}",
-                             svg.roofline(points, slopes, most.tensor * gpu.cores / SLOWER[arithmetic] / 1e3)))
+                             svg.roofline(points, slopes, bounds.tensor * gpu.cores / SLOWER[arithmetic] / 1e3)))
     return pictures

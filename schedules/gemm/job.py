@@ -22,7 +22,7 @@ from ecornn.schedules.cuda.isa.memory import st_global
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants
 
-# What there is a row of: each step and batch row, T*B; each batch row; or each sequence that lies in columns.
+# A row stands for each step and batch row, T*B; for each batch row; or for each sequence that lies in columns.
 STEPS, BATCH, SEQUENCES = "steps", "batch", "sequences"
 COUNT = "count"  # the workspace that has the number of sequences
 CHUNK = 16  # bytes that one instruction copies at most

@@ -122,7 +122,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     def check(self, task: Task, config: Config) -> str | None:
         knobs = PersistentKnobs(config)
-        # What needs few knobs comes first: from the knobs that were read a search learns which it need not ask for.
+        # Conditions on few knobs come first: a search learns from the knobs that were read which it need not ask for.
         reason = self._unplaced(task, knobs) or self._idle_gates(task, knobs)
         if reason is None and knobs.units % (step := plans.unit_step(task, knobs.interleave)):
             reason = f"units={knobs.units} is no multiple of {step}"

@@ -6,7 +6,8 @@ rows of ``units`` hidden units. In every block
 * product warps split the hidden axis (K) among them. Each waits for its part of the exchanged state, which it reads
   straight into operand B, multiplies it with its weights (operand A: registers, or shared memory
   where they do not fit), and leaves partial sums in shared memory;
-* gate warps add partial sums, compute the cell's scalars, send the new state, and then do the rest (y, wipes, inputs).
+* gate warps add partial sums, compute the cell's scalars, send the new state, and then do the rest (y, wipes, the next
+  step's inputs).
 
 State travels through L2, or, where a group is a cluster, inside it (``exchange.py``); statistics, which gate warps
 exchange among themselves, likewise (``sums.py``).

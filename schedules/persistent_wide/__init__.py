@@ -31,7 +31,7 @@ HANDED_BESIDE = 1.2  # times that long, beside streamed weights
 STATE_TURN, WEIGHTS_TURN = 1_250, 2_500  # cycles from a copy's start until its room is free again, but for its bytes
 BEHIND = 0.15  # of the shorter of copies and products: what the longer one does not hide
 # The share of a recurrence's time that hides what memory takes: inputs come while products run. By hand, from seven
-# layers of 64 to 2048 rows: they took up to 1.65 times what was expected without memory, now 0.9 to 1.1 times
+# layers of 64 to 2048 rows: they took up to 1.65 times what was expected without it, and 0.9 to 1.1 times with it
 HIDES = 0.75
 GATES, ITEM = 250, 90  # cycles of the gates of a step, and of each of a thread's items
 
@@ -65,7 +65,7 @@ def cycles(plan: WidePlan, rates: GPURates) -> tuple[float, float, float]:
 
 def _l2(plan: WidePlan, rates: GPURates) -> float:
     """Bytes a cycle that a block gets from L2."""
-    return min(rates.l2_bulk, rates.most.l2 / rates.clock / (plan.groups * plan.blocks))
+    return min(rates.l2_bulk, rates.bounds.l2 / rates.clock / (plan.groups * plan.blocks))
 
 
 def _streaming(plan: WidePlan, rates: GPURates) -> float:
