@@ -323,7 +323,7 @@ class Cluster(Carrier):
 
     def word(self, values: list[Expr]) -> Expr:
         return T.let("word", T.reinterpret("uint32", values[0]) if self.plan.dtype == "float32"
-                     else pack_pair(*values, self.plan.dtype))
+                     else pack_pair(values[0], values[1], self.plan.dtype))
 
     def _given(self, values: list[Expr]) -> Expr:
         """The same of values that may be 0 everywhere, beyond H: TVM prints the address of a constant reinterpreted."""
