@@ -1,7 +1,8 @@
-"""A cell's te graph carried out in NumPy float64: the reference of cells that have no formula in NumPy, for users, for
-the tuner, and for ``ecornn check-cell``.
+"""A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64.
 
-It knows nothing of ``ecornn.analysis``, from which kernels are made: an error there must not be in both.
+:func:`interpret` is the reference of cells that have no formula in NumPy, for users, the tuner and
+``ecornn check-cell``. ``bench/torch_step.py`` is the other back end, Python that calls PyTorch. Neither knows anything of ``ecornn.analysis``,
+from which kernels are made: an error there must not be in both.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,51 +27,76 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 
-def _erf(z: Any) -> Any:
-    return np.vectorize(math.erf, otypes=[np.float64])(z)
+class Operator(NamedTuple):
+    """A scalar operator, on arrays of NumPy, and as PyTorch writes it in a line of Python."""
+
+    numpy: Callable[..., Any]
+    torch: str
 
 
-BINARY: dict[str, Callable[..., Any]] = {
-    "Add": np.add, "Sub": np.subtract, "Mul": np.multiply, "Div": np.divide, "FloorDiv": np.floor_divide,
-    "FloorMod": np.mod, "Max": np.maximum, "Min": np.minimum, "LT": np.less, "LE": np.less_equal, "GT": np.greater,
-    "GE": np.greater_equal, "EQ": np.equal, "NE": np.not_equal, "And": np.logical_and, "Or": np.logical_or}
+BINARY = {
+    "Add": Operator(np.add, "{0} + {1}"), "Sub": Operator(np.subtract, "{0} - {1}"),
+    "Mul": Operator(np.multiply, "{0} * {1}"), "Div": Operator(np.divide, "{0} / {1}"),
+    "FloorDiv": Operator(np.floor_divide, "{0} // {1}"), "FloorMod": Operator(np.mod, "{0} % {1}"),
+    "Max": Operator(np.maximum, "torch.maximum({0}, {1})"), "Min": Operator(np.minimum, "torch.minimum({0}, {1})"),
+    "LT": Operator(np.less, "{0} < {1}"), "LE": Operator(np.less_equal, "{0} <= {1}"),
+    "GT": Operator(np.greater, "{0} > {1}"), "GE": Operator(np.greater_equal, "{0} >= {1}"),
+    "EQ": Operator(np.equal, "{0} == {1}"), "NE": Operator(np.not_equal, "{0} != {1}"),
+    "And": Operator(np.logical_and, "torch.logical_and({0}, {1})"),
+    "Or": Operator(np.logical_or, "torch.logical_or({0}, {1})")}
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "exp": np.exp, "tanh": np.tanh, "sigmoid": lambda z: 0.5 * (1.0 + np.tanh(0.5 * z)),
-    "log": np.log, "log2": np.log2, "log1p": np.log1p, "exp2": np.exp2, "sqrt": np.sqrt,
-    "rsqrt": lambda z: 1.0 / np.sqrt(z), "fabs": np.abs, "pow": np.power, "erf": _erf,
-    "exp10": lambda z: np.power(10.0, z), "log10": np.log10,
-    "sin": np.sin, "cos": np.cos, "tan": np.tan, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan,
-    "atan2": np.arctan2, "sinh": np.sinh, "cosh": np.cosh, "asinh": np.arcsinh, "acosh": np.arccosh,
-    "atanh": np.arctanh, "floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.round,
-    "nearbyint": np.round, "if_then_else": np.where}
+FUNCTIONS = {
+    "exp": Operator(np.exp, "torch.exp({0})"), "exp2": Operator(np.exp2, "torch.exp2({0})"),
+    "exp10": Operator(lambda z: np.power(10.0, z), "torch.pow(10.0, {0})"),
+    "log": Operator(np.log, "torch.log({0})"), "log2": Operator(np.log2, "torch.log2({0})"),
+    "log10": Operator(np.log10, "torch.log10({0})"), "log1p": Operator(np.log1p, "torch.log1p({0})"),
+    "sqrt": Operator(np.sqrt, "torch.sqrt({0})"), "rsqrt": Operator(lambda z: 1.0 / np.sqrt(z), "torch.rsqrt({0})"),
+    "pow": Operator(np.power, "torch.pow({0}, {1})"),
+    "tanh": Operator(np.tanh, "torch.tanh({0})"),
+    "sigmoid": Operator(lambda z: 0.5 * (1.0 + np.tanh(0.5 * z)), "torch.sigmoid({0})"),
+    "erf": Operator(np.vectorize(math.erf, otypes=[np.float64]), "torch.erf({0})"),
+    "fabs": Operator(np.abs, "torch.abs({0})"),
+    "sin": Operator(np.sin, "torch.sin({0})"), "cos": Operator(np.cos, "torch.cos({0})"),
+    "tan": Operator(np.tan, "torch.tan({0})"), "asin": Operator(np.arcsin, "torch.asin({0})"),
+    "acos": Operator(np.arccos, "torch.acos({0})"), "atan": Operator(np.arctan, "torch.atan({0})"),
+    "atan2": Operator(np.arctan2, "torch.atan2({0}, {1})"),
+    "sinh": Operator(np.sinh, "torch.sinh({0})"), "cosh": Operator(np.cosh, "torch.cosh({0})"),
+    "asinh": Operator(np.arcsinh, "torch.asinh({0})"), "acosh": Operator(np.arccosh, "torch.acosh({0})"),
+    "atanh": Operator(np.arctanh, "torch.atanh({0})"),
+    "floor": Operator(np.floor, "torch.floor({0})"), "ceil": Operator(np.ceil, "torch.ceil({0})"),
+    "trunc": Operator(np.trunc, "torch.trunc({0})"), "round": Operator(np.round, "torch.round({0})"),
+    "nearbyint": Operator(np.round, "torch.round({0})"),
+    "if_then_else": Operator(np.where, "torch.where({0}, {1}, {2})")}
+OPERATORS = BINARY | FUNCTIONS | {"Not": Operator(np.logical_not, "torch.logical_not({0})")}
 
 
 def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
               states: Sequence[Any]) -> tuple[Array, tuple[Array, ...]]:
-    """One layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each,
-    to y (T, B, H), or (T, B, O H) of O outputs side by side, and the final states; float64.
-    :class:`CellError` for an operation that is not known here."""
+    """Runs one layer: x (T, B, I), ``parameters`` by the cell's names in te shape, states (B, H) each.
+
+    Returns y (T, B, H), or (T, B, O H) of O outputs side by side, and the final states; float64. Raises
+    :class:`CellError` for an operation that is not known here.
+    """
     now = tuple(np.asarray(s, np.float64) for s in states)
     rows = np.asarray(x, np.float64)
     given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     step, y, outputs = Step(cell, rows.shape[1:], now[0].shape), [], output_numbers(cell)
     for row in rows:
-        made = step(row, now, given)
-        now = made[:len(now)]
-        y.append(np.concatenate([made[n] for n in outputs], axis=1))
+        returned = step(row, now, given)
+        now = returned[:len(now)]
+        y.append(np.concatenate([returned[n] for n in outputs], axis=1))
     return np.stack(y), now
 
 
 def output_numbers(cell: Cell) -> tuple[int, ...]:
-    """Which of what a step returns the outputs are."""
+    """The places of a cell's outputs among the tensors that its step returns."""
     returned = cell.returned_names()
     return tuple(returned.index(name) for name in cell.output_names())
 
 
 def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None) -> Formula:
-    """A cell's te step as :func:`~ecornn.numpy_reference.reference` runs it through sequences, whose arguments say how
-    large the cell is."""
+    """A cell's te step, as :func:`~ecornn.numpy_reference.reference` runs it through sequences. The shapes of x, weights
+    and state tell the cell's sizes."""
     if not isinstance(cell, Cell):
         raise ArgumentError("cell", cell, "an ecornn.Cell, or the name of one that has a formula in NumPy")
     hidden = hidden_size(cell, np.shape(x)[-1] if np.ndim(x) else 1, weights, state)
@@ -96,22 +122,27 @@ def flat_shapes(cell: Cell, width: int, hidden: int) -> dict[str, tuple[int, ...
 
 
 def hidden_size(cell: Cell, input: int, weights: Mapping[str, Any], state: Sequence[Any] | None) -> int:
-    """H: that of a state, else the one with which most weights of the first layer have the shapes that the cell gives
-    them; without parameters I."""
+    """H of a layer: that of a state; else the H for which most weights of the first layer have the shapes that the cell
+    gives them; without parameters I."""
     if state is not None and len(state) and np.ndim(state[0]):
         return np.shape(state[0])[-1]
     given = {n: np.shape(w) for n, w in weights.items()}
     rows = {shape[0] for shape in given.values() if shape}
-    found = {input: 0}
+    matches = {input: 0}  # H -> weights that fit
     for hidden in sorted({d for r in rows for d in range(1, r + 1) if r % d == 0}):
         with contextlib.suppress(Exception):  # a cell may refuse sizes
             shapes = flat_shapes(cell, input, hidden)
-            found[hidden] = sum(given.get(cell.parameter_name(n)) == shape for n, shape in shapes.items())
-    return max(found, key=lambda hidden: found[hidden])
+            matches[hidden] = sum(given.get(cell.parameter_name(n)) == shape for n, shape in shapes.items())
+    return max(matches, key=lambda hidden: matches[hidden])
 
 
 class Step:
-    """One step of a cell, for x (B, I), with the cell's inputs behind it, and states (B, H) of these shapes."""
+    """One step of a cell, for x (B, I), with the cell's inputs behind it, and states (B, H) of these shapes: its te
+    tensors, and the walk through them.
+
+    Values of tensors and expressions are NumPy arrays, of float64 but for indices and conditions. Another back end
+    overrides what makes values: ``expanded``, ``largest``, ``plus``, ``product``, ``applied``, ``cast`` and ``load``.
+    """
 
     def __init__(self, cell: Cell, x: tuple[int, ...], state: tuple[int, ...]) -> None:
         from tvm import te
@@ -122,9 +153,10 @@ class Step:
         self.states = [te.placeholder(state, "float32", name=name) for name in cell.states]
         shapes = cell.parameters(self.own, state[1])
         self.parameters = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
-        found = cell.step(self.x, self.states, {**self.parameters, **dict(zip(cell.inputs, self.inputs, strict=True))})
-        self.results = list(found) if isinstance(found, (list, tuple)) else [found]
-        self.known: dict[tuple[Operation, int], Array] = {}  # (operation, output) -> its values in this step
+        given = {**self.parameters, **dict(zip(cell.inputs, self.inputs, strict=True))}
+        returned = cell.step(self.x, self.states, given)
+        self.results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        self.known: dict[tuple[Operation, int], Any] = {}  # (operation, output) -> its values in this step
 
     def __call__(self, x: Array, states: Sequence[Array], parameters: Mapping[str, Array]) -> tuple[Array, ...]:
         """The new states, and other outputs behind them; parameters by the cell's names, in te shape."""
@@ -134,66 +166,38 @@ class Step:
             self.known[tensor.op, 0] = value
         return tuple(self.tensor(result) for result in self.results)
 
-    def tensor(self, tensor: Tensor) -> Array:
+    # -- the walk -------------------------------------------------------------------------------
+    def tensor(self, tensor: Tensor) -> Any:
         """All values of a tensor."""
         key = tensor.op, tensor.value_index
         if key not in self.known:
             if type(tensor.op).__name__ != "ComputeOp":
-                raise CellError(f"NumPy has no reference for {tensor.op.name}, a {type(tensor.op).__name__}")
+                raise CellError(f"{self.NOTHING} {tensor.op.name}, a {type(tensor.op).__name__}")
             self.known[key] = self.compute(tensor.op, tensor.op.body[tensor.value_index])
         return self.known[key]
 
-    def compute(self, op: ComputeOp, body: Expr) -> Array:
-        """``body`` at all places of the operation's axes: in arrays with a dimension for each axis, of which those that
-        a value does not depend on have one entry."""
+    def compute(self, op: ComputeOp, body: Expr) -> Any:
+        """``body`` at all places of the operation's axes. Values within it have a dimension for each axis, of one entry
+        for those that they do not depend on."""
         reduction = type(body).__name__ == "Reduce"
         axes = [*op.axis, *(body.axis if reduction else ())]
         extents = tuple(int(axis.dom.extent) for axis in axes)
-        places = {}
-        for n, axis in enumerate(axes):
-            along = [extents[n] if m == n else 1 for m in range(len(axes))]
-            places[axis.var] = int(axis.dom.min) + np.arange(extents[n]).reshape(along)
+        places = {axis.var: int(axis.dom.min) + np.arange(extents[n]).reshape(
+            [extents[n] if m == n else 1 for m in range(len(axes))]) for n, axis in enumerate(axes)}
         shape = extents[:len(op.axis)]
         if not reduction:
-            return np.array(np.broadcast_to(self.value(body, places), shape))
+            return self.expanded(self.value(body, places), shape)
+        start, combined = reduced(op.name, body)
         if type(body.combiner.result[body.value_index]).__name__ == "Max":
-            whole = np.broadcast_to(self.value(self.parts(op.name, body)[1], places), extents)
-            return np.asarray(whole.max(axis=tuple(range(len(shape), len(extents)))))
-        start, combined = self.parts(op.name, body)
-        values = self.multiplied(factors(combined), places)
-        return np.asarray(self.product(values, extents, len(shape))) + (
-            0.0 if start is None else self.value(start, places).item())
+            return self.largest(self.value(combined, places), extents, len(shape))
+        total = self.product(self.multiplied(factors(combined), places), extents, len(shape))
+        return self.expanded(total if start is None else self.plus(total, self.value(start, places)), shape)
 
-    def multiplied(self, parts: Sequence[Expr], places: Mapping[Var, Array]) -> list[Array]:
-        """The values of what a sum is a sum of products of."""
+    def multiplied(self, parts: Sequence[Expr], places: Mapping[Var, Array]) -> list[Any]:
+        """The values of the factors that a sum adds up products of."""
         return [self.value(part, places) for part in parts]
 
-    def parts(self, name: str, body: Reduce) -> tuple[Expr | None, Expr]:
-        """Where a sum starts, if not at 0, and what it is of."""
-        n, combiner = body.value_index, body.combiner
-        result = combiner.result[n]
-        sides, known = (combiner.lhs[n], combiner.rhs[n]), type(result).__name__ in ("Add", "Max")
-        if not known or not all(a.same_as(b) for a, b in zip((result.a, result.b), sides, strict=True)):
-            raise CellError(f"NumPy has no reference for the reduction {name!r}, which is neither a sum "
-                            "nor a maximum")
-        if type(body.condition).__name__ != "IntImm" or not int(body.condition):
-            raise CellError(f"NumPy has no reference for the sum {name!r}, which has a condition")
-        return (body.init[n] if len(body.init) else None), body.source[n]
-
-    def product(self, values: Sequence[Array], extents: tuple[int, ...], kept: int) -> Array:
-        """The product of ``values`` at all places, of shape ``extents``, summed over the axes behind ``kept``."""
-        shared = [any(v.shape[n] > 1 for v in values) for n in range(len(extents))]
-        operands: list[Any] = []
-        for v in values:
-            own = [n for n, size in enumerate(v.shape) if size > 1]
-            operands += [v.reshape([v.shape[n] for n in own]), own]
-        out = [n for n in range(kept) if shared[n]]
-        found = np.einsum(*operands, out, optimize=len(values) > 1)
-        found = found.reshape([extents[n] if shared[n] else 1 for n in range(kept)])
-        alike = math.prod(size for n, size in enumerate(extents) if n >= kept and not shared[n])
-        return np.broadcast_to(found * alike, extents[:kept])
-
-    def value(self, e: Expr, places: Mapping[Var, Array]) -> Array:
+    def value(self, e: Expr, places: Mapping[Var, Array]) -> Any:
         """An expression at all ``places`` of its axes."""
         kind = type(e).__name__
         if kind == "Var":
@@ -203,21 +207,60 @@ class Step:
         if kind == "Call" and e.op.name == "te.tensor_load":
             return self.load(self.tensor(e.args[0]), [self.value(i, places) for i in e.args[1:]], len(places))
         if kind == "Cast":
-            return cast(self.value(e.value, places), str(e.ty))
+            return self.cast(self.value(e.value, places), str(e.ty))
         if kind == "Not":
-            return np.logical_not(self.value(e.a, places))
+            return self.applied(kind, [self.value(e.a, places)])
         if kind == "Select":
-            return np.where(*(self.value(c, places) for c in (e.condition, e.true_value, e.false_value)))
+            return self.applied("if_then_else",
+                                [self.value(part, places) for part in (e.condition, e.true_value, e.false_value)])
         if kind in BINARY:
-            return np.asarray(BINARY[kind](self.value(e.a, places), self.value(e.b, places)))
+            return self.applied(kind, [self.value(e.a, places), self.value(e.b, places)])
         name = e.op.name if kind == "Call" else kind
         if kind != "Call" or name.rsplit(".", 1)[-1] not in FUNCTIONS:
-            raise CellError(f"the cell uses {name}, which NumPy has no reference for; name the "
-                            "schedule and configuration instead of tuning")
-        return np.asarray(FUNCTIONS[name.rsplit(".", 1)[-1]](*(self.value(a, places) for a in e.args)))
+            raise CellError(f"the cell uses {name}, {self.UNKNOWN}")
+        return self.applied(name.rsplit(".", 1)[-1], [self.value(a, places) for a in e.args])
 
-    def load(self, source: Array, indices: Sequence[Array], axes: int) -> Array:
-        """``source`` at the places that ``indices`` are, one for each of its dimensions."""
+    # -- values in NumPy ------------------------------------------------------------------------
+    NOTHING = "NumPy has no reference for"
+    UNKNOWN = "which NumPy has no reference for; name the schedule and configuration instead of tuning"
+
+    def expanded(self, value: Any, shape: tuple[int, ...]) -> Any:
+        """``value`` with as many entries along each axis as ``shape`` has."""
+        return np.array(np.broadcast_to(value, shape))
+
+    def largest(self, value: Any, extents: tuple[int, ...], kept: int) -> Any:
+        """The maximum of ``value``, of shape ``extents``, over the axes behind the first ``kept``."""
+        return np.broadcast_to(value, extents).max(axis=tuple(range(kept, len(extents))))
+
+    def plus(self, total: Any, start: Any) -> Any:
+        """A sum with the value that it starts at."""
+        return total + start.item()
+
+    def product(self, values: Sequence[Any], extents: tuple[int, ...], kept: int) -> Any:
+        """The product of ``values`` at all places, of shape ``extents``, summed over the axes behind the first
+        ``kept``; one entry for a kept axis on which no value depends."""
+        shared = [any(v.shape[n] > 1 for v in values) for n in range(len(extents))]
+        operands: list[Any] = []
+        for v in values:
+            own = [n for n, size in enumerate(v.shape) if size > 1]
+            operands += [v.reshape([v.shape[n] for n in own]), own]
+        out = [n for n in range(kept) if shared[n]]
+        total = np.einsum(*operands, out, optimize=len(values) > 1)
+        alike = math.prod(size for n, size in enumerate(extents) if n >= kept and not shared[n])
+        return total.reshape([extents[n] if shared[n] else 1 for n in range(kept)]) * alike
+
+    def applied(self, name: str, arguments: Sequence[Any]) -> Any:
+        """The operator of :data:`OPERATORS` on values."""
+        return np.asarray(OPERATORS[name].numpy(*arguments))
+
+    def cast(self, value: Any, kind: str) -> Any:
+        """``value`` as the type ``kind`` has it; float32 and float64 stay as exact as they are."""
+        if kind in ("float32", "float64"):
+            return value.astype(np.float64)
+        return value.astype(np.float16).astype(np.float64) if kind == "float16" else value.astype(kind)
+
+    def load(self, source: Any, indices: Sequence[Any], axes: int) -> Any:
+        """``source`` at ``indices``, one for each of its dimensions; the result has ``axes`` dimensions."""
         along = [[n for n, size in enumerate(i.shape) if size > 1] for i in indices]
         moving = [own[0] for own in along if own]
         if any(len(own) > 1 for own in along) or len(set(moving)) < len(moving):
@@ -237,13 +280,21 @@ class Step:
         return source.transpose(order).reshape(shape)
 
 
+def reduced(name: str, body: Reduce) -> tuple[Expr | None, Expr]:
+    """The value that a reduction starts at, None for a sum that starts at 0, and the expression that it reduces.
+
+    Raises :class:`CellError` for what is neither a sum nor a maximum, or has a condition.
+    """
+    n, combiner = body.value_index, body.combiner
+    result = combiner.result[n]
+    sides, known = (combiner.lhs[n], combiner.rhs[n]), type(result).__name__ in ("Add", "Max")
+    if not known or not all(a.same_as(b) for a, b in zip((result.a, result.b), sides, strict=True)):
+        raise CellError(f"NumPy has no reference for the reduction {name!r}, which is neither a sum nor a maximum")
+    if type(body.condition).__name__ != "IntImm" or not int(body.condition):
+        raise CellError(f"NumPy has no reference for the sum {name!r}, which has a condition")
+    return (body.init[n] if len(body.init) else None), body.source[n]
+
+
 def factors(e: Expr) -> list[Expr]:
-    """What is multiplied."""
+    """The factors of a product; any other expression is its own only one."""
     return factors(e.a) + factors(e.b) if type(e).__name__ == "Mul" else [e]
-
-
-def cast(value: Array, kind: str) -> Array:
-    """``value`` as ``kind`` has it; float32 and float64 stay as exact as they are."""
-    if kind in ("float32", "float64"):
-        return value.astype(np.float64)
-    return value.astype(np.float16).astype(np.float64) if kind == "float16" else value.astype(kind)

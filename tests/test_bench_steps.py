@@ -36,7 +36,7 @@ def run(cell: Cell, width: int, hidden: int, batch: int) -> tuple[Any, Any]:
     p = {n: np.asarray(cell.sample(n, s, rng), np.float64) for n, s in cell.parameters(width, hidden).items()}
     x = rng.uniform(0.05, 1, (3, batch, cell.row_width(width, hidden)))
     states = [rng.uniform(0.1, 1, (batch, hidden)) for _ in cell.states]
-    prepare, step = torch_step(cell, x.shape[2], hidden, batch).made("cpu", torch.float64)
+    prepare, step = torch_step(cell, x.shape[2], hidden, batch).functions("cpu", torch.float64)
     prepared, now = prepare([torch.tensor(v) for v in p.values()]), [torch.tensor(s) for s in states]
     for row in torch.tensor(x):
         now = step(row, now, prepared)[:len(now)]

@@ -25,7 +25,7 @@ class StepLoop:
         self.device, self.dtype = "cuda" if kind == "cuda" else "cpu", getattr(torch, dtype)
         self.hidden, self.outputs = work.hidden, output_numbers(cell)
         self.parts = stack.parts(work)
-        self.steps = {width: torch_step(cell, width, work.hidden, rows).made(self.device, self.dtype)
+        self.steps = {width: torch_step(cell, width, work.hidden, rows).functions(self.device, self.dtype)
                       for width in {part.workload.input for part in self.parts}}
 
     def tensors(self, weights: Weights) -> dict[str, Any]:
@@ -36,8 +36,8 @@ class StepLoop:
     def __call__(self, x: Any, weights: Weights) -> Any:
         y = x
         for layer in range(self.stack.layers):
-            made = [self.sequence(part, y, weights) for part in self.parts if part.layer == layer]
-            y = self.torch.cat(made, 2) if len(made) > 1 else made[0]
+            directions = [self.sequence(part, y, weights) for part in self.parts if part.layer == layer]
+            y = self.torch.cat(directions, 2) if len(directions) > 1 else directions[0]
         return y
 
     def sequence(self, part: Part, x: Any, weights: Weights) -> Any:
@@ -50,8 +50,8 @@ class StepLoop:
         y: list[Any] = [None] * len(x)
         rows = x.unbind(0)
         for t in reversed(range(len(x))) if part.traversal.reverse else range(len(x)):
-            made = step(rows[t], states, prepared)
-            states = made[:len(states)]
-            outputs = [made[n] for n in self.outputs]
+            returned = step(rows[t], states, prepared)
+            states = returned[:len(states)]
+            outputs = [returned[n] for n in self.outputs]
             y[t] = self.torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0]
         return self.torch.stack(y)

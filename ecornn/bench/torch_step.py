@@ -1,6 +1,7 @@
 """A cell's te step as Python that calls PyTorch, as a user of PyTorch writes a cell: an operation a line.
 
-From the te graph as the cell wrote it, never from its analysis: what runs beside kernels shares nothing with them.
+It walks the te graph as the cell wrote it (``interpreter.py``), never its analysis: what runs beside kernels shares
+nothing with them.
 """
 
 from __future__ import annotations
@@ -9,29 +10,27 @@ import math
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ecornn.bench.torch_operators import BINARY, CLAMP, FUNCTIONS, NUMBERS
 from ecornn.cells import Cell
 from ecornn.errors import CellError
-from ecornn.interpreter import BINARY as NUMPY_BINARY
-from ecornn.interpreter import FUNCTIONS as NUMPY_FUNCTIONS
-from ecornn.interpreter import Step, factors
+from ecornn.interpreter import BINARY, OPERATORS, Step
 
 if TYPE_CHECKING:
-    from tvm.ir import Expr
     from tvm.te import Tensor
-    from tvm.tirx import Var
+
+CLAMP = {"Max": "torch.clamp({0}, min={1})", "Min": "torch.clamp({0}, max={1})"}  # where one side is a number
+NUMBERS = {"pow", *BINARY} - {"And", "Or"}  # those that take Python's numbers beside tensors
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Term:
-    """A tensor of the program, by its name; ``fixed``: made of parameters alone, and so the same in every step."""
+    """A tensor of the program, by its name; ``fixed``: computed from parameters alone, so the same in every step."""
 
     name: str
     shape: Shape
@@ -43,20 +42,24 @@ Value = Term | np.ndarray  # an array is known before anything runs
 
 @dataclass(frozen=True)
 class TorchStep:
-    """``source`` defines ``prepare(parameters)``, what steps need of the parameters alone, once a sequence, and
-    ``step(x, states, prepared)``, the new states and other outputs behind them; x (B, I) has the cell's inputs behind
-    it. Parameters are in te shape, in the cell's order. ``constants`` are arrays that the source names."""
+    """Python source of a step.
+
+    ``source`` defines ``prepare(parameters)``, which computes once a sequence what steps need of the parameters alone,
+    and ``step(x, states, prepared)``, which returns the new states and other outputs behind them; x (B, I) has the
+    cell's inputs behind it. Parameters are in te shape, in the cell's order. ``constants`` are arrays that the source
+    names.
+    """
 
     source: str
     constants: Mapping[str, np.ndarray]
 
-    def made(self, device: str, dtype: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Both functions, for tensors of a device and a data type."""
+    def functions(self, device: str, dtype: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """``prepare`` and ``step``, for tensors of a device and a data type."""
         import torch
 
         def tensor(value: np.ndarray) -> Any:
-            found = torch.from_numpy(np.ascontiguousarray(value)).to(device)
-            return found.to(dtype) if found.is_floating_point() else found
+            on_device = torch.from_numpy(np.ascontiguousarray(value)).to(device)
+            return on_device.to(dtype) if on_device.is_floating_point() else on_device
 
         names: dict[str, Any] = {"torch": torch, "kind": dtype}
         names |= {name: tensor(value) for name, value in self.constants.items()}
@@ -67,40 +70,41 @@ class TorchStep:
 def torch_step(cell: Cell, input: int, hidden: int, batch: int) -> TorchStep:
     """The step for rows of ``input`` values, the cell's inputs among them. Raises :class:`~ecornn.errors.CellError` for
     an operation that is not known here."""
-    return _Writer(Step(cell, (batch, input), (batch, hidden))).written()
+    return _Writer(cell, (batch, input), (batch, hidden)).written()
 
 
-@dataclass
-class _Writer:
-    """Writes the lines; values with axes have a dimension for each, of one entry where they do not depend on it."""
+class _Writer(Step):
+    """Writes the lines. A value is a tensor of the program, or an array that is known before anything runs."""
 
-    step: Step
-    lines: dict[str, Term] = field(default_factory=dict)  # code -> what it makes; each line once
-    constants: dict[str, np.ndarray] = field(default_factory=dict)
-    known: dict[Any, Value] = field(default_factory=dict)
-    flattened: dict[str, Term] = field(default_factory=dict)  # what is a reshaped one of another
+    NOTHING = "PyTorch has nothing for"
+    UNKNOWN = "for which no operation of PyTorch is known here"
+
+    def __init__(self, cell: Cell, x: Shape, state: Shape) -> None:
+        super().__init__(cell, x, state)
+        self.lines: dict[str, Term] = {}  # code -> the tensor that it makes; each line once
+        self.constants: dict[str, np.ndarray] = {}
+        self.flattened: dict[str, Term] = {}  # name of a reshaped tensor -> that tensor before
 
     def written(self) -> TorchStep:
-        of, parameters = self.step, []
-        width = of.own
-        rows, hidden = (int(n) for n in of.states[0].shape)
+        """The source of both functions."""
+        (rows, hidden), width = (int(n) for n in self.states[0].shape), self.own
         x = Term("x", (rows, width), False)
-        self.given(of.x, self.line(f"x[:, :{width}]", x.shape, [x]) if of.inputs else x)
-        for n, tensor in enumerate(of.inputs):
+        self.given(self.x, self.line(f"x[:, :{width}]", x.shape, [x]) if self.inputs else x)
+        for n, tensor in enumerate(self.inputs):
             at = width + n * hidden
             self.given(tensor, self.line(f"x[:, {at}:{at + hidden}]", (rows, hidden), [x]))
-        for n, tensor in enumerate(of.states):
-            self.given(tensor, Term(f"s{n}", (rows, hidden), False))
-        for n, tensor in enumerate(of.parameters.values()):
-            parameters.append(f"p{n}")
-            self.given(tensor, Term(f"p{n}", tuple(int(s) for s in tensor.shape), True))
-        results = [self.named(self.tensor(tensor)) for tensor in of.results]
+        states = [f"s{n}" for n in range(len(self.states))]
+        for name, tensor in zip(states, self.states, strict=True):
+            self.given(tensor, Term(name, (rows, hidden), False))
+        parameters = [f"p{n}" for n in range(len(self.parameters))]
+        for name, tensor in zip(parameters, self.parameters.values(), strict=True):
+            self.given(tensor, Term(name, tuple(int(s) for s in tensor.shape), True))
+        results = [self.named(self.tensor(tensor)) for tensor in self.results]
         lines = self.needed(results)
         late = [f"    {t.name} = {code}" for code, t in lines.items() if not t.fixed]
         read = words(" ".join([*late, *results]))
         early = [f"    {t.name} = {code}" for code, t in lines.items() if t.fixed]
         passed = [name for name in (*parameters, *(t.name for t in lines.values() if t.fixed)) if name in read]
-        states = [f"s{n}" for n in range(len(of.states))]
         return TorchStep("\n".join([
             "def prepare(parameters):", f"    {_tuple(parameters)} = parameters", *early,
             f"    return {_tuple(passed)}", "", "", "def step(x, states, prepared):",
@@ -108,19 +112,19 @@ class _Writer:
             f"    return {_tuple(results)}", ""]), self.constants)
 
     def needed(self, results: Sequence[str]) -> dict[str, Term]:
-        """The lines that these come of."""
-        names, found = set(results), dict[str, Term]()
+        """The lines that the results of these names come from."""
+        names, lines = set(results), dict[str, Term]()
         for code, term in reversed(self.lines.items()):
             if term.name in names:
-                found[code] = term
+                lines[code] = term
                 names |= words(code)
-        return dict(reversed(found.items()))
+        return dict(reversed(lines.items()))
 
     def given(self, tensor: Tensor, value: Value) -> None:
         self.known[tensor.op, 0] = value
 
     def line(self, code: str, shape: Shape, of: Sequence[Value]) -> Term:
-        """A line that makes ``code`` of these values; an earlier one that does the same serves."""
+        """The tensor that ``code`` makes of these values; an earlier line of the same code serves."""
         if code not in self.lines:
             fixed = all(not isinstance(v, Term) or v.fixed for v in of)
             self.lines[code] = Term(f"v{len(self.lines)}", shape, fixed)
@@ -140,50 +144,27 @@ class _Writer:
         return value.name if isinstance(value, Term) else self.constant(value)
 
     def written_as(self, value: Value) -> str:
-        """The same, a number where it is one."""
+        """A value in code: as a number if it is one, else as a tensor."""
         return repr(value.item()) if isinstance(value, np.ndarray) and value.size == 1 else self.named(value)
 
-    def tensor(self, tensor: Tensor) -> Value:
-        """All values of a tensor."""
-        key = tensor.op, tensor.value_index
-        if key not in self.known:
-            if type(tensor.op).__name__ != "ComputeOp":
-                raise CellError(f"PyTorch has nothing for {tensor.op.name}, a {type(tensor.op).__name__}")
-            self.known[key] = self.compute(tensor.op, tensor.op.body[tensor.value_index])
-        return self.known[key]
-
-    def compute(self, op: Any, body: Expr) -> Value:
-        """``body`` at all places of the operation's axes."""
-        reduction = type(body).__name__ == "Reduce"
-        axes = [*op.axis, *(body.axis if reduction else ())]
-        extents = tuple(int(axis.dom.extent) for axis in axes)
-        places = {axis.var: int(axis.dom.min) + np.arange(extents[n]).reshape(
-            [extents[n] if m == n else 1 for m in range(len(axes))]) for n, axis in enumerate(axes)}
-        shape = extents[:len(op.axis)]
-        if not reduction:
-            return self.expanded(self.value(body, places), shape)
-        start, combined = self.step.parts(op.name, body)
-        if type(body.combiner.result[body.value_index]).__name__ == "Max":
-            whole = self.expanded(self.value(combined, places), extents)
-            over = _tuple(map(str, range(len(shape), len(extents))))
-            return self.line(f"torch.amax({self.named(whole)}, {over})", shape, [whole])
-        found = self.product([self.value(f, places) for f in factors(combined)], extents, len(shape))
-        begin = None if start is None else self.value(start, places)
-        if begin is not None and (isinstance(begin, Term) or begin.any()):
-            found = self.line(f"{self.named(found)} + {self.written_as(begin)}", found.shape, [found, begin])
-        return self.expanded(found, shape)
-
+    # -- values ---------------------------------------------------------------------------------
     def expanded(self, value: Value, shape: Shape) -> Value:
-        """With as many entries along each axis as it has."""
         if value.shape == shape:
             return value
         if isinstance(value, np.ndarray):
             return np.broadcast_to(value, shape)
         return self.line(f"{value.name}.expand({_tuple(map(str, shape))})", shape, [value])
 
+    def largest(self, value: Value, extents: Shape, kept: int) -> Value:
+        whole, over = self.expanded(value, extents), _tuple(map(str, range(kept, len(extents))))
+        return self.line(f"torch.amax({self.named(whole)}, {over})", extents[:kept], [whole])
+
+    def plus(self, total: Value, start: Value) -> Value:
+        if isinstance(start, np.ndarray) and not start.any():
+            return total
+        return self.line(f"{self.named(total)} + {self.written_as(start)}", total.shape, [total, start])
+
     def product(self, values: Sequence[Value], extents: Shape, kept: int) -> Value:
-        """The product of ``values``, summed over the axes behind ``kept``: (the kept extents, one entry for those that
-        no value depends on)."""
         shared = [any(v.shape[n] > 1 for v in values) for n in range(len(extents))]
         alike = float(np.prod([n for i, n in enumerate(extents) if i >= kept and not shared[i]]))
         numbers = [v for v in values if isinstance(v, np.ndarray) and v.size == 1]
@@ -192,21 +173,21 @@ class _Writer:
         own = [tuple(n for n, size in enumerate(v.shape) if size > 1) for v in others]
         operands = [self.flat(v, tuple(v.shape[n] for n in axes)) for v, axes in zip(others, own, strict=True)]
         out = tuple(n for n in range(kept) if shared[n])
-        made = self.linear(operands, own, out) or self.einsum(operands, own, out)
-        found = self.flat(made, tuple(e if shared[n] else 1 for n, e in enumerate(extents[:kept])))
-        return found if factor == 1 else self.line(f"{self.named(found)} * {factor!r}", found.shape, [found])
+        total = self.flat(self.linear(operands, own, out) or self.einsum(operands, own, out),
+                          tuple(e if shared[n] else 1 for n, e in enumerate(extents[:kept])))
+        return total if factor == 1 else self.line(f"{self.named(total)} * {factor!r}", total.shape, [total])
 
     def linear(self, operands: Sequence[Value], own: Sequence[Shape], out: Shape) -> Value | None:
-        """Rows times a matrix, as ``torch.nn`` multiplies; None where that is not what it is."""
+        """Rows times a matrix, as ``torch.nn`` multiplies; None for any other product. ``own``: each operand's axes."""
         for n, m in ((0, 1), (1, 0)) if len(own) == 2 else ():
             rows, matrix = own[n], own[m]
             if len(rows) in (1, 2) and rows[-1] in matrix[-1:] and rows[-1] not in out and (
                     out == (*rows[:-1], *matrix[:-1])):
                 units, width = operands[m].shape[:-1], operands[m].shape[-1]
                 flat = self.flat(operands[m], (math.prod(units), width))
-                made = self.line(f"torch.nn.functional.linear({self.named(operands[n])}, {self.named(flat)})",
-                                 (*operands[n].shape[:-1], math.prod(units)), [operands[n], flat])
-                return self.flat(made, (*operands[n].shape[:-1], *units))
+                multiplied = self.line(f"torch.nn.functional.linear({self.named(operands[n])}, {self.named(flat)})",
+                                       (*operands[n].shape[:-1], math.prod(units)), [operands[n], flat])
+                return self.flat(multiplied, (*operands[n].shape[:-1], *units))
         return None
 
     def einsum(self, operands: Sequence[Value], own: Sequence[Shape], out: Shape) -> Value:
@@ -218,7 +199,7 @@ class _Writer:
                          tuple(shape[n] for n in out), operands)
 
     def flat(self, value: Value, shape: Shape) -> Value:
-        """With axes of one entry left out or added, or neighbouring ones as one."""
+        """``value`` with axes of one entry left out or added, or neighbouring ones as one."""
         if tuple(value.shape) == shape:
             return value
         if isinstance(value, np.ndarray):
@@ -226,98 +207,66 @@ class _Writer:
         value = self.flattened.get(value.name, value)
         if value.shape == shape:
             return value
-        found = self.line(f"{value.name}.reshape({_tuple(map(str, shape))})", shape, [value])
-        self.flattened[found.name] = value
-        return found
+        reshaped = self.line(f"{value.name}.reshape({_tuple(map(str, shape))})", shape, [value])
+        self.flattened[reshaped.name] = value
+        return reshaped
 
-    def value(self, e: Expr, places: Mapping[Var, np.ndarray]) -> Value:
-        """An expression at all ``places`` of its axes."""
-        kind = type(e).__name__
-        if kind == "Var":
-            return places[e]
-        if kind in ("FloatImm", "IntImm"):
-            return np.full((1,) * len(places), e.value)
-        if kind == "Call" and e.op.name == "te.tensor_load":
-            return self.load(self.tensor(e.args[0]), [self.value(i, places) for i in e.args[1:]], len(places))
-        if kind == "Cast":
-            return self.cast(self.value(e.value, places), str(e.ty))
-        if kind == "Not":
-            return self.applied("torch.logical_not({0})", np.logical_not, [self.value(e.a, places)])
-        if kind == "Select":
-            arguments = [self.value(c, places) for c in (e.condition, e.true_value, e.false_value)]
-            return self.chosen(arguments)
-        if kind in BINARY:
-            arguments = [self.value(e.a, places), self.value(e.b, places)]
-            number = [isinstance(a, np.ndarray) and a.size == 1 for a in arguments]
-            if kind in CLAMP and any(number) and not all(number):
-                return self.applied(CLAMP[kind], NUMPY_BINARY[kind], arguments[::-1] if number[0] else arguments, True)
-            return self.applied(BINARY[kind], NUMPY_BINARY[kind], arguments, kind in NUMBERS - {*CLAMP})
-        name = (e.op.name if kind == "Call" else kind).rsplit(".", 1)[-1]
-        if kind != "Call" or name not in FUNCTIONS:
-            raise CellError(f"the cell uses {name}, for which no operation of PyTorch is known here")
-        arguments = [self.value(a, places) for a in e.args]
-        if name == "if_then_else":
-            return self.chosen(arguments)
-        return self.applied(FUNCTIONS[name], NUMPY_FUNCTIONS[name], arguments, name in NUMBERS)
-
-    def chosen(self, arguments: Sequence[Value]) -> Value:
-        """One of two values; of two numbers PyTorch would make its default type."""
-        numbers = any(not isinstance(a, np.ndarray) or a.size > 1 for a in arguments[1:])
-        return self.applied(FUNCTIONS["if_then_else"], np.where, arguments, numbers)
-
-    def applied(self, code: str, known: Callable[..., Any], arguments: Sequence[Value], numbers: bool = False) -> Value:
-        """An operator; at once where all is known."""
+    def applied(self, name: str, arguments: Sequence[Value]) -> Value:
         if all(isinstance(a, np.ndarray) for a in arguments):
-            return np.asarray(known(*arguments))
+            return super().applied(name, arguments)
+        number = [isinstance(a, np.ndarray) and a.size == 1 for a in arguments]
+        code, numbers = OPERATORS[name].torch, name in NUMBERS - {*CLAMP}
+        if name in CLAMP and any(number):
+            code, numbers, arguments = CLAMP[name], True, arguments[::-1] if number[0] else arguments
+        elif name == "if_then_else":  # of two numbers PyTorch would make its default type
+            numbers = not all(number[1:])
         shape = tuple(np.broadcast_shapes(*(a.shape for a in arguments)))
         return self.line(code.format(*map(self.written_as if numbers else self.named, arguments)), shape, arguments)
 
     def cast(self, value: Value, kind: str) -> Value:
         """``value`` as ``kind`` has it; to float32 and float64: the layer's type."""
         if isinstance(value, np.ndarray):
-            return value.astype(np.float64 if kind.startswith("float") else kind)
+            return super().cast(value, kind)
         if kind in ("float32", "float64"):
             return self.line(f"{value.name}.to(kind)", value.shape, [value])
         back = ".to(kind)" if kind.startswith("float") else ""
         return self.line(f"{value.name}.to(torch.{kind}){back}", value.shape, [value])
 
     def load(self, source: Value, indices: Sequence[Value], axes: int) -> Value:
-        """``source`` at the places that ``indices`` are, one for each of its dimensions."""
         at = [i for i in indices if isinstance(i, np.ndarray)]
         if len(at) < len(indices):
             raise CellError("the cell reads a tensor at a place that it computes, for which PyTorch has nothing here")
         if isinstance(source, np.ndarray):
-            return np.asarray(source[tuple(at)])
+            return super().load(source, at, axes)
         along = [[n for n, size in enumerate(i.shape) if size > 1] for i in at]
         moving = [own[0] for own in along if own]
         if any(len(own) > 1 for own in along) or len(set(moving)) < len(moving):
             shape = tuple(np.broadcast_shapes(*(i.shape for i in at)))
             return self.line(f"{source.name}[{', '.join(map(self.constant, at))}]", shape, [source])
-        words = []
+        subscripts = []
         for d, i in enumerate(at):
             line = i.reshape(-1)
             low, high, size = int(line[0]), int(line[-1]) + 1, source.shape[d]
             if len(line) == 1:
-                words.append(str(low))
+                subscripts.append(str(low))
             elif low >= 0 and high <= size and (np.diff(line) == 1).all():
-                words.append(":" if (low, high) == (0, size) else f"{low}:{high}")
+                subscripts.append(":" if (low, high) == (0, size) else f"{low}:{high}")
             else:
                 source = self.line(f"torch.index_select({source.name}, {d}, {self.constant(line)})",
                                    (*source.shape[:d], len(line), *source.shape[d + 1:]), [source])
-                words.append(":")
-        found: Term = source
+                subscripts.append(":")
         shape = tuple(i.size for i in at if i.size > 1)
-        if set(words) != {":"}:
-            found = self.line(f"{source.name}[{', '.join(words)}]", shape, [source])
+        if set(subscripts) != {":"}:
+            source = self.line(f"{source.name}[{', '.join(subscripts)}]", shape, [source])
         order = sorted(range(len(moving)), key=lambda n: moving[n])
         if order != list(range(len(moving))):
             shape = tuple(shape[n] for n in order)
-            found = self.line(f"{found.name}.permute({_tuple(map(str, order))})", shape, [found])
+            source = self.line(f"{source.name}.permute({_tuple(map(str, order))})", shape, [source])
         whole = [1] * axes
         for i in at:
             for n, size in enumerate(i.shape):
                 whole[n] = max(whole[n], size)
-        return self.flat(found, tuple(whole))
+        return self.flat(source, tuple(whole))
 
 
 def words(code: str) -> set[str]:
@@ -326,5 +275,5 @@ def words(code: str) -> set[str]:
 
 
 def _tuple(names: Iterable[str]) -> str:
-    """In Python's words."""
+    """A tuple in Python."""
     return f"({''.join(f'{name}, ' for name in names).rstrip()})"
