@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,12 +23,13 @@ from ecornn.workload import SERIAL
 if TYPE_CHECKING:
     from ecornn.analysis import StepGraph
     from ecornn.compiler import LayerPlan
+    from ecornn.device import Device
     from ecornn.schedules.base import Task
     from ecornn.tune.lookup import Found
 
 
 class StepSummary(msgspec.Struct, frozen=True):
-    """What the analysis made of a step.
+    """A step in numbers, as the analysis has it.
 
     ``travels``: states, or what is computed of them, that other units multiply or sum, a list for each exchange of the
     step; ``stays``: states that do not. ``hoisted``: products of x, done for all steps at once; ``products``: the
@@ -84,11 +86,11 @@ class FloorTerms(msgspec.Struct, frozen=True):
 class Part(msgspec.Struct, frozen=True):
     """Sequences of a layer that are alike, or the backward pass of these (``entry``).
 
-    ``chip``: what the configuration takes there, by name: blocks, threads of a block, registers of a thread, bytes of
-    shared memory of a block; on a CPU threads and bytes of weights of each. ``expected_us``: by the schedule's own
-    estimate, None where it has none; ``stages_us`` what that is made of, but for what runs beside the recurrence.
-    ``held_bytes``: where a block's recurrent weights are while steps go by. ``sequence_us``: of all T steps, by the
-    record, or else the estimate.
+    ``chip``: the configuration's blocks, threads of a block, registers of a thread and bytes of shared memory of a
+    block, by the names of :data:`CHIP`; on a CPU threads and bytes of weights of each. ``expected_us``: by the
+    schedule's own estimate, None where it has none; ``stages_us``: the parts of that, but for work beside the
+    recurrence. ``held_bytes``: places of a block's recurrent weights while steps go by -> bytes. ``sequence_us``: of
+    all T steps, by the record, or else the estimate.
     """
 
     labels: list[str]
@@ -109,7 +111,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Of a layer on a device; ``no_floor`` says why no part has one."""
+    """An explanation of a layer on a device; ``no_floor`` says why no part has a floor."""
 
     layer: str
     stack: str
@@ -121,10 +123,14 @@ class Explanation(msgspec.Struct, frozen=True):
     no_floor: str | None
 
 
-# What features of schedules say of the chip, by the names that are shown.
+# Features of schedules that say what a configuration takes on the chip -> their names in a :class:`Part`; and these in
+# words, behind a number, for those that people are shown.
 CHIP = {"blocks": "blocks", "threads": "threads", "registers": "registers", "shared": "shared_bytes",
         "streamed": "streamed_weights", "thread_weight_bytes": "weight_bytes_of_a_thread"}
-OF_A_THREAD = {"llvm": {"threads": "threads_of_a_call"}}
+ON_A_CPU = {"threads": "threads_of_a_call"}
+CHIP_WORDS = {"blocks": "blocks", "threads": "threads a block", "registers": "registers a thread",
+              "shared_bytes": "bytes of shared memory a block", "weight_bytes_of_a_thread": "bytes of weights a thread",
+              "threads_of_a_call": "threads"}
 
 
 @public
@@ -153,7 +159,6 @@ def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
     plan = found.schedule.plan(task, found.config)
     features = found.schedule.features(task, plan)
     estimate = features.get("estimate")
-    names = CHIP | OF_A_THREAD.get(task.device.kind, {})
     trial = found.line.record if found.line is not None else None
     record = None
     if isinstance(trial, Trial) and trial.times is not None and found.line is not None:
@@ -167,13 +172,19 @@ def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
     stages = {name: ns / 1e3 for name, ns in found.schedule.stages(task, plan).items()}
     cut = found.schedule.cut(task, plan)
     return Part(labels, entry, str(work), step, alternatives(task, found), found.schedule.name, dict(found.config),
-                found.provenance, record, {names[n]: float(v) for n, v in features.items() if n in names}, expected,
+                found.provenance, record, chip_of(features, task.device), expected,
                 least, None if best is None else best * work.seq, stages,
                 {where: size for where, size in cut.held.items() if size} if cut is not None else {})
 
 
+def chip_of(features: Mapping[str, float], device: Device) -> dict[str, float]:
+    """The features of a configuration that say what it takes on the chip, by the names of :data:`CHIP`."""
+    names = CHIP | (ON_A_CPU if device.kind == "llvm" else {})
+    return {names[n]: float(v) for n, v in features.items() if n in names}
+
+
 def summary(task: Task) -> StepSummary:
-    """What a task's step is, in numbers."""
+    """The step of a task in numbers."""
     graph, work = task.graph, task.workload
     phases = graph.phases
     exchanged = [sorted({v.name for v in (*p.operands, *(o for s in p.statistics for o in s.operands))})
@@ -191,7 +202,7 @@ def summary(task: Task) -> StepSummary:
 
 
 def alternatives(task: Task, found: Found) -> list[Alternative]:
-    """Every schedule for the kind of device: why not, or what is expected of it."""
+    """Every schedule for the kind of device: why it refuses the task, or the time that is expected of it."""
     listed = []
     for schedule in candidates(task.device):
         reason = refusal(schedule, task)
@@ -204,8 +215,7 @@ def alternatives(task: Task, found: Found) -> list[Alternative]:
 
 
 def floor_terms(task: Task) -> FloorTerms | None:
-    """The floor of a task's step; None where it is not known: on a device that nobody has measured, and for states and
-    data types that its constants are not of."""
+    """The floor of a task's step; None where it is not known, on a device that nobody has measured."""
     gpu, work = measured(task.device.name), task.workload
     if gpu is None or task.device.kind != "cuda":
         return None
@@ -216,6 +226,6 @@ def floor_terms(task: Task) -> FloorTerms | None:
 
 
 def step_of(graph: StepGraph) -> Step:
-    """What a floor needs of a step."""
+    """The numbers of products and exchanges of a step, by which its floor is computed."""
     return Step(sum(len(p.products) for p in graph.product_phases), len(graph.hoisted_products),
                 len(graph.product_phases))

@@ -1,8 +1,8 @@
 """A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64.
 
 :func:`interpret` is the reference of cells that have no formula in NumPy, for users, the tuner and
-``ecornn check-cell``. ``bench/torch_step.py`` is the other back end, Python that calls PyTorch. Neither knows anything of ``ecornn.analysis``,
-from which kernels are made: an error there must not be in both.
+``ecornn check-cell``. ``bench/torch_step.py`` is the other back end, Python that calls PyTorch. Neither knows anything
+of ``ecornn.analysis``, from which kernels are made: an error there must not be in both.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def output_numbers(cell: Cell) -> tuple[int, ...]:
 
 
 def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None) -> Formula:
-    """A cell's te step, as :func:`~ecornn.numpy_reference.reference` runs it through sequences. The shapes of x, weights
-    and state tell the cell's sizes."""
+    """A cell's te step, as :func:`~ecornn.numpy_reference.reference` runs it through sequences. The shapes of x,
+    weights and state tell the cell's sizes."""
     if not isinstance(cell, Cell):
         raise ArgumentError("cell", cell, "an ecornn.Cell, or the name of one that has a formula in NumPy")
     hidden = hidden_size(cell, np.shape(x)[-1] if np.ndim(x) else 1, weights, state)

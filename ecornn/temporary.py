@@ -1,4 +1,7 @@
-"""Temporary files: what a file system or a limit forbids there is a typed error, which names ``TMPDIR``."""
+"""Temporary files, and files that appear whole.
+
+A file system or a limit that forbids temporary files is a typed error, which names ``TMPDIR``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import errno
 import os
 import resource
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -34,7 +38,7 @@ def said(kind: type[EcornnError] = BuildError) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A folder for what a compiler reads and writes, which goes with what is in it.
+    """A folder for files that a compiler reads and writes; it is removed with all that is in it.
 
     Raises :class:`BuildError` where there can be none, where an OSError comes out of it, and where a file of
     :data:`ROOM` bytes could not be written: LLVM would end the process.
@@ -48,26 +52,38 @@ def folder() -> Iterator[Path]:
 
 
 def limited() -> str:
-    """What to do where a limit of file sizes may be why something failed; nothing where there is none."""
+    """The advice where a limit of file sizes may be why something failed; empty where there is none."""
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return f"; files of this process may have at most {most} bytes: raise that limit (ulimit -f)" if most >= 0 else ""
 
 
 def lasting(make: Callable[[Path], T], kind: type[EcornnError] = BuildError) -> T:
-    """What ``make`` makes in a folder that lives as long as it. Raises ``kind`` where there can be no such folder."""
+    """The result of ``make``, called with a folder that lives as long as the result. Raises ``kind`` where there can be
+    no such folder."""
     with said(kind):
-        made = tempfile.mkdtemp(prefix=PREFIX)
+        name = tempfile.mkdtemp(prefix=PREFIX)
         try:
-            found = make(Path(made))
+            result = make(Path(name))
         except BaseException:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(name, ignore_errors=True)
             raise
-    weakref.finalize(found, shutil.rmtree, made, ignore_errors=True)
-    return found
+    weakref.finalize(result, shutil.rmtree, name, ignore_errors=True)
+    return result
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path in the same folder, for a file that takes the place of ``path`` in one step, complete or not at all."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        yield beside
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def noexec(path: Path) -> str:
-    """What to do where no library can be loaded from the folder of a file; nothing where that is allowed."""
+    """The advice where no library can be loaded from the folder of a file; empty where that is allowed."""
     with contextlib.suppress(OSError):
         if os.statvfs(path.parent).f_flag & os.ST_NOEXEC:
             return (f"; {path.parent} is on a file system that is mounted noexec: set TMPDIR to a folder from which "

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ecornn import temporary
 from ecornn.errors import ArgumentError, ShapeError, WeightsError
 
 _NAME = re.compile(r"(.+)_l(\d+)(_reverse)?")
@@ -191,13 +192,7 @@ def check_place(path: Path) -> None:
 
 def save(path: Path, weights: Mapping[str, Any]) -> None:
     """Writes NumPy arrays as a safetensors file, complete or not at all; an older file there is replaced."""
-    import secrets
-
     from safetensors.numpy import save_file
 
-    made = path.parent / f".{path.name}.{secrets.token_hex(8)}"
-    try:
-        save_file(dict(weights), made, MARK)
-        made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
+    with temporary.replacing(path) as beside:
+        save_file(dict(weights), beside, MARK)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.cells import Cell, pointwise, product
-from ecornn.numpy_tape import erf
+from ecornn.numpy_gradients import erf
 
 
 def sigmoid(z: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from test_adjoint import cell_of, formula
 from ecornn.build.module import build_module
 from ecornn.cells import Cell
 from ecornn.host_cpu import detect
-from ecornn.numpy_tape import Traced, backward
+from ecornn.numpy_gradients import Traced, backward
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.cpu import CPUSequence
 from ecornn.task import make_manifest, make_task

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
-from ecornn.numpy_tape import Traced, backward, erf
+from ecornn.numpy_gradients import Traced, backward, erf
 from ecornn.workload import Traversal
 
 EPSILON = 0.1  # of a variance: rows are nearly constant at times

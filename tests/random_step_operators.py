@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ecornn.numpy_tape import erf
+from ecornn.numpy_gradients import erf
 
 
 @dataclass(frozen=True)

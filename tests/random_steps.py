@@ -1,7 +1,7 @@
 """Random steps: cells that no one wrote, each with its formula in NumPy on a tape in float64.
 
 A step is drawn as statements, which are carried out twice, apart from each other: as te, for the compiler, and on
-arrays of ``ecornn.numpy_tape``. ``draw(seed)`` gives a :class:`Drawn`; ``Drawn.sample()`` arguments in which no
+arrays of ``ecornn.numpy_gradients``. ``draw(seed)`` gives a :class:`Drawn`; ``Drawn.sample()`` arguments in which no
 comparison, maximum or magnitude is near enough to a tie for float32 to decide otherwise, and whose gradients do not
 depend on the last digits.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from random_step_operators import COMPARED, GUARDED, SMOOTH, STEPPED
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
-from ecornn.numpy_tape import Traced, backward, plain
+from ecornn.numpy_gradients import Traced, backward, plain
 
 STEPS, BATCH, INPUT, HIDDEN = 3, 3, 5, 12
 PARTS = 2  # heads of a product, groups of a reduction

@@ -19,9 +19,8 @@ from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.kept import KEEP, kept
 from ecornn.cells import BUILTIN, Cell, get
-from ecornn.numpy_gradients import reference_gradients
+from ecornn.numpy_gradients import Traced, backward, reference_gradients
 from ecornn.numpy_reference import random_weights
-from ecornn.numpy_tape import Traced, backward
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.targets import KNOWN

@@ -46,8 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "numpy_layers": {"errors"},
     "interpreter": {"cells", "errors", "numpy_layers"},
     "numpy_reference": {"boundary", "cells", "errors", "interpreter", "numpy_layers", "outputs"},
-    "numpy_tape": set(),
-    "numpy_gradients": {"boundary", "errors", "numpy_layers", "numpy_reference", "numpy_tape"},
+    "numpy_gradients": {"boundary", "errors", "numpy_layers", "numpy_reference"},
     "schedules.base": {"analysis", "device", "program", "workload"},
     "schedules.builder": set(),
     "schedules.timeline": {"program", "workload", "schedules.builder"},
@@ -80,7 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "build": BASE | HOSTS | {"checksum", "file_locks", "temporary"},
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
     "runtime": BASE | HOSTS | {"checksum", "outputs", "temporary", "weight_files"},
-    "weight_files": {"errors"},
+    "weight_files": {"errors", "temporary"},
     "tuning_logs": set(),
 }
 MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}

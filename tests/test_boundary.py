@@ -100,7 +100,7 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
         ecornn.onnx.read(model(folder)), target="cpu")),
     "ecornn.onnxruntime.rewrite": ("ecornn.onnxruntime.rewriting", "load", lambda m, folder: ecornn.onnxruntime.rewrite(
         model(folder), folder / "fast.onnx")),
-    "ecornn.onnxruntime.session_options": ("ecornn.onnxruntime.options", "folder_of", lambda m, folder:
+    "ecornn.onnxruntime.session_options": ("ecornn.onnxruntime.library", "folder_of", lambda m, folder:
                                            ecornn.onnxruntime.session_options("fast.onnx")),
 }
 

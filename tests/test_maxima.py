@@ -25,6 +25,7 @@ import ecornn
 from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
+from ecornn.analysis.digest import canonical
 from ecornn.cells import Cell, largest, pointwise, product, softmax
 from ecornn.cli.step_text import step_text
 from ecornn.errors import CellError
@@ -187,7 +188,7 @@ def test_how_it_is_understood():
     assert "exchange 2: units add up share_exp" in text and "= maximum over all units of scores" in text
     assert [len(p.statistics) for p in task.graph.phases] == [1, 1]
     assert [len(p.statistics) for p in adjoint(task.graph, H).recurrence.phases] == [1]
-    assert "shift, maximum of scores" in task.graph.describe()
+    assert "shift, maximum of scores" in canonical(task.graph)
     task = task_of("slots", "float32")
     text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
     assert "scores_1 = sum over units 11 to 21 of scores.1 scores.2 = where(j < 11, scores_0, scores_1)" in text

@@ -15,7 +15,7 @@ from random_seeds import seeds
 import ecornn.onnxruntime
 from ecornn.compiler import compile_layer
 from ecornn.errors import ArgumentError
-from ecornn.onnxruntime import modules
+from ecornn.onnxruntime import rewriting
 
 MANY = seeds(range(1000, 1300))
 LEAST = 0.1  # states of some turns may be small, and what is added up to them is not
@@ -33,7 +33,7 @@ def _compiled_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(modules, "compile_layer", compiled)
+        patch.setattr(rewriting, "compile_layer", compiled)
         yield
 
 

@@ -24,8 +24,7 @@ from test_persistent_emulated import SMALL, cut
 from test_persistent_wide import config_of
 
 from ecornn.build import cuda, readable
-from ecornn.build.parentheses import clear
-from ecornn.build.readable import WIDTH, without_notes, wrapped
+from ecornn.build.readable import WIDTH, clear, without_notes, wrapped
 from ecornn.cli import main
 from ecornn.program import Program
 from ecornn.schedules import all_schedules

@@ -15,7 +15,7 @@ from test_adjoint import B, H, T, adjoint_of, cell_of, close, formula, graph_of,
 from test_adjoint import Sample as Arguments
 
 from ecornn.analysis.evaluate import at, hoist, start, step
-from ecornn.numpy_tape import Traced, backward
+from ecornn.numpy_gradients import Traced, backward
 from ecornn.schedules.backward.assemble import recurrence_task
 from ecornn.schedules.base import Task
 from ecornn.targets import KNOWN

@@ -13,10 +13,10 @@ import pytest
 from test_report import logged, shipped, trial  # noqa: F401  (a fixture)
 
 from ecornn.device import Device
-from ecornn.report import chip_map, page, svg
+from ecornn.report import page, svg
 from ecornn.report.code import marked
 from ecornn.report.layers import cut_of, stages_of, task_of
-from ecornn.report.rooflines import rooflines
+from ecornn.report.pictures import chip_map, chip_words, rooflines
 from ecornn.report.searches import searches
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Cut
@@ -113,14 +113,14 @@ def test_a_map_has_each_multiprocessor_once(shipped):  # noqa: F811
         if cut is None:
             continue
         maps += 1
-        picture = chip_map.picture(cut, best.device)
+        picture = chip_map(cut, best.device)
         kinds = [one.get("class") for one in ET.fromstring(picture).iter("rect")]
         assert len(kinds) == best.device.cores
         assert sum(kind.startswith("fill") for kind in kinds) == cut.groups * cut.blocks
         assert cut.groups // cut.heads * cut.rows >= best.workload.batch
         whole = task.workload.hidden ** 2 * {"float32": 4}.get(task.workload.dtype, 2)  # rnn_tanh: one matrix
         assert whole <= cut.blocks * sum(cut.held.values()) < 2 * whole + cut.blocks * 16 * 1024
-        assert f"{cut.rows} row" in chip_map.words(cut, best.device)
+        assert f"{cut.rows} row" in chip_words(cut, best.device)
     assert maps > 20
 
 
@@ -146,10 +146,10 @@ def test_lines_of_code_are_marked_by_the_knobs_that_make_them(shipped):  # noqa:
 def test_words_of_a_map():
     device = Device("cuda", "sm_90a", "NVIDIA H100 80GB HBM3", 132)
     cut = Cut(1, 130, 8, 1, "L2", {"registers": 2048, "shared memory": 0}, workers=1)
-    said = chip_map.words(cut, device)
+    said = chip_words(cut, device)
     assert "1 row of" in said and "the 129 others" in said and "1 blocks multiply x" in said and "1 idle" in said
     assert "2 KiB in registers." in said and "shared memory" not in said
-    alone = chip_map.words(Cut(4, 1, 8, 2, "cluster", {"registers": 1024}), device)
+    alone = chip_words(Cut(4, 1, 8, 2, "cluster", {"registers": 1024}), device)
     assert "No block waits" in alone and "4 groups" in alone
 
 

@@ -16,12 +16,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.assemble import INPUT, STATE, Exchange, Parts, constants
+from ecornn.analysis.assemble import Exchange, Parts, constants
 from ecornn.analysis.liveness import levels, opening
-from ecornn.analysis.partials import Factor, Partials
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
-from ecornn.analysis.sweep import Sweep, unique
+from ecornn.analysis.step import (
+    INPUT,
+    INVARIANT,
+    NORMALIZED,
+    STATE,
+    Assign,
+    OuterProduct,
+    Phase,
+    Product,
+    StepGraph,
+    Sum,
+    Term,
+    Vector,
+)
+from ecornn.analysis.sweep import Factor, Partials, Sweep, unique
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -180,7 +192,7 @@ class _Builder:
         outputs = unique((*made, *multiplied))
         left, sums = [], []
         for var, at in self.levels.items():
-            if at == -3:
+            if at == INVARIANT:
                 remains, whole = tail.total(var), list(body.parts.get(var, []))
                 if remains is not None:
                     body.level.update(tail.level)
@@ -244,7 +256,7 @@ class _Builder:
         made = [v for s in forward.hoisted_statistics if not s.shift for v in s.made]
         gradients = {v: d for v in made if (d := sweep.total(v)) is not None}
         if gradients:
-            exchanges[-1] = Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, -1))
+            exchanges[NORMALIZED] = Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, NORMALIZED))
         sweep.reverse(forward.hoisted)
         gradients = {p.var: d for p in forward.hoisted_products if (d := sweep.total(p.var)) is not None}
         products = sweep.products(forward.hoisted_products, gradients, 1)
@@ -255,7 +267,7 @@ class _Builder:
         if products:
             exchanges[1] = Exchange(products)
         sums = [Sum(self.sum_of(v), d) for v, level in self.levels.items()
-                if level == -3 and (d := sweep.total(v)) is not None]
+                if level == INVARIANT and (d := sweep.total(v)) is not None]
         graph = Parts(forward, partials.assigns, sweep.assigns, sweep.level, exchanges)
         made = [d for d in (self.dx, *self.dinputs.values()) if d is not None]
         self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, made, sums,
@@ -266,7 +278,7 @@ class _Builder:
         forward, partials = self.forward, Partials()
         sweep = Sweep(partials, self.hidden)
         for var, total in self.sums.items():
-            sweep.add(var, 1.0, total, -3)
+            sweep.add(var, 1.0, total, INVARIANT)
         sweep.reverse(forward.invariants)
         vectors = tuple(Vector(d, v.parameter, v.gate) for v in forward.vectors
                         if (d := sweep.total(v.var)) is not None)

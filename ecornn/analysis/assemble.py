@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING
 
 from ecornn.analysis.liveness import levels, needed
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Assign, OuterProduct, Phase, Product, Statistic, StepGraph, Sum
+from ecornn.analysis.step import (
+    INPUT,
+    INVARIANT,
+    NORMALIZED,
+    STATE,
+    Assign,
+    OuterProduct,
+    Phase,
+    Product,
+    Statistic,
+    StepGraph,
+    Sum,
+)
 from ecornn.analysis.sweep import unique
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
-
-INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,7 @@ class Parts:
         self.assigns, self.own = tuple(assigns), dict(level)
 
     def graph(self, name: str, states: Mapping[str, Var], results: Mapping[str, Var], outputs: Iterable[Var] = (),
-              sums: Iterable[Sum] = (), outer_products: Iterable[OuterProduct] = (), x: Var | None = None) -> StepGraph:
+              sums: Iterable[Sum] = (), outer_products: Iterable[OuterProduct] = ()) -> StepGraph:
         """The graph of ``results``, ``outputs`` and ``sums``, and of no more."""
         outputs, sums = unique(outputs), tuple(sums)
         exchanged = [v for e in self.exchanges.values() for s in e.statistics for v in s.operands]
@@ -86,8 +96,8 @@ class Parts:
             else:
                 prologue += at[p]
         return StepGraph(
-            cell=name, parameters=self.forward.parameters, states=dict(states), results=dict(results), output="", x=x,
-            vectors=vectors, invariants=(*invariants, *at[INVARIANT]), hoisted_products=(), hoisted=at[INPUT],
+            cell=name, parameters=self.forward.parameters, states=dict(states), results=dict(results), output="",
+            x=None, vectors=vectors, invariants=(*invariants, *at[INVARIANT]), hoisted_products=(), hoisted=at[INPUT],
             hoisted_outputs=hoisted, projected=hoisted, hoisted_statistics=before.statistics, normalized=at[NORMALIZED],
             invariant_outputs=unique(v for v in late if self._level(v) == INVARIANT), prologue=prologue,
             phases=tuple(phases), given=given, outputs=outputs, sums=sums, outer_products=tuple(outer_products))

@@ -1,13 +1,12 @@
-"""What a cell declares besides its step, checked: its name, its states, the shapes of its parameters."""
+"""What the analysis asks of a cell, and checks: its name, its states, the shapes of its parameters."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container
-from typing import TYPE_CHECKING, Any
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ecornn.analysis.lines import Lines
-from ecornn.analysis.source import Source
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
@@ -18,6 +17,28 @@ SHIFT = "ecornn.shift"  # attribute of an operation: a maximum that has no gradi
 ALLOWED = "has letters, digits and underscores, 64 at most, and starts with a letter"
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+class Source(Protocol):
+    """The part of a cell that is analysed; :class:`ecornn.cells.Cell` says what each means."""
+
+    name: str
+    states: tuple[str, ...]
+    inputs: tuple[str, ...]
+    unread: tuple[str, ...]
+    output: str | tuple[str, ...]
+
+    def parameters(self, input: int, hidden: int) -> Mapping[str, tuple[int, ...]]:
+        """Shapes by name."""
+
+    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        """One step on te tensors."""
+
+    def output_names(self) -> tuple[str, ...]:
+        """Names of the outputs."""
+
+    def returned_names(self) -> tuple[str, ...]:
+        """Names of all that ``step`` returns, in order."""
 
 
 def check_names(cell: Source) -> None:
@@ -98,15 +119,15 @@ def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], l
 
 
 def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: Lines) -> dict[str, Tensor]:
-    """What step() returned, by name. Raises :class:`CellError` where these are no tensors (B, H) of values, here of
-    this ``shape``, or more or less than there are names."""
-    found, names = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs], cell.returned_names()
-    if len(found) != len(names):
+    """The tensors that step() returned, by name. Raises :class:`CellError` where these are no tensors (B, H) of values,
+    here of this ``shape``, or more or less than there are names."""
+    tensors, names = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs], cell.returned_names()
+    if len(tensors) != len(names):
         beside = names[len(cell.states):]
-        error = CellError(f"cell {cell.name!r}: step() returned {len(found)} tensors for {len(cell.states)} states "
+        error = CellError(f"cell {cell.name!r}: step() returned {len(tensors)} tensors for {len(cell.states)} states "
                           f"{cell.states}" + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
         raise lines.declared(error, type(cell).step, names[-1])
-    for name, tensor in zip(names, found, strict=True):
+    for name, tensor in zip(names, tensors, strict=True):
         what = f"cell {cell.name!r}: {'new state' if name in cell.states else 'output'} {name!r}"
         if not hasattr(tensor, "op"):
             raise lines.declared(CellError(f"{what} is no tensor: {tensor!r}"), type(cell).step, name)
@@ -116,4 +137,4 @@ def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: 
         if tensor.dtype == "bool":
             raise lines.located(CellError(f"{what} is a condition; expected a value, such as "
                                           "tirx.Select(condition, one, zero)"), tensor.op)
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, tensors, strict=True))

@@ -12,16 +12,26 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.declared import check_names, check_read, returned_tensors, shapes_of
+from ecornn.analysis.declared import Source, check_names, check_read, returned_tensors, shapes_of
 from ecornn.analysis.heads import by_shape, heads_at
 from ecornn.analysis.lines import Lines
 from ecornn.analysis.narrow import check_value, check_width
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.row_reductions import RowReductions
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
-from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
-from ecornn.analysis.step import Assign, Phase, Product, StepGraph, Term, Vector
+from ecornn.analysis.step import (
+    INPUT,
+    INVARIANT,
+    NORMALIZED,
+    STATE,
+    Assign,
+    Phase,
+    Product,
+    StepGraph,
+    Term,
+    Vector,
+)
 from ecornn.analysis.sums import summed
 from ecornn.analysis.te_forms import extent_of, is_load, is_sum, load_parts, placed
 from ecornn.errors import CellError
@@ -32,7 +42,6 @@ if TYPE_CHECKING:
     from tvm.tirx import Reduce, Var
 
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
-INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
 def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGraph:

@@ -1,4 +1,4 @@
-"""What the forward pass keeps for the adjoint, and how the rest is computed again: of all steps at once, never in turn.
+"""Values that the forward pass keeps for the adjoint; the rest is computed again, of all steps at once, never in turn.
 
 With the states of all steps every product of a step is one matrix product over time and batch, since what it multiplies
 is known; so ``states`` keeps these alone. ``gates`` keeps the values besides from which scalars and statistics give
@@ -7,13 +7,13 @@ everything else.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ecornn.analysis.adjoint import Adjoint
-from ecornn.analysis.liveness import levels, needed
-from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Assign, Phase, StepGraph
+from ecornn.analysis.liveness import closure, levels, needed, reads_of
+from ecornn.analysis.step import Phase, Statistic, StepGraph
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -23,7 +23,7 @@ KEEP = ("gates", "states")
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of each step.
+    """The values that are kept of each step.
 
     Attributes
     ----------
@@ -43,10 +43,10 @@ class Kept:
 
 
 def kept(adjoint: Adjoint, keep: str, by_steps: bool = False) -> Kept:
-    """What ``keep``, one of :data:`KEEP`, means for a step; ``by_steps``: nothing that steps do not have."""
+    """The values that a step keeps with ``keep``, one of :data:`KEEP`; ``by_steps``: none that steps do not have."""
     forward, level = adjoint.forward, levels(adjoint.forward)
     known = {*forward.states.values(), *forward.results.values(), *rows_of(forward)}
-    maxima = [s for s in (*forward.hoisted_statistics, *forward.statistics) if s.largest and s.total in adjoint.needed]
+    maxima = [s for s in forward.every_statistic if s.largest and s.total in adjoint.needed]
     known -= {s.total for s in maxima if not known.issuperset(s.operands)}
     wanted = sorted((v for v in adjoint.needed if v not in known), key=list(level).index)
     before = {*(q.var for q in forward.hoisted_products), *(a.var for a in (*forward.hoisted, *forward.normalized)),
@@ -55,7 +55,7 @@ def kept(adjoint: Adjoint, keep: str, by_steps: bool = False) -> Kept:
     values = tuple(v for v in wanted if v not in beyond) if keep == "gates" else ()
     for var in reversed(values):  # one that takes no product to compute again need not be kept
         others = tuple(v for v in values if v is not var)
-        if not multiplies(recompute(forward, (var,), known.union(others))):
+        if not recompute(forward, (var,), known.union(others)).every_product:
             values = others
     # a maximum is compared with what it is of: both are computed again, or both are kept, since what is computed again
     # is rounded otherwise
@@ -68,55 +68,38 @@ def kept(adjoint: Adjoint, keep: str, by_steps: bool = False) -> Kept:
 
 
 def rows_of(forward: StepGraph) -> set[Var]:
-    """What rows of x have at [b, j]."""
+    """The leaves that rows of x have at [b, j]."""
     return {*forward.inputs.values()} | ({forward.x} if forward.x is not None else set())
-
-
-def multiplies(graph: StepGraph) -> bool:
-    """Whether a graph has products."""
-    return bool(graph.hoisted_products or any(phase.products for phase in graph.phases))
 
 
 def recompute(forward: StepGraph, wanted: tuple[Var, ...], known: set[Var]) -> StepGraph:
     """The part of a step that gives ``wanted`` from ``known`` and x, as a pass over all steps at once."""
-    reads: dict[Var, list[Var]] = {a.var: variables(a.value) for assigns in _assigns(forward) for a in assigns}
-    products = (*forward.hoisted_products, *(q for p in forward.phases for q in p.products))
-    reads |= {q.var: [t.operand for t in q.terms if t.operand is not None] for q in products}
-    statistics = (*forward.hoisted_statistics, *forward.statistics)
-    reads |= {v: [s.total, *s.operands] if v is not s.total else list(s.operands) for s in statistics for v in s.made}
     # parameters are there anyway, also where a state is one and so is kept
     known = known - {v.var for v in forward.vectors} - {a.var for a in forward.invariants}
-    used: set[Var] = set()
-    given: dict[Var, None] = {}
-    waiting = list(wanted)
-    while waiting:
-        var = waiting.pop()
-        if var in known:
-            given[var] = None
-        elif var not in used:
-            used.add(var)
-            waiting += reads.get(var, [])
+    used, given = closure(reads_of(forward), wanted, known)
     invariants, _ = needed(forward.invariants, used)
-
-    def those(items: Any) -> Any:
-        return tuple(i for i in items if (i.total if hasattr(i, "total") else i.var) in used)
-
-    phases = []
-    for phase in forward.phases:
-        left = those(phase.products)
-        operands = tuple(dict.fromkeys(t.operand for q in left for t in q.terms))
-        phases.append(Phase(operands, left, those(phase.assigns), those(phase.statistics)))
     return replace(
         forward, cell=f"{forward.cell}_replay", states={}, results={}, output="",
-        x=forward.x if forward.x in given else None,
-        inputs=forward.inputs, vectors=those(forward.vectors), invariants=invariants,
-        hoisted_products=those(forward.hoisted_products), hoisted=those(forward.hoisted),
-        hoisted_statistics=those(forward.hoisted_statistics), normalized=those(forward.normalized),
+        x=forward.x if forward.x in given else None, vectors=among(forward.vectors, used), invariants=invariants,
+        hoisted_products=among(forward.hoisted_products, used), hoisted=among(forward.hoisted, used),
+        hoisted_statistics=among(forward.hoisted_statistics, used), normalized=among(forward.normalized, used),
         hoisted_outputs=tuple(v for v in forward.hoisted_outputs if v in used),
         projected=tuple(v for v in forward.projected if v in used),
-        invariant_outputs=tuple(v for v in forward.invariant_outputs if v in used), prologue=those(forward.prologue),
-        phases=tuple(phases), given=tuple(v for v in given if v not in rows_of(forward)), outputs=wanted)
+        invariant_outputs=tuple(v for v in forward.invariant_outputs if v in used),
+        prologue=among(forward.prologue, used), phases=phases_of(forward, used),
+        given=tuple(v for v in given if v not in rows_of(forward)), outputs=wanted)
 
 
-def _assigns(graph: StepGraph) -> list[tuple[Assign, ...]]:
-    return [graph.invariants, graph.hoisted, graph.normalized, graph.prologue, *(p.assigns for p in graph.phases)]
+def among(items: Iterable[Any], used: set[Var]) -> tuple[Any, ...]:
+    """The assignments, products, vectors or statistics whose variables are ``used``."""
+    return tuple(i for i in items if (i.total if isinstance(i, Statistic) else i.var) in used)
+
+
+def phases_of(graph: StepGraph, used: set[Var]) -> tuple[Phase, ...]:
+    """The phases of a step, with no more in them than is ``used``."""
+    phases = []
+    for phase in graph.phases:
+        products = among(phase.products, used)
+        operands = tuple(dict.fromkeys(t.operand for q in products for t in q.terms))
+        phases.append(Phase(operands, products, among(phase.assigns, used), among(phase.statistics, used)))
+    return tuple(phases)

@@ -1,4 +1,4 @@
-"""When each value of a step is made, where it is read, and so what lives across exchanges: the same for all schedules.
+"""When each value of a step is made, where it is read, and so which lives across exchanges: the same for all schedules.
 
 Phases are numbered from 0 here, as ``StepGraph.phases`` is; a step without exchanges has one all the same, which makes
 the new states.
@@ -6,12 +6,12 @@ the new states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
+from ecornn.analysis.step import INPUT, INVARIANT, NORMALIZED, STATE, Assign, Product, Statistic, StepGraph
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -23,7 +23,7 @@ def phase_count(graph: StepGraph) -> int:
 
 
 def assigns_of(graph: StepGraph, p: int) -> tuple[Assign, ...]:
-    """What phase ``p`` assigns."""
+    """The assignments of phase ``p``."""
     return graph.phases[p].assigns if graph.phases else ()
 
 
@@ -34,20 +34,21 @@ def statistics_of(graph: StepGraph, p: int) -> tuple[Statistic, ...]:
 
 def levels(graph: StepGraph) -> dict[Var, int]:
     """Every variable of the step -> its level, as in :mod:`ecornn.analysis.step`."""
-    found: dict[Var, int] = {v.var: -3 for v in graph.vectors}
-    found.update((v, 0) for v in graph.states.values())
+    level_of: dict[Var, int] = {v.var: INVARIANT for v in graph.vectors}
+    level_of.update((v, STATE) for v in graph.states.values())
     if graph.x is not None:
-        found[graph.x] = -2
-    found.update((v, -2) for v in graph.inputs.values())
-    found.update((v, -1) for s in graph.hoisted_statistics for v in s.made)
+        level_of[graph.x] = INPUT
+    level_of.update((v, INPUT) for v in graph.inputs.values())
+    level_of.update((v, NORMALIZED) for s in graph.hoisted_statistics for v in s.made)
     parts: list[tuple[int, tuple[Product, ...], tuple[Assign, ...]]] = [
-        (-3, (), graph.invariants), (-2, graph.hoisted_products, graph.hoisted), (-1, (), graph.normalized),
-        (0, (), graph.prologue), *((p, f.products, f.assigns) for p, f in enumerate(graph.phases, 1))]
+        (INVARIANT, (), graph.invariants), (INPUT, graph.hoisted_products, graph.hoisted),
+        (NORMALIZED, (), graph.normalized), (STATE, (), graph.prologue),
+        *((p, f.products, f.assigns) for p, f in enumerate(graph.phases, 1))]
     for level, products, assigns in parts:
-        found.update((product.var, level) for product in products)
-        found.update((a.var, level) for a in assigns)
-    found.update((v, p + 1) for v, p in statistics(graph).items())
-    return found
+        level_of.update((product.var, level) for product in products)
+        level_of.update((a.var, level) for a in assigns)
+    level_of.update((v, p + 1) for v, p in statistics(graph).items())
+    return level_of
 
 
 def statistics(graph: StepGraph) -> dict[Var, int]:
@@ -56,9 +57,11 @@ def statistics(graph: StepGraph) -> dict[Var, int]:
 
 
 def reads(graph: StepGraph, p: int) -> list[Var]:
-    """Variables that phase ``p`` reads, in order, each once; the last phase also those that are the new states, or
-    outputs. What its products multiply is not among them: that is exchanged; but what the next one's do is, where it
-    was known before: products of one level are several phases if their matrices have several shapes."""
+    """Variables that phase ``p`` reads, in order, each once; in the last phase the new states and outputs, too.
+
+    Operands of its products are not among them: they are exchanged. Those of the next phase's products are, where they
+    were known before: products of one level are several phases if their matrices have several shapes.
+    """
     found = [v for a in assigns_of(graph, p) for v in variables(a.value)]
     found += [v for s in statistics_of(graph, p) for v in s.operands]
     before = graph.phases[:p]
@@ -82,7 +85,7 @@ def carried(graph: StepGraph) -> dict[Var, int]:
 
 
 def opening(graph: StepGraph) -> tuple[Assign, ...]:
-    """Of the prologue what states and parameters determine, so that it is known before the step's inputs are."""
+    """The assignments of the prologue that states and parameters determine: they are known before the step's inputs."""
     unknown, found = {*graph.hoisted_outputs, *graph.row_inputs}, []
     for a in graph.prologue:
         if unknown.isdisjoint(variables(a.value)):
@@ -94,11 +97,12 @@ def opening(graph: StepGraph) -> tuple[Assign, ...]:
 
 @dataclass(frozen=True)
 class Urgent:
-    """What the operands of the next step's first product take, and what can wait until these are on their way.
+    """The assignments that operands of the next step's first product need, and those that can wait until these are on
+    their way.
 
     Attributes
     ----------
-    opening : of :func:`before_first`, what they read
+    opening : the assignments of :func:`before_first` that the operands need
     states : states that are known after ``first``, the operands' among them
     first, late : the assignments after this step's last exchange, in two parts
     """
@@ -110,7 +114,7 @@ class Urgent:
 
 
 def urgent(graph: StepGraph) -> Urgent:
-    """For a step with a product."""
+    """:class:`Urgent` of a step that has a product."""
     wanted = set(graph.product_phases[0].operands)
     start, wanted = needed(before_first(graph), wanted)
     last = graph.phases[-1].assigns
@@ -139,6 +143,31 @@ def late_operands(graph: StepGraph) -> tuple[Var, ...]:
 
 
 def before_first(graph: StepGraph) -> tuple[Assign, ...]:
-    """Of the prologue what may give operands of the first exchange; reads inputs where there are
+    """The assignments of the prologue that may give operands of the first exchange; they read inputs where there are
     :func:`late_operands`."""
     return graph.prologue if late_operands(graph) else opening(graph)
+
+
+def reads_of(graph: StepGraph) -> dict[Var, list[Var]]:
+    """Variable -> the variables that it is computed from, in order."""
+    read = {a.var: variables(a.value) for a in graph.every_assign}
+    read |= {q.var: [t.operand for t in q.terms if t.operand is not None] for q in graph.every_product}
+    return read | {v: [*s.operands] if v is s.total else [s.total, *s.operands]
+                   for s in graph.every_statistic for v in s.made}
+
+
+def closure(read: Mapping[Var, Iterable[Var]], wanted: Iterable[Var],
+            known: Set[Var] = frozenset()) -> tuple[set[Var], dict[Var, None]]:
+    """The variables that must be computed for ``wanted``, these among them, and the ``known`` ones that they need, in
+    the order of going back."""
+    used: set[Var] = set()
+    given: dict[Var, None] = {}
+    waiting = list(wanted)
+    while waiting:
+        var = waiting.pop()
+        if var in known:
+            given[var] = None
+        elif var not in used:
+            used.add(var)
+            waiting += read.get(var, ())
+    return used, given

@@ -66,8 +66,7 @@ def check_value(what: str, value: Expr, narrow: bool, assigns: Iterable[Assign],
 
 def narrow_terms(graph: StepGraph) -> list[Term]:
     """The products of a step whose parameters are narrower than H."""
-    products = (*graph.hoisted_products, *(p for phase in graph.phases for p in phase.products))
-    return [term for product in products for term in product.terms if term.narrow]
+    return [term for product in graph.every_product for term in product.terms if term.narrow]
 
 
 def columns_of(phase: Phase, hidden: int) -> int:

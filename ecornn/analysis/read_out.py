@@ -1,4 +1,4 @@
-"""What only the outputs of a step need of products and statistics: after the last step, for all steps at once.
+"""Products and statistics that only the outputs of a step need: after the last step, for all steps at once.
 
 Of ``y = C h' + D x`` the loop writes h' alone, and one product over all rows follows it.
 """
@@ -6,12 +6,12 @@ Of ``y = C h' + D x`` the loop writes h' alone, and one product over all rows fo
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ecornn.analysis.kept import recompute, rows_of
-from ecornn.analysis.liveness import levels
+from ecornn.analysis.kept import among, phases_of, recompute, rows_of
+from ecornn.analysis.liveness import closure, levels, reads_of
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Phase, StepGraph
+from ecornn.analysis.step import StepGraph
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -36,9 +36,9 @@ def read_out(graph: StepGraph) -> ReadOut | None:
     statistics of x, which are not computed twice."""
     if not graph.outputs or graph.hoisted_statistics:
         return None
-    reads = _reads(graph)
-    state = _closure(reads, graph.results.values())
-    own = _closure(reads, graph.outputs) - state
+    reads = reads_of(graph)
+    state, _ = closure(reads, graph.results.values())
+    own = closure(reads, graph.outputs)[0] - state
     late = {v for phase in graph.phases for v in (*(p.var for p in phase.products), *(
         v for s in phase.statistics for v in s.made)) if v in own}
     if not late:
@@ -52,50 +52,22 @@ def read_out(graph: StepGraph) -> ReadOut | None:
     read = [v for u in level if u in late for v in reads.get(u, ())]
     seen = [v for v in dict.fromkeys((*read, *graph.outputs)) if v not in late]
     edge = [v for v in seen if level[v] >= 0]
-    # what the loop has of x besides is not computed twice
-    shared = {*_loop(graph, state | _closure(reads, edge), tuple(edge)).hoisted_outputs}
+    # values of x that the loop has besides are not computed twice
+    shared = {*_loop(graph, state | closure(reads, edge)[0], tuple(edge)).hoisted_outputs}
     outputs = tuple(v for v in seen if level[v] >= 0 or v in shared)
     after = recompute(graph, tuple(dict.fromkeys(graph.outputs)), {*outputs, *rows_of(graph)})
-    return ReadOut(_loop(graph, state | _closure(reads, outputs), outputs), replace(after, outputs=graph.outputs))
-
-
-def _reads(graph: StepGraph) -> dict[Var, list[Var]]:
-    """Variable -> what it is computed from; of x nothing is said."""
-    assigns = (graph.invariants, graph.hoisted, graph.normalized, graph.prologue, *(p.assigns for p in graph.phases))
-    found = {a.var: variables(a.value) for those in assigns for a in those}
-    found |= {q.var: [t.operand for t in q.terms] for phase in graph.phases for q in phase.products}
-    return found | {v: [*s.operands, *((s.total,) if v is not s.total else ())] for s in graph.statistics
-                    for v in s.made}
-
-
-def _closure(reads: dict[Var, list[Var]], wanted: Any) -> set[Var]:
-    found: set[Var] = set()
-    waiting = list(wanted)
-    while waiting:
-        var = waiting.pop()
-        if var not in found:
-            found.add(var)
-            waiting += reads.get(var, [])
-    return found
+    return ReadOut(_loop(graph, state | closure(reads, outputs)[0], outputs), replace(after, outputs=graph.outputs))
 
 
 def _loop(graph: StepGraph, used: set[Var], outputs: tuple[Var, ...]) -> StepGraph:
-    """The step of what is ``used``."""
-    def those(items: Any) -> Any:
-        return tuple(i for i in items if (i.total if hasattr(i, "total") else i.var) in used)
-
-    phases = []
-    for phase in graph.phases:
-        products, statistics = those(phase.products), those(phase.statistics)
-        if products or statistics:
-            operands = tuple(dict.fromkeys(t.operand for q in products for t in q.terms))
-            phases.append(Phase(operands, products, those(phase.assigns), statistics))
+    """The step with no more in it than is ``used``, and without exchanges that this leaves nothing of."""
+    phases = tuple(p for p in phases_of(graph, used) if p.products or p.statistics)
     late = {v for a in (*graph.prologue, *(a for p in phases for a in p.assigns)) if a.var in used
             for v in variables(a.value)}
     late |= {*graph.results.values(), *outputs, *(o for p in phases for s in p.statistics for o in s.operands)}
     hoisted = tuple(v for v in graph.hoisted_outputs if v in late)
     return replace(
-        graph, hoisted_products=those(graph.hoisted_products), hoisted=those(graph.hoisted), hoisted_outputs=hoisted,
-        projected=hoisted, prologue=those(graph.prologue), phases=tuple(phases), outputs=outputs,
-        x=graph.x if graph.x is not None and graph.x in used else None,
+        graph, hoisted_products=among(graph.hoisted_products, used), hoisted=among(graph.hoisted, used),
+        hoisted_outputs=hoisted, projected=hoisted, prologue=among(graph.prologue, used), phases=phases,
+        outputs=outputs, x=graph.x if graph.x is not None and graph.x in used else None,
         invariant_outputs=tuple(v for v in graph.invariant_outputs if v in late))

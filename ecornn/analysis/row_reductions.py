@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ecornn.analysis.declared import SHIFT
+from ecornn.analysis.declared import SHIFT, Source
 from ecornn.analysis.narrow import value_of_zeros
 from ecornn.analysis.scalar import is_constant, variables
-from ecornn.analysis.source import Source
 from ecornn.analysis.statistics import Statistics
-from ecornn.analysis.step import Assign, Vector
+from ecornn.analysis.step import INPUT, INVARIANT, NORMALIZED, STATE, Assign, Vector
 from ecornn.analysis.te_forms import every, extent_of, is_load, is_sum, load_parts, parts_of, reduces
 from ecornn.errors import CellError
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from tvm.ir import Expr
     from tvm.tirx import IterVar, Reduce, Var
 
-INPUT, NORMALIZED, STATE = -2, -1, 0  # levels, as of graph.py
 MOST_GROUPS = 64  # each is a statistic, in code that is written out
 
 
@@ -71,7 +69,7 @@ class RowReductions(ABC):
     def unit(self) -> Var:
         """The number of the unit, a vector that the cell need not pass."""
         fresh = ("unit",) not in self.leaves
-        var = self.leaf(("unit",), "unit", -3)
+        var = self.leaf(("unit",), "unit", INVARIANT)
         if fresh:
             self.vectors.append(Vector(var, "", self.hidden))
         return var

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from tvm.tirx import Var
 
 
+INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0  # the levels before the first exchange
+
+
 @dataclass(frozen=True)
 class Assign:
     """``var = value``; the value reads leaves and earlier assignments only."""
@@ -50,15 +53,9 @@ class Term:
         """Parameter and gate."""
         return self.parameter, self.gate
 
-    def text(self) -> str:
-        """As the cell's text has it."""
-        source = "x" if self.operand is None else self.operand.name
-        text = f"{source}[b, k] * {self.parameter}[{self.gate}, {'k, j' if self.transposed else 'j, k'}]"
-        return text if self.heads == 1 else f"{text} in {self.heads} heads"
-
     @property
     def narrow(self) -> bool:
-        """Whether the parameter has less than H rows, or columns."""
+        """True where the parameter has less than H rows, or columns."""
         return bool(self.rows or self.columns)
 
 
@@ -97,7 +94,7 @@ class Vector:
 
     @property
     def numbers(self) -> bool:
-        """Whether it is the numbers of the units."""
+        """True where it is the numbers of the units."""
         return not self.parameter
 
 
@@ -107,9 +104,8 @@ class Statistic:
 
     ``total[b] = sum_o sum_k operand_o[b, k]``; with N terms in it, where the cell asks for it,
     ``squares[b] = sum_o sum_k (operand_o[b, k] - total[b] / N) ** 2``, which needs no exchange of its own. Or
-    ``largest``: ``total[b] = max_o max_k operand_o[b, k]``; one that is a ``shift`` has no gradient, since what it is
-    subtracted from does not depend on it in the end. ``units``: the first one and how many, of those that it is of;
-    None: all.
+    ``largest``: ``total[b] = max_o max_k operand_o[b, k]``; a ``shift`` has no gradient, since what it is subtracted
+    from does not depend on it in the end. ``units``: (first, count) of the units that it goes over; None: all.
     """
 
     total: Var
@@ -120,7 +116,7 @@ class Statistic:
     units: tuple[int, int] | None = None
 
     def count(self, hidden: int) -> int:
-        """How many values it is of, with H = ``hidden``."""
+        """The number of its values, with H = ``hidden``."""
         return len(self.operands) * (hidden if self.units is None else self.units[1])
 
     @property
@@ -183,7 +179,7 @@ class StepGraph:
     inputs : name -> leaf of each sequence beside x, given for each step, row and unit: in memory behind x in its rows,
         in this order
     vectors : parameter vectors that the step reads
-    invariants : assignments of level -2
+    invariants : assignments of level -3
     hoisted_products, hoisted : products with x, and assignments of level -2
     hoisted_statistics, normalized : statistics of these, and assignments of level -1
     projected : variables of level -2 that level -1 or the recurrence reads: what the hoisted product writes
@@ -249,49 +245,21 @@ class StepGraph:
 
     @property
     def statistics(self) -> tuple[Statistic, ...]:
-        """Those of the recurrence, in order."""
+        """The statistics of the recurrence, in order."""
         return tuple(s for phase in self.phases for s in phase.statistics)
 
-    def describe(self) -> str:
-        """The step as text, one assignment a line; equal for equal cells."""
-        lines = [f"cell {self.cell}({', '.join(self.states)}) -> {self.output}"]
-        lines += [f"parameter {n}{s}" for n, s in self.parameters.items()]
-        lines += [f"input {n}" for n in self.inputs]
-        lines += [f"  {v.var.name} = " + ("j" if v.numbers else f"{v.parameter}[{v.gate}, j]") for v in self.vectors]
+    @property
+    def every_product(self) -> tuple[Product, ...]:
+        """All products, those of x first."""
+        return (*self.hoisted_products, *(p for phase in self.phases for p in phase.products))
 
-        def block(title: str, products: tuple[Product, ...], assigns: tuple[Assign, ...],
-                  statistics: tuple[Statistic, ...] = ()) -> None:
-            if products or assigns or statistics:
-                lines.append(title)
-            for p in products:
-                lines.append(f"  {p.var.name} = sum_k {' + '.join(t.text() for t in p.terms)}")
-            for s in statistics:
-                names = ", ".join(v.name for v in s.operands)
-                kind = ("shift, " if s.shift else "") + ("maximum" if s.largest else "sum")
-                lines.append(f"  {s.total.name} = {kind} of {names} over {s.over}")
-                if s.squares is not None:
-                    lines.append(f"  {s.squares.name} = sum of the squares of their deviations from its mean")
-            lines.extend(f"  {a.var.name} = {text(a.value)}" for a in assigns)
+    @property
+    def every_assign(self) -> tuple[Assign, ...]:
+        """All assignments, in order."""
+        return (*self.invariants, *self.hoisted, *self.normalized, *self.prologue,
+                *(a for phase in self.phases for a in phase.assigns))
 
-        block("once:", (), self.invariants)
-        block("hoisted out of time:", self.hoisted_products, self.hoisted)
-        block("hoisted, statistics:", (), self.normalized, self.hoisted_statistics)
-        block("step:", (), self.prologue)
-        for number, phase in enumerate(self.phases, 1):
-            names = ", ".join(dict.fromkeys(v.name for v in (
-                *phase.operands, *(o for s in phase.statistics for o in s.operands))))
-            block(f"phase {number}, exchange of {names or 'nothing'}:", phase.products, phase.assigns, phase.statistics)
-        lines.append("states: " + ", ".join(f"{n} = {v.name}" for n, v in self.results.items()))
-        lines += ["given: " + ", ".join(v.name for v in self.given)] if self.given else []
-        lines += ["written: " + ", ".join(v.name for v in self.outputs)] if self.outputs else []
-        lines += [f"  {s.var.name}[j] += sum_b {s.value.name}" for s in self.sums]
-        for o in self.outer_products:
-            value, operand = ("x" if v is None else v.name for v in (o.value, o.operand))
-            lines.append(f"  {o.parameter}[{o.gate}, j, k] += sum_b {value}[b, j] * {operand}[b, k]"
-                         + (f" in {o.heads} heads" if o.heads > 1 else ""))
-        return "\n".join(lines)
-
-
-def text(value: Expr) -> str:
-    """A scalar expression in TVM's notation, on one line."""
-    return " ".join(value.script(show_meta=False).replace("T.", "").split())
+    @property
+    def every_statistic(self) -> tuple[Statistic, ...]:
+        """All statistics, those of x first."""
+        return (*self.hoisted_statistics, *self.statistics)

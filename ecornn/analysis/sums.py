@@ -1,16 +1,21 @@
-"""Sums of products in each exchange of a step: products of different operands that are only ever added up become one,
-with half as many weights on a chip, where each product has room for each operand; and back."""
+"""Products of different operands that are only ever added up are one product: of x and of h, in most cells.
+
+:func:`summed` makes them so in each exchange of a step, with half as many weights on a chip, where each product has
+room for each operand; :func:`one_by_one` goes back.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.merging import merged
-from ecornn.analysis.scalar import variables
+from ecornn.analysis.scalar import children, is_leaf, rebuild, terms, variables
 from ecornn.analysis.step import Assign, Phase, Product, StepGraph
 
 if TYPE_CHECKING:
+    from tvm.ir import Expr
     from tvm.tirx import Var
 
 
@@ -33,7 +38,7 @@ def _fewest(phase: Phase, wanted: list[Var]) -> Phase:
 
 
 def _read_later(graph: StepGraph, number: int) -> list[Var]:
-    """Of a phase's values those that later phases read, or that are results."""
+    """The values of a phase that later phases read, or that are results."""
     phase = graph.phases[number]
     made = {*(p.var for p in phase.products), *(a.var for a in phase.assigns)}
     read = [*graph.results.values()]
@@ -64,3 +69,96 @@ def _apart(phase: Phase) -> Phase:
             total = total + part
         sums.append(Assign(product.var, total))
     return phase if not sums else replace(phase, products=tuple(products), assigns=(*sums, *phase.assigns))
+
+
+def merged(products: Sequence[Product], assigns: Iterable[Assign],
+           wanted: Iterable[Var]) -> tuple[tuple[Product, ...], tuple[Assign, ...]]:
+    """The same values of ``wanted`` from fewer products, where that is possible."""
+    wanted, assigns = list(wanted), tuple(assigns)
+    if len({_operand(p) for p in products}) < 2:
+        return tuple(products), assigns
+    sums = _Sums(products, assigns)
+    sums.rewrite(wanted, {})
+    pairs: dict[Var, Var] = {}
+    for p, q in combinations(products, 2):
+        if not {p.var, q.var} & {*pairs, *pairs.values()} and _operand(p) != _operand(q) and all(
+                (p.var in those) == (q.var in those) for those in sums.found):
+            pairs[p.var] = q.var
+    second = {q: p for p, q in pairs.items()}
+    by_var = {p.var: p for p in products}
+    left = tuple(Product(p.var, (*p.terms, *by_var[pairs[p.var]].terms)) if p.var in pairs else p
+                 for p in products if p.var not in second)
+    return left, tuple(_Sums(products, assigns).rewrite(wanted, second)) if pairs else assigns
+
+
+def _operand(product: Product) -> tuple[Var | None, ...]:
+    return tuple(t.operand for t in product.terms)
+
+
+class _Sums:
+    """Sums that products are in, taken apart. ``found``: the products that are added up in each of them, or that are
+    alone in an expression."""
+
+    def __init__(self, products: Sequence[Product], assigns: Iterable[Assign]) -> None:
+        self.products = {p.var for p in products}
+        self.value = {a.var: a.value for a in assigns}
+        self.found: list[set[Var]] = []
+
+    def rewrite(self, wanted: Iterable[Var], left_out: dict[Var, Var]) -> list[Assign]:
+        """The assignments that ``wanted`` depends on, with whole sums in one expression, without the products
+        ``left_out``."""
+        self.left_out = left_out
+        self.made: dict[Var, Assign] = {}
+        for var in wanted:
+            self._visit(var)
+        return list(self.made.values())
+
+    def _visit(self, var: Var) -> None:
+        if var in self.products:
+            self.found.append({var})
+        elif var in self.value and var not in self.made:
+            value = self._expression(self.value[var])
+            self.made[var] = Assign(var, value)
+
+    def _expression(self, e: Expr) -> Expr:
+        if type(e).__name__ in ("Add", "Sub"):
+            return self._sum(e)
+        if is_leaf(e):
+            if type(e).__name__ == "Var":
+                self._visit(e)
+            return e
+        return rebuild(e, [self._expression(c) for c in children(e)])
+
+    def _sum(self, e: Expr) -> Expr:
+        parts = self._addends(e)
+        added = [t for negated, t in parts if not negated and self._is_product(t)]
+        once = {t for t in added if sum(t.same_as(o) for o in added) == 1}
+        self.found.append(once)
+        total = None
+        for negated, t in sorted(parts, key=lambda part: part[0]):  # the first one is not negated, if there is such
+            merges = self._is_product(t) and t in once
+            if merges and t in self.left_out:
+                continue
+            value = t if merges else self._expression(t)
+            first = -value if negated else value
+            total = first if total is None else total - value if negated else total + value
+        return total
+
+    def _addends(self, e: Expr) -> list[tuple[bool, Expr]]:
+        """The terms of a sum, with sums that have a product in them in place of their variables."""
+        addends: list[tuple[bool, Expr]] = []
+        for negated, t in terms(e):
+            if type(t).__name__ == "Var" and t in self.value and self._is_sum(t):
+                addends += [(negated != inner, part) for inner, part in self._addends(self.value[t])]
+            else:
+                addends.append((negated, t))
+        return addends
+
+    def _is_sum(self, var: Var) -> bool:
+        value = self.value[var]
+        return type(value).__name__ in ("Add", "Sub") and any(
+            self._is_product(t) or (type(t).__name__ == "Var" and t in self.value and self._is_sum(t))
+            for _, t in terms(value))
+
+    def _is_product(self, e: Expr) -> bool:
+        return type(e).__name__ == "Var" and e in self.products

@@ -8,7 +8,6 @@ several such libraries.
 from __future__ import annotations
 
 import re
-import secrets
 import shutil
 from dataclasses import replace
 from importlib import resources
@@ -65,8 +64,7 @@ def archive(generated: Generated, out: Path, what: str) -> Path:
         compiler.append("-fno-gnu-unique")
     ar, objcopy = (_tool(tool) for tool in TOOLS)
     shim = resources.files("ecornn.build").joinpath("standalone.cc").read_text()
-    objects = objects_of(compiler, replace(generated, sources={
-        **generated.sources, "standalone.cc": shim}))
+    objects = objects_of(compiler, replace(generated, sources={**generated.sources, "standalone.cc": shim}))
     with temporary.folder() as folder:
         inputs = write_inputs({}, objects, generated.binaries, folder, generated.functions)
         # sections of templates would be taken for those of another library, whose symbols are as local as these
@@ -75,13 +73,20 @@ def archive(generated: Generated, out: Path, what: str) -> Path:
                   "all.o", f"{name}.o"], folder)
         run_tool([ar, "rcsD", "made.a", f"{name}.o"], folder)
         (folder / "made.h").write_text(HEADER.format(file=name, name=name, upper=name.upper(), what=what))
-        for made, place in (("made.a", out), ("made.h", header)):
-            _put(folder / made, place)
+        for name_here, path in (("made.a", out), ("made.h", header)):
+            try:
+                with temporary.replacing(path) as beside:
+                    shutil.copyfile(folder / name_here, beside)
+            except OSError as error:
+                raise BuildError(f"{path} cannot be written: {error}") from error
     return header
 
 
 def name_of(out: Path) -> str:
-    """What functions of a library in this file begin with."""
+    """The name that functions of a library in this file begin with.
+
+    Raises :class:`~ecornn.errors.ArgumentError` where the file's name is none of a function.
+    """
     name = out.stem.removeprefix("lib")
     if out.suffix != ".a" or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
         raise ArgumentError("--emit-to", str(out), "a name of letters, digits and _ that ends with .a, as lstm64.a")
@@ -89,19 +94,7 @@ def name_of(out: Path) -> str:
 
 
 def _tool(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         raise BuildError(f"no {name}; install binutils, for example 'apt install binutils'")
-    return found
-
-
-def _put(made: Path, place: Path) -> None:
-    """In one step, complete or not at all."""
-    beside = place.parent / f".{place.name}.{secrets.token_hex(8)}"
-    try:
-        shutil.copyfile(made, beside)
-        beside.replace(place)
-    except OSError as error:
-        raise BuildError(f"{place} cannot be written: {error}") from error
-    finally:
-        beside.unlink(missing_ok=True)
+    return path

@@ -1,4 +1,4 @@
-"""A cache on disk of what compilers made, each entry by a hash of everything that it was made from.
+"""A cache on disk of the results of compilers, each entry by a hash of everything that it was made from.
 
 ``ECORNN_CACHE`` names the folder, by default the platform's for caches; ``ECORNN_CACHE=off`` does without. An entry
 is a file of its own, written under another name and renamed, that begins with the hash of its content: what was cut
@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from ecornn import temporary
 from ecornn.file_locks import held
 
 VARIABLE = "ECORNN_CACHE"
@@ -28,7 +28,7 @@ _unchecked = EVERY  # bytes written since this process last looked
 
 
 def folder() -> Path | None:
-    """Where the entries are; None: there is no cache."""
+    """The folder of the entries; None: there is no cache."""
     chosen = os.environ.get(VARIABLE)
     if chosen == OFF:
         return None
@@ -40,7 +40,7 @@ def folder() -> Path | None:
 
 
 def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) -> bytes:
-    """What ``make`` makes of ``parts``: every text that it depends on, versions of compilers among them.
+    """The result of ``make``, kept by ``parts``: every text that it depends on, versions of compilers among them.
 
     Processes that want the same entry wait for the one that makes it, as long as :data:`LIMIT`; ``make`` may use
     entries of another ``kind``. A folder that cannot be written is no error: there is no cache then.
@@ -50,18 +50,18 @@ def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) ->
         return make()
     name = _name(kind, parts)
     path = root / name[:2] / name
-    found = _read(path)
-    if found is None:
+    content = _read(path)
+    if content is None:
         with _alone(root, f"{kind}-{name[:3]}", lambda: _read(path) is not None):
-            found = _read(path)
-            if found is None:
-                found = make()
-                _write(root, path, found)
-    return found
+            content = _read(path)
+            if content is None:
+                content = make()
+                _write(root, path, content)
+    return content
 
 
 def known(kind: str, parts: Iterable[str | bytes]) -> bool:
-    """Whether there is such an entry."""
+    """True where there is such an entry."""
     root, name = folder(), _name(kind, parts)
     return root is not None and (root / name[:2] / name).is_file()
 
@@ -86,14 +86,10 @@ def _read(path: Path) -> bytes | None:
 
 def _write(root: Path, path: Path, content: bytes) -> None:
     global _unchecked
-    made = path.with_name(f".{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with temporary.replacing(path) as made:
             made.write_bytes(hashlib.sha256(content).digest() + content)
-            made.replace(path)
-        finally:
-            made.unlink(missing_ok=True)
         _unchecked += len(content)
         if _unchecked >= EVERY:
             _unchecked = 0
@@ -115,12 +111,12 @@ def _alone(root: Path, lock_name: str, made: Callable[[], bool]) -> Iterator[Non
 
 def entries(root: Path) -> list[tuple[float, int, Path]]:
     """Time, size and path of every entry."""
-    found = []
+    every = []
     for path in root.glob("??/*"):
         with contextlib.suppress(OSError):  # another process evicts too
             status = path.stat()
-            found.append((status.st_mtime, status.st_size, path))
-    return found
+            every.append((status.st_mtime, status.st_size, path))
+    return every
 
 
 def evict(root: Path, cap: int) -> None:

@@ -1,4 +1,4 @@
-"""Compilers as processes: what they say, and an end to those that hang."""
+"""Compilers as processes: their messages, and an end to those that hang."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from ecornn import temporary
 from ecornn.errors import BuildError
 
 ANSWER = 60.0  # seconds that a compiler has to say its version
+LINES = 12  # of a message that are shown
 WORK = 1200.0  # seconds for a file; the largest kernels take some
 
 
 def run(command: Sequence[str], seconds: float, folder: Path | None = None) -> tuple[int, str]:
-    """The exit status, and what the command says, errors first; it reads nothing.
+    """Runs a command that reads nothing: the exit status, and its output, errors first.
 
-    Raises :class:`BuildError` where it cannot be started or does not end in that time. It has ended then, with what it
-    has started, as after any exception.
+    Raises :class:`BuildError` where it cannot be started or does not end within ``seconds``. It is ended then, with the
+    processes that it started, as after any exception.
     """
     # no pipes, which stay open with any child
     with temporary.said(), tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as output:
@@ -41,6 +42,13 @@ def run(command: Sequence[str], seconds: float, folder: Path | None = None) -> t
             file.seek(0)
             said += file.read()
     return status, said.decode(errors="replace")
+
+
+def first_lines(text: str) -> str:
+    """The start of a compiler's message: what follows the first errors seldom helps."""
+    lines = [line.rstrip("\0") for line in text.strip().splitlines()]
+    rest = len(lines) - LINES
+    return "\n".join([*lines[:LINES], f"... {rest} more lines"] if rest > 0 else lines)
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:

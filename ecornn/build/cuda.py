@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.host_cuda import COOPERATIVE, PACK, SCALARS, Kernel, host_sources, image
-from ecornn.build.local_arrays import as_variables
 from ecornn.build.nvcc import compile_cubin, ptx
+from ecornn.build.nvcc_source import as_variables
 from ecornn.build.readable import readable_text, without_notes
 from ecornn.build.simplified import simplified
 from ecornn.device import Device

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
-import secrets
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from ecornn import checksum, temporary
 from ecornn.build import cache
-from ecornn.build.commands import ANSWER, WORK, run
+from ecornn.build.commands import ANSWER, WORK, first_lines, run
 from ecornn.build.generated import Generated
-from ecornn.build.messages import first_lines
 from ecornn.errors import BuildError
 
 COMPILERS = ("c++", "g++", "clang++")
@@ -35,22 +33,18 @@ def link(generated: Generated, out: Path) -> None:
     if out.exists() and not out.is_file():
         raise BuildError(f"{out} is no regular file: it would be lost if a module took its place")
     out.parent.mkdir(parents=True, exist_ok=True)
-    # In the folder of `out`, so that it can take its place in one step.
-    made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
     runtime = Path(libinfo.find_libtvm_ffi())
     objects = objects_of(compiler, generated)
     with temporary.folder() as folder:
         inputs = write_inputs({}, objects, generated.binaries, folder, generated.functions)
         try:
-            run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
-                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o", str(made)],
-                 folder)
-            checksum.append(made)
-            made.replace(out)
+            with temporary.replacing(out) as made:
+                run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
+                          "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o",
+                          str(made)], folder)
+                checksum.append(made)
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error}") from error
-        finally:
-            made.unlink(missing_ok=True)
 
 
 def objects_of(compiler: Sequence[str], generated: Generated) -> dict[str, bytes]:
@@ -80,22 +74,38 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
             return (folder / "made.o").read_bytes()
 
     texts = [text for pair in (source, *headers) for text in pair]
-    return cache.entry("object", (_said(compiler), version("apache-tvm-ffi"), *flags, *texts), compile)
+    return cache.entry("object", (_version(compiler), version("apache-tvm-ffi"), *flags, *texts), compile)
+
+
+def package_library(kind: str, source: Path, folders: Iterable[object], flags: Sequence[str], linked: Sequence[str],
+                    parts: Sequence[str]) -> bytes:
+    """The bytes of a shared library that is compiled from a C++ file of the package: from the build cache, as an entry
+    of that ``kind``, or new. ``folders`` have headers; ``parts`` are all texts that the library depends on, but for the
+    compiler.
+
+    Raises :class:`BuildError` without a C++ compiler, and with the message of one that fails.
+    """
+    def compile() -> bytes:
+        with temporary.folder() as folder:
+            run_tool([*find_compiler(), *flags, *(f"-I{f}" for f in folders), str(source), *linked, "-o", "made.so"],
+                     folder)
+            return (folder / "made.so").read_bytes()
+
+    return cache.entry(kind, (identity(), *parts), compile)
 
 
 def identity() -> str:
-    """What host code depends on besides its source: the compiler, and the library that it is linked against."""
-    return f"{_said(tuple(find_compiler()))} {version('apache-tvm-ffi')}"
+    """The compiler's version, and that of the library that host code is linked against."""
+    return f"{_version(tuple(find_compiler()))} {version('apache-tvm-ffi')}"
 
 
 @functools.cache
-def _said(compiler: tuple[str, ...]) -> str:
-    """The compiler's version."""
+def _version(compiler: tuple[str, ...]) -> str:
     return " ".join((*compiler, run([*compiler, "--version"], ANSWER)[1]))
 
 
 def run_tool(command: list[str], folder: Path) -> None:
-    """Raises :class:`BuildError` with the first lines of what the compiler, or another tool, says."""
+    """Runs a compiler or another tool. Raises :class:`BuildError` with the first lines of its message if it fails."""
     status, said = run(command, WORK, folder)
     if status != 0:
         raise BuildError(f"{command[0]} failed:\n{first_lines(said)}{temporary.limited()}")

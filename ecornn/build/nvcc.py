@@ -11,14 +11,12 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 
 from ecornn import temporary
-from ecornn.build import cache, kernel_headers, nvrtc
-from ecornn.build.commands import ANSWER, WORK, run
-from ecornn.build.messages import first_lines
+from ecornn.build import cache, nvcc_source, nvrtc
+from ecornn.build.commands import ANSWER, WORK, first_lines, run
 from ecornn.errors import ArgumentError, BuildError
 
 Resources = dict[str, dict[str, int]]
@@ -40,12 +38,12 @@ def compile_cubin(source: str, arch: str) -> tuple[bytes, Resources]:
     resources : kernel symbol -> ``registers`` (a thread), ``stack``, ``spill_stores``,
         ``spill_loads`` (bytes of a thread) and ``shared`` (static, bytes of a block)
 
-    What was compiled before, with the same compiler, comes from the cache. Raises :class:`BuildError` with the
+    Source that was compiled before, with the same compiler, comes from the cache. Raises :class:`BuildError` with the
     compiler's first lines, or with what to install.
     """
-    made = cache.entry("cubin", (source, arch, identity()),
+    kept = cache.entry("cubin", (source, arch, identity()),
                        lambda: msgspec.msgpack.encode(_compile(source, arch, "cubin")))
-    code, log = msgspec.msgpack.decode(made, type=tuple[bytes, str])
+    code, log = msgspec.msgpack.decode(kept, type=tuple[bytes, str])
     return code, parse_resources(log)
 
 
@@ -56,19 +54,14 @@ def ptx(source: str, arch: str) -> str:
 
 def find_nvcc() -> str | None:
     """Path of nvcc: on the PATH, below ``$CUDA_HOME`` or ``$CUDA_PATH``, or in /usr/local/cuda."""
-    found = shutil.which("nvcc")
-    if found:
-        return found
-    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if root and (Path(root) / "bin" / "nvcc").is_file():
-            return str(Path(root) / "bin" / "nvcc")
-    return None
+    below = (root / "bin" / "nvcc" for root in nvrtc.toolkits())
+    return shutil.which("nvcc") or next((str(path) for path in below if path.is_file()), None)
 
 
 def identity() -> str:
-    """What the machine code depends on besides source and architecture: the compiler, how it is called, and headers."""
+    """All that machine code depends on besides source and architecture: the compiler, its flags, and headers."""
     if nvcc := chosen_nvcc():
-        return " ".join((_said(nvcc), *FLAGS, *kernel_headers.DEFINES, kernel_headers.text()))
+        return " ".join((_said(nvcc), *FLAGS, *nvcc_source.DEFINES, nvcc_source.headers()))
     return nvrtc.identity()
 
 
@@ -78,23 +71,23 @@ def _said(nvcc: str) -> str:
 
 
 def parse_resources(log: str) -> Resources:
-    """What ``ptxas -v`` says about each entry function in ``log``."""
-    found: Resources = {}
+    """The resources of each entry function, as ``ptxas -v`` reports them in ``log``."""
+    resources: Resources = {}
     entry: dict[str, int] = {}
     function: dict[str, int] = {}
     for line in log.splitlines():
         if match := re.search(r"Compiling entry function '([^']+)'", line):
-            entry = found.setdefault(match[1], dict.fromkeys(FIELDS, 0))
+            entry = resources.setdefault(match[1], dict.fromkeys(FIELDS, 0))
         elif match := re.search(r"Function properties for (\S+)", line):
             # Functions that were not inlined are listed as well, and count for no kernel.
-            function = found.get(match[1], {})
+            function = resources.get(match[1], {})
         elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, "
                                 r"(\d+) bytes spill loads", line):
             function.update(zip(FIELDS[1:4], map(int, match.groups()), strict=True))
         elif match := re.search(r"Used (\d+) registers", line):
             shared = re.search(r"(\d+) bytes smem", line)
             entry.update(registers=int(match[1]), shared=int(shared[1]) if shared else 0)
-    return found
+    return resources
 
 
 def chosen_nvcc() -> str | None:
@@ -116,12 +109,12 @@ def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
     nvcc = chosen_nvcc()
     if nvcc:
-        if (short := kernel_headers.short(source)) is not None:
+        if (short := nvcc_source.short(source)) is not None:
             try:
-                return _nvcc(nvcc, short, arch, kind, kernel_headers.DEFINES)
+                return _nvcc(nvcc, short, arch, kind, nvcc_source.DEFINES)
             except BuildError as error:
-                # What is not understood needs CUDA's headers, or is wrong and fails with them too. They mend nothing
-                # of what fails later: ptxas finds too much shared memory, or the compiler is killed.
+                # Source that is not understood needs CUDA's headers, or is wrong and fails with them too. They mend
+                # nothing that fails later: ptxas finds too much shared memory, or the compiler is killed.
                 if not _NOT_UNDERSTOOD.search(str(error)):
                     raise
         return _nvcc(nvcc, source, arch, kind)

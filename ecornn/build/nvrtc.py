@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-from ecornn.build.messages import first_lines
+from ecornn.build.commands import first_lines
 from ecornn.errors import BuildError
 
 # TVM's source includes these of libcu++, which the extra's wheels lack, for little or nothing.
@@ -18,7 +19,7 @@ _RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
 def available() -> bool:
-    """Whether NVRTC's bindings are installed."""
+    """True where NVRTC's bindings are installed."""
     try:
         return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
     except ModuleNotFoundError:
@@ -26,11 +27,11 @@ def available() -> bool:
 
 
 def identity() -> str:
-    """What the machine code depends on besides source and architecture."""
+    """All that machine code depends on besides source and architecture."""
     names = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", *_RUNTIME_WHEELS)
-    found = [f"{name} {version}" for name in names if (version := _version(name))]
+    versions = [f"{name} {version}" for name in names if (version := _version(name))]
     files = resources.files("ecornn.build")
-    return "\n".join([*found, str(include_folder()), *(files.joinpath(name).read_text() for name in _SOURCES)])
+    return "\n".join([*versions, str(include_folder()), *(files.joinpath(name).read_text() for name in _SOURCES)])
 
 
 def _version(wheel: str) -> str | None:
@@ -70,6 +71,12 @@ def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
+def toolkits() -> Iterator[Path]:
+    """The folders where a CUDA toolkit may be: ``$CUDA_HOME``, ``$CUDA_PATH`` and /usr/local/cuda."""
+    roots = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    return (Path(root) for root in roots if root)
+
+
 def include_folder() -> Path:
     """The folder of ``cuda_fp16.h``: in the runtime's wheel, else below ``$CUDA_HOME``."""
     for wheel in _RUNTIME_WHEELS:
@@ -80,9 +87,9 @@ def include_folder() -> Path:
         for file in files:
             if file.name == "cuda_fp16.h":
                 return Path(str(file.locate())).parent
-    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if root and (Path(root) / "include" / "cuda_fp16.h").is_file():
-            return Path(root) / "include"
+    for root in toolkits():
+        if (root / "include" / "cuda_fp16.h").is_file():
+            return root / "include"
     raise BuildError("NVRTC is installed but CUDA's headers are not: in a checkout of ecornn, pip install '.[cuda]'")
 
 

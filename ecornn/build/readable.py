@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
-
-from ecornn.build.parentheses import TOKEN, clear
 
 WIDTH = 120
 _KERNELS = 'extern "C" __global__'  # behind what TVM puts first
@@ -79,3 +78,88 @@ def _end(line: str) -> int:
                 break
             best = min(best, (depth, -place))
     return -best[1] or len(line)
+
+
+# Parentheses, of which TVM prints a pair around every operator.
+TOKEN = re.compile(
+    r'"(?:[^"\\]|\\.)*"|[A-Za-z_]\w*|(?:\d|\.\d)(?:[eE][-+]|[\w.])*|<<|>>|<=|>=|==|!=|&&|\|\||->|[-+]=|\S')
+_LEVELS = ("? :", "||", "&&", "|", "^", "&", "== !=", "< > <= >=", "<< >>", "+ -", "* / %")
+_LEVEL = {operator: level for level, operators in enumerate(_LEVELS, 1) for operator in operators.split()}
+_CHOICE, _TIGHT = 1, len(_LEVELS) + 1  # of an expression with ?: and of one without binary operators
+_ALONE = {"|", "^", "&", "<<", ">>", "/", "%"}  # operators that nobody knows the levels of
+_TYPE = re.compile(r"(?:const|unsigned|signed|void|bool|float\d?|double|half2?|nv_bfloat16\d*|u?int|u?char|u?short|"
+                   r"long|u?int\d+_t|\*)(?: (?:const|unsigned|int|long|char|short|\*))*")
+_CLOSED = {"", "(", "[", ",", ";", "{", "=", "+=", "return", ")", "]"}  # what ends an expression
+
+
+@dataclass
+class _Pair:
+    """A pair of parentheses: the place of its first one among the tokens, and the weakest operators inside."""
+
+    place: int
+    level: int = _TIGHT
+    operators: set[str] = field(default_factory=set)
+
+    def add(self, level: int, operators: set[str]) -> None:
+        if level < self.level:
+            self.level, self.operators = level, set()
+        if level == self.level:
+            self.operators |= operators
+
+
+def clear(line: str) -> str:
+    """``line`` of C without the parentheses that neither the compiler needs nor a reader."""
+    if line.lstrip().startswith(("#", "//", "extern")) or '"' in line:
+        return line
+    found = list(TOKEN.finditer(line))
+    words, gone, casts = [token[0] for token in found], set[int](), set[int]()
+    pairs = [_Pair(-1)]
+    for place, word in enumerate(words):
+        if word in "([":
+            pairs.append(_Pair(place))
+        elif word in ")]":
+            pair = pairs.pop()
+            if word == ")" and _TYPE.fullmatch(" ".join(words[pair.place + 1:place])):
+                casts.add(place)
+            elif word == ")" and _needless(words, pair, place, gone, casts):
+                gone |= {pair.place, place}
+                pairs[-1].add(pair.level, pair.operators)
+        elif word in _LEVEL and _binary(words, place, casts):
+            pairs[-1].add(_LEVEL[word], {word})
+    return "".join(line[before:found[at].start()] + found[at][0] * (at not in gone)
+                   for at, before in enumerate([0, *(token.end() for token in found[:-1])])) if found else line
+
+
+def _binary(words: list[str], place: int, casts: set[int]) -> bool:
+    """True if the operator there has an operand before it."""
+    before = place - 1
+    return place > 0 and before not in casts and (words[before] in ")]" or words[before][0].isalnum()
+                                                  or words[before][0] in "_.") and words[before] != "return"
+
+
+def _needless(words: list[str], pair: _Pair, end: int, gone: set[int], casts: set[int]) -> bool:
+    """True if an expression means the same, as plainly, without the parentheses around it."""
+    left, right = pair.place - 1, end + 1
+    while left in gone:
+        left -= 1
+    while right in gone:
+        right += 1
+    before, after = words[left] if left >= 0 else "", words[right] if right < len(words) else ""
+    around: set[str] = set()
+    if before in _LEVEL and _binary(words, left, casts):
+        if pair.level <= _LEVEL[before]:
+            return False
+        around.add(before)
+    elif before in ("!", "-", "&", "*", "~") or left in casts:
+        if pair.level < _TIGHT or words[pair.place + 1] in ("-", "&", "*"):
+            return False
+    elif before not in _CLOSED or before in (")", "]"):
+        return False  # a call
+    if after in _LEVEL:
+        if pair.level < _LEVEL[after] or pair.level == _CHOICE:
+            return False
+        around.add(after)
+    elif after not in _CLOSED or after in ("(", "["):
+        return False
+    every = (around - {"?", ":"}) | pair.operators
+    return len(every) < 2 or not (every & _ALONE or {"&&", "||"} <= every or (around and "?" in pair.operators))

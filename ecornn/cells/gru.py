@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ecornn.cells.activations import activation
 from ecornn.cells.base import Shape, pointwise, product, scaled
-from ecornn.cells.options import Optioned, mixed
+from ecornn.cells.options import Optioned, activation, mixed
 
 if TYPE_CHECKING:
     from tvm.te import Tensor
@@ -35,33 +34,45 @@ class GRU(Optioned):
     OPTIONS = {"layer_norm": False, "clip": 0.0, "zoneout": 0.0, "gate": "sigmoid", "new": "tanh"}  # noqa: RUF012
 
     def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
-        found = {"weight_ih": (3, hidden, input), "weight_hh": (3, hidden, hidden),
-                 "bias_ih": (3, hidden), "bias_hh": (3, hidden)}
+        shapes = {"weight_ih": (3, hidden, input), "weight_hh": (3, hidden, hidden),
+                  "bias_ih": (3, hidden), "bias_hh": (3, hidden)}
         gains = {"weight_ln_ih": (3, hidden), "weight_ln_hh": (3, hidden)}
-        return found | gains if self.options["layer_norm"] else found
+        return shapes | gains if self.options["layer_norm"] else shapes
+
+    reset_before = False  # the reset gate scales h before R_n sees it, not R_n h
 
     def products(self, source, parameters, end, gates=(0, 1, 2)):
         """W x or R h, normalized where the option says so: a function of batch row, gate (a number) and unit."""
-        made: dict[int, tuple[Tensor, int]] = {}
+        by_gate: dict[int, tuple[Tensor, int]] = {}
         for some in ((0, 1), (2,)) if self.options["layer_norm"] else (gates,):
             if set(some) <= set(gates):
                 product_ = product(source, parameters[f"weight_{end}"], some)
                 if self.options["layer_norm"]:
                     product_ = scaled(product_, parameters[f"weight_ln_{end}"], some[0])
-                made |= {g: (product_, g - some[0]) for g in some}
-        return lambda b, g, j: made[g][0][b, made[g][1], j]
+                by_gate |= {g: (product_, g - some[0]) for g in some}
+        return lambda b, g, j: by_gate[g][0][b, by_gate[g][1], j]
 
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        (h,) = states
-        gx, gh = self.products(x, parameters, "ih"), self.products(h, parameters, "hh")
-        bx, bh = parameters["bias_ih"], parameters["bias_hh"]
+        (h,), bx, bh = states, parameters["bias_ih"], parameters["bias_hh"]
+        gx = self.products(x, parameters, "ih")
+        gh = self.products(h, parameters, "hh", (0, 1) if self.reset_before else (0, 1, 2))
         squash, fresh = activation(self.options["gate"]), activation(self.options["new"])
 
         def gate(b, g, j):
             return squash(self.clipped(gx(b, g, j) + bx[g, j] + gh(b, g, j) + bh[g, j]))
 
-        new = pointwise(lambda b, j: fresh(self.clipped(
-            gx(b, 2, j) + bx[2, j] + gate(b, 0, j) * (gh(b, 2, j) + bh[2, j]))), h, "new")
+        if self.reset_before:
+            reset = pointwise(lambda b, j: gate(b, 0, j) * h[b, j], h, "reset")
+            gn = self.products(reset, parameters, "hh", (2,))
+
+        def seen(b, j):
+            """The input of n."""
+            from_x = gx(b, 2, j) + bx[2, j]
+            if self.reset_before:
+                return from_x + gn(b, 2, j) + bh[2, j]
+            return from_x + gate(b, 0, j) * (gh(b, 2, j) + bh[2, j])
+
+        new = pointwise(lambda b, j: fresh(self.clipped(seen(b, j))), h, "new")
         update = pointwise(lambda b, j: gate(b, 1, j), h, "update")
         return [pointwise(lambda b, j: mixed(self.options["zoneout"], h[b, j], new[b, j] + update[b, j]
                                              * (h[b, j] - new[b, j])), h, "state")]
@@ -76,19 +87,4 @@ class GRUResetBefore(GRU):
     """
 
     name = "gru_reset_before"
-
-    def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
-        (h,) = states
-        gx, gh = self.products(x, parameters, "ih"), self.products(h, parameters, "hh", (0, 1))
-        bx, bh = parameters["bias_ih"], parameters["bias_hh"]
-        squash, fresh = activation(self.options["gate"]), activation(self.options["new"])
-
-        def gate(b, g, j):
-            return squash(self.clipped(gx(b, g, j) + bx[g, j] + gh(b, g, j) + bh[g, j]))
-
-        reset = pointwise(lambda b, j: gate(b, 0, j) * h[b, j], h, "reset")
-        gn = self.products(reset, parameters, "hh", (2,))
-        new = pointwise(lambda b, j: fresh(self.clipped(gx(b, 2, j) + bx[2, j] + gn(b, 2, j) + bh[2, j])), h, "new")
-        update = pointwise(lambda b, j: gate(b, 1, j), h, "update")
-        return [pointwise(lambda b, j: mixed(self.options["zoneout"], h[b, j], new[b, j] + update[b, j]
-                                             * (h[b, j] - new[b, j])), h, "state")]
+    reset_before = True

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ecornn.cells.activations import activation
 from ecornn.cells.base import Shape, normalized, pointwise, product, scaled
-from ecornn.cells.options import Optioned, Value, mixed, within
+from ecornn.cells.options import Optioned, Value, activation, mixed, within
 
 if TYPE_CHECKING:
     from tvm.te import Tensor
@@ -49,13 +48,13 @@ class LSTM(Optioned):
                            "weight_ln_hh")
 
     def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
-        found = {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),
-                 "bias_ih": (4, hidden), "bias_hh": (4, hidden)}
-        found |= {"weight_peephole": (3, hidden)} if self.options["peepholes"] else {}
+        shapes = {"weight_ih": (4, hidden, input), "weight_hh": (4, hidden, hidden),
+                  "bias_ih": (4, hidden), "bias_hh": (4, hidden)}
+        shapes |= {"weight_peephole": (3, hidden)} if self.options["peepholes"] else {}
         if self.options["layer_norm"]:
-            found |= {"weight_ln_ih": (4, hidden), "weight_ln_hh": (4, hidden), "weight_ln_c": (1, hidden),
+            shapes |= {"weight_ln_ih": (4, hidden), "weight_ln_hh": (4, hidden), "weight_ln_c": (1, hidden),
                       "bias_ln_c": (1, hidden)}
-        return found | {"weight_hr": (1, hidden, hidden)} if self.options["projection"] else found
+        return shapes | {"weight_hr": (1, hidden, hidden)} if self.options["projection"] else shapes
 
     def step(self, x: Tensor, states: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> Sequence[Tensor]:
         from tvm import te, tirx

@@ -1,13 +1,16 @@
 """Options of built-in cells, and how a cell with options is written: ``lstm(peepholes,clip=3)``.
 
 That text is a cell's name on the command line, in records and in manifests. It is parsed, never executed.
+
+Activations are options by name, those of ONNX's recurrent operators: ``name``, ``name:alpha`` or ``name:alpha:beta``;
+the numbers default to ONNX's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ecornn.cells.activations import check_activation
 from ecornn.cells.base import Cell
 from ecornn.errors import ArgumentError
 
@@ -16,12 +19,18 @@ if TYPE_CHECKING:
 
 Value = bool | float | str
 
+# name -> defaults of alpha and beta, those that it has; https://onnx.ai/onnx/operators/onnx__LSTM.html
+DEFAULTS: dict[str, tuple[float, ...]] = {
+    "sigmoid": (), "tanh": (), "relu": (), "softsign": (), "softplus": (), "affine": (1.0, 0.0),
+    "leaky_relu": (0.01,), "thresholded_relu": (1.0,), "scaled_tanh": (1.0, 1.0), "hard_sigmoid": (0.2, 0.5),
+    "elu": (1.0,)}
+
 
 class Optioned(Cell):
     """A cell with options.
 
     ``OPTIONS`` are names and defaults: False for a switch, a number (0 for none) for a bound or a share,
-    an integer for a count, a text for an activation. Raises :class:`ArgumentError` for what is none of them.
+    an integer for a count, a text for an activation. Raises :class:`ArgumentError` for another name or value.
     """
 
     OPTIONS: ClassVar[dict[str, Value]] = {}
@@ -41,7 +50,7 @@ class Optioned(Cell):
         return f"{self.name}({','.join(parts)})" if parts else self.name
 
     def identity(self) -> str:
-        """As :meth:`Cell.identity`; a class of a user's own that has options is not told by these alone."""
+        """The key of :meth:`Cell.identity`; of a built-in cell the text with its options."""
         return self.spec() if type(self).__module__.startswith("ecornn.cells.") else super().identity()
 
     def clipped(self, value: Expr) -> Expr:
@@ -110,3 +119,40 @@ def _value(text: str) -> Value:
         return float(text)
     except ValueError:
         return text
+
+
+def check_activation(where: str, text: Any) -> tuple[str, tuple[float, ...]]:
+    """Name and numbers of an activation; :class:`ArgumentError` where it is none."""
+    name, *numbers = text.split(":") if isinstance(text, str) else ("",)
+    try:
+        values = tuple(float(n) for n in numbers)
+    except ValueError:
+        values = (float("nan"),)
+    if name not in DEFAULTS or len(values) > len(DEFAULTS[name]) or not all(abs(v) < float("inf") for v in values):
+        forms = ", ".join(":".join((n, "ALPHA", "BETA")[:1 + len(d)]) for n, d in DEFAULTS.items())
+        raise ArgumentError(where, text, f"one of {forms}")
+    return name, values + DEFAULTS[name][len(values):]
+
+
+def activation(text: str) -> Callable[[Expr], Expr]:
+    """The function of an activation, on float32 scalar expressions."""
+    from tvm import te, tirx
+
+    name, numbers = check_activation("activation", text)
+    alpha, beta = (*(tirx.const(n, "float32") for n in numbers), None, None)[:2]
+    zero, one = tirx.const(0.0, "float32"), tirx.const(1.0, "float32")
+    table: dict[str, Callable[[Expr], Expr]] = {
+        "sigmoid": te.sigmoid,
+        "tanh": te.tanh,
+        "relu": lambda v: tirx.max(v, zero),
+        "softsign": lambda v: v / (one + te.abs(v)),
+        # log(1 + e^v) without the overflow of e^v
+        "softplus": lambda v: tirx.max(v, zero) + te.log(one + te.exp(zero - te.abs(v))),
+        "affine": lambda v: alpha * v + beta,
+        "leaky_relu": lambda v: tirx.Select(v >= zero, v, alpha * v),
+        "thresholded_relu": lambda v: tirx.Select(v >= alpha, v, zero),
+        "scaled_tanh": lambda v: alpha * te.tanh(beta * v),
+        "hard_sigmoid": lambda v: tirx.max(tirx.min(alpha * v + beta, one), zero),
+        "elu": lambda v: tirx.Select(v >= zero, v, alpha * (te.exp(v) - one)),
+    }
+    return table[name]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ecornn.cells.activations import activation
 from ecornn.cells.base import Shape, pointwise, product
-from ecornn.cells.options import Optioned, mixed
+from ecornn.cells.options import Optioned, activation, mixed
 
 if TYPE_CHECKING:
     from tvm.te import Tensor

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 
 from ecornn import checksum, temporary
-from ecornn.build import cache
-from ecornn.build.link import find_compiler, identity, run_tool
+from ecornn.build.link import package_library
 from ecornn.errors import ModuleError
 from ecornn.runtime.library import spelling
 from ecornn.runtime.loader import Module
 
 TARGETS = {"cpu": "ecornn_jax_cpu", "CUDA": "ecornn_jax_cuda"}  # XLA's platform -> the library's function
-TARGET = "ecornn"  # what XLA knows the handlers by
+TARGET = "ecornn"  # XLA's name of the handlers
 ABI = 1
 FLAGS = ("-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-w")
 
@@ -24,32 +23,22 @@ FLAGS = ("-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-w")
 def library() -> ctypes.CDLL:
     """The handlers, known to XLA. Raises :class:`~ecornn.errors.BuildError` without a C++ compiler."""
     import jax
+    from tvm_ffi import libinfo
 
-    content = cache.entry("jax", (identity(), jax.version.__version__, *FLAGS, *_texts()), _compiled)
+    package = Path(str(resources.files("ecornn")))
+    texts = [(package / name).read_text() for name in ("jax/handler.cc", "include/ecornn.h",
+                                                       "include/ecornn_checksum.h")]
+    content = package_library(
+        "jax", package / "jax" / "handler.cc",
+        (jax.ffi.include_dir(), libinfo.find_dlpack_include_path(), package / "include"), FLAGS, ("-ldl",),
+        (jax.version.__version__, *FLAGS, *texts))
     with temporary.folder() as folder:
         path = folder / "handler.so"
         path.write_bytes(content)
-        found = ctypes.CDLL(str(path))  # it stays when its file goes
+        handlers = ctypes.CDLL(str(path))  # it stays when its file goes
     for platform, name in TARGETS.items():
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(found, name)), platform=platform)
-    return found
-
-
-def _texts() -> Sequence[str]:
-    names = ("jax/handler.cc", "include/ecornn.h", "include/ecornn_checksum.h")
-    return [(resources.files("ecornn") / name).read_text() for name in names]
-
-
-def _compiled() -> bytes:
-    import jax
-    from tvm_ffi import libinfo
-
-    package = resources.files("ecornn")
-    folders = [jax.ffi.include_dir(), libinfo.find_dlpack_include_path(), package / "include"]
-    with temporary.folder() as folder:
-        run_tool([*find_compiler(), *FLAGS, *(f"-I{f}" for f in folders), str(package / "jax" / "handler.cc"), "-ldl",
-                  "-o", "handler.so"], folder)
-        return (folder / "handler.so").read_bytes()
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(handlers, name)), platform=platform)
+    return handlers
 
 
 def register(module: Module) -> str:

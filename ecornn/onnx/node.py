@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.cells import BUILTIN
-from ecornn.cells.activations import DEFAULTS
-from ecornn.cells.options import Optioned, number
+from ecornn.cells.options import DEFAULTS, Optioned, number
 from ecornn.errors import ArgumentError, DTypeError, ShapeError, WeightsError
 
 Array = NDArray[Any]

@@ -12,7 +12,7 @@ or newer.
 
 from __future__ import annotations
 
-from ecornn.onnxruntime.options import session_options
+from ecornn.onnxruntime.library import session_options
 from ecornn.onnxruntime.rewriting import Left, Rewritten, Taken, rewrite
 
 __all__ = ["Left", "Rewritten", "Taken", "rewrite", "session_options"]

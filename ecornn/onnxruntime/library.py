@@ -1,33 +1,42 @@
-"""The operator library: compiled by the host's C++ compiler when a model is first rewritten."""
+"""The operator library for ONNX Runtime, and sessions that know its operators.
+
+The host's C++ compiler makes it when a model is first rewritten.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from ecornn import temporary
-from ecornn.build import cache
-from ecornn.build.link import find_compiler, identity, run_tool
+from ecornn.boundary import public
+from ecornn.build.link import package_library
+from ecornn.errors import ArgumentError, ModuleError
 
 NAME = "libecornn_onnxruntime.so"
 SOURCE = "operators.cc"
 FLAGS = ("-shared", "-fPIC", "-O2", "-std=c++17", "-pthread", "-fvisibility=hidden", "-w")
 # modules need libtvm_ffi, which lies beside them; the library must bring it though it has no use for it
 LINKED = ("-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-ltvm_ffi", "-Wl,--as-needed", "-ldl", "-Wl,-z,noexecstack")
+THREADS = "ecornn.threads"  # the entry of session options that operators.cc reads
+_MOST = 1024
 
 
 def write(folder: Path) -> Path:
-    """Puts the library and what it needs into a folder; returns its path.
+    """Puts the library and libtvm_ffi, which it needs, into a folder; returns the library's path.
 
     Raises :class:`~ecornn.errors.BuildError` without a C++ compiler.
     """
     from tvm_ffi import libinfo
 
-    content = cache.entry("onnxruntime", (identity(), *FLAGS, *LINKED, *_texts()), _compiled)
-    runtime = Path(libinfo.find_libtvm_ffi())
+    runtime, package = Path(libinfo.find_libtvm_ffi()), Path(str(resources.files("ecornn")))
+    content = package_library("onnxruntime", package / "onnxruntime" / SOURCE,
+                              (package / "include", libinfo.find_dlpack_include_path()), FLAGS,
+                              (f"-L{runtime.parent}", *LINKED), (*FLAGS, *LINKED, *_texts(package)))
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as name:
         made = Path(name, NAME)
         made.write_bytes(content)
@@ -38,20 +47,46 @@ def write(folder: Path) -> Path:
     return folder / NAME
 
 
-def _texts() -> Iterator[str]:
+def _texts(package: Path) -> Iterator[str]:
     for place in ("onnxruntime", "include"):
-        for path in sorted(resources.files("ecornn").joinpath(place).iterdir(), key=lambda p: p.name):
-            if path.name.endswith((".cc", ".h", ".hpp")):
+        for path in sorted((package / place).iterdir()):
+            if path.suffix in (".cc", ".h", ".hpp"):
                 yield path.read_text()
 
 
-def _compiled() -> bytes:
-    from tvm_ffi import libinfo
+def folder_of(model: str | os.PathLike[str]) -> Path:
+    """The folder with the library and the modules of a rewritten model."""
+    return Path(model).with_suffix(".modules")
 
-    package = resources.files("ecornn")
-    folders = [package / "include", libinfo.find_dlpack_include_path()]
-    runtime = Path(libinfo.find_libtvm_ffi())
-    with temporary.folder() as folder:
-        run_tool([*find_compiler(), *FLAGS, *(f"-I{f}" for f in folders), str(package / "onnxruntime" / SOURCE),
-                  f"-L{runtime.parent}", *LINKED, "-o", NAME], folder)
-        return (folder / NAME).read_bytes()
+
+@public
+def session_options(model: str | os.PathLike[str], options: Any = None, *, threads: int | None = None) -> Any:
+    """Options for a session of a model that :func:`ecornn.onnxruntime.rewrite` wrote.
+
+    Parameters
+    ----------
+    model : the model's file, which has its folder beside it
+    options : ``onnxruntime.SessionOptions`` for this model alone, to which the library is added; default: new ones
+    threads : CPU threads of a compiled node; default: ``options.intra_op_num_threads``, and where that is 0 the
+        physical cores that this process may use
+
+    Raises
+    ------
+    ArgumentError : ONNX Runtime is not installed; ``threads`` is not 1 to 1024
+    ModuleError : the folder has no library
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ArgumentError("model", str(model), "onnxruntime installed: pip install onnxruntime") from error
+    if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MOST):
+        raise ArgumentError("threads", threads, f"an integer from 1 to {_MOST}, or None")
+    library = folder_of(model) / NAME
+    if not library.is_file():
+        raise ModuleError(f"there is no {library}: ecornn onnx-rewrite writes it beside {Path(model).name}")
+    options = onnxruntime.SessionOptions() if options is None else options
+    threads = threads or options.intra_op_num_threads
+    if threads:
+        options.add_session_config_entry(THREADS, str(min(threads, _MOST)))
+    options.register_custom_ops_library(str(library.resolve()))
+    return options

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import secrets
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ecornn import checksum, temporary
 from ecornn.boundary import public
-from ecornn.compiler import device_of
+from ecornn.compiler import compile_layer, device_of
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, BuildError, EcornnError, ModuleError
 from ecornn.layer_spec import LayerSpec
@@ -18,10 +20,9 @@ from ecornn.onnx.layer import spec_of
 from ecornn.onnx.model import from_proto, load, recurrent, title
 from ecornn.onnx.node import Node, Shared
 from ecornn.onnxruntime import library
-from ecornn.onnxruntime.modules import Modules
-from ecornn.onnxruntime.options import folder_of
 from ecornn.onnxruntime.replacing import DOMAIN, Names, Replacement, Tensors, apply
-from ecornn.onnxruntime.sizes import Sizes
+from ecornn.runtime.loader import Module
+from ecornn.workload import BATCH, SEQ
 
 DEEPEST = 31  # bodies in bodies: protobuf reads 100 messages in one another; a body is the third of three
 FORMAT = 4  # of the file; before that, all initializers had to be inputs, which no call brought
@@ -50,7 +51,7 @@ class Left:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What :func:`rewrite` wrote."""
+    """The files that :func:`rewrite` wrote, and the nodes that are compiled, and those that are not."""
 
     model: Path
     library: Path
@@ -90,7 +91,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     if opset < OPSET:
         raise ArgumentError("model", f"one with ONNX's operators of version {opset}",
                             f"{OPSET} or newer: see onnx.version_converter")
-    sizes, modules = Sizes(changed, batch, seq), Modules(folder_of(out), device)
+    sizes, modules = Sizes(changed, batch, seq), Modules(library.folder_of(out), device)
     scopes = [*Scope(changed.graph, changed.opset_import).inner()]
     if (depth := max(scope.depth for scope in scopes)) > DEEPEST:
         raise ModuleError(f"the model's graphs are nested {depth} deep: a file that can be read has at most {DEEPEST}")
@@ -124,8 +125,53 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     return Rewritten(out, made, tuple(one for *_, one in taken), tuple(left))
 
 
+class Modules:
+    """The modules of a rewritten model for one device, in its folder; a layer of several nodes is compiled once."""
+
+    def __init__(self, folder: Path, device: Device) -> None:
+        self.folder, self.device = folder, device
+        self._known: dict[str, tuple[Module, Path, str]] = {}
+
+    def of(self, layer: LayerSpec) -> tuple[Module, Path, str]:
+        """The module, its file, and the digest at the file's end. Raises what :func:`ecornn.compile` raises."""
+        key = f"{layer.workload} {layer.stack}"
+        if key not in self._known:
+            module = compile_layer(layer, target=self.device)
+            digest = checksum.said(module.path.read_bytes()).hex()
+            cell = re.sub(r"\W+", "-", layer.workload.cell)[:40].strip("-")
+            path = self.folder / f"{cell}-{digest[:16]}.so"
+            self.folder.mkdir(parents=True, exist_ok=True)
+            module.save(path)
+            self._known[key] = module, path, digest
+        return self._known[key]
+
+
+class Sizes:
+    """T and B of recurrent nodes: as given, else as the model says, else the defaults."""
+
+    def __init__(self, model: Any, batch: int | None, seq: int | None) -> None:
+        import onnx
+
+        self._batch, self._seq = batch, seq
+        self._shapes: dict[str, list[int]] = {}
+        with contextlib.suppress(Exception):  # a model that is wrong, or too large for it, says nothing
+            model = onnx.shape_inference.infer_shapes(model)
+        for scope in Scope(model.graph, model.opset_import).inner():
+            for value in (*scope.graph.input, *scope.graph.value_info):
+                if value.type.HasField("tensor_type"):
+                    self._shapes[value.name] = [d.dim_value for d in value.type.tensor_type.shape.dim]
+
+    def of(self, node: Node, x: str) -> tuple[int, int]:
+        """(B, T) of a node whose X has that name."""
+        shape = self._shapes.get(x, [])
+        steps, rows = shape[:2] if len(shape) == 3 else (0, 0)  # 0: open
+        if node.batch_first:
+            steps, rows = rows, steps
+        return self._batch or rows or BATCH, self._seq or steps or SEQ
+
+
 def _meaning(scope: Scope, node: Any, weights: Shared) -> Node:
-    """Raises what reading a node raises."""
+    """The meaning of a node. Raises what reading a node raises."""
     if not node.input or not node.input[0]:
         raise ModuleError(f"node {title(node)}: it has no X")
     return from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name}, weights)
@@ -137,33 +183,29 @@ def _title(model: Any) -> Any:
 
 def _own(model: Any) -> Any:
     """A model that may be changed, whose inputs are what a call may bring."""
-    found = load(model)
-    if found is model:
-        found = type(model)()
-        found.CopyFrom(model)
-    if found.ir_version < FORMAT:
-        held = {*(t.name for t in found.graph.initializer), *(t.values.name for t in found.graph.sparse_initializer)}
-        inputs = [value for value in found.graph.input if value.name not in held]
-        del found.graph.input[:]
-        found.graph.input.extend(inputs)
-        found.ir_version = FORMAT
-    return found
+    own = load(model)
+    if own is model:
+        own = type(model)()
+        own.CopyFrom(model)
+    if own.ir_version < FORMAT:
+        constants = {t.name for t in own.graph.initializer} | {t.values.name for t in own.graph.sparse_initializer}
+        inputs = [value for value in own.graph.input if value.name not in constants]
+        del own.graph.input[:]
+        own.graph.input.extend(inputs)
+        own.ir_version = FORMAT
+    return own
 
 
 def _save(model: Any, out: Path) -> None:
-    """Complete or not at all, but for weights in a file of their own."""
+    """Writes the model, complete or not at all, but for weights in a file of their own."""
     import onnx
     from onnx import helper
 
     if all(o.domain != DOMAIN for o in model.opset_import):
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    made = out.parent / f".{out.name}.{secrets.token_hex(8)}"
     large = sum(len(t.raw_data) for t in model.graph.initializer) > EXTERNAL
     more: dict[str, Any] = {"save_as_external_data": True, "location": f"{out.name}.data"} if large else {}
-    try:
+    with temporary.replacing(out) as made:
         if large:
             (out.parent / f"{out.name}.data").unlink(missing_ok=True)  # onnx adds to a file that is there
         onnx.save(model, made, **more)
-        made.replace(out)
-    finally:
-        made.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ecornn.errors import EcornnError
-from ecornn.explain import FloorTerms, StepSummary, floor_terms, summary
+from ecornn.explain import CHIP_WORDS, FloorTerms, StepSummary, chip_of, floor_terms, summary
 from ecornn.report.roles import Kernel, kernel_of
 from ecornn.schedules.base import Config, Cut, Schedule, Task
 from ecornn.tune.log import Log
@@ -16,9 +16,6 @@ from ecornn.tune.record import Trial
 from ecornn.tune.selection import best_lines
 
 T = TypeVar("T")
-CHIP = {"blocks": "blocks", "threads": "threads a block", "registers": "registers a thread",
-        "shared": "bytes of shared memory a block", "thread_weight_bytes": "bytes of weights a thread"}
-ON_A_CPU = {"threads": "threads"}
 
 
 @dataclass(frozen=True)
@@ -31,18 +28,18 @@ class Layer:
 
 
 def layers(log: Log) -> list[Layer]:
-    """By device, cell, type, B and H."""
+    """The best layers of a log, by device, cell, type, B and H."""
     from ecornn.schedules import revisions
 
-    found = []
+    best = []
     for line in best_lines(log, revisions()):
         assert isinstance(line.record, Trial)
-        found.append(Layer(line.record, line.place, floor_of(line.record)))
-    return sorted(found, key=lambda one: order(one.trial))
+        best.append(Layer(line.record, line.place, floor_of(line.record)))
+    return sorted(best, key=lambda one: order(one.trial))
 
 
 def order(trial: Trial) -> tuple[object, ...]:
-    """Layers that are alike next to each other."""
+    """The sort key that puts layers that are alike next to each other."""
     work = trial.workload
     return (trial.device.name, work.cell, work.dtype, work.precision or "", work.weights or "", str(work.entry),
             work.batch, work.hidden, work.input, work.seq)
@@ -62,7 +59,7 @@ def task_of(trial: Trial) -> Task | None:
 
 
 def floor_of(trial: Trial) -> FloorTerms | None:
-    """Of the layer's own pass."""
+    """The floor of a layer's step; None of a backward pass, and where it is not known."""
     from ecornn.floor import measured
 
     if trial.workload.backward or measured(trial.device.name) is None:
@@ -72,7 +69,7 @@ def floor_of(trial: Trial) -> FloorTerms | None:
 
 
 def step_of(task: Task | None) -> StepSummary | None:
-    """What a step of it is."""
+    """The step of a task in numbers; None without a task."""
     return summary(task) if task is not None else None
 
 
@@ -85,8 +82,8 @@ def schedule_of(trial: Trial, task: Task | None) -> Schedule | None:
 
 
 def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task, Config], T]) -> T | None:
-    """What a schedule says of a configuration, with the knobs that it has got since then; None where it is not, or no
-    longer, its."""
+    """A schedule's answer on the configuration of a trial, with the knobs that it has got since then; None where the
+    schedule is not there, or has changed."""
     schedule = schedule_of(trial, task)
     if schedule is None or task is None:
         return None
@@ -97,10 +94,10 @@ def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task, C
 
 
 def chip(trial: Trial, task: Task | None) -> dict[str, float]:
-    """What a configuration takes on the chip, by name."""
+    """The parts of the chip that a configuration takes, in words, with their numbers."""
     said = asked(trial, task, lambda schedule, task, config: schedule.features(task, schedule.plan(task, config))) or {}
-    names = CHIP | (ON_A_CPU if trial.device.kind == "llvm" else {})
-    return {words: said[name] for name, words in names.items() if name in said}
+    values = chip_of(said, trial.device)
+    return {words: values[name] for name, words in CHIP_WORDS.items() if name in values}
 
 
 def stages_of(trial: Trial, task: Task | None) -> dict[str, float]:
@@ -110,7 +107,7 @@ def stages_of(trial: Trial, task: Task | None) -> dict[str, float]:
 
 
 def cut_of(trial: Trial, task: Task | None) -> Cut | None:
-    """How it lies on the chip."""
+    """The layout of a trial's layer on the chip."""
     return asked(trial, task, lambda schedule, task, config: schedule.cut(task, schedule.plan(task, config)))
 
 

@@ -6,36 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from ecornn.errors import MissingPackageError
 from ecornn.explain import FloorTerms, StepSummary
-from ecornn.report import chip_map, step_picture, svg
+from ecornn.report import step_picture, svg
 from ecornn.report.code import MarkedCode, marked
 from ecornn.report.effects import Effect, effects
-from ecornn.report.layers import (
-    Layer,
-    chip,
-    cut_of,
-    floor_of,
-    layers,
-    roles_of,
-    stages_of,
-    step_of,
-    task_of,
-    teraflops,
-)
+from ecornn.report.layers import chip, cut_of, floor_of, layers, roles_of, stages_of, step_of, task_of, teraflops
 from ecornn.report.measured import NOTHING, Measured
-from ecornn.report.rooflines import rooflines
+from ecornn.report.pictures import chip_map, chip_words, plots, rooflines, time_picture
 from ecornn.report.searches import SearchRun, searches
 from ecornn.tune.gain import words
 from ecornn.tune.log import Log
 
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
 CODES = 2  # searches whose code is shown, the latest
-TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4",
-         "recurrence": "fill5", "memory": "fill3"}  # memory is to a step what bytes are to the floor
-SERIES, LINES = 3, 4  # sizes that make a line, and lines of a picture, those of most sizes
 FEW = 24  # layers in a table that is open
 NAMES = {"cudnn": "cuDNN", "torch": "PyTorch", "onnxruntime": "ONNX Runtime"}
 
@@ -67,8 +52,8 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
            told: Callable[[str], None] = lambda text: None) -> str:
     """One HTML page, all of it in the text: no script, nothing that is loaded.
 
-    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. ``results``: what
-    was measured beside them. ``told`` is called with what goes on. Raises
+    ``most``: searches that have a section, the latest ones; all of them count in the table of layers. ``results``:
+    times of other libraries and of stages. ``told`` is called with the section or picture at hand. Raises
     :class:`~ecornn.errors.MissingPackageError` without Jinja.
     """
     try:
@@ -106,56 +91,7 @@ def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> 
     return Section(run, str(best.workload), words(gain, default_us) if gain and default_us else "",
                    results.peers(best),
                    svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task),
-                   chip_map.picture(cut, best.device) if cut else "", chip_map.words(cut, best.device) if cut else "",
+                   chip_map(cut, best.device) if cut else "", chip_words(cut, best.device) if cut else "",
                    step_picture.picture(kernel) if kernel else "",
                    floor, stages, left_out, time_picture(floor, stages, left_out, best.times.median),
                    marked(best, task) if code else None)
-
-
-def time_picture(floor: FloorTerms | None, stages: dict[str, float], left_out: dict[str, float],
-                 measured: float) -> str:
-    """The floor, the estimate by its stages, these as measured, and the whole, µs, on one scale; nothing where the
-    whole is all there is."""
-    rows: list[Any] = []
-    if floor is not None:
-        rows.append(("floor", [
-            (TERMS["exchange"], "exchange", floor.exchange_us), (TERMS["products"], "products", floor.products_us),
-            (TERMS["product of x"], "product of x", floor.hoisted_us), (TERMS["bytes"], "bytes", floor.bytes_us)]))
-    if stages:
-        rows.append(("estimate", terms(stages)))
-    if left_out:
-        rows.append(("stages", terms(left_out)))
-    return svg.stacked([*rows, ("measured", [("measured", "measured", measured)])], "µs") if rows else ""
-
-
-def terms(stages: dict[str, float]) -> list[tuple[str, str, float]]:
-    """Of a row of a picture, in the order of all of them."""
-    return [(TERMS[name], name, stages[name]) for name in TERMS if name in stages]
-
-
-def plots(found: list[Layer], results: Measured = NOTHING) -> list[tuple[str, str]]:
-    """µs a step against H, a line for each B, beside the floor and the fastest other library; one picture for each
-    device, cell and type that has lines."""
-    groups: dict[str, dict[int, dict[int, Layer]]] = {}
-    for one in found:
-        work = one.trial.workload
-        if work.input == work.hidden and not work.backward and one.trial.times:
-            of = " ".join(filter(None, (work.cell, work.dtype, work.precision, work.weights)))
-            sizes = groups.setdefault(f"{of} on {one.trial.device.name}", {}).setdefault(work.batch, {})
-            other = sizes.get(work.hidden)  # of several T the longest is nearest to a step of many
-            if other is None or other.trial.workload.seq < work.seq:
-                sizes[work.hidden] = one
-    pictures = []
-    for name, batches in groups.items():
-        series: list[Any] = []
-        for batch, sizes in sorted(batches.items()):
-            points = [(float(h), one.trial.times.median) for h, one in sorted(sizes.items()) if one.trial.times]
-            floors = [(float(h), one.floor.total_us) for h, one in sorted(sizes.items()) if one.floor]
-            others = [(float(h), min(peers.values())) for h, one in sorted(sizes.items())
-                      if (peers := results.peers(one.trial))]
-            if len(points) >= SERIES:
-                series.append((f"B={batch}", points, floors, others))
-        if series:
-            most = sorted(series, key=lambda one: -len(one[1]))[:LINES]
-            pictures.append((name, svg.lines([one for one in series if one in most])))
-    return pictures

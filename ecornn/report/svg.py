@@ -14,6 +14,7 @@ from html import escape
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 60, 10, 12, 40
+TICKS, ACROSS = 6, 22  # numbers of an axis, and squares in a row
 NAMES, VALUES, ROW = 84, 66, 22  # of pictures that have a row for each name: columns for names and values, height
 
 
@@ -42,17 +43,17 @@ class Axis:
         a, b, v = (math.log(x) if self.log else x for x in (self.low, self.high, value))
         return round(self.begin + (v - a) / (b - a) * (self.end - self.begin), 1)
 
-    def ticks(self, most: int = 6) -> list[float]:
-        """Round values within, ``most`` of them or a few more."""
+    def ticks(self) -> list[float]:
+        """Round values within, :data:`TICKS` of them or a few more."""
         if self.log:
             for steps in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
                 decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
                 found = [s * 10.0 ** d for d in decades for s in steps if self.low <= s * 10.0 ** d <= self.high]
-                if len(found) <= most + 2:
+                if len(found) <= TICKS + 2:
                     break
             if len(found) >= 2:
                 return found
-        span = (self.high - self.low) / most
+        span = (self.high - self.low) / TICKS
         unit = 10.0 ** math.floor(math.log10(span))
         step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= span)
         first = math.ceil(self.low / step)
@@ -149,13 +150,13 @@ def stacked(rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], unit: 
                   top + 16)
 
 
-def squares(cells: Sequence[tuple[str, str]], across: int = 22) -> str:
-    """A square for each (class, title), ``across`` beside each other."""
-    size = WIDTH / across
-    parts = [f'<rect class="{kind}" x="{number % across * size + 1:.1f}" y="{number // across * size + 1:.1f}" '
+def squares(cells: Sequence[tuple[str, str]]) -> str:
+    """A square for each (class, title), :data:`ACROSS` beside each other."""
+    size = WIDTH / ACROSS
+    parts = [f'<rect class="{kind}" x="{number % ACROSS * size + 1:.1f}" y="{number // ACROSS * size + 1:.1f}" '
              f'width="{size - 2:.1f}" height="{size - 2:.1f}" rx="2"><title>{escape(title)}</title></rect>'
              for number, (kind, title) in enumerate(cells)]
-    return figure(parts, f"{len(cells)} multiprocessors", -(-len(cells) // across) * size)
+    return figure(parts, f"{len(cells)} multiprocessors", -(-len(cells) // ACROSS) * size)
 
 
 def roofline(points: Sequence[tuple[float, float, str]], slopes: Sequence[tuple[str, float]], roof: float) -> str:

@@ -2,7 +2,7 @@
 
 Its inputs are factors that the analysis derives, so the analysis must say what they are, and what comes of them. It
 is believed only once the gradients of the whole layer that follow are those of somebody who shares nothing with it:
-the tape of ``numpy_tape.py`` through the formula in NumPy, where the cell has one, else differences of what the
+the tape of ``numpy_gradients.py`` through the formula in NumPy, where the cell has one, else differences of what the
 interpreter makes of the cell's te graph.
 """
 

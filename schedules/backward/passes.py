@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ecornn.analysis.liveness import needed
-from ecornn.analysis.merging import merged
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
+from ecornn.analysis.sums import merged
 from ecornn.program import RUN, WHOLE, WORKSPACE, Buffer, Entry, Extent, Program
 from ecornn.schedules.backward.memory import Place, Workspaces
 from ecornn.schedules.backward.scalars import Pointwise, Scalars, scalar_pass
