@@ -48,7 +48,7 @@ class Adjoint:
     recurrence : the adjoint step, from the last step of time to the first. ``given``: ``dys`` and values of the forward
         step, by their forward variables; ``outputs``: gradients of what the forward step read of its hoisted part, and
         of its products
-    rotated : whether it begins with the exchange
+    rotated : True where it begins with the exchange
     first : state of the forward step -> state of the recurrence that begins with the gradient of its final value;
         all others begin with zeros
     finish : after the last step, from the recurrence's states: ``gradients`` and what remains of the sums
@@ -90,12 +90,12 @@ def adjoint(forward: StepGraph, hidden: int, starts_anew: bool = False) -> Adjoi
     left of sums would be lost there; it is not rotated then.
     """
     rotated = rotates(forward)
-    made = _Builder(forward, hidden, rotated).run()
-    return _Builder(forward, hidden, False).run() if rotated and starts_anew and made.finish.sums else made
+    result = _Builder(forward, hidden, rotated).run()
+    return _Builder(forward, hidden, False).run() if rotated and starts_anew and result.finish.sums else result
 
 
 def rotates(graph: StepGraph) -> bool:
-    """Whether states and parameters determine all that the first exchange of a step is of."""
+    """True where states and parameters determine all values that the first exchange of a step reads."""
     if not graph.phases:
         return False
     known = {*graph.states.values(), *(a.var for a in opening(graph))}
@@ -104,11 +104,11 @@ def rotates(graph: StepGraph) -> bool:
 
 
 def gates_of_x(graph: StepGraph) -> dict[Var, int]:
-    """The gate of the weights that each hoisted value is a product of x with, where it is of one: gradients that lie in
-    this order are multiplied by all gates at once, as the parameter has them."""
-    of = {p.var: p.term.source[1] for p in graph.hoisted_products}
-    found = {a.var: {of[v] for v in variables(a.value) if v in of} for a in graph.hoisted}
-    return of | {v: gates.pop() for v, gates in found.items() if len(gates) == 1}
+    """The gate of x's weights that each hoisted value is computed with, where it is one gate alone: gradients that lie
+    in this order are multiplied by all gates at once, as the parameter has them."""
+    gate_of = {p.var: p.term.gate for p in graph.hoisted_products}
+    read = {a.var: {gate_of[v] for v in variables(a.value) if v in gate_of} for a in graph.hoisted}
+    return gate_of | {v: gates.pop() for v, gates in read.items() if len(gates) == 1}
 
 
 class _Builder:
@@ -160,7 +160,8 @@ class _Builder:
         self.finish_recurrence(tail, body, results, outer)
 
     def body(self, tail: Sweep, waiting: dict[Var, str]) -> tuple[Sweep, list[OuterProduct]]:
-        """From the gradients of a step's results to those of what it read; but for the first exchange, if rotated."""
+        """Goes from the gradients of a step's results to those of the values that it read; but for the first exchange,
+        if rotated."""
         forward, body, outer = self.forward, Sweep(self.partials, self.hidden, unit=self.unit), list[OuterProduct]()
         body.level.update(tail.level)
         for var, dy in zip(forward.outputs or (forward.results[forward.output],), self.dys, strict=True):
@@ -185,11 +186,11 @@ class _Builder:
                        *forward.inputs.values()))
         self.hoisted = {q: d for q in read if (d := body.total(q)) is not None}
         multiplied = unique(v for o in outer for v in (o.value, o.operand) if v not in self.levels)
-        made = list(self.hoisted.values())
-        if set(multiplied) <= set(made):  # else values of one parameter would not lie side by side
+        own = list(self.hoisted.values())
+        if set(multiplied) <= set(own):  # else values of one parameter would not lie side by side
             gates = gates_of_x(forward)
-            made = [d for _, d in sorted(self.hoisted.items(), key=lambda item: gates.get(item[0], len(gates)))]
-        outputs = unique((*made, *multiplied))
+            own = [d for _, d in sorted(self.hoisted.items(), key=lambda item: gates.get(item[0], len(gates)))]
+        outputs = unique((*own, *multiplied))
         left, sums = [], []
         for var, at in self.levels.items():
             if at == INVARIANT:
@@ -219,7 +220,7 @@ class _Builder:
         return name
 
     def carry(self, factor: Factor) -> Factor:
-        """What a factor is in the step after: one of parameters alone is itself, others are states."""
+        """A factor as the step after has it: one of parameters alone as it is, others from a state."""
         if isinstance(factor, float) or factor in constants(self.forward, self.partials.assigns):
             return factor
         if factor not in self.carried:
@@ -242,19 +243,19 @@ class _Builder:
                                          sweep.statistics(phase.statistics, gradients, level))
 
     def sum_of(self, var: Var) -> Var:
-        """The gradient, over all steps and rows, of what parameters alone determine."""
+        """The gradient, over all steps and rows, of a value that parameters alone determine."""
         return self.sums.setdefault(var, self.leaf(f"d_{var.name}"))
 
     # -- around it ------------------------------------------------------------------------------
     def invert_inputs(self) -> None:
-        """From gradients of hoisted values to those of x, and of weights and vectors that these read."""
+        """Goes from gradients of hoisted values to those of x, and of the weights and vectors that these read."""
         forward, partials = self.forward, Partials()
         sweep, exchanges = Sweep(partials, self.hidden, unit=self.unit), dict[int, Exchange]()
         for var, gradient in self.hoisted.items():
             sweep.add(var, 1.0, gradient, INPUT)
         sweep.reverse(forward.normalized)
-        made = [v for s in forward.hoisted_statistics if not s.shift for v in s.made]
-        gradients = {v: d for v in made if (d := sweep.total(v)) is not None}
+        statistics = [v for s in forward.hoisted_statistics if not s.shift for v in s.made]
+        gradients = {v: d for v in statistics if (d := sweep.total(v)) is not None}
         if gradients:
             exchanges[NORMALIZED] = Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, NORMALIZED))
         sweep.reverse(forward.hoisted)
@@ -269,12 +270,12 @@ class _Builder:
         sums = [Sum(self.sum_of(v), d) for v, level in self.levels.items()
                 if level == INVARIANT and (d := sweep.total(v)) is not None]
         graph = Parts(forward, partials.assigns, sweep.assigns, sweep.level, exchanges)
-        made = [d for d in (self.dx, *self.dinputs.values()) if d is not None]
-        self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, made, sums,
+        outputs = [d for d in (self.dx, *self.dinputs.values()) if d is not None]
+        self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, outputs, sums,
                                   outer_products(forward.hoisted_products, gradients))
 
     def invert_parameters(self) -> tuple[StepGraph, tuple[Vector, ...]]:
-        """From the sums to gradients of parameter vectors."""
+        """Goes from the sums to gradients of parameter vectors."""
         forward, partials = self.forward, Partials()
         sweep = Sweep(partials, self.hidden)
         for var, total in self.sums.items():
@@ -292,7 +293,7 @@ def made_by(phase: Phase) -> list[Var]:
 
 
 def outer_products(products: tuple[Product, ...], gradients: dict[Var, Var]) -> list[OuterProduct]:
-    """The gradients of the matrices of ``products`` whose own are known."""
+    """The gradients of the matrices of ``products``, for those that have ``gradients`` themselves."""
     def one(gradient: Var, term: Term) -> OuterProduct:
         value, operand = (term.operand, gradient) if term.transposed else (gradient, term.operand)
         rows, columns = (term.columns, term.rows) if term.transposed else (term.rows, term.columns)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exchange:
-    """What comes before the assignments of a level."""
+    """Products and statistics that come before the assignments of a level."""
 
     products: tuple[Product, ...] = ()
     statistics: tuple[Statistic, ...] = ()
 
 
 def constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:
-    """Variables of the forward step, and of ``factors`` of these, that depend on parameters only."""
+    """The variables of the forward step, and of ``factors``, that depend on parameters only."""
     known = {v for v, at in levels(forward).items() if at == INVARIANT}
     for a in factors:
         if known.issuperset(variables(a.value)):
@@ -52,7 +52,7 @@ class Parts:
     ----------
     factors : assignments that gradients are multiplied by, of forward variables alone
     assigns : those of gradients, with the ``level`` of each
-    exchanges : level -> what is exchanged before its assignments
+    exchanges : level -> the exchange before its assignments
     """
 
     def __init__(self, forward: StepGraph, factors: Iterable[Assign], assigns: Iterable[Assign],
@@ -108,7 +108,7 @@ class Parts:
         return Phase(operands, exchange.products, assigns, exchange.statistics)
 
     def _level(self, var: Var) -> int:
-        """In the graph that is made: forward values are inputs, or constant."""
+        """The level of a variable in the new graph, where forward values are inputs, or constant."""
         if var in self.own:
             return self.own[var]
         return INVARIANT if self.level.get(var, INPUT) == INVARIANT else INPUT

@@ -1,4 +1,4 @@
-"""An adjoint carried out in NumPy float64: what compiled gradients can be checked against."""
+"""An adjoint carried out in NumPy float64, to check compiled gradients against."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ecornn.analysis.step import StepGraph
 
 @dataclass(frozen=True)
 class Backpropagated:
-    """The gradients of a layer, and what the recurrence of its adjoint read and made on the way.
+    """The gradients of a layer, and the values that the recurrence of its adjoint read and computed.
 
     Attributes
     ----------
@@ -46,19 +46,19 @@ def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], state
     x, dy : (T, B, I) and (T, B, H), the input and the gradient of y; of several outputs (T, B, O H)
     parameters : by the cell's names in te shape, (G, H, K) or (G, H)
     states, dstates : (B, H) each, the first states, and the gradients of the last ones
-    keep : what the forward pass keeps, one of :data:`~ecornn.analysis.kept.KEEP`
+    keep : the values that the forward pass keeps, one of :data:`~ecornn.analysis.kept.KEEP`
 
     Returns
     -------
     dx (T, B, I), gradients of all parameters, gradients of the first states; float64
     """
-    made = carry_out(adjoint, x, parameters, states, dy, dstates, keep)
-    return made.dx, made.parameters, made.states
+    result = carry_out(adjoint, x, parameters, states, dy, dstates, keep)
+    return result.dx, result.parameters, result.states
 
 
 def carry_out(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: Sequence[Any], dy: Any,
               dstates: Sequence[Any], keep: str = "gates") -> Backpropagated:
-    """As :func:`backpropagate`, with what the recurrence read and made."""
+    """Carries out an adjoint as :func:`backpropagate` does, and returns the recurrence's own values, too."""
     forward = adjoint.forward
     weights = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     x, dy = np.asarray(x, np.float64), np.asarray(dy, np.float64)
@@ -68,7 +68,7 @@ def carry_out(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: S
     gradients = {n: np.zeros_like(w) for n, w in weights.items()}
     totals: Values = {}
     hoisted, first, last = _recur(adjoint, weights, known, dstates, totals)
-    found = _finish(adjoint, weights, last, totals)
+    dfirst = _finish(adjoint, weights, last, totals)
     graph, values = adjoint.inputs, start(adjoint.inputs, weights, known)
     hoist(graph, weights, values, None, shape)
     step(graph, weights, values, shape)
@@ -89,11 +89,11 @@ def carry_out(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: S
         gradients[vector.parameter][vector.gate] += values[vector.var]
     graph = adjoint.recurrence
     outputs = _together([known[v] for v in graph.outputs], shape)
-    return Backpropagated(dx, gradients, found, hoisted, outputs, first, last)
+    return Backpropagated(dx, gradients, dfirst, hoisted, outputs, first, last)
 
 
 def replayed(forward: StepGraph, keep: Kept, weights: Weights, x: Array, states: Sequence[Array]) -> Values:
-    """All that the adjoint reads of a forward pass, (T, B, H) each, from what is kept of it."""
+    """The values of a forward pass that the adjoint reads, (T, B, H) each, from those that are kept."""
     values, shape = start(forward, weights), states[0].shape
     hoist(forward, weights, values, x, (len(x), *shape))
     current, steps = list(states), []
@@ -108,16 +108,16 @@ def replayed(forward: StepGraph, keep: Kept, weights: Weights, x: Array, states:
     if forward.x is not None:
         known[forward.x] = x
     known |= inputs_of(forward, x, shape[-1])
-    found = start(keep.replay, weights, known)
-    hoist(keep.replay, weights, found, x, (len(x), *shape))
-    step(keep.replay, weights, found, (len(x), *shape))
-    return known | {v: found[v] for v in keep.replay.outputs}
+    again = start(keep.replay, weights, known)
+    hoist(keep.replay, weights, again, x, (len(x), *shape))
+    step(keep.replay, weights, again, (len(x), *shape))
+    return known | {v: again[v] for v in keep.replay.outputs}
 
 
 def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[Any],
            totals: Values) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-    """Adds the recurrence's outputs to ``known`` and its sums to ``totals``; what it read of each step, and its states
-    before and after."""
+    """Adds the recurrence's outputs to ``known`` and its sums to ``totals``. Returns the hoisted values that it read,
+    and its states before and after."""
     graph, (length, *shape) = adjoint.recurrence, known[adjoint.dys[0]].shape
     values = start(graph, weights, known)
     hoist(graph, weights, values, None, (length, *shape))
@@ -138,7 +138,7 @@ def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[
 
 
 def _finish(adjoint: Adjoint, weights: Weights, last: Mapping[str, Array], totals: Values) -> tuple[Array, ...]:
-    """The gradients of the first states, from the last ones of the recurrence; adds what is left of sums."""
+    """The gradients of the first states, from the last ones of the recurrence; adds the rest of the sums."""
     graph, states = adjoint.finish, adjoint.recurrence.states
     shape = next(iter(last.values())).shape
     values = start(graph, weights, {states[n]: v for n, v in last.items()})

@@ -1,4 +1,4 @@
-"""What the analysis asks of a cell, and checks: its name, its states, the shapes of its parameters."""
+"""The declarations of a cell that the analysis needs, and their checks: name, states, shapes of parameters."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
 
 
 def check_read(cell: Source, shapes: Shapes, read: Container[tuple[str, int]], lines: Lines) -> None:
-    """Raises :class:`CellError` where the step does not read a parameter, or a gate of one; ``read``: (parameter, gate)
-    that it does. ``Cell.unread`` are exempt."""
+    """Raises :class:`CellError` where the step does not read a parameter, or a gate of one; ``read``: each (parameter,
+    gate) that it reads. ``Cell.unread`` are exempt."""
     for name, (count, *_) in shapes.items():
         missing = [gate for gate in range(count) if (name, gate) not in read]
         if missing and name not in cell.unread:

@@ -67,7 +67,7 @@ def summarize(statistics: Iterable[Statistic], values: Values, shape: tuple[int,
 
 
 def start(graph: StepGraph, weights: Weights, given: Mapping[Var, Array] | None = None) -> Values:
-    """What depends on parameters only; ``weights`` in te shape, ``given`` what is known besides."""
+    """The values that depend on parameters only, ``weights`` in te shape, beside the ``given`` ones."""
     values = dict(given or {}) | {
         v.var: np.arange(v.gate, dtype=float) if v.numbers else weights[v.parameter][v.gate] for v in graph.vectors}
     assign(graph.invariants, values)
@@ -75,8 +75,8 @@ def start(graph: StepGraph, weights: Weights, given: Mapping[Var, Array] | None 
 
 
 def hoist(graph: StepGraph, weights: Weights, values: Values, x: Array | None, shape: tuple[int, ...]) -> None:
-    """Adds what does not depend on the state, of all steps: x (T, B, I), with the graph's inputs behind it in its rows,
-    ``shape`` (T, B, H)."""
+    """Adds the values of all steps that do not depend on the state: x (T, B, I), with the graph's inputs behind it in
+    its rows, ``shape`` (T, B, H)."""
     if graph.inputs and x is not None:
         values |= inputs_of(graph, x, shape[-1])
         x = x[..., :graph.own_input(x.shape[-1], shape[-1])]
@@ -94,7 +94,7 @@ def inputs_of(graph: StepGraph, rows: Array, hidden: int) -> Values:
 
 
 def step(graph: StepGraph, weights: Weights, values: Values, shape: tuple[int, ...]) -> None:
-    """Adds the rest of a step, ``shape`` (B, H); or of all, (T, B, H), where nothing depends on the step before."""
+    """Adds the rest of a step, ``shape`` (B, H); or of all steps, (T, B, H), where none depends on the one before."""
     assign(graph.prologue, values)
     for phase in graph.phases:
         summarize(phase.statistics, values, shape)

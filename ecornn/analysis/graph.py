@@ -46,7 +46,7 @@ BATCH = 3  # any size unlike the others: te needs numbers, the graph does not ke
 
 def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGraph:
     """The step graph of ``cell`` for H = ``hidden`` and rows of ``input`` values: the I of x, and H of each of the
-    cell's inputs. ``sums``: whether products that are only added up are one.
+    cell's inputs. ``sums``: True makes one of products that are only added up.
 
     Raises :class:`CellError`, naming the tensor, where an operation cannot be scheduled.
     """
@@ -57,7 +57,7 @@ def analyse(cell: Source, input: int, hidden: int, sums: bool = True) -> StepGra
 
 @contextmanager
 def stack_for(cell: str) -> Iterator[None]:
-    """Raises :class:`CellError` where what is done with a step takes more of Python's stack than there is."""
+    """Raises :class:`CellError` where work on a step takes more of Python's stack than there is."""
     try:
         yield
     except RecursionError as error:
@@ -85,7 +85,7 @@ class _Walk(RowReductions):
         self.level: dict[Var, int] = {}
         self.leaves: dict[tuple, Var] = {}  # what a leaf stands for -> its variable
         self.products: list[tuple[int, Product]] = []
-        self.statistics = Statistics(cell.name, hidden)
+        self.statistics = Statistics(hidden)
         self.assigns: list[tuple[int, Assign]] = []
         self.known: dict[str, Var] = {}  # text of a value -> the variable that has it
         self.values: dict[tuple, Expr] = {}  # (op, output, indices) -> scalar
@@ -141,7 +141,7 @@ class _Walk(RowReductions):
         return hasattr(e, "same_as") and e.same_as(var)
 
     def gate(self, e: Expr | int, parameter: str) -> int:
-        """Which of the parameter's gates ``e`` is; negative ones count from the end, as in Python."""
+        """The number of the parameter's gate that ``e`` is; negative ones count from the end, as in Python."""
         gate, count = self.constant(e, parameter), self.shapes[parameter][0]
         if not -count <= gate < count:
             raise CellError(f"cell {self.cell.name!r}: there is no gate {gate} of {parameter}, which has {count}")
@@ -174,8 +174,8 @@ class _Walk(RowReductions):
             body = op.body[tensor.value_index]
             try:
                 if type(body).__name__ == "Reduce":
-                    found = self.reduced(op, body, where)
-                    self.values[key] = self.product(op.name, body, where) if found is None else found
+                    statistic = self.reduced(op, body, where)
+                    self.values[key] = self.product(op.name, body, where) if statistic is None else statistic
                 else:
                     value = self.inline(body, where)
                     self.check(op.name, value)
@@ -185,8 +185,8 @@ class _Walk(RowReductions):
         return self.values[key]
 
     def within(self, tensor: Tensor, indices: list[Expr]) -> None:
-        """That a tensor has a value wherever it is read, and H of them where it is read at [.., j]; of a product its
-        parameter tells."""
+        """Raises :class:`CellError` where a tensor is read beyond its shape, or at [.., j] without having H values; of
+        a product its parameter tells."""
         product = type(tensor.op.body[tensor.value_index]).__name__ == "Reduce"
         for extent, e in zip(map(int, tensor.shape), indices, strict=True):
             if self.same(e, self.j) and extent != self.width:
@@ -199,7 +199,8 @@ class _Walk(RowReductions):
                                 f"its shape is {tuple(map(int, tensor.shape))}")
 
     def check(self, name: str, value: Expr) -> None:
-        """That a pointwise value is a float32 or a condition, of operators that there are and of no index."""
+        """Raises :class:`CellError` where a pointwise value is neither float32 nor a condition, computes with an index,
+        or has an operator that is unknown."""
         if str(value.ty) not in ("float32", "bool"):
             raise CellError(f"cell {self.cell.name!r}: {name!r} is {value.ty}; values of a step are float32")
         index = next((v for v in variables(value) if self.same(v, self.b) or self.same(v, self.j)), None)
@@ -286,14 +287,14 @@ class _Walk(RowReductions):
         return var
 
     def operand(self, tensor: Tensor, width: int) -> Expr:
-        """The scalar of what a product multiplies, which has ``width`` values a row."""
+        """The scalar that a product multiplies, of a tensor with ``width`` values a row."""
         what = f"cell {self.cell.name!r}: {tensor.op.name}, which is multiplied,"
         check_width(what, width, self.hidden)
         with self.of_width(width):
-            found = self.scalar(tensor, [self.b, self.j])
-        check_value(what, found, width < self.hidden, (a for _, a in self.assigns), self.statistics, self.hidden,
+            value = self.scalar(tensor, [self.b, self.j])
+        check_value(what, value, width < self.hidden, (a for _, a in self.assigns), self.statistics, self.hidden,
                     self.leaves.get(("unit",)))
-        return found
+        return value
 
     # -- scalars --------------------------------------------------------------------------------
     def level_of(self, e: Expr) -> int:
@@ -320,7 +321,7 @@ class _Walk(RowReductions):
         return self.known[text]
 
     def level_by_level(self, e: Expr, name: str) -> Expr:
-        """Rewrites ``e`` so that what can be known earlier has a variable of its own."""
+        """Rewrites ``e`` so that parts that can be known earlier have variables of their own."""
         parts = terms(e)
         if len(parts) > 1:
             parts = [(n, self.level_by_level(t, name)) for n, t in parts]
@@ -396,8 +397,8 @@ class _Walk(RowReductions):
 
     def read_since(self, level: int) -> dict[Var, None]:
         """Variables that are read at ``level`` or later, in order."""
-        found = dict.fromkeys(v for lv, a in self.assigns if lv >= level for v in variables(a.value))
-        return found | dict.fromkeys(o for s in self.statistics.since(level) for o in s)
+        read = dict.fromkeys(v for lv, a in self.assigns if lv >= level for v in variables(a.value))
+        return read | dict.fromkeys(o for s in self.statistics.since(level) for o in s)
 
 
 def repeated(items: list[Var], count: int) -> tuple[Var, ...]:

@@ -2,8 +2,8 @@
 
     product[b, j] = sum_k operand[b, head * K + k] * parameter[gate, j, k],    head = j // K,  K = H / heads
 
-Units of a head see each other, and no others. A phase has products of one number of heads: what schedules lay out, and
-exchange, is then the same for all of them.
+Units of a head see each other, and no others. A phase has products of one number of heads, so that schedules lay out
+and exchange the same for all of them.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ def heads_at(place: Expr, j: Var, k: Var, hidden: int, own: int) -> int:
 
 
 def heads_of(phase: Phase) -> int:
-    """Of the products of a phase."""
+    """The heads of the products of a phase."""
     return phase.products[0].terms[0].heads if phase.products else 1
 
 
 def most_heads(graph: StepGraph) -> int:
-    """Of the phases of a step."""
+    """The most heads of any phase of a step."""
     return max((heads_of(phase) for phase in graph.phases), default=1)
 
 
 def by_shape(phase: Phase) -> list[Phase]:
-    """A phase as several, one for each shape of a matrix, which is heads and what is narrow; statistics, and what
-    follows, are in the last one."""
+    """A phase as several, one for each shape of a matrix (heads, rows, columns); statistics and assignments are in the
+    last one."""
     kinds: dict[tuple[int, int, int], list[Product]] = {}
     for product in phase.products:
         term = product.terms[0]
         kinds.setdefault((term.heads, term.rows, term.columns), []).append(product)
     if len(kinds) < 2:
         return [phase]
-    found = [Phase(tuple(dict.fromkeys(t.operand for p in those for t in p.terms)), tuple(those), ())
-             for those in kinds.values()]
-    return [*found[:-1], Phase(found[-1].operands, found[-1].products, phase.assigns, phase.statistics)]
+    phases = [Phase(tuple(dict.fromkeys(t.operand for p in those for t in p.terms)), tuple(those), ())
+              for those in kinds.values()]
+    return [*phases[:-1], Phase(phases[-1].operands, phases[-1].products, phase.assigns, phase.statistics)]
 
 
 def multiplied(graph: StepGraph, hidden: int) -> int:
@@ -72,8 +72,8 @@ def product_of(operand: Array | None, matrix: Array, term: Term) -> Array:
         return operand @ (matrix if term.transposed else matrix.T)
     blocks = matrix.reshape(term.heads, -1, matrix.shape[1])
     parts = operand.reshape(*operand.shape[:-1], term.heads, -1)
-    found = np.einsum("...nk,nkj->...nj" if term.transposed else "...nk,njk->...nj", parts, blocks)
-    return found.reshape(*operand.shape[:-1], -1)
+    product = np.einsum("...nk,nkj->...nj" if term.transposed else "...nk,njk->...nj", parts, blocks)
+    return product.reshape(*operand.shape[:-1], -1)
 
 
 def outer(value: Array, operand: Array, heads: int) -> Array:

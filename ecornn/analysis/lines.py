@@ -1,4 +1,4 @@
-"""Where in a user's file each tensor of a cell was written, so that errors can point there."""
+"""The line of a user's file in which each tensor of a cell was written, so that errors can point there."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ FOREIGN = (".pxi", ".pyx", ".cc", ".h")  # what TVM's own code is named in trace
 
 
 class Lines:
-    """Notes the caller of every ``te.compute``, and of what else makes tensors, while it is entered; as a profiler of
-    this thread, since tensor expressions keep no trace of their source. Where another profiler is at work nothing is
-    noted: one of C, as ``cProfile``, could not be set again. Built-in cells are looked through as TVM is."""
+    """Notes the caller of every function that makes tensors, such as ``te.compute``, while it is entered.
+
+    It is a profiler of this thread, since tensor expressions keep no trace of their source. Where another profiler is
+    at work nothing is noted: one of C, as ``cProfile``, could not be set again. Built-in cells are looked through as
+    TVM is.
+    """
 
     def __init__(self) -> None:
         import tvm
@@ -71,20 +74,20 @@ class Lines:
             return error
         numbers = sorted({line for *_, line in code.co_lines() if line is not None})
         quoted = re.compile(rf"""["']{re.escape(word)}["']""")
-        found = [n for n in numbers if quoted.search(linecache.getline(code.co_filename, n))]
-        return pointed(error, code.co_filename, (found or [code.co_firstlineno])[0])
+        with_word = (n for n in numbers if quoted.search(linecache.getline(code.co_filename, n)))
+        return pointed(error, code.co_filename, next(with_word, code.co_firstlineno))
 
     def failed(self, cell: str, error: Exception, what: str = "step()") -> CellError:
-        """What the cell's own code raised, with the last of the user's lines that was running."""
-        made = CellError(f"cell {cell!r}: {what} failed: {type(error).__name__}: {str(error).strip()}")
-        return self.running(made, error)
+        """The error for an exception of the cell's own code, with the last of the user's lines that was running."""
+        own = CellError(f"cell {cell!r}: {what} failed: {type(error).__name__}: {str(error).strip()}")
+        return self.running(own, error)
 
-    def running(self, made: CellError, error: Exception) -> CellError:
+    def running(self, own: CellError, error: Exception) -> CellError:
         """The error with the last of the user's lines that was running when ``error`` was raised, unless it has one."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if self._users(f.filename)]
-        if made.at is not None or not frames:
-            return made
-        return pointed(made, frames[-1].filename, frames[-1].lineno or 0)
+        if own.at is not None or not frames:
+            return own
+        return pointed(own, frames[-1].filename, frames[-1].lineno or 0)
 
 
 def pointed(error: CellError, file: str, line: int) -> CellError:

@@ -1,4 +1,4 @@
-"""When each value of a step is made, where it is read, and so which lives across exchanges: the same for all schedules.
+"""The phases that make and read each value of a step, and so the values that live across exchanges, for all schedules.
 
 Phases are numbered from 0 here, as ``StepGraph.phases`` is; a step without exchanges has one all the same, which makes
 the new states.
@@ -126,7 +126,7 @@ def urgent(graph: StepGraph) -> Urgent:
 
 
 def needed(assigns: Iterable[Assign], wanted: set[Var]) -> tuple[tuple[Assign, ...], set[Var]]:
-    """Those of ``assigns`` that ``wanted`` depends on, and ``wanted`` with what they read."""
+    """The ``assigns`` that ``wanted`` depends on, in order, and ``wanted`` with the variables that they read."""
     found, wanted = [], set(wanted)
     for a in reversed(tuple(assigns)):
         if a.var in wanted:

@@ -2,9 +2,9 @@
 
     u[b, p] = sum_k h[b, k] * W2[0, p, k], p < P,    and then    sum_p f(u[b, p]) * W1[gate, j, p]
 
-A scalar of a step graph has H units. One of less is the same scalar in units below P; what it has beyond them is
-multiplied by nothing, or by zeros, with which packings are filled. So it must be finite where its products are 0.
-What reads a narrow value reads no other that is not.
+A scalar of a step graph has H units. A narrow one has its values in units below P; those beyond are multiplied by
+nothing, or by zeros, with which packings are filled. So they must be finite where the products are 0. An expression
+that reads a narrow value reads no other that is not.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def check_width(what: str, width: int, hidden: int) -> None:
 
 def value_of_zeros(assigns: Iterable[Assign], statistics: Statistics, hidden: int,
                    unit: Var | None) -> dict[Expr, Any]:
-    """Each value where all that it is computed from is 0, in a unit that no narrow value has; ``unit``: the variable
-    that has its number. What a statistic would be of such values is among them, though nothing here reads it."""
+    """Each value as it is where all products are 0, in a unit that no narrow value has; ``unit``: the variable that has
+    its number. Statistics of such values are among them, though nothing here reads them."""
     import numpy as np
 
     from ecornn.analysis.evaluate import evaluate
@@ -51,8 +51,8 @@ def value_of_zeros(assigns: Iterable[Assign], statistics: Statistics, hidden: in
 
 def check_value(what: str, value: Expr, narrow: bool, assigns: Iterable[Assign], statistics: Statistics, hidden: int,
                 unit: Var | None) -> None:
-    """Raises :class:`CellError` where an operand is a constant, or ``narrow`` and not finite where all that it is
-    computed from is 0."""
+    """Raises :class:`CellError` where an operand is a constant, or ``narrow`` and not finite where all products are
+    0."""
     import numpy as np
 
     if is_constant(value):
@@ -70,7 +70,7 @@ def narrow_terms(graph: StepGraph) -> list[Term]:
 
 
 def columns_of(phase: Phase, hidden: int) -> int:
-    """How many of its operands' values the products of a phase read, in all."""
+    """The number of values of an operand that the products of a phase read."""
     terms = [term for product in phase.products for term in product.terms]
     return max((term.columns or hidden // term.heads for term in terms), default=hidden)
 

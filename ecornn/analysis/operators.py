@@ -1,4 +1,4 @@
-"""The scalar operators that a cell may use: one row each, and all that is known of an operator is in its row.
+"""The scalar operators that a cell may use, a row each, which has all that is known of an operator.
 
 Schedules write an operator as TVM does, unless they have something better under its key: CUDA functions in
 ``schedules/cuda/isa/functions.py``, vector functions for CPUs in ``schedules/cpu/math.py``.
@@ -26,10 +26,10 @@ class Operator:
 
     Attributes
     ----------
-    numpy : what it is, on float64 arrays
-    derivative : of (expression, operands, result) the partial derivatives by each operand, as expressions or numbers
-    fields : where TVM's node has its operands; of a call none, its arguments are
-    instruction : whether LLVM has it for a whole vector; else CPUs compute it lane by lane
+    numpy : the function on float64 arrays
+    derivative : (expression, operands, result) -> the partial derivatives by each operand, as expressions or numbers
+    fields : the fields of TVM's node that are its operands; none of a call, whose arguments they are
+    instruction : True where LLVM has it for a whole vector; else CPUs compute it lane by lane
     """
 
     numpy: Callable[..., Any]
@@ -93,7 +93,7 @@ OPERATORS: dict[str, Operator] = {
 
 
 def key_of(e: Expr) -> str:
-    """The key of an expression's operator: ``tanh``, ``Add``; of one that is not in the table its name."""
+    """The key of an expression's operator, such as ``tanh`` or ``Add``; for one that is not in the table its name."""
     kind = type(e).__name__
     return str(e.op.name).rsplit(".", 1)[-1] if kind == "Call" else kind
 

@@ -4,8 +4,8 @@
     [b, g] = max_k value[b, g * K + k]         of each of n = H / K groups; read at [b, j // K], or at [b, number]
     [b, j] = max_k value[b, j // K * K + k]    the same, at every unit
 
-A group's is a statistic of its own, of its units alone, in the same exchange as those of the others. What a unit then
-reads of its own group is chosen by its number, a vector that no parameter has.
+Each group has a statistic of its own, of its units alone, in the same exchange as the others. A unit chooses that of
+its own group by its number, a vector that no parameter has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_GROUPS = 64  # each is a statistic, in code that is written out
 
 
 class RowReductions(ABC):
-    """That part of the walk; what it asks of the others is declared here."""
+    """The part of the walk that is about these; the members of the others that it needs are declared here."""
 
     cell: Source
     hidden: int
@@ -75,7 +75,7 @@ class RowReductions(ABC):
         return var
 
     def reduced(self, op: Any, body: Reduce, where: dict[Var, Expr]) -> Expr | None:
-        """What a reduction is at these places of its axes; None where it must be a product."""
+        """The scalar that a reduction is at these places of its axes; None where it must be a product."""
         shift = SHIFT in (op.attrs or ())
         if len(op.axis) == 1:
             return self.statistic(op.name, body, where, shift)
@@ -129,7 +129,7 @@ class RowReductions(ABC):
         return read
 
     def over_rows(self, body: Reduce, where: dict[Var, Expr], largest: bool) -> Expr | None:
-        """A reduction of values that are one a row, as those of groups are: arithmetic on these. None of others."""
+        """A reduction of values that are one a row, as those of groups are, as arithmetic; None for others."""
         from tvm import tirx
 
         places = [extent_of(axis) or 0 for axis in body.axis]
@@ -147,13 +147,13 @@ class RowReductions(ABC):
         return first
 
     def of_row(self, e: Expr) -> bool:
-        """Whether a value is the same in all units, since it is computed of statistics alone."""
+        """True where a value is the same in all units, since it is computed from statistics alone."""
         known = self.statistics
         return all(v in known.found or (v in known.definition and self.of_row(known.definition[v]))
                    for v in variables(e))
 
     def terms_of(self, body: Reduce, where: dict[Var, Expr], hidden: IterVar) -> list[Expr]:
-        """What is added up, or compared, at a unit: one for each place on the other axes."""
+        """The values that are added up, or compared, at a unit: one for each place on the other axes."""
         return [self.inline(body.source[0], where | at)
                 for at in every([a for a in body.axis if not a.same_as(hidden)])]
 
@@ -183,8 +183,8 @@ class RowReductions(ABC):
         return self.leaf(("squares", total), f"{total.name}_squares", self.level[total])
 
     def beside_narrow(self, name: str, total: Var, of_zeros: float) -> Expr:
-        """A statistic where it is read beside narrow values: in units that these do not have it is what it would be of
-        zeros, so that what is computed of it is finite."""
+        """A statistic where it is read beside narrow values: in units that these do not have it is that of zeros, so
+        that all that is computed from it is finite."""
         from tvm import tirx
 
         benign = tirx.const(of_zeros, "float32")
@@ -192,14 +192,15 @@ class RowReductions(ABC):
         return self.name_of(tirx.Select(inside, total, benign), name)
 
     def zeros(self) -> Mapping[Var, float]:
-        """What each value would be if all products were 0, in a unit that nothing narrow has."""
+        """Each value as it is if all products are 0, in a unit that nothing narrow has."""
         return value_of_zeros((a for _, a in self.assigns), self.statistics, self.hidden,
                               self.leaves.get(("unit",)))
 
     # -- one value a group ----------------------------------------------------------------------
     def of_groups(self, op: Any, body: Reduce, where: dict[Var, Expr], axis: IterVar, at_units: bool,
                   shift: bool) -> Expr:
-        """Of each group of as many units as ``axis`` has; ``at_units``: the reduction has H values, not one a group."""
+        """The reduction of each group of as many units as ``axis`` has; ``at_units``: it has H values, not one a
+        group."""
         from tvm import sym, tirx
 
         size = extent_of(axis) or 0
@@ -228,23 +229,23 @@ class RowReductions(ABC):
             return self.name_of(self.chosen(totals, 1), name)
         if not prove(group, own):
             raise fault
-        found = self.name_of(self.chosen(totals, size), name)
+        read = self.name_of(self.chosen(totals, size), name)
         if count > 1 and known is None:
-            self.statistics.own[found] = tuple(totals)
-        return found
+            self.statistics.own[read] = tuple(totals)
+        return read
 
     def chosen(self, totals: Sequence[Var], size: int) -> Expr:
-        """Of each unit that of its own group of ``size``; beyond the last group the last one's."""
+        """For each unit the total of its own group of ``size`` units; beyond the last group that of the last."""
         from tvm import tirx
 
-        found: Expr = totals[-1]
+        choice: Expr = totals[-1]
         for g in range(len(totals) - 1, 0, -1):
-            found = tirx.Select(self.unit < tirx.const(float(g * size), "float32"), totals[g - 1], found)
-        return found
+            choice = tirx.Select(self.unit < tirx.const(float(g * size), "float32"), totals[g - 1], choice)
+        return choice
 
 
 def multiplies(body: Reduce) -> bool:
-    """Whether a reduction reads a matrix."""
+    """True where a reduction reads a matrix."""
     pending = [body.source[0]]
     while pending:
         e = pending.pop()

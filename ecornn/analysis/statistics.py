@@ -21,20 +21,20 @@ CLOSE = 1e-6  # relative: a mean is a total times 1 / N in float32
 class Statistics:
     """Collects sums by level."""
 
-    def __init__(self, cell: str, hidden: int) -> None:
-        self.cell, self.hidden = cell, hidden
+    def __init__(self, hidden: int) -> None:
+        self.hidden = hidden
         self.found: dict[Var, tuple[int, tuple[Var, ...]]] = {}  # total -> level and operands
-        self.units: dict[Var, tuple[int, int]] = {}  # of those that are not of all units, of which ones
-        self.maxima: dict[Var, bool] = {}  # of those that are no sums, whether they are a shift
+        self.units: dict[Var, tuple[int, int]] = {}  # total -> (first unit, count), where it is not of all units
+        self.maxima: dict[Var, bool] = {}  # total that is a maximum -> True where it is a shift
         self.definition: dict[Var, Expr] = {}
         self.own: dict[Var, tuple[Var, ...]] = {}  # what a unit reads of several totals -> these: of its own group
 
     def define(self, var: Var, value: Expr) -> None:
-        """Notes what a variable is."""
+        """Notes the value of a variable."""
         self.definition[var] = value
 
     def add(self, level: int, total: Var, operands: tuple[Var, ...], units: tuple[int, int] | None = None) -> None:
-        """A sum of ``operands`` that is known at ``level``; ``units``: as of a :class:`Statistic`."""
+        """Adds a sum of ``operands`` that is known at ``level``; ``units``: as a :class:`Statistic` has them."""
         self.found[total] = level, operands
         if units is not None:
             self.units[total] = units
@@ -68,8 +68,8 @@ class Statistics:
             parts, totals[0], read, size)), None)
 
     def _all_from(self, parts: list[tuple[Var, Var]], total: Var, read: Var, units: int) -> bool:
-        """Whether ``parts``, values and what they are apart from, are the operands of a sum of so many units and its
-        mean; ``read``: what a unit has of the sum."""
+        """True where ``parts``, pairs of a value and a mean, are the operands of the sum ``total`` of so many units and
+        its mean; ``read``: the variable by which a unit reads the sum."""
         operands = self.found[total][1]
         return (total not in self.maxima and len(operands) == len(parts)
                 and all(v.same_as(o) for (v, _), o in zip(parts, operands, strict=True))
@@ -98,7 +98,7 @@ class Statistics:
         return abs(number - count) <= CLOSE * count
 
     def _resolved(self, e: Expr, end: Var | None = None) -> Expr:
-        """What a variable was assigned, through other variables, as far as ``end``."""
+        """The value that a variable was assigned, through other variables, as far as ``end``."""
         while type(e).__name__ == "Var" and e in self.definition and not e.same_as(end):
             e = self.definition[e]
         return e

@@ -1,4 +1,4 @@
-"""What the rest of the project knows about a cell: one step, sorted by when it can be computed.
+"""The step graph, by which the rest of the project knows a cell: one step, sorted by when it can be computed.
 
 Every scalar of the step has a level, the number of exchanges between hidden units that come before it:
 
@@ -8,8 +8,8 @@ Every scalar of the step has a level, the number of exchanges between hidden uni
      0  states                     at the start of the step           ``prologue``
      p  after the p-th exchange    phase p of the step                ``phases[p - 1]``
 
-All scalars are float32 tirx variables of one (batch row b, hidden unit j). What units exchange are the operands of
-products and of statistics, which are one value a batch row.
+All scalars are float32 tirx variables of one (batch row b, hidden unit j). Units exchange the operands of products and
+of statistics, which are one value a batch row.
 """
 
 from __future__ import annotations

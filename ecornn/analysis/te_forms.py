@@ -24,10 +24,10 @@ def every(axes: list[IterVar]) -> list[dict[Var, Expr]]:
     """All places on reduction axes: axis variable -> constant."""
     from tvm import tirx
 
-    found: list[dict[Var, Expr]] = [{}]
+    places: list[dict[Var, Expr]] = [{}]
     for axis in axes:
-        found = [at | {axis.var: tirx.const(n, "int32")} for at in found for n in range(extent_of(axis) or 0)]
-    return found
+        places = [at | {axis.var: tirx.const(n, "int32")} for at in places for n in range(extent_of(axis) or 0)]
+    return places
 
 
 def is_sum(body: Reduce) -> bool:
@@ -57,7 +57,7 @@ def load_parts(e: Expr) -> tuple[Tensor, list[Expr]]:
 
 
 def parts_of(e: Expr) -> list[Expr]:
-    """What an expression is computed of, whatever its operator is."""
+    """The operands of an expression, whatever its operator is."""
     if type(e).__name__ == "Call":
         return list(e.args)
     return [getattr(e, n) for n in ("a", "b", "condition", "true_value", "false_value", "value")
@@ -65,7 +65,7 @@ def parts_of(e: Expr) -> list[Expr]:
 
 
 def placed(index: Expr, where: Mapping[Var, Expr]) -> Expr:
-    """An index with these places in place of its axes, as simple as it gets."""
+    """An index with the places ``where`` instead of its axes, simplified."""
     from tvm import sym
 
     if type(index).__name__ in ("Var", "IntImm"):

@@ -1,4 +1,4 @@
-"""The C interface of a module: its code, c_api.cc, is the same for all, and reads what tables say of this one.
+"""The C interface of a module: its code, c_api.cc, is the same for all, and reads the tables of this one.
 
 The tables are 64-bit integers in the order in which c_tables.h reads them; a string is its length and its bytes,
 padded.
@@ -33,7 +33,7 @@ from ecornn.workload import summed
 SYMBOL = "ecornn_c_tables"
 FILES = ("c_api.cc", "c_call.h", "c_device_pack.h", "c_layer.h", "c_pack.h", "c_tables.h", "c_tensor.h")
 HEADERS = ("ecornn.h", "ecornn_checksum.h")
-# what c_api.cc calls, in its order; 0 stands for what a module does not have
+# the functions that c_api.cc calls, in its order; 0 stands for one that a module does not have
 FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchronize")
 # Kinds of pointers that an entry takes, and of packings, numbered in this order, which c_kinds.h repeats.
 POINTERS = (*(name for name, tensor in TENSORS.items() if tensor.role != KEPT), KEPT, PACKED, WORKSPACE)
@@ -68,8 +68,8 @@ def functions(program: Program, device: Device) -> tuple[str, ...]:
 
 
 def tables(manifest: Manifest, entries: Container[str]) -> bytes:
-    """Empty for a module that is no layer: the recurrence of an adjoint alone, or one whose ``entries`` are others or
-    exchange something else. It has no C interface then."""
+    """The tables of a module; empty for one that is no layer and has no C interface: the recurrence of an adjoint
+    alone, or one whose ``entries`` are others or exchange something else."""
     work, stack, device = manifest.workload, manifest.stack, manifest.device
     buffers = {b.name: b for b in manifest.buffers}
     taken = {name: [buffers[b] for b in manifest.entries[name]] for name in ENTRIES if name in manifest.entries}
@@ -80,27 +80,27 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
                           for p in packings)
     if work.backward or not known or RUN not in taken or any(name not in entries for name in taken):
         return b""
-    made = _Tables()
+    table = _Tables()
     cuda = device.kind == "cuda"
-    made.numbers(2 if cuda else 1, *DLPACK[work.dtype], *DLPACK[summed(work.dtype)], work.input, work.hidden,
-                 work.batch, manifest.longest, manifest.y_width, stack.layers, stack.directions, stack.lengths,
-                 stack.resets, stack.sequences, BACKWARD in taken)
-    made.strings(work.cell, device.arch)
-    made.strings(*_flags(() if cuda else device.features), counted=True)
-    made.strings(*manifest.states, counted=True)
-    made.numbers(len(manifest.parameters))
+    table.numbers(2 if cuda else 1, *DLPACK[work.dtype], *DLPACK[summed(work.dtype)], work.input, work.hidden,
+                  work.batch, manifest.longest, manifest.y_width, stack.layers, stack.directions, stack.lengths,
+                  stack.resets, stack.sequences, BACKWARD in taken)
+    table.strings(work.cell, device.arch)
+    table.strings(*_flags(() if cuda else device.features), counted=True)
+    table.strings(*manifest.states, counted=True)
+    table.numbers(len(manifest.parameters))
     for parameter in manifest.parameters:
-        made.strings(parameter.name)
-        made.numbers(parameter.gates, len(parameter.shape), *parameter.shape)
-    made.numbers(len(packings))
+        table.strings(parameter.name)
+        table.numbers(parameter.gates, len(parameter.shape), *parameter.shape)
+    table.numbers(len(packings))
     for packing in packings:
-        made.packing(packing, of)
+        table.packing(packing, of)
     kept = [b for b in manifest.buffers
             if b.role == KEPT and any(b in taken.get(name, ()) for name in (FORWARD, BACKWARD))]
-    made.numbers(len(kept), *(n for b in kept for n in (b.extent.fixed, b.extent.per_step, b.itemsize)))
+    table.numbers(len(kept), *(n for b in kept for n in (b.extent.fixed, b.extent.per_step, b.itemsize)))
     for name in (RUN, FORWARD, BACKWARD):
         each = taken.get(name, [])
-        made.numbers(len(each))
+        table.numbers(len(each))
         for b in each:
             kind, index = _kind(b), 0
             if kind == PACKED:
@@ -111,8 +111,8 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
                 index = of[str(b.state)]
             elif b.state is not None:
                 index = manifest.states.index(b.state)
-            made.numbers(POINTERS.index(kind), index, b.part, b.nbytes(0), b.nbytes(1) - b.nbytes(0))
-    return bytes(made.made)
+            table.numbers(POINTERS.index(kind), index, b.part, b.nbytes(0), b.nbytes(1) - b.nbytes(0))
+    return bytes(table.content)
 
 
 def _kind(b: Buffer) -> str:
@@ -130,10 +130,10 @@ class _Tables:
     """Numbers and strings, one after the other."""
 
     def __init__(self) -> None:
-        self.made = bytearray()
+        self.content = bytearray()
 
     def numbers(self, *values: int) -> None:
-        self.made += struct.pack(f"<{len(values)}q", *values)
+        self.content += struct.pack(f"<{len(values)}q", *values)
 
     def strings(self, *values: str, counted: bool = False) -> None:
         if counted:
@@ -141,7 +141,7 @@ class _Tables:
         for value in values:
             text = value.encode()
             self.numbers(len(text))
-            self.made += text + bytes(8 - len(text) % 8)  # with a zero behind it
+            self.content += text + bytes(8 - len(text) % 8)  # with a zero behind it
 
     def packing(self, packing: Packing, of: dict[str, int]) -> None:
         """Its kind, sources, and axes; a source of zeros has parameter -1, a whole parameter gate -1."""

@@ -47,7 +47,7 @@ def generate(program: Program, device: Device) -> Generated:
     sources = host_sources(program, kernels, device.arch)
     with ThreadPoolExecutor(len(texts)) as threads:  # that wait for compilers
         compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
-    used = {symbol: found for _, each in compiled for symbol, found in each.items()}
+    used = {symbol: resources for _, each in compiled for symbol, resources in each.items()}
     return Generated(
         sources=sources,
         binaries={image(number): cubin for number, (cubin, _) in enumerate(compiled)},
@@ -80,7 +80,7 @@ def lower(program: Program, arch: str) -> tuple[dict[str, Kernel], str]:
 
 @dataclass(frozen=True, eq=False)
 class _Lowered:
-    """A function of the program: what the host must know, the device function, and what that was made of."""
+    """A function of the program: its kernel for the host, the device function, and the key of its structure."""
 
     name: str
     kernel: Kernel
@@ -93,7 +93,7 @@ def _lower(program: Program, arch: str) -> list[_Lowered]:
 
     if not program.functions:
         raise BuildError("the program has no functions")
-    found, structure = [], cast(Any, tvm_ffi.StructuralKey)
+    lowered, structure = [], cast(Any, tvm_ffi.StructuralKey)
     for name, function in program.functions.items():
         # Equal structure says nothing of names, which tell a kernel's parameters apart.
         key = name, arch, tuple(p.name for p in function.params), structure(function)
@@ -101,8 +101,8 @@ def _lower(program: Program, arch: str) -> list[_Lowered]:
         kernel = _kernel(program, name, function, code)
         explicit = (function.attrs or {}).get("tirx.noalias")
         restrict = _may_restrict(program, name, kernel) if explicit is None else bool(explicit)
-        found.append(_Lowered(name, kernel, code.with_attr("tirx.noalias", restrict), (*key, restrict)))
-    return found
+        lowered.append(_Lowered(name, kernel, code.with_attr("tirx.noalias", restrict), (*key, restrict)))
+    return lowered
 
 
 def _text(one: _Lowered) -> str:
@@ -115,7 +115,7 @@ _LATEST = 64
 
 
 def _kept(key: Any, make: Callable[[], Any]) -> Any:
-    """What ``make`` returned for that key: in a search most functions of a program are those of the last."""
+    """The result of ``make`` for a key, kept: in a search most functions of a program are those of the last one."""
     if key not in _latest:
         while len(_latest) >= _LATEST:
             del _latest[next(iter(_latest))]
@@ -134,12 +134,12 @@ def _pipeline(name: str, function: PrimFunc, arch: str) -> PrimFunc:
         with target:
             module = pipeline(tirx.transform.BindTarget(target)(module))
             on_device = tirx.transform.Filter(_is_device_function)(module)
-            found = list(finalize()(on_device).functions.values())
+            kernels = list(finalize()(on_device).functions.values())
     except Exception as error:  # TVM raises many types, some of them only known to its C++ code
         raise BuildError(f"function {name!r} cannot be lowered: {error}") from error
-    if len(found) != 1:
-        raise BuildError(f"function {name!r} must be one kernel, but lowers to {len(found)}")
-    return found[0]
+    if len(kernels) != 1:
+        raise BuildError(f"function {name!r} must be one kernel, but lowers to {len(kernels)}")
+    return kernels[0]
 
 
 def _target(arch: str) -> Target:
@@ -153,7 +153,7 @@ def _is_device_function(function: PrimFunc) -> bool:
 
 
 def _kernel(program: Program, name: str, original: PrimFunc, code: PrimFunc) -> Kernel:
-    """What the host must know: the device function keeps only the parameters that it reads."""
+    """The kernel as the host must know it: the device function keeps only the parameters that it reads."""
     import tvm_ffi
     from tvm import ir, tirx
 
@@ -190,9 +190,9 @@ def _kernel(program: Program, name: str, original: PrimFunc, code: PrimFunc) -> 
 
 
 def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:
-    """Whether the parameters may be ``__restrict__``, unless the function's ``tirx.noalias`` says so.
+    """True where the parameters may be ``__restrict__``, unless the function's ``tirx.noalias`` says so.
 
-    No where a state's input and output may be the same memory; nor where blocks exchange data, since
+    They may not where a state's input and output may be the same memory; nor where blocks exchange data, since
     the compiler may then move a load of another block's result in front of the barrier.
     """
     mine = launches_of(program, name)

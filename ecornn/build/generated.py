@@ -1,4 +1,4 @@
-"""What a backend hands to the linker."""
+"""The files that a backend hands to the linker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Generated:
     objects : file name -> bytes of an object file
     binaries : symbol -> bytes embedded as read-only data (``extern "C" const unsigned char symbol[]``
         and ``extern "C" const unsigned long long symbol_size``), such as a cubin
-    shared : file name -> C++ text, as ``sources``, of what is the same for all modules and compiled apart from these
+    shared : file name -> C++ text, as ``sources``, that is the same for all modules and compiled apart from these
     functions : symbols, empty for none, whose addresses are in ``extern "C" void* const ecornn_functions[]``
     emitted : ``cuda``, ``ptx``, ``tir``, ``asm`` -> text for people (``--emit``)
     resources : function -> what the compiler reports (registers, spilled bytes, shared memory)

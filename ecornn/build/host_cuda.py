@@ -116,7 +116,7 @@ class _Writer:
         return name
 
     def together(self, branches: Sequence[Iterable[object]]) -> list[str]:
-        """The names of new functions for what runs at the same time."""
+        """The names of new functions for branches that run at the same time."""
         if not 2 <= len(branches) <= LANES:
             raise BuildError(f"{len(branches)} branches at the same time; from 2 to {LANES} are possible")
         return [self.section(branch) for branch in branches]
@@ -180,15 +180,15 @@ class _Writer:
         self.lines += ["    }", "  }"]
 
     def changing(self, number: object, rows: Mapping[str, int], states: Iterable[tuple[str, str]]) -> list[str]:
-        """The tables of what a chunk changes."""
+        """The tables of the pointers that a chunk changes."""
         moving = [f"{{{self.place(n, 'rows of')}, {size * self.itemsize[n]}}}" for n, size in rows.items()]
         handed = [f"{{{self.place(first, 'state')}, {self.place(then, 'state')}}}" for first, then in states]
         return [f"    static const Moving moving{number}[] = {{{', '.join([*moving, '{-1, 0}'])}}};",
                 f"    static const Handed handed{number}[] = {{{', '.join([*handed, '{-1, 0}'])}}};"]
 
     def loop(self, call: Loop | Relay, between: str = "") -> None:
-        """Writes the launches of all steps, and what comes between two. Arguments are prepared once: only the value of
-        t, and where their pointers point, changes from step to step."""
+        """Writes the launches of all steps, and ``between`` any two. Arguments are prepared once: only the value of t,
+        and where their pointers point, changes from step to step."""
         self.lines += ["  {", "    int32_t t = 0;", "    (void)t;"]
         first = len(self.launches)
         for launch in call.calls:

@@ -52,7 +52,7 @@ def _object(module: Module) -> bytes:
 
 
 def tables(program: Program) -> str:
-    """``program.cc``: for each entry the workers in the order of its calls, and which of its pointers each is given.
+    """``program.cc``: for each entry the workers in the order of its calls, and the pointers that each is given.
 
     Raises :class:`BuildError` where a call names an unknown function, or a buffer that its entry does not take.
     """

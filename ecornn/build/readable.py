@@ -1,5 +1,5 @@
 """Generated CUDA source for people (``--emit cuda``): notes as comments, the parentheses that say something, and lines
-that fit on a screen. It does what is compiled (tests/test_readable.py)."""
+that fit on a screen. It does the same as the source that is compiled (tests/test_readable.py)."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def clear(line: str) -> str:
     """``line`` of C without the parentheses that neither the compiler needs nor a reader."""
     if line.lstrip().startswith(("#", "//", "extern")) or '"' in line:
         return line
-    found = list(TOKEN.finditer(line))
-    words, gone, casts = [token[0] for token in found], set[int](), set[int]()
+    tokens = list(TOKEN.finditer(line))
+    words, gone, casts = [token[0] for token in tokens], set[int](), set[int]()
     pairs = [_Pair(-1)]
     for place, word in enumerate(words):
         if word in "([":
@@ -126,8 +126,8 @@ def clear(line: str) -> str:
                 pairs[-1].add(pair.level, pair.operators)
         elif word in _LEVEL and _binary(words, place, casts):
             pairs[-1].add(_LEVEL[word], {word})
-    return "".join(line[before:found[at].start()] + found[at][0] * (at not in gone)
-                   for at, before in enumerate([0, *(token.end() for token in found[:-1])])) if found else line
+    return "".join(line[before:tokens[at].start()] + tokens[at][0] * (at not in gone)
+                   for at, before in enumerate([0, *(token.end() for token in tokens[:-1])])) if tokens else line
 
 
 def _binary(words: list[str], place: int, casts: set[int]) -> bool:

@@ -15,8 +15,7 @@ PURE, READS = 1, 2  # TVM's CallEffectKind: calls that depend on their arguments
 
 def simplified(code: Any) -> Any:
     """``code``, a lowered function, that does the same in fewer words."""
-    kept = _needed(_named(code.body, {}), Counter())
-    return code.with_body(kept)
+    return code.with_body(_needed(_named(code.body, {}), Counter()))
 
 
 def _named(statement: Any, known: dict[Any, Any]) -> Any:
@@ -79,8 +78,8 @@ def _needed(statement: Any, uses: Counter[Any]) -> Any:
         return part
 
     if isinstance(statement, tirx.SeqStmt):
-        kept = [one for each in reversed(statement.seq) if (one := _needed(each, uses)) is not None]
-        return tirx.SeqStmt(kept[::-1]) if len(kept) > 1 else kept[0] if kept else None
+        left = [one for each in reversed(statement.seq) if (one := _needed(each, uses)) is not None]
+        return tirx.SeqStmt(left[::-1]) if len(left) > 1 else left[0] if left else None
     if isinstance(statement, tirx.Bind) and not uses[statement.var] and _may_go(statement.value):
         return None
     if isinstance(statement, (tirx.AllocBuffer, tirx.DeclBuffer)) and not uses[statement.buffer]:
@@ -106,7 +105,7 @@ def _effect(call: Any) -> int:
 
 
 def _rebuilt(statement: Any, of_expression: Callable[[Any], Any], of_statement: Callable[[Any], Any]) -> Any:
-    """``statement`` with what becomes of its parts: statements inside first, from the last to the first."""
+    """``statement`` with the results for its parts: statements inside first, from the last to the first."""
     from tvm import tirx
 
     if isinstance(statement, tirx.IfThenElse):

@@ -1,4 +1,4 @@
-"""What a cell is: its states, its parameters and one step, as TVM tensor expressions.
+"""A cell: its states, its parameters and one step, as TVM tensor expressions.
 
 A cell is the only place that knows its own formula. Analysis, schedules, tuner and runtime
 work on the tensor-expression graph that :meth:`Cell.step` returns, so a cell written by a user
@@ -84,14 +84,16 @@ class Cell(ABC):
         ``output`` that are no states; ``parameters`` by name, and ``inputs``, (B, H) each."""
 
     def learned(self, input: int, hidden: int) -> Mapping[str, Shape]:
-        """Shapes of what is trained, where the step's parameters are computed from it: two axes or three, of any sizes,
-        passed flattened over the first two. Default: the parameters themselves."""
+        """Shapes of the arrays that are trained, where the step's parameters are computed from them: two axes or three,
+        of any sizes, passed flattened over the first two. Default: the parameters themselves."""
         return self.parameters(input, hidden)
 
     def derived(self, p: Mapping[str, Any], xp: Any) -> Mapping[str, Any]:
-        """Those parameters that are computed, of ``p``, what is ``learned``: by name, of the shapes that ``parameters``
-        gives them, or with 1 in place of an axis along which they are all the same. Those that ``learned`` has, too,
-        need not be named. ``xp`` is ``numpy``, ``torch`` or ``jax.numpy``, and the arrays are its own.
+        """Computes parameters from ``p``, the arrays that are ``learned``.
+
+        Returns them by name, of the shapes that ``parameters`` gives them, or with 1 in place of an axis along which
+        they are all the same. Parameters that are among the ``learned`` ones need not be named. ``xp`` is ``numpy``,
+        ``torch`` or ``jax.numpy``, and the arrays are its own.
 
         It is carried out once for weights, not in each step. :func:`ecornn.derive` calls it for weights that a module
         is bound to; an :class:`ecornn.torch.Recurrent` has what is learned as its parameters, with their gradients.
@@ -99,9 +101,9 @@ class Cell(ABC):
         return {}
 
     def sample(self, name: str, shape: Shape, rng: Generator) -> Any:
-        """Values of the parameter ``name``, or of what is ``learned`` in its place, of that shape, (G, H, K) or (G, H),
-        as a trained layer might have them: what candidates of the tuner are checked with. Default: uniform between
-        -1/sqrt(H) and 1/sqrt(H), as PyTorch begins.
+        """Values of the parameter ``name``, or of an array that is ``learned`` in its place, of that shape, (G, H, K)
+        or (G, H), as a trained layer might have them: candidates of the tuner are checked with them. Default: uniform
+        between -1/sqrt(H) and 1/sqrt(H), as PyTorch begins.
 
         To be overridden where such values tell nothing, or cannot be: a period, a variance, a matrix with small
         eigenvalues. ``rng`` is NumPy's; a value that does not come of it is the same in each check.
@@ -207,12 +209,12 @@ def pointwise(function: Callable[[Var, Var], Expr | tuple[Expr, ...]], like: Ten
     from tvm.te.tensor import TensorSlice
 
     def value(b: Var, j: Var) -> Any:  # TVM looks at the signature, and takes no default arguments
-        found = function(b, j)
-        for one in found if isinstance(found, (tuple, list)) else (found,):
+        values = function(b, j)
+        for one in values if isinstance(values, (tuple, list)) else (values,):
             if not isinstance(one, (Expr, TensorSlice, int, float)):  # TVM does not survive None
                 raise CellError(f"pointwise(function, ...): function(b, j) returned {one!r}; expected a value such as "
                                 "h[b, j], or several, and floats")
-        return found
+        return values
 
     return te.compute(like.shape, value, name=name or "pointwise")
 
@@ -278,7 +280,7 @@ def scaled(source: Tensor, gain: Tensor, first: int = 0) -> Tensor:
 
 
 def _own(value: Tensor, at: Sequence[Var]) -> Expr:
-    """What a unit reads of ``value``, (B,) of rows or (B, H) of groups."""
+    """The element of ``value``, (B,) of rows or (B, H) of groups, that a unit reads."""
     return value[at[0]] if len(value.shape) == 1 else value[at[0], at[-1]]
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are made of others, once and not in each step: from what is learned to what a cell's step reads."""
+"""Parameters that are computed once, not in each step, from the arrays that a cell learns."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ Arrays = dict[str, Any]
 
 
 def derives(cell: Cell) -> bool:
-    """Whether a user passes anything else than what the cell's step reads."""
+    """True where a user passes other arrays than the parameters that the cell's step reads."""
     kind = type(cell)
     return kind.learned is not Cell.learned or kind.derived is not Cell.derived
 
 
 def learned_shapes(cell: Cell, input: int, hidden: int) -> dict[str, Shape]:
-    """Shapes of what is learned, as the cell gives them.
+    """Shapes of the arrays that are learned, as the cell gives them.
 
     Raises :class:`~ecornn.errors.CellError` where they are none.
     """
     try:
-        found = {name: tuple(shape) for name, shape in cell.learned(input, hidden).items()}
+        shapes = {name: tuple(shape) for name, shape in cell.learned(input, hidden).items()}
     except Exception as error:  # the user's own code raises what it likes
         raise _failed(cell, type(cell).learned, f"learned() failed: {type(error).__name__}: {error}") from error
-    for name, shape in found.items():
+    for name, shape in shapes.items():
         if len(shape) not in (2, 3) or not all(isinstance(n, int) and n >= 1 for n in shape):
             raise _failed(cell, type(cell).learned, f"learned() gives {name!r} the shape {shape}; expected two axes or "
                             "three, of any sizes, such as (1, H), (1, 1) or (1, H, rank)")
-    return found
+    return shapes
 
 
 def flat_shape(shape: Shape) -> Shape:
-    """Of a parameter as a user passes it: gates are folded into the first axis."""
+    """The shape of a parameter as a user passes it: gates are folded into the first axis."""
     return shape[0] * shape[1], *shape[2:]
 
 
 def parameters_of(cell: Cell, given: Mapping[str, Any], input: int, hidden: int) -> Arrays:
-    """What the cell's step reads, of ``given``, what was learned: arrays of one framework by name, in te shape.
+    """The parameters that the cell's step reads, from the ``given`` arrays that it learned: arrays of one framework by
+    name, in te shape.
 
     Raises :class:`~ecornn.errors.CellError` where the cell's ``derived`` fails, or makes something else.
     """
@@ -54,18 +55,18 @@ def parameters_of(cell: Cell, given: Mapping[str, Any], input: int, hidden: int)
         raise _failed(cell, made_by, f"derived() failed: {type(error).__name__}: {error}") from error
     if missing := [name for name in wanted if name not in made]:
         raise _failed(cell, made_by, f"derived() does not make {', '.join(missing)}, and learned() does not have it")
-    found = {}
+    parameters = {}
     for name, shape in wanted.items():
         has = tuple(made[name].shape)
         if len(has) != len(shape) or any(n not in (1, m) for n, m in zip(has, shape, strict=True)):
             raise _failed(cell, made_by, f"derived() makes {name!r} of shape {has}; expected {shape}, or 1 in place "
                           "of an axis along which all are the same")
-        found[name] = made[name] if has == shape else xp.broadcast_to(made[name], shape)
-    return found
+        parameters[name] = made[name] if has == shape else xp.broadcast_to(made[name], shape)
+    return parameters
 
 
 def derive(cell: Cell | str, weights: Mapping[str, Any], input: int, hidden: int) -> Arrays:
-    """What a module is bound to, of what the cell has learned.
+    """Computes the weights that a module is bound to from the arrays that a cell has learned.
 
     Parameters
     ----------
@@ -82,23 +83,23 @@ def derive(cell: Cell | str, weights: Mapping[str, Any], input: int, hidden: int
     """
     if isinstance(cell, str) or not derives(cell):
         return dict(weights)
-    left, found = dict(weights), {}
+    left, bound = dict(weights), {}
     ends = (False, True)[:1 + any(name.endswith("_reverse") for name in weights)]
     layer = 0
     while layer == 0 or left:
         for second in ends:
-            its, made = learned_shapes(cell, len(ends) * hidden if layer else input, hidden), {}
-            for name, shape in its.items():
+            width, learned = len(ends) * hidden if layer else input, {}
+            for name, shape in learned_shapes(cell, width, hidden).items():
                 key = cell.parameter_name(name, layer, second)
                 if key not in left or tuple(left[key].shape) != flat_shape(shape):
                     has = tuple(left[key].shape) if key in left else "missing"
                     raise WeightsError(f"weights[{key!r}]: {has}; expected {flat_shape(shape)} of I={input} and "
                                        f"H={hidden}; given are {', '.join(weights) or 'none'}")
-                made[name] = left.pop(key).reshape(shape)
-            for name, value in parameters_of(cell, made, len(ends) * hidden if layer else input, hidden).items():
-                found[cell.parameter_name(name, layer, second)] = value.reshape(flat_shape(tuple(value.shape)))
+                learned[name] = left.pop(key).reshape(shape)
+            for name, value in parameters_of(cell, learned, width, hidden).items():
+                bound[cell.parameter_name(name, layer, second)] = value.reshape(flat_shape(tuple(value.shape)))
         layer += 1
-    return found
+    return bound
 
 
 def namespace(arrays: Mapping[str, Any]) -> Any:

@@ -30,20 +30,20 @@ def load_cell(spec: str) -> Cell:
     where, _, name = spec.rpartition(":")
     if not where:
         raise ArgumentError("cell", spec, ALLOWED)
-    found: Any = load_module(where, spec)
+    cell: Any = load_module(where, spec)
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(cell, part):
             raise ArgumentError("cell", spec, f"a name that {where} defines; it has no {part!r}")
-        found = getattr(found, part)
-    if inspect.isclass(found) and issubclass(found, Cell):
+        cell = getattr(cell, part)
+    if inspect.isclass(cell) and issubclass(cell, Cell):
         try:
-            found = found()
+            cell = cell()
         except Exception as error:
             need = "the class must need no arguments: " if isinstance(error, TypeError) else f"{type(error).__name__}: "
             raise CellError(f"{spec}: {need}{error}") from error
-    if not isinstance(found, Cell):
+    if not isinstance(cell, Cell):
         raise ArgumentError("cell", spec, "an ecornn.Cell, its class or an object of it")
-    return found
+    return cell
 
 
 def load_module(where: str, spec: str) -> Any:
@@ -71,7 +71,7 @@ def load_module(where: str, spec: str) -> Any:
 
 
 def importing() -> bool:
-    """Whether this thread imports a file or module with a cell now: a script there must not tune."""
+    """True while this thread imports a file or module with a cell: a script there must not tune."""
     return getattr(_here, "importing", False)
 
 

@@ -32,7 +32,7 @@ class SLSTM(Optioned):
 
     @property
     def heads(self) -> int:
-        """How many blocks R has."""
+        """The number of blocks of R."""
         return int(self.options["heads"])
 
     def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
