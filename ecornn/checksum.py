@@ -1,7 +1,7 @@
-"""A digest at the end of a module file: the dynamic loader runs what it is given, damaged or not.
+"""A digest at the end of a module file: the dynamic loader runs any file, damaged or not.
 
 SHA-256, as in the build cache: a file of 5 MB takes 3 ms, and 15 on a CPU without instructions for it. It is there
-for damage, not against people. What follows the last section of a shared library is nobody else's.
+for damage, not against people. Bytes behind the last section of a shared library are nobody else's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def append(path: Path) -> None:
 
 
 def holds(content: bytes) -> bool | None:
-    """Whether a file's content is what it was; None where it has no digest."""
+    """True where a file's content fits its digest; None where it has none."""
     if not content.endswith(MARK):
         return None
     return hashlib.sha256(memoryview(content)[:-SIZE]).digest() == said(content)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What will be built: the sequences of the stack, each with the schedule chosen for it."""
+    """A layer to be built: the sequences of the stack, each with the schedule chosen for it."""
 
     cell: Cell
     workload: Workload
@@ -48,7 +48,7 @@ class LayerPlan:
 
     @property
     def found(self) -> Found:
-        """What was chosen for all: the first sequence's schedule and configuration, and where each comes from."""
+        """The choice for all: the first sequence's schedule and configuration, and the provenance of each."""
         return replace(self.chosen[0], provenance="; ".join(f"{at}: {why}" if at else why for at, _, why in self.why()))
 
     def why(self) -> list[tuple[str, str, str]]:
@@ -60,24 +60,24 @@ class LayerPlan:
         """The sequences' programs; one object for sequences that are alike."""
         from ecornn.task import make_program
 
-        made: dict[object, Program] = {}
+        programs: dict[object, Program] = {}
         for task, found, inner in zip(self.tasks, self.chosen, self.backward, strict=True):
             key = task.workload, task.traversal
-            if key not in made:
+            if key not in programs:
                 backward = (inner.schedule, inner.config) if inner is not None else None
-                made[key] = make_program(found.schedule, task, found.config, backward, self.overlap)
-        return tuple(made[task.workload, task.traversal] for task in self.tasks)
+                programs[key] = make_program(found.schedule, task, found.config, backward, self.overlap)
+        return tuple(programs[task.workload, task.traversal] for task in self.tasks)
 
 
 def _told(labels: list[str], chosen: Iterable[Found | None], entry: str) -> list[tuple[str, str, str]]:
-    """As :meth:`LayerPlan.why`, of an ``entry``, which is named if it is not the sequence itself."""
-    told: dict[tuple[str, str], list[str]] = {}
+    """:meth:`LayerPlan.why` for the choices of one ``entry``, which is named if it is not the sequence itself."""
+    labels_of: dict[tuple[str, str], list[str]] = {}
     for label, found in zip(labels, chosen, strict=True):
         if found is not None:
             text = " ".join((found.schedule.name, *(f"{k}={v}" for k, v in found.config.items())))
-            told.setdefault((text, found.provenance), []).append(label)
-    every = len(told) == 1
-    return [(" ".join(filter(None, (entry, "" if every else ", ".join(of)))), *key) for key, of in told.items()]
+            labels_of.setdefault((text, found.provenance), []).append(label)
+    every = len(labels_of) == 1
+    return [(" ".join(filter(None, (entry, "" if every else ", ".join(of)))), *key) for key, of in labels_of.items()]
 
 
 def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str | None = None,
@@ -87,7 +87,7 @@ def plan(cell: str | Cell, *, target: str | Device | None = None, schedule: str 
 
 
 def device_of(target: str | Device | None) -> Device:
-    """What a target means.
+    """The device of a target; None: the GPU if there is one, else the CPU.
 
     Raises :class:`~ecornn.errors.ArgumentError` where it is none, :class:`~ecornn.errors.DeviceError` where it is not
     at hand.
@@ -125,7 +125,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
         stack = structs.replace(stack, keep=kept_on(layer, device))
 
     def records(task: Task) -> Log:
-        # what was measured with more multiprocessors than a share has says little of what is best there
+        # records of more multiprocessors than a share has say little of the best for the share
         return log if task.device == device else Log([line for line in log.lines if isinstance(line.record, Trial)
                                                       and line.record.device.cores <= task.device.cores])
 
@@ -137,20 +137,19 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
         return forward + serving_or_raise(inner)[0].expected(inner)
 
     # the directions of a layer share their records, but not every configuration serves both
-    made = arrange(layer.loaded, stack, layer.workload, device, overlap,
-                   lambda task: choose(task, schedule, config, records(task)),
-                   expected)
+    arranged = arrange(layer.loaded, stack, layer.workload, device, overlap,
+                       lambda task: choose(task, schedule, config, records(task)), expected)
     backward: dict[object, Found] = {}
-    for task in made.tasks:
+    for task in arranged.tasks:
         if tunes_backward(task) and (task.workload, task.traversal) not in backward:
             backward[task.workload, task.traversal] = choose(adjoint_task(task), None, None, records(task))
-    return LayerPlan(layer.loaded, layer.workload, stack, device, made.overlap, made.tasks, made.chosen,
-                     tuple(backward.get((task.workload, task.traversal)) for task in made.tasks))
+    return LayerPlan(layer.loaded, layer.workload, stack, device, arranged.overlap, arranged.tasks, arranged.chosen,
+                     tuple(backward.get((task.workload, task.traversal)) for task in arranged.tasks))
 
 
 def kept_on(layer: LayerSpec, device: Device) -> str:
-    """What a layer that trains keeps on a device. Raises :class:`~ecornn.errors.ArgumentError` where it cannot keep
-    what it should."""
+    """The values that a layer that trains keeps on a device. Raises :class:`~ecornn.errors.ArgumentError` where it
+    cannot keep those that it should."""
     from ecornn.schedules.keeping import usual_keep
     from ecornn.task import make_task
 
@@ -173,7 +172,7 @@ def build_archive(planned: LayerPlan, out: Path) -> Path:
 
 
 def _complete(planned: LayerPlan) -> tuple[Program, Manifest]:
-    """The program, and what is said about it."""
+    """The program and its manifest."""
     from ecornn.compose import compose
     from ecornn.task import make_manifest
 
@@ -186,7 +185,7 @@ def _complete(planned: LayerPlan) -> tuple[Program, Manifest]:
 
 
 def generate(planned: LayerPlan) -> Generated:
-    """The code alone, for whatever machine it is; nothing is linked."""
+    """The code alone, for any machine; nothing is linked."""
     from ecornn.build.module import generate as generate_code
     from ecornn.compose import compose
 
@@ -253,7 +252,7 @@ def compile(cell: str | Cell, *, hidden: int, input: int | None = None, batch: i
 def compile_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
                   config: Mapping[str, Value] | None = None, overlap: str = "auto",
                   out: str | Path | None = None) -> Module:
-    """As :func:`compile`."""
+    """Compiles a layer as :func:`compile` does, and raises the same."""
     from ecornn.runtime.loader import load
 
     planned = plan_layer(layer, target=target, schedule=schedule, config=config, overlap=overlap)

@@ -117,7 +117,7 @@ class _TrainingStack:
         return Entry(tuple(calls), tuple(taken))
 
     def part(self, entry: str, part: Part, program: Program) -> tuple[tuple[Call, ...], dict[str, str]]:
-        """The calls of one sequence, and what each buffer of its program is in the stack."""
+        """The calls of one sequence, and the stack's buffer for each buffer of its program, by name."""
         known = {n: _keep(self.functions, n, f) for n, f in program.functions.items()}
         own = {b.name: b for b in program.buffers}
         names = {}
@@ -130,9 +130,9 @@ class _TrainingStack:
         """The calls that add the second gradient of x of a layer, of which ``part`` is one, to the first."""
         from ecornn.schedules.backward.inputs import summed_directions
 
-        made = summed_directions(CORES, part.workload.input, self.whole.dtype)
-        known = {n: _keep(self.functions, n, f) for n, f in made.functions.items()}
-        return [_renamed(call, {"dx": dx[0], "dx_second": dx[1]}, known) for call in made.calls]
+        adding = summed_directions(CORES, part.workload.input, self.whole.dtype)
+        known = {n: _keep(self.functions, n, f) for n, f in adding.functions.items()}
+        return [_renamed(call, {"dx": dx[0], "dx_second": dx[1]}, known) for call in adding.calls]
 
     def placed(self, b: Buffer, part: Part, owner: str) -> Buffer:
         """A buffer of a part as one of the stack."""
@@ -156,23 +156,23 @@ class _TrainingStack:
 
 
 def _running(program: Program) -> Program:
-    """Of a program what its entry ``run`` takes."""
+    """A program with the buffers that its entry ``run`` takes, and no others."""
     taken = set(program.entries[RUN].takes)
     return replace(program, buffers=tuple(b for b in program.buffers if b.name in taken))
 
 
 def _rows(part: Part, program: Program, names: dict[str, str]) -> dict[str, int]:
-    """What of a part has rows of time, and the elements of one for each row of the batch."""
+    """The buffers of a part that have rows of time -> elements of a row for each row of the batch."""
     work = part.workload
     sizes = {"I": work.input, "H": work.hidden, "W": part.traversal.y_width(work.hidden)}
-    found = {names[b.name]: TENSORS[b.tensor].row(sizes) for b in program.buffers if b.tensor is not None}
+    rows = {names[b.name]: TENSORS[b.tensor].row(sizes) for b in program.buffers if b.tensor is not None}
     if names.get("lengths") == REMAINING:
-        found[REMAINING] = 1
-    return {name: size for name, size in found.items() if size is not None}
+        rows[REMAINING] = 1
+    return {name: size for name, size in rows.items() if size is not None}
 
 
 def _handed(program: Program, names: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """Where each state of a part comes from, and where it is left."""
+    """The pairs of buffers that each state of a part comes from, and is left in."""
     ends = [{b.state: names[b.name] for b in program.buffers if b.tensor == tensor}
             for tensor in ("state_in", "state_out")]
     return tuple((name, ends[1][state]) for state, name in ends[0].items())
@@ -190,7 +190,7 @@ def _arranged(sequences: list[WaveLayer], overlap: Overlap) -> tuple[Call, ...]:
 
 
 def parameter_prefix(stack: Stack, part: Part) -> str:
-    """What a part's parameters are called by, before the cell's own name."""
+    """The prefix of a part's parameters, before the cell's own names."""
     return f"{part.label}." if stack.count > 1 else ""
 
 
@@ -219,14 +219,14 @@ def _keep(functions: dict[str, PrimFunc], name: str, function: PrimFunc) -> str:
     """The name of an equal function among ``functions``, to which it is added if there is none."""
     from tvm_ffi import structural_equal
 
-    kept, number = name, 0
-    while kept in functions:
-        if structural_equal(functions[kept], function):
-            return kept
+    own, number = name, 0
+    while own in functions:
+        if structural_equal(functions[own], function):
+            return own
         number += 1
-        kept = f"{name}_v{number}"
-    functions[kept] = function
-    return kept
+        own = f"{name}_v{number}"
+    functions[own] = function
+    return own
 
 
 def _renamed(call: Call, names: dict[str, str], known: dict[str, str]) -> Call:

@@ -1,4 +1,4 @@
-"""What is compiled for: one GPU model or one CPU, by its capabilities."""
+"""The device that code is compiled for: one GPU model or one CPU, by its capabilities."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
-# What is decoded, from a record or a manifest, has these limits.
+# Fields that are decoded, from a record or a manifest, have these limits.
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """What kernels may use of a GPU.
+    """The features of a GPU that kernels may use.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def can(self) -> Capabilities:
-        """What kernels may use of it; nothing of a CPU."""
+        """The features that kernels may use; none of a CPU."""
         number = int(self.arch[3:].rstrip("af")) if self.kind == "cuda" else 0
         return _ALONE.get(self.arch) or _FROM[max(first for first in _FROM if first <= number)]
 

@@ -81,7 +81,7 @@ class DerivativeError(EcornnError, NotImplementedError):
 
 
 class CopyError(EcornnError, TypeError):
-    """What cannot be copied or pickled as it is; the message says what can."""
+    """An object cannot be copied or pickled as it is; the message says what can."""
 
 
 class ServerError(EcornnError):

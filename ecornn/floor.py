@@ -35,7 +35,7 @@ H100 = KNOWN["sm_90a"]
 
 @dataclass(frozen=True)
 class Step:
-    """What a floor depends on of a cell: products (H, H) of a state and (H, I) of x, and exchanges of a state."""
+    """The numbers of a cell's step that a floor depends on: products (H, H) of a state and (H, I) of x, exchanges."""
 
     products: int
     hoisted: int
@@ -75,7 +75,7 @@ def floor(gpu: Device, cell: str, B: int, I: int, H: int, dtype: str) -> Floor:
 
 
 def floor_of(gpu: Device, step: Step, B: int, I: int, H: int, dtype: str, stored: int | None = None) -> Floor:
-    """As :func:`floor`, of any step; ``stored``: bytes of a recurrent weight, where they are not those of ``dtype``."""
+    """The floor of any step; ``stored``: bytes of a recurrent weight, where they are not those of ``dtype``."""
     cuts = (_cut(gpu, step, B, I, H, dtype, groups, blocks, stored or BYTES[dtype])
             for groups in range(1, min(B, gpu.cores) + 1) for blocks in range(1, gpu.cores // groups + 1)
             if blocks > gpu.can.cluster or groups <= gpu.clusters(_size(blocks)))
@@ -104,7 +104,7 @@ def _cut(gpu: Device, step: Step, B: int, I: int, H: int, dtype: str, groups: in
 
 
 def _fetched(gpu: Device, rows: int, H: int, size: int, groups: int, blocks: int) -> float:
-    """Microseconds for what of h exceeds the bytes that an exchange was measured with."""
+    """Microseconds for the bytes of h beyond those that an exchange was measured with."""
     bounds, cluster = gpu_rates(gpu).bounds, gpu.can.cluster
     state = 0 if blocks == 1 else max(0, rows * H * size - (bounds.announced if blocks > cluster else 0))
     return max(state / bounds.intake, state * groups * -(-blocks // cluster) / bounds.l2) / 1e3

@@ -1,4 +1,4 @@
-"""What a user may say of a layer, in one place: every way in makes a :class:`LayerSpec` and passes it on."""
+"""The properties of a layer that a user may give, in one place: every way in makes a :class:`LayerSpec`."""
 
 from __future__ import annotations
 
@@ -76,11 +76,12 @@ class LayerSpec:
 
     @cached_property
     def stack(self) -> Stack:
-        """How it is put together from sequences. What is kept where it was left open the device decides."""
+        """The sequences that it is put together from. Where ``keep`` was left open the device decides."""
         return Stack(self.layers, self.bidirectional, self.lengths, self.resets, self.reverse, self.sequences,
                      (self.keep or "states") if self.training else None)
 
 
 def usual_dtype(kind: str, precision: str | None) -> str:
-    """The data type of who leaves it open on a device of that kind, ``cuda`` or ``llvm``; a precision is of float32."""
+    """The data type where a user leaves it open, on a device of that kind, ``cuda`` or ``llvm``; a precision is of
+    float32."""
     return "float32" if kind == "llvm" or precision else "bfloat16"

@@ -1,4 +1,4 @@
-"""What a module file says about itself, read by the loader."""
+"""The manifest: the description of a module in its file, which the loader reads."""
 
 from __future__ import annotations
 

@@ -29,17 +29,16 @@ _told: list[str] = []
 
 
 def compiled_layer(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None) -> Module:
-    """As :func:`ecornn.compiler.compile_layer` with these arguments, for ``cpu`` or ``cuda``.
+    """The module of a layer, as :func:`ecornn.compiler.compile_layer` makes it, for ``cpu`` or ``cuda``.
 
     Says on stderr, through the logger ``ecornn``, when a process first compiles something: it takes seconds. Raises
     :class:`~ecornn.errors.ModuleError` where that takes TVM, which is not there.
     """
-    found = module_folders.find(layer, target, config)
-    return module_folders.had(found or _compiled(layer, target, config))
+    return module_folders.had(module_folders.find(layer, target, config) or _compiled(layer, target, config))
 
 
 def _compiled(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> Module:
-    """From the build cache, or new."""
+    """The module from the build cache, or a new one."""
     if importlib.util.find_spec("tvm") is None:
         raise module_folders.missing(layer)
     from ecornn import compiler
@@ -52,8 +51,8 @@ def _compiled(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -
             logging.getLogger("ecornn").warning(
                 "compiling %s, as the first call of every kind of layer does, for some seconds; "
                 "ecornn.torch.prepare(model, *example) does it ahead", layer.workload)
-        made = compiler.compile_layer(layer, target=target, config=config)  # its file lives as long as it
-        return made.path.read_bytes()
+        module = compiler.compile_layer(layer, target=target, config=config)  # its file lives as long as it
+        return module.path.read_bytes()
 
     if cache.folder() is None:
         return from_bytes("layer.so", make())
@@ -61,7 +60,7 @@ def _compiled(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -
 
 
 def known(layer: LayerSpec, target: str) -> bool:
-    """Whether it is there already."""
+    """True where the module is in a folder or the cache already."""
     from ecornn.build import cache
 
     return module_folders.find(layer, target) is not None or cache.known("layer", _parts(layer, target, None))
@@ -73,7 +72,7 @@ def _parts(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> t
 
 
 def _device(target: str) -> tuple[bytes, ...]:
-    """What a target's code depends on, its compilers among it."""
+    """The device and the compilers that a target's code depends on."""
     from ecornn import host_cpu, host_gpu
     from ecornn.build import link, nvcc
 
@@ -87,7 +86,7 @@ def _device(target: str) -> tuple[bytes, ...]:
 
 
 def _logs() -> bytes:
-    """The tuning logs, by what changes with them."""
+    """The tuning logs, by name, size and time of change."""
     from ecornn.tune.compressed import SUFFIXES
     from ecornn.tune.folders import shipped_folder, user_folder
 

@@ -1,6 +1,6 @@
 """Modules that were compiled elsewhere: folders of module files, in which ``ecornn.torch`` looks before it compiles.
 
-A module is found by what it says that it is, so that programs which PyTorch saved run where there is no compiler: the
+A module is found by its manifest, so that programs which PyTorch saved run where there is no compiler: the
 folder goes with the program, and ``ECORNN_MODULES`` names it, or several with colons between them.
 """
 
@@ -42,7 +42,7 @@ def find(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None)
 
 
 def folders() -> list[Path]:
-    """Those of :data:`VARIABLE`."""
+    """The folders that :data:`VARIABLE` names."""
     return [Path(name).expanduser() for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
 
 
@@ -73,14 +73,14 @@ def save_modules(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def missing(layer: LayerSpec) -> ModuleError:
-    """What is said where nothing can be compiled."""
+    """The error where there is no module and nothing can be compiled."""
     places = ", ".join(map(str, folders())) or "no folder: it is not set"
     return ModuleError(f"there is no TVM here to compile {layer.workload}, and no module of it in {VARIABLE} "
                        f"({places}): call ecornn.torch.save_modules(folder) where there is one, after such a call")
 
 
 def _is(manifest: Manifest, layer: LayerSpec, target: str, finite: bool) -> bool:
-    """Whether a module serves a layer, for calls of its B and any T."""
+    """True where a module serves a layer, for calls of its B and any T."""
     there, asked = manifest.workload, layer.workload
     keep = manifest.stack.keep
     trains = keep is not None and layer.keep in (None, keep)

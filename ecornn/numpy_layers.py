@@ -1,4 +1,4 @@
-"""Layers in NumPy float64 of whatever has a step on arrays: stacks, both directions, lengths and resets.
+"""Layers in NumPy float64 of any step on arrays: stacks, both directions, lengths and resets.
 
 The steps are formulas (``numpy_reference.py``) or those of te graphs (``interpreter.py``).
 """
@@ -21,17 +21,18 @@ States = tuple[Array, ...]
 
 @dataclass(frozen=True)
 class Formula:
-    """One step of a cell on arrays, and what its weights are.
+    """One step of a cell on arrays, and its weights.
 
     Attributes
     ----------
     cell : its name, for messages
     kinds : names of the weights of a layer, in the order in which ``step`` takes them
-    named : of (kind, layer, whether it goes backwards) the name under which a user passes it
-    shapes : of (I, H) the weights' shapes as a user passes them
-    hidden : of (I, the weights by name, the shape of a state or None) H
-    states, outputs : how many states, and which of what ``step`` returns are y, side by side
-    step : of (x (B, I), states (B, H), weights) the new states, and behind them outputs that are none
+    named : (kind, layer, True for the direction from the end) -> the name under which a user passes it
+    shapes : (I, H) -> the weights' shapes as a user passes them
+    hidden : (I, the weights by name, the shape of a state or None) -> H
+    states : the number of states
+    outputs : places of the outputs, side by side in y, among the arrays that ``step`` returns
+    step : (x (B, I), states (B, H), weights) -> the new states, and behind them outputs that are no states
     """
 
     cell: str
@@ -46,8 +47,9 @@ class Formula:
 
 @dataclass(frozen=True)
 class Call:
-    """What :func:`run` takes: x (T, B, I), weights by name, first states (L*D, B, H) of each kind, lengths (B,), resets
-    (T, B); ``whole`` where all rows go through all steps; ``outer`` is (L*D,) where states have that axis, else ()."""
+    """The arguments of :func:`run`: x (T, B, I), weights by name, first states (L*D, B, H) of each kind, lengths (B,),
+    resets (T, B); ``whole`` where all rows go through all steps; ``outer`` is (L*D,) where states have that axis, else
+    ()."""
 
     formula: Formula
     x: Any
@@ -63,7 +65,7 @@ class Call:
 
 def checked(formula: Formula, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None, lengths: Any,
             resets: Any) -> Call:
-    """The arguments of :func:`reference` in float64; raises what it raises."""
+    """Checks the arguments of :func:`~ecornn.numpy_reference.reference`, which says what is raised; float64."""
     count = formula.states
     layers, directions = _extent(formula, weights)
     x = shaped("x", np.asarray(x, dtype=np.float64), (None, None, None))
@@ -82,13 +84,13 @@ def checked(formula: Formula, x: Any, weights: Mapping[str, Any], state: Sequenc
     shaped("resets", starts, (steps, batch))
     if not ((ends >= 0) & (ends <= steps)).all():
         raise ArgumentError("lengths", ends.tolist(), f"integers from 0 to T={steps}")
-    found: dict[str, Array] = {}
+    named: dict[str, Array] = {}
     for layer in range(layers):
         shapes = formula.shapes(directions * hidden if layer else x.shape[2], hidden)
         for reverse in (False, True)[:directions]:
             names = [formula.named(kind, layer, reverse) for kind in formula.kinds]
-            found |= {name: weight(weights, name, shape) for name, shape in zip(names, shapes, strict=True)}
-    return Call(formula, x, found, before, ends, starts, lengths is None and resets is None, layers, directions, outer)
+            named |= {name: weight(weights, name, shape) for name, shape in zip(names, shapes, strict=True)}
+    return Call(formula, x, named, before, ends, starts, lengths is None and resets is None, layers, directions, outer)
 
 
 def run(call: Call) -> tuple[Any, tuple[Any, ...]]:
@@ -109,15 +111,15 @@ def run(call: Call) -> tuple[Any, tuple[Any, ...]]:
                                                    call.whole):
                     now = tuple(np.zeros_like(s) for s in now) if fresh else now
                     for t in range(high - 1, low - 1, -1) if reverse else range(low, high):
-                        made = formula.step(y[t, rows], now, weights)
-                        now = made[:formula.states]
-                        ends = [made[n] for n in formula.outputs]
+                        returned = formula.step(y[t, rows], now, weights)
+                        now = returned[:formula.states]
+                        ends = [returned[n] for n in formula.outputs]
                         out[t] = np.concatenate(ends, axis=1) if ends[1:] else ends[0]
                 columns.append(np.stack(out) if out else np.zeros((0, *now[0].shape)))
                 last.append(now)
             outputs.append(np.concatenate(columns, axis=1) if columns else np.zeros((len(y), 0, first[0].shape[1])))
-            for n, kept in enumerate(after):
-                kept.append(np.concatenate([now[n] for now in last]) if last else first[n])
+            for n, states in enumerate(after):
+                states.append(np.concatenate([now[n] for now in last]) if last else first[n])
         y = np.concatenate(outputs, axis=2)
     return y, tuple(np.stack(parts).reshape(*call.outer, *parts[0].shape) for parts in after)
 

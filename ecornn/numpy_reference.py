@@ -1,7 +1,7 @@
-"""The layers in NumPy float64: what a compiled module is checked against.
+"""The layers in NumPy float64, which compiled modules are checked against.
 
 Built-in cells are written from the formulas, apart from ``ecornn.cells`` and without TVM, so that an error in either
-cannot hide in the other; gates are stacked in PyTorch's order. Of a user's cell the step is that of its te graph
+cannot hide in the other; gates are stacked in PyTorch's order. The step of a user's cell is that of its te graph
 (``interpreter.py``), which shares nothing with the analysis either.
 """
 
@@ -113,7 +113,7 @@ NORMALIZED: dict[str, tuple[int, int, Callable[..., States]]] = {  # the same wi
 
 
 def formula_of(cell: str) -> Formula:
-    """A built-in cell's; :class:`ArgumentError` for one that has none."""
+    """The formula of a built-in cell. Raises :class:`ArgumentError` for a cell that has none."""
     gates, count, one = _lookup(cell)
 
     def step(x: Array, states: States, weights: Sequence[Array]) -> States:
@@ -125,9 +125,9 @@ def formula_of(cell: str) -> Formula:
 
     def hidden(_: int, weights: Mapping[str, Any], __: tuple[int, ...] | None) -> int:
         r = weights["weight_hh_l0"]
-        found = np.shape(r)[-1] if np.ndim(r) else 0
-        weight(weights, "weight_hh_l0", (gates * found, found))
-        return found
+        size = np.shape(r)[-1] if np.ndim(r) else 0
+        weight(weights, "weight_hh_l0", (gates * size, size))
+        return size
 
     return Formula(cell, _kinds(cell), _as_in_pytorch, lambda inputs, size: _shapes(cell, inputs, size), hidden, count,
                    (0,), step)
@@ -185,13 +185,13 @@ def reference(cell: str | Cell, x: Any, weights: Mapping[str, Any], state: Seque
 
 
 def _kinds(cell: str) -> tuple[str, ...]:
-    """What a layer's weights are, in order."""
+    """The kinds of a layer's weights, in order."""
     more = GAINS + STATE_GAINS if cell == "lstm(layer_norm)" else GAINS
     return KINDS + more if cell in NORMALIZED else KINDS
 
 
 def _shapes(cell: str, inputs: int, hidden: int) -> list[tuple[int, ...]]:
-    """Their shapes."""
+    """The shapes of a layer's weights, in order."""
     rows = _lookup(cell)[0] * hidden
     special: dict[str, tuple[int, ...]] = {"weight_ih": (rows, inputs), "weight_hh": (rows, hidden)}
     special |= dict.fromkeys(STATE_GAINS, (hidden,))
@@ -202,14 +202,14 @@ def random_weights(cell: str, input: int, hidden: int, seed: int = 0, layers: in
                    directions: int = 1) -> dict[str, NDArray[np.float32]]:
     """Weights as PyTorch initialises them: float32, uniform in +-1/sqrt(H), by PyTorch's names; gains about 1."""
     generator, bound = np.random.default_rng(seed), hidden ** -0.5
-    found = {}
+    weights = {}
     for layer in range(layers):
         inputs = directions * hidden if layer else input
         for end in ("", "_reverse")[:directions]:
             for kind, shape in zip(_kinds(cell), _shapes(cell, inputs, hidden), strict=True):
                 value = generator.uniform(-bound, bound, shape) + kind.startswith("weight_ln")
-                found[f"{kind}_l{layer}{end}"] = value.astype(np.float32)
-    return found
+                weights[f"{kind}_l{layer}{end}"] = value.astype(np.float32)
+    return weights
 
 
 def _lookup(cell: str) -> tuple[int, int, Callable[..., States]]:

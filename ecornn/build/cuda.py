@@ -47,7 +47,7 @@ def generate(program: Program, device: Device) -> Generated:
     sources = host_sources(program, kernels, device.arch)
     with ThreadPoolExecutor(len(texts)) as threads:  # that wait for compilers
         compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
-    used = {symbol: resources for _, each in compiled for symbol, resources in each.items()}
+    used = {symbol: report for _, each in compiled for symbol, report in each.items()}
     return Generated(
         sources=sources,
         binaries={image(number): cubin for number, (cubin, _) in enumerate(compiled)},
