@@ -1,17 +1,17 @@
-"""Which sequences of a stack run at the same time on a GPU, each on a share of its multiprocessors.
+"""The sequences of a stack that run at the same time on a GPU, each on a share of its multiprocessors.
 
 A persistent kernel of a small layer does not gain much from the last blocks that it is given, and most of its step
 is the trip of the state through L2. So two sequences on a half of the GPU each can be done before one after the
-other on all of it are. What schedules expect of a step decides.
+other on all of it are. The times that schedules expect of a step decide.
 
-The directions of a layer need nothing of each other. Layers need what the one before made, so they work on chunks of
-time, each layer a chunk behind the one before it. K chunks through n layers take K + n - 1 times what one takes; more
-chunks fill the GPU sooner, but each has its launches.
+The directions of a layer need nothing of each other. Layers need the output of the one before, so they work on chunks
+of time, each layer a chunk behind the one before it. K chunks through n layers take K + n - 1 times as long as one;
+more chunks fill the GPU sooner, but each has its launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf, isfinite
 from typing import TYPE_CHECKING
@@ -64,13 +64,13 @@ def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str
     if wish == "none" or stack.count == 1 or device.kind != "cuda":
         return arranger.arrangement(Overlap(), timed=False)
     serial = None if wish in OVERLAPS else arranger.arrangement(Overlap())
-    found, refused = [], None
+    arranged, refused = [], None
     for overlap in arranger.overlaps([wish] if wish in OVERLAPS else OVERLAPS):
         try:
-            found.append(arranger.arrangement(overlap))
+            arranged.append(arranger.arrangement(overlap))
         except (ScheduleError, ArgumentError) as error:  # also where a configuration was given
             refused = error
-    best = min(found, key=lambda one: one.expected, default=None)
+    best = min(arranged, key=lambda one: one.expected, default=None)
     if serial is None:
         if best is None:
             raise refused or ScheduleError(f"{device.name} has too few multiprocessors to be shared")
@@ -79,7 +79,7 @@ def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str
 
 
 def impossible(kind: str, stack: Stack, device: Device) -> str | None:
-    """What would have to be otherwise for this kind of overlap; None: it is possible."""
+    """The arguments that would allow this kind of overlap, in words; None: it is possible."""
     if device.kind != "cuda":
         return "auto or none on a CPU, all of whose cores work on one sequence"
     if kind == "directions":
@@ -111,7 +111,7 @@ class _Arranger:
         self.known: dict[object, tuple[Task, Found, float]] = {}
 
     def overlaps(self, kinds: list[str] | tuple[str, ...]) -> Iterator[Overlap]:
-        """What can be tried of these kinds."""
+        """The overlaps of these kinds that can be tried."""
         for kind in kinds:
             if impossible(kind, self.stack, self.device) is not None:
                 continue
@@ -121,12 +121,11 @@ class _Arranger:
             yield from (Overlap(kind, width) for width in widths if 2 <= width <= min(WIDEST, self.device.cores))
 
     def arrangement(self, overlap: Overlap, timed: bool = True) -> Arrangement:
-        """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own. What to expect
-        of it (``timed``) takes longer to find out than which records apply."""
+        """The stack arranged so; each share of the GPU is planned for as if it were a GPU of its own. ``timed``: True
+        asks for the expected time, which takes longer to find out than the records that apply."""
         device = structs.replace(self.device, cores=self.device.cores // overlap.width)
-        made = [self._sequence(part, device, timed) for part in self.stack.parts(self.whole)]
-        times = [time for *_, time in made]
-        tasks, chosen = tuple(task for task, *_ in made), tuple(found for _, found, _ in made)
+        parts = [self._sequence(part, device, timed) for part in self.stack.parts(self.whole)]
+        tasks, chosen, times = zip(*parts, strict=True)
         if overlap.kind == "wavefront":
             overlap = self._in_chunks(overlap, max(times))
         return Arrangement(overlap, tasks, chosen, self._time(overlap, times))
@@ -140,7 +139,7 @@ class _Arranger:
             self.known[key] = task, self.choose(task), self.expect(task) if timed else inf
         return self.known[key]
 
-    def _time(self, overlap: Overlap, steps: list[float]) -> float:
+    def _time(self, overlap: Overlap, steps: Sequence[float]) -> float:
         """Nanoseconds of a call, from those of a step of each sequence."""
         each = [self.rates.sequence + self.whole.seq * step for step in steps]
         if overlap.kind == "directions":
@@ -152,14 +151,15 @@ class _Arranger:
         return sum(each)
 
     def _in_chunks(self, overlap: Overlap, step: float) -> Overlap:
-        """With the number of chunks that is best for the T to expect, and no chunk shorter than its launches."""
+        """``overlap`` with the number of chunks that is best for the T to expect, and no chunk shorter than its
+        launches."""
         seq, step = self.whole.seq, step if isfinite(step) else self.rates.step
         chunks = min(range(1, CHUNKS + 1), key=lambda n: wave_time(seq, n, overlap.width, step, self.rates))
         least = min(ceil(self.rates.sequence / step), chunk_steps(seq, chunks, 1))
         return structs.replace(overlap, chunks=ceil(seq / chunk_steps(seq, chunks, least)), least=least)
 
     def explained(self, made: Arrangement, serial: Arrangement | None) -> Arrangement:
-        """With the reason in the provenance of every sequence."""
+        """``made`` with the reason in the provenance of every sequence."""
         reasons = ["as asked for"] if serial is None else []
         if isfinite(made.expected):
             reasons.append(f"about {made.expected / 1e3:.0f} µs expected for {self.whole.seq} steps")

@@ -1,4 +1,4 @@
-"""What a schedule makes: functions in TIR, the buffers they share, and entries that call them in order.
+"""Programs, which schedules make: functions in TIR, the buffers they share, and entries that call them in order.
 
 A program is everything that is needed to build a module file: the host code that carries it out
 is generated from it (``ecornn/build/host_cuda.py``), and its manifest tells the loader how to pack
@@ -31,19 +31,19 @@ EARLIER, LATER = 1 << 30, 1 << 29
 PIECES_APART = 2
 
 
-# Roles of buffers: what a caller passes in, what a call writes for the caller, what forward writes for backward to
-# read, weights as kernels read them, and memory whose contents are undefined before a call.
+# Roles of buffers: those that a caller passes in, those that a call writes for the caller, those that forward writes
+# for backward to read, weights as kernels read them, and memory whose contents are undefined before a call.
 ROLES = GIVEN, MADE, KEPT, PACKED, WORKSPACE = "given", "made", "kept", "packed", "workspace"
 
 
 RUN, FORWARD, BACKWARD = "run", "forward", "backward"
 _ALL = RUN, FORWARD, BACKWARD
-SUMS = "sums"  # in place of a data type: what a layer adds up in
+SUMS = "sums"  # in place of a data type: the one that a layer adds up in
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a module exchanges with its caller, contiguous.
+    """An array that a module exchanges with its caller, contiguous.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Tensor:
     by_state : there is one for each state of each sequence of a stack; or for each value, by its number
     by_parameter : there is one for each parameter of each sequence of a stack, of the parameter's own shape
     optional : only where the field of its name of a :class:`~ecornn.workload.Traversal` is set
-    switch : no array: whether its pointer is null says something. Programs may have none
+    switch : no array: its pointer is null or not, which says something. Programs may have none
     """
 
     role: str
@@ -95,7 +95,7 @@ TENSORS = {
     "gradient": Tensor(MADE, ("G", "H", "K"), (BACKWARD,), SUMS, by_parameter=True),
     "existing": Tensor(GIVEN, ("1",), (BACKWARD,), "uint8", switch=True),
 }
-# entry -> the tensors that it exchanges with its caller. Of what is kept there is what backward reads.
+# entry -> the tensors that it exchanges with its caller; of kept ones there are those that backward reads
 ENTRIES = {entry: tuple(name for name, tensor in TENSORS.items() if entry in tensor.entries) for entry in _ALL}
 
 
@@ -111,7 +111,7 @@ class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one packed weight buffer is made from the cell's parameters, done once by ``bind``.
+    """The recipe of a packed weight buffer, by which ``bind`` makes it once from the cell's parameters.
 
     The ``sources`` are stacked on a new first axis (each is ``parameter[gate]``: (H, K) for a
     matrix, (H,) for a vector; a source ``("", 0)`` is zeros, and gate :data:`WHOLE` of a matrix is (G*H, K), the
@@ -139,11 +139,11 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes
     ----------
     role : one of :data:`ROLES`
-    extent : elements; none for what is given or made, whose size the caller knows. A workspace is 256-byte aligned
-    packing : how a packed one is made
-    tensor : what a given or made one is, of :data:`TENSORS`
+    extent : elements; none of a given or made one, whose size the caller knows. A workspace is 256-byte aligned
+    packing : the recipe of a packed one
+    tensor : the one of :data:`TENSORS` that a given or made one is
     state : the state's name, for a tensor that is one of each state; the parameter's, for one of each parameter
-    part : the number of the sequence of a stack that it belongs to; 0 for what all share
+    part : the number of the sequence of a stack that it belongs to; 0 where all share it
     """
 
     name: str
@@ -288,7 +288,8 @@ def chunk_steps(steps: int, chunks: int, least: int) -> int:
 
 
 def chunk_extent(extent: Extent, chunks: int, least: int) -> Extent:
-    """What one chunk needs of ``extent``, as an extent for all T: a chunk has at most T / chunks + least + 8 steps."""
+    """The part of ``extent`` that one chunk needs, as an extent for all T: a chunk has T / chunks + least + 8 steps at
+    most."""
     return Extent(extent.fixed + extent.per_step * (least + 8), -(-extent.per_step // chunks))
 
 
@@ -348,7 +349,7 @@ class Program:
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        """Those of all entries."""
+        """The calls of all entries."""
         return tuple(call for entry in self.entries.values() for call in entry.calls)
 
 
@@ -406,8 +407,8 @@ def launches(calls: Iterable[Call]) -> Iterator[Launch]:
 
 
 def packs(program: Program) -> bool:
-    """Whether a GPU's module packs its weights itself, by the kernel of build/pack_weights.cu, which knows not every
-    kind of packing."""
+    """True where a GPU's module packs its weights itself, by the kernel of build/pack_weights.cu, which does not know
+    every kind of packing."""
     packings = [b.packing for b in program.buffers if b.packing is not None]
     return bool(packings) and all(p.dtype in ON_GPU for p in packings)
 
@@ -423,8 +424,8 @@ def packed_for_left_out(program: Program) -> tuple[str, ...]:
 
 
 def leaves_out(program: Program) -> tuple[str, ...]:
-    """The tensors that a call of ``backward`` may have null for: those that nothing makes but launches that are left
-    out then."""
+    """The tensors that a call of ``backward`` may have null for: those that only launches make which are left out
+    then."""
     if BACKWARD not in program.entries:
         return ()
     states = {b.name for b in program.buffers if b.tensor == "dstate_in"}

@@ -151,9 +151,9 @@ class Recurrent:
         work, count = self._manifest.workload, self._manifest.stack.count
         return (batch, work.hidden) if count == 1 else (count, batch, work.hidden)
 
-    # What XLA calls. x (T, B, I), masks, states and weights as tuples of arrays.
+    # The functions that XLA calls: x (T, B, I), masks, states and weights as tuples of arrays.
     def _results(self, x: jax.Array) -> list[jax.ShapeDtypeStruct]:
-        """Of y and the last states."""
+        """The shapes and types of y and the last states."""
         steps, batch = x.shape[:2]
         y = (steps, batch, self._manifest.y_width)
         state = jax.ShapeDtypeStruct(self._state_shape(batch), self._dtype)
@@ -167,7 +167,7 @@ class Recurrent:
 
     def forward(self, x: jax.Array, masks: Arrays, states: Arrays,
                 weights: Arrays) -> tuple[jax.Array, Arrays, jax.Array]:
-        """The same, and what is kept for :meth:`backward`, bytes."""
+        """y, the last states, and the values that are kept for :meth:`backward`, as bytes."""
         if not self._trains:
             raise ModuleError("the module was compiled without training=True: it has no gradients")
         _, nbytes = kept_layout(self._manifest, *x.shape[:2])
@@ -223,11 +223,11 @@ def _with_rows(layer: Recurrent) -> Callable[..., tuple[jax.Array, Arrays]]:
         most = layer.module.manifest.workload.batch // x.shape[2]
         if any(batched[3]) or most < 2:  # the call's own way: one after the other
             axes = (0, 0, 0, tuple(0 if has else None for has in batched[3]))
-            found = jax.vmap(layer.run, in_axes=axes)(x, masks, states, weights)
+            results = jax.vmap(layer.run, in_axes=axes)(x, masks, states, weights)
         else:
             parts = [_folded(layer, slice(n, n + most), x, masks, states, weights) for n in range(0, size, most)]
-            found = jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
-        return found, jax.tree.map(lambda _: True, found)
+            results = jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+        return results, jax.tree.map(lambda _: True, results)
 
     return run
 

@@ -1,4 +1,4 @@
-"""Constants of an ONNX model: what it holds, and what its nodes compute from that alone.
+"""Constants of an ONNX model: the tensors that it holds, and those that its nodes compute from these alone.
 
 An exporter leaves weights behind nodes: transposed, cast, quantized, or as a shape to be filled. These nodes are
 evaluated by the reference that the onnx package has for each operator.
@@ -26,7 +26,7 @@ class Scope:
     Attributes
     ----------
     graph : an ``onnx.GraphProto``
-    nodes : those of the graph, each an object that stays the same
+    nodes : the nodes of the graph, each an object that stays the same
     opsets : the versions of the operators that it uses
     outer : the scope of the node whose body this graph is; None of the model itself
     depth : how many graphs it is in
@@ -65,12 +65,12 @@ class Scope:
         home = self._home(name)
         if home is None:
             return None
-        found = settled(home, name, lambda scope: scope._fixed, Scope._is_fixed)
-        if found is True:  # only then is anything computed
-            found = settled(home, name, lambda scope: scope._values, Scope._value)
-        if isinstance(found, ModuleError):
-            raise ModuleError(str(found))
-        return None if found is False else found
+        value = settled(home, name, lambda scope: scope._fixed, Scope._is_fixed)
+        if value is True:  # only then is anything computed
+            value = settled(home, name, lambda scope: scope._values, Scope._value)
+        if isinstance(value, ModuleError):
+            raise ModuleError(str(value))
+        return None if value is False else value
 
     def _home(self, name: str) -> Scope | None:
         """The scope that has a tensor; None: it is an input of the model's."""
@@ -93,7 +93,7 @@ class Scope:
         inputs = [scope is not None and scope._fixed[n] for scope, n in self.needs(name)]
         if not computable(source) or False in inputs:
             return False
-        return next((found for found in inputs if found is not True), True)
+        return next((error for error in inputs if error is not True), True)
 
     def _value(self, name: str) -> Any:
         (source,) = self._sources[name]
@@ -123,8 +123,8 @@ class Scope:
 
 
 def settled(scope: Scope, name: str, known_of: Callable[[Scope], Known], judge: Callable[[Scope, str], Any]) -> Any:
-    """Returns what ``judge`` says of a tensor, asked of all that the tensor is computed from before; each scope has in
-    ``known_of`` what was said of its tensors. A graph may be deeper than Python's stack."""
+    """The result of ``judge`` for a tensor, after those for all tensors that it is computed from; ``known_of`` gives
+    each scope's results. A graph may be deeper than Python's stack."""
     waiting, begun = [(scope, name)], set()
     while waiting:
         one = where, tensor = waiting[-1]
@@ -151,7 +151,7 @@ def bodies(node: Any) -> Iterator[Any]:
 
 
 def computable(source: Any) -> bool:
-    """Whether what makes a tensor is a node that makes the same of the same inputs."""
+    """True where the source of a tensor is a node that computes the same from the same inputs."""
     if not hasattr(source, "op_type") or source.domain not in DOMAINS or source.op_type in UNKNOWN:
         return False
     trains = source.op_type == "Dropout" and len(source.input) > 2  # perhaps, and drops others each time
@@ -165,15 +165,15 @@ def evaluated(node: Any, inputs: dict[str, Any], opsets: Any) -> list[Any]:
     from onnx.reference import ReferenceEvaluator
 
     given = [onnx.ValueInfoProto(name=name) for name in inputs]
-    made = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+    outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
     if oldest := OLDEST.get(node.op_type):
         opsets = [helper.make_opsetid(o.domain, max(o.version, oldest)) for o in opsets if o.domain in DOMAINS]
-    model = helper.make_model(helper.make_graph([node], "constant", given, made), opset_imports=opsets or None)
+    model = helper.make_model(helper.make_graph([node], "constant", given, outputs), opset_imports=opsets or None)
     values = iter(ReferenceEvaluator(model).run(None, inputs))
-    found = [next(values) if name else None for name in node.output]
-    if not all(value is None or isinstance(value, (np.ndarray, np.generic)) for value in found):
+    results = [next(values) if name else None for name in node.output]
+    if not all(value is None or isinstance(value, (np.ndarray, np.generic)) for value in results):
         raise TypeError("a sequence or a map")
-    return [value if value is None else np.asarray(value) for value in found]
+    return [value if value is None else np.asarray(value) for value in results]
 
 
 def readable(tensor: Any, name: str) -> None:
@@ -205,9 +205,9 @@ def dense(values: Any, indices: Any, dims: Any) -> Any:
     """A sparse tensor's array."""
     if indices.size and indices.min() < 0:
         raise ValueError("an index is negative")
-    made = np.zeros(tuple(dims), values.dtype)
+    array = np.zeros(tuple(dims), values.dtype)
     if indices.ndim == 1:
-        made.reshape(-1)[indices] = values
+        array.reshape(-1)[indices] = values
     else:
-        made[tuple(indices.T)] = values
-    return made
+        array[tuple(indices.T)] = values
+    return array

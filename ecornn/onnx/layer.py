@@ -20,7 +20,7 @@ class OnnxLayer:
 
     Attributes
     ----------
-    node : what was compiled
+    node : the node that was compiled
     layer : the layer itself, in PyTorch's shapes
     """
 
@@ -85,7 +85,7 @@ class OnnxLayer:
 
 
 def array(value: Any, name: str) -> Any:
-    """As a NumPy array; :class:`ArgumentError` for what is none."""
+    """``value`` as a NumPy array. Raises :class:`ArgumentError` where it cannot be one."""
     try:
         return np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -108,9 +108,9 @@ def compile(node: Node, *, batch: int = BATCH, seq: int = SEQ, target: str | Dev
             dtype: str | None = None) -> OnnxLayer:
     """Compiles a node, for calls of up to ``batch`` rows and lengths of about ``seq``.
 
-    ``dtype``: what it computes in; default: the node's own, but on a CPU float32 for one of 16 bits. Raises what
-    :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 on a GPU where ``dtype`` does not say
-    that less will do.
+    ``dtype``: the type that it computes in; default: the node's own, but on a CPU float32 for one of 16 bits. Raises
+    what :func:`ecornn.compile` raises, and :class:`DTypeError` for a node of float64 on a GPU where ``dtype`` does not
+    say that less will do.
     """
     from ecornn.compiler import compile_layer, device_of
 

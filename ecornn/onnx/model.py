@@ -30,13 +30,12 @@ def read(model: Any, node: str | None = None) -> Node:
     Raises :class:`ModuleError` where the file cannot be read or the model contradicts itself, :class:`ArgumentError`
     where onnx is not installed or not one node is of that name, and what :func:`ecornn.onnx.node.interpret` raises.
     """
-    model = load(model)
-    scope, found = choose(model, node)
-    return from_proto(found, {name: scope.constant(name) for name in found.input[1:] if name})
+    scope, chosen = choose(load(model), node)
+    return from_proto(chosen, {name: scope.constant(name) for name in chosen.input[1:] if name})
 
 
 def load(model: Any) -> Any:
-    """A model of a file's name, or an ``onnx.ModelProto`` as it is. Raises as :func:`read`."""
+    """The model of a file, or an ``onnx.ModelProto`` as it is. Raises the errors of :func:`read`."""
     try:
         import onnx
     except ImportError as error:

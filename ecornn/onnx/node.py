@@ -1,6 +1,6 @@
-"""What an ONNX recurrent node means: a cell with options, a direction, and weights by PyTorch's names.
+"""The meaning of an ONNX recurrent node: a cell with options, a direction, and weights by PyTorch's names.
 
-After https://onnx.ai/onnx/operators/onnx__LSTM.html, onnx__GRU.html and onnx__RNN.html.
+It follows https://onnx.ai/onnx/operators/onnx__LSTM.html, onnx__GRU.html and onnx__RNN.html.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Node:
     direction : ``forward``, ``reverse`` or ``bidirectional``
     batch_first : ONNX's layout 1
     weights : by PyTorch's names, float32, or float64 as the node's tensors
-    outputs : which of Y, Y_h and Y_c the node has
+    outputs : True for each of Y, Y_h and Y_c that the node has
     dtype : of the node's tensors: ``float16``, ``bfloat16``, ``float32`` or ``float64``
     inputs : those of ``sequence_lens``, ``initial_h`` and ``initial_c`` that the node has: its constant, or None
         where each call must bring it. In ONNX's shapes; states as the weights, lengths int32
@@ -127,7 +127,7 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
 
 
 def _weights(op: str, tensors: Sequence[Array | None], own: Any) -> dict[str, Array]:
-    """By PyTorch's names, of W, R, B and P."""
+    """The weights by PyTorch's names, from W, R, B and P."""
     w, r, b, p = tensors
     weights: dict[str, Array] = {}
 
@@ -187,14 +187,14 @@ def _options(name: str, op: str, attributes: Mapping[str, Any], count: int) -> d
     alpha, beta = list(attributes.get("activation_alpha") or ()), list(attributes.get("activation_beta") or ())
     texts = []
     for given in chosen:  # an activation takes the next alpha and the next beta, if it has such
-        found = {n.lower(): v for n, v in NAMES.items()}.get(str(given).lower())
-        if found is None:
+        own = {n.lower(): v for n, v in NAMES.items()}.get(str(given).lower())
+        if own is None:
             raise ArgumentError(f"{name}.activations", given, f"one of {', '.join(NAMES)}")
-        numbers = list(DEFAULTS[found])
+        numbers = list(DEFAULTS[own])
         for at, left in enumerate((alpha, beta)[:len(numbers)]):
             if left:
                 numbers[at] = shortest(left.pop(0))
-        texts.append(":".join((found, *map(number, numbers))) if tuple(numbers) != DEFAULTS[found] else found)
+        texts.append(":".join((own, *map(number, numbers))) if tuple(numbers) != DEFAULTS[own] else own)
     if count == 2 and texts[:len(roles)] != texts[len(roles):]:
         raise ArgumentError(f"{name}.activations", chosen, "the same for both directions")
     return options | {role: text for role, text, usual in zip(roles, texts, defaults, strict=False) if text != usual}

@@ -30,7 +30,7 @@ class Names:
         self._made: Counter[str] = Counter()  # of each wanted name
 
     def new(self, *parts: str) -> str:
-        """One that is made of these."""
+        """A new name, made of these parts."""
         name = wanted = "/".join(parts)
         while name in self._taken:
             self._made[wanted] += 1
@@ -56,7 +56,7 @@ class Tensors:
         self._seen: dict[tuple[int, str], tuple[Any, str]] = {}  # by arrays, which live as long, and types
 
     def of(self, value: Any, dtype: str, *parts: str) -> str:
-        """The name of the one with an array's value in that type; a new one's is made of ``parts``."""
+        """The name of the initializer with an array's value in that type; a new name is made of ``parts``."""
         from onnx import numpy_helper
 
         if (id(value), dtype) not in self._seen:
@@ -70,11 +70,11 @@ class Tensors:
 
 
 class Replacement:
-    """What takes a node's place.
+    """The nodes that take the place of a recurrent one.
 
     Attributes
     ----------
-    node : that one
+    node : the recurrent node
     nodes : in their order, with the outputs that the node has; they need tensors of ``tensors``
     """
 
@@ -84,7 +84,7 @@ class Replacement:
         self._tensors = tensors
 
     def make(self, device: str, dtype: str, module: str, digest: str, parameters: Sequence[str]) -> None:
-        """For a module of ``dtype`` and a kind of device, whose weights are ``parameters``.
+        """Makes the nodes for a module of ``dtype`` and a kind of device, whose weights are ``parameters``.
 
         Raises :class:`ArgumentError` for a node on a GPU that has but one of two states.
         """
@@ -114,7 +114,7 @@ class Replacement:
         return helper.make_node(operator, inputs, outputs, name=self._new(operator), **attributes)
 
     def _swap(self) -> list[Step]:
-        """Of X and states, between ONNX's layouts."""
+        """The steps between ONNX's layouts of X and states."""
         return [("Transpose", {"perm": SWAPPED})] if self._meaning.batch_first else []
 
     def _cast(self, dtype: str, to: str) -> list[Step]:
@@ -129,7 +129,7 @@ class Replacement:
         return name
 
     def _outwards(self, to: str, steps: Sequence[Step], what: str) -> str:
-        """What our output is called, of which these steps make ``to``."""
+        """The name of our output, from which these steps make ``to``."""
         if not to:
             return self._new(what)
         names = [*(self._new(what) for _ in steps), to]
@@ -138,7 +138,7 @@ class Replacement:
         return names[0]
 
     def _unfolded(self) -> list[Step]:
-        """Y, (T, D, B, H) or (B, T, D, H), of (T, B, D, H), which with one direction is (T, 1, B, H)."""
+        """The steps to Y, (T, D, B, H) or (B, T, D, H), from (T, B, D, H), which with one direction is (T, 1, B, H)."""
         if self._meaning.direction != "bidirectional":
             return [("Transpose", {"perm": [2, 0, 1, 3]})] if self._meaning.batch_first else []
         return [("Transpose", {"perm": [1, 0, 2, 3] if self._meaning.batch_first else [0, 2, 1, 3]})]
@@ -151,8 +151,8 @@ def _type(dtype: str) -> int:
 
 
 def apply(model: Any, replacements: Sequence[tuple[Scope, Replacement]], tensors: Mapping[Scope, Tensors]) -> None:
-    """Puts them where their nodes were, the scopes' order being that of the model, with the tensors that each scope's
-    need, and takes out what nothing needs any more."""
+    """Puts replacements where their nodes were, the scopes' order being that of the model, with the tensors that each
+    scope's need, and takes out initializers and nodes that nothing needs any more."""
     of: dict[Scope, dict[int, Replacement]] = {}
     for scope, replacement in replacements:
         of.setdefault(scope, {})[id(replacement.node)] = replacement
@@ -167,8 +167,8 @@ def apply(model: Any, replacements: Sequence[tuple[Scope, Replacement]], tensors
 
 
 def _remove(model: Any, names: set[str]) -> None:
-    """Takes initializers and nodes whose outputs are of these names out where nothing uses them, and then what these
-    alone used."""
+    """Takes initializers and nodes whose outputs are of these names out where nothing uses them, and then those that
+    these alone used."""
     scopes = [*Scope(model.graph, model.opset_import).inner()]
     uses = Counter(name for scope in scopes for name in (
         *(value.name for value in scope.graph.output), *(name for node in scope.nodes for name in node.input)))

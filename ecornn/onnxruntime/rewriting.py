@@ -75,7 +75,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
         Default: the model's, and 20 where it leaves it open
     seq : the length T to expect, of which every one is served; default: the model's, and 300 where it leaves it open
     target : as of :func:`ecornn.compile`. Nodes for a GPU run where the session has the CUDA execution provider
-    dtype : what the nodes compute in; default: their own, but on a CPU float32 for those of 16 bits
+    dtype : the type that the nodes compute in; default: their own, but on a CPU float32 for those of 16 bits
 
     Raises
     ------
@@ -96,13 +96,13 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     if (depth := max(scope.depth for scope in scopes)) > DEEPEST:
         raise ModuleError(f"the model's graphs are nested {depth} deep: a file that can be read has at most {DEEPEST}")
     names = Names(scopes)
-    found, inside = recurrent(changed, {value.name for value in changed.graph.input})
+    nodes, inside = recurrent(changed, {value.name for value in changed.graph.input})
     taken: list[tuple[Scope, Replacement, Taken]] = []
     left = [Left(title(n), n.op_type, f"it is in the function {name}: inline the model's functions (onnx.inliner)")
             for name, n in inside]
     weights: Shared = {}
-    tensors = {scope: Tensors(names) for scope, _ in found}
-    for scope, node in found:
+    tensors = {scope: Tensors(names) for scope, _ in nodes}
+    for scope, node in nodes:
         try:
             meaning = _meaning(scope, node, weights)
             rows, steps = sizes.of(meaning, node.input[0])
@@ -182,7 +182,7 @@ def _title(model: Any) -> Any:
 
 
 def _own(model: Any) -> Any:
-    """A model that may be changed, whose inputs are what a call may bring."""
+    """A model that may be changed, whose inputs are those that a call may bring."""
     own = load(model)
     if own is model:
         own = type(model)()
