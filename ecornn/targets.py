@@ -1,4 +1,4 @@
-"""What a user calls a target: ``cpu``, ``cuda``, an architecture or a CPU's name; and the devices that these mean."""
+"""Targets as users name them, ``cpu``, ``cuda``, an architecture or a CPU, and the devices that these mean."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def resolve(target: str | Device) -> Device:
     if target == "cpu":
         return host_cpu.detect()
     if target == "cuda":
-        found = host_gpu.detect()
-        if found is None:
+        gpu = host_gpu.detect()
+        if gpu is None:
             raise DeviceError("target", target, "a machine with a CUDA GPU and its driver; without "
                               f"one name the architecture, one of {', '.join(KNOWN)}, or 'cpu'")
-        return found
+        return gpu
     name = "sm_90a" if target == "sm_90" else target
     if name in KNOWN:
         return KNOWN[name]
-    found = None if name.startswith("sm_") else host_cpu.named(name)
-    if found is None:
+    cpu = None if name.startswith("sm_") else host_cpu.named(name)
+    if cpu is None:
         raise DeviceError("target", target, f"'cpu', 'cuda', one of {', '.join(KNOWN)}, or LLVM's name of a "
                           "64-bit CPU such as znver4, skylake-avx512 or neoverse-v1")
-    return found
+    return cpu

@@ -33,15 +33,18 @@ def make_task(cell: Cell, workload: Workload, device: Device, traversal: Travers
 
 
 def read_out_task(task: Task) -> Task:
-    """The loop of a task, and what can follow it, where nothing is kept for a backward pass; on a CPU with weights as
-    they are, and of several rows without products of x, which there are faster in the chunk's projection."""
+    """The loop of a task, with the passes that can follow it, where nothing is kept for a backward pass; else the task.
+
+    On a CPU these passes need weights as they are; for several rows they must have no products of x, which are faster
+    there in the chunk's projection.
+    """
     from ecornn.analysis.read_out import read_out
 
     whole = task.traversal.keep is not None or task.workload.weights is not None
     parts = None if whole else read_out(task.graph)
     if parts is None or (task.device.kind == "llvm" and task.workload.batch > 1 and parts.after.hoisted_products):
         return task
-    # what the loop writes is its own, whatever other direction there is
+    # the loop writes outputs of its own, whatever other direction there is
     return replace(task, graph=parts.loop, traversal=structs.replace(task.traversal, directions=1),
                    after=After(parts.after, task.traversal))
 
@@ -60,7 +63,7 @@ def adjoint_task(task: Task) -> Task:
 
 
 def tunes_backward(task: Task) -> bool:
-    """Whether a task has an adjoint whose recurrence is a choice of its own: on a CPU it goes by the forward pass's."""
+    """True where the recurrence of a task's adjoint is a choice of its own: on a CPU it goes by the forward pass's."""
     return task.traversal.keep is not None and task.device.kind == "cuda"
 
 
@@ -92,7 +95,7 @@ def make_program(schedule: Schedule, task: Task, config: Config,
 
 def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, program: Program,
                   provenance: str, stack: Stack = SINGLE, overlap: Overlap = SERIAL) -> Manifest:
-    """What the module file will say about itself; ``task`` is of the first part of the stack, on the whole device."""
+    """The manifest of a module; ``task`` is of the first part of the stack, on the whole device."""
     parameters, outputs = [], cell.output_names()
     for part in stack.parts(task.workload):
         prefix = parameter_prefix(stack, part)
@@ -115,10 +118,10 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
 
 def versions() -> dict[str, str]:
     """Versions of ecornn, TVM and tvm-ffi, for manifests and records."""
-    found = {}
+    known = {}
     for name, package in PACKAGES.items():
         try:
-            found[name] = version(package)
+            known[name] = version(package)
         except PackageNotFoundError:
-            found[name] = "unknown"
-    return found
+            known[name] = "unknown"
+    return known

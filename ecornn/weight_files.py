@@ -39,26 +39,26 @@ class WeightFile(Mapping[str, Any]):
             raise ArgumentError("weights", str(path), f"a file *.safetensors or *{', *'.join(CHECKPOINTS)}")
         read = _safetensors if kind == ".safetensors" else _checkpoint
         every = read(self.path)
-        self._found = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
-        if not self._found:
+        self._tensors = {n.removeprefix(prefix): v for n, v in every.items() if n.startswith(prefix)}
+        if not self._tensors:
             layers = [n.removesuffix(LAST) for n in every if n.endswith(LAST)]
             known = f"; layers have the prefixes {_some(map(repr, layers))}" if layers else ""
             raise WeightsError(f"{path} has no tensor whose name starts with {prefix!r}; it has {_some(every)}{known}",
                                list(every))
 
     def layer(self) -> dict[str, Any]:
-        """Those that are named as a recurrent layer's are, ``..._l0`` and so on, and not further down."""
+        """The tensors that are named as a recurrent layer's are, ``..._l0`` and so on, and not further down."""
         return {n: self[n] for n in self if _NAME.fullmatch(n) and "." not in n}
 
     def __getitem__(self, name: str) -> Any:
-        value = self._found[name]
+        value = self._tensors[name]
         return value() if callable(value) and not hasattr(value, "shape") else value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._tensors)
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
@@ -98,20 +98,21 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         raise ArgumentError("weights", str(path), "PyTorch installed, to read a checkpoint; or a "
                             "*.safetensors file") from error
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of damaged bytes an unpickler raises whatever they lead to
         raise ArgumentError("weights", str(path), f"a PyTorch checkpoint of tensors only ({error!r})") from error
-    if not isinstance(found, Mapping):
-        raise ArgumentError("weights", str(path), f"a checkpoint with a state_dict, not of a {type(found).__name__}")
-    every, place = _tensors(found, torch.Tensor), _place(path, found, torch.Tensor)
+    if not isinstance(content, Mapping):
+        raise ArgumentError("weights", str(path), f"a checkpoint with a state_dict, not of a {type(content).__name__}")
+    every, place = _tensors(content, torch.Tensor), _place(path, content, torch.Tensor)
     if not every:
-        raise ArgumentError("weights", str(path), f"a checkpoint with tensors; its keys are {_some(map(str, found))}")
+        raise ArgumentError("weights", str(path), f"a checkpoint with tensors; its keys are {_some(map(str, content))}")
     outside = {name: value for name, value in every.items() if not name.startswith(place)}
     return outside | {name.removeprefix(place): value for name, value in every.items() if name.startswith(place)}
 
 
 def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Any]:
-    """Those of mappings in mappings, by their keys with dots between; of one in several places, those of the first."""
+    """The tensors of mappings in mappings, by their keys with dots between; of a mapping in several places, at the
+    first."""
     every: dict[str, Any] = {}
     seen, left = set[int](), [("", found)]
     while left:
@@ -125,8 +126,8 @@ def _tensors(found: Mapping[Any, Any], tensor: type[Any]) -> dict[str, Any]:
 
 
 def _place(path: Path, found: Mapping[Any, Any], tensor: type[Any]) -> str:
-    """What stands before the names of the model's tensors: keys as training programs have them, or the only one that
-    has tensors."""
+    """The prefix of the names of the model's tensors: keys as training programs have them, or the only one that has
+    tensors."""
     place, seen = "", set[int]()
     while True:
         if id(found) in seen:
@@ -145,7 +146,7 @@ def _place(path: Path, found: Mapping[Any, Any], tensor: type[Any]) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first ones."""
+    """The first names."""
     first = [*names]
     return ", ".join(first[:8]) + (", ..." if len(first) > 8 else "") if first else "none"
 
@@ -175,7 +176,7 @@ def check_shapes(weights: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...
 
 
 def check_place(path: Path) -> None:
-    """What :func:`save` needs, to be asked before the work is done.
+    """Checks that :func:`save` can write a file, before the work is done.
 
     Raises :class:`ArgumentError` where ``path`` is there and :func:`save` did not write it, or safetensors is not
     installed.

@@ -1,4 +1,4 @@
-"""What is compiled: a recurrent layer at one size, and how layers and directions are put together."""
+"""Workloads, which are compiled: a recurrent layer at one size; and how layers and directions are put together."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import msgspec
 from ecornn.dtypes import DTYPES, ITEMSIZE
 from ecornn.errors import ArgumentError, DTypeError
 
-# B and T of who leaves them open, in every command and function: so that what is tuned is what is compiled
+# B and T where a user leaves them open, in every command and function: so that the same is tuned and compiled
 BATCH, SEQ = 20, 300
-FEW = 8  # steps of a call on a GPU, up to which what it takes beside its steps may decide what is best
+FEW = 8  # steps of a call on a GPU, up to which the time beside its steps may decide the best schedule
 WEIGHTS = ("float32", "float16", "bfloat16", "int21", "int16", "int8")
-ON_GPUS = ("int8",)  # of these, what recurrent weights of 16-bit layers may be rounded to there
+ON_GPUS = ("int8",)  # the ones that recurrent weights of 16-bit layers may be rounded to there
 PRECISIONS = ("exact", "tf32")
 KEEPS = ("states", "gates")
 
 
 def summed(dtype: str) -> str:
-    """What a layer of that data type adds up in, and the type of the gradients of its weights."""
+    """The data type that a layer of ``dtype`` adds up in, and that of the gradients of its weights."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -33,7 +33,8 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seq : the T to tune for; compiled modules serve any T >= 1
     dtype : ``float32``, ``float16``, ``bfloat16`` or ``float64``; of x, y, the states and, unless ``weights`` says
         otherwise, the weights
-    weights : None, or what matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or ``int16``, by the
+    weights : None, or the type that matrices of weights are rounded to, on a CPU: ``bfloat16``; ``int21`` or ``int16``,
+    by the
         largest magnitude of each row; or ``int8`` alike, with products of integers. On a GPU, of float16 and bfloat16:
         ``int8``, of recurrent matrices alone
     precision : None, or ``tf32``: the factors of float32 products are rounded to TF32 (10 bits of
@@ -69,7 +70,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def backward(self) -> bool:
-        """Whether it is the recurrence of an adjoint."""
+        """True where it is the recurrence of an adjoint."""
         return self.entry == "backward"
 
     @property
@@ -79,12 +80,12 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def arithmetic(self) -> str:
-        """What the factors of products are rounded to: ``dtype``, or ``tf32``."""
+        """The type that the factors of products are rounded to: ``dtype``, or ``tf32``."""
         return self.precision or self.dtype
 
     @property
     def stored(self) -> str:
-        """What matrices of weights are kept as."""
+        """The type that matrices of weights are stored as."""
         return self.weights or self.dtype
 
     @property
@@ -100,7 +101,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one sequence of a layer goes through time, and where its y lies.
+    """The way of one sequence of a layer through time, and the place of its y.
 
     Attributes
     ----------
@@ -111,7 +112,8 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         reverse the state is therefore cleared after step t
     sequences : ``sequences[t, b]`` is the number of the sequence that column b of the batch works on at step t,
         or -1; states are by sequence
-    keep : what the forward pass keeps of each step for the backward pass, one of :data:`KEEPS`; None: there is none
+    keep : the values of each step that the forward pass keeps for the backward pass, one of :data:`KEEPS`; None: there
+        is no backward pass
     backward : the sequence is the recurrence of an adjoint, of a layer that goes the other way: it writes ``outputs``
         in place of y, and its states are cleared wherever the layer's were, also behind its last step
     """
@@ -129,7 +131,7 @@ class Traversal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.directions * hidden
 
     def y_offset(self, hidden: int) -> int:
-        """Where this sequence's elements start in a row of y."""
+        """The first of this sequence's elements in a row of y."""
         return hidden if self.reverse and self.directions > 1 else 0
 
 
@@ -151,21 +153,21 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def second(self) -> bool:
-        """Whether it is the second direction of its layer."""
+        """True where it is the second direction of its layer."""
         return self.traversal.reverse and self.traversal.directions > 1
 
 
 class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a module is put together from sequences; the default is one of them.
+    """The sequences that a module is put together from; the default is one.
 
     Attributes
     ----------
     layers : L; y of one is x of the next
     bidirectional : every layer goes both ways; y is (T, B, 2 H)
     reverse : every layer goes from the end to the start only
-    lengths, resets, sequences : whether a call takes them, see :class:`Traversal`
-    keep : for modules that train, what forward keeps for backward: ``states``, from which the rest is computed again;
-        or ``gates`` besides, from which that takes no products
+    lengths, resets, sequences : True where a call takes them, see :class:`Traversal`
+    keep : for modules that train, the values that forward keeps for backward: ``states``, from which the rest is
+        computed again; or ``gates`` besides, from which that takes no products
     """
 
     layers: int = 1
@@ -202,15 +204,15 @@ class Stack(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def parts(self, whole: Workload) -> tuple[Part, ...]:
         """The sequences in the order in which they run; ``whole`` has the input size of the first layer."""
-        found: list[Part] = []
+        parts: list[Part] = []
         for layer in range(self.layers):
             inputs = whole.input if layer == 0 else self.directions * whole.hidden
             work = msgspec.structs.replace(whole, input=inputs)
             for reverse in (False, True) if self.bidirectional else (self.reverse,):
                 traversal = Traversal(reverse, self.directions, self.lengths, self.resets, self.sequences,
                                       self.keep)
-                found.append(Part(len(found), layer, traversal, work))
-        return tuple(found)
+                parts.append(Part(len(parts), layer, traversal, work))
+        return tuple(parts)
 
     def __str__(self) -> str:
         words = [f"{self.layers} layers"] if self.layers > 1 else []
@@ -227,14 +229,14 @@ OVERLAPS = ("directions", "wavefront")
 
 
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which sequences of a stack run at the same time; the default is none.
+    """The sequences of a stack that run at the same time; the default is none.
 
     Attributes
     ----------
     kind : ``none``; ``directions``: the two of a layer side by side; or ``wavefront``: ``width`` layers, each a chunk
         of time behind the one before it
     width : the most sequences at the same time; each has this part of the multiprocessors
-    chunks, least : of time in a wavefront, at most, and the least steps of one
+    chunks, least : the most chunks of time in a wavefront, and the least steps of one
     """
 
     kind: str = "none"

@@ -1,4 +1,4 @@
-"""The code of a configuration, and which of its lines each knob makes."""
+"""The code of a configuration, and the lines of it that each knob makes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST = 3000  # lines that are compared
 @dataclass(frozen=True)
 class MarkedCode:
     """The function of a program that knobs change most: its lines, each with the knobs that would change it, and the
-    other values that these were compared with; ``alone``: knobs of which no other value goes with the rest."""
+    other values that these were compared with; ``alone``: knobs without another value that goes with the rest."""
 
     name: str
     lines: list[tuple[str, list[str]]]
@@ -25,7 +25,7 @@ class MarkedCode:
 
 
 def marked(trial: Trial, task: Task | None) -> MarkedCode | None:
-    """That of a trial; None where its schedule is not what it was, or its code is too long to compare."""
+    """The code of a trial; None where its schedule has changed since, or its code is too long to compare."""
     return asked(trial, task, _marked)
 
 

@@ -1,4 +1,4 @@
-"""What each knob of a search did: times by its values, and how much of the cost model rests on it."""
+"""The effect of each knob of a search: times by its values, and its share of the cost model."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Effect:
 
 
 def effects(run: SearchRun, task: Task | None) -> list[Effect]:
-    """Of each knob that took more than one value, the one that explains most first."""
+    """The effects of knobs that took more than one value, the one that explains most first."""
     best = run.best
     if best is None:
         return []
     timed = [t for t in run.search if t.times is not None and t.schedule == best.schedule]
     weights, lines = importance(run, task), trades(best, task)
-    found = []
+    every = []
     for knob in best.config:
         groups: dict[tuple[str, Value], list[float]] = {}  # True is 1, as a key
         for trial in timed:
@@ -56,8 +56,8 @@ def effects(run: SearchRun, task: Task | None) -> list[Effect]:
             continue
         values = [AtValue(value, len(times), min(times), statistics.median(times), value == best.config[knob])
                   for (_, value), times in sorted(groups.items(), key=lambda g: (g[0][0], g[0][1]))]
-        found.append(Effect(knob, explained(list(groups.values())), weights.get(knob), lines.get(knob, ""), values))
-    return sorted(found, key=lambda e: (-(e.importance or 0.0), -e.share, e.knob))
+        every.append(Effect(knob, explained(list(groups.values())), weights.get(knob), lines.get(knob, ""), values))
+    return sorted(every, key=lambda e: (-(e.importance or 0.0), -e.share, e.knob))
 
 
 def explained(groups: list[list[float]]) -> float:
@@ -71,7 +71,7 @@ def explained(groups: list[list[float]]) -> float:
 
 def importance(run: SearchRun, task: Task | None) -> dict[str, float]:
     """Knobs of the best's schedule by their share of the total gain of the cost model's trees, trained on this run
-    alone. What a schedule says of a candidate beside its knobs has the rest. {} where there is too little to learn."""
+    alone. A schedule's other features of a candidate have the rest. {} where there is too little to learn."""
     from ecornn.schedules import all_schedules
     from ecornn.tune.features import features
     from ecornn.tune.model import CostModel

@@ -1,4 +1,4 @@
-"""What results say of the layers of a log: times of other libraries, and of the stages of a step.
+"""Results beside the layers of a log: times of other libraries, and of the stages of a step.
 
 Results are files of ``ecornn bench --json`` or ``--csv``, or JSON lines of ``benchmarks/``, of which those of
 ``why_above_floor.py`` have stages, measured by leaving them out.
@@ -28,8 +28,8 @@ KINDS: dict[str, tuple[str, str | None]] = {"tf32-both": ("float32", "tf32")} | 
 
 @dataclass
 class Beside:
-    """Of one layer on one device: µs a step of other libraries by name, and of stages, with the configuration that
-    these are of."""
+    """The results of one layer on one device: µs a step of other libraries by name, and of stages, with the
+    configuration that these were measured with."""
 
     peers: dict[str, float] = field(default_factory=dict)
     stages: dict[str, float] = field(default_factory=dict)
@@ -39,42 +39,42 @@ class Beside:
 
 @dataclass(frozen=True)
 class Measured:
-    """All that the files say, by device and layer; ``files``: their names."""
+    """All results of files, by device and layer; ``files``: their names."""
 
     rows: Mapping[tuple[object, ...], Beside]
     files: tuple[str, ...] = ()
 
     def peers(self, trial: Trial) -> dict[str, float]:
         """Other libraries' µs a step in the trial's layer on its device, the fastest first."""
-        found = self.rows.get(key(trial.workload, trial.device.name), Beside()).peers
-        return dict(sorted(found.items(), key=lambda one: one[1]))
+        peers = self.rows.get(key(trial.workload, trial.device.name), Beside()).peers
+        return dict(sorted(peers.items(), key=lambda one: one[1]))
 
     def stages(self, trial: Trial) -> dict[str, float]:
         """µs of the stages of a step, where those of this very configuration were measured."""
-        found = self.rows.get(key(trial.workload, trial.device.name), Beside())
-        return found.stages if (found.schedule, found.config) == (trial.schedule, trial.config) else {}
+        row = self.rows.get(key(trial.workload, trial.device.name), Beside())
+        return row.stages if (row.schedule, row.config) == (trial.schedule, trial.config) else {}
 
 
 NOTHING = Measured({})
 
 
 def key(work: Workload, device: str) -> tuple[object, ...]:
-    """What has to be the same."""
+    """The device and the properties of a layer that results must share with a trial."""
     return (device, work.cell, work.hidden, work.input, work.batch, work.seq, work.dtype, work.precision, work.weights,
             str(work.entry))
 
 
 def measured(paths: Iterable[Path]) -> Measured:
-    """What files say; of what several say the last one counts. Raises :class:`~ecornn.errors.ArgumentError` for a file
-    that has no results."""
+    """The results of files, the last one where several have the same layer. Raises
+    :class:`~ecornn.errors.ArgumentError` for a file that has no results."""
     rows: dict[tuple[object, ...], Beside] = {}
     names = []
     for path in paths:
-        found = list(_grid(path) if path.suffix == ".jsonl" else _bench(path))
-        if not found:
+        results = list(_grid(path) if path.suffix == ".jsonl" else _bench(path))
+        if not results:
             raise ArgumentError("--results", str(path), "results of `ecornn bench --json` or --csv, or JSON lines of "
                                 "benchmarks/, with times of single layers")
-        for name, one in found:
+        for name, one in results:
             known = rows.setdefault(name, Beside())
             known.peers |= one.peers
             if one.stages:
@@ -108,7 +108,7 @@ def _bench(path: Path) -> Iterator[tuple[tuple[object, ...], Beside]]:
 
 
 def _yes(value: object) -> bool:
-    """Of JSON, or a word of CSV."""
+    """True for a value of JSON, or a word of CSV, that is true."""
     return value is True or str(value) == "True"
 
 

@@ -144,8 +144,8 @@ class _Reader:
             if steps and arm.phases and before == len(self.phases):  # the note is on the loop
                 arm.phases[-1].step = True
         elif kind == "ScopeIdDefStmt":
-            found = getattr(stmt, "def")
-            for var, extent in zip(found.def_ids, found.extents, strict=True):
+            scope = getattr(stmt, "def")
+            for var, extent in zip(scope.def_ids, scope.extents, strict=True):
                 self.extents[var.name], self.indices[var] = int(extent), 0
         else:
             if kind == "Bind" and self._known(stmt.value):
@@ -153,7 +153,7 @@ class _Reader:
             self._leaf(stmt, arm, step, polls)
 
     def extents_of(self, arm: _Arm) -> tuple[int, int]:
-        """How many threads of a CTA, by whole warps, come to an arm, and in how many CTAs."""
+        """The number of threads of a CTA, in whole warps, that come to an arm, and of CTAs in which they do."""
         blocks = [self._threads(arm, block) for block in range(self.extents.get("block", 1))]
         return max(blocks), sum(map(bool, blocks))
 
@@ -218,16 +218,16 @@ def _calls(stmt: Any) -> list[_Call]:
     import tvm_ffi
     from tvm import ir
 
-    found: list[_Call] = []
+    calls: list[_Call] = []
 
     def one(call: ir.Call) -> None:
         texts = [type(argument).__name__ == "StringImm" for argument in call.args]
-        found.append(_Call(str(getattr(call.op, "name", "")).removeprefix("tirx."),
+        calls.append(_Call(str(getattr(call.op, "name", "")).removeprefix("tirx."),
                            tuple(str(a.value) for a, text in zip(call.args, texts, strict=True) if text and a.value),
                            [a for a, text in zip(call.args, texts, strict=True) if not text]))
 
     tvm_ffi.structural_walk(stmt, (ir.Call, one))
-    return found
+    return calls
 
 
 def _act(call: _Call, polls: bool) -> Act | None:

@@ -1,4 +1,4 @@
-"""What a log says of each search in it."""
+"""The searches of a log."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class SearchRun:
 
     @property
     def time(self) -> str:
-        """When the last of it was written."""
+        """The time at which its last record was written."""
         return max(r.time for r in (*self.search, *self.finals, *([self.finish] if self.finish else [])))
 
     @property
     def best(self) -> Trial | None:
-        """The last time of what the run found best; where the log no longer has that, as after ``ecornn log prune``,
-        and of a run that was stopped, the fastest that it has."""
-        if self.finish is not None and (found := self.last(self.finish.best)) is not None:
-            return found
+        """The last trial of the configuration that the run found best; where the log no longer has that, as after
+        ``ecornn log prune``, and of a run that was stopped, the fastest that it has."""
+        if self.finish is not None and (best := self.last(self.finish.best)) is not None:
+            return best
         return min((t for t in self.search if t.times), key=lambda t: t.times.median, default=None)  # type: ignore[union-attr]
 
     @property
     def default(self) -> Trial | None:
-        """The last time of the untuned default; None in a run that was stopped, which does not say what it is."""
+        """The last trial of the untuned default; None in a run that was stopped, which does not name it."""
         return self.last(self.finish.default) if self.finish is not None else None
 
     def last(self, choice: Choice | None) -> Trial | None:
@@ -53,7 +53,7 @@ class SearchRun:
 
     @property
     def gain(self) -> Gain | None:
-        """Over the default."""
+        """The gain of the best over the default."""
         return gain_of(Journal(self.path, self.run, [*self.search, *self.finals], self.finish))
 
     @property
@@ -62,7 +62,7 @@ class SearchRun:
         return Counter(first_line(t.error, 90) for t in self.search if t.error).most_common()
 
     def curve(self) -> list[tuple[int, float, float]]:
-        """Of each trial that ran: its number, µs a step, and the best until then."""
+        """(number, µs a step, the best until then) of each trial that ran."""
         points, best = [], float("inf")
         for number, trial in enumerate(self.search, 1):
             if trial.times is not None:
@@ -73,14 +73,14 @@ class SearchRun:
 
 def searches(log: Log) -> list[SearchRun]:
     """The runs of a log that measured anything, the latest first."""
-    found: dict[tuple[Path, str], SearchRun] = {}
+    runs: dict[tuple[Path, str], SearchRun] = {}
     for line in log.lines:
         record = line.record
-        run = found.setdefault((line.path, record.run), SearchRun(line.path, record.run))
+        run = runs.setdefault((line.path, record.run), SearchRun(line.path, record.run))
         if isinstance(record, Trial):
             (run.finals if record.stage == "final" else run.search).append(record)
         elif isinstance(record, Finish):
             run.finish = record
         else:
             run.start = record
-    return sorted((r for r in found.values() if any(t.times for t in r.search)), key=lambda r: r.time, reverse=True)
+    return sorted((r for r in runs.values() if any(t.times for t in r.search)), key=lambda r: r.time, reverse=True)

@@ -34,7 +34,7 @@ class _Box:
         return self.top + len(self.lines) * LINE + 2 * PAD - 2 + self.more
 
     def middle(self, act: Act) -> float:
-        """The height of the line that says so."""
+        """The height of the line of an act."""
         return self.top + PAD + LINE * (next(n for n, line in enumerate(self.lines) if line[2] == act) + 0.5)
 
     def meets(self, act: Act) -> float:
@@ -60,7 +60,7 @@ class _Lane:
 
 
 def picture(kernel: Kernel) -> str:
-    """For the report's page."""
+    """The picture for the report's page."""
     parts, height = drawn(kernel, svg.WIDTH)
     return svg.figure(parts, label(kernel), height)
 
@@ -198,7 +198,7 @@ def _sent(lanes: list[_Lane], lane: _Lane, act: Act) -> tuple[_Lane, _Box, Act] 
 
 
 def _arrows(lanes: list[_Lane]) -> list[str]:
-    """From those that send to those that wait for it in the next step."""
+    """Arrows from roles that send to those that wait for it in the next step."""
     parts = []
     for lane in lanes:
         after = lane.boxes[-1]

@@ -30,7 +30,7 @@ class Axis:
 
     @classmethod
     def of(cls, values: Sequence[float], begin: float, end: float, log: bool = False) -> Axis:
-        """Around the values, with a little room."""
+        """An axis around the values, with a little room."""
         low, high = min(values), max(values)
         if log:
             room = max((high / low) ** 0.06, 1.02)
@@ -66,7 +66,7 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "middle")
 
 
 def figure(parts: Iterator[str] | Sequence[str], label: str, height: float = HEIGHT) -> str:
-    """The whole, as wide as there is room; ``label`` is read out by who does not see it."""
+    """The whole picture, as wide as there is room; ``label`` is read out to people who do not see it."""
     return (f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label, quote=True)}">'
             + "".join(parts) + "</svg>")
 
