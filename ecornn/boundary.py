@@ -57,14 +57,14 @@ def refuse_untyped(error: Exception, layer: Callable[[], str]) -> None:
 
 def ours(error: BaseException) -> bool:
     """Tells whether the package, or a library that it called, raised the error."""
-    frame, found = error.__traceback__, False
+    frame, own = error.__traceback__, False
     while frame is not None:
         name = str(frame.tb_frame.f_globals.get("__name__", "importlib"))  # C++ has none
         root = name.partition(".")[0]
         if root not in LIBRARIES:
-            found = root == "ecornn" and name not in INSTEAD
+            own = root == "ecornn" and name not in INSTEAD
         frame = frame.tb_next
-    return found
+    return own
 
 
 def versions() -> str:

@@ -61,21 +61,21 @@ class LayerPlan:
         from ecornn.task import make_program
 
         programs: dict[object, Program] = {}
-        for task, found, inner in zip(self.tasks, self.chosen, self.backward, strict=True):
+        for task, choice, inner in zip(self.tasks, self.chosen, self.backward, strict=True):
             key = task.workload, task.traversal
             if key not in programs:
                 backward = (inner.schedule, inner.config) if inner is not None else None
-                programs[key] = make_program(found.schedule, task, found.config, backward, self.overlap)
+                programs[key] = make_program(choice.schedule, task, choice.config, backward, self.overlap)
         return tuple(programs[task.workload, task.traversal] for task in self.tasks)
 
 
 def _told(labels: list[str], chosen: Iterable[Found | None], entry: str) -> list[tuple[str, str, str]]:
     """:meth:`LayerPlan.why` for the choices of one ``entry``, which is named if it is not the sequence itself."""
     labels_of: dict[tuple[str, str], list[str]] = {}
-    for label, found in zip(labels, chosen, strict=True):
-        if found is not None:
-            text = " ".join((found.schedule.name, *(f"{k}={v}" for k, v in found.config.items())))
-            labels_of.setdefault((text, found.provenance), []).append(label)
+    for label, choice in zip(labels, chosen, strict=True):
+        if choice is not None:
+            text = " ".join((choice.schedule.name, *(f"{k}={v}" for k, v in choice.config.items())))
+            labels_of.setdefault((text, choice.provenance), []).append(label)
     every = len(labels_of) == 1
     return [(" ".join(filter(None, (entry, "" if every else ", ".join(of)))), *key) for key, of in labels_of.items()]
 
@@ -176,10 +176,10 @@ def _complete(planned: LayerPlan) -> tuple[Program, Manifest]:
     from ecornn.compose import compose
     from ecornn.task import make_manifest
 
-    found = planned.found
+    choice = planned.found
     program = compose(planned.stack, planned.workload, planned.programs(), planned.overlap)
-    manifest = make_manifest(planned.cell, replace(planned.task, device=planned.device), found.schedule, found.config,
-                             program, found.provenance, planned.stack, planned.overlap)
+    manifest = make_manifest(planned.cell, replace(planned.task, device=planned.device), choice.schedule, choice.config,
+                             program, choice.provenance, planned.stack, planned.overlap)
     names = dict.fromkeys(f.schedule.name for f in planned.chosen)
     return program, structs.replace(manifest, schedule="+".join(names))
 

@@ -48,11 +48,11 @@ def clocks(index: int = 0) -> tuple[int, int]:
     driver, handle, khz = _open("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
     if driver is None or driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(handle), index) != 0:
         return 0, 0
-    found = []
+    mhz = []
     for number in (_CLOCK, _MEMORY_CLOCK):
         known = driver.cuDeviceGetAttribute(ctypes.byref(khz), number, handle) == 0
-        found.append(khz.value // 1000 if known else 0)
-    return found[0], found[1]
+        mhz.append(khz.value // 1000 if known else 0)
+    return mhz[0], mhz[1]
 
 
 def architecture(major: int, minor: int, name: str) -> str:
@@ -68,9 +68,9 @@ def driver_version() -> str | None:
     if nvml := _open("libnvidia-ml.so.1"):
         text = ctypes.create_string_buffer(96)
         if nvml.nvmlInit_v2() == 0:
-            found = nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0
+            told = nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0
             nvml.nvmlShutdown()
-            if found:
+            if told:
                 return text.value.decode()
     module = Path("/sys/module/nvidia/version")
     if module.is_file():

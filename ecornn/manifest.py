@@ -90,10 +90,10 @@ class _Said(msgspec.Struct):
 def decode(text: str) -> Manifest:
     """The manifest from its JSON. Raises :class:`ModuleError` where it is of another format, or not as it says."""
     try:
-        found = msgspec.json.decode(text, type=_Said).format
-        if found == FORMAT:
+        number = msgspec.json.decode(text, type=_Said).format
+        if number == FORMAT:
             return msgspec.json.decode(text, type=Manifest)
     except msgspec.MsgspecError as error:
         raise ModuleError(f"not a module of this version of ecornn: {error}") from error
-    raise ModuleError(f"not a module of this version of ecornn: its manifest is of format {found}, and {FORMAT} is "
+    raise ModuleError(f"not a module of this version of ecornn: its manifest is of format {number}, and {FORMAT} is "
                       "read; compile the layer again")

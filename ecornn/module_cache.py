@@ -78,8 +78,8 @@ def _device(target: str) -> tuple[bytes, ...]:
 
     compiler = link.identity().encode()
     if target == "cuda":
-        found = host_gpu.detect()
-        return msgspec.json.encode(found and found.identity), nvcc.identity().encode(), compiler
+        gpu = host_gpu.detect()
+        return msgspec.json.encode(gpu and gpu.identity), nvcc.identity().encode(), compiler
     info, allowed = host_cpu.cpuinfo(), sorted(os.sched_getaffinity(0))
     words = [info.get(name) for name in ("model name", "flags", "CPU part", "Features")]
     return msgspec.json.encode((words, host_cpu.physical_cores(allowed), host_cpu.l2_bytes(allowed[0]))), compiler
@@ -90,10 +90,10 @@ def _logs() -> bytes:
     from ecornn.tune.compressed import SUFFIXES
     from ecornn.tune.folders import shipped_folder, user_folder
 
-    found = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
+    files = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
              if folder.is_dir() for path in sorted(folder.glob("*.jsonl*"))
              if path.name.endswith(SUFFIXES) and path.is_file() for state in [path.stat()]]
-    return msgspec.json.encode(found)
+    return msgspec.json.encode(files)
 
 
 @cache

@@ -35,10 +35,10 @@ def find(layer: LayerSpec, target: str, config: Mapping[str, Any] | None = None)
 
     Raises :class:`~ecornn.errors.ModuleError` for a folder that is missing and a file in it that cannot be loaded.
     """
-    found = [m for folder in folders() for m in _modules(folder, _state(folder))
+    serving = [m for folder in folders() for m in _modules(folder, _state(folder))
              if _is(m.manifest, layer, target, finite=not config) and _runs_here(m.manifest)]
     # one that does not train before one that does, whose kernels may be others
-    return min(found, key=lambda m: (m.manifest.workload.batch, m.manifest.stack.keep is not None), default=None)
+    return min(serving, key=lambda m: (m.manifest.workload.batch, m.manifest.stack.keep is not None), default=None)
 
 
 def folders() -> list[Path]:

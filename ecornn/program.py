@@ -429,6 +429,6 @@ def leaves_out(program: Program) -> tuple[str, ...]:
     if BACKWARD not in program.entries:
         return ()
     states = {b.name for b in program.buffers if b.tensor == "dstate_in"}
-    made = [one for one in launches(program.entries[BACKWARD].calls)
+    makers = [one for one in launches(program.entries[BACKWARD].calls)
             if any(one.names.get(p.name, p.name) in states for p in program.functions[one.function].params)]
-    return ("dstate_in",) if made and all(one.wanted for one in made) else ()
+    return ("dstate_in",) if makers and all(one.wanted for one in makers) else ()

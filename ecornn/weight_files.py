@@ -160,10 +160,10 @@ def sizes_of(weights: Mapping[str, Any]) -> dict[str, Any]:
         if name not in weights:
             raise WeightsError(f"there is no {name} among the weights: {', '.join(weights) or 'there are none'}; "
                                "--prefix says what stands before a layer's names", [name])
-    ends = [found for found in map(_NAME.fullmatch, weights) if found]
+    ends = [end for end in map(_NAME.fullmatch, weights) if end]
     hidden = weights["weight_hh_l0"].shape
     return {"hidden": int(hidden[-1]), "input": int(weights["weight_ih_l0"].shape[-1]),
-            "layers": 1 + max(int(found[2]) for found in ends), "bidirectional": any(found[3] for found in ends)}
+            "layers": 1 + max(int(end[2]) for end in ends), "bidirectional": any(end[3] for end in ends)}
 
 
 def check_shapes(weights: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> None:

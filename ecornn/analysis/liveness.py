@@ -62,37 +62,37 @@ def reads(graph: StepGraph, p: int) -> list[Var]:
     Operands of its products are not among them: they are exchanged. Those of the next phase's products are, where they
     were known before: products of one level are several phases if their matrices have several shapes.
     """
-    found = [v for a in assigns_of(graph, p) for v in variables(a.value)]
-    found += [v for s in statistics_of(graph, p) for v in s.operands]
+    read = [v for a in assigns_of(graph, p) for v in variables(a.value)]
+    read += [v for s in statistics_of(graph, p) for v in s.operands]
     before = graph.phases[:p]
     early = {q.var for phase in before for q in phase.products} | {a.var for phase in before for a in phase.assigns}
     early |= {v for v, made in statistics(graph).items() if made < p}
-    found += [v for phase in graph.phases[p + 1:p + 2] for v in phase.operands if v in early]
+    read += [v for phase in graph.phases[p + 1:p + 2] for v in phase.operands if v in early]
     if p == phase_count(graph) - 1:
-        found += [*graph.results.values(), *graph.outputs]
-    return list(dict.fromkeys(found))
+        read += [*graph.results.values(), *graph.outputs]
+    return list(dict.fromkeys(read))
 
 
 def carried(graph: StepGraph) -> dict[Var, int]:
     """Scalars that a phase computes and a later one reads -> the phase that computes them. Statistics are not among
     them: they are one value a batch row."""
-    found: dict[Var, int] = {}
+    phase_of: dict[Var, int] = {}
     for p, phase in enumerate(graph.phases):
         made = {product.var for product in phase.products} | {a.var for a in phase.assigns}
         for later in range(p + 1, len(graph.phases)):
-            found.update({v: p for v in reads(graph, later) if v in made})
-    return found
+            phase_of.update({v: p for v in reads(graph, later) if v in made})
+    return phase_of
 
 
 def opening(graph: StepGraph) -> tuple[Assign, ...]:
     """The assignments of the prologue that states and parameters determine: they are known before the step's inputs."""
-    unknown, found = {*graph.hoisted_outputs, *graph.row_inputs}, []
+    unknown, known = {*graph.hoisted_outputs, *graph.row_inputs}, []
     for a in graph.prologue:
         if unknown.isdisjoint(variables(a.value)):
-            found.append(a)
+            known.append(a)
         else:
             unknown.add(a.var)
-    return tuple(found)
+    return tuple(known)
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ def urgent(graph: StepGraph) -> Urgent:
 
 def needed(assigns: Iterable[Assign], wanted: set[Var]) -> tuple[tuple[Assign, ...], set[Var]]:
     """The ``assigns`` that ``wanted`` depends on, in order, and ``wanted`` with the variables that they read."""
-    found, wanted = [], set(wanted)
+    used, wanted = [], set(wanted)
     for a in reversed(tuple(assigns)):
         if a.var in wanted:
-            found.append(a)
+            used.append(a)
             wanted.update(variables(a.value))
-    return tuple(reversed(found)), wanted
+    return tuple(reversed(used)), wanted
 
 
 def late_operands(graph: StepGraph) -> tuple[Var, ...]:

@@ -31,10 +31,10 @@ class Partials:
 
     def of(self, a: Assign) -> dict[Var, Factor]:
         """The partial derivative of what is assigned by each variable that it reads."""
-        found: dict[Var, Factor] = {}
+        partials: dict[Var, Factor] = {}
         self._magnitudes = set(self._operands_of_fabs(a.value, a.var.name))
-        self._walk(a.value, a.var, 1.0, found, a.var.name)
-        return {var: factor for var, factor in found.items() if not isinstance(factor, float) or factor != 0.0}
+        self._walk(a.value, a.var, 1.0, partials, a.var.name)
+        return {var: factor for var, factor in partials.items() if not isinstance(factor, float) or factor != 0.0}
 
     def named(self, e: Expr, name: str) -> Expr:
         """The variable that has the value of ``e``; constants, variables and conditions stay."""
@@ -168,19 +168,19 @@ class Sweep:
         """The products that give gradients of operands; those of x, whose variable is called ``x``, are not added."""
         from tvm import tirx
 
-        found: list[tuple[Var | None, list[Term]]] = []
+        by_operand: list[tuple[Var | None, list[Term]]] = []
         for product in products:
             for term in product.terms if product.var in gradients else ():
-                made = Term(gradients[product.var], term.parameter, term.gate, not term.transposed,
-                            term.heads, term.columns, term.rows)
-                same = next((terms for o, terms in found if o is term.operand or (
+                transposed = Term(gradients[product.var], term.parameter, term.gate, not term.transposed,
+                                  term.heads, term.columns, term.rows)
+                same = next((terms for o, terms in by_operand if o is term.operand or (
                     o is not None and o.same_as(term.operand))), None)
                 if same is None:
-                    found.append((term.operand, [made]))
+                    by_operand.append((term.operand, [transposed]))
                 else:
-                    same.append(made)
+                    same.append(transposed)
         result = []
-        for operand, terms in found:
+        for operand, terms in by_operand:
             var = tirx.Var(f"d_{'x' if operand is None else operand.name}_product", "float32")
             result.append(Product(var, tuple(terms)))
             self.level[var] = level
@@ -193,26 +193,26 @@ class Sweep:
         """The sums that give gradients of operands: of the gradients, at each unit, of totals and squares."""
         from tvm import tirx
 
-        found = []
+        sums = []
         for s in statistics:
-            for made in s.made:
-                if made not in gradients:
+            for var in s.made:
+                if var not in gradients:
                     continue
-                total = tirx.Var(f"d_{made.name}_sum", "float32")
+                total = tirx.Var(f"d_{var.name}_sum", "float32")
                 self.level[total] = level
-                found.append(Statistic(total, None, (gradients[made],)))
+                sums.append(Statistic(total, None, (gradients[var],)))
                 if s.largest:
-                    found.append(self._maximum(s, total, level))
+                    sums.append(self._maximum(s, total, level))
                     continue
                 for operand in s.operands:
                     factor: Factor = self._inside(s)
-                    if made is s.squares or made.same_as(s.squares):
+                    if var is s.squares or var.same_as(s.squares):
                         count = tirx.const(1.0 / s.count(self.hidden), "float32")
                         two = tirx.const(2.0, "float32")
                         apart = self.partials.named(two * (operand - s.total * count), operand.name)
                         factor = self.factor(self.partials.times(apart, factor, operand.name))
                     self.add(operand, factor, total)
-        return tuple(found)
+        return tuple(sums)
 
     def _inside(self, s: Statistic) -> Factor:
         """1 in the units that a statistic is of, 0 in the others."""

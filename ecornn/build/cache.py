@@ -88,8 +88,8 @@ def _write(root: Path, path: Path, content: bytes) -> None:
     global _unchecked
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.replacing(path) as made:
-            made.write_bytes(hashlib.sha256(content).digest() + content)
+        with temporary.replacing(path) as beside:
+            beside.write_bytes(hashlib.sha256(content).digest() + content)
         _unchecked += len(content)
         if _unchecked >= EVERY:
             _unchecked = 0

@@ -169,8 +169,8 @@ class _Writer:
                        f"    int32_t T = left < {call.steps} ? left : {call.steps};",
                        f"    Pointer p[{max(1, self.most)}];", "    (void)T;",
                        "    chunk_pointers(p, all, moving, handed, first_step, B, i > 0);"]
-        for own, kept in ((self.place(a, "in place"), self.place(b, "rows of")) for a, b in call.in_place):
-            self.lines.append(f"    if (all[{own}] == all[{kept}]) p[{own}] = p[{kept}];")
+        for workspace, rows in ((self.place(a, "in place"), self.place(b, "rows of")) for a, b in call.in_place):
+            self.lines.append(f"    if (all[{workspace}] == all[{rows}]) p[{workspace}] = p[{rows}];")
         if EXISTING in self.places:  # by all chunks but the first
             self.lines += [f"    if (i > 0) p[{self.places[EXISTING]}] = 1;", *self.added("    ")]
         self.in_chunks = True

@@ -38,11 +38,11 @@ def link(generated: Generated, out: Path) -> None:
     with temporary.folder() as folder:
         inputs = write_inputs({}, objects, generated.binaries, folder, generated.functions)
         try:
-            with temporary.replacing(out) as made:
+            with temporary.replacing(out) as beside:
                 run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
                           "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o",
-                          str(made)], folder)
-                checksum.append(made)
+                          str(beside)], folder)
+                checksum.append(beside)
         except OSError as error:
             raise BuildError(f"{out} cannot be written: {error}") from error
 

@@ -41,9 +41,9 @@ def compile_cubin(source: str, arch: str) -> tuple[bytes, Resources]:
     Source that was compiled before, with the same compiler, comes from the cache. Raises :class:`BuildError` with the
     compiler's first lines, or with what to install.
     """
-    kept = cache.entry("cubin", (source, arch, identity()),
-                       lambda: msgspec.msgpack.encode(_compile(source, arch, "cubin")))
-    code, log = msgspec.msgpack.decode(kept, type=tuple[bytes, str])
+    entry = cache.entry("cubin", (source, arch, identity()),
+                        lambda: msgspec.msgpack.encode(_compile(source, arch, "cubin")))
+    code, log = msgspec.msgpack.decode(entry, type=tuple[bytes, str])
     return code, parse_resources(log)
 
 
@@ -125,12 +125,12 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] =
     virtual = f"compute_{arch.removeprefix('sm_')}"
     real = arch if kind == "cubin" else virtual
     with temporary.folder() as folder:
-        given, made = folder / "kernels.cu", folder / f"kernels.{kind}"
-        given.write_text(source)
-        command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, *defines, f"-{kind}", str(given),
-                   "-o", str(made)]
+        source_file, output = folder / "kernels.cu", folder / f"kernels.{kind}"
+        source_file.write_text(source)
+        command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, *defines, f"-{kind}", str(source_file),
+                   "-o", str(output)]
         status, log = run(command, WORK)
         if status != 0:
             raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}"
                              f"{temporary.limited()}")
-        return made.read_bytes(), log
+        return output.read_bytes(), log

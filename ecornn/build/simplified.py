@@ -51,20 +51,20 @@ def _may_stand_for(bound: Any) -> bool:
     import tvm_ffi
     from tvm import ir, tirx
 
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def look(value: Any) -> None:
         if isinstance(value, ir.Call):
-            found["changes"] += _effect(value) > PURE
+            counts["changes"] += _effect(value) > PURE
         elif isinstance(value, ir.TensorLoad):
-            found["changes"] += 1
+            counts["changes"] += 1
         elif not isinstance(value, (tirx.Var, tirx.IntImm, tirx.FloatImm, ir.StringImm)):
-            found["operations"] += 1
+            counts["operations"] += 1
 
     tvm_ffi.structural_walk(bound.value, (ir.Expr, look))
     if isinstance(bound.value, tirx.Var):
         return bool(bound.value.name.startswith(("threadIdx", "blockIdx")))
-    return not found["changes"] and found["operations"] >= (LARGE if bound.var.name.startswith(MADE) else 1)
+    return not counts["changes"] and counts["operations"] >= (LARGE if bound.var.name.startswith(MADE) else 1)
 
 
 def _needed(statement: Any, uses: Counter[Any]) -> Any:

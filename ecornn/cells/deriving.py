@@ -50,18 +50,18 @@ def parameters_of(cell: Cell, given: Mapping[str, Any], input: int, hidden: int)
         return {name: given[name] for name in wanted}
     xp, made_by = namespace(given), type(cell).derived
     try:
-        made = {**given, **cell.derived(given, xp)}
+        values = {**given, **cell.derived(given, xp)}
     except Exception as error:  # the user's own code raises what it likes
         raise _failed(cell, made_by, f"derived() failed: {type(error).__name__}: {error}") from error
-    if missing := [name for name in wanted if name not in made]:
+    if missing := [name for name in wanted if name not in values]:
         raise _failed(cell, made_by, f"derived() does not make {', '.join(missing)}, and learned() does not have it")
     parameters = {}
     for name, shape in wanted.items():
-        has = tuple(made[name].shape)
+        has = tuple(values[name].shape)
         if len(has) != len(shape) or any(n not in (1, m) for n, m in zip(has, shape, strict=True)):
             raise _failed(cell, made_by, f"derived() makes {name!r} of shape {has}; expected {shape}, or 1 in place "
                           "of an axis along which all are the same")
-        parameters[name] = made[name] if has == shape else xp.broadcast_to(made[name], shape)
+        parameters[name] = values[name] if has == shape else xp.broadcast_to(values[name], shape)
     return parameters
 
 

@@ -53,9 +53,9 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
     lines += [line for one in names.assigned(graph.prologue) for line in wrapped(one)]
     alive = carried(graph)
     for p, phase in enumerate(graph.phases):
-        kept = [v for v, made in alive.items() if made == p - 1]
+        lasting = [v for v, made in alive.items() if made == p - 1]
         lines += wrapped(f"exchange {p + 1}: {names.exchanged(phase)}", 1)
-        lines += wrapped(f"carried from before it: {names.listed(kept)}", 2) if kept else []
+        lines += wrapped(f"carried from before it: {names.listed(lasting)}", 2) if lasting else []
         for one in (*names.multiplied(phase.products), *names.summed(phase.statistics), *names.assigned(phase.assigns)):
             lines += wrapped(one, 2)
     if not graph.phases:

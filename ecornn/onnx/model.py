@@ -102,8 +102,8 @@ def from_proto(node: Any, tensors: Mapping[str, Any], shared: Shared | None = No
             raise ModuleError(f"node {name}: two attributes are named {key}")
         kind = attribute.AttributeType.Name(attribute.type)
         if attribute.ref_attr_name or kind != TYPES.get(key, kind):
-            found = f"of the function's {attribute.ref_attr_name}" if attribute.ref_attr_name else f"of type {kind}"
-            raise ArgumentError(f"{name}.{key}", found, f"a value of type {TYPES.get(key, kind)}")
+            has = f"of the function's {attribute.ref_attr_name}" if attribute.ref_attr_name else f"of type {kind}"
+            raise ArgumentError(f"{name}.{key}", has, f"a value of type {TYPES.get(key, kind)}")
         attributes[key] = helper.get_attribute_value(attribute)
     for key, value in attributes.items():
         if isinstance(value, bytes):

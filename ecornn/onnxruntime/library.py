@@ -38,11 +38,11 @@ def write(folder: Path) -> Path:
                               (package / "include", libinfo.find_dlpack_include_path()), FLAGS,
                               (f"-L{runtime.parent}", *LINKED), (*FLAGS, *LINKED, *_texts(package)))
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as name:
-        made = Path(name, NAME)
-        made.write_bytes(content)
-        made.chmod(0o755)
+        library = Path(name, NAME)
+        library.write_bytes(content)
+        library.chmod(0o755)
         shutil.copyfile(runtime, Path(name, runtime.name))
-        for path in (Path(name, runtime.name), made):  # a process that has an older one loaded keeps it
+        for path in (Path(name, runtime.name), library):  # a process that has an older one loaded keeps it
             path.replace(folder / path.name)
     return folder / NAME
 

@@ -205,7 +205,7 @@ def _save(model: Any, out: Path) -> None:
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     large = sum(len(t.raw_data) for t in model.graph.initializer) > EXTERNAL
     more: dict[str, Any] = {"save_as_external_data": True, "location": f"{out.name}.data"} if large else {}
-    with temporary.replacing(out) as made:
+    with temporary.replacing(out) as beside:
         if large:
             (out.parent / f"{out.name}.data").unlink(missing_ok=True)  # onnx adds to a file that is there
-        onnx.save(model, made, **more)
+        onnx.save(model, beside, **more)

@@ -61,7 +61,7 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
     except ImportError as error:
         raise MissingPackageError("jinja2 is not installed, by which pages are written: pip install 'jinja2>=3.1'"
                                   ) from error
-    runs, found = searches(log), layers(log)
+    runs, best = searches(log), layers(log)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)
     environment.filters["us"] = lambda value: f"{value:.4g}"
@@ -72,8 +72,8 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
         sections.append(section(run, number < CODES, results))
     told("pictures of all layers")
     return template.render(title=title, version=version("ecornn"), sections=sections,
-                           searches=len(runs), trials=sum(len(r.search) for r in runs), layers=found[:LAYERS],
-                           more_layers=max(0, len(found) - LAYERS), plots=plots(found, results), roofs=rooflines(found),
+                           searches=len(runs), trials=sum(len(r.search) for r in runs), layers=best[:LAYERS],
+                           more_layers=max(0, len(best) - LAYERS), plots=plots(best, results), roofs=rooflines(best),
                            problems=log.problems, results=results.files, names=NAMES, few=FEW)
 
 

@@ -48,11 +48,11 @@ class Axis:
         if self.log:
             for steps in ((1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9), (1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
                 decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-                found = [s * 10.0 ** d for d in decades for s in steps if self.low <= s * 10.0 ** d <= self.high]
-                if len(found) <= TICKS + 2:
+                values = [s * 10.0 ** d for d in decades for s in steps if self.low <= s * 10.0 ** d <= self.high]
+                if len(values) <= TICKS + 2:
                     break
-            if len(found) >= 2:
-                return found
+            if len(values) >= 2:
+                return values
         span = (self.high - self.low) / TICKS
         unit = 10.0 ** math.floor(math.log10(span))
         step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= span)
