@@ -31,19 +31,40 @@ def _sigmoid(z: Array) -> Array:
     return 0.5 * (1.0 + np.tanh(0.5 * z))
 
 
-def _lstm(wx: Array, states: States, r: Array, b: Array) -> States:
-    """Gates i, f, g, o. Hochreiter and Schmidhuber 1997, forget gate of Gers et al. 2000."""
+def _normal(values: Array, gain: Array) -> Array:
+    """Layer normalization of each row. Ba et al. 2016, arXiv 1607.06450."""
+    apart = values - values.mean(axis=1, keepdims=True)
+    return apart / np.sqrt(np.square(apart).mean(axis=1, keepdims=True) + 1e-5) * gain
+
+
+def _normal_in_parts(values: Array, gates: int, gain: Array | None = None) -> Array:
+    """:func:`_normal` of all gates of an LSTM together; of a GRU r and z together, and n. As they are without gain."""
+    if gain is None:
+        return values
+    cut = values.shape[1] if gates == 4 else 2 * (values.shape[1] // 3)
+    parts = [_normal(values[:, part], gain[part]) for part in (slice(0, cut), slice(cut, None)) if values[:, part].size]
+    return np.concatenate(parts, axis=1)
+
+
+def _lstm(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array] = ()) -> States:
+    """Gates i, f, g, o. Hochreiter and Schmidhuber 1997, forget gate of Gers et al. 2000.
+
+    With ``gains`` LN(R h) and LN(c'); ``wx`` has LN(W x) then. Ba et al. 2016, supplement.
+    """
     h, c = states
-    i, f, g, o = np.split(wx + h @ r.T + b, 4, axis=1)
+    i, f, g, o = np.split(wx + _normal_in_parts(h @ r.T, 4, *gains[:1]) + b, 4, axis=1)
     c = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
-    return _sigmoid(o) * np.tanh(c), c
+    return _sigmoid(o) * np.tanh(_normal(c, gains[1]) + gains[2] if gains else c), c
 
 
-def _gru(wx: Array, states: States, r: Array, b: Array) -> States:
-    """Gates r, z, n; the reset gate scales the finished product R_n h + b_n."""
+def _gru(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array] = ()) -> States:
+    """Gates r, z, n; the reset gate scales the finished product R_n h + b_n.
+
+    With ``gains`` LN(R h); ``wx`` has LN(W x) then. Ba et al. 2016, supplement.
+    """
     (h,) = states
     xr, xz, xn = np.split(wx, 3, axis=1)
-    hr, hz, hn = np.split(h @ r.T + b, 3, axis=1)
+    hr, hz, hn = np.split(_normal_in_parts(h @ r.T, 3, *gains) + b, 3, axis=1)
     z = _sigmoid(xz + hz)
     return ((1.0 - z) * np.tanh(xn + _sigmoid(xr + hr) * hn) + z * h,)
 
@@ -68,37 +89,6 @@ def _rnn_relu(wx: Array, states: States, r: Array, b: Array) -> States:
     return (np.maximum(wx + states[0] @ r.T + b, 0.0),)
 
 
-def _normal(values: Array, gain: Array | float = 1.0) -> Array:
-    """Layer normalization of each row. Ba et al. 2016, arXiv 1607.06450."""
-    apart = values - values.mean(axis=1, keepdims=True)
-    return apart / np.sqrt(np.square(apart).mean(axis=1, keepdims=True) + 1e-5) * gain
-
-
-def _normal_in_parts(values: Array, gain: Array, gates: int) -> Array:
-    """All gates of an LSTM together; of a GRU r and z together, and n."""
-    cut = values.shape[1] if gates == 4 else 2 * (values.shape[1] // 3)
-    parts = [_normal(values[:, part], gain[part]) for part in (slice(0, cut), slice(cut, None)) if values[:, part].size]
-    return np.concatenate(parts, axis=1)
-
-
-def _lstm_normalized(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array]) -> States:
-    """As _lstm, with LN(R h) and LN(c'); ``wx`` has LN(W x). Ba et al. 2016, supplement."""
-    h, c = states
-    of_h, of_c, shift = gains
-    i, f, g, o = np.split(wx + _normal_in_parts(h @ r.T, of_h, 4) + b, 4, axis=1)
-    c = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
-    return _sigmoid(o) * np.tanh(_normal(c, of_c) + shift), c
-
-
-def _gru_normalized(wx: Array, states: States, r: Array, b: Array, gains: Sequence[Array]) -> States:
-    """As _gru, with LN(R h); ``wx`` has LN(W x). Ba et al. 2016, supplement."""
-    (h,), (of_h,) = states, gains
-    xr, xz, xn = np.split(wx, 3, axis=1)
-    hr, hz, hn = np.split(_normal_in_parts(h @ r.T, of_h, 3) + b, 3, axis=1)
-    z = _sigmoid(xz + hz)
-    return ((1.0 - z) * np.tanh(xn + _sigmoid(xr + hr) * hn) + z * h,)
-
-
 STEPS: dict[str, tuple[int, int, Callable[..., States]]] = {  # cell -> (G, number of states, step)
     "lstm": (4, 2, _lstm),
     "gru": (3, 1, _gru),
@@ -107,8 +97,8 @@ STEPS: dict[str, tuple[int, int, Callable[..., States]]] = {  # cell -> (G, numb
     "rnn_relu": (1, 1, _rnn_relu),
 }
 NORMALIZED: dict[str, tuple[int, int, Callable[..., States]]] = {  # the same with gains beside the weights
-    "lstm(layer_norm)": (4, 2, _lstm_normalized),
-    "gru(layer_norm)": (3, 1, _gru_normalized),
+    "lstm(layer_norm)": (4, 2, _lstm),
+    "gru(layer_norm)": (3, 1, _gru),
 }
 
 
@@ -120,7 +110,7 @@ def formula_of(cell: str) -> Formula:
         w, r, b_ih, b_hh, *gains = weights
         wx = x @ w.T
         if gains:
-            return one(_normal_in_parts(wx, gains[0], gates) + b_ih, states, r, b_hh, gains=gains[1:])
+            return one(_normal_in_parts(wx, gates, gains[0]) + b_ih, states, r, b_hh, gains=gains[1:])
         return one(wx + b_ih, states, r, b_hh)
 
     def hidden(_: int, weights: Mapping[str, Any], __: tuple[int, ...] | None) -> int:

@@ -13,11 +13,11 @@ are not rotated: the adjoint computes what it exchanges.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.assemble import Exchange, Parts, constants
-from ecornn.analysis.liveness import levels, opening
+from ecornn.analysis.liveness import levels, needed, opening
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import (
     INPUT,
@@ -28,6 +28,7 @@ from ecornn.analysis.step import (
     OuterProduct,
     Phase,
     Product,
+    Statistic,
     StepGraph,
     Sum,
     Term,
@@ -138,7 +139,7 @@ class _Builder:
         self.states: dict[str, Var] = {}
         self.zeros: list[Assign] = []
         self.carried: dict[Var, str] = {}  # factor -> the state that has it in the step after
-        self.exchanges: dict[int, Exchange] = {}
+        self.exchanges: dict[int, _Exchange] = {}
         own = [self.state(f"{'rest' if self.rotated else 'd'}_{name}") for name in forward.states]
         self.first = dict(zip(forward.states, own, strict=True))
         tail = Sweep(self.partials, self.hidden, self.carry, self.unit)
@@ -204,14 +205,14 @@ class _Builder:
         factors, assigns = list(self.partials.assigns), [*tail.assigns, *body.assigns]
         level = {**body.level, **tail.level, **dict.fromkeys(self.states.values(), STATE)}
         level |= dict.fromkeys(self.dys, INPUT)
-        after = Parts(forward, factors, tail.assigns, level, {1: self.exchanges[1]} if self.rotated else {})
+        after = _Parts(forward, factors, tail.assigns, level, {1: self.exchanges[1]} if self.rotated else {})
         finished = {name: self.fill(gradient) for name, gradient in self.gradients.items()}
         self.finish = after.graph(f"{forward.cell}_finish", {}, {}, finished.values(), left)
         whole_results = {name: self.fill(results.get(name)) for name in self.states}
         whole_results |= {name: factor for factor, name in self.carried.items()}
         if self.zeros:
             factors += self.zeros
-        parts = Parts(forward, factors, assigns, level, self.exchanges)
+        parts = _Parts(forward, factors, assigns, level, self.exchanges)
         self.recurrence = parts.graph(f"{forward.cell}_adjoint", self.states, whole_results, outputs, sums, outer)
 
     def state(self, name: str) -> str:
@@ -221,7 +222,7 @@ class _Builder:
 
     def carry(self, factor: Factor) -> Factor:
         """A factor as the step after has it: one of parameters alone as it is, others from a state."""
-        if isinstance(factor, float) or factor in constants(self.forward, self.partials.assigns):
+        if isinstance(factor, float) or factor in _constants(self.forward, self.partials.assigns):
             return factor
         if factor not in self.carried:
             self.carried[factor] = self.state(f"{factor.name}_before")
@@ -239,8 +240,8 @@ class _Builder:
 
     def exchange(self, sweep: Sweep, level: int, phase: Phase, gradients: dict[Var, Var]) -> None:
         """The adjoint of an exchange of the forward step, at a ``level`` of the recurrence."""
-        self.exchanges[level] = Exchange(sweep.products(phase.products, gradients, level),
-                                         sweep.statistics(phase.statistics, gradients, level))
+        self.exchanges[level] = _Exchange(sweep.products(phase.products, gradients, level),
+                                          sweep.statistics(phase.statistics, gradients, level))
 
     def sum_of(self, var: Var) -> Var:
         """The gradient, over all steps and rows, of a value that parameters alone determine."""
@@ -250,14 +251,14 @@ class _Builder:
     def invert_inputs(self) -> None:
         """Goes from gradients of hoisted values to those of x, and of the weights and vectors that these read."""
         forward, partials = self.forward, Partials()
-        sweep, exchanges = Sweep(partials, self.hidden, unit=self.unit), dict[int, Exchange]()
+        sweep, exchanges = Sweep(partials, self.hidden, unit=self.unit), dict[int, _Exchange]()
         for var, gradient in self.hoisted.items():
             sweep.add(var, 1.0, gradient, INPUT)
         sweep.reverse(forward.normalized)
         statistics = [v for s in forward.hoisted_statistics if not s.shift for v in s.made]
         gradients = {v: d for v in statistics if (d := sweep.total(v)) is not None}
         if gradients:
-            exchanges[NORMALIZED] = Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, NORMALIZED))
+            exchanges[NORMALIZED] = _Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, NORMALIZED))
         sweep.reverse(forward.hoisted)
         gradients = {p.var: d for p in forward.hoisted_products if (d := sweep.total(p.var)) is not None}
         products = sweep.products(forward.hoisted_products, gradients, 1)
@@ -266,10 +267,10 @@ class _Builder:
         self.dx = sweep.named(parts, "d_x") if parts else None
         self.dinputs = {v: sweep.total(v) for v in forward.inputs.values()}
         if products:
-            exchanges[1] = Exchange(products)
+            exchanges[1] = _Exchange(products)
         sums = [Sum(self.sum_of(v), d) for v, level in self.levels.items()
                 if level == INVARIANT and (d := sweep.total(v)) is not None]
-        graph = Parts(forward, partials.assigns, sweep.assigns, sweep.level, exchanges)
+        graph = _Parts(forward, partials.assigns, sweep.assigns, sweep.level, exchanges)
         outputs = [d for d in (self.dx, *self.dinputs.values()) if d is not None]
         self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, outputs, sums,
                                   outer_products(forward.hoisted_products, gradients))
@@ -283,7 +284,7 @@ class _Builder:
         sweep.reverse(forward.invariants)
         vectors = tuple(Vector(d, v.parameter, v.gate) for v in forward.vectors
                         if (d := sweep.total(v.var)) is not None)
-        graph = Parts(forward, partials.assigns, sweep.assigns, sweep.level, {})
+        graph = _Parts(forward, partials.assigns, sweep.assigns, sweep.level, {})
         return graph.graph(f"{forward.cell}_parameters", {}, {}, (v.var for v in vectors)), vectors
 
 
@@ -301,3 +302,94 @@ def outer_products(products: tuple[Product, ...], gradients: dict[Var, Var]) -> 
 
     return [one(gradients[p.var], term) for p in products if p.var in gradients for term in p.terms]
 
+
+# -- step graphs of assignments: constant ones, those before the steps, and those after each exchange
+@dataclass(frozen=True)
+class _Exchange:
+    """Products and statistics that come before the assignments of a level."""
+
+    products: tuple[Product, ...] = ()
+    statistics: tuple[Statistic, ...] = ()
+
+
+def _constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:
+    """The variables of the forward step, and of ``factors``, that depend on parameters only."""
+    known = {v for v, at in levels(forward).items() if at == INVARIANT}
+    for a in factors:
+        if known.issuperset(variables(a.value)):
+            known.add(a.var)
+    return known
+
+
+class _Parts:
+    """A step graph in the making, beside the ``forward`` one whose variables it may read.
+
+    Parameters
+    ----------
+    factors : assignments that gradients are multiplied by, of forward variables alone
+    assigns : those of gradients, with the ``level`` of each
+    exchanges : level -> the exchange before its assignments
+    """
+
+    def __init__(self, forward: StepGraph, factors: Iterable[Assign], assigns: Iterable[Assign],
+                 level: Mapping[Var, int], exchanges: Mapping[int, _Exchange]) -> None:
+        self.forward, self.exchanges = forward, dict(exchanges)
+        self.level, self.factors = levels(forward), tuple(factors)
+        known = _constants(forward, self.factors)
+        self.level.update((a.var, INVARIANT if a.var in known else INPUT) for a in self.factors)
+        self.assigns, self.own = tuple(assigns), dict(level)
+
+    def graph(self, name: str, states: Mapping[str, Var], results: Mapping[str, Var], outputs: Iterable[Var] = (),
+              sums: Iterable[Sum] = (), outer_products: Iterable[OuterProduct] = ()) -> StepGraph:
+        """The graph of ``results``, ``outputs`` and ``sums``, and of no more."""
+        outputs, sums = unique(outputs), tuple(sums)
+        exchanged = [v for e in self.exchanges.values() for s in e.statistics for v in s.operands]
+        exchanged += [t.operand for e in self.exchanges.values() for p in e.products for t in p.terms]
+        wanted = {*results.values(), *outputs, *(s.value for s in sums), *exchanged}
+        assigns, wanted = needed((*self.factors, *self.assigns), wanted)
+        invariants, wanted = needed(self.forward.invariants, wanted)
+        made = {a.var for a in assigns} | {v for e in self.exchanges.values() for s in e.statistics for v in s.made}
+        made |= {p.var for e in self.exchanges.values() for p in e.products} | set(states.values())
+        given = unique(v for v in self._in_order(wanted) if v not in made and self._level(v) > INVARIANT)
+        at = {level: tuple(a for a in assigns if self._level(a.var) == level)
+              for level in range(INVARIANT, max((STATE, *self.exchanges)) + 1)}
+        last = max((0, *self.exchanges))
+        late = [v for level, those in at.items() if level >= STATE for a in those for v in variables(a.value)]
+        exchanges = [e for level, e in self.exchanges.items() if level > 0]
+        late += [v for e in exchanges for s in e.statistics for v in s.operands]
+        late += [t.operand for e in exchanges for p in e.products for t in p.terms]
+        late += [*results.values(), *outputs, *(s.value for s in sums)]
+        before = self.exchanges.get(NORMALIZED, _Exchange())
+        hoisted = unique(v for v in late if v not in states.values() and self._level(v) in (INPUT, NORMALIZED))
+        vectors = tuple(v for v in self.forward.vectors if v.var in wanted)
+        exchanged_at = {p for p, e in self.exchanges.items() if e.products or e.statistics}
+        prologue, phases = at[STATE], list[Phase]()
+        for p in range(1, last + 1):
+            if p in exchanged_at:
+                phases.append(self._phase(p, at[p]))
+            elif phases:  # where nothing is exchanged a phase goes on
+                phases[-1] = replace(phases[-1], assigns=(*phases[-1].assigns, *at[p]))
+            else:
+                prologue += at[p]
+        return StepGraph(
+            cell=name, parameters=self.forward.parameters, states=dict(states), results=dict(results), output="",
+            x=None, vectors=vectors, invariants=(*invariants, *at[INVARIANT]), hoisted_products=(), hoisted=at[INPUT],
+            hoisted_outputs=hoisted, projected=hoisted, hoisted_statistics=before.statistics, normalized=at[NORMALIZED],
+            invariant_outputs=unique(v for v in late if self._level(v) == INVARIANT), prologue=prologue,
+            phases=tuple(phases), given=given, outputs=outputs, sums=sums, outer_products=tuple(outer_products))
+
+    def _phase(self, p: int, assigns: tuple[Assign, ...]) -> Phase:
+        exchange = self.exchanges[p]
+        operands = unique(t.operand for product in exchange.products for t in product.terms)
+        return Phase(operands, exchange.products, assigns, exchange.statistics)
+
+    def _level(self, var: Var) -> int:
+        """The level of a variable in the new graph, where forward values are inputs, or constant."""
+        if var in self.own:
+            return self.own[var]
+        return INVARIANT if self.level.get(var, INPUT) == INVARIANT else INPUT
+
+    def _in_order(self, wanted: set[Var]) -> list[Var]:
+        """Forward variables in the order of the forward step, then the others as they were made."""
+        ranks = {v: n for n, v in enumerate((*self.level, *self.own))}
+        return sorted((v for v in wanted if v in ranks), key=ranks.__getitem__)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.analysis.adjoint import Adjoint
-from ecornn.analysis.evaluate import Array, Values, Weights, at, hoist, inputs_of, start, step
-from ecornn.analysis.heads import outer
+from ecornn.analysis.evaluate import Array, Values, Weights, at, hoist, inputs_of, outer, start, step
 from ecornn.analysis.kept import Kept, kept
 from ecornn.analysis.step import StepGraph
 

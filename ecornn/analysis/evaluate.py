@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ecornn.analysis.heads import product_of
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.scalar import children, is_constant
-from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
+from ecornn.analysis.step import Assign, Product, Statistic, StepGraph, Term
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
@@ -53,6 +52,23 @@ def multiply(products: Iterable[Product], values: Values, weights: Weights, hidd
             part = product_of(operand, matrix, term)
             parts.append(np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, hidden - term.rows)]) if term.rows else part)
         values[product.var] = sum(parts[1:], parts[0])
+
+
+def product_of(operand: Array | None, matrix: Array, term: Term) -> Array:
+    """A term: operand (..., B, K) with a gate (H, K) or (H, K / heads) of its parameter."""
+    assert operand is not None, "products of x are given x"
+    if term.heads == 1:
+        return operand @ (matrix if term.transposed else matrix.T)
+    blocks = matrix.reshape(term.heads, -1, matrix.shape[1])
+    parts = operand.reshape(*operand.shape[:-1], term.heads, -1)
+    product = np.einsum("...nk,nkj->...nj" if term.transposed else "...nk,njk->...nj", parts, blocks)
+    return product.reshape(*operand.shape[:-1], -1)
+
+
+def outer(value: Array, operand: Array, heads: int) -> Array:
+    """Outer products of rows (..., H) added up, (H, K / heads): the gradient of a gate."""
+    left, right = (a.reshape(-1, heads, a.shape[-1] // heads) for a in (value, operand))
+    return np.concatenate([left[:, n].T @ right[:, n] for n in range(heads)])
 
 
 def summarize(statistics: Iterable[Statistic], values: Values, shape: tuple[int, ...]) -> None:

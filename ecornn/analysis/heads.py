@@ -8,16 +8,13 @@ and exchange the same for all of them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ecornn.analysis.step import Phase, Product, StepGraph, Term
+from ecornn.analysis.step import Phase, Product, StepGraph
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from tvm.ir import Expr
     from tvm.tirx import Var
-
-    Array = NDArray[Any]
 
 
 def heads_at(place: Expr, j: Var, k: Var, hidden: int, own: int) -> int:
@@ -61,24 +58,3 @@ def multiplied(graph: StepGraph, hidden: int) -> int:
     """Values of the matrices of a step, of one operand each; that is multiply-adds of a row."""
     terms = [product.terms[0] for phase in graph.phases for product in phase.products]
     return sum((t.rows or hidden) * (t.columns or hidden // t.heads) for t in terms)
-
-
-def product_of(operand: Array | None, matrix: Array, term: Term) -> Array:
-    """A term: operand (..., B, K) with a gate (H, K) or (H, K / heads) of its parameter."""
-    import numpy as np
-
-    assert operand is not None, "products of x are given x"
-    if term.heads == 1:
-        return operand @ (matrix if term.transposed else matrix.T)
-    blocks = matrix.reshape(term.heads, -1, matrix.shape[1])
-    parts = operand.reshape(*operand.shape[:-1], term.heads, -1)
-    product = np.einsum("...nk,nkj->...nj" if term.transposed else "...nk,njk->...nj", parts, blocks)
-    return product.reshape(*operand.shape[:-1], -1)
-
-
-def outer(value: Array, operand: Array, heads: int) -> Array:
-    """Outer products of rows (..., H) added up, (H, K / heads): the gradient of a gate."""
-    import numpy as np
-
-    left, right = (a.reshape(-1, heads, a.shape[-1] // heads) for a in (value, operand))
-    return np.concatenate([left[:, n].T @ right[:, n] for n in range(heads)])
