@@ -263,10 +263,12 @@ def test_ptx_and_intrinsics_are_written_in_isa_alone():
     assert {word for p in texts if p.is_relative_to(door) for word in found[p]} == {*words}
 
 
-def test_docstrings_of_schedules_say_what_a_thing_is():
+def test_docstrings_say_what_a_thing_is():
     """None begins with a word that leaves the reader to find the noun."""
     words, wrong = ("Of", "What", "Whether", "Where", "As", "Those"), []
-    for path in (ROOT / "schedules").rglob("*.py"):
+    rooms = ("schedules", *(f"ecornn/{room}" for room in ("analysis", "build", "cells", "jax", "onnx", "onnxruntime",
+                                                          "report")))
+    for path in (*(path for room in rooms for path in (ROOT / room).rglob("*.py")), *(ROOT / "ecornn").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 first = (ast.get_docstring(node) or "").split(maxsplit=1)[:1]
