@@ -41,42 +41,46 @@ class Source(Protocol):
         """Names of all that ``step`` returns, in order."""
 
 
+def fault(cell: Source, text: str) -> CellError:
+    """An error that names the cell."""
+    return CellError(f"cell {cell.name!r}: {text}")
+
+
 def check_names(cell: Source) -> None:
     """Raises :class:`CellError` where the cell's name or states cannot be used."""
     if not isinstance(cell.name, str) or not re.fullmatch(NAME, cell.name):
-        raise CellError(f"cell {cell.name!r}: a name {ALLOWED}")
+        raise fault(cell, f"a name {ALLOWED}")
     states = cell.states
     if not isinstance(states, (tuple, list)) or not states:
-        raise CellError(f"cell {cell.name!r}: states is {states!r}; expected a tuple of at least one name, such as "
-                        "('h',)")
+        raise fault(cell, f"states is {states!r}; expected a tuple of at least one name, such as ('h',)")
     for state in states:
         if not isinstance(state, str) or not re.fullmatch(NAME, state):
-            raise CellError(f"cell {cell.name!r}: state {state!r}: the name of a state {ALLOWED}")
+            raise fault(cell, f"state {state!r}: the name of a state {ALLOWED}")
     if len(set(states)) != len(states):
-        raise CellError(f"cell {cell.name!r}: states {states} are not all different")
+        raise fault(cell, f"states {states} are not all different")
     check_outputs(cell)
     if not isinstance(cell.inputs, (tuple, list)):
-        raise CellError(f"cell {cell.name!r}: inputs is {cell.inputs!r}; expected a tuple of names, such as ('dt',)")
+        raise fault(cell, f"inputs is {cell.inputs!r}; expected a tuple of names, such as ('dt',)")
     for name in cell.inputs:
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
-            raise CellError(f"cell {cell.name!r}: input {name!r}: the name of an input {ALLOWED}")
+            raise fault(cell, f"input {name!r}: the name of an input {ALLOWED}")
     if len({"x", *cell.inputs, *states}) != 1 + len(cell.inputs) + len(states):
-        raise CellError(f"cell {cell.name!r}: x, inputs {cell.inputs} and states {states} are not all different")
+        raise fault(cell, f"x, inputs {cell.inputs} and states {states} are not all different")
     if taken := {"x", *cell.inputs} & {*cell.output_names()}:
-        raise CellError(f"cell {cell.name!r}: output {min(taken)!r} has the name of x, or of an input")
+        raise fault(cell, f"output {min(taken)!r} has the name of x, or of an input")
 
 
 def check_outputs(cell: Source) -> None:
     """Raises :class:`CellError` where the names of its outputs cannot be used."""
     given = cell.output
     if not isinstance(given, (str, tuple, list)) or not (isinstance(given, str) or given):
-        raise CellError(f"cell {cell.name!r}: output is {given!r}; expected a name, or a tuple of at least one name, "
-                        "such as ('h', 'gate')")
+        raise fault(cell, f"output is {given!r}; expected a name, or a tuple of at least one name, such as ('h', "
+                          "'gate')")
     for name in cell.output_names():
         if not isinstance(name, str) or not re.fullmatch(NAME, name):
-            raise CellError(f"cell {cell.name!r}: output {name!r}: the name of an output {ALLOWED}")
+            raise fault(cell, f"output {name!r}: the name of an output {ALLOWED}")
     if len(set(cell.output_names())) != len(cell.output_names()):
-        raise CellError(f"cell {cell.name!r}: outputs {cell.output_names()} are not all different")
+        raise fault(cell, f"outputs {cell.output_names()} are not all different")
 
 
 def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
@@ -90,18 +94,18 @@ def shapes_of(cell: Source, input: int, hidden: int, lines: Lines) -> Shapes:
     try:
         shapes = {n: tuple(s) for n, s in given.items()}
     except (AttributeError, TypeError) as error:
-        raise CellError(f"cell {cell.name!r}: parameters() must return names with shapes, such as "
-                        f"{{'weight_hh': (1, H, H)}}: {error}") from error
+        raise fault(cell, f"parameters() must return names with shapes, such as {{'weight_hh': (1, H, H)}}: "
+                          f"{error}") from error
     for name, shape in shapes.items():
         if not isinstance(name, str) or not name:
-            raise CellError(f"cell {cell.name!r}: parameter {name!r}: a name is a string")
+            raise fault(cell, f"parameter {name!r}: a name is a string")
         if name in cell.inputs:
-            raise CellError(f"cell {cell.name!r}: parameter {name!r} has the name of an input")
+            raise fault(cell, f"parameter {name!r} has the name of an input")
         if len(shape) not in (2, 3) or min(shape) < 1 or shape[1] > hidden or (
                 shape[1] != hidden if len(shape) == 2 else shape[2] != input and shape[2] > hidden):
-            raise CellError(f"cell {cell.name!r}: parameter {name!r} has shape {shape}; expected "
-                            f"(G, H={hidden}) or (G, H={hidden}, K) with G >= 1 and K = I or H, "
-                            "H / heads of a product with heads, or less than H in place of H or K of a narrow matrix")
+            raise fault(cell, f"parameter {name!r} has shape {shape}; expected (G, H={hidden}) or (G, H={hidden}, K) "
+                              "with G >= 1 and K = I or H, H / heads of a product with heads, or less than H in place "
+                              "of H or K of a narrow matrix")
     return shapes
 
 
@@ -124,7 +128,7 @@ def returned_tensors(cell: Source, outputs: Any, shape: tuple[int, int], lines: 
     tensors, names = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs], cell.returned_names()
     if len(tensors) != len(names):
         beside = names[len(cell.states):]
-        error = CellError(f"cell {cell.name!r}: step() returned {len(tensors)} tensors for {len(cell.states)} states "
+        error = fault(cell, f"step() returned {len(tensors)} tensors for {len(cell.states)} states "
                           f"{cell.states}" + (f" and {len(beside)} outputs {beside} behind them" if beside else ""))
         raise lines.declared(error, type(cell).step, names[-1])
     for name, tensor in zip(names, tensors, strict=True):

@@ -101,8 +101,8 @@ class _Walk(RowReductions):
 
     def placeholder(self, tensor: Tensor, indices: list[Expr]) -> Var:
         if self.width != self.hidden and tensor not in self.parameter_tensors.values():
-            raise CellError(f"cell {self.cell.name!r}: {tensor.op.name}{indices} is read beside {self.width} values a "
-                            "row; what is narrower than H is computed of products as narrow, and of vectors, alone")
+            raise self.fault(f"{tensor.op.name}{indices} is read beside {self.width} values a row; what is narrower "
+                             "than H is computed of products as narrow, and of vectors, alone")
         for name, state in zip(self.cell.states, self.state_tensors, strict=True):
             if tensor.same_as(state) or tensor == state:
                 self.at_own_unit(tensor, indices)
@@ -110,8 +110,8 @@ class _Walk(RowReductions):
         if tensor == self.x_tensor:
             self.at_own_unit(tensor, indices)
             if self.input != self.hidden:  # also of a layer whose x is y of two directions
-                raise CellError(f"cell {self.cell.name!r}: x{indices} outside a product needs an input size of H; here "
-                                f"I = {self.input} and H = {self.hidden}")
+                raise self.fault(f"x{indices} outside a product needs an input size of H; here I = {self.input} and H "
+                                 f"= {self.hidden}")
             self.x = self.leaf(("x",), "x", INPUT)
             return self.x
         for name, given in self.input_tensors.items():
@@ -122,20 +122,18 @@ class _Walk(RowReductions):
             if tensor == parameter:
                 gate = self.gate(indices[0], name)
                 if len(indices) != 2 or not self.same(indices[1], self.j):
-                    raise CellError(f"cell {self.cell.name!r}: {name}{indices} is neither part of a "
-                                    "product nor a vector over the hidden axis")
+                    raise self.fault(f"{name}{indices} is neither part of a product nor a vector over the hidden axis")
                 key = ("vector", name, gate)
                 fresh = key not in self.leaves
                 var = self.leaf(key, f"{name}_{gate}", INVARIANT)
                 if fresh:
                     self.vectors.append(Vector(var, name, gate))
                 return var
-        raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} is not an argument of step()")
+        raise self.fault(f"{tensor.op.name} is not an argument of step()")
 
     def at_own_unit(self, tensor: Tensor, indices: list[Expr]) -> None:
         if len(indices) != 2 or not self.same(indices[0], self.b) or not self.same(indices[1], self.j):
-            raise CellError(f"cell {self.cell.name!r}: {tensor.op.name}{indices} outside a product "
-                            "must be read at [b, j]")
+            raise self.fault(f"{tensor.op.name}{indices} outside a product must be read at [b, j]")
 
     def same(self, e: Expr | int, var: Var) -> bool:
         return hasattr(e, "same_as") and e.same_as(var)
@@ -144,7 +142,7 @@ class _Walk(RowReductions):
         """The number of the parameter's gate that ``e`` is; negative ones count from the end, as in Python."""
         gate, count = self.constant(e, parameter), self.shapes[parameter][0]
         if not -count <= gate < count:
-            raise CellError(f"cell {self.cell.name!r}: there is no gate {gate} of {parameter}, which has {count}")
+            raise self.fault(f"there is no gate {gate} of {parameter}, which has {count}")
         return gate % count
 
     def constant(self, e: Expr | int, where: str) -> int:
@@ -154,7 +152,7 @@ class _Walk(RowReductions):
 
         e = sym.Analyzer().simplify(e)
         if type(e).__name__ != "IntImm":
-            raise CellError(f"cell {self.cell.name!r}: gate index {e} of {where} is not a constant")
+            raise self.fault(f"gate index {e} of {where} is not a constant")
         return int(e.value)
 
     # -- tensors --------------------------------------------------------------------------------
@@ -164,8 +162,8 @@ class _Walk(RowReductions):
         if type(op).__name__ == "PlaceholderOp":
             return self.placeholder(tensor, indices)
         if type(op).__name__ != "ComputeOp":
-            raise self.lines.located(CellError(f"cell {self.cell.name!r}: {op.name} is a {type(op).__name__}; "
-                                               "only te.compute is supported"), op)
+            raise self.lines.located(self.fault(f"{op.name} is a {type(op).__name__}; only te.compute is "
+                                                "supported"), op)
         # what is one value a row may be another one beside narrow values
         key = (op, tensor.value_index, tuple(str(i) for i in indices), self.width if len(op.axis) == 1 else 0)
         if key not in self.values:
@@ -190,23 +188,22 @@ class _Walk(RowReductions):
         product = type(tensor.op.body[tensor.value_index]).__name__ == "Reduce"
         for extent, e in zip(map(int, tensor.shape), indices, strict=True):
             if self.same(e, self.j) and extent != self.width:
-                raise CellError(f"cell {self.cell.name!r}: {tensor.op.name} has {extent} values a row; what is read "
+                raise self.fault(f"{tensor.op.name} has {extent} values a row; what is read "
                                 + (f"beside it has {self.width}" if self.width != self.hidden else
                                    f"for each hidden unit has H, here {self.hidden}"))
             if type(e).__name__ == "IntImm" and not 0 <= int(e) < extent and not product:
                 at = ", ".join(map(str, indices))
-                raise CellError(f"cell {self.cell.name!r}: there is no {tensor.op.name}[{at}]; "
-                                f"its shape is {tuple(map(int, tensor.shape))}")
+                raise self.fault(f"there is no {tensor.op.name}[{at}]; its shape is {tuple(map(int, tensor.shape))}")
 
     def check(self, name: str, value: Expr) -> None:
         """Raises :class:`CellError` where a pointwise value is neither float32 nor a condition, computes with an index,
         or has an operator that is unknown."""
         if str(value.ty) not in ("float32", "bool"):
-            raise CellError(f"cell {self.cell.name!r}: {name!r} is {value.ty}; values of a step are float32")
+            raise self.fault(f"{name!r} is {value.ty}; values of a step are float32")
         index = next((v for v in variables(value) if self.same(v, self.b) or self.same(v, self.j)), None)
         if index is not None:
-            raise CellError(f"cell {self.cell.name!r}: {name!r} computes with the index {index}; indices may only be "
-                            "used to read tensors: a vector parameter can be different for each unit")
+            raise self.fault(f"{name!r} computes with the index {index}; indices may only be used to read tensors: a "
+                             "vector parameter can be different for each unit")
         pending = [value]
         while pending:
             e = pending.pop()
@@ -227,9 +224,9 @@ class _Walk(RowReductions):
 
     def product(self, name: str, body: Reduce, where: dict[Var, Expr]) -> Var:
         """A reduction: must be sum over k of operand[b, k] * weight[gate, j, k]."""
-        fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a product sum_k source[b, k] * "
-                          "weight[gate, j, k], with a parameter as it is; what is computed of parameters is made in "
-                          "derived(). Nor is it of groups, [b, g] = sum_k value[b, g * K + k], H = n * K")
+        fault = self.fault(f"the reduction {name!r} is not a product sum_k source[b, k] * weight[gate, j, k], with a "
+                           "parameter as it is; what is computed of parameters is made in derived(). Nor is it of "
+                           "groups, [b, g] = sum_k value[b, g * K + k], H = n * K")
         source = body.source[0]
         if len(body.axis) != 1 or type(source).__name__ != "Mul" or not is_sum(body):
             raise fault
@@ -255,26 +252,24 @@ class _Walk(RowReductions):
         if not heads:
             raise fault
         if heads > 1 and operand == self.x_tensor:
-            raise CellError(f"cell {self.cell.name!r}: product {name!r} of x has {heads} heads; heads are of products "
-                            f"of H values: pass the blocks of {weight} within zeros")
+            raise self.fault(f"product {name!r} of x has {heads} heads; heads are of products of H values: pass the "
+                             f"blocks of {weight} within zeros")
         extent, here = extent_of(body.axis[0]), (width // heads, own)
         if (extent, extent) != here:
-            raise CellError(f"cell {self.cell.name!r}: product {name!r} sums {extent} terms of {operand.op.name}, "
-                            f"which has {here[0]} values a row, and {weight}, whose rows have {here[1]}")
+            raise self.fault(f"product {name!r} sums {extent} terms of {operand.op.name}, which has {here[0]} values a "
+                             f"row, and {weight}, whose rows have {here[1]}")
         gate, made = self.gate(place[1], weight), self.shapes[weight][1]
         if made != self.width:
-            raise CellError(f"cell {self.cell.name!r}: product {name!r} has {self.width} values a row, and {weight} "
-                            f"has {made} rows")
+            raise self.fault(f"product {name!r} has {self.width} values a row, and {weight} has {made} rows")
         if heads > 1 and (made, width) != (self.hidden, self.hidden):
-            raise CellError(f"cell {self.cell.name!r}: product {name!r} has {heads} heads; heads are of products of H "
-                            "values by H rows")
+            raise self.fault(f"product {name!r} has {heads} heads; heads are of products of H values by H rows")
         if operand == self.x_tensor:
             source_var, level = None, INPUT
         else:
             source_var = self.operand(operand, width)
             if self.level[source_var] < STATE:
-                raise CellError(f"cell {self.cell.name!r}: product {name!r} reads {operand.op.name}, "
-                                "which depends on no state; only x itself can be hoisted")
+                raise self.fault(f"product {name!r} reads {operand.op.name}, which depends on no state; only x itself "
+                                 "can be hoisted")
             level = self.level[source_var] + 1
         key = ("row", source_var, weight, gate)
         fresh = key not in self.leaves
@@ -361,7 +356,7 @@ class _Walk(RowReductions):
         for name, tensor in returned_tensors(self.cell, outputs, (BATCH, self.hidden), self.lines).items():
             returned[name] = self.scalar(tensor, [self.b, self.j])
             if is_constant(returned[name]):
-                raise self.lines.located(CellError(f"cell {self.cell.name!r}: {name!r} is a constant"), tensor.op)
+                raise self.lines.located(self.fault(f"{name!r} is a constant"), tensor.op)
         results = {name: returned[name] for name in self.cell.states}
         (output, *others) = self.cell.output_names()
         written = () if output in results and not others else tuple(returned[n] for n in (output, *others))
@@ -369,7 +364,7 @@ class _Walk(RowReductions):
                    | {p.term.source for _, p in self.products}, self.lines)
         inputs = {n: self.leaf(("input", n), n, INPUT) for n in self.cell.inputs if ("input", n) in self.leaves}
         if missing := [n for n in self.cell.inputs if n not in inputs]:
-            raise self.lines.declared(CellError(f"cell {self.cell.name!r}: step() does not read input {missing[0]!r}"),
+            raise self.lines.declared(self.fault(f"step() does not read input {missing[0]!r}"),
                                       type(self.cell).step, missing[0])
         states = {n: self.leaf(("state", n), n, STATE) for n in self.cell.states}
         at = lambda level: tuple(a for lv, a in self.assigns if lv == level)  # noqa: E731

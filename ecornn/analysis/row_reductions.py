@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ecornn.analysis.declared import SHIFT, Source
+from ecornn.analysis.declared import SHIFT, Source, fault
 from ecornn.analysis.narrow import value_of_zeros
 from ecornn.analysis.scalar import is_constant, variables
 from ecornn.analysis.statistics import Statistics
@@ -56,6 +56,10 @@ class RowReductions(ABC):
     @abstractmethod
     def level_by_level(self, e: Expr, name: str) -> Expr: ...
 
+    def fault(self, text: str) -> CellError:
+        """The error for a step that cannot be scheduled, which names the cell."""
+        return fault(self.cell, text)
+
     @contextlib.contextmanager
     def of_width(self, width: int) -> Iterator[None]:
         """Within it tensors of that many values a row are read."""
@@ -92,9 +96,8 @@ class RowReductions(ABC):
     def statistic(self, name: str, body: Reduce, where: dict[Var, Expr], shift: bool) -> Expr:
         """A reduction to one value a batch row: a sum or maximum over the hidden axis, and over axes that are unrolled.
         """
-        fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} is not a sum over the hidden axis, "
-                          "[b] = sum_k value[b, k], nor one over gates too, sum_g sum_k value[b, g, k], nor a maximum "
-                          "over these")
+        fault = self.fault(f"the reduction {name!r} is not a sum over the hidden axis, [b] = sum_k value[b, k], nor "
+                           "one over gates too, sum_g sum_k value[b, g, k], nor a maximum over these")
         (index,) = where.values()
         largest = reduces(body, "Max")
         if not (is_sum(body) or largest) or not self.same(index, self.b):
@@ -163,10 +166,10 @@ class RowReductions(ABC):
         kind = "maximum" if largest else "sum"
         operands = tuple(self.name_of(self.level_by_level(t, name), name) for t in terms)
         if any(is_constant(o) for o in operands):
-            raise CellError(f"cell {self.cell.name!r}: the {kind} {name!r} has a term that is a constant")
+            raise self.fault(f"the {kind} {name!r} has a term that is a constant")
         level = max(self.level[o] for o in operands)
         if level < INPUT:
-            raise CellError(f"cell {self.cell.name!r}: the sum {name!r} depends on neither x nor a state")
+            raise self.fault(f"the sum {name!r} depends on neither x nor a state")
         # a statistic of what needed one of x before is left to the step
         after = NORMALIZED if level == INPUT else max(STATE, level) + 1
         key = ("largest", shift, operands, units) if largest else ("total", operands, units)
@@ -205,12 +208,12 @@ class RowReductions(ABC):
 
         size = extent_of(axis) or 0
         count, name = self.hidden // size, op.name
-        fault = CellError(f"cell {self.cell.name!r}: the reduction {name!r} of groups of {size} units is read at "
+        fault = self.fault(f"the reduction {name!r} of groups of {size} units is read at "
                           f"[{', '.join(map(str, where.values()))}]; expected " + (
                               "[b, j]" if at_units else f"[b, j // {size}], or the number of a group"))
         if count > MOST_GROUPS:
-            raise CellError(f"cell {self.cell.name!r}: the reduction {name!r} has {count} groups; {MOST_GROUPS} are "
-                            "the most. Sums of more are a product with heads, of ones")
+            raise self.fault(f"the reduction {name!r} has {count} groups; {MOST_GROUPS} are the most. Sums of more are "
+                             "a product with heads, of ones")
         (row, index), own = where.items(), tirx.floordiv(self.j, tirx.const(size, "int32"))
         if not self.same(row[1], self.b):
             raise fault
