@@ -26,8 +26,8 @@ WORK = Workload("lstm", 64, 64, 2, 10, "float32")
 
 def trial(runs: list[float], config: int, noisy: bool = False, stage: str = "final") -> Trial:
     return Trial(run="ab-1", index=0, stage=stage, workload=WORK, device=DEVICE, schedule="fake", revision=1,
-                 config={"a": config}, versions={}, seed=0, seconds=1.0, times=Times.of(runs), check=1e-7, source="00",
-                 noisy=noisy)
+                 generation=0, config={"a": config}, versions={}, seed=0, seconds=1.0, times=Times.of(runs), check=1e-7,
+                 source="00", noisy=noisy)
 
 
 def journal(*trials: Trial, best: int = 1) -> Journal:

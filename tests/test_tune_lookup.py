@@ -38,7 +38,7 @@ def trial(us: float = 10.0, *, a: int = 1, batch: int = 4, seq: int = 10, cores:
     fields = {"run": "r-1", "index": 0, "stage": "search",
               "workload": Workload("lstm", 8, 8, batch, seq),
               "device": msgspec.structs.replace(DEVICE, cores=cores, name=name), "schedule": "fake",
-              "revision": 3, "config": {"a": a, "b": 0, "behaviour": "ok"}, "versions": {}, "seed": 0,
+              "revision": 3, "generation": 0, "config": {"a": a, "b": 0, "behaviour": "ok"}, "versions": {}, "seed": 0,
               "seconds": 1.0, "times": Times.of([us]), "check": 1e-7, "time": "2026-01-31T12:00:00Z"}
     return Trial(**{**fields, **changes})
 

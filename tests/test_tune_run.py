@@ -371,7 +371,7 @@ def test_a_record_that_needs_too_much_memory_fails_alone():
         config = dict(all_schedules()["cpu_sequence"].default(make_task(get("lstm"), work, session.device)))
         return Line(Path("x.jsonl"), hidden, Trial(
             run="a-1", index=0, stage="search", workload=work, device=session.device, schedule="cpu_sequence",
-            revision=1, config=config, versions={}, seed=0, seconds=1.0, times=Times.of([1.0]), check=1e-7))
+            revision=1, generation=0, config=config, versions={}, seed=0, seconds=1.0, times=Times.of([1.0]), check=1e-7))
 
     with Session("cpu", entries=replace(ENTRIES, build="test_tune_run:built_blank")) as session:
         found = list(verify([line(1 << 20), line(8)], session))

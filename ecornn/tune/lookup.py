@@ -133,12 +133,12 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
 
 def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Schedule], task: Task) -> Found | None:
     """The default of a schedule of which the ``best`` record cannot know, if it is expected to be faster: one for calls
-    of a few steps, where the record is of longer ones, or one that serves the task since later than the record and was
-    not ``tried`` then. By its rank, which has in it how far its estimate is believed."""
+    of a few steps, where the record is of longer ones, or one that serves the task since a later generation than the
+    record's and was not ``tried`` then. By its rank, which has in it how far its estimate is believed."""
     steps, of = task.workload.seq, best.trial.workload.seq
     few = steps <= FEW < of
     made = [s for s in schedules if s.name != best.trial.schedule and (
-        (few and s.few_steps) or (best.trial.time < s.since(task) and s.name not in tried))]
+        (few and s.few_steps) or (best.trial.generation < s.generation(task) and s.name not in tried))]
     if not made:
         return None
     first = min(made, key=lambda s: s.rank(task))

@@ -18,8 +18,7 @@ from ecornn.errors import RecordError
 from ecornn.workload import Workload
 
 VERSION = 1
-MINOR = 2  # 1: without `entry` of workloads; 0: without `minor`, `clocks` and `noisy`
-READS = f"this program reads version {VERSION}.0 to {VERSION}.{MINOR}"
+READS = f"this program reads versions up to {VERSION}"
 MAX_LINE = 16 << 10  # bytes of one line with its newline
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -87,7 +86,6 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """
 
     v: int = VERSION
-    minor: int = MINOR  # of a line: absent means 0; a record in memory has every field of MINOR
     run: Name
     time: UTC = msgspec.field(default_factory=lambda: now())
 
@@ -119,6 +117,7 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
     device: Device
     schedule: Name
     revision: Count
+    generation: Count
     config: Knobs
     versions: Names  # ecornn, tvm, tvm_ffi; driver and cuda on a GPU
     clocks: Clocks | None = None
@@ -206,9 +205,8 @@ def decode(line: bytes) -> AnyRecord:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         newer = _newer(line)
         raise (NewerRecord(f"version {newer} of the format; {READS}") if newer else RecordError(str(error))) from error
-    if record.v != VERSION or not 0 <= record.minor <= MINOR:
-        kind = NewerRecord if (record.v, record.minor) > (VERSION, MINOR) else RecordError
-        raise kind(f"version {record.v}.{record.minor} of the format; {READS}")
+    if not 1 <= record.v <= VERSION:
+        raise (NewerRecord if record.v > VERSION else RecordError)(f"version {record.v} of the format; {READS}")
     try:
         datetime.fromisoformat(record.time[:-1])
     except ValueError as error:
@@ -243,19 +241,18 @@ def first_line(message: str, most: int) -> str:
 
 
 class _Head(msgspec.Struct):
-    """What says which fields a line may have."""
+    """The part of a line that says which fields it may have."""
 
     v: int
-    minor: int = 0
 
 
 _head = msgspec.json.Decoder(_Head)
 
 
-def _newer(line: bytes) -> str | None:
-    """The version of a line that a newer program wrote, such as ``1.2``; None: it is no newer."""
+def _newer(line: bytes) -> int | None:
+    """The version of a line that a newer program wrote; None where no newer one did."""
     try:
-        head = _head.decode(line)
+        version = _head.decode(line).v
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return f"{head.v}.{head.minor}" if (head.v, head.minor) > (VERSION, MINOR) else None
+    return version if version > VERSION else None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
+from ecornn.schedules.base import GENERATION
 from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import COMPARED, Evaluator
 from ecornn.tune.journal import RESERVED, Journal
@@ -183,7 +184,7 @@ class Tuner:
         trial = Trial(
             run=self.journal.run, index=len(self.journal.trials), stage=stage,
             workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
-            revision=self.space.schedules[candidate.schedule].revision, config=candidate.config,
+            revision=self.space.schedules[candidate.schedule].revision, generation=GENERATION, config=candidate.config,
             versions=self.environment.versions, clocks=self.environment.clocks, seed=self.settings.seed,
             seconds=round(self.elapsed(), 3), **structs.asdict(outcome))
         self.journal.add(trial)
