@@ -88,8 +88,8 @@ def _device(target: str) -> tuple[bytes, ...]:
 
 def _logs() -> bytes:
     """The tuning logs, by what changes with them."""
-    from ecornn.tune.compressed import SUFFIXES
     from ecornn.tune.folders import shipped_folder, user_folder
+    from ecornn.tune.log import SUFFIXES
 
     found = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
              if folder.is_dir() for path in sorted(folder.glob("*.jsonl*"))

@@ -271,6 +271,9 @@ class Schedule(ABC, Generic[Plan]):
         return 1
 
 
+AnySchedule = Schedule[Any]
+
+
 class SearchedSchedule(Schedule[Plan]):
     """A schedule whose default is the best of many configurations, which are searched once for each question."""
 

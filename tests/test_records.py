@@ -25,7 +25,8 @@ H100 = KNOWN["sm_90a"]
 
 def trial(**changes: object) -> Trial:
     fields = {"run": "ab-1", "index": 0, "stage": "search", "workload": WORK, "device": H100,
-              "schedule": "persistent", "revision": 1, "generation": 2, "config": {"blocks": 100, "hidden": True, "m": "x"},
+              "schedule": "persistent", "revision": 1, "generation": 2,
+              "config": {"blocks": 100, "hidden": True, "m": "x"},
               "versions": {"tvm": "0.27"}, "seed": 0, "seconds": 1.5, "times": Times.of([3.0, 1.0, 2.0]),
               "check": 1e-3, "source": "00ff"}
     return Trial(**{**fields, **changes})
@@ -209,7 +210,7 @@ def test_an_entry_is_written_where_it_is_not_the_layers_own_pass():
 
 
 def test_what_a_device_was_is_in_every_trial():
-    from ecornn.tune.environment import environment
+    from ecornn.tune.at_hand import environment
 
     here = environment(msgspec.structs.replace(H100, kind="llvm"))
     assert {"ecornn", "tvm", "tvm_ffi"} <= set(here.versions) and here.clocks.cores > 100

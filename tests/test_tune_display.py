@@ -14,8 +14,7 @@ from tune_fakes import DEVICE, Fake, cost
 
 from ecornn.cli import progress
 from ecornn.cli.torch_peer import torch_us
-from ecornn.tune.gain import Gain, gain_of, words
-from ecornn.tune.journal import Journal
+from ecornn.tune.journal import Gain, Journal, gain_of, words
 from ecornn.tune.record import Choice, Finish, Times, Trial
 from ecornn.tune.timing import bounds
 from ecornn.tune.tuner import Progress, Settings

@@ -22,9 +22,8 @@ from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune.log import Line, Log, append, append_all, read, rewrite
 from ecornn.tune.lookup import find
-from ecornn.tune.merge import merge
 from ecornn.tune.record import Choice, Finish, Outcome, Start, Times, Trial
-from ecornn.tune.selection import best_lines, worth_keeping
+from ecornn.tune.selection import best_lines, merge, worth_keeping
 from ecornn.tune.verify import Check
 from ecornn.workload import Workload
 

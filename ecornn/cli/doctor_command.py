@@ -95,7 +95,7 @@ def examine_gpu() -> Finding:
 def examine_cuda() -> Finding:
     """The CUDA compiler."""
     from ecornn.build.nvcc import INSTALL
-    from ecornn.tune.environment import cuda_compiler
+    from ecornn.tune.at_hand import cuda_compiler
 
     found = cuda_compiler()
     return found or "none", None if found else f"to build for GPUs, {INSTALL}"

@@ -14,8 +14,8 @@ from ecornn.cli.log_command import FILES, collect
 
 if TYPE_CHECKING:
     from ecornn.tune.log import Line, Log
-    from ecornn.tune.merge import Merged
     from ecornn.tune.record import AnyRecord
+    from ecornn.tune.selection import Merged
 
 GIVEN = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
 NEW = click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path),
@@ -24,7 +24,7 @@ NEW = click.option("-o", "--output", required=True, type=click.Path(dir_okay=Fal
 
 def merged(lines: Iterable[Line]) -> Merged:
     """The union; conflicts go to stderr."""
-    from ecornn.tune.merge import merge
+    from ecornn.tune.selection import merge
 
     found = merge(lines)
     for conflict in found.conflicts:
@@ -107,7 +107,7 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
     """
     from ecornn.tune.folders import user_folder
     from ecornn.tune.log import rewrite
-    from ecornn.tune.merge import event
+    from ecornn.tune.selection import event
 
     target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
     written: dict[str, Any] = {"file": str(target)}

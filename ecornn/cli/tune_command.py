@@ -252,7 +252,7 @@ def results(result: Result) -> list[Result]:
 
 def line(result: Result) -> str:
     """A result on one line."""
-    from ecornn.tune.gain import words
+    from ecornn.tune.journal import words
 
     finish = result.finish
     if finish.best is None or finish.best_us is None:
@@ -265,7 +265,7 @@ def line(result: Result) -> str:
 
 def show(console: Console, result: Result) -> None:
     """The end of a run: what was found."""
-    from ecornn.tune.gain import words
+    from ecornn.tune.journal import words
 
     finish, work = result.finish, result.workload
     if work.backward:

@@ -28,7 +28,7 @@ from ecornn.report.layers import (
 from ecornn.report.measured import NOTHING, Measured
 from ecornn.report.rooflines import rooflines
 from ecornn.report.searches import SearchRun, searches
-from ecornn.tune.gain import words
+from ecornn.tune.journal import words
 from ecornn.tune.log import Log
 
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first

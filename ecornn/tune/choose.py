@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ecornn.device import Device
 from ecornn.dtypes import SERVED
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError
-from ecornn.schedules.base import Schedule, Task, Value
+from ecornn.schedules.base import AnySchedule, Task, Value
 from ecornn.workload import ON_GPUS
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def default_target() -> str:
         return "cpu"
 
 
-def candidates(device: Device, name: str | None = None) -> list[Schedule]:
+def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
     """The schedules for this kind of device, or the one of that name, whatever they serve.
 
     Raises :class:`ArgumentError` for an unknown name.
@@ -42,7 +42,7 @@ def candidates(device: Device, name: str | None = None) -> list[Schedule]:
     return [every[name]] if name else [s for s in every.values() if s.kind == device.kind]
 
 
-def searched(workload: Workload, device: Device, name: str | None = None) -> list[Schedule]:
+def searched(workload: Workload, device: Device, name: str | None = None) -> list[AnySchedule]:
     """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out.
 
     Raises :class:`ArgumentError` for a name that is none of these.
@@ -55,13 +55,13 @@ def searched(workload: Workload, device: Device, name: str | None = None) -> lis
     return found
 
 
-def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
+def serving_or_raise(task: Task, name: str | None = None) -> list[AnySchedule]:
     """The schedules that serve the task, what is expected to be fastest first, or the one of that name; errors as
     :func:`serving`."""
     return sorted(serving(task, name), key=lambda s: s.rank(task))
 
 
-def serving(task: Task, name: str | None = None) -> list[Schedule]:
+def serving(task: Task, name: str | None = None) -> list[AnySchedule]:
     """As :func:`serving_or_raise`, in no order: what a schedule expects is a search of its own.
 
     Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type, or one of weights, that this
@@ -93,7 +93,7 @@ def _check_weights(task: Task) -> None:
         raise DTypeError("weights", work.weights, "None in a layer that trains")
 
 
-def refusal(schedule: Schedule, task: Task) -> str | None:
+def refusal(schedule: AnySchedule, task: Task) -> str | None:
     """None, or why a schedule does not serve a task, whose data type its device has."""
     if schedule.kind != task.device.kind:
         return f"is for {schedule.kind}, not {task.device.kind}"
@@ -106,7 +106,7 @@ def refusal(schedule: Schedule, task: Task) -> str | None:
     return schedule.serves(task)
 
 
-def complete(schedule: Schedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
+def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
     """The schedule's default with the given knobs changed.
 
     Raises :class:`ArgumentError` for an unknown knob or value, :class:`ScheduleError` where the

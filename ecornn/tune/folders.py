@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, RecordError
-from ecornn.tune.compressed import SUFFIXES
-from ecornn.tune.log import TORN, Log, read
+from ecornn.tune.log import SUFFIXES, TORN, Log, read
 from ecornn.workload import Workload
 
 VARIABLE = "ECORNN_TUNING_LOGS"

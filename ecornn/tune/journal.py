@@ -1,4 +1,4 @@
-"""One run in a log file: found again by what it searches, and gone on with."""
+"""One run in a log file: found again by what it searches, and gone on with; and what it gained."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.errors import RecordError
-from ecornn.schedules.base import Schedule
-from ecornn.tune.compressed import is_compressed
-from ecornn.tune.log import TORN, Line, append, read
+from ecornn.schedules.base import AnySchedule
+from ecornn.tune.log import TORN, Line, append, is_compressed, read
 from ecornn.tune.record import AnyRecord, Choice, Finish, Start, Trial
+from ecornn.tune.timing import bounds
 from ecornn.workload import Workload
 
 RESERVED = 0.25  # of a time limit, at most: for the comparison after the search
 
 
-def digest_of(workload: Workload, device: Device, schedules: Sequence[Schedule], seed: int,
+def digest_of(workload: Workload, device: Device, schedules: Sequence[AnySchedule], seed: int,
               only: Sequence[Choice] | None = None) -> str:
     """Equal for runs that search the same: trials of one serve the other. ``only``: a list that is tried instead."""
     revisions = sorted((s.name, s.revision) for s in schedules)
@@ -132,3 +132,38 @@ class Journal:
             return True
         return self.finish.reason == "time" and time_limit is not None and (
             self.finish.seconds >= (1 - RESERVED) * time_limit)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The ratio of both medians, ``low`` and ``high`` at 95% confidence for each of them; ``settled``: both were
+    known to a few percent, so that the ratio itself may be said."""
+
+    ratio: float
+    low: float
+    high: float
+    settled: bool
+
+
+def gain_of(run: Journal) -> Gain | None:
+    """Of a finished run, by the last times of both; None where one of them has none, or where they are the same."""
+    if run.finish is None or run.finish.best == run.finish.default:
+        return None
+    last: dict[bool, Trial] = {}
+    for trial in run.trials:  # the comparison comes last
+        for is_best, choice in ((True, run.finish.best), (False, run.finish.default)):
+            if trial.times is not None and trial.choice == choice:
+                last[is_best] = trial
+    if len(last) < 2:
+        return None
+    (best_low, best_high), (low, high) = (bounds(last[which].times.runs) for which in (True, False))  # type: ignore[union-attr]
+    ratio = last[False].times.median / last[True].times.median  # type: ignore[union-attr]
+    return Gain(ratio, low / best_high, high / best_low, not any(t.noisy for t in last.values()))
+
+
+def words(gain: Gain, default_us: float) -> str:
+    """Said of a gain: the ratio where it is known, otherwise what is."""
+    if gain.settled:
+        return f"{gain.ratio:.2f} times as fast as the untuned default ({default_us:.4g} µs)"
+    said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default; times did not settle"
+    return said if gain.low > 1 else f"{said}, and it may be no faster"

@@ -181,7 +181,7 @@ AnyRecord = Start | Trial | Finish
 # Of terminals, of lines, and of the direction of writing: shown as it is, such a name may look like anything.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 BACKSLASH, DELETE = b"\\\x7f"  # as numbers, which are found in a fifth of the time
-_decoder = msgspec.json.Decoder(AnyRecord)
+_decoder: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
 
 
 def now() -> str:

@@ -20,8 +20,7 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
-from ecornn.tune.at_hand import matched, told
-from ecornn.tune.environment import Environment
+from ecornn.tune.at_hand import Environment, matched, told
 from ecornn.tune.measuring import Measure
 from ecornn.tune.record import Outcome
 from ecornn.tune.serving import DESCRIBE, MEASURE, WARM, Answer, Description, require_loopback
@@ -203,7 +202,7 @@ def _client(tracker: Tracker, limit: float) -> Any:
 
     from tvm.rpc import base, client
 
-    class Client(client.TrackerSession):
+    class Client(client.TrackerSession):  # type: ignore[misc]  # TVM has no types
         def _connect(self) -> None:
             self._sock = socket.create_connection(self._addr, limit)
             magic = struct.pack("<i", base.RPC_TRACKER_MAGIC)

@@ -16,8 +16,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
-from ecornn.tune.features import ESTIMATE, features
-from ecornn.tune.model import TRUST, CostModel
+from ecornn.tune.model import ESTIMATE, TRUST, CostModel, features
 from ecornn.tune.space import Candidate, ConfigSpace
 
 EPSILON = 0.15  # share of a batch that is drawn at random, whatever the model says

@@ -19,7 +19,7 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
-from ecornn.tune.environment import Environment, environment
+from ecornn.tune.at_hand import Environment, environment
 from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.process import Worker, WorkerError

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ecornn.errors import ScheduleError
-from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
+from ecornn.schedules.base import AnySchedule, Config, Knob, Task, Value
 from ecornn.tune.record import Choice
 
 PARTS = 8  # of a schedule's combinations, which processes look through side by side
@@ -19,7 +19,7 @@ KEPT = 100_000  # of those of a part that fit, as numbers
 SAMPLED = 50_000  # combinations of a schedule that has more
 
 
-Scan = tuple[bool, array]  # whether these are all that fit, and the numbers of these, in order
+Scan = tuple[bool, "array[int]"]  # True where these are all that fit; numbers of combinations that fit, in order
 
 
 class Candidate(NamedTuple):
@@ -81,7 +81,7 @@ class ConfigSpace:
     somebody else for the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
     """
 
-    def __init__(self, task: Task, schedules: Sequence[Schedule], defaults: Sequence[Choice] | None = None) -> None:
+    def __init__(self, task: Task, schedules: Sequence[AnySchedule], defaults: Sequence[Choice] | None = None) -> None:
         if not schedules:
             raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}")
         self.task = task

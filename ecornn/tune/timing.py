@@ -57,7 +57,7 @@ def _between_events(run: Run, wait: int) -> tuple[float, float]:
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if wait:
-        torch.cuda._sleep(wait)  # type: ignore[attr-defined]
+        torch.cuda._sleep(wait)
     asked = time.perf_counter()
     begin.record()
     run()

@@ -8,13 +8,12 @@ from itertools import product
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.schedules.base import AnySchedule, Config, Task
 from ecornn.task import make_task
-from ecornn.tune.features import features
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import Log
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
-from ecornn.tune.model import CostModel
+from ecornn.tune.model import CostModel, features
 from ecornn.tune.record import Trial
 from ecornn.tune.similar_cells import akin, built_in
 from ecornn.tune.space import Candidate
@@ -49,7 +48,7 @@ def unlike(a: Workload, b: Workload) -> int:
     return sum(getattr(a, n) != getattr(b, n) for n in ("cell", "dtype", "weights", "precision"))
 
 
-def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log,
+def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedule], log: Log,
          run: Journal | None = None) -> int:
     """Adds the nearest runs of the same architecture and entry, and of whatever cell and data type those that have seen
     a good part of a space, slow configurations too; returns how many trials.
@@ -92,7 +91,7 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     return added
 
 
-def usable(schedule: Schedule, task: Task, trial: Trial, config: Config, served: dict[str, bool]) -> bool:
+def usable(schedule: AnySchedule, task: Task, trial: Trial, config: Config, served: dict[str, bool]) -> bool:
     """Whether the schedule can still do for ``task`` what the trial did. To ask it whether it serves takes a search for
     something that fits, which a trial of the schedule as it is has found; ``served`` keeps what was asked."""
     if trial.revision == schedule.revision and listed(config, schedule.knobs(task)):
@@ -102,7 +101,7 @@ def usable(schedule: Schedule, task: Task, trial: Trial, config: Config, served:
     return served[schedule.name] and unfit(schedule, task, config) is None
 
 
-def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
+def seeds(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
     """The fastest configurations that any record of this workload has, whatever the length of its sequences, those of
     this GPU first, then of one like it; those of larger inputs last.
 
@@ -125,7 +124,7 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     return sorted(best, key=lambda c: best[c])[:SEEDS]
 
 
-def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
+def borrowed(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
     """The fastest configurations of the nearest workloads, this one among them, as they are for this task, where they
     fit; the fastest of each first."""
     by_name = {s.name: s for s in schedules}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from ecornn.schedules.base import GENERATION
-from ecornn.tune.environment import Environment
+from ecornn.tune.at_hand import Environment
 from ecornn.tune.evaluate import COMPARED, Evaluator
 from ecornn.tune.journal import RESERVED, Journal
 from ecornn.tune.proposing import Proposals
