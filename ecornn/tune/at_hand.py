@@ -1,4 +1,4 @@
-"""The device that is measured on: the one asked for, held against what is there; and what records say of the machine."""
+"""The device that is measured on: the one asked for, held against what is there; what records say of its machine."""
 
 from __future__ import annotations
 

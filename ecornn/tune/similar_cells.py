@@ -50,7 +50,7 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 
 
 def products(graph: StepGraph) -> tuple[object, ...]:
-    """A key of what a schedule's choices depend on most: the states, and rows, operands and heads of each product, or its
+    """A key of what a schedule's choices depend on most: states, and rows, operands and heads of each product, or its
     narrow part, which no built-in cell has."""
     return len(graph.states), *((len(p.products), len(p.operands), heads_of(p), narrow_of(p))
                                 for p in graph.product_phases)
