@@ -11,7 +11,7 @@ from ecornn.device import Device
 from ecornn.errors import EcornnError
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @JSON
 @plain_errors
 def doctor(json: bool) -> None:

@@ -25,7 +25,7 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
         "weight_bytes_of_a_thread": "{:,.0f} bytes of weights a thread"}
 
 
-@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=EPILOG)
 @plan_options
 @JSON
 @plain_errors

@@ -18,7 +18,7 @@ Examples:
 """
 
 
-@click.command("onnx-rewrite", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("onnx-rewrite", epilog=EPILOG)
 @click.argument("model", metavar="MODEL.onnx", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.onnx",
               help="The new model. Its modules and the operator library come into a folder beside it, FILE.modules.")

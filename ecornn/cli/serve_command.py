@@ -23,7 +23,7 @@ run any program on these machines, --host and --allow-remote.
 """
 
 
-@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=EPILOG)
 @click.option("--tracker", required=True, metavar="HOST:PORT", help="The TVM RPC tracker to register at.")
 @click.option("--key", default="ecornn", show_default=True,
               help="What tuners ask for. Servers with the same key must measure on equal devices.")
