@@ -1,4 +1,4 @@
-"""Where a module's inputs and outputs live while it is measured, and the clock that fits."""
+"""The memory of inputs and outputs of a module that is measured, and the clock that fits."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def again(values: Any, length: int) -> Any:
 
 @cache
 def torch_sees_gpu() -> bool:
-    """Whether torch is installed and can use a GPU."""
+    """True where torch is installed and can use a GPU."""
     import importlib.util
 
     if importlib.util.find_spec("torch") is None:

@@ -23,7 +23,8 @@ RESERVED = 0.25  # of a time limit, at most: for the comparison after the search
 
 def digest_of(workload: Workload, device: Device, schedules: Sequence[AnySchedule], seed: int,
               only: Sequence[Choice] | None = None) -> str:
-    """Equal for runs that search the same: trials of one serve the other. ``only``: a list that is tried instead."""
+    """A digest that is equal for runs that search the same: trials of one serve the other. ``only``: a list of choices
+    that is tried instead."""
     revisions = sorted((s.name, s.revision) for s in schedules)
     known = (workload, device.identity, revisions, seed, *(only or ()))
     return hashlib.sha256(msgspec.json.encode(known)).hexdigest()[:12]
@@ -44,8 +45,8 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path, digest: str, resume: bool) -> Journal:
-        """The latest run of that digest; a new one without ``resume``, where there is none, and where nothing ran in
-        the one that there is: a compiler that was missing then may be there now.
+        """The latest run of that digest; a new one without ``resume``, where there is none, and where no candidate of
+        it ran: a compiler that was missing then may be there now.
 
         Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record,
         and where it is compressed.
@@ -71,18 +72,19 @@ class Journal:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """While this process, or thread, works on the run: another would try the same and disturb its times.
+        """Keeps other processes and threads from the run, within a context: they would try the same and disturb its
+        times.
 
         Raises :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written.
         """
         from filelock import FileLock, Timeout
 
         real = self.path.resolve()  # of a link, what it points at
-        held = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
+        place = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
         try:
-            held.parent.mkdir(parents=True, exist_ok=True)
-            held.touch()  # or say why not
-            lock = FileLock(held, timeout=0)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()  # or say why not
+            lock = FileLock(place, timeout=0)
             lock.acquire()
         except Timeout:
             raise RecordError(f"another process tunes this layer into {self.path}; wait for it or stop it") from None
@@ -91,24 +93,23 @@ class Journal:
         try:
             yield
         finally:
-            held.unlink(missing_ok=True)
+            place.unlink(missing_ok=True)
             lock.release()
 
     def take(self, record: AnyRecord) -> None:
-        """Keeps a record in memory."""
+        """Adds a record in memory."""
         if isinstance(record, Trial):
             self.trials.append(record)
         elif isinstance(record, Finish):
             self.finish = record
 
     def add(self, record: AnyRecord) -> None:
-        """Appends a record to the file, and keeps it."""
+        """Appends a record to the file, and adds it in memory."""
         append(self.path, record)
         self.take(record)
 
     def has(self, line: Line) -> bool:
-        """Whether a record is of this run. Another file may have a run of the same name: of the same search, by
-        someone else."""
+        """True for a record of this run. Another file may have a run of the same name: someone else's same search."""
         return line.record.run == self.run and line.path.resolve() == self.path.resolve()
 
     @property
@@ -122,8 +123,8 @@ class Journal:
         return max((t.seconds for t in self.trials), default=0.0)
 
     def finished(self, trials: int, time_limit: float | None, early_stop: bool = False) -> bool:
-        """Whether nothing is left to do for a run of ``trials`` trials and ``time_limit`` seconds, that
-        may or may not stop early. Of the time a share is kept for the comparison at the end, which may need less."""
+        """True where nothing is left to do for a run of ``trials`` trials and ``time_limit`` seconds, that may stop
+        early or not. A share of the time is reserved for the comparison at the end, which may need less."""
         if self.finish is None:
             return False
         if self.finish.reason == "converged" and early_stop:
@@ -136,8 +137,9 @@ class Journal:
 
 @dataclass(frozen=True)
 class Gain:
-    """The ratio of both medians, ``low`` and ``high`` at 95% confidence for each of them; ``settled``: both were
-    known to a few percent, so that the ratio itself may be said."""
+    """How many times as fast as the untuned default the best of a run is: the ratio of both medians, ``low`` and
+    ``high`` at 95% confidence for each of them; ``settled``: both were known to a few percent, so that the ratio may be
+    said."""
 
     ratio: float
     low: float
@@ -146,23 +148,20 @@ class Gain:
 
 
 def gain_of(run: Journal) -> Gain | None:
-    """Of a finished run, by the last times of both; None where one of them has none, or where they are the same."""
+    """The gain of a finished run, by the last times of best and default; None where one of them has none, or where they
+    are the same."""
     if run.finish is None or run.finish.best == run.finish.default:
         return None
-    last: dict[bool, Trial] = {}
-    for trial in run.trials:  # the comparison comes last
-        for is_best, choice in ((True, run.finish.best), (False, run.finish.default)):
-            if trial.times is not None and trial.choice == choice:
-                last[is_best] = trial
-    if len(last) < 2:
+    best, default = (next(((t.times, t.noisy) for t in reversed(run.trials) if t.times is not None
+                           and t.choice == choice), None) for choice in (run.finish.best, run.finish.default))
+    if best is None or default is None:
         return None
-    (best_low, best_high), (low, high) = (bounds(last[which].times.runs) for which in (True, False))  # type: ignore[union-attr]
-    ratio = last[False].times.median / last[True].times.median  # type: ignore[union-attr]
-    return Gain(ratio, low / best_high, high / best_low, not any(t.noisy for t in last.values()))
+    (best_low, best_high), (low, high) = bounds(best[0].runs), bounds(default[0].runs)
+    return Gain(default[0].median / best[0].median, low / best_high, high / best_low, not (best[1] or default[1]))
 
 
 def words(gain: Gain, default_us: float) -> str:
-    """Said of a gain: the ratio where it is known, otherwise what is."""
+    """A gain in words: the ratio where it is known, otherwise its bounds."""
     if gain.settled:
         return f"{gain.ratio:.2f} times as fast as the untuned default ({default_us:.4g} µs)"
     said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default; times did not settle"

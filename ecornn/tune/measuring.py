@@ -92,13 +92,13 @@ def timed_input(memory: Any, seed: int, shape: tuple[int, ...]) -> Any:
 
 @lru_cache(maxsize=2)  # made again in a moment, and as large as what is kept of a training step
 def timed_factors(path: str, memory: Any, layout: Hoisted, steps: int) -> Any:
-    """What the recurrence of an adjoint reads of each step: that of the short one again and again."""
+    """The values that the recurrence of an adjoint reads of each step: those of the short answers again and again."""
     x = answers_of(path)["x"]
     return memory.cycled(rows_of(x, layout), steps * x.shape[1])
 
 
 def rows_of(x: Any, layout: Hoisted) -> Any:
-    """(T, B, Q, H) as a recurrence reads it."""
+    """``x`` (T, B, Q, H) in the layout of a recurrence."""
     return layout.laid(x.reshape(-1, *x.shape[2:]))
 
 
@@ -112,9 +112,9 @@ def check(layer: Any, memory: Arrays, answers: dict[str, Any], x: Any = None) ->
     for _ in range(2):  # the second run finds the workspace as the first left it
         out = memory.poison(answers["y"].shape)
         y, states = layer(x, tuple(first), out=out)
-        made = memory.get(y)
-        made = layer.values(made) if isinstance(layer, Recurrence) else made
-        worst = max(worst, relative_error(made, answers["y"]),
+        outputs = memory.get(y)
+        outputs = layer.values(outputs) if isinstance(layer, Recurrence) else outputs
+        worst = max(worst, relative_error(outputs, answers["y"]),
                     *(relative_error(memory.get(s), e) for s, e in zip(states, last, strict=True)))
     return worst
 
@@ -130,14 +130,14 @@ def sequence(module: Module, memory: Arrays, weights: dict[str, Any], request: M
 
 def recurrence(module: Module, memory: Arrays, weights: dict[str, Any], request: Measure,
                shape: tuple[int, ...]) -> tuple[float, Run]:
-    """As :func:`sequence`, of the recurrence of an adjoint."""
+    """The error of an adjoint's recurrence, and a run of it that is timed; ``shape`` of its outputs then."""
     answers = answers_of(request.answers)
-    made = Recurrence(module, weights, answers["x"].shape[2])
-    factors = arrays_for(module, made.layout.dtype)
-    error = check(made, memory, answers, factors.put(rows_of(answers["x"], made.layout)))
-    x = timed_factors(request.answers, cast(Hashable, factors), made.layout, request.seq)
+    bound = Recurrence(module, weights, answers["x"].shape[2])
+    factors = arrays_for(module, bound.layout.dtype)
+    error = check(bound, memory, answers, factors.put(rows_of(answers["x"], bound.layout)))
+    x = timed_factors(request.answers, cast(Hashable, factors), bound.layout, request.seq)
     first = [memory.put(answers[n]) for n in sorted(answers) if n.startswith("first_")]
-    return error, made.ready(x, first, memory.poison(shape))
+    return error, bound.ready(x, first, memory.poison(shape))
 
 
 def measure(request: Measure) -> list[Outcome]:
@@ -170,24 +170,25 @@ def measure(request: Measure) -> list[Outcome]:
 
 @dataclass(frozen=True)
 class Ready:
-    """A run whose arguments are known, and what they point into."""
+    """A run with its arguments, and the arrays that they point into, which must live as long."""
 
     of: Recurrence
     arguments: list[int]
-    kept: list[Any]
+    arrays: list[Any]
 
     def __call__(self) -> None:
         self.of.library.run(*self.arguments)
 
 
 class Recurrence:
-    """Called as a layer is, with what was hoisted in place of x, in :attr:`layout`, and outputs in place of y.
+    """The recurrence of an adjoint alone: a module that is nothing else, bound to weights. It is called as a layer is,
+    with hoisted values in place of x, as :attr:`layout` lays them out, and outputs in place of y.
 
     Parameters
     ----------
     module : of the recurrence, for a GPU
     weights : the layer's, by PyTorch's names
-    hoisted : Q, the values that it reads of each step, row and unit
+    hoisted : Q, the number of values that it reads of each step, row and unit
     """
 
     def __init__(self, module: Module, weights: Mapping[str, Any], hoisted: int) -> None:
@@ -212,16 +213,16 @@ class Recurrence:
         return out, last
 
     def values(self, outputs: np.ndarray) -> np.ndarray:
-        """``outputs``, which with TF32 products are stored ``raised``, as they are meant."""
+        """The values that ``outputs`` mean: with TF32 products they are stored ``raised``."""
         words = outputs.astype(np.float32).view(np.uint32)
         return (words - np.uint32(0x1000)).view(np.float32) if self.raised else outputs
 
     def like(self, array: Any, shape: tuple[int, ...]) -> Any:
-        """A new array of the type of another."""
+        """A new array of the type and place of ``array``."""
         return arrays_of(array, "out").empty(shape, array, self.library)[0]
 
     def ready(self, hoisted: Any, first: Sequence[Any], out: Any, last: Sequence[Any] | None = None) -> Ready:
-        """A run with these arrays."""
+        """A run with these arrays; see :meth:`__call__`."""
         arrays, (steps, batch) = arrays_of(out, "out"), out.shape[:2]
         last = [self.like(out, state.shape) for state in first] if last is None else last
         given = {"hoisted": hoisted, "outputs": out}

@@ -52,8 +52,7 @@ def features(schedule: AnySchedule, task: Task, candidate: Candidate) -> dict[st
 
 
 class Columns:
-    """Gives every feature name a column; a feature that a row lacks is missing (NaN) or, for
-    words, zero."""
+    """The columns of features, by name. A feature that a row lacks is missing (NaN) or, for words, zero."""
 
     def __init__(self) -> None:
         self.place: dict[str, int] = {}
@@ -78,8 +77,8 @@ class Columns:
 
 
 class CostModel:
-    """Ranks candidates. Samples come in groups, one for each workload and device: times are
-    compared within a group only."""
+    """Ranks candidates. Samples come in groups, one for each workload and device: times are compared within a group
+    only."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -124,20 +123,20 @@ class CostModel:
         return True
 
     def _matrix(self, group: str) -> Any:
-        """The rows of a group; those that were there the last time are kept for as long as :attr:`width` stays."""
+        """The rows of a group as a matrix, to which new rows are added for as long as :attr:`width` stays."""
         import numpy as np
 
-        kept, rows = self._learnt.get(group), self.rows[group]
-        if kept is None or kept.shape[1] != self.width:
-            kept = self.columns.matrix(rows)
-        elif len(kept) < len(rows):
-            kept = np.concatenate([kept, self.columns.matrix(rows[len(kept):])])
-        self._learnt[group] = kept
-        return kept
+        matrix, rows = self._learnt.get(group), self.rows[group]
+        if matrix is None or matrix.shape[1] != self.width:
+            matrix = self.columns.matrix(rows)
+        elif len(matrix) < len(rows):
+            matrix = np.concatenate([matrix, self.columns.matrix(rows[len(matrix):])])
+        self._learnt[group] = matrix
+        return matrix
 
     @property
     def trained(self) -> bool:
-        """Whether scores are more than estimates."""
+        """True once scores are more than estimates."""
         return self._booster is not None
 
     def table(self, rows: Sequence[dict[str, float]]) -> Table:
@@ -170,7 +169,7 @@ class CostModel:
         return scores
 
     def gains(self) -> dict[str, float]:
-        """What the trees gain by each feature in all, by its name; {} where there is too little to learn from."""
+        """The total gain of the trees by each feature, by its name; {} where there is too little to learn from."""
         if not self.fit():
             return {}
         names = list(self.columns.place)

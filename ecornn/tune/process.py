@@ -33,14 +33,14 @@ MAX_MESSAGE = 64 << 20  # bytes
 
 
 class Call(msgspec.Struct, frozen=True):
-    """``function`` ("module:name") of one argument, whose type is its annotation."""
+    """A call of ``function`` ("module:name") with one argument, whose type is its annotation."""
 
     function: str
     argument: msgspec.Raw
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """What the function returned, or what it raised."""
+    """The value that the function returned, or the error that it raised."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     error: str | None = None
@@ -72,7 +72,7 @@ class Worker:
         self.turn = threading.RLock()  # held for the length of a call
 
     def call(self, function: str, argument: Any, kind: type[T], limit: float) -> T:
-        """``function(argument)`` in the worker, decoded as ``kind``; :class:`WorkerError` where it
+        """The result of ``function(argument)`` in the worker, decoded as ``kind``. Raises :class:`WorkerError` where it
         raises, crashes, or takes longer than ``limit`` seconds and is killed."""
         with self.turn:
             self.wake()
@@ -146,7 +146,7 @@ class Worker:
         return parts
 
     def obituary(self) -> str:
-        """How the process died, with the end of what it printed."""
+        """A text that says how the process died, with the end of what it printed."""
         assert self.process is not None
         self.kill()
         code = self.process.returncode

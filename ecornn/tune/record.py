@@ -50,7 +50,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, runs: list[float]) -> Times:
-        """From the µs per step of each run."""
+        """The times of ``runs``, µs per step each."""
         ordered = sorted(runs)
 
         def at(share: float) -> float:  # linear interpolation between neighbours
@@ -137,7 +137,7 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
 
     @property
     def choice(self) -> Choice:
-        """What was tried."""
+        """The schedule and configuration that was tried."""
         return Choice(self.schedule, self.config)
 
 
@@ -222,7 +222,7 @@ def decode(line: bytes) -> AnyRecord:
 
 
 def names(value: Any) -> Iterator[str]:
-    """Every text of a decoded line that may be shown, but messages: these have many lines."""
+    """The texts of a decoded line that may be shown, but messages: these have many lines."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -34,21 +34,21 @@ HANDSHAKE = 5.0  # seconds that a connection, or the tracker, may take to say so
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a server measures on."""
+    """The device and the software that a server measures with."""
 
     device: Device
     environment: Environment
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What came of a request: measurements, or the error of the process that made them."""
+    """The answer to a request: outcomes of the modules, or the error of the process that measured."""
 
     measured: list[Outcome] | None = None
     error: str | None = None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own."""
+    """True for this machine's own address."""
     return host in LOOPBACK
 
 
@@ -160,8 +160,7 @@ def measure(worker: Worker, request: str, limit: float) -> str:
     paths = tuple(str(place(name)) for name in asked.paths)
     try:
         asked = msgspec.structs.replace(asked, paths=paths, answers=str(place(asked.answers)))
-        found = worker.call(Entries().measure, asked, list[Outcome], float(limit))
-        answer = Answer(measured=found)
+        answer = Answer(measured=worker.call(Entries().measure, asked, list[Outcome], float(limit)))
     except WorkerError as error:
         answer = Answer(error=str(error))
         if not error.lost and msgspec.json.decode(describe(), type=Description).device.kind == "cuda":

@@ -39,18 +39,18 @@ FORWARD = 0.5  # of the time for a layer that trains, at most, if backward needs
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found.
+    """The result of a run.
 
     Attributes
     ----------
     finish : the run's last record: best and default with µs per step
     log : the file with every trial
-    resumed : trials that the log already had
-    fresh : trials made now; 0 where the run was finished before
-    failures : reason -> number of trials that failed for it, its first 60 characters
-    noisy : times that did not settle, those of the final comparison among them
-    gain : how much faster than the default the best is, and how surely; None where there are not times of both
-    backward : of the recurrence of the adjoint, where that was tuned, too
+    resumed : number of trials that the log already had
+    fresh : number of trials made now; 0 where the run was finished before
+    failures : reason, in its first 60 characters -> number of trials that failed for it
+    noisy : number of times that did not settle, those of the final comparison among them
+    gain : how much faster than the default the best is, and how surely; None without times of both
+    backward : the result for the recurrence of the adjoint, where that was tuned, too
     """
 
     workload: Workload
@@ -140,7 +140,7 @@ class Session:
 
     @property
     def environment(self) -> Environment:
-        """What records say of the machine that measures."""
+        """The software and clocks of the machine that measures, as records have them."""
         with self._lock:
             if self._environment is None:
                 from ecornn.tune.at_hand import environment
@@ -165,7 +165,7 @@ class Session:
 
     def layer(self, cell: str | Cell, *, dtype: str | None = None, precision: str | None = None,
               **properties: Any) -> LayerSpec:
-        """What :meth:`tune` would tune, in the usual data type of the device where none is given."""
+        """The layer that :meth:`tune` would tune, in the usual data type of the device where none is given."""
         return LayerSpec(cell, dtype=dtype or usual_dtype(self.device.kind, precision), precision=precision,
                          **properties)
 
@@ -189,8 +189,8 @@ class Session:
         return replace(forward, backward=search(layer.workload.adjoint, time_limit=left))
 
     def tunes_backward(self, layer: LayerSpec, schedule: str | None = None) -> bool:
-        """Whether there is anything to search of the adjoint of a layer that trains, on this device. Raises, before
-        anything is tried, what a search of it would raise, and where the layer cannot train."""
+        """True where the adjoint of a layer that trains has something to search on this device. Raises, before anything
+        is tried, what a search of it would raise, and where the layer cannot train."""
         from ecornn.task import make_task
         from ecornn.tune.choose import candidates, searched, serving
 
@@ -296,7 +296,7 @@ def require_compilers(device: Device) -> None:
 
 
 def result(run: Journal, workload: Workload, device: Device, before: int) -> Result:
-    """Of a run that is finished, and had ``before`` trials when it began."""
+    """The result of a run that is finished, and had ``before`` trials when this session began."""
     from ecornn.tune.journal import gain_of
     from ecornn.tune.record import first_line
 

@@ -99,22 +99,20 @@ def interval(times: Sequence[float]) -> float:
 
 
 def settled(times: Sequence[float]) -> bool:
-    """Whether the median of these times is known to ``TIGHT``.
-
-    Of fewer than six, all must lie within ``TIGHT`` of their middle.
-    """
+    """True where the median of these times is known to ``TIGHT``: fewer than six must all lie within ``TIGHT`` of their
+    middle."""
     if len(times) < 6:
         return max(times) - min(times) <= 2 * TIGHT * sorted(times)[len(times) // 2]
     return interval(times) <= TIGHT
 
 
 def behind(times: Sequence[float], bound: float | None, fewest: int) -> bool:
-    """Whether a contestant is too slow for its exact time to matter."""
+    """True for a contestant that is too slow for its exact time to matter; ``bound`` in seconds."""
     return bound is not None and len(times) >= fewest and min(times) > BEHIND * bound
 
 
 def decided(times: Sequence[float], bound: float | None, fewest: int) -> bool:
-    """Whether further samples would say nothing new."""
+    """True where further samples would say nothing new."""
     agree = len(times) >= max(EARLY, fewest) and max(times) - min(times) <= TIGHT * min(times)
     return agree or behind(times, bound, fewest)
 

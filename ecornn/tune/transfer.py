@@ -1,4 +1,4 @@
-"""What records that do not apply are still good for: warming the cost model, and seeds to re-check."""
+"""Uses of records that do not apply: they warm the cost model, and are seeds to re-check."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ecornn.device import Device
 from ecornn.schedules.base import AnySchedule, Config, Task
 from ecornn.task import make_task
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import Log
+from ecornn.tune.log import Log, is_trial
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
 from ecornn.tune.model import CostModel, features
 from ecornn.tune.record import Trial
@@ -31,12 +31,12 @@ Run = tuple[str, Workload, Device]
 
 
 def octaves(a: Workload, b: Workload) -> float:
-    """How unlike the sizes of two workloads are."""
+    """The distance between the sizes of two workloads, in octaves."""
     return sum(abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("hidden", "input", "batch"))
 
 
 def distance(a: Workload, b: Workload) -> float:
-    """How unlike two workloads are, in octaves; infinite where what is fast for one says little of the other."""
+    """The distance between two workloads, in octaves; infinite where what is fast for one says little of the other."""
     alike = (a.weights, a.precision, a.entry) == (b.weights, b.precision, b.entry)
     if not alike or a.itemsize != b.itemsize or not (a.cell == b.cell or akin(a.cell, b.cell)):
         return math.inf
@@ -44,7 +44,7 @@ def distance(a: Workload, b: Workload) -> float:
 
 
 def unlike(a: Workload, b: Workload) -> int:
-    """In how much two workloads differ besides their sizes."""
+    """The number of properties besides sizes in which two workloads differ."""
     return sum(getattr(a, n) != getattr(b, n) for n in ("cell", "dtype", "weights", "precision"))
 
 
@@ -57,9 +57,9 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedu
     only, so runs of other sizes, of other products and of older revisions teach as well.
     """
     runs: dict[Run, list[Trial]] = {}
-    for line in log.lines:
+    for line in filter(is_trial, log.lines):
         trial = line.record
-        if (isinstance(trial, Trial) and trial.device.arch == task.device.arch and trial.stage == "search"
+        if (trial.device.arch == task.device.arch and trial.stage == "search"
                 and trial.workload.entry == task.workload.entry and not (run and run.has(line))):
             runs.setdefault((trial.run, trial.workload, trial.device.identity), []).append(trial)
 
@@ -92,8 +92,8 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedu
 
 
 def usable(schedule: AnySchedule, task: Task, trial: Trial, config: Config, served: dict[str, bool]) -> bool:
-    """Whether the schedule can still do for ``task`` what the trial did. To ask it whether it serves takes a search for
-    something that fits, which a trial of the schedule as it is has found; ``served`` keeps what was asked."""
+    """True where the schedule can still do for ``task`` what the trial did. To ask it whether it serves takes a search
+    for something that fits, which a trial at its present revision has found; ``served`` keeps the answers."""
     if trial.revision == schedule.revision and listed(config, schedule.knobs(task)):
         return schedule.check(task, config) is None
     if schedule.name not in served:
@@ -137,13 +137,13 @@ def borrowed(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Can
     far = {work: distance(work, task.workload) for work in times}
     near = sorted((work for work in times if far[work] < math.inf), key=lambda work: (far[work], str(work)))[:LENDERS]
     ranked = {work: sorted(times[work], key=lambda c: times[work][c])[:LENT] for work in near}
-    found: dict[Candidate, None] = {}
+    fitting: dict[Candidate, None] = {}
     for place, work in product(range(LENT), near):
         most = WORTH * times[work][ranked[work][0]]
         for one in (c for c in ranked[work][place:place + 1] if times[work][c] <= most):
             schedule = by_name[one.schedule]
-            config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
-            config = dict(moved(config, schedule, work, task))
+            earlier = {k.name: k.before for k in schedule.knobs(task) if k.before is not None}
+            config = dict(moved(earlier | one.config, schedule, work, task))
             if unfit(schedule, task, config) is None:
-                found[Candidate.of(one.schedule, config)] = None
-    return list(found)
+                fitting[Candidate.of(one.schedule, config)] = None
+    return list(fitting)
