@@ -45,7 +45,7 @@ def doctor(json: bool) -> None:
 
 
 def cached() -> str:
-    """Where compiled code is kept, and how much there is."""
+    """The folder of the build cache, and its size."""
     from ecornn.build import cache
 
     folder = cache.folder()
@@ -109,7 +109,7 @@ def examine_cxx() -> Finding:
 
 
 def examine_package(name: str, use: str) -> Callable[[], Finding]:
-    """Version of a Python package; ``use`` says how to install it and what for."""
+    """A function that finds the version of a Python package; ``use`` says how to install it and what for."""
 
     def examine() -> Finding:
         from importlib.metadata import PackageNotFoundError, version

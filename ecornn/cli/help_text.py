@@ -44,7 +44,7 @@ class Formatter(click.HelpFormatter):
 
 
 class Context(click.Context):
-    """Of a command whose help fits."""
+    """The context of a command whose help fits its terminal."""
 
     formatter_class = Formatter
 
@@ -55,13 +55,13 @@ class Commands(click.Group):
     context_class = Context
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """As click's."""
+        """Adds a command, whose help is made to fit."""
         cmd.context_class = Context
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table of commands."""
-        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
-        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in found if command is not None]
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None]
         with formatter.section("Commands"):
             formatter.write_dl(rows)

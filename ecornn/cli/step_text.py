@@ -12,7 +12,7 @@ from ecornn.analysis.liveness import carried
 from ecornn.analysis.narrow import narrow_of
 from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children
-from ecornn.analysis.step import Assign, Phase, Product, Statistic, StepGraph, Term
+from ecornn.analysis.step import Assign, Phase, Product, Statistic, StepGraph
 from ecornn.workload import Stack, Workload
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
     lines += [line for one in names.assigned(graph.prologue) for line in wrapped(one)]
     alive = carried(graph)
     for p, phase in enumerate(graph.phases):
-        kept = [v for v, made in alive.items() if made == p - 1]
+        live = [v for v, since in alive.items() if since == p - 1]
         lines += wrapped(f"exchange {p + 1}: {names.exchanged(phase)}", 1)
-        lines += wrapped(f"carried from before it: {names.listed(kept)}", 2) if kept else []
+        lines += wrapped(f"carried from before it: {names.listed(live)}", 2) if live else []
         for one in (*names.multiplied(phase.products), *names.summed(phase.statistics), *names.assigned(phase.assigns)):
             lines += wrapped(one, 2)
     if not graph.phases:
@@ -66,15 +66,10 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
 
 
 def what(shape: Sequence[int]) -> str:
-    """What a parameter of that shape is."""
+    """A parameter of that shape in words, as ``4 matrices from 8 values to 8``."""
     kind = f"from {shape[2]} values to {shape[1]}" if len(shape) == 3 else f"of {shape[1]}"
     one, many = ("matrix", "matrices") if len(shape) == 3 else ("vector", "vectors")
     return f"{shape[0]} {one if shape[0] == 1 else many} {kind}"
-
-
-def in_heads(term: Term) -> str:
-    """What the text of a product says of its heads."""
-    return f" in {term.heads} heads" if term.heads > 1 else ""
 
 
 def wrapped(text: str, depth: int = 1) -> list[str]:
@@ -85,20 +80,23 @@ def wrapped(text: str, depth: int = 1) -> list[str]:
 
 
 class Names:
-    """How variables are written: products and vectors as what they are, others by the user's names for tensors."""
+    """The names of a step's variables: products and vectors as formulas, others by the user's names for tensors."""
 
     def __init__(self, graph: StepGraph) -> None:
-        self.products: dict[Var, Product] = {p.var: p for p in every_product(graph)}
+        phases = graph.phases
+        self.products: dict[Var, Product] = {
+            p.var: p for p in (*graph.hoisted_products, *(p for phase in phases for p in phase.products))}
         self.vectors = {v.var: "j" if v.numbers else f"{v.parameter}[{v.gate}]" for v in graph.vectors}
         self.names: dict[Var, str] = {v: n for n, v in graph.states.items()}
         taken = {*self.names.values(), *graph.parameters, "x", "y"}
         bases: dict[str, list[Var]] = {}
-        for a in every_assign(graph):
+        for a in (*graph.invariants, *graph.hoisted, *graph.normalized, *graph.prologue,
+                  *(a for phase in phases for a in phase.assigns)):
             bases.setdefault(a.var.name.rpartition("__")[0], []).append(a.var)
         for base, variables in bases.items():
             alone = len(variables) == 1 and base not in taken
             self.names |= {v: base if alone else f"{base}.{n}" for n, v in enumerate(variables, 1)}
-        for s in every_statistic(graph):
+        for s in (*graph.hoisted_statistics, *graph.statistics):
             base = s.total.name.rpartition("_")[0]
             self.names[s.total] = base if base not in bases and base not in taken else s.total.name
             taken.add(base)
@@ -107,15 +105,15 @@ class Names:
 
     def text(self, e: Expr, tight: float = 0) -> str:
         """An expression; in brackets where what is around it binds as tightly as ``tight``."""
-        kind = type(e).__name__
-        if kind == "Var":
+        from tvm.tirx import FloatImm, IntImm, Var
+
+        if isinstance(e, Var):
             if e in self.products:
                 return bracketed(" + ".join(
-                    f"{t.parameter}[{t.gate}]{'.T' if t.transposed else ''} @ "
-                    f"{self.operand(t.operand)}{in_heads(t)}"
-                    for t in self.products[e].terms), MATRIX, tight)
+                    f"{t.parameter}[{t.gate}]{'.T' if t.transposed else ''} @ {self.operand(t.operand)}"
+                    + f" in {t.heads} heads" * (t.heads > 1) for t in self.products[e].terms), MATRIX, tight)
             return self.vectors.get(e) or self.names.get(e, e.name)
-        if kind in ("FloatImm", "IntImm"):
+        if isinstance(e, (FloatImm, IntImm)):
             return bracketed(f"{e.value:.7g}", 9 if e.value >= 0 else MATRIX, tight)
         key, parts = key_of(e), children(e)
         if key == "Cast":
@@ -127,27 +125,27 @@ class Names:
         return f"{CALLED.get(key, key)}({', '.join(self.text(c) for c in parts)})"
 
     def output(self, graph: StepGraph) -> str:
-        """What y is."""
+        """The names of the values of y."""
         return ", ".join(self.text(v) for v in graph.outputs) if graph.outputs else f"{graph.output}'"
 
     def listed(self, values: Iterable[Var]) -> str:
         """Several values, each once; products of one parameter and operand as one."""
-        found: dict[tuple[object, ...], list[int]] = {}
+        gates_of: dict[tuple[object, ...], list[int]] = {}
         for v in dict.fromkeys(values):
             terms = self.products[v].terms if v in self.products else ()
             plain = len(terms) == 1 and not terms[0].transposed and terms[0].heads == 1
             key = (terms[0].parameter, terms[0].operand) if plain else (v,)
-            found.setdefault(key, []).append(terms[0].gate if len(key) == 2 else 0)
+            gates_of.setdefault(key, []).append(terms[0].gate if len(key) == 2 else 0)
         return ", ".join(
             f"{key[0]}[{', '.join(map(str, sorted(gates)))}] @ {self.operand(key[1])}" if len(key) == 2
-            else self.text(key[0]) for key, gates in found.items())
+            else self.text(key[0]) for key, gates in gates_of.items())
 
     def operand(self, v: Var | None) -> str:
-        """What is multiplied."""
+        """The name of what a product multiplies; x where it is None."""
         return "x" if v is None else self.text(v, MATRIX + 1)
 
     def exchanged(self, phase: Phase) -> str:
-        """What units must know of each other before a phase."""
+        """The exchange before a phase in words: what units must know of each other."""
         seen, heads = self.listed(phase.operands), heads_of(phase)
         sees = "every unit sees all of" if heads == 1 else f"every unit sees its own of {heads} heads of"
         summed, compared = (self.listed(o for s in phase.statistics if s.largest is kind for o in s.operands)
@@ -174,24 +172,8 @@ class Names:
 
 
 def bracketed(text: str, own: float, tight: float) -> str:
-    """``text``, whose operator binds as ``own``, where what binds as ``tight`` is around it."""
+    """``text``, in brackets where its operator binds less tightly (``own``) than the one around it (``tight``)."""
     return f"({text})" if own < tight else text
-
-
-def every_product(graph: StepGraph) -> list[Product]:
-    """All products of a step, those of x among them."""
-    return [*graph.hoisted_products, *(p for phase in graph.phases for p in phase.products)]
-
-
-def every_assign(graph: StepGraph) -> list[Assign]:
-    """All assignments of a step, in order."""
-    return [*graph.invariants, *graph.hoisted, *graph.normalized, *graph.prologue,
-            *(a for phase in graph.phases for a in phase.assigns)]
-
-
-def every_statistic(graph: StepGraph) -> tuple[Statistic, ...]:
-    """All statistics of a step, those of x among them."""
-    return (*graph.hoisted_statistics, *graph.statistics)
 
 
 def sizes(graph: StepGraph, work: Workload, names: Names) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which record applies to a task, and why.
+"""Look-up: the record that applies to a task, and why.
 
 A record is near or far by the device that it was measured on, then by its batch, then by its input size, then by its
 sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:

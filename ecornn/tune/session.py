@@ -157,7 +157,7 @@ class Session:
              report: Callable[[Progress], None] = lambda _: None,
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
-        and no others."""
+        choices and no others."""
         layer = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
                            precision=precision, training=training)
         return self.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
@@ -171,17 +171,13 @@ class Session:
 
     @public
     @safe_interrupts()
-    def tune_layer(self, layer: LayerSpec, *, trials: int | None = None, time_limit: float | None = None,
-                   resume: bool = True, early_stop: bool = True, output: Path | None = None,
-                   schedule: str | None = None, only: Sequence[Choice] | None = None,
-                   report: Callable[[Progress], None] = lambda _: None,
-                   begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
-                   stage: Callable[[str], None] = lambda _: None) -> Result:
-        """As :meth:`tune`; ``stage`` is told in words what comes now."""
+    def tune_layer(self, layer: LayerSpec, *, time_limit: float | None = None, schedule: str | None = None,
+                   only: Sequence[Choice] | None = None, **options: Any) -> Result:
+        """Searches schedules and knobs for a layer, and for its backward pass where that has any. ``options`` are those
+        of :meth:`tune_workload`."""
 
         limit = None if time_limit is None else seconds("time_limit", time_limit)
-        search = partial(self.tune_workload, layer, trials=trials, resume=resume, early_stop=early_stop, output=output,
-                         schedule=schedule, report=report, begin=begin, stage=stage)
+        search = partial(self.tune_workload, layer, schedule=schedule, **options)
         if not layer.training or not self.tunes_backward(layer, schedule):
             return search(layer.workload, only=only, time_limit=limit)
         forward = search(layer.workload, only=only, time_limit=None if limit is None else limit * FORWARD)
@@ -209,7 +205,8 @@ class Session:
                       report: Callable[[Progress], None] = lambda _: None,
                       begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
                       stage: Callable[[str], None] = lambda _: None) -> Result:
-        """As :meth:`tune`, of one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``."""
+        """Searches schedules and knobs for one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``.
+        Options are those of :meth:`tune`; ``stage`` is called with words that say what comes now."""
         started = time.monotonic()
         from ecornn.cells.naming import spec_of
         from ecornn.tune import folders
@@ -237,10 +234,10 @@ class Session:
                 return result(run, workload, self.device, before)
         return result(run, workload, self.device, len(run.search))
 
-    def _search(self, found: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
+    def _search(self, cell: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
                 schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
                 begin: Callable[[ConfigSpace, int], None], stage: Callable[[str], None]) -> None:
-        """What of a run is left to do."""
+        """Carries out the rest of a run."""
         stage("starting processes")
         if self.entries == Entries():
             require_compilers(self.device)
@@ -254,7 +251,7 @@ class Session:
         from ecornn.tune.search import Search
         from ecornn.tune.space import Candidate, ConfigSpace
 
-        task = make_task(found, workload, device)
+        task = make_task(cell, workload, device)
         asked = preparing.Question(spec, workload, device, schedule, self.seed)
         # Where a workload takes a second, or several are searched at once, the search for its defaults would be most of
         # what this process does.
@@ -273,7 +270,7 @@ class Session:
             search: proposing.Proposals
             if only is None:
                 stage("learning from records of other layers")
-                search = stack.enter_context(proposing.searching(pool, found, space, asked, parts, run))
+                search = stack.enter_context(proposing.searching(pool, cell, space, asked, parts, run))
             else:
                 known = [Candidate.of(c.schedule, c.config) for c in only if c.schedule in space.schedules]
                 search = Search(space, CostModel(self.seed), self.seed, known=known, defaults=False)
@@ -349,10 +346,9 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     For many layers, a :class:`ecornn.tune.Session` keeps the worker processes between them.
     """
     with Session(target, timeout=timeout, seed=seed, tracker=tracker, entries=entries) as session:
-        layer = session.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
-                              precision=precision, training=training)
-        return session.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
-                                  output=output, schedule=schedule, report=report, begin=begin)
+        return session.tune(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
+                            precision=precision, training=training, trials=trials, time_limit=time_limit, resume=resume,
+                            early_stop=early_stop, output=output, schedule=schedule, report=report, begin=begin)
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
