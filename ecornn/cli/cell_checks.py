@@ -40,8 +40,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     result : ``right`` or ``wrong`` where code was run, else ``yes`` or ``no``; ``fails``: an error that says nothing of
         the cell, or none that ecornn raises on purpose; ``""``: not tried
     error, limit : relative error of what was run, and the largest that is right
-    why : the reason of anything but a success
-    """
+    why : the reason of anything but a success"""
 
     result: str
     error: float | None = None
@@ -72,8 +71,7 @@ class Report(msgspec.Struct, frozen=True):
     wide : of the step with I unlike H
     exchanges : their number in a step
     derivative : whether gradients can be derived from the step, and agree with differences of the te step
-    rows : one for each schedule and type
-    """
+    rows : one for each schedule and type"""
 
     cell: str
     input: int

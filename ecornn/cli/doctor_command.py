@@ -61,12 +61,12 @@ def devices() -> list[Device]:
     from ecornn.host_gpu import detect
     from ecornn.targets import resolve
 
-    found = [resolve("cpu")]
+    here = [resolve("cpu")]
     try:
         gpu = detect()
     except EcornnError:
         gpu = None
-    return found + ([gpu] if gpu else [])
+    return here + ([gpu] if gpu else [])
 
 
 Finding = tuple[str, str | None]  # what there is, and what to do about it
@@ -97,8 +97,8 @@ def examine_cuda() -> Finding:
     from ecornn.build.nvcc import INSTALL
     from ecornn.tune.at_hand import cuda_compiler
 
-    found = cuda_compiler()
-    return found or "none", None if found else f"to build for GPUs, {INSTALL}"
+    compiler = cuda_compiler()
+    return compiler or "none", None if compiler else f"to build for GPUs, {INSTALL}"
 
 
 def examine_cxx() -> Finding:

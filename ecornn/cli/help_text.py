@@ -14,9 +14,8 @@ TOGETHER = re.compile(r"(?<= )--?[a-z][a-z-]* (?!-)|'[^']*'")  # an option with 
 
 
 def folded(paragraph: str, room: int) -> Iterator[str]:
-    """Lines of a paragraph that stands as it is, in ``room`` columns. Lines of text are wrapped; commands, which
-    are indented, go on behind a backslash, so that they can still be pasted, and what they do goes below all of them.
-    """
+    """Lines of a paragraph that stands as it is, in ``room`` columns. Lines of text are wrapped; commands, which are
+    indented, go on behind a backslash, so that they can still be pasted, and what they do goes below all of them."""
     lines = paragraph.splitlines()
     below = any(len(line) > room for line in lines if GAP.fullmatch(line))
     for line in lines:

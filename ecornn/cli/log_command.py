@@ -59,17 +59,17 @@ def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
     from ecornn.tune.log import Log, read
 
     if files:
-        found = Log()
+        content = Log()
         for path in files:
             one = read(path)
             if strict and one.problems and not one.lines and not one.newer:
                 raise RecordError(f"{path} is no tuning log: {one.problems[0]}")
-            found.extend(one)
+            content.extend(one)
     else:
-        found = read_all()
-    for problem in found.problems:
+        content = read_all()
+    for problem in content.problems:
         click.echo(f"skipped {problem}", err=True)
-    return found
+    return content
 
 
 @log.command()
@@ -82,12 +82,12 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
     from ecornn.tune.record import Start, Trial
     from ecornn.tune.selection import under_way
 
-    found = collect(files, strict=True)
+    content = collect(files, strict=True)
     if not files and not json:
         click.echo(f"yours: {user_folder()}\nshipped: {shipped_folder()}")
     listed = []
-    for path in dict.fromkeys(line.path for line in found.lines):
-        lines = [line for line in found.lines if line.path == path]
+    for path in dict.fromkeys(line.path for line in content.lines):
+        lines = [line for line in content.lines if line.path == path]
         records = [line.record for line in lines]
         trials = [r for r in records if isinstance(r, Trial) and r.stage == "search"]
         runs = {r.run for r in records if isinstance(r, Start)}
@@ -98,7 +98,7 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
             click.echo(f"{path}: {len(runs)} runs ({done} finished), {len(trials)} trials, {failed} failed")
     if json:
         as_json(listed)
-    elif not found.lines:
+    elif not content.lines:
         click.echo(NONE, err=True)
 
 
@@ -158,17 +158,17 @@ def stats(files: tuple[Path, ...], json: bool) -> None:
         click.echo(NONE, err=True)
 
 
-def counts(found: Log) -> list[dict[str, Any]]:
+def counts(content: Log) -> list[dict[str, Any]]:
     """Counts for each device; schedules and reasons of failures are in order of frequency."""
     from ecornn.schedules import revisions
     from ecornn.tune.record import Finish, first_line
 
-    revision, counted, trials = revisions(), [], found.trials()
+    revision, counted, trials = revisions(), [], content.trials()
     devices = {t.run: (t.device.name, t.device.arch) for t in trials}
     for device in sorted(set(devices.values())):
         mine = [t for t in trials if devices[t.run] == device]
         search = [t for t in mine if t.stage == "search"]
-        done = [line.record for line in found.lines
+        done = [line.record for line in content.lines
                 if isinstance(line.record, Finish) and devices.get(line.record.run) == device]
         gains = sorted(f.default_us / f.best_us for f in done if f.best_us and f.default_us)
         counted.append({
@@ -187,17 +187,16 @@ def merged(lines: Iterable[Line]) -> Merged:
     """The union of the lines; conflicts go to stderr."""
     from ecornn.tune.selection import merge
 
-    found = merge(lines)
-    for conflict in found.conflicts:
+    union = merge(lines)
+    for conflict in union.conflicts:
         click.echo(f"kept out {conflict}", err=True)
-    return found
+    return union
 
 
-def write(output: Path, found: Merged, newer: Iterable[bytes] = ()) -> dict[str, Any]:
+def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str, Any]:
     """Writes a new log, with these lines of a newer ecornn as they are; the result for programs.
 
-    Raises :class:`ArgumentError` where the file exists.
-    """
+    Raises :class:`ArgumentError` where the file exists."""
     from ecornn.errors import ArgumentError
     from ecornn.tune.log import rewrite
 
@@ -207,13 +206,13 @@ def write(output: Path, found: Merged, newer: Iterable[bytes] = ()) -> dict[str,
 
     def filled(there: Log) -> list[AnyRecord]:
         there.newer += unread
-        return found.records
+        return union.records
 
     rewrite(output, filled)
-    click.echo(f"wrote {len(found.lines)} records to {output}"
+    click.echo(f"wrote {len(union.lines)} records to {output}"
                + f", and {len(unread)} lines of a newer ecornn as they are" * bool(unread), err=True)
-    return {"file": str(output), "records": len(found.lines), "newer": len(unread),
-            "kept_out": [str(conflict) for conflict in found.conflicts]}
+    return {"file": str(output), "records": len(union.lines), "newer": len(unread),
+            "kept_out": [str(conflict) for conflict in union.conflicts]}
 
 
 def tell(there: Log) -> None:
@@ -253,8 +252,8 @@ def export(files: tuple[Path, ...], output: Path, only_best: bool, json: bool) -
     from ecornn.schedules import revisions
     from ecornn.tune.selection import best_lines
 
-    found = collect(files)
-    written = write(output, merged(best_lines(found, revisions()) if only_best else found.lines))
+    content = collect(files)
+    written = write(output, merged(best_lines(content, revisions()) if only_best else content.lines))
     if json:
         as_json(written)
 
@@ -277,12 +276,12 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
 
     def union(there: Log) -> list[AnyRecord]:
         tell(there)
-        found = merged([*there.lines, *lines])
+        joined = merged([*there.lines, *lines])
         known = {event(line.record) for line in there.lines}
-        added = sum(event(line.record) not in known for line in found.lines)
-        click.echo(f"{added} records added to {target}, {len(found.lines)} in all", err=True)
-        written.update(added=added, records=len(found.lines), kept_out=[str(c) for c in found.conflicts])
-        return found.records
+        added = sum(event(line.record) not in known for line in joined.lines)
+        click.echo(f"{added} records added to {target}, {len(joined.lines)} in all", err=True)
+        written.update(added=added, records=len(joined.lines), kept_out=[str(c) for c in joined.conflicts])
+        return joined.records
 
     rewrite(target, union)
     if json:
@@ -319,11 +318,11 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -
 
         def selected(there: Log, path: Path = path) -> list[AnyRecord]:
             tell(there)
-            kept = worth_keeping(there.lines, revisions(), keep)
-            click.echo(f"{path}: {len(kept)} of {len(there.lines)} records kept", err=True)
-            written.append({"file": str(path), "records": len(kept), "newer": len(there.newer), "kept_out": [],
+            staying = worth_keeping(there.lines, revisions(), keep)
+            click.echo(f"{path}: {len(staying)} of {len(there.lines)} records kept", err=True)
+            written.append({"file": str(path), "records": len(staying), "newer": len(there.newer), "kept_out": [],
                             "before": len(there.lines)})
-            return [line.record for line in kept]
+            return [line.record for line in staying]
 
         rewrite(path, selected)
     if json:
@@ -353,11 +352,11 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
     from ecornn.tune.verify import sample
     from ecornn.tune.verify import verify as measure
 
-    found = collect(files)
+    content = collect(files)
     checks: list[dict[str, Any]] = []
     with Session(target, seed=seed) as session, said_while("building modules") as told:
         device = session.device
-        drawn, left = sample(best_lines(found, revisions()), device, count, seed)
+        drawn, left = sample(best_lines(content, revisions()), device, count, seed)
         for reason, number in left.items():
             click.echo(f"{number} left out, {reason}", err=True)
         for check in measure(drawn, session):

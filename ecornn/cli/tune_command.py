@@ -120,17 +120,17 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
                 from ecornn.tune.session import Session
 
             console = Console(soft_wrap=True, highlight=False, quiet=json)  # results; how it goes is on stderr
-            found: list[Result] = []
+            done: list[Result] = []
             with Session(target, timeout=timeout, seed=seed,
                          tracker=found_tracker(tracker, key, allow_remote)) as session:
-                good = all(run(console, session, layers, target, options, found, torch))
+                good = all(run(console, session, layers, target, options, done, torch))
     except KeyboardInterrupt:
         click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
                    + ("" if options["resume"] else ", without --no-resume") + ".", err=True)
         raise SystemExit(STOPPED) from None
     if json:
         as_json([{"workload": one.workload, "device": one.device.name, "log": str(one.log), "finish": one.finish,
-                  "failures": one.failures, "gain": one.gain} for one in found])
+                  "failures": one.failures, "gain": one.gain} for one in done])
     if not good:
         raise SystemExit(1)
 
@@ -162,8 +162,8 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
 
 
 def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], target: str | None,
-        options: dict[str, Any], found: list[Result], torch: bool) -> list[bool]:
-    """Tunes layers of the properties ``asked`` in turn, and adds results to ``found``; for each layer, whether it has a
+        options: dict[str, Any], done: list[Result], torch: bool) -> list[bool]:
+    """Tunes layers of the properties ``asked`` in turn, and adds results to ``done``; for each layer, whether it has a
     best. One that no schedule serves does not end the rest."""
     from rich.console import Console
 
@@ -199,7 +199,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
                 raise
             progress.print(f"{count}error: {error}", markup=False)
             return False
-        found.extend(results(result))
+        done.extend(results(result))
         if len(layers) > 1:
             for entry in results(result):
                 console.print(f"{count}{line(entry)}", markup=False)
@@ -208,12 +208,12 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
     with Meter(progress, len(layers)) as meter:
         good = each(tune_one, layers, session)
     if len(layers) == 1:
-        for one in found:
+        for one in done:
             show(console, one)
-        if layers[0].training and len(found) == 1:
+        if layers[0].training and len(done) == 1:
             console.print(ONE_SEARCH)
-        if found[0].best is not None:
-            console.print("use it:\n  " + use_of(found[0], layers[0], target), markup=False)
+        if done[0].best is not None:
+            console.print("use it:\n  " + use_of(done[0], layers[0], target), markup=False)
     if len(layers) > 1:
         if any(layer.training for layer in layers) and session.device.kind == "llvm":
             console.print(ONE_SEARCH)
@@ -319,21 +319,20 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The layers of a file, without those that are there twice: a line has the options of one, or of several, such as
     ``--cell lstm --hidden 800 --training``; what is behind ``#`` is a comment.
 
-    Raises :class:`ArgumentError`, which names the line, where it has something else, and where there is no layer.
-    """
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    Raises :class:`ArgumentError`, which names the line, where it has something else, and where there is no layer."""
+    layers: dict[tuple[Any, ...], dict[str, Any]] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
             if words := shlex.split(line, comments=True):
                 for layer in combinations(_line.main(words, standalone_mode=False)):
-                    found.setdefault(tuple(layer.values()), layer)
+                    layers.setdefault(tuple(layer.values()), layer)
         except (click.ClickException, ValueError) as error:
             why = error.format_message() if isinstance(error, click.ClickException) else str(error)
             raise ArgumentError("workloads", f"{path}:{number}: {line.strip()}",
                                 f"options of a layer, such as --cell lstm --hidden 800 --training ({why})") from None
-    if not found:
+    if not layers:
         raise ArgumentError("workloads", str(path), "a file with the options of a layer on each line")
-    return [*found.values()]
+    return [*layers.values()]
 
 
 @click.command(add_help_option=False)

@@ -45,8 +45,7 @@ def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
     forward pass over random inputs; ``y`` (T, B, O, H), its outputs; its states before and after, (B, H) each, in their
     order; and the layer's weights.
 
-    Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or its gradients are wrong.
-    """
+    Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or its gradients are wrong."""
     backward = adjoint(analyse(cell, work.input, work.hidden), work.hidden)
     backward = replace(backward, recurrence=recurrence_graph(backward))
     given = draw(cell, work, rng)
@@ -60,26 +59,26 @@ def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
             given.flat)
 
 
-def disagreement(cell: Cell, given: Inputs, upstream: Upstream, found: Backpropagated,
+def disagreement(cell: Cell, given: Inputs, upstream: Upstream, gradients: Backpropagated,
                  rng: np.random.Generator) -> str | None:
     """The name of a gradient that differs from an independent one; None: all agree."""
     if not has_formula(cell):
-        return far_from_differences(cell, given, upstream, found, rng)
+        return far_from_differences(cell, given, upstream, gradients, rng)
     from ecornn.numpy_gradients import reference_gradients
 
     dx, weights, states = reference_gradients(cell.identity(), given.x, given.flat, given.states, dy=upstream[0],
                                               dstate=upstream[1])
-    own = {cell.parameter_name(name): value for name, value in found.parameters.items()}
-    pairs = chain((("x", found.dx, dx),), ((name, own[name].reshape(value.shape), value) for name, value in
-                                           weights.items()), zip(cell.states, found.states, states, strict=True))
+    own = {cell.parameter_name(name): value for name, value in gradients.parameters.items()}
+    pairs = chain((("x", gradients.dx, dx),), ((name, own[name].reshape(value.shape), value) for name, value in
+                                           weights.items()), zip(cell.states, gradients.states, states, strict=True))
     return next((f"of {name}" for name, got, wanted in pairs
                  if not norm(got - wanted) <= EXACT * max(norm(wanted), EXACT)), None)
 
 
-def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, found: Backpropagated,
+def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, gradients: Backpropagated,
                          rng: np.random.Generator) -> str | None:
     """The input along which the layer has another slope than its gradient says, in every direction that was tried."""
-    for name, gradient, moved in shifts(cell, given, found):
+    for name, gradient, moved in shifts(cell, given, gradients):
         for _ in range(DIRECTIONS):
             direction = rng.uniform(-1, 1, gradient.shape)
             slope = sum(sign * value(cell, moved(sign * SHIFT * direction), upstream) for sign in (1, -1)) / (2 * SHIFT)
@@ -92,12 +91,12 @@ def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, found: B
 
 
 def shifts(cell: Cell, given: Inputs,
-           found: Backpropagated) -> Iterator[tuple[str, Array, Callable[[Array], Inputs]]]:
+           gradients: Backpropagated) -> Iterator[tuple[str, Array, Callable[[Array], Inputs]]]:
     """The name and gradient of each input, and a function that moves it among all inputs."""
-    yield "x", found.dx, lambda by: replace(given, x=given.x + by)
-    for name, gradient in found.parameters.items():
+    yield "x", gradients.dx, lambda by: replace(given, x=given.x + by)
+    for name, gradient in gradients.parameters.items():
         yield name, gradient, partial(_with_parameter, given, name)
-    for n, (name, gradient) in enumerate(zip(cell.states, found.states, strict=True)):
+    for n, (name, gradient) in enumerate(zip(cell.states, gradients.states, strict=True)):
         yield name, gradient, partial(_with_state, given, n)
 
 

@@ -20,8 +20,7 @@ GENERAL = {"llvm": "cpu", "cuda": "cuda"}  # kind -> the target that means whate
 def present(target: str | Device | None) -> Device:
     """The device of this machine that ``target`` means, as :func:`matched`; default: the GPU if there is one.
 
-    Raises :class:`~ecornn.errors.DeviceError` where it is not in this machine.
-    """
+    Raises :class:`~ecornn.errors.DeviceError` where it is not in this machine."""
     from ecornn import host_gpu
     from ecornn.tune.choose import default_target
 
@@ -39,8 +38,7 @@ def matched(target: str | Device, here: Device) -> Device:
     architecture; with fewer multiprocessors where ``target`` is a device that has fewer: a share of a GPU, as sequences
     that run at the same time have. Code for a CPU may use fewer of its features; all of its cores measure.
 
-    Raises :class:`~ecornn.errors.DeviceError` where ``target`` means another device, or what this one does not have.
-    """
+    Raises :class:`~ecornn.errors.DeviceError` where ``target`` means another device, or what this one does not have."""
     general = GENERAL[here.kind]
     if target == general:
         return here

@@ -59,8 +59,7 @@ def ready(_: None) -> bool:
 def build(request: Build) -> Built:
     """Generates, compiles and links one candidate, or takes it from the cache.
 
-    Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built.
-    """
+    Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built."""
     from ecornn.build import cache
     from ecornn.build.nvcc import identity
 

@@ -32,8 +32,7 @@ def default_target() -> str:
 def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
     """The schedules for this kind of device, or the one of that name, whatever they serve.
 
-    Raises :class:`ArgumentError` for an unknown name.
-    """
+    Raises :class:`ArgumentError` for an unknown name."""
     from ecornn.schedules import all_schedules
 
     every = all_schedules()
@@ -45,8 +44,7 @@ def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
 def searched(workload: Workload, device: Device, name: str | None = None) -> list[AnySchedule]:
     """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out.
 
-    Raises :class:`ArgumentError` for a name that is none of these.
-    """
+    Raises :class:`ArgumentError` for a name that is none of these."""
     asked = candidates(device, name)
     able = [s for s in asked if s.backward or not workload.backward]
     if name and asked and not able:
@@ -64,8 +62,7 @@ def serving(task: Task, name: str | None = None) -> list[AnySchedule]:
     """The schedules that serve the task, or the one of that name, in no order: what a schedule expects takes a search.
 
     Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type, or one of weights, that this
-    kind of device does not have, :class:`ScheduleError` with each schedule's reason where none serves.
-    """
+    kind of device does not have, :class:`ScheduleError` with each schedule's reason where none serves."""
     asked, allowed = candidates(task.device, name), SERVED[task.device.kind]
     if task.workload.dtype not in allowed:
         where = "a GPU" if task.device.kind == "cuda" else "a CPU"
@@ -108,9 +105,8 @@ def refusal(schedule: AnySchedule, task: Task) -> str | None:
 def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
     """The schedule's default with the given knobs changed.
 
-    Raises :class:`ArgumentError` for an unknown knob or value, :class:`ScheduleError` where the
-    configuration cannot run.
-    """
+    Raises :class:`ArgumentError` for an unknown knob or value, :class:`ScheduleError` where the configuration cannot
+    run."""
     knobs = {k.name: k for k in schedule.knobs(task)}
     chosen = dict(schedule.default(task))
     for name, value in config.items():

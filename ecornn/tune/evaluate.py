@@ -51,8 +51,7 @@ class ProcessEvaluator:
     Attributes
     ----------
     pending : number of candidates that were submitted and whose outcome was not yet asked for
-    spare : with no more than this many pending, processes may soon have nothing to do
-    """
+    spare : with no more than this many pending, processes may soon have nothing to do"""
 
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], pool: Pool, *, limit: float,
                  seed: int, earlier: Sequence[Trial] = ()) -> None:

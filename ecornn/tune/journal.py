@@ -34,8 +34,7 @@ def digest_of(workload: Workload, device: Device, schedules: Sequence[AnySchedul
 class Journal:
     """The records of one run, those found at first and those added since.
 
-    ``run`` is the digest of what is searched and the number of the run in the file.
-    """
+    ``run`` is the digest of what is searched and the number of the run in the file."""
 
     path: Path
     run: str
@@ -49,8 +48,7 @@ class Journal:
         it ran: a compiler that was missing then may be there now.
 
         Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record,
-        and where it is compressed.
-        """
+        and where it is compressed."""
         if is_compressed(path):  # before anything is built
             raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
         log = read(path) if path.exists() else None
@@ -75,8 +73,7 @@ class Journal:
         """Keeps other processes and threads from the run, within a context: they would try the same and disturb its
         times.
 
-        Raises :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written.
-        """
+        Raises :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written."""
         from filelock import FileLock, Timeout
 
         real = self.path.resolve()  # of a link, what it points at

@@ -69,8 +69,7 @@ def is_compressed(path: Path) -> bool:
 def unpacked(data: bytes, path: Path, most: int) -> bytes:
     """The text of a file, cut off a byte behind ``most``: a small file may decompress to any size.
 
-    The name of ``path`` says how ``data`` is compressed. Raises :class:`RecordError` where it is damaged or cut off.
-    """
+    The name of ``path`` says how ``data`` is compressed. Raises :class:`RecordError` where it is damaged or cut off."""
     try:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -147,8 +146,7 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
     """Appends records and returns once they are on the disk. Several processes may append to one file.
 
     Raises :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and
-    where another process does not end writing.
-    """
+    where another process does not end writing."""
     if is_compressed(path):
         raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
     data = b"".join(encode(record) for record in records)
@@ -177,8 +175,7 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
 
     Appends of other processes wait meanwhile. A file that does not exist is an empty log; lines that a newer program
     wrote (``newer`` of what ``change`` was given) stay. A file whose name ends with .gz or .xz is compressed. Raises
-    :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB.
-    """
+    :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB."""
     real = path.resolve()  # of a link, what it points at
     new = real.with_name(f".{real.name[:200]}.{os.getpid()}")
     try:
@@ -207,8 +204,7 @@ def read(path: Path) -> Log:
     """Every line of a log. A line that breaks the format is reported in ``problems`` and skipped.
 
     Numbers of lines are those of the text where the file is compressed. Raises :class:`RecordError` where the file
-    cannot be read, or is or decompresses to more than 64 MiB.
-    """
+    cannot be read, or is or decompresses to more than 64 MiB."""
     try:
         with path.open("rb") as file:
             data = unpacked(file.read(MAX_FILE + 1), path, MAX_FILE)

@@ -93,8 +93,7 @@ class Evidence:
 
 def find(task: Task, schedules: Sequence[AnySchedule], log: Log) -> Found:
     """The configuration of the best record for the task among ``schedules``, else the default that is expected to be
-    fastest. ``log`` has the user's lines first.
-    """
+    fastest. ``log`` has the user's lines first."""
     by_name = {s.name: s for s in schedules}
     folders: dict[object, int] = {}  # folder -> its place in the order of reading
     groups: dict[Distance, list[TrialLine]] = {}
@@ -241,7 +240,7 @@ def beyond(task: Task, log: Log) -> str:
     """The end of a line that says how the nearest records of this cell and H differ, which are too far: who tuned a
     layer and does not find it again sees why."""
     work = task.workload
-    found: dict[str, int] = {}  # differences in words -> how many
+    differences: dict[str, int] = {}  # differences in words -> how many
     for trial in log.trials():
         of = trial.workload
         if trial.times is None or trial.device.kind != task.device.kind:
@@ -252,8 +251,8 @@ def beyond(task: Task, log: Log) -> str:
             words += [of.precision or "exact products"] if of.precision != work.precision else []
             words += [f"B={of.batch}"] if abs(math.log2(of.batch / work.batch)) > math.log2(REACH) else []
             words += [f"I={of.input}"] if of.input < work.input else []
-            found[" ".join(words)] = len(words)
-    nearest = sorted(words for words, count in found.items() if count == min(found.values()))
+            differences[" ".join(words)] = len(words)
+    nearest = sorted(words for words, count in differences.items() if count == min(differences.values()))
     return f"; there are some for {', '.join(nearest[:3])}{' and more' * (len(nearest) > 3)}" if nearest else ""
 
 
@@ -301,8 +300,7 @@ def drift(lines: Sequence[TrialLine]) -> dict[str, tuple[float, float]]:
     """By run, the factor by which every finalist was slower in the final comparison than in the search, at least 1, and
     the fastest finalist's time, in µs per step.
 
-    One finalist alone may have been lucky in the search: that says nothing of the others.
-    """
+    One finalist alone may have been lucky in the search: that says nothing of the others."""
     times: dict[str, dict[Candidate, dict[str, float]]] = {}
     for line in lines:
         trial = line.record

@@ -43,8 +43,7 @@ class Measure(msgspec.Struct, frozen=True):
     bound : µs per step of the best so far; hopeless candidates are timed once; None: no bound
     fewest : samples of the others, at least
     limit : seconds that all this may take
-    seconds : after which no more samples are taken than they all need; None: of times that do not settle many are
-    """
+    seconds : after which no more samples are taken than they all need; None: of times that do not settle many are"""
 
     paths: tuple[str, ...]
     answers: str
@@ -143,8 +142,7 @@ def recurrence(module: Module, memory: Arrays, weights: dict[str, Any], request:
 def measure(request: Measure) -> list[Outcome]:
     """Checks each module, then times all.
 
-    Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong.
-    """
+    Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong."""
     from ecornn.runtime.loader import load
 
     contestants, errors, answers = [], [], answers_of(request.answers)
@@ -188,8 +186,7 @@ class Recurrence:
     ----------
     module : of the recurrence, for a GPU
     weights : the layer's, by PyTorch's names
-    hoisted : Q, the number of values that it reads of each step, row and unit
-    """
+    hoisted : Q, the number of values that it reads of each step, row and unit"""
 
     def __init__(self, module: Module, weights: Mapping[str, Any], hoisted: int) -> None:
         manifest, self.library = module.manifest, module.library

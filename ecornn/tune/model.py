@@ -34,8 +34,7 @@ def features(schedule: AnySchedule, task: Task, candidate: Candidate) -> dict[st
     """Named features. Numbers are themselves (sizes on a log scale), words one-hot.
 
     Knobs carry their schedule's name: equal names of two schedules mean different things. An ``estimate`` of the time
-    means the same in all.
-    """
+    means the same in all."""
     name = schedule.name
     row = {f"schedule={name}": 1.0}
     for knob, value in candidate.knobs:

@@ -58,8 +58,7 @@ class Pool:
     quiet : whether a build would disturb a measurement, as on a CPU
     grace : seconds that a measurement elsewhere may take beside its limit
     poisoned : whether a measurement that fails leaves its process unusable, as on a GPU
-    environment : variables that the measuring processes see besides this process's own
-    """
+    environment : variables that the measuring processes see besides this process's own"""
 
     def __init__(self, entries: Entries = Entries(), builders: int | None = None, measurers: int = 1,
                  proposers: int = 0, *, local: bool = True, quiet: bool = False, grace: float = 0.0,
@@ -132,10 +131,9 @@ class Pool:
     def measure(self, request: Any, kind: type[T], limit: float, owner: object = None) -> T:
         """Calls ``entries.measure`` in an idle measuring process, decoded as ``kind``.
 
-        A server elsewhere that goes away costs another try, up to ``LOSSES`` of them; while none is
-        free, those that are measure the rest. Raises :class:`WorkerError` as ``Worker.call``, and
-        :class:`ServerError` where there was no server for ``ABSENCE`` seconds.
-        """
+        A server elsewhere that goes away costs another try, up to ``LOSSES`` of them; while none is free, those that
+        are measure the rest. Raises :class:`WorkerError` as ``Worker.call``, and :class:`ServerError` where there was
+        no server for ``ABSENCE`` seconds."""
         losses = 0
         while True:
             worker = self.idle_measurers.get()

@@ -49,8 +49,7 @@ class Reply(msgspec.Struct, frozen=True):
 class WorkerError(EcornnError):
     """A call failed: the function raised, or its process crashed, hung or was stopped.
 
-    ``lost``: the process is gone.
-    """
+    ``lost``: the process is gone."""
 
     def __init__(self, message: str, lost: bool) -> None:
         super().__init__(message)
@@ -60,10 +59,9 @@ class WorkerError(EcornnError):
 class Worker:
     """One worker process, started when first called and again after it was lost.
 
-    ``ready`` ("module:function") is called first in a new process with ``null``; it does not count
-    against a call's limit. With ``gpu`` False the process sees no GPU. ``environment``: variables that
-    it sees besides this process's own.
-    """
+    ``ready`` ("module:function") is called first in a new process with ``null``; it does not count against a call's
+    limit. With ``gpu`` False the process sees no GPU. ``environment``: variables that it sees besides this process's
+    own."""
 
     def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None) -> None:
         self.ready, self.gpu, self.environment = ready, gpu, dict(environment or {})
@@ -219,11 +217,10 @@ def answer(call: Call) -> Reply:
 
 
 def guard(lifeline: int) -> None:
-    """Forks a process that kills this process's group (a hanging kernel, compilers) once the tuner is
-    gone, and so holds the pipe ``lifeline`` no more, or this process is.
+    """Forks a process that kills this process's group (a hanging kernel, compilers) once the tuner is gone, and so
+    holds the pipe ``lifeline`` no more, or this process is.
 
-    A thread could not: native code that hangs may hold the interpreter's lock.
-    """
+    A thread could not: native code that hangs may hold the interpreter's lock."""
     leader = os.getpid()
     if os.fork():
         os.close(lifeline)

@@ -79,8 +79,7 @@ class Tracker:
         """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine.
 
         Raises :class:`DeviceError` without a tracker or server, where it does not answer, or where it measures on
-        another device than ``target``.
-        """
+        another device than ``target``."""
         if not self.servers():
             raise DeviceError("key", self.key, f"the key of a server at the tracker {self}; start one with: "
                               f"ecornn serve --tracker {self} --key {self.key}")
@@ -113,8 +112,7 @@ class Tracker:
 class Connection:
     """A session with one server that measures on ``device``, or on one that has it as a share. Uploads files once.
 
-    Raises :class:`NoServer` where none is free, or the server measures on another device.
-    """
+    Raises :class:`NoServer` where none is free, or the server measures on another device."""
 
     def __init__(self, tracker: Tracker, device: Device) -> None:
         self.session = _request(tracker)
@@ -164,8 +162,7 @@ def ready(_: None) -> bool:
 def measure(request: Measure) -> list[Outcome]:
     """Checks and times modules on the server that this process has a session with, or gets one.
 
-    Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``.
-    """
+    Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``."""
     global _connection
     if _connection is None:
         _connection = connected()

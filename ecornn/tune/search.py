@@ -35,11 +35,10 @@ SCORE = itemgetter(1)  # of a candidate and its score
 class Search:
     """Proposes batches; learns from what they cost.
 
-    ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far.
-    ``known`` are candidates worth a trial at once, such as the best of another GPU; with ``defaults`` those of
-    the schedules come before them, or where candidates have estimates only the preferred one, and what seems fastest
-    near all of these. ``lent`` are worth a look: the model ranks them beside those of the space.
-    """
+    ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far. ``known`` are candidates
+    worth a trial at once, such as the best of another GPU; with ``defaults`` those of the schedules come before them,
+    or where candidates have estimates only the preferred one, and what seems fastest near all of these. ``lent`` are
+    worth a look: the model ranks them beside those of the space."""
 
     def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "",
                  known: Sequence[Candidate] = (), lent: Sequence[Candidate] = (), defaults: bool = True) -> None:
@@ -72,9 +71,8 @@ class Search:
     def ask(self, count: int) -> list[Candidate]:
         """Up to ``count`` new candidates; fewer where the space has no more, [] where it has none.
 
-        First those that were chosen when the search began: see the class. After them what the model ranks
-        highest, mixed with random picks.
-        """
+        First those that were chosen when the search began: see the class. After them what the model ranks highest,
+        mixed with random picks."""
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
         batch = [c for c in self.first if self.fresh(c, ())][:count]
         room = count - len(batch)

@@ -63,10 +63,9 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
           address: str | None = None) -> Server:
     """Starts a server in processes of its own, known to the tracker; ``terminate()`` stops them.
 
-    ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first
-    free port of 100 from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the
-    device, :class:`ArgumentError` where it cannot listen there.
-    """
+    ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first free port of 100
+    from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the device, :class:`ArgumentError`
+    where it cannot listen there."""
     from tvm.rpc import Server
 
     from ecornn.tune.at_hand import present

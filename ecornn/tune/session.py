@@ -50,8 +50,7 @@ class Result:
     failures : reason, in its first 60 characters -> number of trials that failed for it
     noisy : number of times that did not settle, those of the final comparison among them
     gain : how much faster than the default the best is, and how surely; None without times of both
-    backward : the result for the recurrence of the adjoint, where that was tuned, too
-    """
+    backward : the result for the recurrence of the adjoint, where that was tuned, too"""
 
     workload: Workload
     device: Device
@@ -71,9 +70,9 @@ class Result:
 
 
 class Session:
-    """Tunes for one device; a context manager around the worker processes, which are started by the
-    first run that has something to do. Several threads may tune, each a workload: one builds while another's
-    candidates are measured. Where a thread is still at work at the end of the context, its run is stopped.
+    """Tunes for one device; a context manager around the worker processes, which are started by the first run that has
+    something to do. Several threads may tune, each a workload: one builds while another's candidates are measured.
+    Where a thread is still at work at the end of the context, its run is stopped.
 
     Parameters
     ----------
@@ -85,8 +84,7 @@ class Session:
     tracker : measure on the servers that are registered there, not on this machine
     entries : functions of the worker processes, for tests
 
-    Raises :class:`~ecornn.errors.DeviceError` without the device.
-    """
+    Raises :class:`~ecornn.errors.DeviceError` without the device."""
 
     @public
     def __init__(self, target: str | Device | None = None, *, timeout: float = TIMEOUT, seed: int = 0,
@@ -343,8 +341,7 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     ``RecordError`` where the log cannot be read or written, ``ServerError`` where no server behind the
     tracker measures any more.
 
-    For many layers, a :class:`ecornn.tune.Session` keeps the worker processes between them.
-    """
+    For many layers, a :class:`ecornn.tune.Session` keeps the worker processes between them."""
     with Session(target, timeout=timeout, seed=seed, tracker=tracker, entries=entries) as session:
         return session.tune(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
                             precision=precision, training=training, trials=trials, time_limit=time_limit, resume=resume,

@@ -69,13 +69,12 @@ def halving(rng: random.Random, names: Sequence[str]) -> str:
 class ConfigSpace:
     """The union of the schedules' knob products, filtered by ``check``.
 
-    A combination is a number, the position in the product of its schedule's knobs. Of each schedule
-    the numbers that fit are kept; where there are too many to ask for all, those of a random sample.
-    Few combinations of a tight schedule fit (one in a thousand), so drawing until one does would
-    hardly ever propose that schedule.
+    A combination is a number, the position in the product of its schedule's knobs. Of each schedule the numbers that
+    fit are kept; where there are too many to ask for all, those of a random sample. Few combinations of a tight
+    schedule fit (one in a thousand), so drawing until one does would hardly ever propose that schedule.
 
-    What ``check`` says depends on the knobs that it reads and no other, so one answer settles all
-    combinations that agree in these (conflict-directed backjumping).
+    What ``check`` says depends on the knobs that it reads and no other, so one answer settles all combinations that
+    agree in these (conflict-directed backjumping).
 
     ``defaults``: those of the schedules, in their order, where they are known already. ``scans`` may be set to a
     function that has others do the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
@@ -270,8 +269,7 @@ class Line:
     ----------
     values : with the name of their knob
     knobs : the number of that knob
-    weights : what a value adds to the number of a combination
-    """
+    weights : what a value adds to the number of a combination"""
 
     def __init__(self, knobs: Sequence[Knob]) -> None:
         self.values = [(knob.name, value) for knob in knobs for value in knob.values]

@@ -43,8 +43,7 @@ def event_clock(run: Run) -> float:
     """Seconds of one run on torch's current CUDA stream, between events.
 
     Where the host may have been what took long, the time is that of a second run, all of which is asked for while the
-    GPU still waits: the time is the GPU's alone, as in a CUDA graph.
-    """
+    GPU still waits: the time is the GPU's alone, as in a CUDA graph."""
     taken, asked = _between_events(run, 0)
     if taken > ASKED * asked or asked > LONG:
         return taken
@@ -121,12 +120,11 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
          fewest: int = FEWEST, seconds: float | None = None) -> list[list[float]]:
     """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
-    Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the
-    median is known then is for :func:`settled` to say. A contestant whose warm-up takes longer than
-    ``HOPELESS * bound`` seconds keeps that one time; one that is slower than ``BEHIND * bound`` in each of the
-    ``fewest`` samples gets no more, and one whose samples agree gets no more than ``EARLY``, or ``fewest``. Once
-    ``seconds`` are over, no more than ``FEWEST`` of each are taken.
-    """
+    Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the median is known
+    then is for :func:`settled` to say. A contestant whose warm-up takes longer than ``HOPELESS * bound`` seconds keeps
+    that one time; one that is slower than ``BEHIND * bound`` in each of the ``fewest`` samples gets no more, and one
+    whose samples agree gets no more than ``EARLY``, or ``fewest``. Once ``seconds`` are over, no more than ``FEWEST``
+    of each are taken."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     times: list[list[float]] = []
     for one in contestants:

@@ -71,9 +71,8 @@ class Tuner:
     def run(self) -> Finish:
         """Tunes to the end and returns the finish record, which is in the log by then.
 
-        Trials that the journal already has are not made again. Stopped at any point
-        (KeyboardInterrupt included), the journal has every trial that was done.
-        """
+        Trials that the journal already has are not made again. Stopped at any point (KeyboardInterrupt included), the
+        journal has every trial that was done."""
         started = self.settings.started
         self.begin = (time.monotonic() if started is None else started) - self.journal.seconds
         for old in self.journal.search:
@@ -164,8 +163,7 @@ class Tuner:
 
         If a share ``RATE`` of them were faster by more than ``GAIN``, so many in a row without a gain would have a
         probability of at most 1 - ``CONFIDENCE``. The search proposes the most promising candidates first, so the bound
-        is on the safe side for those still to come.
-        """
+        is on the safe side for those still to come."""
         return self.without_gain >= stop_after()
 
     def learn(self, candidate: Candidate, us: float | None) -> None:
@@ -190,9 +188,7 @@ class Tuner:
     def conclude(self, reason: Reason) -> Finish:
         """Measures the fastest and the default once more, taking turns, and finishes the run.
 
-        The fastest of many noisy times is faster than it really is; only a fresh measurement
-        says what was gained.
-        """
+        The fastest of many noisy times is faster than it really is; only a fresh measurement says what was gained."""
         default = self.space.defaults()[0]
         ranked = sorted((c for c, t in self.search.tried.items() if t is not None),
                         key=lambda c: self.search.tried[c] or 0.0)
