@@ -18,7 +18,7 @@ from search_tables import task_of, trials_of
 
 from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
-from ecornn.tune.environment import Environment
+from ecornn.tune.at_hand import Environment
 from ecornn.tune.evaluate import SPARE
 from ecornn.tune.folders import read_all, shipped_folder
 from ecornn.tune.journal import Journal

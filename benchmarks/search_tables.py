@@ -39,7 +39,7 @@ from prebuilding import prebuild as fill
 
 from ecornn.cells import get
 from ecornn.device import Device
-from ecornn.schedules.base import Schedule, Task
+from ecornn.schedules.base import GENERATION, Schedule, Task
 from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune import Session
@@ -179,8 +179,9 @@ class Table:
         here = self.session.environment
         append(self.path, Trial(
             run=RUN, index=self.places[candidate], stage="search", workload=self.task.workload, device=self.task.device,
-            schedule=candidate.schedule, revision=self.revisions[candidate.schedule], config=candidate.config,
-            versions=here.versions, clocks=here.clocks, seed=0, seconds=0.0, **structs.asdict(outcome)))
+            schedule=candidate.schedule, revision=self.revisions[candidate.schedule], generation=GENERATION,
+            config=candidate.config, versions=here.versions, clocks=here.clocks, seed=0, seconds=0.0,
+            **structs.asdict(outcome)))
         # Thousands of modules would fill the disk.
         path, _ = self.evaluator.modules.pop(candidate, (None, None))
         if path is not None:

@@ -87,8 +87,8 @@ def _device(target: str) -> tuple[bytes, ...]:
 
 def _logs() -> bytes:
     """The tuning logs, by name, size and time of change."""
-    from ecornn.tune.compressed import SUFFIXES
     from ecornn.tune.folders import shipped_folder, user_folder
+    from ecornn.tune.log import SUFFIXES
 
     files = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
              if folder.is_dir() for path in sorted(folder.glob("*.jsonl*"))

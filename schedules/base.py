@@ -21,6 +21,10 @@ from ecornn.workload import ALONE, Traversal, Workload
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
+# How much schedules serve, which records state: what they did not know when they were made is no choice of theirs.
+# 1: `persistent_block`; 2: its clusters, and streamed weights of `persistent_wide`; 3: heads of `persistent_block`.
+GENERATION = 3
+
 Value = int | str | bool
 Config = Mapping[str, Value]  # knob -> value
 
@@ -219,9 +223,10 @@ class Schedule(ABC, Generic[Plan]):
         """Nanoseconds of a step that the default is expected to take; infinity where nobody can say."""
         return math.inf
 
-    def since(self, task: Task) -> str:
-        """The time from which the schedule serves the task, as records have times: older ones say nothing of it."""
-        return ""
+    def generation(self, task: Task) -> int:
+        """The generation of schedules (`GENERATION`) since which this one serves the task: records of an earlier one
+        say nothing of it."""
+        return 0
 
     def rank(self, task: Task) -> float:
         """The number by which the schedule competes where there is no record: the least is preferred."""
@@ -264,6 +269,9 @@ class Schedule(ABC, Generic[Plan]):
     def together(self, task: Task, plan: Plan) -> int:
         """``together`` of the :class:`~ecornn.program.Program`."""
         return 1
+
+
+AnySchedule = Schedule[Any]
 
 
 class SearchedSchedule(Schedule[Plan]):

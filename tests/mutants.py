@@ -95,7 +95,7 @@ MUTANTS = (
            "return max(ends) <= len(content)", "return True", "test_runtime_loader.py"),
     Mutant("loading: any checksum will do", "ecornn/runtime/library.py", "if not whole:", "if False:",
            "test_runtime_loader.py -k one_bit"),
-    Mutant("lookup: any time is believed", "ecornn/tune/plausible.py", "return times is None or times.median >=",
+    Mutant("lookup: any time is believed", "ecornn/tune/lookup.py", "return times is None or times.median >=",
            "return True or times.median >=", "test_tune_lookup.py -k not_believed"),
     Mutant("torch: what PyTorch does not count is not looked at", "ecornn/torch/snapshot.py",
            "return self._sample.holds()", "return True", "test_torch_writes.py"),

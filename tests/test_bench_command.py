@@ -25,7 +25,7 @@ from ecornn.bench.results import CsvFile, Row, read_cases, read_row
 from ecornn.bench.shown import compared
 from ecornn.bench.sides import Side
 from ecornn.bench.turns import Times
-from ecornn.cli import main, saying
+from ecornn.cli import common, main
 from ecornn.errors import ArgumentError, MissingPackageError
 from ecornn.tune.arrays import TorchArrays
 from ecornn.workload import Workload
@@ -253,8 +253,8 @@ def test_the_repository_s_comparison_on_a_cpu_uses_it():
 
 
 def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(saying, "EVERY", 0.05)
-    with saying.Saying() as told:
+    monkeypatch.setattr(common, "EVERY", 0.05)
+    with common.told_aloud() as told:
         told("compiling")
         said = ""
         while "still" not in said:

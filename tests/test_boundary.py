@@ -73,7 +73,7 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
         "lstm", np.zeros((2, 1, 8)), {})),
     "ecornn.reference_gradients": ("ecornn.numpy_gradients", "formula_of", lambda m, _: ecornn.reference_gradients(
         "lstm", np.zeros((2, 1, 8)), {}, dy=None)),
-    "ecornn.tune.tune": ("ecornn.tune.api", "Session", lambda m, _: ecornn.tune.tune("lstm", **LAYER)),
+    "ecornn.tune.tune": ("ecornn.tune.session", "Session", lambda m, _: ecornn.tune.tune("lstm", **LAYER)),
     "ecornn.tune.Session": ("ecornn.tune.session", "present", lambda m, _: ecornn.tune.Session("cpu")),
     "ecornn.explain.explain": ("ecornn.explain", "measured", lambda m, _: explaining.explain(
         compiler.plan("lstm", **LAYER))),

@@ -13,8 +13,8 @@ import pytest
 
 from ecornn.build import cache
 from ecornn.tune.log import append, read
+from ecornn.tune.pool import YOUNG, Scratch
 from ecornn.tune.record import Finish
-from ecornn.tune.scratch import YOUNG, Scratch
 
 pytestmark = pytest.mark.filterwarnings("ignore:flock not supported")
 

@@ -16,7 +16,7 @@ from ecornn.errors import ArgumentError, RecordError
 from ecornn.targets import KNOWN
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import MAX_FILE, append, parse, read, rewrite
-from ecornn.tune.record import MAX_LINE, MINOR, Choice, Finish, Start, Times, Trial, decode, encode
+from ecornn.tune.record import MAX_LINE, VERSION, Choice, Finish, Start, Times, Trial, decode, encode
 from ecornn.workload import Workload
 
 WORK = Workload("lstm", 800, 800, 20, 300, "bfloat16")
@@ -25,7 +25,8 @@ H100 = KNOWN["sm_90a"]
 
 def trial(**changes: object) -> Trial:
     fields = {"run": "ab-1", "index": 0, "stage": "search", "workload": WORK, "device": H100,
-              "schedule": "persistent", "revision": 1, "config": {"blocks": 100, "hidden": True, "m": "x"},
+              "schedule": "persistent", "revision": 1, "generation": 2,
+              "config": {"blocks": 100, "hidden": True, "m": "x"},
               "versions": {"tvm": "0.27"}, "seed": 0, "seconds": 1.5, "times": Times.of([3.0, 1.0, 2.0]),
               "check": 1e-3, "source": "00ff"}
     return Trial(**{**fields, **changes})
@@ -87,10 +88,10 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(value, field):
 
 @pytest.mark.parametrize("change, word", [
     ({"extra": 1}, "unknown field"),
-    ({"v": 2}, f"version 2.{MINOR}"),
-    ({"minor": MINOR + 1}, f"version 1.{MINOR + 1} of the format; this program reads version 1.0 to 1.{MINOR}"),
-    ({"minor": MINOR + 1, "of_the_future": 1}, f"version 1.{MINOR + 1}"),
-    ({"minor": -1}, "version 1.-1"),
+    ({"v": VERSION + 1}, f"version {VERSION + 1} of the format; this program reads versions up to {VERSION}"),
+    ({"v": VERSION + 1, "of_the_future": 1}, f"version {VERSION + 1}"),
+    ({"v": -1}, "version -1"),
+    ({"generation": -1}, ">= 0"),
     ({"clocks": {"cores": -1, "memory": 0}}, ">= 0"),
     ({"noisy": 1}, "bool"),
     ({"kind": "code"}, "code"),
@@ -160,7 +161,7 @@ def test_a_line_that_would_not_fit_when_it_is_written_again_is_refused_at_once()
 
 
 def test_what_is_wrong_with_a_whole_last_line_is_said():
-    for line, said in ((b'{"kind":"trial","v":9}', "version 9.0"), (b'{"kind":"code"}', "code"),
+    for line, said in ((b'{"kind":"trial","v":9}', "version 9"), (b'{"kind":"code"}', "code"),
                        (b"\x7fELF", "no JSON object")):
         (problem,) = parse(line, Path("x.jsonl")).problems
         assert said in problem and "torn" not in problem
@@ -195,14 +196,6 @@ def test_a_place_that_takes_no_files_is_an_error_and_not_waited_for():
             write(Path("/proc/x.jsonl"))
 
 
-def test_lines_of_format_1_0_are_read():
-    data = msgspec.to_builtins(trial())
-    for field in ("minor", "clocks", "noisy"):
-        del data[field]
-    record = decode(json.dumps({**data, "kind": "trial"}).encode())
-    assert record == trial(time=record.time) and record.clocks is None and record.noisy is False
-
-
 def test_an_entry_is_written_where_it_is_not_the_layers_own_pass():
     """So that what is written of other workloads, and a digest of it, is what it was before there were entries."""
     own, adjoint = trial(), trial(workload=WORK.adjoint)
@@ -217,7 +210,7 @@ def test_an_entry_is_written_where_it_is_not_the_layers_own_pass():
 
 
 def test_what_a_device_was_is_in_every_trial():
-    from ecornn.tune.environment import environment
+    from ecornn.tune.at_hand import environment
 
     here = environment(msgspec.structs.replace(H100, kind="llvm"))
     assert {"ecornn", "tvm", "tvm_ffi"} <= set(here.versions) and here.clocks.cores > 100

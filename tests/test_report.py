@@ -66,7 +66,7 @@ def parsed(text: str) -> Balanced:
 
 def trial(index: int, us: float, **changes: object) -> Trial:
     fields = {"run": "ab-1", "index": index, "stage": "search", "workload": Workload("lstm", 8, 8, 2, 5, "float32"),
-              "device": Device("llvm", "znver4", "CPU", 4), "schedule": "no_more", "revision": 1,
+              "device": Device("llvm", "znver4", "CPU", 4), "schedule": "no_more", "revision": 1, "generation": 0,
               "config": {"a": index % 2}, "versions": {"ecornn": "0"},
               "seed": 0, "seconds": 1.0, "times": Times.of([us]), "check": 1e-7}
     return Trial(**{**fields, **changes})

@@ -20,7 +20,7 @@ from ecornn.build import commands, link
 from ecornn.compiler import generate, plan
 from ecornn.errors import BuildError, EcornnError, ModuleError
 from ecornn.runtime.loader import from_bytes
-from ecornn.tune.scratch import Scratch
+from ecornn.tune.pool import Scratch
 
 LIMITED = """
 import resource, sys

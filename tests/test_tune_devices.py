@@ -19,9 +19,8 @@ from ecornn.device import Device
 from ecornn.errors import DeviceError
 from ecornn.targets import KNOWN, resolve
 from ecornn.tune import Session, building, remote
-from ecornn.tune.at_hand import matched, present
+from ecornn.tune.at_hand import Environment, matched, present
 from ecornn.tune.building import Build
-from ecornn.tune.environment import Environment
 from ecornn.tune.journal import digest_of
 from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Choice, Finish, Times

@@ -12,10 +12,9 @@ from rich.console import Console
 from test_tune_run import HERE, TASK, ConfigSpace, CostModel, Instant, Search, Tuner
 from tune_fakes import DEVICE, Fake, cost
 
-from ecornn.cli import progress
+from ecornn.cli import common, progress
 from ecornn.cli.torch_peer import torch_us
-from ecornn.tune.gain import Gain, gain_of, words
-from ecornn.tune.journal import Journal
+from ecornn.tune.journal import Gain, Journal, gain_of, words
 from ecornn.tune.record import Choice, Finish, Times, Trial
 from ecornn.tune.timing import bounds
 from ecornn.tune.tuner import Progress, Settings
@@ -26,8 +25,8 @@ WORK = Workload("lstm", 64, 64, 2, 10, "float32")
 
 def trial(runs: list[float], config: int, noisy: bool = False, stage: str = "final") -> Trial:
     return Trial(run="ab-1", index=0, stage=stage, workload=WORK, device=DEVICE, schedule="fake", revision=1,
-                 config={"a": config}, versions={}, seed=0, seconds=1.0, times=Times.of(runs), check=1e-7, source="00",
-                 noisy=noisy)
+                 generation=0, config={"a": config}, versions={}, seed=0, seconds=1.0, times=Times.of(runs), check=1e-7,
+                 source="00", noisy=noisy)
 
 
 def journal(*trials: Trial, best: int = 1) -> Journal:
@@ -90,13 +89,13 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_no_silence_where_there_is_no_terminal(monkeypatch):
-    monkeypatch.setattr(progress, "EVERY", 0.1)
+    monkeypatch.setattr(common, "EVERY", 0.1)
     out = io.StringIO()
     with progress.Meter(Console(file=out), 2) as meter, meter.layer("[1/2]"), meter.layer("[2/2]") as one:
         until(lambda: "[2/2] starting" in out.getvalue())
         one.stage("listing what can be tried")
         until(lambda: "[2/2] listing" in out.getvalue())
-        clock = meter.clock
+        clock = meter.clock.thread
     assert re.search(r"\[2/2\] starting, and 1 more, \d+ s so far", out.getvalue())
     assert re.search(r"\[2/2\] listing what can be tried, and 1 more, \d+ s so far", out.getvalue())
     assert not clock.is_alive()

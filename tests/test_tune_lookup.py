@@ -38,7 +38,7 @@ def trial(us: float = 10.0, *, a: int = 1, batch: int = 4, seq: int = 10, cores:
     fields = {"run": "r-1", "index": 0, "stage": "search",
               "workload": Workload("lstm", 8, 8, batch, seq),
               "device": msgspec.structs.replace(DEVICE, cores=cores, name=name), "schedule": "fake",
-              "revision": 3, "config": {"a": a, "b": 0, "behaviour": "ok"}, "versions": {}, "seed": 0,
+              "revision": 3, "generation": 0, "config": {"a": a, "b": 0, "behaviour": "ok"}, "versions": {}, "seed": 0,
               "seconds": 1.0, "times": Times.of([us]), "check": 1e-7, "time": "2026-01-31T12:00:00Z"}
     return Trial(**{**fields, **changes})
 
@@ -433,7 +433,7 @@ def test_a_time_far_below_the_schedules_estimate_is_not_believed(us: float, batc
 
 def test_no_record_that_ships_is_faster_than_a_device_can_be():
     from ecornn.tune.folders import read_all, shipped_folder
-    from ecornn.tune.plausible import possible
+    from ecornn.tune.lookup import possible
 
     tasks: dict[object, Task] = {}
     for one in read_all([shipped_folder()]).trials():

@@ -14,9 +14,9 @@ from ecornn.cells import get
 from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.targets import resolve
 from ecornn.task import make_task
-from ecornn.tune.api import tune
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries
+from ecornn.tune.session import tune
 from ecornn.workload import Workload
 
 TIMEOUT, HUNG, WRONG = 400.0, "run: took longer than 4 s and was stopped", "wrong output: relative error"

@@ -26,16 +26,15 @@ import ecornn.tune.tuner as tuner_module
 from ecornn.cells import get
 from ecornn.schedules import all_schedules
 from ecornn.task import make_task
+from ecornn.tune.at_hand import Environment
 from ecornn.tune.building import Build, Built
-from ecornn.tune.environment import Environment
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import RESERVED, Journal, digest_of
 from ecornn.tune.log import Line, read
 from ecornn.tune.model import CostModel
-from ecornn.tune.pool import Closed, Pool
+from ecornn.tune.pool import YOUNG, Closed, Pool, Scratch
 from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Finish, Outcome, Start, Times, Trial
-from ecornn.tune.scratch import YOUNG, Scratch
 from ecornn.tune.search import Search
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
@@ -318,7 +317,7 @@ def test_the_files_of_a_run_that_was_killed_are_removed_by_a_later_one(tmp_path,
         os.utime(folder, (time.time() - 2 * YOUNG,) * 2)
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed = subprocess.run([sys.executable, "-c", "import os; from ecornn.tune.scratch import Scratch; "
+    killed = subprocess.run([sys.executable, "-c", "import os; from ecornn.tune.pool import Scratch; "
                              "s = Scratch(); print(s.name, flush=True); os.kill(os.getpid(), 9)"],
                             env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
     left = Path(killed.stdout.strip())
@@ -371,7 +370,8 @@ def test_a_record_that_needs_too_much_memory_fails_alone():
         config = dict(all_schedules()["cpu_sequence"].default(make_task(get("lstm"), work, session.device)))
         return Line(Path("x.jsonl"), hidden, Trial(
             run="a-1", index=0, stage="search", workload=work, device=session.device, schedule="cpu_sequence",
-            revision=1, config=config, versions={}, seed=0, seconds=1.0, times=Times.of([1.0]), check=1e-7))
+            revision=1, generation=0, config=config, versions={}, seed=0, seconds=1.0, times=Times.of([1.0]),
+            check=1e-7))
 
     with Session("cpu", entries=replace(ENTRIES, build="test_tune_run:built_blank")) as session:
         found = list(verify([line(1 << 20), line(8)], session))

@@ -12,8 +12,7 @@ from tune_fakes import Fake, cost, make
 
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Knob
-from ecornn.tune.features import Columns, features
-from ecornn.tune.model import TRUST, CostModel
+from ecornn.tune.model import TRUST, Columns, CostModel, features
 from ecornn.tune.search import OPENING, Search
 from ecornn.tune.space import Candidate, ConfigSpace
 

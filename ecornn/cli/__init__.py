@@ -12,8 +12,6 @@ from ecornn.cli.doctor_command import doctor
 from ecornn.cli.explain_command import explain
 from ecornn.cli.help_text import Commands
 from ecornn.cli.log_command import log
-from ecornn.cli.log_files import export, import_files, merge_files, prune
-from ecornn.cli.log_verify import verify
 from ecornn.cli.onnx_rewrite_command import onnx_rewrite
 from ecornn.cli.report_command import report
 from ecornn.cli.serve_command import serve
@@ -41,5 +39,3 @@ def main() -> None:
 
 for command in (tune, compile, explain, check_cell, bench, onnx_rewrite, report, log, serve, doctor, config):
     main.add_command(command)
-for command in (merge_files, export, import_files, prune, verify):
-    log.add_command(command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, PROPERTIES, TARGET, as_json, every, plain_errors
+from ecornn.cli.common import JSON, PROPERTIES, TARGET, as_json, every, plain_errors, told_aloud
 from ecornn.errors import ArgumentError
 from ecornn.interrupts import ENDING, safe_interrupts
 
@@ -49,7 +49,7 @@ CHANGED: dict[str, dict[str, Any]] = {
 OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's file leaves open
 
 
-@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=EPILOG)
 @click.argument("module", required=False, type=click.Path(dir_okay=False, path_type=Path))
 @every([click.option(f"--{name}", **PROPERTIES[name] | CHANGED.get(name, {})) for name in LAYER])
 @TARGET
@@ -85,7 +85,6 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     from ecornn.bench.peers import named
     from ecornn.bench.results import CsvFile, environment, read_row
     from ecornn.bench.shown import shown
-    from ecornn.cli.saying import Saying
 
     given = {name: value for name, value in (layer | {"target": target, "threads": threads}).items()
              if value not in (None, False)}
@@ -97,7 +96,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     rows: list[Row] = []
     stopped = False
     with contextlib.ExitStack() as stack:
-        plan = Plan(sides, seconds, seed, stack.enter_context(Saying()))
+        plan = Plan(sides, seconds, seed, stack.enter_context(told_aloud()))
         file = CsvFile(stack.enter_context(csv.open("w", newline=""))) if csv is not None else None
         try:
             for row in measured(cases, plan, earlier):

@@ -1,4 +1,4 @@
-"""What serves a cell: every schedule and type at a small size, for ``ecornn check-cell``.
+"""The checks of ``ecornn check-cell``: a cell with every schedule and type, at a small size.
 
 A CPU's modules are built and run, and held against the te step in NumPy float64 (``interpreter.py``); their gradients
 against those that were derived, once these agree with differences of that step. A GPU's code is generated, not run.
@@ -6,7 +6,7 @@ against those that were derived, once these agree with differences of that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +33,14 @@ FAINT = 1e-6  # a gradient is held against the largest one's norm, times this, i
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of one thing that was tried.
+    """The outcome of one check.
 
     Attributes
     ----------
-    result : ``right`` or ``wrong`` of what was run; ``yes`` or ``no`` of what would be; ``fails``: an error that says
-        nothing of the cell, or none that ecornn raises on purpose; ``""``: not tried
-    error, limit : relative, of what was run, and how large it may be
-    why : of whatever is not right
-    """
+    result : ``right`` or ``wrong`` where code was run, else ``yes`` or ``no``; ``fails``: an error that says nothing of
+        the cell, or none that ecornn raises on purpose; ``""``: not tried
+    error, limit : relative error of what was run, and the largest that is right
+    why : the reason of anything but a success"""
 
     result: str
     error: float | None = None
@@ -63,17 +62,16 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All that was found of a cell.
+    """The report on a cell.
 
     Attributes
     ----------
-    input, hidden, batch, steps : I, H, B and T of what was tried
-    analysis : whether the step can be analysed, else why not
-    wide : whether it can be with I unlike H
-    exchanges : how many a step has
-    derivative : whether gradients can be derived from it, and agree with differences of the te step
-    rows : of each schedule and type
-    """
+    input, hidden, batch, steps : I, H, B and T that were tried
+    analysis : of the step
+    wide : of the step with I unlike H
+    exchanges : their number in a step
+    derivative : whether gradients can be derived from the step, and agree with differences of the te step
+    rows : one for each schedule and type"""
 
     cell: str
     input: int
@@ -88,7 +86,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Whether the step was analysed, and whatever was tried is right or refused for a reason."""
+        """True where the step was analysed, and all that was tried is right or refused for a reason."""
         every = (self.analysis, self.derivative, *(o for r in self.rows for o in (r.forward, r.gradients)))
         return self.analysis.result == YES and all(o.result not in (WRONG, FAILS) for o in every)
 
@@ -107,8 +105,8 @@ def attempt(function: Callable[[], Outcome]) -> Outcome:
 
 def check_cell(spec: str, cell: Cell, hidden: int, input: int | None, batch: int, devices: list[Device],
                told: Callable[[str], None] = lambda _: None) -> Report:
-    """Tries all of it. ``input`` None: another size than H where the cell takes one; ``told`` is called with what comes
-    next."""
+    """Carries out all checks. ``input`` None: another size than H where the cell takes one; ``told`` is called with
+    words that say what comes next."""
     from ecornn.analysis import analyse
 
     def analysed(size: int) -> Outcome:
@@ -140,12 +138,12 @@ class Checks:
         self.derivable = False
 
     def work(self, dtype: str, weights: str | None = None, precision: str | None = None) -> Workload:
-        """The layer in a type."""
+        """The workload of the layer in a type."""
         width = self.cell.row_width(self.input, self.hidden)
         return Workload(self.identity, self.hidden, width, self.batch, oracle.STEPS, dtype, weights, precision)
 
     def inputs(self, work: Workload) -> tuple[oracle.Inputs, adjoint_oracle.Upstream]:
-        """Random ones, with gradients of y and of the last states."""
+        """Random inputs, and gradients of y and of the last states."""
         rng = np.random.default_rng(0)
         given = oracle.draw(self.cell, work, rng)
         shape, width = (work.batch, work.hidden), len(self.cell.output_names()) * work.hidden
@@ -160,21 +158,21 @@ class Checks:
         from ecornn.analysis.backpropagation import carry_out
 
         width = self.cell.row_width(self.input, self.hidden)
-        made = adjoint(analyse(self.cell, width, self.hidden), self.hidden)
-        return carry_out(made, given.x, given.shaped, given.states, *upstream)
+        backward = adjoint(analyse(self.cell, width, self.hidden), self.hidden)
+        return carry_out(backward, given.x, given.shaped, given.states, *upstream)
 
     def derivative(self) -> Outcome:
-        """Whether these agree with differences of the te step."""
+        """Compares derived gradients with differences of the te step."""
         given, upstream = self.inputs(self.work("float32"))
-        found = self.derived(given, upstream)
+        gradients = self.derived(given, upstream)
         self.derivable = True
-        fault = adjoint_oracle.disagreement(self.cell, given, upstream, found, np.random.default_rng(1))
+        fault = adjoint_oracle.disagreement(self.cell, given, upstream, gradients, np.random.default_rng(1))
         return Outcome(WRONG, why=f"the derived gradient {fault} is not the slope of the te step") if fault else \
             Outcome(RIGHT)
 
     # -- CPUs -----------------------------------------------------------------------------------
     def on_cpu(self, device: Device) -> Iterator[Row]:
-        """Built and run."""
+        """A row for each schedule and type, built and run."""
         from ecornn.tune.choose import candidates
 
         for schedule in candidates(device):
@@ -185,7 +183,7 @@ class Checks:
 
     def run_one(self, device: Device, schedule: Schedule, dtype: str,
                 weights: str | None) -> tuple[Outcome, Outcome]:
-        """Forward and gradients."""
+        """The outcomes of forward and of gradients."""
         from ecornn.compiler import compile
 
         training = weights is None and self.derivable
@@ -204,7 +202,7 @@ class Checks:
                 module = compiled(training)
             except Exception as error:  # of the backward pass, where there is a module without one
                 untrained, module = error, compiled(False)
-            layer = module.bind(typed(given.flat, dtype))
+            layer = module.bind({n: w.astype(dtype) for n, w in given.flat.items()})
             layer.whole_rows = True
             y, state = layer(given.x.astype(dtype), [s.astype(dtype) for s in given.states])
             wanted, last = interpret(self.cell, given.x, given.shaped, given.states)
@@ -215,12 +213,12 @@ class Checks:
                 return UNTRIED
             if untrained is not None:
                 raise untrained
-            found = self.derived(given, upstream)
-            _, _, kept = layer.forward(given.x.astype(dtype), [s.astype(dtype) for s in given.states])
-            got = layer.backward(kept, upstream[0].astype(dtype), [d.astype(dtype) for d in upstream[1]])
-            own = [(got.weights[self.cell.parameter_name(n)], w) for n, w in found.parameters.items()]
-            pairs = [(got.x, found.dx), *((g, w.reshape(g.shape)) for g, w in own),
-                     *zip(got.state, found.states, strict=True)]
+            wanted = self.derived(given, upstream)
+            _, _, values = layer.forward(given.x.astype(dtype), [s.astype(dtype) for s in given.states])
+            got = layer.backward(values, upstream[0].astype(dtype), [d.astype(dtype) for d in upstream[1]])
+            own = [(got.weights[self.cell.parameter_name(n)], w) for n, w in wanted.parameters.items()]
+            pairs = [(got.x, wanted.dx), *((g, w.reshape(g.shape)) for g, w in own),
+                     *zip(got.state, wanted.states, strict=True)]
             least = FAINT * max(oracle.norm(w) for _, w in pairs)
             return compared(pairs, EXACT if dtype == "float64" else GRADIENTS[dtype], least)
 
@@ -228,7 +226,7 @@ class Checks:
 
     # -- GPUs -----------------------------------------------------------------------------------
     def on_gpu(self, device: Device) -> Iterator[Row]:
-        """Generated."""
+        """A row for each schedule and type, whose code is generated."""
         from ecornn.task import make_task
         from ecornn.tune.choose import candidates
 
@@ -240,18 +238,18 @@ class Checks:
                           self.on_gpu_backward(schedule, task))
 
     def on_gpu_backward(self, schedule: Schedule, forward: Task) -> Outcome:
-        """A training step whose recurrence this schedule carries out, after whatever schedule has the layer itself."""
+        """The outcome of a training step whose recurrence this schedule carries out; the layer may have another one."""
         from ecornn.task import adjoint_task, make_task
         from ecornn.tune.choose import serving_or_raise
 
         if not self.derivable:
             return UNTRIED
 
-        def made() -> Outcome:
+        def training() -> Outcome:
             task = make_task(self.cell, forward.workload, forward.device, Traversal(keep="states"))
             return generated(serving_or_raise(task)[0], task, (schedule, adjoint_task(task)))
 
-        return attempt(made)
+        return attempt(training)
 
 
 def generated(schedule: Schedule, task: Task, backward: tuple[Schedule, Task] | None = None) -> Outcome:
@@ -272,20 +270,16 @@ def generated(schedule: Schedule, task: Task, backward: tuple[Schedule, Task] | 
     return Outcome(YES)
 
 
-def typed(weights: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Weights in a layer's type."""
-    return {n: w.astype(dtype) for n, w in weights.items()}
-
-
 def compared(pairs: Any, limit: float, least: float = 0.0) -> Outcome:
-    """The largest relative error of (found, wanted); of what is below ``least`` relative to that."""
+    """The outcome for pairs of result and wanted value: their largest relative error, where norms of wanted values
+    count as ``least`` at least."""
     worst = 0.0
-    for found, wanted in pairs:
+    for result, wanted in pairs:
         if not np.isfinite(wanted).all():
             raise CellError("from random states the te step has values in float64 that are not finite: name states "
                             "that are never below 0 in `nonnegative`")
         scale = max(oracle.norm(wanted), least, 1e-30)
-        error = oracle.norm(np.asarray(found, np.float64) - wanted) / scale
+        error = oracle.norm(np.asarray(result, np.float64) - wanted) / scale
         worst = max(worst, error if np.isfinite(error) else float("inf"))
     return Outcome(RIGHT if worst <= limit else WRONG, worst, limit,
                    "" if worst <= limit else f"relative error {worst:.1e}, limit {limit:.1e}")

@@ -31,7 +31,7 @@ Exits with 1 where a step cannot be analysed, or anything is wrong or fails.
 WIDTH = 80
 
 
-@click.command("check-cell", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("check-cell", epilog=EPILOG)
 @click.argument("cell", metavar="FILE.py:NAME")
 @click.option("--hidden", type=SIZE, default=64, show_default=True, help="Hidden size H of what is tried.")
 @click.option("--input", type=SIZE, help="Input size I.  [default: less than H; H where the cell reads x at each unit]")

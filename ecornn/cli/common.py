@@ -1,4 +1,4 @@
-"""What the commands share: options of a layer, and errors without a traceback."""
+"""Parts of all commands: options of a layer, errors without a traceback, and words on what takes long."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import shlex
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -22,14 +23,14 @@ from ecornn.layer_spec import usual_dtype
 from ecornn.workload import BATCH, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
-EVERY = 5.0  # seconds between two lines of what goes on
+EVERY = 5.0  # seconds of silence, at most, while something goes on
 STOPPED = 130  # as shells say of a program that SIGINT has ended
 SIZE = click.IntRange(min=1, max=1 << 20)
 
 
 def plain_errors(function: F) -> F:
-    """An :class:`EcornnError`, and what the system says of a file, become one message and exit code 2, Ctrl-C 130; a
-    fault of ecornn's own 1, and with ECORNN_TRACEBACK=1 in the environment its traceback is shown."""
+    """Decorates a command: an :class:`EcornnError`, and the system's error about a file, become one message and exit
+    code 2; Ctrl-C 130; a fault of ecornn's own 1, with its traceback where ECORNN_TRACEBACK=1 is in the environment."""
     checked = public(function)
 
     @functools.wraps(function)
@@ -59,28 +60,72 @@ def plain_errors(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
+class Heartbeat:
+    """Calls ``beat`` in a thread, within a context, whenever nothing was said for ``EVERY`` seconds. Whoever says
+    something holds :attr:`lock` and calls :meth:`said`."""
+
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self.beat, self.last, self.lock, self.ended = beat, time.monotonic(), threading.Lock(), threading.Event()
+        self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def said(self) -> None:
+        """Something was said now."""
+        self.last = time.monotonic()
+
+    def due(self) -> float:
+        """Seconds until the next beat, if nothing is said before; 0 where it is due."""
+        return max(0.0, self.last + EVERY - time.monotonic())
+
+    def __enter__(self) -> Heartbeat:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        while not self.ended.wait(max(0.05, self.due())):
+            with self.lock:
+                if not self.due():
+                    self.said()
+                    self.beat()
+
+
 @contextlib.contextmanager
 def said_while(what: str) -> Iterator[Callable[[str], None]]:
-    """Says every few seconds, on standard error, that it is at ``what``, or at what the function was last called with
-    that it gives; on a terminal also at each call."""
-    done, now = threading.Event(), [what]
-
-    def beat() -> None:
-        while not done.wait(EVERY):
-            click.echo(f"... {now[0]}", err=True)
+    """Says on standard error, every few seconds, what is going on: ``what``, or the text that the function which it
+    gives was last called with; on a terminal also at each call."""
+    now = what
 
     def told(text: str) -> None:
-        now[0] = text
+        nonlocal now
+        now = text
         if sys.stderr.isatty():
             click.echo(f"... {text}", err=True)
 
-    thread = threading.Thread(target=beat, name="said_while", daemon=True)
-    thread.start()
-    try:
+    with Heartbeat(lambda: click.echo(f"... {now}", err=True)):
         yield told
-    finally:
-        done.set()
-        thread.join()
+
+
+@contextlib.contextmanager
+def told_aloud() -> Iterator[Callable[[str], None]]:
+    """Gives a function that says on standard error what comes next; where that takes long it is said again."""
+    now, begun = "", time.monotonic()
+
+    def told(text: str) -> None:
+        nonlocal now, begun
+        with clock.lock:
+            now, begun = text, time.monotonic()
+            clock.said()
+            click.echo(text, err=True)
+
+    def again() -> None:
+        if now:
+            click.echo(f"  still {now}, {time.monotonic() - begun:.0f} s", err=True)
+
+    with Heartbeat(again) as clock:
+        yield told
 
 
 def load_tvm() -> None:
@@ -140,11 +185,10 @@ TARGET = click.option("--target", metavar="cuda|cpu|ARCH", help=(
 
 
 def layer_options(required: bool = True, many: bool = False, target: bool = True) -> Callable[[F], F]:
-    """The properties of a workload, and --target, unless without ``target``.
+    """A decorator that adds the options of a workload, and with ``target`` --target.
 
-    ``required``: --cell and --hidden must be given; ``many``: each but the target may be given several times,
-    and the function gets tuples.
-    """
+    ``required``: --cell and --hidden must be given; ``many``: each but the target may be given several times, and the
+    function gets tuples."""
     options = []
     for name, settings in PROPERTIES.items():
         if name in Workload.__struct_fields__:
@@ -159,13 +203,13 @@ def layer_options(required: bool = True, many: bool = False, target: bool = True
 
 
 def stack_options() -> Callable[[F], F]:
-    """The properties of a stack."""
+    """A decorator that adds the options of a stack."""
     return every([click.option(f"--{name}", **settings) for name, settings in PROPERTIES.items()
                   if name not in Workload.__struct_fields__])
 
 
 def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
-    """All of them, which the help text lists in this order."""
+    """A decorator that adds all of the options, which the help text lists in this order."""
     def decorate(function: F) -> F:
         for option in reversed(options):
             function = option(function)
@@ -175,7 +219,7 @@ def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
 
 
 def command_line(program: str, options: dict[str, object]) -> str:
-    """A command that can be pasted into a shell; options that are None or False are left out, True is a flag."""
+    """A command to be pasted into a shell. Options that are None or False are left out, True makes a flag."""
     words = [program]
     for name, value in options.items():
         if value is not None and value is not False:
@@ -184,7 +228,7 @@ def command_line(program: str, options: dict[str, object]) -> str:
 
 
 def default_dtype(dtype: str | None, precision: str | None, target: str | None) -> tuple[str, str]:
-    """Data type and target with the defaults filled in."""
+    """The data type and the target, with defaults filled in."""
     from ecornn.tune.choose import default_target
 
     chosen = target or default_target()

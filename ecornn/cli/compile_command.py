@@ -14,7 +14,6 @@ from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import SERIAL
 
 if TYPE_CHECKING:
-    from ecornn.build.generated import Generated
     from ecornn.layer_spec import LayerSpec
 
 EPILOG = """\b
@@ -100,7 +99,8 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
             more = f", prefix={asked.prefix!r}" if asked.prefix else ""
             click.echo(f'use it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
     if emit == "object" and emit_to is not None:
-        emit_to.write_bytes(machine_code(generated))
+        (code,) = generated.objects.values()
+        emit_to.write_bytes(code)
     elif emit == "archive" and emit_to is not None:
         click.echo(f"wrote {emit_to} and {build_archive(planned, emit_to)}", err=True)
     elif emit is not None:
@@ -113,7 +113,7 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
 
 
 def show(text: str, file: Path | None) -> None:
-    """Prints it, or writes it to a file."""
+    """Prints a text, or writes it to a file."""
     if file is None:
         click.echo(text)
     else:
@@ -121,7 +121,7 @@ def show(text: str, file: Path | None) -> None:
 
 
 def step_of(layer: LayerSpec) -> str:
-    """The analysed step, of the first layer."""
+    """The analysed step of the first layer, in words."""
     from ecornn.analysis import analyse
     from ecornn.cli.step_text import step_text
 
@@ -130,8 +130,8 @@ def step_of(layer: LayerSpec) -> str:
 
 
 def check_files(model: Path | None, weights: Path | None, output: Path | None, code: Path | None) -> None:
-    """Raises :class:`ArgumentError` where what is written would replace a file that is read, written beside it, or no
-    module of before."""
+    """Raises :class:`ArgumentError` where a file that is written would replace one that is read, one that is written
+    beside it, or one that is no earlier module."""
     beside = output.with_suffix(".safetensors") if output is not None and model is not None else None
     if code is not None and any(same(code, other) for other in (model, weights, output, beside)):
         raise ArgumentError("--emit-to", str(code), "a file name of its own")
@@ -146,13 +146,9 @@ def check_files(model: Path | None, weights: Path | None, output: Path | None, c
 
 
 def same(path: Path, other: Path | None) -> bool:
-    """Whether both name one file, which need not be there yet."""
+    """True where both name one file, which need not exist."""
     if other is None:
         return False
     return path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
 
 
-def machine_code(generated: Generated) -> bytes:
-    """The object file, of a CPU's code."""
-    (code,) = generated.objects.values()
-    return code

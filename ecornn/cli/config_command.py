@@ -10,7 +10,7 @@ import click
 from ecornn.cli.common import plain_errors
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option("--cflags", is_flag=True, help="Flags of a compiler: where ecornn.h, ecornn.hpp and DLPack's header are.")
 @click.option("--libs", is_flag=True, help="Flags of a linker: libtvm_ffi, and where it is when the program runs.")
 @plain_errors

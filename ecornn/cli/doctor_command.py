@@ -11,7 +11,7 @@ from ecornn.device import Device
 from ecornn.errors import EcornnError
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @JSON
 @plain_errors
 def doctor(json: bool) -> None:
@@ -45,7 +45,7 @@ def doctor(json: bool) -> None:
 
 
 def cached() -> str:
-    """Where compiled code is kept, and how much there is."""
+    """The folder of the build cache, and its size."""
     from ecornn.build import cache
 
     folder = cache.folder()
@@ -61,12 +61,12 @@ def devices() -> list[Device]:
     from ecornn.host_gpu import detect
     from ecornn.targets import resolve
 
-    found = [resolve("cpu")]
+    here = [resolve("cpu")]
     try:
         gpu = detect()
     except EcornnError:
         gpu = None
-    return found + ([gpu] if gpu else [])
+    return here + ([gpu] if gpu else [])
 
 
 Finding = tuple[str, str | None]  # what there is, and what to do about it
@@ -95,10 +95,10 @@ def examine_gpu() -> Finding:
 def examine_cuda() -> Finding:
     """The CUDA compiler."""
     from ecornn.build.nvcc import INSTALL
-    from ecornn.tune.environment import cuda_compiler
+    from ecornn.tune.at_hand import cuda_compiler
 
-    found = cuda_compiler()
-    return found or "none", None if found else f"to build for GPUs, {INSTALL}"
+    compiler = cuda_compiler()
+    return compiler or "none", None if compiler else f"to build for GPUs, {INSTALL}"
 
 
 def examine_cxx() -> Finding:
@@ -109,7 +109,7 @@ def examine_cxx() -> Finding:
 
 
 def examine_package(name: str, use: str) -> Callable[[], Finding]:
-    """Version of a Python package; ``use`` says how to install it and what for."""
+    """A function that finds the version of a Python package; ``use`` says how to install it and what for."""
 
     def examine() -> Finding:
         from importlib.metadata import PackageNotFoundError, version

@@ -25,7 +25,7 @@ CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registe
         "weight_bytes_of_a_thread": "{:,.0f} bytes of weights a thread"}
 
 
-@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=EPILOG)
 @plan_options
 @JSON
 @plain_errors
@@ -39,24 +39,25 @@ def explain(asked: Asked, json: bool) -> None:
     from ecornn.explain import explain as explained
 
     load_tvm()
-    found = explained(asked.plan(asked.layer()))
+    explanation = explained(asked.plan(asked.layer()))
     if json:
-        as_json(found)
+        as_json(explanation)
     else:
-        click.echo("\n".join(text(found)))
+        click.echo("\n".join(text(explanation)))
 
 
-def text(found: Explanation) -> Iterator[str]:
+def text(explanation: Explanation) -> Iterator[str]:
     """The lines for people."""
-    of = ", ".join(filter(None, (found.layer, found.stack, found.overlap)))
-    yield f"{of} on {found.device} ({found.arch}, {found.cores} {'SMs' if found.arch[:3] == 'sm_' else 'cores'})"
-    for part in found.parts:
+    of = ", ".join(filter(None, (explanation.layer, explanation.stack, explanation.overlap)))
+    cores = f"{explanation.cores} {'SMs' if explanation.arch[:3] == 'sm_' else 'cores'}"
+    yield f"{of} on {explanation.device} ({explanation.arch}, {cores})"
+    for part in explanation.parts:
         yield ""
-        if len(found.parts) > 1:
+        if len(explanation.parts) > 1:
             yield f"{', '.join(part.labels) or 'layer'}{', backward' * (part.entry == 'backward')}: {part.workload}"
         yield from _step(part)
         yield from _choice(part)
-        yield from _time(part, found.no_floor)
+        yield from _time(part, explanation.no_floor)
 
 
 def _step(part: Part) -> Iterator[str]:

@@ -14,9 +14,8 @@ TOGETHER = re.compile(r"(?<= )--?[a-z][a-z-]* (?!-)|'[^']*'")  # an option with 
 
 
 def folded(paragraph: str, room: int) -> Iterator[str]:
-    """Lines of a paragraph that stands as it is, in ``room`` columns. Lines of text are wrapped; commands, which
-    are indented, go on behind a backslash, so that they can still be pasted, and what they do goes below all of them.
-    """
+    """Lines of a paragraph that stands as it is, in ``room`` columns. Lines of text are wrapped; commands, which are
+    indented, go on behind a backslash, so that they can still be pasted, and what they do goes below all of them."""
     lines = paragraph.splitlines()
     below = any(len(line) > room for line in lines if GAP.fullmatch(line))
     for line in lines:
@@ -44,7 +43,7 @@ class Formatter(click.HelpFormatter):
 
 
 class Context(click.Context):
-    """Of a command whose help fits."""
+    """The context of a command whose help fits its terminal."""
 
     formatter_class = Formatter
 
@@ -55,13 +54,13 @@ class Commands(click.Group):
     context_class = Context
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """As click's."""
+        """Adds a command, whose help is made to fit."""
         cmd.context_class = Context
         super().add_command(cmd, name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The table of commands."""
-        found = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
-        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in found if command is not None]
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None]
         with formatter.section("Commands"):
             formatter.write_dl(rows)

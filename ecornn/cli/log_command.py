@@ -1,18 +1,25 @@
-"""``ecornn log``: what tuning logs hold. Commands that write logs are in ``log_files.py``."""
+"""``ecornn log``: shows, shares and checks tuning logs. With ``--json`` results are objects on standard output; what
+was written, skipped or left out is said on standard error."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, as_json, plain_errors
+from ecornn.cli.common import JSON, as_json, plain_errors, said_while
 from ecornn.cli.help_text import Commands
+from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
-    from ecornn.tune.log import Line, Log
+    from ecornn.tune.log import Line, Log, TrialLine
+    from ecornn.tune.record import AnyRecord
+    from ecornn.tune.selection import Merged
+    from ecornn.tune.verify import Check
 
 EPILOG = """\b
 Without FILES the commands read your data folder and the logs that ship:
@@ -24,38 +31,45 @@ Sharing:
   ecornn log import theirs.jsonl          into your folder, for look-up
   ecornn log merge mine.jsonl theirs.jsonl -o both.jsonl
 """
+VERIFYING = """\b
+Examples:
+  ecornn log verify                          8 records of this device
+  ecornn log verify mine.jsonl --sample 30   more of a log of one's own
+  ecornn log verify --target cpu --json
+"""
 NONE = "no records; make some with: ecornn tune --cell lstm --hidden 800"
 
 
-@click.group(cls=Commands, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, epilog=EPILOG)
 def log() -> None:
     """Shows, shares and checks tuning records."""
 
 
 FILES = click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+GIVEN = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+NEW = click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path),
+                   metavar="LOG.jsonl", help="File to write; must not exist.")
 
 
 def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
-    """The given files, or every log there is; problems go to stderr.
-
-    ``strict``: raises :class:`~ecornn.errors.RecordError` for a file that has text, but no record.
-    """
+    """The content of the given files, or of every log there is; problems go to stderr. ``strict``: raises
+    :class:`~ecornn.errors.RecordError` for a file that has text, but no record."""
     from ecornn.errors import RecordError
     from ecornn.tune.folders import read_all
     from ecornn.tune.log import Log, read
 
     if files:
-        found = Log()
+        content = Log()
         for path in files:
             one = read(path)
             if strict and one.problems and not one.lines and not one.newer:
                 raise RecordError(f"{path} is no tuning log: {one.problems[0]}")
-            found.extend(one)
+            content.extend(one)
     else:
-        found = read_all()
-    for problem in found.problems:
+        content = read_all()
+    for problem in content.problems:
         click.echo(f"skipped {problem}", err=True)
-    return found
+    return content
 
 
 @log.command()
@@ -68,12 +82,12 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
     from ecornn.tune.record import Start, Trial
     from ecornn.tune.selection import under_way
 
-    found = collect(files, strict=True)
+    content = collect(files, strict=True)
     if not files and not json:
         click.echo(f"yours: {user_folder()}\nshipped: {shipped_folder()}")
     listed = []
-    for path in dict.fromkeys(line.path for line in found.lines):
-        lines = [line for line in found.lines if line.path == path]
+    for path in dict.fromkeys(line.path for line in content.lines):
+        lines = [line for line in content.lines if line.path == path]
         records = [line.record for line in lines]
         trials = [r for r in records if isinstance(r, Trial) and r.stage == "search"]
         runs = {r.run for r in records if isinstance(r, Start)}
@@ -84,7 +98,7 @@ def ls(files: tuple[Path, ...], json: bool) -> None:
             click.echo(f"{path}: {len(runs)} runs ({done} finished), {len(trials)} trials, {failed} failed")
     if json:
         as_json(listed)
-    elif not found.lines:
+    elif not content.lines:
         click.echo(NONE, err=True)
 
 
@@ -105,15 +119,14 @@ def best(files: tuple[Path, ...], json: bool) -> None:
         click.echo(f"{text_of(line)}  ({line.place})")
 
 
-def text_of(line: Line) -> str:
+def text_of(line: TrialLine) -> str:
     """A trial with times, on one line."""
-    from ecornn.tune.record import Trial
+    from ecornn.schedules import config_text
 
     trial = line.record
-    assert isinstance(trial, Trial) and trial.times is not None
-    knobs = " ".join(f"{k}={v}" for k, v in trial.config.items())
+    assert trial.times is not None
     return (f"{trial.workload} on {trial.device.name}: {trial.times.median:.4g} µs/step  "
-            f"{trial.schedule} {knobs}")
+            f"{trial.schedule} {config_text(trial.config)}")
 
 
 @log.command()
@@ -145,18 +158,17 @@ def stats(files: tuple[Path, ...], json: bool) -> None:
         click.echo(NONE, err=True)
 
 
-def counts(found: Log) -> list[dict[str, Any]]:
-    """What is counted of each device; schedules and reasons of failures by how often, the most frequent first."""
+def counts(content: Log) -> list[dict[str, Any]]:
+    """Counts for each device; schedules and reasons of failures are in order of frequency."""
     from ecornn.schedules import revisions
-    from ecornn.tune.record import Finish, Trial, first_line
+    from ecornn.tune.record import Finish, first_line
 
-    revision, counted = revisions(), []
-    trials = [line.record for line in found.lines if isinstance(line.record, Trial)]
+    revision, counted, trials = revisions(), [], content.trials()
     devices = {t.run: (t.device.name, t.device.arch) for t in trials}
     for device in sorted(set(devices.values())):
         mine = [t for t in trials if devices[t.run] == device]
         search = [t for t in mine if t.stage == "search"]
-        done = [line.record for line in found.lines
+        done = [line.record for line in content.lines
                 if isinstance(line.record, Finish) and devices.get(line.record.run) == device]
         gains = sorted(f.default_us / f.best_us for f in done if f.best_us and f.default_us)
         counted.append({
@@ -169,3 +181,210 @@ def counts(found: Log) -> list[dict[str, Any]]:
             if gains else None,
             "seconds": sum(f.seconds for f in done), "finished": len(done)})
     return counted
+
+
+def merged(lines: Iterable[Line]) -> Merged:
+    """The union of the lines; conflicts go to stderr."""
+    from ecornn.tune.selection import merge
+
+    union = merge(lines)
+    for conflict in union.conflicts:
+        click.echo(f"kept out {conflict}", err=True)
+    return union
+
+
+def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str, Any]:
+    """Writes a new log, with these lines of a newer ecornn as they are; the result for programs.
+
+    Raises :class:`ArgumentError` where the file exists."""
+    from ecornn.errors import ArgumentError
+    from ecornn.tune.log import rewrite
+
+    if output.exists():
+        raise ArgumentError("--output", str(output), "a file that does not exist yet")
+    unread = sorted(set(newer))
+
+    def filled(there: Log) -> list[AnyRecord]:
+        there.newer += unread
+        return union.records
+
+    rewrite(output, filled)
+    click.echo(f"wrote {len(union.lines)} records to {output}"
+               + f", and {len(unread)} lines of a newer ecornn as they are" * bool(unread), err=True)
+    return {"file": str(output), "records": len(union.lines), "newer": len(unread),
+            "kept_out": [str(conflict) for conflict in union.conflicts]}
+
+
+def tell(there: Log) -> None:
+    """Says which lines of a file that is written again cannot be read."""
+    for problem in there.problems:
+        click.echo(f"not read {problem}", err=True)
+    lost = len(there.problems) - len(there.newer)
+    if there.problems:
+        click.echo(f"{lost} damaged lines are dropped, {len(there.newer)} of a newer ecornn stay", err=True)
+
+
+@log.command(name="merge")
+@GIVEN
+@NEW
+@JSON
+@plain_errors
+def merge_files(files: tuple[Path, ...], output: Path, json: bool) -> None:
+    """Makes one log of several: their union, the same whatever their order.
+
+    Equal records count once. Of records that contradict each other the one that promises less is
+    kept; those, and damaged lines, are reported with file and line and kept out.
+    """
+    written = write(output, merged(collect(files, strict=True).lines))
+    if json:
+        as_json(written)
+
+
+@log.command()
+@FILES
+@NEW
+@click.option("--best", "only_best", is_flag=True,
+              help="Only the fastest trial of each workload and device: what an application ships.")
+@JSON
+@plain_errors
+def export(files: tuple[Path, ...], output: Path, only_best: bool, json: bool) -> None:
+    """Writes one log to share, without the lines that are damaged. Without FILES: all there is."""
+    from ecornn.schedules import revisions
+    from ecornn.tune.selection import best_lines
+
+    content = collect(files)
+    written = write(output, merged(best_lines(content, revisions()) if only_best else content.lines))
+    if json:
+        as_json(written)
+
+
+@log.command(name="import")
+@GIVEN
+@JSON
+@plain_errors
+def import_files(files: tuple[Path, ...], json: bool) -> None:
+    """Adds records to imported.jsonl in your folder, where look-up finds them.
+
+    Records that are there already are not added again.
+    """
+    from ecornn.tune.folders import user_folder
+    from ecornn.tune.log import rewrite
+    from ecornn.tune.selection import event
+
+    target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
+    written: dict[str, Any] = {"file": str(target)}
+
+    def union(there: Log) -> list[AnyRecord]:
+        tell(there)
+        joined = merged([*there.lines, *lines])
+        known = {event(line.record) for line in there.lines}
+        added = sum(event(line.record) not in known for line in joined.lines)
+        click.echo(f"{added} records added to {target}, {len(joined.lines)} in all", err=True)
+        written.update(added=added, records=len(joined.lines), kept_out=[str(c) for c in joined.conflicts])
+        return joined.records
+
+    rewrite(target, union)
+    if json:
+        as_json(written)
+
+
+@log.command()
+@GIVEN
+@click.option("--keep", type=click.IntRange(min=1), default=16, show_default=True,
+              help="Configurations of each workload and device, the fastest ones.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG.jsonl",
+              help="File to write; must not exist.  [default: each file in place]")
+@JSON
+@plain_errors
+def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -> None:
+    """Drops what look-up has no use for: failures, slow configurations, stale ones that are known again.
+
+    Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped; those of a newer ecornn
+    stay.
+    """
+    from ecornn.errors import ArgumentError
+    from ecornn.schedules import revisions
+    from ecornn.tune.log import rewrite
+    from ecornn.tune.selection import worth_keeping
+
+    written: list[dict[str, Any]] = []
+    if output is not None:
+        log = collect(files)
+        one = write(output, merged(worth_keeping(log.lines, revisions(), keep)), log.newer)
+        written.append({**one, "before": len(log.lines)})
+    for path in files if output is None else ():
+        if not path.exists():
+            raise ArgumentError("FILES", str(path), "a log that exists")
+
+        def selected(there: Log, path: Path = path) -> list[AnyRecord]:
+            tell(there)
+            staying = worth_keeping(there.lines, revisions(), keep)
+            click.echo(f"{path}: {len(staying)} of {len(there.lines)} records kept", err=True)
+            written.append({"file": str(path), "records": len(staying), "newer": len(there.newer), "kept_out": [],
+                            "before": len(there.lines)})
+            return [line.record for line in staying]
+
+        rewrite(path, selected)
+    if json:
+        as_json(written)
+
+
+@log.command(epilog=VERIFYING)
+@FILES
+@click.option("--sample", "count", type=click.IntRange(min=1), default=8, show_default=True,
+              help="Records to measure again, drawn at random from the best of each workload.")
+@click.option("--tolerance", type=click.FloatRange(min=0), default=10.0, show_default=True,
+              help="Percent that a time may have drifted.")
+@click.option("--target", metavar="cuda|cpu", help="Device.  [default: cuda if there is a GPU, else cpu]")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the draw and the data.")
+@JSON
+@plain_errors
+@safe_interrupts(*ENDING)
+def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | None, seed: int, json: bool) -> None:
+    """Builds and measures a sample of records again, on this device, and reports drift.
+
+    Exit code 1 where one failed or drifted beyond the tolerance. Records of other devices, of other
+    revisions of their schedule and of cells that are not built in or have options are left out, and counted.
+    """
+    from ecornn.schedules import revisions
+    from ecornn.tune.selection import best_lines
+    from ecornn.tune.session import Session
+    from ecornn.tune.verify import sample
+    from ecornn.tune.verify import verify as measure
+
+    content = collect(files)
+    checks: list[dict[str, Any]] = []
+    with Session(target, seed=seed) as session, said_while("building modules") as told:
+        device = session.device
+        drawn, left = sample(best_lines(content, revisions()), device, count, seed)
+        for reason, number in left.items():
+            click.echo(f"{number} left out, {reason}", err=True)
+        for check in measure(drawn, session):
+            told(f"measured {len(checks) + 1}/{len(drawn)}")
+            holds = check.drift is not None and abs(check.drift - 1) * 100 <= tolerance
+            checks.append({"file": str(check.line.path), "line": check.line.number, "trial": check.line.record,
+                           "times": check.outcome.times, "drift": check.drift, "noisy": check.outcome.noisy,
+                           "error": check.outcome.error, "holds": holds})
+            if not json:
+                click.echo(f"{'holds' if holds else 'DRIFTED':8}{text_of(check.line)}  {now(check)}  "
+                           f"({check.line.place})")
+    good = sum(check["holds"] for check in checks)
+    if json:
+        as_json({"device": device.name, "tolerance_percent": tolerance, "left_out": left, "checks": checks})
+    elif not checks:
+        click.echo(f"nothing to measure again on {device.name}", err=True)
+    else:
+        drifts = [check["drift"] for check in checks if check["drift"] is not None]
+        middle = f", median drift {100 * (median(drifts) - 1):+.1f}%" if drifts else ""
+        click.echo(f"{good} of {len(checks)} hold within {tolerance:g}%{middle}")
+    if good < len(checks):
+        raise SystemExit(1)
+
+
+def now(check: Check) -> str:
+    """The outcome of a check, on one line."""
+    if check.drift is None:
+        return f"failed: {check.outcome.error}"
+    assert check.outcome.times is not None
+    return (f"now {check.outcome.times.median:.4g} µs/step, {100 * (check.drift - 1):+.1f}%"
+            + " (noisy)" * check.outcome.noisy)

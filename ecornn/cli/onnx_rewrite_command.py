@@ -18,7 +18,7 @@ Examples:
 """
 
 
-@click.command("onnx-rewrite", epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command("onnx-rewrite", epilog=EPILOG)
 @click.argument("model", metavar="MODEL.onnx", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.onnx",
               help="The new model. Its modules and the operator library come into a folder beside it, FILE.modules.")
@@ -43,17 +43,17 @@ def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, 
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
-    made = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype)
-    for taken in made.taken:
+    rewritten = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype)
+    for taken in rewritten.taken:
         click.echo(f"compiled {taken.node} ({taken.op}): {taken.layer.workload} in {taken.module.name}", err=True)
-    for left in made.left:
+    for left in rewritten.left:
         click.echo(f"stays {left.node} ({left.op}): {left.reason}", err=True)
-    options = f'ecornn.onnxruntime.session_options("{made.model}")'
-    click.echo(f"wrote {made.model} and {made.library.parent}\n"
-               f'use it: onnxruntime.InferenceSession("{made.model}", {options})\n'
-               f'without ecornn: SessionOptions.register_custom_ops_library("{made.library}")', err=True)
+    options = f'ecornn.onnxruntime.session_options("{rewritten.model}")'
+    click.echo(f"wrote {rewritten.model} and {rewritten.library.parent}\n"
+               f'use it: onnxruntime.InferenceSession("{rewritten.model}", {options})\n'
+               f'without ecornn: SessionOptions.register_custom_ops_library("{rewritten.library}")', err=True)
     if json:
-        as_json({"model": str(made.model), "library": str(made.library),
+        as_json({"model": str(rewritten.model), "library": str(rewritten.library),
                  "taken": [{"node": t.node, "op": t.op, "workload": t.layer.workload, "stack": t.layer.stack,
-                            "module": str(t.module)} for t in made.taken],
-                 "left": [{"node": x.node, "op": x.op, "reason": x.reason} for x in made.left]})
+                            "module": str(t.module)} for t in rewritten.taken],
+                 "left": [{"node": x.node, "op": x.op, "reason": x.reason} for x in rewritten.left]})

@@ -1,10 +1,10 @@
-"""What ``ecornn compile`` and ``ecornn explain`` are given, and the plan that comes of it."""
+"""The arguments of ``ecornn compile`` and ``ecornn explain``, and the plan that comes of them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ WISHES = ("auto", "none", *OVERLAPS)
 
 @dataclass(frozen=True)
 class AskedLayer:
-    """A layer, what it is for, and the weights that come with a model or a file of weights."""
+    """A layer, its target, and the weights that come with a model or a file of weights, by name."""
 
     spec: LayerSpec
     target: str
@@ -45,15 +45,15 @@ class Asked:
     properties: dict[str, Any]
 
     def layer(self) -> AskedLayer:
-        """The layer. Raises :class:`ArgumentError` where arguments do not go together, and what a layer raises."""
+        """The layer. Raises :class:`ArgumentError` where arguments do not go together, and the errors of LayerSpec."""
         from ecornn.layer_spec import LayerSpec
 
         given = {name: value for name, value in self.properties.items() if value not in (None, False)}
-        found, bound = layer_of(self.model, self.node, self.weights_from, self.prefix)
-        for name, value in found.items():
+        stated, bound = layer_of(self.model, self.node, self.weights_from, self.prefix)
+        for name, value in stated.items():
             if given.get(name, value) != value:
                 raise ArgumentError(f"--{name}", given[name], f"{value}, as {self.model or self.weights_from} says")
-        layer = given | found
+        layer = given | stated
         for name in ("cell", "hidden"):
             if name not in layer:
                 raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
@@ -82,10 +82,10 @@ def plan_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """The options of :class:`Asked`, which the function gets as its first argument."""
 
     @functools.wraps(function)
-    def wrapper(model: Path | None, node: str | None, target: str | None, weights_from: Path | None, prefix: str,
-                schedule: str | None, config: tuple[str, ...], overlap: str, **others: Any) -> Any:
-        own = {name: others.pop(name) for name in list(others) if name in PROPERTIES}
-        return function(Asked(model, node, target, weights_from, prefix, schedule, config, overlap, own), **others)
+    def wrapper(**given: Any) -> Any:
+        layer = {name: given.pop(name) for name in list(given) if name in PROPERTIES}
+        own = {field.name: given.pop(field.name) for field in fields(Asked) if field.name in given}
+        return function(Asked(**own, properties=layer), **given)
 
     return every([
         click.argument("model", required=False, metavar="[MODEL.onnx]",
@@ -110,7 +110,8 @@ def plan_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def layer_of(model: Path | None, node: str | None, weights: Path | None,
              prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a model or a file of weights says of the layer, and its weights."""
+    """The properties of a layer that a model or a file of weights has, and its weights. Raises :class:`ArgumentError`
+    for options that do not go together."""
     if model is not None and weights is not None:
         raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
     if prefix and weights is None:
@@ -118,28 +119,26 @@ def layer_of(model: Path | None, node: str | None, weights: Path | None,
     if model is not None:
         from ecornn.onnx import read
 
-        found = read(model, node)
-        both = found.direction == "bidirectional"
-        own = [name for name, value in found.inputs.items() if value is not None]
+        layer = read(model, node)
+        own = [name for name, value in layer.inputs.items() if value is not None]
         if own:
             click.echo(f"the files do not hold the node's constant {', '.join(own)}: give them at each call", err=True)
-        return {"cell": found.cell.identity(), "hidden": found.hidden, "input": found.input, "layers": 1,
-                "bidirectional": both, "reverse": found.direction == "reverse", "lengths": True}, found.weights
+        return {"cell": layer.cell.identity(), "hidden": layer.hidden, "input": layer.input, "layers": 1,
+                "bidirectional": layer.direction == "bidirectional", "reverse": layer.direction == "reverse",
+                "lengths": True}, layer.weights
     if node is not None:
         raise ArgumentError("--node", node, "none without MODEL.onnx")
     if weights is None:
         return {}, {}
     from ecornn.weight_files import WeightFile, sizes_of
 
-    layer = WeightFile(weights, prefix).layer()
-    return sizes_of(layer), layer
+    values = WeightFile(weights, prefix).layer()
+    return sizes_of(values), values
 
 
 def knob(text: str) -> tuple[str, int | str | bool]:
-    """``name=value``, the value an integer, true/false, or a word.
-
-    Raises :class:`ArgumentError` without a ``=``.
-    """
+    """The name and value of ``NAME=VALUE``: an integer, true or false, or a word. Raises :class:`ArgumentError` for
+    another text."""
     name, equals, value = text.partition("=")
     if not equals or not name or not value:
         raise ArgumentError("--config", text, "KNOB=VALUE")

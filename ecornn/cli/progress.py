@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING
+
+from ecornn.cli.common import Heartbeat
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
     from ecornn.tune.tuner import Progress
-
-EVERY = 8.0  # seconds between two lines where there is no terminal, whether anything is done or not
-
 
 class Meter:
     """Shows how searches go on ``console``, of one layer or of many, some of them at the same time; a context manager
@@ -26,34 +23,29 @@ class Meter:
     def __init__(self, console: Console, layers: int = 1) -> None:
         from rich import progress
 
-        self.console, self.lock = console, threading.Lock()
-        self.begun = self.last = time.monotonic()
+        self.console, self.begun = console, time.monotonic()
+        self.clock = Heartbeat(self._beat)
+        self.lock = self.clock.lock
         self.bar = progress.Progress(
             progress.TextColumn("{task.description}"), progress.BarColumn(bar_width=20),
             progress.MofNCompleteColumn(), progress.TextColumn("{task.fields[best]}"),
             progress.TimeElapsedColumn(), console=console, disable=not console.is_terminal)
         self.all = self.bar.add_task("layers", total=layers, best="") if layers > 1 else None
         self.going: list[LayerMeter] = []
-        self.ended = threading.Event()
-        self.clock = threading.Thread(target=self._tick, name="meter", daemon=True)
 
     def __enter__(self) -> Meter:
         self.bar.start()
-        if not self.console.is_terminal:
-            self.clock.start()
+        self.clock.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self.ended.set()
+    def __exit__(self, *_: object) -> None:
         self.bar.stop()
-        if self.clock.is_alive():
-            self.clock.join()
+        self.clock.__exit__()
 
     @contextlib.contextmanager
     def layer(self, name: str, training: bool = False) -> Iterator[LayerMeter]:
-        """While a layer is tuned, or the two searches of one that trains. ``name``: as ``[2/7]``, to be told from
-        others; empty where it is the only one."""
+        """Shows the search of a layer, or the two of one that trains. ``name``, as ``[2/7]``, tells it from others; it
+        is empty where there are none."""
         one = LayerMeter(self, name, training)
         with self.lock:
             self.going.append(one)
@@ -67,29 +59,22 @@ class Meter:
                     self.bar.remove_task(row)
                 self.bar.advance(self.all)
 
-    def silent(self) -> float:
-        """Seconds since a line of text."""
-        return time.monotonic() - self.last
-
     def print(self, text: str) -> None:
-        """A line of text."""
-        self.last = time.monotonic()
+        """Prints a line of text."""
+        self.clock.said()
         self.console.print(text, highlight=False, markup=False)
 
-    def _tick(self) -> None:
-        """Where nothing has been said for a while, what is going on."""
-        while not self.ended.wait(max(0.05, EVERY - self.silent())):
-            with self.lock:
-                if self.silent() >= EVERY and self.going:
-                    latest = self.going[-1]
-                    more = f", and {len(self.going) - 1} more" if len(self.going) > 1 else ""
-                    so_far = f"{time.monotonic() - self.begun:.0f} s so far"
-                    self.print(f"{latest.name} {latest.now}{more}, {so_far}".strip())
+    def _beat(self) -> None:
+        if self.going and not self.console.is_terminal:
+            latest = self.going[-1]
+            more = f", and {len(self.going) - 1} more" if len(self.going) > 1 else ""
+            so_far = f"{time.monotonic() - self.begun:.0f} s so far"
+            self.print(f"{latest.name} {latest.now}{more}, {so_far}".strip())
 
 
 class LayerMeter:
-    """A layer's part of a :class:`Meter`; ``torch_us``, if it is known by then, is what the best is held against,
-    too."""
+    """A layer's part of a :class:`Meter`. The best is also held against ``torch_us``, µs per step of PyTorch's layer,
+    once that is known."""
 
     def __init__(self, meter: Meter, name: str, training: bool) -> None:
         self.meter, self.name, self.training = meter, name, training
@@ -111,7 +96,7 @@ class LayerMeter:
             while len(self.rows) <= entry:
                 self.rows.append(meter.bar.add_task(self.names[len(self.rows)], total=None, best=""))
             meter.bar.update(self.rows[entry], completed=now.done, total=now.total, best=best)
-            if not meter.console.is_terminal and (meter.silent() >= EVERY or now.done in (1, now.total)):
+            if not meter.console.is_terminal and (not meter.clock.due() or now.done in (1, now.total)):
                 of = f"{self.names[entry]} " if self.name or self.training else ""
                 meter.print(f"{of}trial {now.done}/{now.total}  {best}")
 

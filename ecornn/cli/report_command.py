@@ -18,7 +18,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=EPILOG)
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[LOG]...")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), default=Path("report.html"),
               show_default=True, metavar="PAGE.html", help="File to write; what is there is replaced.")

@@ -23,7 +23,7 @@ run any program on these machines, --host and --allow-remote.
 """
 
 
-@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(epilog=EPILOG)
 @click.option("--tracker", required=True, metavar="HOST:PORT", help="The TVM RPC tracker to register at.")
 @click.option("--key", default="ecornn", show_default=True,
               help="What tuners ask for. Servers with the same key must measure on equal devices.")
@@ -45,7 +45,7 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
     from ecornn.tune.remote import Tracker
     from ecornn.tune.serving import is_loopback, require_loopback, start
 
-    found = Tracker.parse(tracker, key, allow_remote)
+    registry = Tracker.parse(tracker, key, allow_remote)
     for name, value in (("host", host), ("address", address)):
         if value is not None:
             require_loopback(name, value, allow_remote)
@@ -54,15 +54,15 @@ def serve(tracker: str, key: str, target: str | None, host: str, port: int, addr
                    err=True)
     chosen = target or default_target()
     device = present(chosen)
-    found.servers()  # or say at once that there is no tracker
-    server = start(chosen, (found.host, found.port), key, host, port, address)
+    registry.servers()  # or say at once that there is no tracker
+    server = start(chosen, (registry.host, registry.port), key, host, port, address)
     try:
         with safe_interrupts(*ENDING):
             if json:
                 as_json({"device": device.name, "arch": device.arch, "host": host, "port": server.port, "key": key,
-                         "tracker": str(found)})
+                         "tracker": str(registry)})
             else:
-                click.echo(f"{device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker {found}")
+                click.echo(f"{device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker {registry}")
             while server.proc.is_alive():
                 time.sleep(0.5)
         click.echo("error: the server ended by itself", err=True)

@@ -12,7 +12,7 @@ from ecornn.analysis.liveness import carried
 from ecornn.analysis.narrow import narrow_of
 from ecornn.analysis.operators import key_of
 from ecornn.analysis.scalar import children
-from ecornn.analysis.step import Assign, Phase, Product, Statistic, StepGraph, Term
+from ecornn.analysis.step import Assign, Phase, Product, Statistic, StepGraph
 from ecornn.workload import Stack, Workload
 
 if TYPE_CHECKING:
@@ -53,9 +53,9 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
     lines += [line for one in names.assigned(graph.prologue) for line in wrapped(one)]
     alive = carried(graph)
     for p, phase in enumerate(graph.phases):
-        lasting = [v for v, made in alive.items() if made == p - 1]
+        live = [v for v, since in alive.items() if since == p - 1]
         lines += wrapped(f"exchange {p + 1}: {names.exchanged(phase)}", 1)
-        lines += wrapped(f"carried from before it: {names.listed(lasting)}", 2) if lasting else []
+        lines += wrapped(f"carried from before it: {names.listed(live)}", 2) if live else []
         for one in (*names.multiplied(phase.products), *names.summed(phase.statistics), *names.assigned(phase.assigns)):
             lines += wrapped(one, 2)
     if not graph.phases:
@@ -66,15 +66,10 @@ def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
 
 
 def what(shape: Sequence[int]) -> str:
-    """A parameter of that shape in words."""
+    """A parameter of that shape in words, as ``4 matrices from 8 values to 8``."""
     kind = f"from {shape[2]} values to {shape[1]}" if len(shape) == 3 else f"of {shape[1]}"
     one, many = ("matrix", "matrices") if len(shape) == 3 else ("vector", "vectors")
     return f"{shape[0]} {one if shape[0] == 1 else many} {kind}"
-
-
-def in_heads(term: Term) -> str:
-    """The words on heads in the text of a product."""
-    return f" in {term.heads} heads" if term.heads > 1 else ""
 
 
 def wrapped(text: str, depth: int = 1) -> list[str]:
@@ -106,16 +101,16 @@ class Names:
                 self.names[s.squares] = f"{self.names[s.total]}.squares"
 
     def text(self, e: Expr, tight: float = 0) -> str:
-        """An expression; in brackets where the operator around it binds as tightly as ``tight``."""
-        kind = type(e).__name__
-        if kind == "Var":
+        """An expression; in brackets where what is around it binds as tightly as ``tight``."""
+        from tvm.tirx import FloatImm, IntImm, Var
+
+        if isinstance(e, Var):
             if e in self.products:
                 return bracketed(" + ".join(
-                    f"{t.parameter}[{t.gate}]{'.T' if t.transposed else ''} @ "
-                    f"{self.operand(t.operand)}{in_heads(t)}"
-                    for t in self.products[e].terms), MATRIX, tight)
+                    f"{t.parameter}[{t.gate}]{'.T' if t.transposed else ''} @ {self.operand(t.operand)}"
+                    + f" in {t.heads} heads" * (t.heads > 1) for t in self.products[e].terms), MATRIX, tight)
             return self.vectors.get(e) or self.names.get(e, e.name)
-        if kind in ("FloatImm", "IntImm"):
+        if isinstance(e, (FloatImm, IntImm)):
             return bracketed(f"{e.value:.7g}", 9 if e.value >= 0 else MATRIX, tight)
         key, parts = key_of(e), children(e)
         if key == "Cast":
@@ -127,7 +122,7 @@ class Names:
         return f"{CALLED.get(key, key)}({', '.join(self.text(c) for c in parts)})"
 
     def output(self, graph: StepGraph) -> str:
-        """The text of y."""
+        """The names of the values of y."""
         return ", ".join(self.text(v) for v in graph.outputs) if graph.outputs else f"{graph.output}'"
 
     def listed(self, values: Iterable[Var]) -> str:
@@ -143,11 +138,11 @@ class Names:
             else self.text(key[0]) for key, gates in gates_of.items())
 
     def operand(self, v: Var | None) -> str:
-        """The text of an operand of a product."""
+        """The name of what a product multiplies; x where it is None."""
         return "x" if v is None else self.text(v, MATRIX + 1)
 
     def exchanged(self, phase: Phase) -> str:
-        """The values that units must know of each other before a phase."""
+        """The exchange before a phase in words: what units must know of each other."""
         seen, heads = self.listed(phase.operands), heads_of(phase)
         sees = "every unit sees all of" if heads == 1 else f"every unit sees its own of {heads} heads of"
         summed, compared = (self.listed(o for s in phase.statistics if s.largest is kind for o in s.operands)
@@ -174,7 +169,7 @@ class Names:
 
 
 def bracketed(text: str, own: float, tight: float) -> str:
-    """``text``, whose operator binds as ``own``, within an operator that binds as ``tight``."""
+    """``text``, in brackets where its operator binds less tightly (``own``) than the one around it (``tight``)."""
     return f"({text})" if own < tight else text
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import shlex
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +24,7 @@ from ecornn.cli.common import (
     plain_errors,
     said_while,
 )
-from ecornn.cli.workload_files import NAMES, combinations, read
+from ecornn.errors import ArgumentError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import Workload
 
@@ -65,6 +67,7 @@ as there are servers. A server that goes away costs the trials that it was at, w
 Every trial is on the disk as soon as it is done. The same command again goes on with a run
 that was stopped, and returns at once if it was finished; with more --trials it goes on from there.
 """
+NAMES = tuple(name for name in Workload.__struct_fields__ if name != "entry")  # options of a layer
 ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward pass's, and all there is to search."
 
 
@@ -117,17 +120,17 @@ def tune(context: click.Context, target: str | None, timeout: float, seed: int, 
                 from ecornn.tune.session import Session
 
             console = Console(soft_wrap=True, highlight=False, quiet=json)  # results; how it goes is on stderr
-            found: list[Result] = []
+            done: list[Result] = []
             with Session(target, timeout=timeout, seed=seed,
                          tracker=found_tracker(tracker, key, allow_remote)) as session:
-                good = all(run(console, session, layers, target, options, found, torch))
+                good = all(run(console, session, layers, target, options, done, torch))
     except KeyboardInterrupt:
         click.echo("\nStopped. Every trial that was done is in the log; the same command goes on"
                    + ("" if options["resume"] else ", without --no-resume") + ".", err=True)
         raise SystemExit(STOPPED) from None
     if json:
         as_json([{"workload": one.workload, "device": one.device.name, "log": str(one.log), "finish": one.finish,
-                  "failures": one.failures, "gain": one.gain} for one in found])
+                  "failures": one.failures, "gain": one.gain} for one in done])
     if not good:
         raise SystemExit(1)
 
@@ -159,9 +162,9 @@ def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker 
 
 
 def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], target: str | None,
-        options: dict[str, Any], found: list[Result], torch: bool) -> list[bool]:
-    """Tunes layers of the properties ``asked`` in turn; whether each has a best. One that no schedule serves does not
-    end the rest. Results are also left in ``found``."""
+        options: dict[str, Any], done: list[Result], torch: bool) -> list[bool]:
+    """Tunes layers of the properties ``asked`` in turn, and adds results to ``done``; for each layer, whether it has a
+    best. One that no schedule serves does not end the rest."""
     from rich.console import Console
 
     from ecornn.cli.progress import Meter
@@ -196,7 +199,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
                 raise
             progress.print(f"{count}error: {error}", markup=False)
             return False
-        found.extend(results(result))
+        done.extend(results(result))
         if len(layers) > 1:
             for entry in results(result):
                 console.print(f"{count}{line(entry)}", markup=False)
@@ -205,12 +208,12 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
     with Meter(progress, len(layers)) as meter:
         good = each(tune_one, layers, session)
     if len(layers) == 1:
-        for one in found:
+        for one in done:
             show(console, one)
-        if layers[0].training and len(found) == 1:
+        if layers[0].training and len(done) == 1:
             console.print(ONE_SEARCH)
-        if found[0].best is not None:
-            console.print("use it:\n  " + use_of(found[0], layers[0], target), markup=False)
+        if done[0].best is not None:
+            console.print("use it:\n  " + use_of(done[0], layers[0], target), markup=False)
     if len(layers) > 1:
         if any(layer.training for layer in layers) and session.device.kind == "llvm":
             console.print(ONE_SEARCH)
@@ -221,8 +224,8 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
 
 
 def each(tune_one: Callable[[int, LayerSpec], bool], layers: Sequence[LayerSpec], session: Session) -> list[bool]:
-    """Calls it for each layer, numbered from 1: as many at once as there are servers, but for layers that have a search
-    in common, as those whose backward passes have the same recurrence."""
+    """Calls ``tune_one`` for each layer, numbered from 1: for as many at once as there are servers, but not for layers
+    that have a search in common, as those whose backward passes have the same recurrence."""
     count = 1 if session.tracker is None or len(layers) == 1 else min(len(layers), max(1, session.tracker.servers()))
     if count == 1:
         return [tune_one(number, layer) for number, layer in enumerate(layers, 1)]
@@ -246,26 +249,27 @@ def each(tune_one: Callable[[int, LayerSpec], bool], layers: Sequence[LayerSpec]
 
 
 def results(result: Result) -> list[Result]:
-    """That of the layer's own pass, and of its backward pass, if that was tuned."""
+    """The results of a layer's own pass, and of its backward pass, if that was tuned."""
     return [result, *([result.backward] if result.backward is not None else [])]
 
 
 def line(result: Result) -> str:
     """A result on one line."""
-    from ecornn.tune.gain import words
+    from ecornn.schedules import config_text
+    from ecornn.tune.journal import words
 
     finish = result.finish
     if finish.best is None or finish.best_us is None:
         return f"{result.workload}: no candidate ran with the right output; see {result.log}"
     gain = f", {words(result.gain, finish.default_us)}" if result.gain and finish.default_us else ""
-    knobs = " ".join(f"{k}={v}" for k, v in finish.best.config.items())
     return (f"{result.workload}: {finish.best_us:.4g} µs per step{gain}, {finish.trials} trials in "
-            f"{finish.seconds:.0f} s: {finish.best.schedule} {knobs}")
+            f"{finish.seconds:.0f} s: {finish.best.schedule} {config_text(finish.best.config)}")
 
 
 def show(console: Console, result: Result) -> None:
-    """The end of a run: what was found."""
-    from ecornn.tune.gain import words
+    """Prints the end of a run."""
+    from ecornn.schedules import config_text
+    from ecornn.tune.journal import words
 
     finish, work = result.finish, result.workload
     if work.backward:
@@ -287,8 +291,7 @@ def show(console: Console, result: Result) -> None:
     if finish.best is None or finish.best_us is None:
         console.print("No candidate ran with the right output; the log has each one's error.")
         return
-    knobs = " ".join(f"{k}={v}" for k, v in finish.best.config.items())
-    console.print(f"best: {finish.best.schedule} {knobs}", markup=False)
+    console.print(f"best: {finish.best.schedule} {config_text(finish.best.config)}", markup=False)
     text = (f"time: {finish.best_us:.4g} µs per step, "
             f"{finish.best_us * work.seq / 1e3:.4g} ms for T={work.seq}")
     if finish.best == finish.default:
@@ -301,6 +304,39 @@ def show(console: Console, result: Result) -> None:
 def use_of(result: Result, layer: LayerSpec, target: str | None) -> str:
     """The command that compiles what was tuned."""
     work, name = result.workload, result.workload.cell.split("@")[0]
-    options = {f"--{key}": getattr(work, key) for key in Workload.__struct_fields__ if key != "entry"}
+    options = {f"--{key}": getattr(work, key) for key in NAMES}
     return command_line("ecornn-compile", {**options, "--cell": str(layer.cell), "--training": layer.training,
                                            "--target": target, "-o": f"{name}{work.hidden}.so"})
+
+
+def combinations(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The properties of each layer: every combination of options that hold one value or more."""
+    each = itertools.product(*(given[name] or (None,) for name in NAMES))
+    return [dict(zip(NAMES, values, strict=True)) | {"training": given["training"]} for values in each]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The layers of a file, without those that are there twice: a line has the options of one, or of several, such as
+    ``--cell lstm --hidden 800 --training``; what is behind ``#`` is a comment.
+
+    Raises :class:`ArgumentError`, which names the line, where it has something else, and where there is no layer."""
+    layers: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            if words := shlex.split(line, comments=True):
+                for layer in combinations(_line.main(words, standalone_mode=False)):
+                    layers.setdefault(tuple(layer.values()), layer)
+        except (click.ClickException, ValueError) as error:
+            why = error.format_message() if isinstance(error, click.ClickException) else str(error)
+            raise ArgumentError("workloads", f"{path}:{number}: {line.strip()}",
+                                f"options of a layer, such as --cell lstm --hidden 800 --training ({why})") from None
+    if not layers:
+        raise ArgumentError("workloads", str(path), "a file with the options of a layer on each line")
+    return [*layers.values()]
+
+
+@click.command(add_help_option=False)
+@layer_options(many=True, target=False)
+@click.option("--training", is_flag=True)
+def _line(**properties: Any) -> dict[str, Any]:
+    return properties

@@ -16,7 +16,7 @@ from ecornn.report.layers import chip, cut_of, floor_of, layers, roles_of, stage
 from ecornn.report.measured import NOTHING, Measured
 from ecornn.report.pictures import chip_map, chip_words, plots, rooflines, time_picture
 from ecornn.report.searches import SearchRun, searches
-from ecornn.tune.gain import words
+from ecornn.tune.journal import words
 from ecornn.tune.log import Log
 
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first

@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ecornn.tune.gain import Gain, gain_of
-from ecornn.tune.journal import Journal
+from ecornn.tune.journal import Gain, Journal, gain_of
 from ecornn.tune.log import Log
 from ecornn.tune.record import Choice, Finish, Start, Trial, first_line
 

@@ -1,8 +1,8 @@
-"""What the recurrence of an adjoint must get right: a short pass backwards in float64.
+"""A short pass backwards in float64, with the answers that the recurrence of an adjoint must get right.
 
-Its inputs are factors that the analysis derives, so the analysis must say what they are, and what comes of them. It
-is believed only once the gradients of the whole layer that follow are those of somebody who shares nothing with it:
-the tape of ``numpy_gradients.py`` through the formula in NumPy, where the cell has one, else differences of what the
+The inputs of the recurrence are factors that the analysis derives, so the analysis must say what they are, and what
+comes of them. It is believed only once the gradients of the whole layer that follow agree with independent ones: those
+of the tape of ``numpy_gradients.py`` through the formula in NumPy, where the cell has one, else differences of what the
 interpreter makes of the cell's te graph.
 """
 
@@ -41,43 +41,44 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
 
 
 def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
-    """For a workload that is an adjoint's: ``x`` (T, B, Q, H), what it reads of each step, of a forward pass over
-    random inputs; ``y`` (T, B, O, H), its outputs; its states before and after, in their order; the layer's weights.
+    """The answers for a workload that is an adjoint's: ``x`` (T, B, Q, H), the values of each step that it reads, of a
+    forward pass over random inputs; ``y`` (T, B, O, H), its outputs; its states before and after, (B, H) each, in their
+    order; and the layer's weights.
 
-    Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or its gradients are wrong.
-    """
-    made = adjoint(analyse(cell, work.input, work.hidden), work.hidden)
-    made = replace(made, recurrence=recurrence_graph(made))
+    Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or its gradients are wrong."""
+    backward = adjoint(analyse(cell, work.input, work.hidden), work.hidden)
+    backward = replace(backward, recurrence=recurrence_graph(backward))
     given = draw(cell, work, rng)
     shape = work.batch, work.hidden
-    sizes = (STEPS, work.batch, made.forward.written * work.hidden), *(shape for _ in cell.states)
+    sizes = (STEPS, work.batch, backward.forward.written * work.hidden), *(shape for _ in cell.states)
     dy, *dstates = (rounded(rng.uniform(-1, 1, size), work.dtype) for size in sizes)
-    found = carry_out(made, given.x, given.shaped, given.states, dy, dstates)
-    if fault := disagreement(cell, given, (dy, dstates), found, rng):
+    result = carry_out(backward, given.x, given.shaped, given.states, dy, dstates)
+    if fault := disagreement(cell, given, (dy, dstates), result, rng):
         raise CellError(f"the gradients that were derived for {cell.identity()} are wrong: {fault}")
-    return found.hoisted.astype(np.float32), found.outputs, [*found.first.values()], [*found.last.values()], given.flat
+    return (result.hoisted.astype(np.float32), result.outputs, [*result.first.values()], [*result.last.values()],
+            given.flat)
 
 
-def disagreement(cell: Cell, given: Inputs, upstream: Upstream, found: Backpropagated,
+def disagreement(cell: Cell, given: Inputs, upstream: Upstream, gradients: Backpropagated,
                  rng: np.random.Generator) -> str | None:
-    """Which gradient is another than an independent one; None: all agree."""
+    """The name of a gradient that differs from an independent one; None: all agree."""
     if not has_formula(cell):
-        return far_from_differences(cell, given, upstream, found, rng)
+        return far_from_differences(cell, given, upstream, gradients, rng)
     from ecornn.numpy_gradients import reference_gradients
 
     dx, weights, states = reference_gradients(cell.identity(), given.x, given.flat, given.states, dy=upstream[0],
                                               dstate=upstream[1])
-    own = {cell.parameter_name(name): value for name, value in found.parameters.items()}
-    pairs = chain((("x", found.dx, dx),), ((name, own[name].reshape(value.shape), value) for name, value in
-                                           weights.items()), zip(cell.states, found.states, states, strict=True))
+    own = {cell.parameter_name(name): value for name, value in gradients.parameters.items()}
+    pairs = chain((("x", gradients.dx, dx),), ((name, own[name].reshape(value.shape), value) for name, value in
+                                           weights.items()), zip(cell.states, gradients.states, states, strict=True))
     return next((f"of {name}" for name, got, wanted in pairs
                  if not norm(got - wanted) <= EXACT * max(norm(wanted), EXACT)), None)
 
 
-def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, found: Backpropagated,
+def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, gradients: Backpropagated,
                          rng: np.random.Generator) -> str | None:
     """The input along which the layer has another slope than its gradient says, in every direction that was tried."""
-    for name, gradient, moved in shifts(cell, given, found):
+    for name, gradient, moved in shifts(cell, given, gradients):
         for _ in range(DIRECTIONS):
             direction = rng.uniform(-1, 1, gradient.shape)
             slope = sum(sign * value(cell, moved(sign * SHIFT * direction), upstream) for sign in (1, -1)) / (2 * SHIFT)
@@ -90,12 +91,12 @@ def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, found: B
 
 
 def shifts(cell: Cell, given: Inputs,
-           found: Backpropagated) -> Iterator[tuple[str, Array, Callable[[Array], Inputs]]]:
-    """Of each input its name, its gradient, and the inputs with it moved."""
-    yield "x", found.dx, lambda by: replace(given, x=given.x + by)
-    for name, gradient in found.parameters.items():
+           gradients: Backpropagated) -> Iterator[tuple[str, Array, Callable[[Array], Inputs]]]:
+    """The name and gradient of each input, and a function that moves it among all inputs."""
+    yield "x", gradients.dx, lambda by: replace(given, x=given.x + by)
+    for name, gradient in gradients.parameters.items():
         yield name, gradient, partial(_with_parameter, given, name)
-    for n, (name, gradient) in enumerate(zip(cell.states, found.states, strict=True)):
+    for n, (name, gradient) in enumerate(zip(cell.states, gradients.states, strict=True)):
         yield name, gradient, partial(_with_state, given, n)
 
 
@@ -108,7 +109,7 @@ def _with_state(given: Inputs, n: int, by: Array) -> Inputs:
 
 
 def value(cell: Cell, given: Inputs, upstream: Upstream) -> float:
-    """What ``upstream`` is the gradient of: y and the last states, weighted with it and added up."""
+    """The sum of y and the last states weighted with ``upstream``, which is its gradient."""
     y, last = interpret(cell, given.x, given.shaped, given.states)
     dy, dstates = upstream
     return float(sum((g * v).sum(dtype=np.float64) for g, v in zip((dy, *dstates), (y, *last), strict=True)))

@@ -1,11 +1,11 @@
-"""Where a module's inputs and outputs live while it is measured, and the clock that fits."""
+"""The memory of inputs and outputs of a module that is measured, and the clock that fits."""
 
 from __future__ import annotations
 
 import time
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,55 +17,40 @@ if TYPE_CHECKING:
     from ecornn.runtime.loader import Module
 
 
-class Arrays(Protocol):
-    """Arrays of one workload's dtype, in one kind of memory."""
+class Arrays:
+    """Arrays of one workload's dtype, in one kind of memory: here NumPy's, for CPU modules, with the wall clock."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype: Any = numpy_dtype(dtype)
 
     def put(self, values: Any) -> Any:
         """An array of the values."""
-
-    def weight(self, values: Any) -> Any:
-        """Float32 values where ``bind`` packs them fastest."""
-
-    def poison(self, shape: tuple[int, ...]) -> Any:
-        """An array of NaN."""
-
-    def cycled(self, values: Any, length: int) -> Any:
-        """An array of ``values`` again and again, ``length`` of them along the first axis."""
-
-    def get(self, array: Any) -> Any:
-        """An array's values in float64, once the device is done."""
-
-    def clock(self, run: Run) -> float:
-        """Seconds of ``run``."""
-
-
-class HostArrays:
-    """NumPy arrays, for CPU modules; wall clock."""
-
-    def __init__(self, dtype: str) -> None:
-        self.dtype = numpy_dtype(dtype)
-
-    def put(self, values: Any) -> Any:
         return np.ascontiguousarray(np.asarray(values).astype(self.dtype))
 
     def weight(self, values: Any) -> Any:
+        """Float32 values where ``bind`` packs them fastest."""
         return values
 
     def poison(self, shape: tuple[int, ...]) -> Any:
-        return np.full(shape, np.nan, np.float32).astype(self.dtype)
+        """An array of NaN."""
+        return self.put(np.full(shape, np.nan, np.float32))
 
     def cycled(self, values: Any, length: int) -> Any:
-        return again(self.put(values), length)
+        """An array of ``values`` again and again, ``length`` of them along the first axis."""
+        values = np.asarray(values)
+        return self.put(np.resize(values, (length, *values.shape[1:])))
 
     def get(self, array: Any) -> Any:
+        """An array's values in float64, once the device is done."""
         return np.asarray(array).astype(np.float64)
 
     def clock(self, run: Run) -> float:
+        """Seconds of ``run``."""
         return wall_clock(run)
 
 
-class TorchArrays:
-    """torch tensors on the GPU; CUDA events."""
+class TorchArrays(Arrays):
+    """Tensors of torch on the GPU, timed between CUDA events."""
 
     def __init__(self, dtype: str) -> None:
         import torch
@@ -92,12 +77,13 @@ class TorchArrays:
         return event_clock(run)
 
 
-class DeviceArrays:
-    """The module's own device memory, where there is no torch; wall clock around runs on the
-    default stream and a synchronisation, which short runs share."""
+class DeviceArrays(Arrays):
+    """The module's own device memory, where there is no torch, timed by the wall clock around runs on the default
+    stream and a synchronisation, which short runs share."""
 
     def __init__(self, dtype: str, module: Module) -> None:
-        self.name, self.dtype, self.library = dtype, numpy_dtype(dtype), module.library
+        super().__init__(dtype)
+        self.name, self.library = dtype, module.library
 
     def put(self, values: Any) -> Any:
         from ecornn.runtime.dlpack import CUDA, Block
@@ -108,15 +94,6 @@ class DeviceArrays:
         self.library.copy(0, memory.pointer, host.ctypes.data, host.nbytes, 0)
         self.library.synchronize(0, 0)  # before the host's copy goes away
         return Block(memory, host.shape, self.name, (CUDA, 0))
-
-    def weight(self, values: Any) -> Any:
-        return values
-
-    def poison(self, shape: tuple[int, ...]) -> Any:
-        return self.put(np.full(shape, np.nan, np.float32))
-
-    def cycled(self, values: Any, length: int) -> Any:
-        return self.put(again(np.asarray(values), length))
 
     def get(self, array: Any) -> Any:
         host = np.empty(prod(array.shape) * ITEMSIZE[self.name], np.uint8)
@@ -131,14 +108,9 @@ class DeviceArrays:
         return time.perf_counter() - begin
 
 
-def again(values: Any, length: int) -> Any:
-    """``values`` again and again, ``length`` of them along the first axis."""
-    return np.resize(values, (length, *values.shape[1:]))
-
-
 @cache
 def torch_sees_gpu() -> bool:
-    """Whether torch is installed and can use a GPU."""
+    """True where torch is installed and can use a GPU."""
     import importlib.util
 
     if importlib.util.find_spec("torch") is None:
@@ -148,7 +120,7 @@ def torch_sees_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-host_arrays, torch_arrays = cache(HostArrays), cache(TorchArrays)
+host_arrays, torch_arrays = cache(Arrays), cache(TorchArrays)
 
 
 def arrays_for(module: Module, dtype: str | None = None) -> Arrays:

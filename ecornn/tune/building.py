@@ -20,7 +20,7 @@ from ecornn.workload import Workload
 
 
 class Build(msgspec.Struct, frozen=True):
-    """What to build, and where to write the module file. ``cell`` is a spec for ``load_cell``."""
+    """A candidate to build, and the path of its module file. ``cell`` is a spec for ``load_cell``."""
 
     cell: str
     workload: Workload
@@ -31,7 +31,7 @@ class Build(msgspec.Struct, frozen=True):
 
 
 class Built(msgspec.Struct, frozen=True):
-    """``digest`` is equal for equal generated code."""
+    """A module that was built; ``digest`` is equal for equal generated code."""
 
     digest: str
 
@@ -39,10 +39,10 @@ class Built(msgspec.Struct, frozen=True):
 @cache
 def task_of(cell: str, workload: Workload, device: Device) -> Task:
     """The task, analysed once in each process."""
-    found = load_cell(cell)
-    if found.identity() != workload.cell:
-        raise ScheduleError(f"{cell} is {found.identity()}, not {workload.cell}")
-    return make_task(found, workload, device)
+    loaded = load_cell(cell)
+    if loaded.identity() != workload.cell:
+        raise ScheduleError(f"{cell} is {loaded.identity()}, not {workload.cell}")
+    return make_task(loaded, workload, device)
 
 
 def ready(_: None) -> bool:
@@ -59,15 +59,14 @@ def ready(_: None) -> bool:
 def build(request: Build) -> Built:
     """Generates, compiles and links one candidate, or takes it from the cache.
 
-    Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built.
-    """
+    Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built."""
     from ecornn.build import cache
     from ecornn.build.nvcc import identity
 
     what = msgspec.json.encode(msgspec.structs.replace(request, out="", device=request.device.identity))
     compiler = identity() if request.device.kind == "cuda" else ""
-    made = cache.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))
-    digest, module = msgspec.msgpack.decode(made, type=tuple[str, bytes])
+    entry = cache.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))
+    digest, module = msgspec.msgpack.decode(entry, type=tuple[str, bytes])
     Path(request.out).write_bytes(module)
     return Built(digest)
 

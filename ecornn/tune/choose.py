@@ -1,4 +1,4 @@
-"""Which target, schedules and configuration to use when the caller leaves them open."""
+"""Target, schedules and configuration, where the caller leaves them open."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ecornn.device import Device
 from ecornn.dtypes import SERVED
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError
-from ecornn.schedules.base import Schedule, Task, Value
+from ecornn.schedules.base import AnySchedule, Task, Value
 from ecornn.workload import ON_GPUS
 
 if TYPE_CHECKING:
@@ -29,11 +29,10 @@ def default_target() -> str:
         return "cpu"
 
 
-def candidates(device: Device, name: str | None = None) -> list[Schedule]:
+def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
     """The schedules for this kind of device, or the one of that name, whatever they serve.
 
-    Raises :class:`ArgumentError` for an unknown name.
-    """
+    Raises :class:`ArgumentError` for an unknown name."""
     from ecornn.schedules import all_schedules
 
     every = all_schedules()
@@ -42,31 +41,28 @@ def candidates(device: Device, name: str | None = None) -> list[Schedule]:
     return [every[name]] if name else [s for s in every.values() if s.kind == device.kind]
 
 
-def searched(workload: Workload, device: Device, name: str | None = None) -> list[Schedule]:
+def searched(workload: Workload, device: Device, name: str | None = None) -> list[AnySchedule]:
     """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out.
 
-    Raises :class:`ArgumentError` for a name that is none of these.
-    """
+    Raises :class:`ArgumentError` for a name that is none of these."""
     asked = candidates(device, name)
-    found = [s for s in asked if s.backward or not workload.backward]
-    if name and asked and not found:
+    able = [s for s in asked if s.backward or not workload.backward]
+    if name and asked and not able:
         others = ", ".join(s.name for s in candidates(device) if s.backward)
         raise ArgumentError("schedule", name, f"one that carries out adjoints: {others}")
-    return found
+    return able
 
 
-def serving_or_raise(task: Task, name: str | None = None) -> list[Schedule]:
-    """The schedules that serve the task, what is expected to be fastest first, or the one of that name; errors as
-    :func:`serving`."""
+def serving_or_raise(task: Task, name: str | None = None) -> list[AnySchedule]:
+    """The schedules of :func:`serving`, the one that is expected to be fastest first."""
     return sorted(serving(task, name), key=lambda s: s.rank(task))
 
 
-def serving(task: Task, name: str | None = None) -> list[Schedule]:
-    """As :func:`serving_or_raise`, in no order: what a schedule expects is a search of its own.
+def serving(task: Task, name: str | None = None) -> list[AnySchedule]:
+    """The schedules that serve the task, or the one of that name, in no order: what a schedule expects takes a search.
 
     Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type, or one of weights, that this
-    kind of device does not have, :class:`ScheduleError` with each schedule's reason where none serves.
-    """
+    kind of device does not have, :class:`ScheduleError` with each schedule's reason where none serves."""
     asked, allowed = candidates(task.device, name), SERVED[task.device.kind]
     if task.workload.dtype not in allowed:
         where = "a GPU" if task.device.kind == "cuda" else "a CPU"
@@ -74,11 +70,11 @@ def serving(task: Task, name: str | None = None) -> list[Schedule]:
     if task.workload.weights and task.device.kind == "cuda":
         _check_weights(task)
     reasons = {schedule.name: refusal(schedule, task) for schedule in asked}
-    found = [s for s in asked if reasons[s.name] is None]
-    if not found:
+    served = [s for s in asked if reasons[s.name] is None]
+    if not served:
         raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}: "
                             + "; ".join(f"{n} {r}" for n, r in reasons.items()))
-    return found
+    return served
 
 
 def _check_weights(task: Task) -> None:
@@ -93,8 +89,8 @@ def _check_weights(task: Task) -> None:
         raise DTypeError("weights", work.weights, "None in a layer that trains")
 
 
-def refusal(schedule: Schedule, task: Task) -> str | None:
-    """None, or why a schedule does not serve a task, whose data type its device has."""
+def refusal(schedule: AnySchedule, task: Task) -> str | None:
+    """The reason why a schedule does not serve a task, whose data type its device has; None: it does."""
     if schedule.kind != task.device.kind:
         return f"is for {schedule.kind}, not {task.device.kind}"
     if task.workload.weights and task.workload.weights not in schedule.weights:
@@ -106,12 +102,11 @@ def refusal(schedule: Schedule, task: Task) -> str | None:
     return schedule.serves(task)
 
 
-def complete(schedule: Schedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
+def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
     """The schedule's default with the given knobs changed.
 
-    Raises :class:`ArgumentError` for an unknown knob or value, :class:`ScheduleError` where the
-    configuration cannot run.
-    """
+    Raises :class:`ArgumentError` for an unknown knob or value, :class:`ScheduleError` where the configuration cannot
+    run."""
     knobs = {k.name: k for k in schedule.knobs(task)}
     chosen = dict(schedule.default(task))
     for name, value in config.items():
@@ -130,10 +125,10 @@ def complete(schedule: Schedule, task: Task, config: Mapping[str, Value]) -> dic
 
 def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
            log: Log | None = None) -> Found:
-    """Schedule and configuration: as given, else the best record, of this cell or else of a built-in one of the same
-    products, else the heuristic.
+    """Schedule and configuration: as given, else of the best record, of this cell or else of a built-in one of the same
+    products, else by the heuristic. ``log``: the records to look in; default: the user's folder and the shipped ones.
 
-    ``log``: the records to look in; default: the user's folder and the shipped ones.
+    Raises what :func:`serving` and :func:`complete` raise, and :class:`ArgumentError` for a ``config`` of no schedule.
     """
     from ecornn.tune.folders import read_all
     from ecornn.tune.lookup import Found, find
@@ -150,6 +145,6 @@ def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
     if others is None:
         return find(task, schedules, log)
     cell, records = others
-    found = find(task, schedules, records)
-    return found if found.line is None else replace(
-        found, provenance=f"{found.provenance}; of {cell}, which has the same products")
+    chosen = find(task, schedules, records)
+    return chosen if chosen.line is None else replace(
+        chosen, provenance=f"{chosen.provenance}; of {cell}, which has the same products")

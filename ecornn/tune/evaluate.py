@@ -1,4 +1,4 @@
-"""What a candidate costs: built and measured by the processes of a pool, several at a time."""
+"""Building and measuring candidates in the processes of a pool, several at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -32,38 +32,6 @@ OFTEN = 1.0  # seconds between two looks at whether the pool is still open
 PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
 
 
-class Evaluator(Protocol):
-    """What the tuner needs to know of builds and measurements.
-
-    Attributes
-    ----------
-    pending : candidates that were submitted and whose outcome was not yet asked for
-    spare : with no more than this many pending, processes may soon have nothing to do
-    idle : processes that have nothing to build now; 0 where builds would disturb measurements
-    """
-
-    pending: int
-    spare: int
-
-    @property
-    def idle(self) -> int: ...
-
-    def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
-        """Starts to build and measure candidates. ``bound``: the best so far, µs per step; slower
-        candidates need no exact time."""
-
-    def next(self, seconds: float | None = None) -> tuple[Candidate, Outcome]:
-        """Waits for the next candidate that is done; one must be pending. Raises ``TimeoutError`` where
-        that takes longer than ``seconds``."""
-
-    def drop(self) -> None:
-        """Forgets the pending candidates."""
-
-    def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
-        """Measures the finalists taking turns; where one of them fails then, each alone. [] where nothing can be
-        said of any. Times are taken for about so many ``seconds`` at most."""
-
-
 Module = tuple[Path, Built]
 
 
@@ -72,14 +40,18 @@ class ProcessEvaluator:
 
     Parameters
     ----------
-    task, cell : what is tuned; ``cell`` is a spec for ``load_cell``
+    task, cell : the task, and its cell as a spec for ``load_cell``
     answer : writes the inputs and expected outputs (``preparing.answers``) to the path it is given; called
         in a thread, so that builds need not wait for it
     pool : the processes; they outlive the evaluator
     limit : seconds that a build, and a measurement, may take
     seed : of the timed inputs
     earlier : trials of this run that the log has; code that they ran is not measured again
-    """
+
+    Attributes
+    ----------
+    pending : number of candidates that were submitted and whose outcome was not yet asked for
+    spare : with no more than this many pending, processes may soon have nothing to do"""
 
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], pool: Pool, *, limit: float,
                  seed: int, earlier: Sequence[Trial] = ()) -> None:
@@ -115,7 +87,7 @@ class ProcessEvaluator:
         self.folder.cleanup()
 
     def drop(self) -> None:
-        """See :class:`Evaluator`. What is under way ends soon, or its processes do; only builds that disturb no
+        """Forgets the pending candidates. What is under way ends soon, or its processes do; only builds that disturb no
         measurement go on, for the cache."""
         with self.lock:
             builds, measures = self.builds, self.measures
@@ -130,11 +102,12 @@ class ProcessEvaluator:
 
     @property
     def idle(self) -> int:
-        """See :class:`Evaluator`."""
+        """The number of processes that have nothing to build now; 0 where builds would disturb measurements."""
         return 0 if self.pool.quiet else self.pool.idle_builders.qsize()
 
     def submit(self, batch: Sequence[Candidate], bound: float | None) -> None:
-        """See :class:`Evaluator`. Where builds disturb measurements the batch is built first."""
+        """Starts to build and measure candidates; where builds disturb measurements the batch is built first.
+        Candidates that are slower than ``bound``, the best so far in µs per step, need no exact time."""
         self.bound = bound if self.bound is None else min(self.bound, bound or self.bound)
         self.pending += len(batch)
         with self.lock:
@@ -144,7 +117,7 @@ class ProcessEvaluator:
             future.add_done_callback(partial(self.pass_on, candidate))
 
     def pass_on(self, candidate: Candidate, future: Future[Module]) -> None:
-        """A build is done, or was given up."""
+        """Called when a build is done, or was given up."""
         with self.lock:
             if future not in self.builds:
                 return
@@ -153,7 +126,7 @@ class ProcessEvaluator:
         self.release()
 
     def release(self) -> None:
-        """Has measured what is built, once there is something to compare it with. Until then the measuring
+        """Submits built modules for measuring, once there are answers to compare theirs with. Until then the measuring
         processes are free for other workloads."""
         with self.lock:
             if self.pool.closed or not self.answered.done() or (self.pool.quiet and self.builds):
@@ -172,7 +145,8 @@ class ProcessEvaluator:
             self.done.put((candidate, error))
 
     def next(self, seconds: float | None = None) -> tuple[Candidate, Outcome]:
-        """See :class:`Evaluator`. Raises :class:`~ecornn.tune.pool.Closed` where the pool was closed meanwhile."""
+        """Waits for the next candidate that is done; one must be pending. Raises ``TimeoutError`` where that takes
+        longer than ``seconds``, and :class:`~ecornn.tune.pool.Closed` where the pool was closed meanwhile."""
         end = math.inf if seconds is None else time.monotonic() + seconds
         while True:
             try:
@@ -188,7 +162,7 @@ class ProcessEvaluator:
         return candidate, outcome
 
     def build(self, candidate: Candidate) -> Module:
-        """The candidate's module file; :class:`WorkerError` where it cannot be built in time."""
+        """The module file of a candidate. Raises :class:`WorkerError` where it cannot be built in time."""
         if candidate not in self.modules:
             path = Path(self.folder.name, f"{next(self.numbers)}.so")
             request = Build(self.cell, self.task.workload, self.task.device, candidate.schedule,
@@ -214,7 +188,7 @@ class ProcessEvaluator:
         return self.known[built.digest]
 
     def failed(self, source: str, error: WorkerError) -> Outcome:
-        """A measurement that failed."""
+        """The outcome of a measurement that failed."""
         self.pool.must_be_open()
         return Outcome(source=source, error=f"run: {error}"[:2000])
 
@@ -228,7 +202,8 @@ class ProcessEvaluator:
         return self.pool.measure(request, list[Outcome], limit, self)
 
     def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
-        """See :class:`Evaluator`."""
+        """Measures the finalists taking turns; where one of them fails then, each alone. [] where nothing can be said
+        of any. Times are taken for about ``seconds`` at most."""
         try:
             # Those of an earlier session are built again; the others must not wait for builds that go on.
             missing = [c for c in finalists if c not in self.modules]

@@ -1,4 +1,4 @@
-"""Where tuning logs lie: the user's folder, then the one that ships with ecornn."""
+"""The folders of tuning logs: the user's, then the one that ships with ecornn."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, RecordError
-from ecornn.tune.compressed import SUFFIXES
-from ecornn.tune.log import TORN, Log, read
+from ecornn.tune.log import SUFFIXES, TORN, Log, read
 from ecornn.workload import Workload
 
 VARIABLE = "ECORNN_TUNING_LOGS"
@@ -20,8 +19,8 @@ _told: set[tuple[str, ...]] = set()
 
 
 def user_folder() -> Path:
-    """The folder that tuning writes to: ``$ECORNN_TUNING_LOGS``, or the user's data folder; :class:`ArgumentError`
-    where that names no folder."""
+    """The folder that tuning writes to: ``$ECORNN_TUNING_LOGS``, else one in the user's data folder. Raises
+    :class:`ArgumentError` where the variable names no folder."""
     chosen = os.environ.get(VARIABLE)
     if chosen:
         try:
@@ -52,12 +51,12 @@ def log_path(workload: Workload, device: Device) -> Path:
 
 @lru_cache(maxsize=4096)
 def _read(path: Path, modified: int, size: int) -> Log:
-    """A log as it was then; a session that tunes many workloads asks for the same ones again."""
+    """The log at ``path`` when it was ``modified``, in ns: a session that tunes many workloads asks for it again."""
     return read(path)
 
 
 def read_all(folders: list[Path] | None = None) -> Log:
-    """The logs of all folders, the user's first. What cannot be read is among the problems."""
+    """The content of all logs, the user's first. Files that cannot be read are among the problems."""
     log = Log()
     for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
         try:
@@ -79,7 +78,7 @@ def read_all(folders: list[Path] | None = None) -> Log:
 
 
 def warn(log: Log) -> None:
-    """Says once that something in the user's logs is not used. A last line that was cut off is no surprise."""
+    """Warns once of problems in a log. A last line that was cut off is no surprise."""
     strange = tuple(problem for problem in log.problems if not problem.endswith(TORN))
     if strange and strange not in _told:
         _told.add(strange)

@@ -1,34 +1,45 @@
-"""A tuning log: a file of JSON lines that is only ever appended to, or such a file compressed (compressed.py)."""
+"""A tuning log: a file of JSON lines that is only ever appended to, or such a file compressed.
+
+Compressed files, ``.jsonl.xz`` (as those that ship) and ``.jsonl.gz``, are read wherever a log is, and written whole by
+`ecornn log`; nothing is appended to them, so a search has a plain one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
+import lzma
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeGuard, TypeVar
 
 import msgspec
 
 from ecornn.errors import RecordError
 from ecornn.file_locks import held
-from ecornn.tune.compressed import is_compressed, packed, unpacked
 from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
 
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz")
+MEMORY = 128 << 20  # bytes that a decoder may ask for: twice what the best compression of xz needs
 MAX_FILE = 64 << 20  # bytes
 LIMIT = 60.0  # seconds to wait for a process that writes
 TORN = "torn last line"
 BRACE = ord("{")
+R = TypeVar("R", bound=AnyRecord, covariant=True)
 
 
 @dataclass(frozen=True)
-class Line:
-    """A record and where it stands."""
+class Placed(Generic[R]):
+    """A record and the line of a file that it stands on, from 1."""
 
     path: Path
     number: int
-    record: AnyRecord
+    record: R
 
     @property
     def full_place(self) -> str:
@@ -41,10 +52,60 @@ class Line:
         return f"{self.path.name}:{self.number}"
 
 
+Line = Placed[AnyRecord]
+TrialLine = Placed[Trial]
+
+
+def is_trial(line: Line) -> TypeGuard[TrialLine]:
+    """Tells the lines of trials from those that say when a run started and ended."""
+    return isinstance(line.record, Trial)
+
+
+def is_compressed(path: Path) -> bool:
+    """Tells compressed logs by the end of their names."""
+    return path.suffix in (".gz", ".xz")
+
+
+def unpacked(data: bytes, path: Path, most: int) -> bytes:
+    """The text of a file, cut off a byte behind ``most``: a small file may decompress to any size.
+
+    The name of ``path`` says how ``data`` is compressed. Raises :class:`RecordError` where it is damaged or cut off."""
+    try:
+        if path.suffix == ".gz":
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+                return file.read(most + 1)
+        if path.suffix == ".xz":
+            return _streams(data, most)
+    except (EOFError, OSError, ValueError, lzma.LZMAError, zlib.error) as error:
+        raise RecordError(f"{path} is damaged: {error}") from error
+    return data
+
+
+def _streams(data: bytes, most: int) -> bytes:
+    """The text of xz streams behind each other; lzma.open would let a file ask for any memory."""
+    text = bytearray()
+    while data and len(text) <= most:
+        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MEMORY)
+        text += stream.decompress(data, most + 1 - len(text))
+        if not stream.eof and len(text) <= most:
+            raise EOFError("compressed file ended before the end of the stream")
+        data = stream.unused_data.lstrip(b"\0")  # padding between streams
+    return bytes(text)
+
+
+def packed(text: bytes, path: Path) -> bytes:
+    """The content of a file of that name for a text; the same bytes for the same text."""
+    if path.suffix == ".gz":
+        return gzip.compress(text, 9, mtime=0)
+    if path.suffix == ".xz":
+        return lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
+    return text
+
+
 @dataclass
 class Log:
-    """What was read: lines that follow the format, what is wrong with the others, and those of the others that a newer
-    program wrote, as they are."""
+    """The content of logs: ``lines`` that follow the format, ``problems`` of the others, a text each, and ``newer``,
+    those of the others that a newer program wrote, as they are."""
 
     lines: list[Line] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -55,20 +116,20 @@ class Log:
         return [line.record for line in self.lines if isinstance(line.record, Trial)]
 
     def extend(self, other: Log) -> None:
-        """Takes over the lines and problems of another file."""
+        """Adds the content of another log."""
         self.lines += other.lines
         self.problems += other.problems
         self.newer += other.newer
 
 
 def lock_of(path: Path) -> str:
-    """The file whose lock a writer holds; one for a log, whatever link leads to it."""
+    """The lock file of a log: the same one, whatever link leads to the log."""
     return f"{path.resolve()}.lock"
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """While this process writes to a log. Raises :class:`RecordError` where another one does for too long."""
+    """Holds the lock of a log. Raises :class:`RecordError` where another process has held it for ``LIMIT`` seconds."""
     with held(lock_of(path), LIMIT, f"nothing is written to {path}") as alone:
         if not alone:
             raise RecordError(f"another process has held {lock_of(path)} for {LIMIT:.0f} s, and may be stopped: have "
@@ -77,16 +138,15 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, record: AnyRecord) -> None:
-    """Appends one record; as :func:`append_all`."""
+    """Appends one record; see :func:`append_all`."""
     append_all(path, [record])
 
 
 def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
-    """Appends records and returns once they are on the disk.
+    """Appends records and returns once they are on the disk. Several processes may append to one file.
 
-    Several processes may append to one file. Raises :class:`RecordError` where the file cannot
-    be written or would exceed 64 MiB, where it is compressed, and where another process does not end writing.
-    """
+    Raises :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and
+    where another process does not end writing."""
     if is_compressed(path):
         raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
     data = b"".join(encode(record) for record in records)
@@ -111,42 +171,40 @@ def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
 
 
 def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
-    """Makes a log hold what ``change`` makes of what it holds, in one step: complete or not at all.
+    """Replaces the records of a log by those that ``change`` returns for it, in one step: complete or not at all.
 
     Appends of other processes wait meanwhile. A file that does not exist is an empty log; lines that a newer program
-    wrote (``newer`` of what ``change`` was given) stay. Raises :class:`RecordError` where the file cannot be read or
-    written or would exceed 64 MiB. A name that ends with .gz or .xz is a compressed file's.
-    """
+    wrote (``newer`` of what ``change`` was given) stay. A file whose name ends with .gz or .xz is compressed. Raises
+    :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB."""
     real = path.resolve()  # of a link, what it points at
-    made = real.with_name(f".{real.name[:200]}.{os.getpid()}")
+    new = real.with_name(f".{real.name[:200]}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        made.touch()  # or say why not: a lock that cannot be made is waited for
+        new.touch()  # or say why not: a lock that cannot be made is waited for
         with _alone(path):
-            there = read(path) if path.exists() else Log()
-            data = b"".join([*(encode(r) for r in change(there)), *(line + b"\n" for line in there.newer)])
+            before = read(path) if path.exists() else Log()
+            data = b"".join([*(encode(r) for r in change(before)), *(line + b"\n" for line in before.newer)])
             if len(data) > MAX_FILE:
                 raise RecordError(f"{path} would have {len(data) >> 20} MiB; at most {MAX_FILE >> 20} are allowed")
-            with made.open("wb") as file:
+            with new.open("wb") as file:
                 file.write(packed(data, real))
                 file.flush()
                 os.fsync(file.fileno())
             if real.exists():
-                shutil.copymode(real, made)
-            made.replace(real)
+                shutil.copymode(real, new)
+            new.replace(real)
     except OSError as error:
         raise RecordError(f"cannot write the tuning log {path}: {error}") from error
     finally:
         with contextlib.suppress(OSError):
-            made.unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
 
 
 def read(path: Path) -> Log:
     """Every line of a log. A line that breaks the format is reported in ``problems`` and skipped.
 
     Numbers of lines are those of the text where the file is compressed. Raises :class:`RecordError` where the file
-    cannot be read, or is or decompresses to more than 64 MiB.
-    """
+    cannot be read, or is or decompresses to more than 64 MiB."""
     try:
         with path.open("rb") as file:
             data = unpacked(file.read(MAX_FILE + 1), path, MAX_FILE)
@@ -158,7 +216,7 @@ def read(path: Path) -> Log:
 
 
 def cut_off(row: bytes) -> bool:
-    """Whether a line without a newline is the beginning of one: its writer was stopped."""
+    """True for the beginning of a line whose writer was stopped; ``row`` has no newline."""
     try:
         msgspec.json.decode(row)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -167,7 +225,7 @@ def cut_off(row: bytes) -> bool:
 
 
 def parse(data: bytes, path: Path) -> Log:
-    """As :func:`read`, from bytes; ``path`` is what problems name."""
+    """The log of a text; problems name ``path``. See :func:`read`."""
     log = Log()
     rows = data[3 * data.startswith(b"\xef\xbb\xbf{"):].split(b"\n")  # some editors mark UTF-8
     for number, row in enumerate(rows, 1):

@@ -1,12 +1,12 @@
-"""Which record applies to a task, and why.
+"""Look-up: the record that applies to a task, and why.
 
 A record is near or far by the device that it was measured on, then by its batch, then by its input size, then by its
 sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
 only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
 of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
 ones does not tell: a schedule that is for such calls competes with it by what it expects. So does one that serves the
-layer since later than the record was made, whose search did not know it, unless the nearest records have a time of it,
-too. Among the nearest ones the configuration that is expected to be fastest is used:
+layer since a later generation than the record's, whose search did not know it, unless the nearest records have a time
+of it, too. Among the nearest ones the configuration that is expected to be fastest is used:
 
 1. measured on this device (same name and number of cores);
 2. on another device of the same architecture, with no more cores, shared memory or registers;
@@ -18,7 +18,7 @@ time taken as ``STALE`` slower; a time measured once, without the final comparis
 much slower as all finalists of its run had become by the end; and never as faster than those, whom the run compared
 because they were. A configuration that failed since then is not used, and no time of a trial whose output was wrong.
 What is slower by ``MISSED`` than a configuration of the same records that does not fit the task is no guide to it:
-farther ones are asked. A time that no device can have had is not believed (plausible.py). The batch of a record is at
+farther ones are asked. A time that no device can have had is not believed. The batch of a record is at
 most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's; on a GPU, where it is
 twice as large or half as large, and that configuration is expected to take ``OTHER_BATCH`` times as long as the
 default, the default is used. Of records equally near, the user's folder goes before the one that ships, unless all it
@@ -28,18 +28,18 @@ has is stale.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
+from msgspec import structs
 
 from ecornn.device import Device
-from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
-from ecornn.tune.log import Line, Log
-from ecornn.tune.plausible import credible, possible
+from ecornn.schedules.base import AnySchedule, Config, Knob, Task, Value
+from ecornn.tune.log import Log, TrialLine, is_trial
 from ecornn.tune.record import Trial
 from ecornn.tune.space import Candidate
-from ecornn.tune.tolerance import proven
+from ecornn.tune.tolerance import LEAST, proven
 from ecornn.workload import FEW, Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
@@ -51,6 +51,11 @@ YOUNG = 1.1  # what the estimate of a schedule that is younger than a record may
 FANCIFUL = "faster than such a device can be"
 HERE, SMALLER, ELSEWHERE = range(3)  # tiers of devices
 
+# Bounds far below what was ever measured: operations a nanosecond of a multiprocessor, or of a core (the fastest of the
+# records that ship takes 13 times as long), and a share of the schedule's estimate (they take 0.45 of it at least).
+RATES = {"cuda": 50_000.0, "llvm": 3_000.0}
+SHARE = 0.2
+
 DEFAULTS = 64  # of tasks and schedules that are kept
 _defaults: dict[tuple[str, int], tuple[Task, Config]] = {}
 
@@ -61,58 +66,58 @@ Distance = tuple[int, float, float, int]  # tier, octaves of batch (a smaller on
 class Found:
     """A schedule and its configuration; ``provenance`` says in one line where they come from."""
 
-    schedule: Schedule
+    schedule: AnySchedule
     config: Config
     provenance: str
-    line: Line | None = None  # None: no record applies
+    line: TrialLine | None = None  # None: no record applies
 
 
 @dataclass(frozen=True)
 class Evidence:
     """A record of a configuration that could be used, and the µs per step to expect of it."""
 
-    line: Line
-    trial: Trial
+    line: TrialLine
     expected: float
     stale: bool
 
     @property
+    def trial(self) -> Trial:
+        """The record itself."""
+        return self.line.record
+
+    @property
     def order(self) -> tuple[float, str, str, int, str]:
-        """Expected time, then what makes the choice the same whatever the order of reading."""
+        """A key for sorting: expected time, then what makes the choice independent of the order of reading."""
         return self.expected, self.trial.time, self.trial.run, self.trial.index, str(sorted(self.trial.config.items()))
 
 
-def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
-    """The best record for the task among ``schedules``, else the heuristic: the default that is expected to be
-    fastest. ``log`` holds the user's lines first.
-    """
+def find(task: Task, schedules: Sequence[AnySchedule], log: Log) -> Found:
+    """The configuration of the best record for the task among ``schedules``, else the default that is expected to be
+    fastest. ``log`` has the user's lines first."""
     by_name = {s.name: s for s in schedules}
     folders: dict[object, int] = {}  # folder -> its place in the order of reading
-    groups: dict[Distance, list[Line]] = {}
-    ignored: dict[str, int] = {}
-    for line in log.lines:
-        if isinstance(line.record, Trial):
-            distance = how_far(line.record, task.workload, task.device)
-            if distance is None:
-                continue
-            folders.setdefault(line.path.parent, len(folders))
-            if not possible(line.record, task):
-                ignored[FANCIFUL] = ignored.get(FANCIFUL, 0) + 1
-            else:
-                now = up_to_date(line.record, by_name.get(line.record.schedule), task)
-                groups.setdefault(distance, []).append(replace(line, record=now))
+    groups: dict[Distance, list[TrialLine]] = {}
+    ignored: Counter[str] = Counter()  # reasons, in the order of their first record
+    for line in filter(is_trial, log.lines):
+        distance = how_far(line.record, task.workload, task.device)
+        if distance is None:
+            continue
+        folders.setdefault(line.path.parent, len(folders))
+        if not possible(line.record, task):
+            ignored[FANCIFUL] += 1
+        else:
+            now = up_to_date(line.record, by_name.get(line.record.schedule), task)
+            groups.setdefault(distance, []).append(replace(line, record=now))
     for distance in sorted(groups):
-        lines = [replace(line, record=rebatched(line.record, by_name, task))  # type: ignore[arg-type]  # trials, all
-                 for line in groups[distance]]
-        timed = {line.record.schedule for line in lines if proven(line.record)}  # type: ignore[arg-type,union-attr]
+        lines = [replace(line, record=rebatched(line.record, by_name, task)) for line in groups[distance]]
+        timed = {line.record.schedule for line in lines if proven(line.record)}
         evidence, missed = collect(lines, by_name, task, ignored)
         while evidence and not credible((best := min(evidence, key=lambda one: one.order)).trial, task,
                                         by_name[best.trial.schedule]):
             evidence.remove(best)
-            ignored[FANCIFUL] = ignored.get(FANCIFUL, 0) + 1
+            ignored[FANCIFUL] += 1
         if evidence and min(one.expected for one in evidence) > MISSED * missed:
-            slow = "slower than ones that do not fit here"
-            ignored[slow] = ignored.get(slow, 0) + len(evidence)
+            ignored["slower than ones that do not fit here"] += len(evidence)
             continue
         first_of = [[one for one in evidence if folders[one.line.path.parent] == place] for place in folders.values()]
         for rivals in (*(of for of in first_of if not all(one.stale for one in of)), evidence):
@@ -131,17 +136,17 @@ def find(task: Task, schedules: Sequence[Schedule], log: Log) -> Found:
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}" + said(ignored))
 
 
-def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Schedule], task: Task) -> Found | None:
+def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[AnySchedule], task: Task) -> Found | None:
     """The default of a schedule of which the ``best`` record cannot know, if it is expected to be faster: one for calls
-    of a few steps, where the record is of longer ones, or one that serves the task since later than the record and was
-    not ``tried`` then. By its rank, which has in it how far its estimate is believed."""
+    of a few steps, where the record is of longer ones, or one that serves the task since a later generation than the
+    record's and was not ``tried`` then. By its rank, which has in it how far its estimate is believed."""
     steps, of = task.workload.seq, best.trial.workload.seq
     few = steps <= FEW < of
-    made = [s for s in schedules if s.name != best.trial.schedule and (
-        (few and s.few_steps) or (best.trial.time < s.since(task) and s.name not in tried))]
-    if not made:
+    rivals = [s for s in schedules if s.name != best.trial.schedule and (
+        (few and s.few_steps) or (best.trial.generation < s.generation(task) and s.name not in tried))]
+    if not rivals:
         return None
-    first = min(made, key=lambda s: s.rank(task))
+    first = min(rivals, key=lambda s: s.rank(task))
     doubt = 1.0 if first.few_steps else YOUNG
     if first.rank(task) * doubt + first.beside(task) / of >= best.expected * 1000:
         return None
@@ -152,9 +157,8 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Sch
     return Found(first, first.default(task), f"untuned default of {first.name}: {why}")
 
 
-def _for_this_batch(best: Evidence, schedules: Sequence[Schedule], task: Task) -> Found | None:
-    """The default for a batch of which the ``best`` record is far, if estimates say that its configuration is slower
-    here than that."""
+def _for_this_batch(best: Evidence, schedules: Sequence[AnySchedule], task: Task) -> Found | None:
+    """The default, if estimates say that the configuration of the ``best`` record, of another batch, is slower here."""
     first = min(schedules, key=lambda s: s.rank(task))
     config, name = first.default(task), best.trial.schedule
     (schedule,) = (s for s in schedules if s.name == name)
@@ -169,33 +173,53 @@ def _for_this_batch(best: Evidence, schedules: Sequence[Schedule], task: Task) -
                  f"B={best.trial.workload.batch}")
 
 
-def up_to_date(trial: Trial, schedule: Schedule | None, task: Task) -> Trial:
-    """A trial with the knobs that its schedule has got since then, as things were before."""
+def up_to_date(trial: Trial, schedule: AnySchedule | None, task: Task) -> Trial:
+    """A trial with the knobs that its schedule has got since then, at the values that say what was done before."""
     if schedule is None:
         return trial
     new = {k.name: k.before for k in schedule.knobs(task) if k.before is not None and k.name not in trial.config}
-    return msgspec.structs.replace(trial, config={**trial.config, **new}) if new else trial
+    return structs.replace(trial, config={**trial.config, **new}) if new else trial
 
 
-def rebatched(trial: Trial, by_name: Mapping[str, Schedule], task: Task) -> Trial:
-    """A trial of another batch with its configuration as it is for the task's, where that fits."""
+def rebatched(trial: Trial, by_name: Mapping[str, AnySchedule], task: Task) -> Trial:
+    """A trial of another batch with the configuration that its own becomes for the task's, if that fits."""
     schedule = by_name.get(trial.schedule)
     if schedule is None or trial.workload.batch == task.workload.batch:
         return trial
     config = moved(trial.config, schedule, trial.workload, task)
-    return trial if unfit(schedule, task, config) else msgspec.structs.replace(trial, config=config)
+    return trial if unfit(schedule, task, config) else structs.replace(trial, config=config)
 
 
-def moved(config: Config, schedule: Schedule, of: Workload, task: Task) -> Config:
-    """What a configuration of another workload becomes for the task's batch; as it is where it has a value that the
-    schedule does not have there: a record may hold any."""
+def moved(config: Config, schedule: AnySchedule, of: Workload, task: Task) -> Config:
+    """The configuration for the task's batch that comes of one for the workload ``of``; the same one where it has a
+    value that the schedule does not have there: a record may hold any."""
     if of.batch == task.workload.batch or not listed(config, schedule.knobs(replace(task, workload=of))):
         return config
     return schedule.rebatched(config, of.batch, task)
 
 
+def possible(trial: Trial, task: Task) -> bool:
+    """False where no core can be so fast; ``task`` has the cell and the hidden size of the trial."""
+    work, graph, times = trial.workload, task.graph, trial.times
+    products = work.hidden * sum(len(phase.products) for phase in graph.phases)
+    operations = 2 * work.batch * work.hidden * (products + work.input * len(graph.hoisted_products))
+    rate = RATES.get(trial.device.kind, max(RATES.values())) * max(1, trial.device.cores)
+    return times is None or times.median >= max(LEAST, operations / rate / 1000)
+
+
+def credible(trial: Trial, task: Task, schedule: AnySchedule) -> bool:
+    """False where the trial is far faster than the schedule's estimate; its configuration is one for the task's
+    batch."""
+    work = trial.workload
+    if trial.times is None or trial.device.arch != task.device.arch:
+        return True
+    asked = replace(task, workload=structs.replace(task.workload, seq=work.seq))
+    expected = schedule.features(asked, schedule.plan(asked, trial.config)).get("estimate", 0.0)
+    return trial.times.median * 1000 >= SHARE * expected * min(1.0, work.batch / task.workload.batch)
+
+
 def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None:
-    """How far a trial is from a task, small is near; None: it has nothing to say about it."""
+    """The distance of a trial from a task, less is nearer; None where it says nothing of it."""
     of, on = trial.workload, trial.device
     if (on.kind != device.kind or of.cell != workload.cell or of.hidden != workload.hidden  # most are told by these
             or sizes(of) != sizes(workload) or of.input < workload.input):
@@ -213,116 +237,112 @@ def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None
 
 
 def beyond(task: Task, log: Log) -> str:
-    """What the records of this cell and H are for that are nearest but too far, as the end of a line: who tuned a layer
-    and does not find it again sees why."""
-    work, found = task.workload, {}  # type: Workload, dict[str, int]
-    for line in log.lines:
-        if not isinstance(trial := line.record, Trial) or trial.times is None or trial.device.kind != task.device.kind:
-            continue
+    """The end of a line that says how the nearest records of this cell and H differ, which are too far: who tuned a
+    layer and does not find it again sees why."""
+    work = task.workload
+    differences: dict[str, int] = {}  # differences in words -> how many
+    for trial in log.trials():
         of = trial.workload
+        if trial.times is None or trial.device.kind != task.device.kind:
+            continue
         if (of.cell, of.hidden, of.entry) == (work.cell, work.hidden, work.entry):
             words = [of.dtype] if of.dtype != work.dtype else []
             words += [f"weights in {of.weights or of.dtype}"] if of.weights != work.weights else []
             words += [of.precision or "exact products"] if of.precision != work.precision else []
             words += [f"B={of.batch}"] if abs(math.log2(of.batch / work.batch)) > math.log2(REACH) else []
             words += [f"I={of.input}"] if of.input < work.input else []
-            found[" ".join(words)] = len(words)
-    nearest = sorted(words for words, count in found.items() if count == min(found.values()))
+            differences[" ".join(words)] = len(words)
+    nearest = sorted(words for words, count in differences.items() if count == min(differences.values()))
     return f"; there are some for {', '.join(nearest[:3])}{' and more' * (len(nearest) > 3)}" if nearest else ""
 
 
 def sizes(work: Workload) -> Workload:
-    """A workload without what may differ between a record and a task: B, I and T."""
-    return msgspec.structs.replace(work, batch=1, input=1, seq=1)
+    """A workload without B, I and T, in which a record may differ from a task."""
+    return structs.replace(work, batch=1, input=1, seq=1)
 
 
 def within(on: Device, device: Device) -> bool:
-    """Whether what ran on one device has enough cores and memory on the other, of its architecture.
-
-    The memory that counts is on chip; that a configuration fits into it is for ``check`` to say.
-    """
+    """True where ``device``, of the same architecture, has as many cores and as much memory on the chip as ``on``;
+    whether a configuration fits is for ``check`` to say."""
     return on.arch == device.arch and all(
         getattr(on, n) <= getattr(device, n) for n in ("cores", "shared", "registers"))
 
 
-def collect(lines: Sequence[Line], by_name: dict[str, Schedule], task: Task,
-            ignored: dict[str, int]) -> tuple[list[Evidence], float]:
-    """The best evidence for each configuration that can be used, and the least time to expect of those of the same
-    schedules that do not fit; all that is left out is counted."""
-    tried: dict[Candidate, list[Line]] = {}
+def collect(lines: Sequence[TrialLine], by_name: Mapping[str, AnySchedule], task: Task,
+            ignored: Counter[str]) -> tuple[list[Evidence], float]:
+    """The best evidence for each configuration that can be used, and the least time to expect, in µs per step, of those
+    of the same schedules that do not fit. Counts in ``ignored`` what is left out, by reason."""
+    tried: dict[Candidate, list[TrialLine]] = {}
     for line in lines:
-        trial = line.record
-        assert isinstance(trial, Trial)
-        tried.setdefault(Candidate.of(trial.schedule, trial.config), []).append(line)
-    found, drifts, missed = [], drift(lines), math.inf
+        tried.setdefault(Candidate.of(line.record.schedule, line.record.config), []).append(line)
+    usable, drifts, missed = [], drift(lines), math.inf
     for candidate, of in tried.items():
-        timed = [line for line in of if proven(line.record)]  # type: ignore[arg-type]
-        if wrong := sum(line.record.times is not None for line in of) - len(timed):  # type: ignore[union-attr]
-            ignored["without a right output"] = ignored.get("without a right output", 0) + wrong
+        timed = [line for line in of if proven(line.record)]
+        if wrong := sum(line.record.times is not None for line in of) - len(timed):
+            ignored["without a right output"] += wrong
         if not timed:
             continue
         schedule = by_name.get(candidate.schedule)
         reason = unfit(schedule, task, candidate.config)
         if reason is None and schedule is not None:
             one = best_evidence(timed, schedule.revision, drifts)
-            if not one.stale or not any(line.record.revision == schedule.revision  # type: ignore[union-attr]
-                                        for line in of if line not in timed):
-                found.append(one)
+            if not one.stale or not any(line.record.revision == schedule.revision for line in of if line not in timed):
+                usable.append(one)
                 continue
             reason = "stale, and failing since"
         elif schedule is not None:
             missed = min(missed, best_evidence(timed, schedule.revision, drifts).expected)
-        ignored[str(reason)] = ignored.get(str(reason), 0) + len(timed)
-    return found, missed
+        ignored[str(reason)] += len(timed)
+    return usable, missed
 
 
-def drift(lines: Sequence[Line]) -> dict[str, tuple[float, float]]:
-    """By run, how much slower every finalist was in the final comparison than in the search, at least 1; and the
-    fastest finalist's time, µs.
+def drift(lines: Sequence[TrialLine]) -> dict[str, tuple[float, float]]:
+    """By run, the factor by which every finalist was slower in the final comparison than in the search, at least 1, and
+    the fastest finalist's time, in µs per step.
 
-    One finalist alone may have been lucky in the search: that says nothing of the others.
-    """
+    One finalist alone may have been lucky in the search: that says nothing of the others."""
     times: dict[str, dict[Candidate, dict[str, float]]] = {}
     for line in lines:
         trial = line.record
-        if isinstance(trial, Trial) and proven(trial):
-            assert trial.times is not None
+        if trial.times is not None and proven(trial):
             candidate = Candidate.of(trial.schedule, trial.config)
             times.setdefault(trial.run, {}).setdefault(candidate, {})[trial.stage] = trial.times.median
-    found = {}
+    drifts = {}
     for run, of in times.items():
         ratios = [both["final"] / both["search"] for both in of.values() if len(both) == 2]
         slower = max(1.0, min(ratios)) if len(ratios) > 1 else 1.0
-        found[run] = slower, min((both["final"] for both in of.values() if "final" in both), default=0.0)
-    return found
+        drifts[run] = slower, min((both["final"] for both in of.values() if "final" in both), default=0.0)
+    return drifts
 
 
-def best_evidence(lines: Sequence[Line], revision: int | None, drifts: Mapping[str, tuple[float, float]]) -> Evidence:
-    """Of several times of one configuration, whose schedule is at ``revision`` now: a current one before a stale one,
-    one of a final comparison before one measured once, then the latest."""
+def best_evidence(lines: Sequence[TrialLine], revision: int | None,
+                  drifts: Mapping[str, tuple[float, float]]) -> Evidence:
+    """The evidence of one of several times of a configuration, whose schedule is at ``revision`` now: a current one
+    before a stale one, one of a final comparison before one measured once, then the latest. ``drifts``: those of
+    :func:`drift`."""
     ranked = []
     for line in lines:
         trial = line.record
-        assert isinstance(trial, Trial) and trial.times is not None
+        assert trial.times is not None
         stale, once = trial.revision != revision, trial.stage != "final"
         expected = trial.times.median
         if once:
             slower, finalist = drifts.get(trial.run, (1.0, 0.0))
             expected = ONCE * max(expected * slower, finalist)
-        one = Evidence(line, trial, expected * (STALE if stale else 1.0), stale)
+        one = Evidence(line, expected * (STALE if stale else 1.0), stale)
         ranked.append((not stale, not once, trial.time, -one.expected, trial.run, -trial.index, one))
     return max(ranked, key=lambda r: r[:-1])[-1]
 
 
-def unusable(schedule: Schedule | None, task: Task, trial: Trial) -> str | None:
-    """Why a trial's time says nothing of its schedule as it is now; None: it does."""
+def unusable(schedule: AnySchedule | None, task: Task, trial: Trial) -> str | None:
+    """The reason why a trial's time says nothing of its schedule as it is now; None: it does."""
     if schedule is not None and trial.revision != schedule.revision:
         return "stale (another revision of their schedule)"
     return unfit(schedule, task, trial.config)
 
 
-def unfit(schedule: Schedule | None, task: Task, config: Config) -> str | None:
-    """Why a configuration cannot be used for the task; None: it can."""
+def unfit(schedule: AnySchedule | None, task: Task, config: Config) -> str | None:
+    """The reason why a configuration cannot be used for the task; None: it can."""
     if schedule is None:
         return "of schedules that do not serve this"
     knobs = schedule.knobs(task)
@@ -333,13 +353,13 @@ def unfit(schedule: Schedule | None, task: Task, config: Config) -> str | None:
 
 
 def listed(config: Config, knobs: Sequence[Knob]) -> bool:
-    """Whether a configuration has these knobs and no other, each with one of its values. A schedule may be asked about
+    """True for a configuration of these knobs and no other, each with one of its values. A schedule may be asked about
     no other, but its default."""
     return len(config) == len(knobs) and all(
         knob.name in config and any(same_value(config[knob.name], v) for v in knob.values) for knob in knobs)
 
 
-def default_of(schedule: Schedule, task: Task) -> Config:
+def default_of(schedule: AnySchedule, task: Task) -> Config:
     """The default for a task; those of the latest tasks are kept, since a default may be a search of its own."""
     key = schedule.name, id(task)
     known = _defaults.get(key)
@@ -351,18 +371,18 @@ def default_of(schedule: Schedule, task: Task) -> Config:
 
 
 def same_value(a: Value, b: Value) -> bool:
-    """Equal, with True and 1 told apart."""
+    """True for equal values of one type: True is not 1."""
     return type(a) is type(b) and a == b
 
 
 def same_config(a: Config, b: Config) -> bool:
-    """Equal knobs and values."""
+    """True for equal knobs and values."""
     return set(a) == set(b) and all(same_value(a[k], b[k]) for k in a)
 
 
 def describe(one: Evidence, fresh: Evidence | None, distance: Distance, task: Task,
-             by_name: dict[str, Schedule]) -> str:
-    """The record that was chosen, in one line; ``fresh``: the best that is not stale."""
+             by_name: dict[str, AnySchedule]) -> str:
+    """One line on the record that was chosen; ``fresh``: the best that is not stale."""
     trial = one.trial
     assert trial.times is not None
     device = ("this device", f"{trial.device.name} (same architecture)",
@@ -381,6 +401,6 @@ def describe(one: Evidence, fresh: Evidence | None, distance: Distance, task: Ta
     return text
 
 
-def said(ignored: dict[str, int]) -> str:
-    """The ignored records, as the end of a line."""
+def said(ignored: Mapping[str, int]) -> str:
+    """The end of a line that counts the records that were ignored."""
     return "".join(f"; {n} ignored, {reason}" for reason, n in ignored.items())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -11,11 +12,16 @@ import msgspec
 import numpy as np
 
 from ecornn.errors import ScheduleError
+from ecornn.program import PACKED, RUN, WORKSPACE
+from ecornn.runtime.binding import Bound
+from ecornn.runtime.frameworks import arrays_of
+from ecornn.runtime.memory import layout as laid_out
+from ecornn.runtime.plan import SCALARS, EntryPlan
+from ecornn.runtime.weights import read_weights
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
 from ecornn.tune.record import Outcome, Times
-from ecornn.tune.recurrence import Recurrence
 from ecornn.tune.timing import FEWEST, Contestant, Run, race, settled
 
 if TYPE_CHECKING:
@@ -37,8 +43,7 @@ class Measure(msgspec.Struct, frozen=True):
     bound : µs per step of the best so far; hopeless candidates are timed once; None: no bound
     fewest : samples of the others, at least
     limit : seconds that all this may take
-    seconds : after which no more samples are taken than they all need; None: of times that do not settle many are
-    """
+    seconds : after which no more samples are taken than they all need; None: of times that do not settle many are"""
 
     paths: tuple[str, ...]
     answers: str
@@ -86,13 +91,13 @@ def timed_input(memory: Any, seed: int, shape: tuple[int, ...]) -> Any:
 
 @lru_cache(maxsize=2)  # made again in a moment, and as large as what is kept of a training step
 def timed_factors(path: str, memory: Any, layout: Hoisted, steps: int) -> Any:
-    """What the recurrence of an adjoint reads of each step: that of the short one again and again."""
+    """The values that the recurrence of an adjoint reads of each step: those of the short answers again and again."""
     x = answers_of(path)["x"]
     return memory.cycled(rows_of(x, layout), steps * x.shape[1])
 
 
 def rows_of(x: Any, layout: Hoisted) -> Any:
-    """(T, B, Q, H) as a recurrence reads it."""
+    """``x`` (T, B, Q, H) in the layout of a recurrence."""
     return layout.laid(x.reshape(-1, *x.shape[2:]))
 
 
@@ -106,9 +111,9 @@ def check(layer: Any, memory: Arrays, answers: dict[str, Any], x: Any = None) ->
     for _ in range(2):  # the second run finds the workspace as the first left it
         out = memory.poison(answers["y"].shape)
         y, states = layer(x, tuple(first), out=out)
-        made = memory.get(y)
-        made = layer.values(made) if isinstance(layer, Recurrence) else made
-        worst = max(worst, relative_error(made, answers["y"]),
+        outputs = memory.get(y)
+        outputs = layer.values(outputs) if isinstance(layer, Recurrence) else outputs
+        worst = max(worst, relative_error(outputs, answers["y"]),
                     *(relative_error(memory.get(s), e) for s, e in zip(states, last, strict=True)))
     return worst
 
@@ -124,21 +129,20 @@ def sequence(module: Module, memory: Arrays, weights: dict[str, Any], request: M
 
 def recurrence(module: Module, memory: Arrays, weights: dict[str, Any], request: Measure,
                shape: tuple[int, ...]) -> tuple[float, Run]:
-    """As :func:`sequence`, of the recurrence of an adjoint."""
+    """The error of an adjoint's recurrence, and a run of it that is timed; ``shape`` of its outputs then."""
     answers = answers_of(request.answers)
-    made = Recurrence(module, weights, answers["x"].shape[2])
-    factors = arrays_for(module, made.layout.dtype)
-    error = check(made, memory, answers, factors.put(rows_of(answers["x"], made.layout)))
-    x = timed_factors(request.answers, cast(Hashable, factors), made.layout, request.seq)
+    bound = Recurrence(module, weights, answers["x"].shape[2])
+    factors = arrays_for(module, bound.layout.dtype)
+    error = check(bound, memory, answers, factors.put(rows_of(answers["x"], bound.layout)))
+    x = timed_factors(request.answers, cast(Hashable, factors), bound.layout, request.seq)
     first = [memory.put(answers[n]) for n in sorted(answers) if n.startswith("first_")]
-    return error, made.ready(x, first, memory.poison(shape))
+    return error, bound.ready(x, first, memory.poison(shape))
 
 
 def measure(request: Measure) -> list[Outcome]:
     """Checks each module, then times all.
 
-    Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong.
-    """
+    Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong."""
     from ecornn.runtime.loader import load
 
     contestants, errors, answers = [], [], answers_of(request.answers)
@@ -160,3 +164,76 @@ def measure(request: Measure) -> list[Outcome]:
     times = race(contestants, bound, fewest=request.fewest, seconds=request.seconds)
     return [Outcome(Times.of([t * 1e6 / request.seq for t in runs]), error, noisy=not settled(runs))
             for error, runs in zip(errors, times, strict=True)]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run with its arguments, and the arrays that they point into, which must live as long."""
+
+    of: Recurrence
+    arguments: list[int]
+    arrays: list[Any]
+
+    def __call__(self) -> None:
+        self.of.library.run(*self.arguments)
+
+
+class Recurrence:
+    """The recurrence of an adjoint alone: a module that is nothing else, bound to weights. It is called as a layer is,
+    with hoisted values in place of x, as :attr:`layout` lays them out, and outputs in place of y.
+
+    Parameters
+    ----------
+    module : of the recurrence, for a GPU
+    weights : the layer's, by PyTorch's names
+    hoisted : Q, the number of values that it reads of each step, row and unit"""
+
+    def __init__(self, module: Module, weights: Mapping[str, Any], hoisted: int) -> None:
+        manifest, self.library = module.manifest, module.library
+        buffers = {b.name: b for b in manifest.buffers}
+        self.taken = list(enumerate((buffers[name] for name in manifest.entries[RUN]), SCALARS))
+        self.scratch = [(i, b) for i, b in self.taken if b.role == WORKSPACE]
+        packed = tuple((i, b) for i, b in self.taken if b.role == PACKED)
+        parameters = read_weights(manifest, weights, module.library, 0)
+        self.bound = Bound(manifest, EntryPlan(len(self.taken) + SCALARS, {}, packed, (), ()), parameters,
+                           module.library, 0)
+        self.states, self.hidden = manifest.states, manifest.workload.hidden
+        self.raised = manifest.workload.arithmetic == "tf32"
+        dtype = buffers["hoisted"].dtype if hoisted else "float32"
+        self.layout = Hoisted(dtype, hoisted, self.hidden)
+        self.memory: Any = None
+
+    def __call__(self, hoisted: Any, first: Sequence[Any], *, out: Any) -> tuple[Any, list[Any]]:
+        """``out`` (T, B, O, H) and the states after the last step, from those before the first, (B, H) each."""
+        last = [self.like(out, state.shape) for state in first]
+        self.ready(hoisted, first, out, last)()
+        return out, last
+
+    def values(self, outputs: np.ndarray) -> np.ndarray:
+        """The values that ``outputs`` mean: with TF32 products they are stored ``raised``."""
+        words = outputs.astype(np.float32).view(np.uint32)
+        return (words - np.uint32(0x1000)).view(np.float32) if self.raised else outputs
+
+    def like(self, array: Any, shape: tuple[int, ...]) -> Any:
+        """A new array of the type and place of ``array``."""
+        return arrays_of(array, "out").empty(shape, array, self.library)[0]
+
+    def ready(self, hoisted: Any, first: Sequence[Any], out: Any, last: Sequence[Any] | None = None) -> Ready:
+        """A run with these arrays; see :meth:`__call__`."""
+        arrays, (steps, batch) = arrays_of(out, "out"), out.shape[:2]
+        last = [self.like(out, state.shape) for state in first] if last is None else last
+        given = {"hoisted": hoisted, "outputs": out}
+        given |= {f"{name}_in": state for name, state in zip(self.states, first, strict=True)}
+        given |= {f"{name}_out": state for name, state in zip(self.states, last, strict=True)}
+        places = {name: arrays_of(array, name).ready(array, name)[1] for name, array in given.items()}
+        starts, total = laid_out([b.nbytes(steps) for _, b in self.scratch])
+        if total and (self.memory is None or self.memory.nbytes < total):
+            self.memory = arrays.workspace(total, out, self.library)
+        arguments = self.bound.arguments.copy()
+        arguments[:SCALARS] = steps, batch, 0, arrays.queue(0)
+        for i, b in self.taken:
+            if b.name in places:
+                arguments[i] = places[b.name]
+        for (i, _), start in zip(self.scratch, starts, strict=True):
+            arguments[i] = self.memory.pointer + start
+        return Ready(self, arguments, [*given.values(), self.memory])

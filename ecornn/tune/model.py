@@ -6,11 +6,14 @@ is the same for many workloads; from nothing they would have to learn anew in ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from ecornn.tune.features import ESTIMATE, Columns
+from ecornn.schedules.base import AnySchedule, Task
+from ecornn.tune.space import Candidate
 
+ESTIMATE = "estimate"  # the column that all schedules share: log of nanoseconds a step
 PARAMETERS = {
     "objective": "rank:pairwise",  # only the order matters, so times of other workloads teach too
     "lambdarank_pair_method": "mean",
@@ -27,9 +30,54 @@ FEWEST = 4  # samples of this workload, or of others, before the model says anyt
 Table = tuple[Any, Any]  # features of candidates, a row each, and their scores by estimates
 
 
+def features(schedule: AnySchedule, task: Task, candidate: Candidate) -> dict[str, float]:
+    """Named features. Numbers are themselves (sizes on a log scale), words one-hot.
+
+    Knobs carry their schedule's name: equal names of two schedules mean different things. An ``estimate`` of the time
+    means the same in all."""
+    name = schedule.name
+    row = {f"schedule={name}": 1.0}
+    for knob, value in candidate.knobs:
+        if isinstance(value, str):
+            row[f"{name}.{knob}={value}"] = 1.0
+        else:
+            row[f"{name}.{knob}"] = float(value)
+    for key, number in schedule.features(task, schedule.plan(task, candidate.config)).items():
+        if key == ESTIMATE:
+            row[ESTIMATE] = math.log(max(1.0, number))
+            continue
+        row[f"{name}:{key}"] = math.log2(number) if number > 64 else float(number)
+    return row
+
+
+class Columns:
+    """The columns of features, by name. A feature that a row lacks is missing (NaN) or, for words, zero."""
+
+    def __init__(self) -> None:
+        self.place: dict[str, int] = {}
+
+    def learn(self, rows: list[dict[str, float]]) -> None:
+        """Adds the names of these rows."""
+        for row in rows:
+            for name in row:
+                self.place.setdefault(name, len(self.place))
+
+    def matrix(self, rows: list[dict[str, float]]) -> Any:
+        """Float32 array (rows, columns); names never learnt are left out."""
+        import numpy as np
+
+        blank = np.array([0.0 if "=" in n else np.nan for n in self.place], dtype=np.float32)
+        data = np.tile(blank, (len(rows), 1))
+        for i, row in enumerate(rows):
+            for name, value in row.items():
+                if name in self.place:
+                    data[i, self.place[name]] = value
+        return data
+
+
 class CostModel:
-    """Ranks candidates. Samples come in groups, one for each workload and device: times are
-    compared within a group only."""
+    """Ranks candidates. Samples come in groups, one for each workload and device: times are compared within a group
+    only."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -74,20 +122,20 @@ class CostModel:
         return True
 
     def _matrix(self, group: str) -> Any:
-        """The rows of a group; those that were there the last time are kept for as long as :attr:`width` stays."""
+        """The rows of a group as a matrix, to which new rows are added for as long as :attr:`width` stays."""
         import numpy as np
 
-        kept, rows = self._learnt.get(group), self.rows[group]
-        if kept is None or kept.shape[1] != self.width:
-            kept = self.columns.matrix(rows)
-        elif len(kept) < len(rows):
-            kept = np.concatenate([kept, self.columns.matrix(rows[len(kept):])])
-        self._learnt[group] = kept
-        return kept
+        matrix, rows = self._learnt.get(group), self.rows[group]
+        if matrix is None or matrix.shape[1] != self.width:
+            matrix = self.columns.matrix(rows)
+        elif len(matrix) < len(rows):
+            matrix = np.concatenate([matrix, self.columns.matrix(rows[len(matrix):])])
+        self._learnt[group] = matrix
+        return matrix
 
     @property
     def trained(self) -> bool:
-        """Whether scores are more than estimates."""
+        """True once scores are more than estimates."""
         return self._booster is not None
 
     def table(self, rows: Sequence[dict[str, float]]) -> Table:
@@ -109,15 +157,18 @@ class CostModel:
     def score(self, table: Table) -> list[float]:
         """Predicted order of the rows of a table, higher is faster: the estimates' until :meth:`fit` has trained."""
         matrix, margins = table
+        scores: list[float]
         if self._booster is None:
-            return margins.tolist()
+            scores = margins.tolist()
+            return scores
         import xgboost
 
         data = xgboost.DMatrix(matrix, base_margin=margins, missing=float("nan"), nthread=1)
-        return self._booster.predict(data).tolist()
+        scores = self._booster.predict(data).tolist()
+        return scores
 
     def gains(self) -> dict[str, float]:
-        """What the trees gain by each feature in all, by its name; {} where there is too little to learn from."""
+        """The total gain of the trees by each feature, by its name; {} where there is too little to learn from."""
         if not self.fit():
             return {}
         names = list(self.columns.place)

@@ -23,7 +23,7 @@ STEPS = 8  # enough to pass through every state buffer and barrier several times
 
 
 def numpy_dtype(dtype: str) -> Any:
-    """NumPy's dtype of that name, or that of ml_dtypes."""
+    """The dtype of that name, of NumPy or of ml_dtypes."""
     if hasattr(np, dtype):
         return np.dtype(dtype)
     import ml_dtypes
@@ -38,8 +38,9 @@ def rounded(values: Any, dtype: str) -> Any:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Of a layer: x (T, B, I), with the cell's inputs behind it in its rows, first states (B, H), and parameters, in te
-    shape by the cell's names and as a user passes them; all of them values that the layer's type has."""
+    """Inputs of a layer: ``x`` (T, B, I), with the cell's inputs behind x in its rows; first ``states`` (B, H); and the
+    parameters, ``shaped`` as in te by the cell's names and ``flat`` as a user passes them. All are float32 arrays of
+    values that the layer's type has."""
 
     x: Array
     states: list[Array]
@@ -72,7 +73,7 @@ def weights_of(cell: Cell, input: int, hidden: int, rng: np.random.Generator) ->
 
 
 def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """What the cell's ``sample`` says. Raises :class:`~ecornn.errors.CellError` where that are not finite numbers of
+    """The result of the cell's ``sample``. Raises :class:`~ecornn.errors.CellError` for anything but finite numbers of
     the parameter's shape."""
     fault = ""
     try:
@@ -100,10 +101,9 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
     """Writes inputs and expected outputs as .npz. No line of what makes kernels is asked: a formula in NumPy where
     there is one, else the cell's te graph as the cell wrote it.
 
-    Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th
-    state, and ``w:<name>`` for each parameter as a user passes it. Inputs are representable in the
-    workload's dtype; expected outputs are float64.
-    """
+    Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th state, and ``w:<name>``
+    for each parameter as a user passes it. Inputs are representable in the workload's dtype; expected outputs are
+    float64."""
     given = draw(cell, work, np.random.default_rng(seed))
     if has_formula(cell):
         from ecornn.numpy_reference import reference
@@ -117,7 +117,7 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
 
 
 def has_formula(cell: Cell) -> bool:
-    """Whether NumPy has a formula for the cell, written apart from it."""
+    """True where NumPy has a formula for the cell, written apart from it."""
     return cell.identity() in REFERENCES | NORMALIZED
 
 
@@ -141,5 +141,6 @@ def relative_error(got: Any, expected: Any) -> float:
 
 
 def norm(values: Any) -> float:
-    """As NumPy's, which has BLAS start a thread for each processor and wait for all, while builds use them."""
+    """The Euclidean norm. NumPy's has BLAS start a thread for each processor and wait for all, while builds use
+    them."""
     return float(np.sqrt(np.square(values).sum()))

@@ -8,20 +8,25 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+from ecornn import temporary
 from ecornn.errors import EcornnError, ServerError
 from ecornn.tune.process import Worker, WorkerError
-from ecornn.tune.scratch import Scratch
 
 T = TypeVar("T")
 LOSSES, REST, ABSENCE = 3, 2.0, 90.0  # of servers; seconds
 BUILDERS = 16  # for each process that measures, at most; each holds TVM's compiler in memory, 400 MB
+PREFIX, LOCK = "ecornn-tune-", "lock"  # of the folder of a run's temporary files
+YOUNG = 60.0  # seconds since that folder last got a file: its owner may be about to take the lock
 SINGLE = {"OMP_NUM_THREADS": "1"}  # BLAS starts a thread for each processor otherwise, in each of these processes
 
 
@@ -53,8 +58,7 @@ class Pool:
     quiet : whether a build would disturb a measurement, as on a CPU
     grace : seconds that a measurement elsewhere may take beside its limit
     poisoned : whether a measurement that fails leaves its process unusable, as on a GPU
-    environment : variables that the measuring processes see besides this process's own
-    """
+    environment : variables that the measuring processes see besides this process's own"""
 
     def __init__(self, entries: Entries = Entries(), builders: int | None = None, measurers: int = 1,
                  proposers: int = 0, *, local: bool = True, quiet: bool = False, grace: float = 0.0,
@@ -72,15 +76,8 @@ class Pool:
         self.builders = [Worker(entries.build_ready, gpu=False, environment={**here, **SINGLE}) for _ in range(count)]
         self.proposers = [Worker(entries.propose_ready, gpu=False, environment={**here, **SINGLE})
                           for _ in range(proposers)]
-        self.idle_builders: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        self.idle_measurers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        self.idle_proposers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self.builders:
-            self.idle_builders.put(worker)
-        for worker in self.measurers:
-            self.idle_measurers.put(worker)
-        for worker in self.proposers:
-            self.idle_proposers.put(worker)
+        self.idle_builders, self.idle_measurers, self.idle_proposers = (
+            queue_of(workers) for workers in (self.builders, self.measurers, self.proposers))
         self.building = ThreadPoolExecutor(count, thread_name_prefix="build")
         self.measuring = ThreadPoolExecutor(measurers, thread_name_prefix="measure")
         for worker in self.workers:
@@ -88,7 +85,7 @@ class Pool:
 
     @property
     def workers(self) -> list[Worker]:
-        """All of them."""
+        """All worker processes."""
         return [*self.proposers, *self.builders, *self.measurers]
 
     @staticmethod
@@ -122,7 +119,7 @@ class Pool:
 
     @contextlib.contextmanager
     def using(self, worker: Worker, owner: object) -> Iterator[None]:
-        """While ``worker`` works for ``owner``."""
+        """Notes that ``worker`` works for ``owner``."""
         with self.lock:
             self.at_work[worker] = owner
         try:
@@ -134,19 +131,18 @@ class Pool:
     def measure(self, request: Any, kind: type[T], limit: float, owner: object = None) -> T:
         """Calls ``entries.measure`` in an idle measuring process, decoded as ``kind``.
 
-        A server elsewhere that goes away costs another try, up to ``LOSSES`` of them; while none is
-        free, those that are measure the rest. Raises :class:`WorkerError` as ``Worker.call``, and
-        :class:`ServerError` where there was no server for ``ABSENCE`` seconds.
-        """
+        A server elsewhere that goes away costs another try, up to ``LOSSES`` of them; while none is free, those that
+        are measure the rest. Raises :class:`WorkerError` as ``Worker.call``, and :class:`ServerError` where there was
+        no server for ``ABSENCE`` seconds."""
         losses = 0
         while True:
             worker = self.idle_measurers.get()
             rest = 0.0
             try:
                 with self.using(worker, owner):
-                    found = worker.call(self.entries.measure, request, kind, limit + self.grace)
+                    measured = worker.call(self.entries.measure, request, kind, limit + self.grace)
                 self.absent = None
-                return found
+                return measured
             except WorkerError as error:
                 reason = str(error)
                 if not reason.startswith("NoServer: "):
@@ -188,9 +184,8 @@ class Pool:
     def close(self) -> None:
         """Stops every process, at once and for good, and removes their temporary files."""
         self.closed = True
-        every: list[Callable[[], None]] = [worker.stop for worker in self.workers]
-        with ThreadPoolExecutor(len(every)) as threads:
-            list(threads.map(lambda stop: stop(), every))
+        with ThreadPoolExecutor(len(self.workers)) as threads:
+            list(threads.map(Worker.stop, self.workers))
         for executor in (self.building, self.measuring):
             executor.shutdown(cancel_futures=True)
         self.folder.cleanup()
@@ -200,3 +195,44 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def queue_of(workers: Iterable[Worker]) -> queue.SimpleQueue[Worker]:
+    """A queue that has all of them."""
+    filled: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    for worker in workers:
+        filled.put(worker)
+    return filled
+
+
+class Scratch:
+    """The temporary folder of a run. The operating system gives its lock back when the owner dies, so that a later run
+    removes the folder of one that was killed."""
+
+    def __init__(self) -> None:
+        from filelock import FileLock
+
+        with temporary.said():
+            sweep()
+            self.folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
+        self.name = self.folder.name
+        self.lock = FileLock(Path(self.name, LOCK), thread_local=False)  # whichever thread closes the pool
+        with contextlib.suppress(OSError):  # without a lock nobody sweeps it
+            self.lock.acquire(timeout=0)
+
+    def cleanup(self) -> None:
+        """Removes the folder with what is in it."""
+        self.lock.release()
+        self.folder.cleanup()
+
+
+def sweep() -> None:
+    """Removes the folders of runs that were killed."""
+    from filelock import FileLock
+
+    for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
+        # OSError: of a run that lives (filelock's Timeout), another user's, or removed by another process.
+        with contextlib.suppress(OSError):
+            if (folder / LOCK).is_file() and time.time() - folder.stat().st_mtime > YOUNG:
+                with FileLock(folder / LOCK, timeout=0):
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -1,5 +1,5 @@
-"""What a run needs beside its candidates, computed by the processes that build: of many runs at a time the process
-that tunes has only one interpreter."""
+"""The needs of a run beside its candidates: defaults, the space and expected outputs. Processes that build compute
+them, since the one that tunes has only one interpreter for several runs at a time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LIMIT = 300.0  # seconds
 
 
 class Question(msgspec.Struct, frozen=True):
-    """About a layer on a device. ``cell`` is a spec for ``load_cell``; ``schedule`` the one that is asked for, or
-    None; ``seed`` of the data; ``out`` the file that is to be written; ``default`` of the schedule whose space is
-    scanned, and ``part`` of it."""
+    """A question about a layer on a device. ``cell`` is a spec for ``load_cell``; ``schedule`` the only one, or None;
+    ``seed`` that of the data; ``out`` the file to write; ``default`` that of the schedule whose space is scanned, and
+    ``part`` which part of it."""
 
     cell: str
     workload: Workload
@@ -40,7 +40,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def write_answers(question: Question) -> bool:
-    """In a worker: ``write`` of the oracle."""
+    """Writes expected outputs, in a worker."""
     from ecornn.cells.naming import load_cell
     from ecornn.tune import adjoint_oracle, oracle
 
@@ -50,7 +50,7 @@ def write_answers(question: Question) -> bool:
 
 
 def choose_defaults(question: Question) -> tuple[Choice, ...]:
-    """In a worker: the default of each schedule that serves, what is expected to be fastest first."""
+    """Answers :func:`defaults`, in a worker."""
     from ecornn.cells.naming import load_cell
     from ecornn.task import make_task
     from ecornn.tune.choose import serving_or_raise
@@ -60,7 +60,7 @@ def choose_defaults(question: Question) -> tuple[Choice, ...]:
 
 
 def write_space(question: Question) -> bool:
-    """In a worker: ``ConfigSpace.scan_part``."""
+    """Writes a part of a scan (``ConfigSpace.scan_part``), in a worker."""
     from ecornn.schedules import all_schedules
     from ecornn.tune.building import task_of
 
@@ -72,7 +72,7 @@ def write_space(question: Question) -> bool:
 
 
 def answers(pool: Pool, question: Question) -> Callable[[Path], None]:
-    """Writes inputs and expected outputs to the path that it is given."""
+    """A function that writes inputs and expected outputs to the path that it is given."""
     def write(path: Path) -> None:
         ask(pool, f"{__name__}:write_answers", msgspec.structs.replace(question, out=str(path)), bool)
 
@@ -80,15 +80,13 @@ def answers(pool: Pool, question: Question) -> Callable[[Path], None]:
 
 
 def defaults(pool: Pool, question: Question) -> tuple[Choice, ...]:
-    """The default of each schedule that serves, what is expected to be fastest first.
-
-    Raises :class:`ScheduleError` where none serves, or for an unknown name.
-    """
+    """The default of each schedule that serves, the one that is expected to be fastest first. Raises
+    :class:`ScheduleError` where none serves, or for an unknown name."""
     return ask(pool, f"{__name__}:choose_defaults", question, tuple[Choice, ...])
 
 
 def scan_parts(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[], dict[str, list[bytes]]]:
-    """Has the space scanned, from now on, and returns what waits for it: the parts of each schedule's scan."""
+    """Starts a scan of the space, and returns a function that waits for the parts of each schedule's scan."""
     def scan(default: Choice, part: int) -> bytes:
         pool.must_be_open()
         with tempfile.TemporaryDirectory(dir=pool.folder.name, ignore_cleanup_errors=True) as folder:
@@ -98,14 +96,14 @@ def scan_parts(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[
             return out.read_bytes()
 
     threads = ThreadPoolExecutor(len(pool.builders), thread_name_prefix="scan")
-    found = {c.schedule: [threads.submit(scan, Choice(c.schedule, c.config), part) for part in range(PARTS)]
+    scans = {c.schedule: [threads.submit(scan, Choice(c.schedule, c.config), part) for part in range(PARTS)]
              for c in space.defaults()}
     threads.shutdown(wait=False)
-    return lambda: {name: [part.result() for part in parts] for name, parts in found.items()}
+    return lambda: {name: [part.result() for part in parts] for name, parts in scans.items()}
 
 
 def joined(space: ConfigSpace, parts: Mapping[str, Sequence[bytes]]) -> dict[str, Scan]:
-    """What ``space.scan`` returns, from :func:`scan_parts`."""
+    """The result of ``space.scan``, from the parts of :func:`scan_parts`."""
     def scan(part: bytes) -> Scan:
         whole, numbers = msgspec.msgpack.decode(part, type=tuple[bool, bytes])
         return whole, array("q", numbers)
@@ -114,7 +112,7 @@ def joined(space: ConfigSpace, parts: Mapping[str, Sequence[bytes]]) -> dict[str
 
 
 def ask(pool: Pool, function: str, question: Question, kind: type[T]) -> T:
-    """What ``function`` ("module:name") of a build process says. Raises :class:`ScheduleError` where it raises."""
+    """The answer of ``function`` ("module:name") in a build process. Raises :class:`ScheduleError` where it raises."""
     with pool.one_of(pool.idle_builders) as worker:
         try:
             return worker.call(function, question, kind, LIMIT)

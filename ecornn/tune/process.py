@@ -1,8 +1,13 @@
-"""The parent's side of a worker process: start, call with a time limit, kill, start again."""
+"""A worker process: the parent's side, which starts, calls, kills and restarts it, and the program that it runs.
+
+Calls and replies go through stdin and stdout, each a length (4 bytes, little endian) and JSON. Native code that
+prints, loops or crashes harms the worker only.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -12,25 +17,39 @@ import sys
 import tempfile
 import threading
 import time
+import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 import msgspec
 
 from ecornn import temporary
 from ecornn.errors import EcornnError
-from ecornn.tune.worker import MAX_MESSAGE, Call, Reply
 
 T = TypeVar("T")
 MARK = "ECORNN_WORKER"  # set in workers: a user's script that is imported there must not tune
 START_LIMIT = 300.0  # seconds for the first call, which imports TVM or opens the GPU
+MAX_MESSAGE = 64 << 20  # bytes
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call of ``function`` ("module:name") with one argument, whose type is its annotation."""
+
+    function: str
+    argument: msgspec.Raw
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The value that the function returned, or the error that it raised."""
+
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    error: str | None = None
 
 
 class WorkerError(EcornnError):
     """A call failed: the function raised, or its process crashed, hung or was stopped.
 
-    ``lost``: the process is gone.
-    """
+    ``lost``: the process is gone."""
 
     def __init__(self, message: str, lost: bool) -> None:
         super().__init__(message)
@@ -40,10 +59,9 @@ class WorkerError(EcornnError):
 class Worker:
     """One worker process, started when first called and again after it was lost.
 
-    ``ready`` ("module:function") is called first in a new process with ``null``; it does not count
-    against a call's limit. With ``gpu`` False the process sees no GPU. ``environment``: variables that
-    it sees besides this process's own.
-    """
+    ``ready`` ("module:function") is called first in a new process with ``null``; it does not count against a call's
+    limit. With ``gpu`` False the process sees no GPU. ``environment``: variables that it sees besides this process's
+    own."""
 
     def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None) -> None:
         self.ready, self.gpu, self.environment = ready, gpu, dict(environment or {})
@@ -52,7 +70,7 @@ class Worker:
         self.turn = threading.RLock()  # held for the length of a call
 
     def call(self, function: str, argument: Any, kind: type[T], limit: float) -> T:
-        """``function(argument)`` in the worker, decoded as ``kind``; :class:`WorkerError` where it
+        """The result of ``function(argument)`` in the worker, decoded as ``kind``. Raises :class:`WorkerError` where it
         raises, crashes, or takes longer than ``limit`` seconds and is killed."""
         with self.turn:
             self.wake()
@@ -80,7 +98,7 @@ class Worker:
         lifeline, self.lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from ecornn.tune.worker import run; run()", str(lifeline)],
+                [sys.executable, "-c", "from ecornn.tune.process import serve; serve()", str(lifeline)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment,
                 start_new_session=True, pass_fds=[lifeline])
         finally:
@@ -91,11 +109,10 @@ class Worker:
     def exchange(self, function: str, argument: Any, limit: float) -> bytes:
         """Sends a call and waits for its reply's value."""
         assert self.process is not None and self.process.stdin and self.process.stdout
-        data = msgspec.json.encode(Call(function, msgspec.Raw(msgspec.json.encode(argument))))
+        call = Call(function, msgspec.Raw(msgspec.json.encode(argument)))
         deadline = time.monotonic() + limit
         try:
-            self.process.stdin.write(struct.pack("<I", len(data)) + data)
-            self.process.stdin.flush()
+            send(self.process.stdin, call)
             (length,) = struct.unpack("<I", self.read(4, deadline))
             if length > MAX_MESSAGE:
                 raise WorkerError(f"the worker sent {length} bytes", lost=True)
@@ -127,7 +144,7 @@ class Worker:
         return parts
 
     def obituary(self) -> str:
-        """How the process died, with the end of what it printed."""
+        """A text that says how the process died, with the end of what it printed."""
         assert self.process is not None
         self.kill()
         code = self.process.returncode
@@ -166,3 +183,65 @@ class Worker:
                     stream.close()
             os.close(self.lifeline)
             self.process = None
+
+
+def send(stream: IO[bytes], message: Any) -> None:
+    """Writes one message."""
+    data = msgspec.json.encode(message)
+    stream.write(struct.pack("<I", len(data)) + data)
+    stream.flush()
+
+
+def receive(stream: BinaryIO) -> bytes | None:
+    """Reads one message; None at the end of the stream."""
+    head = stream.read(4)
+    if len(head) < 4:
+        return None
+    (length,) = struct.unpack("<I", head)
+    if length > MAX_MESSAGE:
+        raise ValueError(f"message of {length} bytes")
+    data = stream.read(length)
+    return data if len(data) == length else None
+
+
+def answer(call: Call) -> Reply:
+    """Carries out a call."""
+    try:
+        module, name = call.function.split(":")
+        function = getattr(importlib.import_module(module), name)
+        kind = next(iter(typing.get_type_hints(function).values()))
+        result = function(msgspec.json.decode(call.argument, type=kind))
+        return Reply(value=msgspec.Raw(msgspec.json.encode(result)))
+    except (Exception, SystemExit) as error:
+        return Reply(error=f"{type(error).__name__}: {error}"[:2000])
+
+
+def guard(lifeline: int) -> None:
+    """Forks a process that kills this process's group (a hanging kernel, compilers) once the tuner is gone, and so
+    holds the pipe ``lifeline`` no more, or this process is.
+
+    A thread could not: native code that hangs may hold the interpreter's lock."""
+    leader = os.getpid()
+    if os.fork():
+        os.close(lifeline)
+        return
+    for stream in (0, 1):  # or the tuner would not see the end of these pipes
+        os.close(stream)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    while os.getppid() == leader and not select.select([lifeline], [], [], 1.0)[0]:
+        pass
+    os.killpg(leader, signal.SIGKILL)
+
+
+def serve() -> None:
+    """The program of a worker: serves calls until stdin ends. Its argument is the file descriptor of the lifeline."""
+    guard(int(sys.argv[1]))
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a compiler or a kernel prints must not end up among the replies
+    decoder = msgspec.json.Decoder(Call)
+    while (data := receive(requests)) is not None:
+        send(replies, answer(decoder.decode(data)))
+    sys.stdout.flush()
+    os._exit(0)  # static destructors of a broken module must not hang the exit

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -26,31 +26,9 @@ T = TypeVar("T")
 Parts = Mapping[str, Sequence[bytes]]  # of the scans of a space, by schedule, as ``preparing.scan_parts`` has them
 
 
-class Proposals(Protocol):
-    """What the tuner needs of a search, see :class:`~ecornn.tune.search.Search`.
-
-    Attributes
-    ----------
-    space : what is searched
-    first : what is proposed whatever the model says
-    tried : µs per step of what was told, None where it failed
-    """
-
-    space: ConfigSpace
-    first: list[Candidate]
-    tried: dict[Candidate, float | None]
-
-    def tell(self, candidate: Candidate, time: float | None) -> None: ...
-
-    def ask(self, count: int) -> list[Candidate]: ...
-
-    def waiting(self) -> int: ...
-
-    def prepare(self) -> None: ...
-
-
 class Origin(msgspec.Struct, frozen=True):
-    """What a search begins with: the layer, the default of each schedule that serves it, and the run that tunes it."""
+    """The beginning of a search: the layer, the default of each schedule that serves it, and the run that tunes it: its
+    log's path and its name."""
 
     asked: Question
     defaults: tuple[Choice, ...]
@@ -59,15 +37,15 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class Told(msgspec.Struct, frozen=True):
-    """What came of a candidate: µs per step, None where it failed."""
+    """The time of a candidate in µs per step, None where it failed."""
 
     choice: Choice
     time: float | None
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """For so many candidates, after what was told since the last time; ``parts`` of the space's scans once they are
-    needed."""
+    """A question for ``count`` candidates, with the times that came since the last one, and with the ``parts`` of the
+    space's scans once they are needed."""
 
     count: int
     told: tuple[Told, ...] = ()
@@ -77,17 +55,17 @@ class Ask(msgspec.Struct, frozen=True):
 @contextlib.contextmanager
 def searching(pool: Pool, cell: Cell, space: ConfigSpace, asked: Question, parts: Callable[[], Parts],
               run: Journal) -> Iterator[Proposals]:
-    """The search of a run, in a process of the pool's as long as one is idle. ``parts`` waits for the space's scans."""
+    """The search of a run, in a process of the pool if one is idle. ``parts`` waits for the space's scans."""
     with pool.proposer() as worker:
         if worker is None:
-            yield made(cell, space, asked.seed, run)
+            yield new_search(cell, space, asked.seed, run)
         else:
             defaults = tuple(Choice(c.schedule, c.config) for c in space.defaults())
             yield Elsewhere(worker, pool, space, Origin(asked, defaults, str(run.path), run.run), parts)
 
 
-def made(cell: Cell, space: ConfigSpace, seed: int, run: Journal) -> Search:
-    """A search that has learnt from the records, but for those of ``run``, which it is told of."""
+def new_search(cell: Cell, space: ConfigSpace, seed: int, run: Journal) -> Search:
+    """A search that has learnt from all records but those of ``run``, which it is told of."""
     from ecornn.tune import folders
     from ecornn.tune.model import CostModel
     from ecornn.tune.similar_cells import lent
@@ -124,8 +102,8 @@ class Elsewhere:
 
     def ask(self, count: int) -> list[Candidate]:
         """See :class:`Search`."""
-        found = self.call(propose, self.question(count, count > self.waiting()), tuple[Choice, ...])
-        batch = [Candidate.of(c.schedule, c.config) for c in found]
+        choices = self.call(propose, self.question(count, count > self.waiting()), tuple[Choice, ...])
+        batch = [Candidate.of(c.schedule, c.config) for c in choices]
         self.proposed.update(batch)
         return batch
 
@@ -134,16 +112,18 @@ class Elsewhere:
         self.call(prepare, self.question(0, True), bool)
 
     def question(self, count: int, scanned: bool) -> Ask:
-        """With what was told since the last one; with the scans of the space if they are needed, and not there."""
-        found = None
+        """A question with the times since the last one; with the scans of the space where they are needed and that
+        process has none."""
+        scans = None
         if scanned and self.parts is not None:
-            found = {name: tuple(parts) for name, parts in self.parts().items()}
+            scans = {name: tuple(parts) for name, parts in self.parts().items()}
             self.parts = None
         told, self.told = tuple(self.told), []
-        return Ask(count, told, found)
+        return Ask(count, told, scans)
 
     def call(self, function: Callable[..., object], argument: Origin | Ask, kind: type[T]) -> T:
-        """One of the functions below, there. Raises :class:`ScheduleError` where it raises, or that process is lost."""
+        """Calls one of the functions below there. Raises :class:`ScheduleError` where it raises or the process is
+        lost."""
         try:
             return self.worker.call(f"{__name__}:{function.__name__}", argument, kind, preparing.LIMIT)
         except WorkerError as error:
@@ -151,6 +131,7 @@ class Elsewhere:
             raise ScheduleError(str(error).removeprefix("ScheduleError: ")) from error
 
 
+Proposals = Search | Elsewhere  # what the tuner asks for candidates
 _search: Search | None = None  # of this process
 
 
@@ -168,7 +149,7 @@ def ready(_: None) -> bool:
 
 
 def begin(origin: Origin) -> tuple[Choice, ...]:
-    """Makes this process's search; the candidates that it proposes first."""
+    """Makes this process's search, and returns the candidates that it proposes first."""
     global _search
     from ecornn.cells.naming import load_cell
     from ecornn.schedules import all_schedules
@@ -177,7 +158,7 @@ def begin(origin: Origin) -> tuple[Choice, ...]:
     asked = origin.asked
     task = task_of(asked.cell, asked.workload, asked.device)
     space = ConfigSpace(task, [all_schedules()[c.schedule] for c in origin.defaults], origin.defaults)
-    _search = made(load_cell(asked.cell), space, asked.seed, Journal(Path(origin.path), origin.run))
+    _search = new_search(load_cell(asked.cell), space, asked.seed, Journal(Path(origin.path), origin.run))
     return tuple(Choice(c.schedule, c.config) for c in _search.first)
 
 
@@ -193,7 +174,7 @@ def prepare(ask: Ask) -> bool:
 
 
 def learnt(ask: Ask) -> Search:
-    """This process's search, which knows what it is told."""
+    """This process's search, after it has learnt the times of a question."""
     if _search is None:  # of another process, before this one was started in its place
         raise ScheduleError("the process that searched was lost; the same command goes on")
     if ask.parts is not None:

@@ -18,8 +18,7 @@ from ecornn.errors import RecordError
 from ecornn.workload import Workload
 
 VERSION = 1
-MINOR = 2  # 1: without `entry` of workloads; 0: without `minor`, `clocks` and `noisy`
-READS = f"this program reads version {VERSION}.0 to {VERSION}.{MINOR}"
+READS = f"this program reads versions up to {VERSION}"
 MAX_LINE = 16 << 10  # bytes of one line with its newline
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -51,7 +50,7 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, runs: list[float]) -> Times:
-        """From the µs per step of each run."""
+        """The times of ``runs``, µs per step each."""
         ordered = sorted(runs)
 
         def at(share: float) -> float:  # linear interpolation between neighbours
@@ -82,12 +81,9 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
     """Fields of every kind of line.
 
-    ``run`` names the run: a digest of what it searches, and its number in the file. ``time`` is UTC,
-    ISO 8601.
-    """
+    ``run`` names the run: a digest of what it searches, and its number in the file. ``time`` is UTC, ISO 8601."""
 
     v: int = VERSION
-    minor: int = MINOR  # of a line: absent means 0; a record in memory has every field of MINOR
     run: Name
     time: UTC = msgspec.field(default_factory=lambda: now())
 
@@ -107,11 +103,10 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
 class Trial(Record, frozen=True, kw_only=True, tag="trial"):
     """One configuration, built and measured; or why it was not.
 
-    ``stage`` is ``search``, or ``final`` where the best were measured again, taking turns. ``check``
-    is the relative error against float64, ||out - ref|| / ||ref||; ``source`` the digest of the
-    generated code; ``seconds`` the run's wall time so far. A trial with ``error`` has no ``times``.
-    ``noisy``: the device did not hold still, so that the median is not known to ``timing.TIGHT``.
-    """
+    ``stage`` is ``search``, or ``final`` where the best were measured again, taking turns. ``check`` is the relative
+    error against float64, ||out - ref|| / ||ref||; ``source`` the digest of the generated code; ``seconds`` the run's
+    wall time so far. A trial with ``error`` has no ``times``. ``noisy``: the device did not hold still, so that the
+    median is not known to ``timing.TIGHT``."""
 
     index: Count
     stage: Name
@@ -119,6 +114,7 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
     device: Device
     schedule: Name
     revision: Count
+    generation: Count
     config: Knobs
     versions: Names  # ecornn, tvm, tvm_ffi; driver and cuda on a GPU
     clocks: Clocks | None = None
@@ -138,7 +134,7 @@ class Trial(Record, frozen=True, kw_only=True, tag="trial"):
 
     @property
     def choice(self) -> Choice:
-        """What was tried."""
+        """The schedule and configuration that was tried."""
         return Choice(self.schedule, self.config)
 
 
@@ -182,7 +178,7 @@ AnyRecord = Start | Trial | Finish
 # Of terminals, of lines, and of the direction of writing: shown as it is, such a name may look like anything.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 BACKSLASH, DELETE = b"\\\x7f"  # as numbers, which are found in a fifth of the time
-_decoder = msgspec.json.Decoder(AnyRecord)
+_decoder: msgspec.json.Decoder[AnyRecord] = msgspec.json.Decoder(AnyRecord)
 
 
 def now() -> str:
@@ -206,9 +202,8 @@ def decode(line: bytes) -> AnyRecord:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         newer = _newer(line)
         raise (NewerRecord(f"version {newer} of the format; {READS}") if newer else RecordError(str(error))) from error
-    if record.v != VERSION or not 0 <= record.minor <= MINOR:
-        kind = NewerRecord if (record.v, record.minor) > (VERSION, MINOR) else RecordError
-        raise kind(f"version {record.v}.{record.minor} of the format; {READS}")
+    if not 1 <= record.v <= VERSION:
+        raise (NewerRecord if record.v > VERSION else RecordError)(f"version {record.v} of the format; {READS}")
     try:
         datetime.fromisoformat(record.time[:-1])
     except ValueError as error:
@@ -224,7 +219,7 @@ def decode(line: bytes) -> AnyRecord:
 
 
 def names(value: Any) -> Iterator[str]:
-    """Every text of a decoded line that may be shown, but messages: these have many lines."""
+    """The texts of a decoded line that may be shown, but messages: these have many lines."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -243,19 +238,18 @@ def first_line(message: str, most: int) -> str:
 
 
 class _Head(msgspec.Struct):
-    """What says which fields a line may have."""
+    """The part of a line that says which fields it may have."""
 
     v: int
-    minor: int = 0
 
 
 _head = msgspec.json.Decoder(_Head)
 
 
-def _newer(line: bytes) -> str | None:
-    """The version of a line that a newer program wrote, such as ``1.2``; None: it is no newer."""
+def _newer(line: bytes) -> int | None:
+    """The version of a line that a newer program wrote; None where no newer one did."""
     try:
-        head = _head.decode(line)
+        version = _head.decode(line).v
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-    return f"{head.v}.{head.minor}" if (head.v, head.minor) > (VERSION, MINOR) else None
+    return version if version > VERSION else None

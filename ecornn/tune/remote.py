@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,8 +20,7 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
-from ecornn.tune.at_hand import matched, told
-from ecornn.tune.environment import Environment
+from ecornn.tune.at_hand import Environment, matched, told
 from ecornn.tune.measuring import Measure
 from ecornn.tune.record import Outcome
 from ecornn.tune.serving import DESCRIBE, MEASURE, WARM, Answer, Description, require_loopback
@@ -46,7 +45,7 @@ class LostServer(Exception):
 
 @dataclass(frozen=True)
 class Tracker:
-    """Where a TVM RPC tracker listens, and the key that the wanted servers have."""
+    """The address of a TVM RPC tracker, and the key of the wanted servers."""
 
     host: str
     port: int
@@ -54,8 +53,8 @@ class Tracker:
 
     @classmethod
     def parse(cls, address: str, key: str, allow_remote: bool = False) -> Tracker:
-        """From ``host:port``; :class:`ArgumentError` where it is none, or not this machine's unless
-        that is allowed."""
+        """The tracker at ``host:port``. Raises :class:`ArgumentError` for anything else, and for another machine's
+        address unless that is allowed."""
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ArgumentError("tracker", address, "HOST:PORT of a TVM RPC tracker")
@@ -67,10 +66,10 @@ class Tracker:
         return f"{self.host}:{self.port}"
 
     def servers(self) -> int:
-        """Number of servers with the key; :class:`DeviceError` where there is no tracker."""
+        """The number of servers with the key. Raises :class:`DeviceError` where there is no tracker."""
         try:
-            told = _client(self, ANSWER).summary()["server_info"]
-            return sum(info["key"] == f"server:{self.key}" for info in told)
+            servers = _client(self, ANSWER).summary()["server_info"]
+            return sum(info["key"] == f"server:{self.key}" for info in servers)
         except Exception as error:  # whatever comes of what something else than a tracker says
             why = f"it has said nothing for {ANSWER:g} s" if isinstance(error, TimeoutError) else error
             raise DeviceError("tracker", str(self), "the address of a running tracker, which "
@@ -80,15 +79,14 @@ class Tracker:
         """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine.
 
         Raises :class:`DeviceError` without a tracker or server, where it does not answer, or where it measures on
-        another device than ``target``.
-        """
+        another device than ``target``."""
         if not self.servers():
             raise DeviceError("key", self.key, f"the key of a server at the tracker {self}; start one with: "
                               f"ecornn serve --tracker {self} --key {self.key}")
         deadline = time.monotonic() + START
         while True:
             try:
-                found = _within(deadline - time.monotonic(), lambda: _describe(_request(self)))
+                server = _within(deadline - time.monotonic(), lambda: _describe(_request(self)))
                 break
             except TimeoutError:
                 raise DeviceError("key", self.key, f"the key of a server that answers: one of the tracker {self} has "
@@ -96,46 +94,42 @@ class Tracker:
             except (NoServer, LostServer) as error:
                 if time.monotonic() > deadline:
                     raise DeviceError("key", self.key, f"a server that is not busy ({error})") from None
-        return found.device if target is None else matched(target, found.device), found.environment
+        return server.device if target is None else matched(target, server.device), server.environment
 
     def pool(self, entries: Entries, quiet: bool, device: Device) -> Pool:
-        """Processes that build here and measure on the servers, one for each that there is now.
-
-        ``quiet``: a build would disturb a measurement, if both run here.
-        """
-        from dataclasses import replace
-
+        """Processes that build here and measure on the servers, one for each that there is now. ``quiet``: a build
+        would disturb a measurement, if both run here."""
         from ecornn.tune.pool import Pool
         from ecornn.tune.serving import is_loopback
 
         here = replace(entries, measure_ready=f"{__name__}:ready", measure=f"{__name__}:measure")
-        told = msgspec.json.encode((self.host, self.port, self.key, device)).decode()
+        address = msgspec.json.encode((self.host, self.port, self.key, device)).decode()
         count = max(1, self.servers())
         return Pool(here, measurers=count, proposers=count if count > 1 else 0, local=False, grace=START,
-                    quiet=quiet and is_loopback(self.host), environment={ADDRESS: told})
+                    quiet=quiet and is_loopback(self.host), environment={ADDRESS: address})
 
 
 class Connection:
-    """A session with one server that measures on ``device``, or on one that this is a part of; files are uploaded once.
-    """
+    """A session with one server that measures on ``device``, or on one that has it as a share. Uploads files once.
+
+    Raises :class:`NoServer` where none is free, or the server measures on another device."""
 
     def __init__(self, tracker: Tracker, device: Device) -> None:
         self.session = _request(tracker)
-        found = _describe(self.session)
+        there = _describe(self.session).device
         try:
-            same = matched(device, found.device).identity == device.identity
+            same = matched(device, there).identity == device.identity
         except DeviceError:
             same = False
         if not same:
-            raise NoServer(f"a server with the key {tracker.key} measures on {told(found.device)} and not "
+            raise NoServer(f"a server with the key {tracker.key} measures on {told(there)} and not "
                            f"{told(device)}; give it another key")
         self.run = self.session.get_function(MEASURE)
-        with contextlib.suppress(AttributeError):  # an older server
-            self.session.get_function(WARM)()
+        self.session.get_function(WARM)()
         self.uploaded: set[tuple[str, int]] = set()
 
     def measure(self, request: Measure) -> list[Outcome]:
-        """As ``measuring.measure``, there."""
+        """Measures as ``measuring.measure`` does, on the server."""
         answers = Path(request.answers)
         sent = str(answers), answers.stat().st_mtime_ns
         name = f"{answers.parent.name}.npz"
@@ -168,8 +162,7 @@ def ready(_: None) -> bool:
 def measure(request: Measure) -> list[Outcome]:
     """Checks and times modules on the server that this process has a session with, or gets one.
 
-    Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``.
-    """
+    Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``."""
     global _connection
     if _connection is None:
         _connection = connected()
@@ -183,7 +176,7 @@ def measure(request: Measure) -> list[Outcome]:
 
 
 def connected() -> Connection:
-    """With a server of the tracker that this process is told of."""
+    """A connection with a server of the tracker that this process's environment names."""
     host, port, key, device = msgspec.json.decode(os.environ[ADDRESS], type=tuple[str, int, str, Device])
     return Connection(Tracker(host, port, key), device)
 
@@ -203,7 +196,7 @@ def _client(tracker: Tracker, limit: float) -> Any:
 
     from tvm.rpc import base, client
 
-    class Client(client.TrackerSession):
+    class Client(client.TrackerSession):  # type: ignore[misc]  # TVM has no types
         def _connect(self) -> None:
             self._sock = socket.create_connection(self._addr, limit)
             magic = struct.pack("<i", base.RPC_TRACKER_MAGIC)
@@ -215,7 +208,7 @@ def _client(tracker: Tracker, limit: float) -> Any:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call returns or raises, of code that may wait for ever; TimeoutError after these seconds."""
+    """The result of a call that may wait for ever, or its error; TimeoutError after these seconds."""
     answer: Future[T] = Future()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Which candidates to try next.
+"""The search, which says what candidates to try next.
 
 This is AutoTVM's method: a config space of named knobs, a ranking cost model over it, batches of what that ranks
 highest with some random picks. AutoTVM itself has left TVM. Where it anneals over the model's score, here a sample of
@@ -16,8 +16,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
-from ecornn.tune.features import ESTIMATE, features
-from ecornn.tune.model import TRUST, CostModel
+from ecornn.tune.model import ESTIMATE, TRUST, CostModel, features
 from ecornn.tune.space import Candidate, ConfigSpace
 
 EPSILON = 0.15  # share of a batch that is drawn at random, whatever the model says
@@ -36,11 +35,10 @@ SCORE = itemgetter(1)  # of a candidate and its score
 class Search:
     """Proposes batches; learns from what they cost.
 
-    ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far.
-    ``known`` are candidates worth a trial at once, such as the best of another GPU; with ``defaults`` those of
-    the schedules come before them, or where candidates have estimates only the preferred one, and what seems fastest
-    near all of these. ``lent`` are worth a look: the model ranks them beside those of the space.
-    """
+    ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far. ``known`` are candidates
+    worth a trial at once, such as the best of another GPU; with ``defaults`` those of the schedules come before them,
+    or where candidates have estimates only the preferred one, and what seems fastest near all of these. ``lent`` are
+    worth a look: the model ranks them beside those of the space."""
 
     def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "",
                  known: Sequence[Candidate] = (), lent: Sequence[Candidate] = (), defaults: bool = True) -> None:
@@ -58,7 +56,7 @@ class Search:
             self.first += self.opening([*self.first, *self.lent])
 
     def tell(self, candidate: Candidate, time: float | None) -> None:
-        """``candidate`` took ``time`` µs per step, or failed (None)."""
+        """Learns that ``candidate`` took ``time`` µs per step, or failed (None)."""
         self.tried[candidate] = time
         self.proposed.discard(candidate)
         self.model.add(self.group, self.row(candidate), time)
@@ -73,9 +71,8 @@ class Search:
     def ask(self, count: int) -> list[Candidate]:
         """Up to ``count`` new candidates; fewer where the space has no more, [] where it has none.
 
-        First those that were chosen when the search began: see the class. After them what the model ranks
-        highest, mixed with random picks.
-        """
+        First those that were chosen when the search began: see the class. After them what the model ranks highest,
+        mixed with random picks."""
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
         batch = [c for c in self.first if self.fresh(c, ())][:count]
         room = count - len(batch)
@@ -98,37 +95,37 @@ class Search:
         return self.top(new, OPENING - len(self.first))
 
     def waiting(self) -> int:
-        """Candidates that will be proposed whatever the model says."""
+        """The number of candidates that will be proposed whatever the model says."""
         return sum(self.fresh(c, ()) for c in self.first)
 
     def fresh(self, candidate: Candidate, batch: Sequence[Candidate]) -> bool:
-        """Neither tried nor proposed, and not in the batch."""
+        """True for a candidate that was neither tried nor proposed, and is not in the batch."""
         return candidate not in self.tried and candidate not in self.proposed and candidate not in batch
 
     def draw(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
         """Random new candidates, preferred schedules more often."""
-        found: list[Candidate] = []
+        drawn: list[Candidate] = []
         for _ in range(20 * count):
-            drawn = self.space.draw(rng)
-            if drawn is not None and self.fresh(drawn, [*batch, *found]):
-                found.append(drawn)
-            if len(found) == count:
-                return found
+            one = self.space.draw(rng)
+            if one is not None and self.fresh(one, [*batch, *drawn]):
+                drawn.append(one)
+            if len(drawn) == count:
+                return drawn
         if count and len(self.space) <= SCORED:  # nearly all were tried
-            left = [c for c in self.listed if self.fresh(c, [*batch, *found])]
-            found += rng.sample(left, min(count - len(found), len(left)))
-        return found
+            left = [c for c in self.listed if self.fresh(c, [*batch, *drawn])]
+            drawn += rng.sample(left, min(count - len(drawn), len(left)))
+        return drawn
 
     def near_defaults(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
         """Up to ``count`` new candidates a few knobs away from the defaults of the two preferred schedules."""
-        defaults, found = [c for c in self.space.defaults() if self.space.fits(c)][:2], list[Candidate]()
+        defaults, near = [c for c in self.space.defaults() if self.space.fits(c)][:2], list[Candidate]()
         for _ in range(4 * count if defaults else 0):
             one = self.walk(rng, rng.choice(defaults), STEPS)
-            if self.fresh(one, [*batch, *found]):
-                found.append(one)
-            if len(found) == count:
+            if self.fresh(one, [*batch, *near]):
+                near.append(one)
+            if len(near) == count:
                 break
-        return found
+        return near
 
     def walk(self, rng: random.Random, one: Candidate, steps: int) -> Candidate:
         """A candidate up to ``steps`` knobs away."""
@@ -165,7 +162,7 @@ class Search:
         return new
 
     def fastest(self, count: int) -> list[Candidate]:
-        """Of what was tried."""
+        """The ``count`` fastest candidates that were tried and fit, fastest first."""
         good = sorted(((c, time) for c, time in self.tried.items() if time is not None), key=SCORE)
         return list(islice((c for c, _ in good if self.space.fits(c)), count))
 
@@ -205,5 +202,5 @@ class Search:
 
 
 def apart(a: Candidate, b: Candidate) -> float:
-    """In how many knobs two candidates differ; infinity where they are of different schedules."""
+    """The number of knobs in which two candidates differ; infinity where they are of different schedules."""
     return sum(x != y for x, y in zip(a.knobs, b.knobs, strict=True)) if a.schedule == b.schedule else math.inf

@@ -1,56 +1,66 @@
-"""Which lines of logs are worth showing, sharing and keeping."""
+"""The lines of logs that are worth showing, sharing and keeping; and several logs as one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
+
+import msgspec
 
 from ecornn.device import Device
 from ecornn.schedules.base import Value
 from ecornn.targets import KNOWN
-from ecornn.tune.log import Line, Log
+from ecornn.tune.log import Line, Log, TrialLine, is_trial
 from ecornn.tune.lookup import best_evidence, drift
-from ecornn.tune.record import Finish, Start, Trial
+from ecornn.tune.record import AnyRecord, Finish, Start, Trial
 from ecornn.tune.space import Candidate
 from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 Subject = tuple[Workload, Device]  # the device as its identity
+KINDS = {Start: 0, Trial: 1, Finish: 2}
 
 
-def best_lines(log: Log, revisions: Mapping[str, int]) -> list[Line]:
+def best_lines(log: Log, revisions: Mapping[str, int]) -> list[TrialLine]:
     """The trial of each workload and device that look-up would choose, were all of them able to run: the least time to
-    expect, where ``revisions`` are the present ones of the schedules. Not a stale one whose configuration has failed
-    since."""
+    expect, but not a stale one whose configuration has failed since. ``revisions``: present ones of the schedules."""
     gone = failing(log.lines, revisions)
-    found = []
+    best = []
     for subject, candidates in by_subject(log.lines).items():
         drifts = drift([line for same in candidates.values() for line in same])
         evidence = {c: best_evidence(same, revisions.get(c.schedule), drifts) for c, same in candidates.items()}
         usable = [one for c, one in evidence.items() if not one.stale or c not in gone.get(subject, {})]
         if usable:
-            found.append(min(usable, key=lambda one: one.order).line)
-    return found
+            best.append(min(usable, key=lambda one: one.order).line)
+    return best
 
 
-def by_subject(lines: Sequence[Line]) -> dict[Subject, dict[Candidate, list[Line]]]:
+def by_subject(lines: Iterable[Line]) -> dict[Subject, dict[Candidate, list[TrialLine]]]:
     """The trials whose time counts, by workload and device, then by configuration."""
-    found: dict[Subject, dict[Candidate, list[Line]]] = {}
+    return _grouped(line for line in filter(is_trial, lines) if proven(line.record))
+
+
+def failing(lines: Iterable[Line], revisions: Mapping[str, int]) -> dict[Subject, dict[Candidate, list[TrialLine]]]:
+    """The failures at the present revision of each schedule, by workload and device, then by configuration."""
+    return _grouped(line for line in filter(is_trial, lines) if line.record.error is not None
+                    and line.record.revision == revisions.get(line.record.schedule))
+
+
+def _grouped(lines: Iterable[TrialLine]) -> dict[Subject, dict[Candidate, list[TrialLine]]]:
+    """The lines by workload and device, then by configuration, with the knobs that schedules have got since then."""
+    grouped: dict[Subject, dict[Candidate, list[TrialLine]]] = {}
     for line in lines:
         trial = line.record
-        if isinstance(trial, Trial) and proven(trial):
-            found.setdefault((trial.workload, trial.device.identity), {}).setdefault(now(trial), []).append(line)
-    return found
-
-
-def now(trial: Trial) -> Candidate:
-    """What a trial tried, with the knobs that its schedule has got since then, as look-up reads it."""
-    return Candidate.of(trial.schedule, {**before(trial.schedule), **trial.config})
+        candidate = Candidate.of(trial.schedule, {**before(trial.schedule), **trial.config})
+        grouped.setdefault((trial.workload, trial.device.identity), {}).setdefault(candidate, []).append(line)
+    return grouped
 
 
 @cache
 def before(name: str) -> dict[str, Value]:
-    """What was done before a schedule had its later knobs. Some layer is asked about: it is the same for all."""
+    """The values of a schedule's later knobs that say what was done before it had them: the same for all layers."""
     from ecornn.cells import get
     from ecornn.schedules import all_schedules
     from ecornn.task import make_task
@@ -63,16 +73,6 @@ def before(name: str) -> dict[str, Value]:
     device = KNOWN["sm_90a"] if schedule.kind == "cuda" else Device("llvm", "generic", "any", 1)
     knobs = schedule.knobs(make_task(get("lstm"), Workload("lstm", 64, 64), device))
     return {knob.name: knob.before for knob in knobs if knob.before is not None}
-
-
-def failing(lines: Sequence[Line], revisions: Mapping[str, int]) -> dict[Subject, dict[Candidate, list[Line]]]:
-    """The failures at the present revision of each schedule."""
-    found: dict[Subject, dict[Candidate, list[Line]]] = {}
-    for line in lines:
-        trial = line.record
-        if isinstance(trial, Trial) and trial.error is not None and trial.revision == revisions.get(trial.schedule):
-            found.setdefault((trial.workload, trial.device.identity), {}).setdefault(now(trial), []).append(line)
-    return found
 
 
 def under_way(lines: Sequence[Line]) -> set[str]:
@@ -93,34 +93,98 @@ def under_way(lines: Sequence[Line]) -> set[str]:
 
 
 def ends(finish: Finish, trials: Sequence[Trial]) -> bool:
-    """Whether a run's finish came after these trials, which may be fewer than it counts: a pruned run goes on, too."""
+    """True for a finish that came after these trials, which may be fewer than it counts: a pruned run goes on, too."""
     tried = {Candidate.of(trial.schedule, trial.config) for trial in trials}
     return len(tried) <= finish.trials and all(trial.time <= finish.time for trial in trials)
 
 
 def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int) -> list[Line]:
-    """What look-up and the cost model could use, in the order of ``lines``.
+    """The lines that look-up and the cost model could use, in order.
 
-    Of each workload and device every record of the ``keep`` fastest configurations; a stale one only
-    where the configuration is not known at its schedule's present revision (``revisions``), with the failures that say
-    that it works no more. Of runs that were started and are not finished, everything; of finished ones, their start
-    and finish where a trial stays.
-    """
+    They are, for each workload and device, the records of the ``keep`` fastest configurations; stale ones only where a
+    configuration is not known at its schedule's present revision (``revisions``), with the failures that say that it
+    works no more; of runs that were started and are not finished everything; of finished ones start and finish, where a
+    trial stays."""
     going = under_way(lines)
-    kept: set[int] = set()
+    staying: set[int] = set()
     runs: set[str] = set()
     gone = failing(lines, revisions)
     for subject, candidates in by_subject(lines).items():
         drifts = drift([line for same in candidates.values() for line in same])
-        current = {c: [line for line in same if line.record.revision == revisions.get(c.schedule)]  # type: ignore[union-attr]
-                   or same for c, same in candidates.items()}
+        current = {c: [line for line in same if line.record.revision == revisions.get(c.schedule)] or same
+                   for c, same in candidates.items()}
         ranks = {c: best_evidence(same, revisions.get(c.schedule), drifts).order for c, same in candidates.items()}
         fastest = sorted(current, key=lambda c: ranks[c])[:keep]
         for candidate in fastest:
             stay = current[candidate]
-            if stay[0].record.revision != revisions.get(candidate.schedule):  # type: ignore[union-attr]
+            if stay[0].record.revision != revisions.get(candidate.schedule):
                 stay = [*stay, *gone.get(subject, {}).get(candidate, [])]
-            kept.update(id(line) for line in stay)
+            staying.update(id(line) for line in stay)
             runs.update(line.record.run for line in stay)
-    return [line for line in lines if id(line) in kept or line.record.run in going
+    return [line for line in lines if id(line) in staying or line.record.run in going
             or (line.record.run in runs and not isinstance(line.record, Trial))]
+
+
+@dataclass
+class Merged:
+    """The lines of a union, in a log's order, and a text for each line that contradicts one of them."""
+
+    lines: list[Line] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+
+    @property
+    def records(self) -> list[AnyRecord]:
+        """The records of the lines."""
+        return [line.record for line in self.lines]
+
+
+def merge(lines: Iterable[Line]) -> Merged:
+    """The union of the lines, run by run.
+
+    Equal lines count once. Two lines conflict that are the same event (what was tried, when, in which run) with
+    different results: an edited or damaged copy. Of these the one that promises less is kept: a failure before a time,
+    a longer time before a shorter. So merging is commutative, associative and idempotent, and a run that both logs have
+    goes on with the trials of both."""
+    events: dict[bytes, Line] = {}
+    merged = Merged()
+    for line in lines:
+        key = event(line.record)
+        rival = events.setdefault(key, line)
+        if rival is line:
+            continue
+        if rival.record == line.record:  # though 0.0 == -0.0, which are not written alike
+            events[key] = min((rival, line), key=lambda one: promise(one.record))
+            continue
+        winner, loser = sorted((rival, line), key=lambda one: promise(one.record))
+        events[key] = winner
+        merged.conflicts.append(f"{loser.full_place}: conflicts with {winner.full_place}, which promises less")
+    merged.lines = sorted(events.values(), key=lambda one: order(one.record))
+    return merged
+
+
+def event(record: AnyRecord) -> bytes:
+    """A key of what a record is about, without what came of it; ``seconds`` tells apart processes that went on with one
+    run."""
+    fields: tuple[Any, ...] = (KINDS[type(record)], record.run, record.time)
+    if not isinstance(record, Start):
+        fields += (record.seconds,)
+    if isinstance(record, Trial):
+        fields += (record.index, record.stage, record.workload, record.device, record.schedule, record.revision,
+                   sorted(record.config.items()), record.seed)
+    return msgspec.msgpack.encode(fields)
+
+
+def promise(record: AnyRecord) -> tuple[float, bytes]:
+    """A key for sorting: the speed that a record promises, and its text, which tells equal ones apart."""
+    speed = 0.0
+    if isinstance(record, Trial) and record.times is not None:
+        speed = 1.0 / record.times.median
+    elif isinstance(record, Finish) and record.best_us is not None:
+        speed = 1.0 / record.best_us
+    return speed, msgspec.json.encode(record)
+
+
+def order(record: AnyRecord) -> tuple[str, int, int, str, bytes]:
+    """A key for sorting that keeps runs together: start, trials by number, finish."""
+    index = record.index if isinstance(record, Trial) else 0
+    return record.run, KINDS[type(record)], index, record.time, msgspec.json.encode(record)

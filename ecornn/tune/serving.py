@@ -19,7 +19,7 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
-from ecornn.tune.environment import Environment, environment
+from ecornn.tune.at_hand import Environment, environment
 from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.process import Worker, WorkerError
@@ -34,21 +34,21 @@ HANDSHAKE = 5.0  # seconds that a connection, or the tracker, may take to say so
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a server measures on."""
+    """The device and the software that a server measures with."""
 
     device: Device
     environment: Environment
 
 
 class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What came of a request: measurements, or the error of the process that made them."""
+    """The answer to a request: outcomes of the modules, or the error of the process that measured."""
 
     measured: list[Outcome] | None = None
     error: str | None = None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own."""
+    """True for this machine's own address."""
     return host in LOOPBACK
 
 
@@ -63,10 +63,9 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
           address: str | None = None) -> Server:
     """Starts a server in processes of its own, known to the tracker; ``terminate()`` stops them.
 
-    ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first
-    free port of 100 from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the
-    device, :class:`ArgumentError` where it cannot listen there.
-    """
+    ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first free port of 100
+    from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the device, :class:`ArgumentError`
+    where it cannot listen there."""
     from tvm.rpc import Server
 
     from ecornn.tune.at_hand import present
@@ -160,8 +159,7 @@ def measure(worker: Worker, request: str, limit: float) -> str:
     paths = tuple(str(place(name)) for name in asked.paths)
     try:
         asked = msgspec.structs.replace(asked, paths=paths, answers=str(place(asked.answers)))
-        found = worker.call(Entries().measure, asked, list[Outcome], float(limit))
-        answer = Answer(measured=found)
+        answer = Answer(measured=worker.call(Entries().measure, asked, list[Outcome], float(limit)))
     except WorkerError as error:
         answer = Answer(error=str(error))
         if not error.lost and msgspec.json.decode(describe(), type=Description).device.kind == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ecornn.boundary import public
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.errors import ScheduleError
+from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
 from ecornn.tune.at_hand import present
@@ -24,9 +25,8 @@ from ecornn.tune.pool import Closed, Entries, Pool
 from ecornn.workload import BATCH, SEQ, Workload
 
 if TYPE_CHECKING:
-    from ecornn.tune.environment import Environment
-    from ecornn.tune.gain import Gain
-    from ecornn.tune.journal import Journal
+    from ecornn.tune.at_hand import Environment
+    from ecornn.tune.journal import Gain, Journal
     from ecornn.tune.record import Choice, Finish
     from ecornn.tune.remote import Tracker
     from ecornn.tune.space import ConfigSpace
@@ -39,19 +39,18 @@ FORWARD = 0.5  # of the time for a layer that trains, at most, if backward needs
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found.
+    """The result of a run.
 
     Attributes
     ----------
     finish : the run's last record: best and default with µs per step
     log : the file with every trial
-    resumed : trials that the log already had
-    fresh : trials made now; 0 where the run was finished before
-    failures : reason -> number of trials that failed for it, its first 60 characters
-    noisy : times that did not settle, those of the final comparison among them
-    gain : how much faster than the default the best is, and how surely; None where there are not times of both
-    backward : of the recurrence of the adjoint, where that was tuned, too
-    """
+    resumed : number of trials that the log already had
+    fresh : number of trials made now; 0 where the run was finished before
+    failures : reason, in its first 60 characters -> number of trials that failed for it
+    noisy : number of times that did not settle, those of the final comparison among them
+    gain : how much faster than the default the best is, and how surely; None without times of both
+    backward : the result for the recurrence of the adjoint, where that was tuned, too"""
 
     workload: Workload
     device: Device
@@ -71,9 +70,9 @@ class Result:
 
 
 class Session:
-    """Tunes for one device; a context manager around the worker processes, which are started by the
-    first run that has something to do. Several threads may tune, each a workload: one builds while another's
-    candidates are measured. Where a thread is still at work at the end of the context, its run is stopped.
+    """Tunes for one device; a context manager around the worker processes, which are started by the first run that has
+    something to do. Several threads may tune, each a workload: one builds while another's candidates are measured.
+    Where a thread is still at work at the end of the context, its run is stopped.
 
     Parameters
     ----------
@@ -85,14 +84,12 @@ class Session:
     tracker : measure on the servers that are registered there, not on this machine
     entries : functions of the worker processes, for tests
 
-    Raises :class:`~ecornn.errors.DeviceError` without the device.
-    """
+    Raises :class:`~ecornn.errors.DeviceError` without the device."""
 
     @public
     def __init__(self, target: str | Device | None = None, *, timeout: float = TIMEOUT, seed: int = 0,
                  tracker: Tracker | None = None, entries: Entries | None = None) -> None:
         from ecornn.cells.naming import importing
-        from ecornn.tune.checks import one_of, seconds, whole
         from ecornn.tune.process import MARK
         from ecornn.tune.quick_tvm import require_tvm
         from ecornn.tune.remote import Tracker
@@ -141,10 +138,10 @@ class Session:
 
     @property
     def environment(self) -> Environment:
-        """What records say of the machine that measures."""
+        """The software and clocks of the machine that measures, as records have them."""
         with self._lock:
             if self._environment is None:
-                from ecornn.tune.environment import environment
+                from ecornn.tune.at_hand import environment
 
                 self._environment = environment(self.device)
             return self._environment
@@ -158,7 +155,7 @@ class Session:
              report: Callable[[Progress], None] = lambda _: None,
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
-        and no others."""
+        choices and no others."""
         layer = self.layer(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
                            precision=precision, training=training)
         return self.tune_layer(layer, trials=trials, time_limit=time_limit, resume=resume, early_stop=early_stop,
@@ -166,24 +163,19 @@ class Session:
 
     def layer(self, cell: str | Cell, *, dtype: str | None = None, precision: str | None = None,
               **properties: Any) -> LayerSpec:
-        """What :meth:`tune` would tune, in the usual data type of the device where none is given."""
+        """The layer that :meth:`tune` would tune, in the usual data type of the device where none is given."""
         return LayerSpec(cell, dtype=dtype or usual_dtype(self.device.kind, precision), precision=precision,
                          **properties)
 
     @public
     @safe_interrupts()
-    def tune_layer(self, layer: LayerSpec, *, trials: int | None = None, time_limit: float | None = None,
-                   resume: bool = True, early_stop: bool = True, output: Path | None = None,
-                   schedule: str | None = None, only: Sequence[Choice] | None = None,
-                   report: Callable[[Progress], None] = lambda _: None,
-                   begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
-                   stage: Callable[[str], None] = lambda _: None) -> Result:
-        """As :meth:`tune`; ``stage`` is told in words what comes now."""
-        from ecornn.tune.checks import seconds
+    def tune_layer(self, layer: LayerSpec, *, time_limit: float | None = None, schedule: str | None = None,
+                   only: Sequence[Choice] | None = None, **options: Any) -> Result:
+        """Searches schedules and knobs for a layer, and for its backward pass where that has any. ``options`` are those
+        of :meth:`tune_workload`."""
 
         limit = None if time_limit is None else seconds("time_limit", time_limit)
-        search = partial(self.tune_workload, layer, trials=trials, resume=resume, early_stop=early_stop, output=output,
-                         schedule=schedule, report=report, begin=begin, stage=stage)
+        search = partial(self.tune_workload, layer, schedule=schedule, **options)
         if not layer.training or not self.tunes_backward(layer, schedule):
             return search(layer.workload, only=only, time_limit=limit)
         forward = search(layer.workload, only=only, time_limit=None if limit is None else limit * FORWARD)
@@ -191,8 +183,8 @@ class Session:
         return replace(forward, backward=search(layer.workload.adjoint, time_limit=left))
 
     def tunes_backward(self, layer: LayerSpec, schedule: str | None = None) -> bool:
-        """Whether there is anything to search of the adjoint of a layer that trains, on this device. Raises, before
-        anything is tried, what a search of it would raise, and where the layer cannot train."""
+        """True where the adjoint of a layer that trains has something to search on this device. Raises, before anything
+        is tried, what a search of it would raise, and where the layer cannot train."""
         from ecornn.task import make_task
         from ecornn.tune.choose import candidates, searched, serving
 
@@ -211,11 +203,11 @@ class Session:
                       report: Callable[[Progress], None] = lambda _: None,
                       begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
                       stage: Callable[[str], None] = lambda _: None) -> Result:
-        """As :meth:`tune`, of one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``."""
+        """Searches schedules and knobs for one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``.
+        Options are those of :meth:`tune`; ``stage`` is called with words that say what comes now."""
         started = time.monotonic()
         from ecornn.cells.naming import spec_of
         from ecornn.tune import folders
-        from ecornn.tune.checks import called, one_of, seconds, whole
         from ecornn.tune.choose import searched
         from ecornn.tune.journal import Journal, digest_of
         from ecornn.tune.tuner import Settings
@@ -240,10 +232,10 @@ class Session:
                 return result(run, workload, self.device, before)
         return result(run, workload, self.device, len(run.search))
 
-    def _search(self, found: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
+    def _search(self, cell: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
                 schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
                 begin: Callable[[ConfigSpace, int], None], stage: Callable[[str], None]) -> None:
-        """What of a run is left to do."""
+        """Carries out the rest of a run."""
         stage("starting processes")
         if self.entries == Entries():
             require_compilers(self.device)
@@ -257,7 +249,7 @@ class Session:
         from ecornn.tune.search import Search
         from ecornn.tune.space import Candidate, ConfigSpace
 
-        task = make_task(found, workload, device)
+        task = make_task(cell, workload, device)
         asked = preparing.Question(spec, workload, device, schedule, self.seed)
         # Where a workload takes a second, or several are searched at once, the search for its defaults would be most of
         # what this process does.
@@ -276,7 +268,7 @@ class Session:
             search: proposing.Proposals
             if only is None:
                 stage("learning from records of other layers")
-                search = stack.enter_context(proposing.searching(pool, found, space, asked, parts, run))
+                search = stack.enter_context(proposing.searching(pool, cell, space, asked, parts, run))
             else:
                 known = [Candidate.of(c.schedule, c.config) for c in only if c.schedule in space.schedules]
                 search = Search(space, CostModel(self.seed), self.seed, known=known, defaults=False)
@@ -299,11 +291,84 @@ def require_compilers(device: Device) -> None:
 
 
 def result(run: Journal, workload: Workload, device: Device, before: int) -> Result:
-    """Of a run that is finished, and had ``before`` trials when it began."""
-    from ecornn.tune.gain import gain_of
+    """The result of a run that is finished, and had ``before`` trials when this session began."""
+    from ecornn.tune.journal import gain_of
     from ecornn.tune.record import first_line
 
     assert run.finish is not None
     failures = Counter(first_line(t.error, 60) for t in run.search if t.error)
     return Result(workload, device, run.finish, run.path, before, len(run.search) - before, dict(failures),
                   sum(t.noisy for t in run.trials), gain_of(run))
+
+
+@public
+def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int = BATCH, seq: int = SEQ,
+         dtype: str | None = None, weights: str | None = None, precision: str | None = None, training: bool = False,
+         target: str | Device | None = None, trials: int | None = None, timeout: float = TIMEOUT,
+         time_limit: float | None = None, seed: int = 0, resume: bool = True, early_stop: bool = True,
+         output: Path | None = None, schedule: str | None = None, tracker: Tracker | None = None,
+         report: Callable[[Progress], None] = lambda _: None,
+         begin: Callable[[ConfigSpace, int], None] = lambda *_: None,
+         entries: Entries | None = None) -> Result:
+    """Searches schedules and knobs for one layer; the records are used by ``ecornn.compile``.
+
+    Parameters
+    ----------
+    cell : a built-in cell's name, ``FILE.py:NAME``, or a Cell whose class a process can import
+    hidden, input, batch, seq : H, I (default: H), B and T
+    dtype : default float32 on a CPU and bfloat16 on a GPU
+    weights, precision : as for ``ecornn.compile``
+    training : searches the recurrence of the backward pass, too, on a GPU: ``backward`` of the result. On a CPU that
+        has no knobs. What ``forward`` of a module that trains does besides ``run``, a store more, needs no search
+    target : ``cuda`` or ``cpu``; default: the GPU if there is one. A :class:`~ecornn.device.Device` with fewer
+        multiprocessors than the GPU: for layers that share it with others, see ``overlap`` of ``ecornn.compile``
+    trials : default 48 on a CPU and 128 on a GPU; with ``training`` of each of the two searches
+    timeout : seconds that one build, and one measurement, may take
+    time_limit : seconds for the whole run, earlier sessions included; None: no limit. With ``training`` half of them
+        are for forward, at most, and the rest for backward
+    seed : of the search and of the data
+    resume : go on with the same run if the log has it, and return at once if it is finished
+    early_stop : end before all trials are made, after 59 in a row that were not faster by 1%: at 95%
+        confidence fewer than one in twenty further ones would be
+    output : log file; default: one for this workload and device in the user's folder
+    schedule : only this schedule
+    tracker : measure on the servers that are registered there, not on this machine
+    report, begin : called after each trial; and before the first, with what was resumed
+    entries : functions of the worker processes, for tests
+
+    Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments,
+    ``DeviceError`` without the device, ``ScheduleError`` where no schedule serves the workload,
+    ``RecordError`` where the log cannot be read or written, ``ServerError`` where no server behind the
+    tracker measures any more.
+
+    For many layers, a :class:`ecornn.tune.Session` keeps the worker processes between them."""
+    with Session(target, timeout=timeout, seed=seed, tracker=tracker, entries=entries) as session:
+        return session.tune(cell, hidden=hidden, input=input, batch=batch, seq=seq, dtype=dtype, weights=weights,
+                            precision=precision, training=training, trials=trials, time_limit=time_limit, resume=resume,
+                            early_stop=early_stop, output=output, schedule=schedule, report=report, begin=begin)
+
+
+def whole(name: str, value: Any, low: int, high: int) -> int:
+    """Returns ``value``, an integer from ``low`` to ``high``. Raises :class:`ArgumentError` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ArgumentError(name, value, f"an integer from {low} to {high}")
+    return value
+
+
+def seconds(name: str, value: Any) -> float:
+    """Returns ``value``, a finite number above 0. Raises :class:`ArgumentError` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ArgumentError(name, value, "seconds, a finite number above 0")
+    return float(value)
+
+
+def called(name: str, value: Any) -> None:
+    """Raises :class:`ArgumentError` where ``value`` is no function."""
+    if not callable(value):
+        raise ArgumentError(name, value, "a function")
+
+
+def one_of(name: str, value: Any, *kinds: type) -> None:
+    """Raises :class:`ArgumentError` where ``value`` is neither None nor of one of these types."""
+    if value is not None and not isinstance(value, kinds):
+        raise ArgumentError(name, value, f"{' or '.join(k.__name__ for k in kinds)}, or None")

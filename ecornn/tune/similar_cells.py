@@ -17,9 +17,8 @@ from ecornn.cells import Cell
 from ecornn.errors import ArgumentError
 from ecornn.schedules.base import Task
 from ecornn.task import make_task
-from ecornn.tune.log import Line, Log
+from ecornn.tune.log import Log, TrialLine, is_trial
 from ecornn.tune.lookup import how_far
-from ecornn.tune.record import Trial
 from ecornn.tune.tolerance import proven
 
 
@@ -31,36 +30,34 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
     """
     from ecornn.cells import BUILTIN, get
 
-    work, trials = task.workload, defaultdict[str, list[Line]](list)
-    for line in log.lines:
-        if isinstance(line.record, Trial):
-            trials[line.record.workload.cell].append(line)
+    work, trials = task.workload, defaultdict[str, list[TrialLine]](list)
+    for line in filter(is_trial, log.lines):
+        trials[line.record.workload.cell].append(line)
 
-    def of(name: str) -> Iterator[Line]:
+    def of(name: str) -> Iterator[TrialLine]:
         named = structs.replace(work, cell=name)
-        return (line for line in trials[name] if how_far(line.record, named, task.device))  # type: ignore[arg-type]
+        return (line for line in trials[name] if how_far(line.record, named, task.device))
 
-    if task.graph.statistics or task.graph.hoisted_statistics or any(
-            proven(line.record) for line in of(work.cell)):  # type: ignore[arg-type]
+    if task.graph.statistics or task.graph.hoisted_statistics or any(proven(line.record) for line in of(work.cell)):
         return None
     for name in sorted(BUILTIN, key=lambda name: name != work.cell.partition("(")[0]):
         lines = list(of(name))
         named = structs.replace(work, cell=name)
         if lines and products(make_task(get(name), named, task.device).graph) == products(task.graph):
             return name, Log([replace(line, record=structs.replace(line.record, workload=structs.replace(
-                line.record.workload, cell=work.cell))) for line in lines])  # type: ignore[union-attr]
+                line.record.workload, cell=work.cell))) for line in lines])
     return None
 
 
 def products(graph: StepGraph) -> tuple[object, ...]:
-    """What a schedule's choices depend on most: the states, and each product's rows, operands and heads, or what is
-    narrow of it, which no built-in cell has."""
+    """A key of what a schedule's choices depend on most: states, and rows, operands and heads of each product, or its
+    narrow part, which no built-in cell has."""
     return len(graph.states), *((len(p.products), len(p.operands), heads_of(p), narrow_of(p))
                                 for p in graph.product_phases)
 
 
 def akin(one: str, other: str) -> bool:
-    """Whether two cells, both of them built in, multiply alike."""
+    """True for two built-in cells that multiply alike."""
     first, second = products_of(one), products_of(other)
     return first is not None and first == second
 
@@ -75,7 +72,7 @@ def products_of(name: str) -> tuple[object, ...] | None:
 
 
 def built_in(name: str) -> Cell | None:
-    """The cell of that name, where it is one of ours."""
+    """The built-in cell of that name; None where there is none."""
     from ecornn.cells import get
 
     try:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ecornn.errors import ScheduleError
-from ecornn.schedules.base import Config, Knob, Schedule, Task, Value
+from ecornn.schedules.base import AnySchedule, Config, Knob, Task, Value
 from ecornn.tune.record import Choice
 
 PARTS = 8  # of a schedule's combinations, which processes look through side by side
@@ -19,7 +19,7 @@ KEPT = 100_000  # of those of a part that fit, as numbers
 SAMPLED = 50_000  # combinations of a schedule that has more
 
 
-Scan = tuple[bool, array]  # whether these are all that fit, and the numbers of these, in order
+Scan = tuple[bool, "array[int]"]  # True where these are all that fit; numbers of combinations that fit, in order
 
 
 class Candidate(NamedTuple):
@@ -69,19 +69,18 @@ def halving(rng: random.Random, names: Sequence[str]) -> str:
 class ConfigSpace:
     """The union of the schedules' knob products, filtered by ``check``.
 
-    A combination is a number, the position in the product of its schedule's knobs. Of each schedule
-    the numbers that fit are kept; where there are too many to ask for all, those of a random sample.
-    Few combinations of a tight schedule fit (one in a thousand), so drawing until one does would
-    hardly ever propose that schedule.
+    A combination is a number, the position in the product of its schedule's knobs. Of each schedule the numbers that
+    fit are kept; where there are too many to ask for all, those of a random sample. Few combinations of a tight
+    schedule fit (one in a thousand), so drawing until one does would hardly ever propose that schedule.
 
-    What ``check`` says depends on the knobs that it reads and no other, so one answer settles all
-    combinations that agree in these (conflict-directed backjumping).
+    What ``check`` says depends on the knobs that it reads and no other, so one answer settles all combinations that
+    agree in these (conflict-directed backjumping).
 
-    ``defaults``: of the schedules, in their order, where they are known already. ``scans`` may be set to what asks
-    somebody else for the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
+    ``defaults``: those of the schedules, in their order, where they are known already. ``scans`` may be set to a
+    function that has others do the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
     """
 
-    def __init__(self, task: Task, schedules: Sequence[Schedule], defaults: Sequence[Choice] | None = None) -> None:
+    def __init__(self, task: Task, schedules: Sequence[AnySchedule], defaults: Sequence[Choice] | None = None) -> None:
         if not schedules:
             raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}")
         self.task = task
@@ -96,9 +95,9 @@ class ConfigSpace:
     @cached_property
     def fitting(self) -> dict[str, array[int]]:
         """The numbers that fit, by schedule; found when first asked for."""
-        found = self.scans()
-        self.whole = {name: frozenset(numbers) for name, (whole, numbers) in found.items() if whole}
-        return {name: found[name][1] for name in self.schedules}
+        scans = self.scans()
+        self.whole = {name: frozenset(numbers) for name, (whole, numbers) in scans.items() if whole}
+        return {name: scans[name][1] for name in self.schedules}
 
     @cached_property
     def drawable(self) -> list[str]:
@@ -133,9 +132,9 @@ class ConfigSpace:
         """Numbers of the combinations of one part that fit: those with every ``PARTS``-th value of the first knob that
         ``check`` looks at."""
         order = self._order(schedule)
-        found = self._walk(schedule, order, part)
-        if found is not None:
-            return True, found
+        numbers = self._walk(schedule, order, part)
+        if numbers is not None:
+            return True, numbers
         check, first = self.schedules[schedule].check, order[0]
         knob = next(k for k in self.knobs[schedule] if k.name == first)
         drawn = ((n, self.config(schedule, n)) for n in self._sampled(schedule))
@@ -171,7 +170,7 @@ class ConfigSpace:
         for name, places in zip(reversed(order), reversed(choices), strict=True):
             rest.append([r + p * weights[name] for p in places for r in rest[-1]] if len(rest[-1]) < KEPT else [])
         rest.reverse()
-        at, found = [0] * len(order), array("q")
+        at, fitting = [0] * len(order), array("q")
         for _ in range(ASKED):
             chosen = [c[i] for c, i in zip(choices, at, strict=True)]
             config = Watched({n: knobs[n].values[p] for n, p in zip(order, chosen, strict=True)})
@@ -179,14 +178,14 @@ class ConfigSpace:
             deepest = max((depth[n] for n in config.read), default=-1)
             if fits:
                 base = sum(p * weights[n] for n, p in zip(order[:deepest + 1], chosen, strict=False))
-                found.extend(base + r for r in rest[deepest + 1])
-                if len(found) > KEPT:
+                fitting.extend(base + r for r in rest[deepest + 1])
+                if len(fitting) > KEPT:
                     return None
             while deepest >= 0 and at[deepest] == len(choices[deepest]) - 1:
                 at[deepest] = 0
                 deepest -= 1
             if deepest < 0:
-                return found
+                return fitting
             at[deepest] += 1
         return None
 
@@ -199,7 +198,7 @@ class ConfigSpace:
         return config
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether the schedule's ``check`` accepts the candidate."""
+        """True where the schedule's ``check`` accepts the candidate."""
         return self.schedules[candidate.schedule].check(self.task, candidate.config) is None
 
     def defaults(self) -> list[Candidate]:
@@ -216,11 +215,11 @@ class ConfigSpace:
         """``count`` different candidates, each schedule's share that of its candidates; all where there are no more."""
         if len(self) <= count:
             return list(self.listing())
-        found = []
+        drawn = []
         for name, numbers in self.fitting.items():
             share = math.ceil(count * len(numbers) / len(self))
-            found += [Candidate.of(name, self.config(name, n)) for n in rng.sample(numbers, min(share, len(numbers)))]
-        return found
+            drawn += [Candidate.of(name, self.config(name, n)) for n in rng.sample(numbers, min(share, len(numbers)))]
+        return drawn
 
     def listing(self) -> Iterator[Candidate]:
         """Every candidate, lazily."""
@@ -270,8 +269,7 @@ class Line:
     ----------
     values : with the name of their knob
     knobs : the number of that knob
-    weights : what a value adds to the number of a combination
-    """
+    weights : what a value adds to the number of a combination"""
 
     def __init__(self, knobs: Sequence[Knob]) -> None:
         self.values = [(knob.name, value) for knob in knobs for value in knob.values]

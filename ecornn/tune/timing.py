@@ -43,8 +43,7 @@ def event_clock(run: Run) -> float:
     """Seconds of one run on torch's current CUDA stream, between events.
 
     Where the host may have been what took long, the time is that of a second run, all of which is asked for while the
-    GPU still waits: the time is the GPU's alone, as in a CUDA graph.
-    """
+    GPU still waits: the time is the GPU's alone, as in a CUDA graph."""
     taken, asked = _between_events(run, 0)
     if taken > ASKED * asked or asked > LONG:
         return taken
@@ -57,7 +56,7 @@ def _between_events(run: Run, wait: int) -> tuple[float, float]:
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if wait:
-        torch.cuda._sleep(wait)  # type: ignore[attr-defined]
+        torch.cuda._sleep(wait)
     asked = time.perf_counter()
     begin.record()
     run()
@@ -99,22 +98,20 @@ def interval(times: Sequence[float]) -> float:
 
 
 def settled(times: Sequence[float]) -> bool:
-    """Whether the median of these times is known to ``TIGHT``.
-
-    Of fewer than six, all must lie within ``TIGHT`` of their middle.
-    """
+    """True where the median of these times is known to ``TIGHT``: fewer than six must all lie within ``TIGHT`` of their
+    middle."""
     if len(times) < 6:
         return max(times) - min(times) <= 2 * TIGHT * sorted(times)[len(times) // 2]
     return interval(times) <= TIGHT
 
 
 def behind(times: Sequence[float], bound: float | None, fewest: int) -> bool:
-    """Whether a contestant is too slow for its exact time to matter."""
+    """True for a contestant that is too slow for its exact time to matter; ``bound`` in seconds."""
     return bound is not None and len(times) >= fewest and min(times) > BEHIND * bound
 
 
 def decided(times: Sequence[float], bound: float | None, fewest: int) -> bool:
-    """Whether further samples would say nothing new."""
+    """True where further samples would say nothing new."""
     agree = len(times) >= max(EARLY, fewest) and max(times) - min(times) <= TIGHT * min(times)
     return agree or behind(times, bound, fewest)
 
@@ -123,12 +120,11 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
          fewest: int = FEWEST, seconds: float | None = None) -> list[list[float]]:
     """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
-    Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the
-    median is known then is for :func:`settled` to say. A contestant whose warm-up takes longer than
-    ``HOPELESS * bound`` seconds keeps that one time; one that is slower than ``BEHIND * bound`` in each of the
-    ``fewest`` samples gets no more, and one whose samples agree gets no more than ``EARLY``, or ``fewest``. Once
-    ``seconds`` are over, no more than ``FEWEST`` of each are taken.
-    """
+    Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the median is known
+    then is for :func:`settled` to say. A contestant whose warm-up takes longer than ``HOPELESS * bound`` seconds keeps
+    that one time; one that is slower than ``BEHIND * bound`` in each of the ``fewest`` samples gets no more, and one
+    whose samples agree gets no more than ``EARLY``, or ``fewest``. Once ``seconds`` are over, no more than ``FEWEST``
+    of each are taken."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     times: list[list[float]] = []
     for one in contestants:

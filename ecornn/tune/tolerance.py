@@ -1,4 +1,4 @@
-"""How exact an output must be: of a candidate that is measured, and of a record whose time counts."""
+"""The tolerance of outputs: of a candidate that is measured, and of a record whose time counts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LEAST = 1e-3  # µs of a step: some cycles, and no step has fewer
 
 
 def tolerance(work: Workload) -> float:
-    """The relative error that a candidate may have."""
+    """The largest relative error that an output may have, ||out - ref|| / ||ref||."""
     if work.backward:
         return GRADIENTS[work.arithmetic]
     return INTEGERS.get(work.weights or "", TOLERANCE[work.arithmetic])
 
 
 def proven(trial: Trial) -> bool:
-    """Whether a trial has a time, one that a step can take, and its output was right: what is wrong may be as fast as
-    it likes."""
+    """True for a trial with a time, one that a step can take, and a right output: what is wrong may be as fast as it
+    likes."""
     return (trial.times is not None and trial.times.median >= LEAST and trial.check is not None
             and trial.check <= tolerance(trial.workload))

@@ -1,4 +1,4 @@
-"""What records that do not apply are still good for: warming the cost model, and seeds to re-check."""
+"""Uses of records that do not apply: they warm the cost model, and are seeds to re-check."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from itertools import product
 
 from ecornn.cells import Cell
 from ecornn.device import Device
-from ecornn.schedules.base import Config, Schedule, Task
+from ecornn.schedules.base import AnySchedule, Config, Task
 from ecornn.task import make_task
-from ecornn.tune.features import features
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import Log
+from ecornn.tune.log import Log, is_trial
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
-from ecornn.tune.model import CostModel
+from ecornn.tune.model import CostModel, features
 from ecornn.tune.record import Trial
 from ecornn.tune.similar_cells import akin, built_in
 from ecornn.tune.space import Candidate
@@ -32,12 +31,12 @@ Run = tuple[str, Workload, Device]
 
 
 def octaves(a: Workload, b: Workload) -> float:
-    """How unlike the sizes of two workloads are."""
+    """The distance between the sizes of two workloads, in octaves."""
     return sum(abs(math.log2(getattr(a, n) / getattr(b, n))) for n in ("hidden", "input", "batch"))
 
 
 def distance(a: Workload, b: Workload) -> float:
-    """How unlike two workloads are, in octaves; infinite where what is fast for one says little of the other."""
+    """The distance between two workloads, in octaves; infinite where what is fast for one says little of the other."""
     alike = (a.weights, a.precision, a.entry) == (b.weights, b.precision, b.entry)
     if not alike or a.itemsize != b.itemsize or not (a.cell == b.cell or akin(a.cell, b.cell)):
         return math.inf
@@ -45,22 +44,21 @@ def distance(a: Workload, b: Workload) -> float:
 
 
 def unlike(a: Workload, b: Workload) -> int:
-    """In how much two workloads differ besides their sizes."""
+    """The number of properties besides sizes in which two workloads differ."""
     return sum(getattr(a, n) != getattr(b, n) for n in ("cell", "dtype", "weights", "precision"))
 
 
-def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule], log: Log,
+def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedule], log: Log,
          run: Journal | None = None) -> int:
     """Adds the nearest runs of the same architecture and entry, and of whatever cell and data type those that have seen
     a good part of a space, slow configurations too; returns how many trials.
 
-    ``run`` is left out: the search is told of its own trials. The model compares times within a run
-    only, so runs of other sizes, of other products and of older revisions teach as well.
-    """
+    ``run`` is left out: the search is told of its own trials. The model compares times within a run only, so runs of
+    other sizes, of other products and of older revisions teach as well."""
     runs: dict[Run, list[Trial]] = {}
-    for line in log.lines:
+    for line in filter(is_trial, log.lines):
         trial = line.record
-        if (isinstance(trial, Trial) and trial.device.arch == task.device.arch and trial.stage == "search"
+        if (trial.device.arch == task.device.arch and trial.stage == "search"
                 and trial.workload.entry == task.workload.entry and not (run and run.has(line))):
             runs.setdefault((trial.run, trial.workload, trial.device.identity), []).append(trial)
 
@@ -92,9 +90,9 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[Schedule]
     return added
 
 
-def usable(schedule: Schedule, task: Task, trial: Trial, config: Config, served: dict[str, bool]) -> bool:
-    """Whether the schedule can still do for ``task`` what the trial did. To ask it whether it serves takes a search for
-    something that fits, which a trial of the schedule as it is has found; ``served`` keeps what was asked."""
+def usable(schedule: AnySchedule, task: Task, trial: Trial, config: Config, served: dict[str, bool]) -> bool:
+    """True where the schedule can still do for ``task`` what the trial did. To ask it whether it serves takes a search
+    for something that fits, which a trial at its present revision has found; ``served`` keeps the answers."""
     if trial.revision == schedule.revision and listed(config, schedule.knobs(task)):
         return schedule.check(task, config) is None
     if schedule.name not in served:
@@ -102,14 +100,13 @@ def usable(schedule: Schedule, task: Task, trial: Trial, config: Config, served:
     return served[schedule.name] and unfit(schedule, task, config) is None
 
 
-def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
+def seeds(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
     """The fastest configurations that any record of this workload has, whatever the length of its sequences, those of
     this GPU first, then of one like it; those of larger inputs last.
 
-    Records of another GPU, or of another revision of the schedule, prove nothing here; what they
-    found is worth a trial each, with knobs that they did not have as things were before. Whether a
-    configuration fits is for the config space to say.
-    """
+    Records of another GPU, or of another revision of the schedule, prove nothing here; what they found is worth a trial
+    each, with knobs that they did not have as things were before. Whether a configuration fits is for the config space
+    to say."""
     by_name = {s.name: s for s in schedules}
     knobs = {s.name: s.knobs(task) for s in schedules}
     best: dict[Candidate, tuple[float, float, float]] = {}
@@ -125,7 +122,7 @@ def seeds(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate
     return sorted(best, key=lambda c: best[c])[:SEEDS]
 
 
-def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candidate]:
+def borrowed(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
     """The fastest configurations of the nearest workloads, this one among them, as they are for this task, where they
     fit; the fastest of each first."""
     by_name = {s.name: s for s in schedules}
@@ -138,13 +135,13 @@ def borrowed(task: Task, schedules: Sequence[Schedule], log: Log) -> list[Candid
     far = {work: distance(work, task.workload) for work in times}
     near = sorted((work for work in times if far[work] < math.inf), key=lambda work: (far[work], str(work)))[:LENDERS]
     ranked = {work: sorted(times[work], key=lambda c: times[work][c])[:LENT] for work in near}
-    found: dict[Candidate, None] = {}
+    fitting: dict[Candidate, None] = {}
     for place, work in product(range(LENT), near):
         most = WORTH * times[work][ranked[work][0]]
         for one in (c for c in ranked[work][place:place + 1] if times[work][c] <= most):
             schedule = by_name[one.schedule]
-            config = {k.name: k.before for k in schedule.knobs(task) if k.before is not None} | one.config
-            config = dict(moved(config, schedule, work, task))
+            earlier = {k.name: k.before for k in schedule.knobs(task) if k.before is not None}
+            config = dict(moved(earlier | one.config, schedule, work, task))
             if unfit(schedule, task, config) is None:
-                found[Candidate.of(one.schedule, config)] = None
-    return list(found)
+                fitting[Candidate.of(one.schedule, config)] = None
+    return list(fitting)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from ecornn.tune.environment import Environment
-from ecornn.tune.evaluate import COMPARED, Evaluator
+from ecornn.schedules.base import GENERATION
+from ecornn.tune.at_hand import Environment
+from ecornn.tune.evaluate import COMPARED, ProcessEvaluator
 from ecornn.tune.journal import RESERVED, Journal
 from ecornn.tune.proposing import Proposals
 from ecornn.tune.record import Choice, Finish, Outcome, Reason, Start, Trial
@@ -25,9 +26,9 @@ CONFIDENCE, RATE, GAIN = 0.95, 0.05, 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """``trials`` of the search in all; ``time_limit`` in seconds or None; ``batch`` between two
-    trainings of the model; ``early_stop``: end once more trials are unlikely to help; ``started``: when the run began
-    or went on, by ``time.monotonic``, with all that comes before its first trial; None: when carried out."""
+    """The options of a run: ``trials`` of the search in all; ``time_limit`` in seconds or None; ``batch``, candidates
+    between two trainings of the model; ``early_stop``: end once more trials are unlikely to help; ``started``: the
+    moment, by ``time.monotonic``, at which the run began or went on; None: that of :meth:`Tuner.run`."""
 
     trials: int
     seed: int
@@ -39,9 +40,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: the latest trial and the best so far, each with µs per step; ``default_us`` of the untuned
-    default, None until it has run; ``left_s``: seconds that the search takes at most, by the pace so far and the time
-    limit, None before there is a pace."""
+    """The state of a run: ``done`` of ``total`` trials, the latest one, and the best so far; ``best_us`` and
+    ``default_us`` are µs per step of the best and of the untuned default, None until it has run; ``left_s``: seconds
+    that the search takes at most, by the pace so far and the time limit, None before there is a pace."""
 
     done: int
     total: int
@@ -53,13 +54,10 @@ class Progress:
 
 
 class Tuner:
-    """One run.
+    """One run. ``evaluator`` builds and measures, ``journal`` keeps the records, ``report`` is called after every
+    trial, and ``stage`` with words that say what comes now."""
 
-    Everything that takes time or touches the machine is handed in: ``evaluator`` builds and
-    measures, ``journal`` keeps the records, ``report`` is told of every trial, ``stage`` what comes now.
-    """
-
-    def __init__(self, search: Proposals, evaluator: Evaluator, journal: Journal, settings: Settings,
+    def __init__(self, search: Proposals, evaluator: ProcessEvaluator, journal: Journal, settings: Settings,
                  environment: Environment, report: Callable[[Progress], None] = lambda _: None,
                  stage: Callable[[str], None] = lambda _: None) -> None:
         self.search, self.evaluator, self.journal = search, evaluator, journal
@@ -73,9 +71,8 @@ class Tuner:
     def run(self) -> Finish:
         """Tunes to the end and returns the finish record, which is in the log by then.
 
-        Trials that the journal already has are not made again. Stopped at any point
-        (KeyboardInterrupt included), the journal has every trial that was done.
-        """
+        Trials that the journal already has are not made again. Stopped at any point (KeyboardInterrupt included), the
+        journal has every trial that was done."""
         started = self.settings.started
         self.begin = (time.monotonic() if started is None else started) - self.journal.seconds
         for old in self.journal.search:
@@ -110,7 +107,7 @@ class Tuner:
         return max(0.0, left - min(needed, RESERVED * limit))
 
     def expected(self, made: int, seconds: float) -> float | None:
-        """Seconds until the search has ended at the latest: ``made`` trials took so many."""
+        """Seconds until the search has ended at the latest, where ``made`` trials took ``seconds``; None: unknown."""
         pace = (self.settings.trials - len(self.search.tried)) * seconds / made if made else None
         known = [one for one in (pace, self.for_search()) if one is not None]
         return min(known, default=None)
@@ -154,24 +151,23 @@ class Tuner:
                                  self.expected(len(self.search.tried) - known, time.monotonic() - began)))
 
     def batch(self, ahead: int) -> int:
-        """How many candidates to propose next. Where builds go on beside measurements, what is known beforehand is
-        built first, alone: drawing takes a scan of the space. Where a batch is built before any of it is measured,
-        the default is, so that its time is seen soon."""
+        """The number of candidates to propose next. Where builds go on beside measurements, candidates that are known
+        beforehand are built first, alone: drawing takes a scan of the space. Where a batch is built before any of it is
+        measured, the default comes first and alone, so that its time is seen soon."""
         if ahead:
             return self.search.waiting() or self.settings.batch
         return self.settings.batch if self.search.tried else 1
 
     def converged(self) -> bool:
-        """Whether the latest trials say that further ones are unlikely to help.
+        """True once the latest trials say that further ones are unlikely to help.
 
-        If one in ``RATE`` of them were faster by more than ``GAIN``, so many in a row without a gain
-        would have a probability of at most 1 - ``CONFIDENCE``. The search proposes the most promising
-        candidates first, so the bound is on the safe side for those still to come.
-        """
+        If a share ``RATE`` of them were faster by more than ``GAIN``, so many in a row without a gain would have a
+        probability of at most 1 - ``CONFIDENCE``. The search proposes the most promising candidates first, so the bound
+        is on the safe side for those still to come."""
         return self.without_gain >= stop_after()
 
     def learn(self, candidate: Candidate, us: float | None) -> None:
-        """Tells the search, and keeps the best."""
+        """Tells the search the time of a candidate, in µs per step (None: it failed), and keeps the best."""
         self.search.tell(candidate, us)
         gained = us is not None and (self.best_us is None or us < self.best_us * (1 - GAIN))
         self.without_gain = 0 if gained else self.without_gain + 1
@@ -183,7 +179,7 @@ class Tuner:
         trial = Trial(
             run=self.journal.run, index=len(self.journal.trials), stage=stage,
             workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
-            revision=self.space.schedules[candidate.schedule].revision, config=candidate.config,
+            revision=self.space.schedules[candidate.schedule].revision, generation=GENERATION, config=candidate.config,
             versions=self.environment.versions, clocks=self.environment.clocks, seed=self.settings.seed,
             seconds=round(self.elapsed(), 3), **structs.asdict(outcome))
         self.journal.add(trial)
@@ -192,9 +188,7 @@ class Tuner:
     def conclude(self, reason: Reason) -> Finish:
         """Measures the fastest and the default once more, taking turns, and finishes the run.
 
-        The fastest of many noisy times is faster than it really is; only a fresh measurement
-        says what was gained.
-        """
+        The fastest of many noisy times is faster than it really is; only a fresh measurement says what was gained."""
         default = self.space.defaults()[0]
         ranked = sorted((c for c, t in self.search.tried.items() if t is not None),
                         key=lambda c: self.search.tried[c] or 0.0)
@@ -224,5 +218,5 @@ def stop_after() -> int:
 
 
 def choice(candidate: Candidate | None) -> Choice | None:
-    """A candidate as records have it."""
+    """The choice of a candidate, as records have it."""
     return Choice(candidate.schedule, candidate.config) if candidate else None

@@ -1,8 +1,9 @@
-"""Whether records still hold: some of them built and measured again on the device at hand."""
+"""A check that records still hold: some of them are built and measured again on the device at hand."""
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from ecornn.cells import BUILTIN
 from ecornn.device import Device
 from ecornn.errors import EcornnError
 from ecornn.tune.evaluate import ProcessEvaluator
-from ecornn.tune.log import Line
+from ecornn.tune.log import TrialLine
 from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
 from ecornn.tune.preparing import Question, answers
-from ecornn.tune.record import Outcome, Trial
+from ecornn.tune.record import Outcome
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate
 
@@ -23,26 +24,23 @@ AT_ONCE = 8  # builds, while one is measured
 
 @dataclass(frozen=True)
 class Check:
-    """A record and what came of it now.
+    """A record and the outcome of its configuration now."""
 
-    ``drift`` is the new median over the recorded one, or None where it failed.
-    """
-
-    line: Line
+    line: TrialLine
     outcome: Outcome
 
     @property
     def drift(self) -> float | None:
-        trial = self.line.record
-        assert isinstance(trial, Trial) and trial.times is not None
-        return self.outcome.times.median / trial.times.median if self.outcome.times else None
+        """The new median over the recorded one; None where it failed."""
+        recorded, times = self.line.record.times, self.outcome.times
+        return times.median / recorded.median if times and recorded else None
 
 
-def sample(lines: Sequence[Line], device: Device, count: int, seed: int) -> tuple[list[Line], dict[str, int]]:
-    """Up to ``count`` records that can be measured on the device, drawn at random, and how many were left out for each
-    reason: all that are of something else, and of the others those that were drawn."""
-    left: dict[str, int] = {}
-    fit: list[Line] = []
+def sample(lines: Sequence[TrialLine], device: Device, count: int, seed: int) -> tuple[list[TrialLine], dict[str, int]]:
+    """Up to ``count`` records that can be measured on the device, drawn at random, and the number of those left out for
+    each reason: all that are of something else, and of the others those that were drawn."""
+    left: Counter[str] = Counter()
+    fit: list[TrialLine] = []
     for line in random.Random(seed).sample(lines, len(lines)):
         reason = strange(line, device)
         if reason is None and len(fit) < count:  # whether a configuration still fits takes a tenth of a second
@@ -50,27 +48,25 @@ def sample(lines: Sequence[Line], device: Device, count: int, seed: int) -> tupl
             if reason is None:
                 fit.append(line)
         if reason is not None:
-            left[reason] = left.get(reason, 0) + 1
+            left[reason] += 1
     return sorted(fit, key=lambda line: (line.path, line.number)), left
 
 
-def strange(line: Line, device: Device) -> str | None:
-    """Why a record is of something else; None: it is of the device and of a cell that everybody has."""
+def strange(line: TrialLine, device: Device) -> str | None:
+    """The reason why a record is of something else; None: it is of the device and of a cell that everybody has."""
     trial = line.record
-    assert isinstance(trial, Trial)
     distance = how_far(trial, trial.workload, device)
     if distance is None or distance[0] != HERE:
         return "of another device"
     return None if trial.workload.cell in BUILTIN else "of a cell that is not built in or has options"
 
 
-def unfit(line: Line, device: Device) -> str | None:
-    """Why a record's time says nothing of a time measured on the device now; None: it can be compared."""
+def unfit(line: TrialLine, device: Device) -> str | None:
+    """The reason why a record's time says nothing of one measured on the device now; None: they can be compared."""
     from ecornn.schedules import all_schedules
     from ecornn.task import make_task
 
     trial = line.record
-    assert isinstance(trial, Trial)
     task = make_task(BUILTIN[trial.workload.cell], trial.workload, device)
     schedule = all_schedules().get(trial.schedule)
     if schedule is None or schedule.kind != device.kind or schedule.serves(task):
@@ -78,7 +74,7 @@ def unfit(line: Line, device: Device) -> str | None:
     return unusable(schedule, task, up_to_date(trial, schedule, task))
 
 
-def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
+def verify(lines: Sequence[TrialLine], session: Session) -> Iterator[Check]:
     """Builds and measures each record's configuration on the session's device, in the order of the lines."""
     threads = ThreadPoolExecutor(1 if session.pool.quiet else AT_ONCE)
     try:
@@ -87,13 +83,12 @@ def verify(lines: Sequence[Line], session: Session) -> Iterator[Check]:
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def measured(line: Line, session: Session) -> Check:
-    """What comes of one record now; whatever goes wrong with it says nothing of the others."""
+def measured(line: TrialLine, session: Session) -> Check:
+    """Measures one record's configuration now; whatever goes wrong with it says nothing of the others."""
     from ecornn.schedules import all_schedules
     from ecornn.task import make_task
 
     trial = line.record
-    assert isinstance(trial, Trial)
     cell = BUILTIN[trial.workload.cell]
     task = make_task(cell, trial.workload, session.device)
     config = up_to_date(trial, all_schedules()[trial.schedule], task).config

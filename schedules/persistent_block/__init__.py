@@ -261,11 +261,10 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
             return f"{plan.shared} bytes of shared memory, {room} available"
         return None
 
-    def since(self, task: Task) -> str:
-        """A later time with heads, and in clusters."""
+    def generation(self, task: Task) -> int:
         if most_heads(task.graph) > 1:
-            return "2026-11-25T16:00:00Z"
-        return "2026-11-25T10:00:00Z" if BlockKnobs(self.default(task)).cluster == 1 else "2026-11-25T15:00:00Z"
+            return 3
+        return 1 if BlockKnobs(self.default(task)).cluster == 1 else 2
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Keeps rows of a block and blocks at once, while there are as many."""

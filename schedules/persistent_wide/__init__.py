@@ -208,11 +208,10 @@ class PersistentWide(SearchedSchedule[WidePlan]):
         plan = self.plan(task, self.default(task))
         return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
-    def since(self, task: Task) -> str:
-        """The time since which weights are streamed. Of few rows `persistent` does that, too, and records know it:
-        these two have not been measured beside each other."""
-        streams = task.workload.batch > FEW_ROWS and _large(task) and WideKnobs(self.default(task)).streamed
-        return "2026-11-25T15:00:00Z" if streams else ""
+    def generation(self, task: Task) -> int:
+        """Later where weights are streamed. Of few rows `persistent` does that, too, and records know it: these two
+        have not been measured beside each other."""
+        return 2 if task.workload.batch > FEW_ROWS and _large(task) and WideKnobs(self.default(task)).streamed else 0
 
     def candidates(self, task: Task) -> Iterator[Config]:
         """The cuts that keep as many weights in registers as possible; and where not all weights fit in any of them, as
