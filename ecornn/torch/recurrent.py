@@ -16,10 +16,9 @@ from ecornn.cells.deriving import derives, learned_shapes
 from ecornn.errors import ArgumentError, ShapeError
 from ecornn.outputs import by_output
 from ecornn.torch import engine
-from ecornn.torch.cell_names import name_of
 from ecornn.torch.compiling import checked_keep
 from ecornn.torch.derived import Derived
-from ecornn.torch.kind import kind_of, text_of
+from ecornn.torch.kind import kind_of, name_of, text_of
 from ecornn.torch.sequences import Sequences
 
 
