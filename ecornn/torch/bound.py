@@ -13,11 +13,10 @@ import torch
 
 from ecornn.errors import ArgumentError, DeviceError, NotFiniteError
 from ecornn.runtime.loader import Layer, Module
-from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, fitting
+from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, fitting, precision_of
 from ecornn.torch.kind import Kind
 from ecornn.torch.packed_weights import DeviceWeights, HostWeights
 from ecornn.torch.parameters import parameters
-from ecornn.torch.precision import precision_of
 from ecornn.torch.snapshot import Snapshot
 
 GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured

@@ -173,8 +173,8 @@ def kind_of(text: str) -> Kind:
 
 
 def name_of(cell: Cell) -> str:
-    """``lstm(peepholes)`` for a built-in cell, or ``mgu@0f5ac8d1`` with ``=package.file:Class`` behind it if a module has
-    its class. From now on :func:`cell_of` knows the cell in this process."""
+    """``lstm(peepholes)`` for a built-in cell, or ``mgu@0f5ac8d1`` with ``=package.file:Class`` behind it if a module
+    has its class. From now on :func:`cell_of` knows the cell in this process."""
     identity, kind = cell.identity(), type(cell)
     _here.setdefault(identity, cell)
     named = kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__ and kind.__module__ in sys.modules

@@ -20,9 +20,9 @@ from ecornn.runtime.memory import Memory
 from ecornn.runtime.torch_arrays import TorchMemory
 from ecornn.torch import stepping_training
 from ecornn.torch.bound import BoundLayer
+from ecornn.torch.compiling import precision_of
 from ecornn.torch.dispatching import PLAIN, watched, watching
 from ecornn.torch.engine import Engine, known_engine, weights_of
-from ecornn.torch.precision import precision_of
 from ecornn.torch.stepping_training import TENSORS, ready
 
 MOST = 64  # that a module keeps

@@ -23,11 +23,10 @@ from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
 from ecornn.torch import layer_by_layer
 from ecornn.torch.classes import COMPILED, base_of, original_class, reclass
-from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps
+from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, precision_of
 from ecornn.torch.engine import weights_of
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.precision import precision_of
 
 SAYS = "from ecornn.module_cache import main; main()"
 

@@ -10,11 +10,10 @@ import torch
 from ecornn.errors import ArgumentError
 from ecornn.runtime.columns import Columns
 from ecornn.runtime.training import kept_layout
-from ecornn.torch.compiling import KEPT, NAMES, compiled
+from ecornn.torch.compiling import KEPT, NAMES, compiled, precision_of
 from ecornn.torch.engine import Engine
 from ecornn.torch.kind import Kind
 from ecornn.torch.parameters import weight_gradients, widened_rows
-from ecornn.torch.precision import precision_of
 from ecornn.torch.snapshot import suspect
 
 
