@@ -11,7 +11,7 @@ import torch
 from ecornn.boundary import public
 from ecornn.torch import training
 from ecornn.torch.engine import Engine
-from ecornn.torch.training_operator import recurrent_backward
+from ecornn.torch.operator import recurrent_backward
 
 
 def forward(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,

@@ -36,7 +36,7 @@ def text_of(module: Any, layer: int | None = None) -> str:
     keep = "" if module.keep is None else f",{KEEP}={module.keep}"
     return (f"{module.mode}(input={input},hidden={module.hidden_size},layers={layers},"
             f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size}{tf32}{keep})"
-            + module.cell_name)
+            f"{module.cell_name}")
 
 
 def keeping(text: str, keep: str) -> str:
@@ -90,7 +90,7 @@ class Kind:
         return f"{self.mode}({sizes})" + (f":{self.name}" if self.name else "")
 
     @cached_property
-    def said(self) -> tuple[Any, ...]:
+    def options(self) -> tuple[Any, ...]:
         """``mode``, ``input_size``, ``hidden_size``, ``num_layers``, ``bias``, ``bidirectional``, ``proj_size`` and
         ``tf32`` of a module of this kind."""
         return (self.mode, self.input, self.hidden, self.layers, self.bias, self.bidirectional, self.projection,

@@ -21,12 +21,12 @@ from ecornn.errors import ArgumentError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
-from ecornn.torch import layer_by_layer
-from ecornn.torch.classes import COMPILED, base_of, original_class, reclass
+from ecornn.torch import training
 from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, precision_of
 from ecornn.torch.engine import weights_of
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
+from ecornn.torch.replacing import COMPILED, base_of, original_class, reclass
 
 SAYS = "from ecornn.module_cache import main; main()"
 
@@ -109,7 +109,7 @@ def call_of(module: Any, input: Any, hx: Any) -> Call | None:
 
 def specs(module: Any, call: Call) -> list[LayerSpec]:
     """What is compiled for a call: with dropout, or gradients layer by layer, a layer after the other."""
-    alone = module._drops or (call.asked and layer_by_layer.wanted(module, weights_of(module)))
+    alone = module._drops or (call.asked and training.by_layer(module, weights_of(module)))
     kinds = [text_of(module, layer) for layer in range(module.num_layers)] if alone else [text_of(module)]
     keep = KEPT[call.target] if call.asked else None
     few = few_steps(call.steps) if call.target == "cuda" and not call.asked else 0

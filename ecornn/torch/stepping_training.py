@@ -20,8 +20,8 @@ from ecornn.program import BACKWARD, FORWARD
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.direct import each, is_batched
 from ecornn.torch.engine import Engine
+from ecornn.torch.operator import recurrent_backward
 from ecornn.torch.snapshot import suspect
-from ecornn.torch.training_operator import recurrent_backward
 
 ALIGNMENT = 16  # bytes, of what modules read
 TENSORS = "x", "y", "state_in", "state_out"

@@ -296,7 +296,7 @@ def operator_name(node: torch.fx.Node) -> str:
 def arguments(node: torch.fx.Node) -> dict[str, Any]:
     """All arguments of a node's operator by name, ``self`` as ``input``; those left out by their defaults."""
     found = {}
-    for n, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for n, argument in enumerate(node.target._schema.arguments):
         name = "input" if argument.name == "self" else argument.name
         if n < len(node.args) and not argument.kwarg_only:
             found[name] = node.args[n]

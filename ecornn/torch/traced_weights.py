@@ -192,7 +192,7 @@ def carried_out(nodes: Iterable[torch.fx.Node], known: Mapping[torch.fx.Node, to
             options["dtype"] = like.dtype
         args, options = torch.fx.node.map_arg((node.args, options), lambda n: values[n] if n in values else torch.zeros(
             shape_of(n), dtype=None if like is None else like.dtype))  # of which the shape alone counts
-        values[node] = node.target(*args, **options)  # type: ignore[operator]
+        values[node] = node.target(*args, **options)
     return values
 
 
