@@ -26,7 +26,8 @@ _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDi
 # the first of the weights -> all of them and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
-_options_of = attrgetter("mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "proj_size", "tf32")
+_options_of = attrgetter(
+    "mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "proj_size", "tf32")
 
 
 class Engine:
