@@ -1,4 +1,6 @@
-"""Engines: the compiled layers of a module, one for each kind of call, bound again when its weights change."""
+"""Engines, the compiled layers of a module, one for each kind of call; and the weights that a module has at a moment,
+those among them that a cell computes from its parameters.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +9,22 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ecornn.cells import Cell, derive
 from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.loader import Layer
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.compiling import KEPT
-from ecornn.torch.derived import Derived, forget
+from ecornn.torch.dispatching import watched
 from ecornn.torch.kind import Kind, kind_of, text_of
 from ecornn.torch.parameters import narrowed, narrowed_rows, widened
-from ecornn.torch.snapshot import replayed
+from ecornn.torch.snapshot import Snapshot, replayed
 
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 # the first of the weights -> all of them and their engine, for each layer that has this one
@@ -159,7 +163,7 @@ def check_type(x: torch.Tensor, weight: torch.Tensor) -> None:
 
 def rebind(module: torch.nn.Module) -> None:
     """:meth:`Engine.rebind` of the engines of a module and of its own weights, as far as these have been called."""
-    forget(module)
+    _computed.pop(module, None)
     engines = [_modules.get(module)] if hasattr(module, "_flat_weights_names") else []
     with _lock:
         for weight in (*module._parameters.values(), *module._buffers.values()):
@@ -203,3 +207,60 @@ def weights_of(module: Any) -> list[torch.Tensor]:
         none = ", ".join(name for name in names if getattr(module, name) is None)
         raise WeightsError(f"{none} of {module} is None; expected a tensor")
     return weights
+
+
+# -- weights that a cell computes ---------------------------------------------------------------
+# for calls without gradients: the parameters, the weights that were computed of them, and whether in inference mode
+_computed: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Snapshot, list[torch.Tensor], bool]] = \
+    weakref.WeakKeyDictionary()
+_calls = threading.local()  # the weights of modules that this thread is calling
+
+
+class Derived:
+    """Computes the weights with these ``names``, in this order, of a module's ``learned`` ones, with their
+    gradients."""
+
+    def __init__(self, cell: Cell, input: int, hidden: int, learned: list[str], names: list[str]) -> None:
+        self._cell, self._input, self._hidden, self._learned, self._names = cell, input, hidden, learned, names
+
+    def weights(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """The weights of the module as it is now."""
+        calls: tuple[tuple[torch.nn.Module, list[torch.Tensor]], ...] = getattr(_calls, "now", ())
+        for called, weights in calls:
+            if called is module:
+                return weights
+        own = [getattr(module, name) for name in self._learned]
+        if torch.compiler.is_compiling() or watched(own):
+            return self._computed(own)
+        if torch.is_grad_enabled() and any(w.requires_grad for w in own):
+            weights = self._computed(own)
+            for weight in weights:
+                if weight.requires_grad:  # an optimizer comes next, and some leave no trace
+                    weight.register_hook(partial(_trained, weakref.ref(module)))
+            return weights
+        known = _computed.get(module)
+        inference = torch.is_inference_mode_enabled()  # no graph keeps tensors of that
+        if known is None or known[2] != inference or not known[0].holds(own):
+            known = _computed[module] = Snapshot(own), self._computed(own), inference
+        return known[1]
+
+    def _computed(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
+        weights = derive(self._cell, dict(zip(self._learned, own, strict=True)), self._input, self._hidden)
+        return [torch.as_tensor(weights[name]).contiguous() for name in self._names]  # NumPy's if computed of none
+
+    @contextmanager
+    def once(self, module: torch.nn.Module) -> Iterator[None]:
+        """Gives all calls within the context the same weights, whose gradients go one way back."""
+        before = getattr(_calls, "now", ())
+        _calls.now = ((module, self.weights(module)), *before)
+        try:
+            yield
+        finally:
+            _calls.now = before
+
+
+def _trained(module: weakref.ref[torch.nn.Module], gradient: torch.Tensor) -> None:
+    """Runs as a hook of a weight, when its gradient is there."""
+    alive = module()
+    if alive is not None:
+        _computed.pop(alive, None)

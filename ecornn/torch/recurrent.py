@@ -17,7 +17,7 @@ from ecornn.errors import ArgumentError, ShapeError
 from ecornn.outputs import by_output
 from ecornn.torch import engine
 from ecornn.torch.compiling import checked_keep
-from ecornn.torch.derived import Derived
+from ecornn.torch.engine import Derived
 from ecornn.torch.kind import kind_of, name_of, text_of
 from ecornn.torch.modules import Sequences
 
