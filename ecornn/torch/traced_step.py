@@ -103,7 +103,7 @@ class Walk(Arithmetic):
             return self.known[node.args[0]]
         method = getattr(self, f"op_{name.strip('_')}", None)
         if method is None:
-            raise refused(name)
+            raise refused()
         known = inspect.signature(method).parameters
         other = {key: v for key, v in given.items() if key not in (*known, *ANYWHERE) and v not in (
             None, torch.float32, torch.float64)}
