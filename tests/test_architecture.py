@@ -264,10 +264,10 @@ def test_ptx_and_intrinsics_are_written_in_isa_alone():
     assert {word for p in texts if p.is_relative_to(door) for word in found[p]} == {*words}
 
 
-def test_docstrings_of_schedules_say_what_a_thing_is():
+def test_docstrings_say_what_a_thing_is():
     """None begins with a word that leaves the reader to find the noun."""
     words, wrong = ("Of", "What", "Whether", "Where", "As", "Those"), []
-    for path in (ROOT / "schedules").rglob("*.py"):
+    for path in (*(ROOT / "schedules").rglob("*.py"), *(ROOT / "ecornn" / "torch").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 first = (ast.get_docstring(node) or "").split(maxsplit=1)[:1]
