@@ -26,7 +26,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from ecornn.torch import layer_by_layer
+from ecornn.torch import training
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 DEVICE = torch.device("cuda", RANK) if GPU else torch.device("cpu")
@@ -173,12 +173,12 @@ def data_parallel(seconds: float, note: Callable[..., None]) -> None:
     note(ready=leaving(sizes, part))
 
     def as_one_node(step: Step) -> None:
-        before = layer_by_layer.wanted
-        layer_by_layer.wanted = lambda *_: False  # type: ignore[assignment]
+        before = training.by_layer
+        training.by_layer = lambda *_: False  # type: ignore[assignment]
         try:
             step()
         finally:
-            layer_by_layer.wanted = before
+            training.by_layer = before
 
     step, alone = Step(parallel, part), Step(parallel, part, parallel.no_sync)
     bytes_ = sum(g.numel() * 4 for g in found)
@@ -215,8 +215,8 @@ def compared(sizes: Sizes, found: list[torch.Tensor], whole: Batch) -> dict[str,
         exact = made(sizes, "torch", DEVICE).double()
         loss_of(exact, (whole[0].double(), whole[1])).backward()
         wanted = [p.grad for p in exact.parameters()]
-        before = layer_by_layer.wanted
-        layer_by_layer.wanted = lambda *_: False  # type: ignore[assignment]
+        before = training.by_layer
+        training.by_layer = lambda *_: False  # type: ignore[assignment]
         sides = [found]
         for count in (1, WORLD):
             one = made(sizes, "ecornn", DEVICE)
@@ -225,7 +225,7 @@ def compared(sizes: Sizes, found: list[torch.Tensor], whole: Batch) -> dict[str,
                     loss = loss_of(one, (x.contiguous(), letters)) / count
                 loss.backward()
             sides.append([p.grad for p in one.parameters()])
-        layer_by_layer.wanted = before
+        training.by_layer = before
         errors = [[relative(g, e) for g, e in zip(side, wanted, strict=True)] for side in sides]
         limits = [2 * e + 1e-6 if GPU else FLOAT32 for e in errors[2]]
         worst |= {"many": max(errors[0]), "one": max(errors[1]), "in_turns": max(errors[2]),
@@ -244,9 +244,9 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
     that is exchanged, and its end without: layer by layer, and with the whole stack as one node."""
     found = {}
     for how in ("layer_by_layer", "one_node"):
-        before = layer_by_layer.wanted
+        before = training.by_layer
         if how == "one_node":
-            layer_by_layer.wanted = lambda *_: False  # type: ignore[assignment]
+            training.by_layer = lambda *_: False  # type: ignore[assignment]
         marks: list[Any] = []
         model = wrapped(made(sizes, "ecornn", DEVICE))
         model.register_comm_hook(None, lambda _, bucket, marks=marks: (marks.append(mark()),
@@ -268,7 +268,7 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
         each = [backward() for _ in range(8)][3:]  # by then buckets are what they will stay
         with model.no_sync():
             alone = [backward()[-1] for _ in range(8)][3:]
-        layer_by_layer.wanted = before
+        training.by_layer = before
         middle = [statistics.median(times) for times in zip(*each, strict=True)]
         found[how] = {"buckets_ms": middle[:-1], "backward_ms": middle[-1], "alone_ms": statistics.median(alone)}
     return found

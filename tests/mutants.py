@@ -100,7 +100,8 @@ MUTANTS = (
     Mutant("torch: what PyTorch does not count is not looked at", "ecornn/torch/snapshot.py",
            "return self._sample.holds()", "return True", "test_torch_writes.py"),
     Mutant("torch: a layer is what it was, whatever its attributes say", "ecornn/torch/engine.py",
-           "if kept and kind.said == _said_by(module)", "if kept", "test_torch_like_before.py -k attributes_that"),
+           "if kept and kind.options == _options_of(module)", "if kept",
+           "test_torch_like_before.py -k attributes_that"),
     Mutant("onnxruntime: rows without steps end as they began", "ecornn/onnxruntime/kernel.h",
            "if (lengths[n % rows] == 0)", "if (lengths[n % rows] < 0)", "test_onnxruntime.py -k without_steps"),
     Mutant("onnx: peepholes in the order of W", "ecornn/onnx/node.py", "ordered(p[d], PEEPHOLES)",
@@ -117,7 +118,7 @@ MUTANTS = (
            " + row * static_cast<size_t>(rows_.first)", "", "test_onnxruntime.py -k more_rows"),
     Mutant("onnxruntime: outputs that begin anywhere are left in the copy", "ecornn/onnxruntime/tensors.h",
            "for (const Copied& copy : back_) copy.ToWhole();", "", "test_onnxruntime.py -k anywhere"),
-    Mutant("torch: batch first is not turned back", "ecornn/torch/sequences.py",
+    Mutant("torch: batch first is not turned back", "ecornn/torch/modules.py",
            "output = y.transpose(0, 1) if self.batch_first else y", "output = y", "test_torch_layers.py"),
 )
 

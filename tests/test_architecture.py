@@ -266,8 +266,8 @@ def test_ptx_and_intrinsics_are_written_in_isa_alone():
 def test_docstrings_say_what_a_thing_is():
     """None begins with a word that leaves the reader to find the noun."""
     words, wrong = ("Of", "What", "Whether", "Where", "As", "Those"), []
-    rooms = ("schedules", *(f"ecornn/{room}" for room in ("analysis", "build", "cells", "jax", "onnx", "onnxruntime",
-                                                          "report")))
+    rooms = ("schedules", *(f"ecornn/{room}" for room in ("analysis", "build", "cells", "cli", "jax", "onnx",
+                                                          "onnxruntime", "report", "torch", "tune")))
     for path in (*(path for room in rooms for path in (ROOT / room).rglob("*.py")), *(ROOT / "ecornn").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -228,7 +228,13 @@ def test_packed_sequences_of_pytorch(with_state: bool):
     rows = [torch.randn(n, I) for n in LENGTHS]
     given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
     state = [torch.randn(len(LENGTHS), H) for _ in "hc"] if with_state else None
-    y, *after = packed.call_layer(layer, given, state)
+    layout = packed.laid(given.batch_sizes.numpy().tobytes(), layer.manifest.workload.batch, layer.together)
+
+    def call(x: torch.Tensor, masks: dict[str, Any]) -> list[torch.Tensor]:
+        y, last = layer(x, state, **masks)
+        return [y, *last]
+
+    y, *after = layout.call(given.data, call)
     made = torch.nn.utils.rnn.PackedSequence(y, given.batch_sizes, given.sorted_indices, given.unsorted_indices)
     found = torch.nn.utils.rnn.unpack_sequence(made)
     for place, s in enumerate(given.sorted_indices.tolist()):

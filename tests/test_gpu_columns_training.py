@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 import ecornn
 import ecornn.torch
 from ecornn.numpy_reference import random_weights
-from ecornn.torch import packed_training
+from ecornn.torch import packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
@@ -74,7 +74,7 @@ def test_packed_sequences_of_pytorch(monkeypatch, layers, both):
     """In columns, as without gradients; against PyTorch's layer in float64."""
     monkeypatch.setenv("ECORNN_STRICT", "1")
     taken = []
-    monkeypatch.setattr(packed_training, "laid", lambda *of: taken.append(of) or packed_laid(*of))
+    monkeypatch.setattr(packed, "laid", lambda *of: taken.append(of) or packed_laid(*of))
     torch.manual_seed(0)
     library = torch.nn.LSTM(64, 128, layers, bidirectional=both).cuda()
     ours = copy.deepcopy(library)
@@ -97,4 +97,4 @@ def test_packed_sequences_of_pytorch(monkeypatch, layers, both):
         assert relative(value.double().cpu().numpy(), wanted.cpu().numpy()) < LIMITS["float32"]
 
 
-packed_laid = packed_training.laid
+packed_laid = packed.laid

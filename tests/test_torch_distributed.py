@@ -13,7 +13,7 @@ from distributed_steps import Model
 from test_torch_layers import error
 
 import ecornn.torch
-from ecornn.torch import layer_by_layer
+from ecornn.torch import training
 from ecornn.torch.preparing import Call, specs
 
 T, B, I, H, L = 7, 4, 5, 8, 3
@@ -80,7 +80,7 @@ def test_hooks_of_weights_have_a_stack_go_layer_by_layer():
     (y.sum() + state.square().sum()).backward()
     wanted = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
-    assert not layer_by_layer.wanted(layer, layer.parameters())
+    assert not training.by_layer(layer, layer.parameters())
     for name, p in layer.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: order.append((name, layer.weight_hh_l0.grad is None)))
     again, other = layer(x)

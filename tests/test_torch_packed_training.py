@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import ecornn.torch
 from ecornn.errors import DerivativeError
-from ecornn.torch import packed_training
+from ecornn.torch import packed, training
 
 H, I, LENGTHS = 5, 3, [8, 8, 8, 8, 3, 1, 1]
 
@@ -54,9 +54,10 @@ def layer(monkeypatch) -> Any:
     library.called = called
     engine.part = lambda number, kind: engine_of(torch.nn.LSTM(2 * H if number else I, H, bidirectional=True),
                                                  6 if number else 3)
-    monkeypatch.setattr(packed_training, "training", SimpleNamespace(forward=forward, backward=backward))
-    monkeypatch.setattr(packed_training, "engine_of", lambda module: engine)
-    monkeypatch.setattr(packed_training, "_width", lambda data, sizes: 3)
+    monkeypatch.setattr(packed, "training", SimpleNamespace(
+        forward=forward, backward=backward, by_layer=training.by_layer, layers_of=training.layers_of))
+    monkeypatch.setattr(packed, "engine_of", lambda module: engine)
+    monkeypatch.setattr(packed, "_width", lambda data, sizes: 3)
     return library
 
 
@@ -80,7 +81,7 @@ def test_gradients_are_those_of_the_packed_layer(layer, by_layer):
         torch.testing.assert_close(value, wanted)
     assert [engine.library.input_size for engine in layer.called] == ([I, 2 * H] if by_layer else [I])
     sizes = pack_sequence(rows, enforce_sorted=False).batch_sizes
-    assert packed_training.laid(sizes.numpy().tobytes(), 3, 3).columns.wrapped.size
+    assert packed.laid(sizes.numpy().tobytes(), 3, 3).columns.wrapped.size
 
 
 def test_gradients_of_gradients_are_refused(layer):

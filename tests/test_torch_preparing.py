@@ -19,7 +19,7 @@ import ecornn.torch
 from ecornn import module_cache
 from ecornn.errors import ArgumentError
 from ecornn.torch import preparing
-from ecornn.torch.compiling import compiled
+from ecornn.torch.compiling import outcome_of
 
 PROGRAM = """
 import sys, torch, ecornn.torch
@@ -66,7 +66,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     plain = ecornn.compiler.compile_layer
     monkeypatch.setattr(ecornn.compiler, "compile_layer", lambda layer, **k: (found.append(str(layer.workload)),
                                                                               plain(layer, **k))[1])
-    compiled.cache_clear()
+    outcome_of.cache_clear()
     return found
 
 

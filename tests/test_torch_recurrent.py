@@ -13,8 +13,7 @@ from test_torch_training import BACKWARD, FORWARD, check, given, with_seed
 import ecornn
 import ecornn.torch
 from ecornn.errors import ArgumentError, FallbackError
-from ecornn.torch.cell_names import cell_of, name_of
-from ecornn.torch.kind import kind_of, text_of
+from ecornn.torch.kind import cell_of, kind_of, name_of, text_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ import torch
 from test_torch_layers import B, I, T, agree, double, flat, pair
 
 import ecornn.torch
-from ecornn.torch.sample import PLACES, Sample
+from ecornn.torch.snapshot import PLACES, Sample
 
 
 @pytest.fixture(autouse=True)

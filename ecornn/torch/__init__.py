@@ -31,7 +31,6 @@ where there is little to do. Calls at the same time share the cores.
 
 from __future__ import annotations
 
-import ecornn.torch.quantizing  # noqa: F401  has quantization see compiled layers
 from ecornn.boundary import public
 from ecornn.module_folders import save_modules
 from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell

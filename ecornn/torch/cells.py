@@ -13,42 +13,41 @@ from ecornn.torch import engine, like_before, stepping_training
 from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
 from ecornn.torch.kind import CELLS, text_of
-from ecornn.torch.sequences import inferred, leaf, refuse_script, trained
+from ecornn.torch.modules import CompiledModule, inferred, leaf, trained
 from ecornn.torch.snapshot import suspect
 
 SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
 WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
-class CompiledCell(torch.nn.RNNCellBase):
-    """What the three have in common. On a CPU a compiled module computes in float32; elsewhere, where that cannot, and
+class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
+    """The common part of the three. On a CPU a compiled module computes in float32; elsewhere, where that cannot, and
     for arguments that do not fit, which it names, PyTorch's own cell runs, on the same parameters:
     :mod:`ecornn.torch.falling_back`."""
 
-    TORCH: Any
-    mode: Any
-    state_names: tuple[str, ...] = ("h",)
-    # as of a layer
-    num_layers, bidirectional, proj_size, dropout, cell_name, tf32, batch_first = 1, False, 0, 0.0, "", None, False
-    keep, output_names, _drops = None, ("h",), False
+    # what a layer has besides
+    num_layers, bidirectional, proj_size, dropout, batch_first, _drops = 1, False, 0, 0.0, False, False
     one_step = True
     least = 0  # multiply-adds of a call, below which PyTorch's own cell trains
 
-    def forward(self: Any, input: Any, hx: Any = None) -> Any:
-        """As ``torch.nn``'s: input (B, I) and states (B, H) to the states after one step, or (I,) and (H,)."""
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Computes the states (B, H) after one step from input (B, I) and states (B, H), or (H,) from (I,) and (H,).
+
+        Arguments that do not fit raise PyTorch's own errors.
+        """
         if torch.compiler.is_compiling():
             return self._any_call(input, hx, True)
         if self.least and torch.is_grad_enabled() and _too_small(self, input):
             return self.TORCH.forward(self, input, hx)
         try:
-            found = like_before.again(self, input, hx)
-            return found if found is not None else self._any_call(input, hx, False)
+            after = like_before.again(self, input, hx)
+            return after if after is not None else self._any_call(input, hx, False)
         except Exception as error:
             refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
             raise
 
-    def _any_call(self: Any, input: Any, hx: Any, compiling: bool) -> Any:
-        """As :meth:`forward`, like no earlier call."""
+    def _any_call(self, input: Any, hx: Any, compiling: bool) -> Any:
+        """Does what :meth:`forward` does, for a call like no earlier one."""
         if isinstance(input, torch.fx.Proxy):
             return leaf(self, input, hx)
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
@@ -69,10 +68,8 @@ class CompiledCell(torch.nn.RNNCellBase):
                 like_before.remember(engine.engine_of(self), self, input, weights, False)
         return tuple(after) if len(after) > 1 else after[0]
 
-    __prepare_scriptable__ = refuse_script
-
     @property
-    def _flat_weights_names(self: Any) -> tuple[str, ...]:
+    def _flat_weights_names(self) -> tuple[str, ...]:
         return WEIGHTS if self.bias else WEIGHTS[:2]
 
     @property
@@ -80,16 +77,8 @@ class CompiledCell(torch.nn.RNNCellBase):
         return engine.weights_of(self)
 
     def call_sizes(self, input: torch.Tensor) -> tuple[int, int] | None:
-        """T and B of a call; None where PyTorch's own cell runs."""
+        """T and B of a call; None if PyTorch's own cell runs."""
         return (1, input.shape[0] if input.dim() == 2 else 1) if input.device.type in SERVED else None
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        engine.let_go_if_swapped(self)
-        return super()._apply(*args, **kwargs)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        engine.rebind(self)  # in inference mode copies leave no other trace
 
 
 class LSTMCell(CompiledCell, torch.nn.LSTMCell):
@@ -115,12 +104,12 @@ class RNNCell(CompiledCell, torch.nn.RNNCell):
 
     @property
     def mode(self) -> str:
-        """As of a layer."""
+        """The name that a layer has for this kind."""
         return f"RNN_{self.nonlinearity.upper()}"
 
 
 def _states(hx: Any, count: int) -> Sequence[Any] | None:
-    """The initial states, none for zeros; None where they are something else."""
+    """The initial states, empty for zeros; None if ``hx`` is something else."""
     if hx is None:
         return ()
     if count == 1:
@@ -129,7 +118,8 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
 
 
 def _too_small(cell: Any, input: Any) -> bool:
-    """Whether PyTorch's own cell is to train; what is bound reads the weights again then: an optimizer follows."""
+    """Tells whether PyTorch's own cell trains this step; then bound layers read the weights again: an optimizer
+    follows."""
     weight, hidden = cell._parameters.get("weight_hh"), cell.hidden_size
     if weight is None or not weight.requires_grad or not isinstance(input, torch.Tensor):
         return False
@@ -142,7 +132,7 @@ def _too_small(cell: Any, input: Any) -> bool:
 
 
 def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> bool:
-    """Whether a compiled module takes these."""
+    """Tells whether a compiled module takes this input and these states."""
     if not isinstance(input, torch.Tensor) or input.dim() not in (1, 2) or cell.mode not in CELLS:
         return False
     *rows, width = input.shape
@@ -159,7 +149,8 @@ def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> 
 
 def _with_gradients(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,
                     state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-    """The states after x, where gradients may be asked for and no operator is needed to compute them."""
+    """The states after x with gradients, if these are asked for and no operator is needed to compute them; else
+    None."""
     if (x.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
             or watched((x, *state, *weights)) or derivatives(lambda: (x, *state, *weights)) != "gradients"):
         return None

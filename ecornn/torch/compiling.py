@@ -1,10 +1,17 @@
-"""What layers are compiled for, and when: for the first call of its kind, shared by all torch modules of a process."""
+"""Compiling a layer for the first call of its kind, for all torch modules of a process.
+
+float32 products on a GPU may be in TF32 where the user lets cuDNN's RNNs use it, unless a layer says more. PyTorch's
+default is that they may. If its settings differ, the one nearest to an RNN wins, as with cuDNN:
+``torch.backends.cudnn.rnn.fp32_precision``, else ``torch.backends.cudnn.fp32_precision``, else
+``torch.backends.fp32_precision``; ``torch.backends.cudnn.allow_tf32``, the older way, sets the first.
+"""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Collection
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -12,17 +19,18 @@ from ecornn.dtypes import DTYPES, SERVED
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
+from ecornn.torch.kind import Kind
 from ecornn.workload import FEW, KEEPS
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
-# What is kept, by kind of device: whatever T is, which graphs leave open. PyTorch keeps about as much.
+# What a training step keeps, by kind of device, at any T, which graphs leave open. PyTorch keeps about as much.
 KEPT = {"cpu": "gates", "cuda": "gates"}
 
 
 def checked_keep(keep: str | None) -> str | None:
-    """What a caller asks a training step to keep; None: what :data:`KEPT` says.
+    """``keep`` itself, a user's choice of what a training step keeps; None leaves it to :data:`KEPT`.
 
-    Raises :class:`ArgumentError` for another one.
+    Raises :class:`ArgumentError` for any other value than these two.
     """
     if keep not in (None, *KEEPS):
         raise ArgumentError("keep", keep, f"None, {' or '.join(KEEPS)}")
@@ -30,12 +38,13 @@ def checked_keep(keep: str | None) -> str | None:
 
 
 def serves(place: torch.device, dtype: torch.dtype) -> bool:
-    """Whether layers of that data type are compiled for that kind of device."""
+    """Tells whether layers of that data type are compiled for that kind of device."""
     return NAMES.get(dtype) in SERVED.get("llvm" if place.type == "cpu" else place.type, ())
 
 
 @lru_cache(maxsize=256)
-def _found(layer: LayerSpec, target: str, infinite: bool) -> Module | ScheduleError:
+def outcome_of(layer: LayerSpec, target: str, infinite: bool) -> Module | ScheduleError:
+    """The module of a layer, or the error that no schedule serves it."""
     from ecornn.module_cache import compiled_layer
 
     without_pairs = {"pairs": 0, "project_pairs": 0} if infinite else None
@@ -50,25 +59,40 @@ def _found(layer: LayerSpec, target: str, infinite: bool) -> Module | ScheduleEr
 
 
 def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
-    """Its module, also for infinite weights if told so; every torch module of a process that has such a layer shares
-    it. Raises :class:`ScheduleError` where no schedule serves it."""
-    found = _found(layer, target, infinite)
-    if isinstance(found, ScheduleError):
-        raise found.with_traceback(None)
-    return found
+    """The module of a layer, which all torch modules of a process share; ``infinite``: right for infinite weights, too.
 
-
-compiled.cache_clear, compiled.cache_info = _found.cache_clear, _found.cache_info  # type: ignore[attr-defined]
+    Raises :class:`ScheduleError` where no schedule serves the layer.
+    """
+    module = outcome_of(layer, target, infinite)
+    if isinstance(module, ScheduleError):
+        raise module.with_traceback(None)
+    return module
 
 
 def few_steps(steps: int) -> int:
-    """The T that a layer on a GPU is compiled for where a call has few ``steps``: 1, 2, 4 or 8, so that lengths that
-    are much the same share one; 0 where they are many, and the T of the first call serves all."""
+    """The T that a layer on a GPU is compiled for if a call has few ``steps``: 1, 2, 4 or 8, so that similar lengths
+    share a module; 0 if they are many, and the T of the first call serves all."""
     return 1 << (steps - 1).bit_length() if steps <= FEW else 0
 
 
 def fitting(bound: Collection[int], batch: int, most: int) -> int:
-    """The batch of what is bound for calls of this one, of ``most`` at most; where there is none, what to compile for:
-    the batch of the first call; where calls differ, some room for the next ones."""
+    """The smallest batch of the ``bound`` layers that can take ``batch``, and is ``most`` at most. If there is none,
+    the batch to compile for: that of the first call, or, once calls differ, the next power of 2."""
     rooms = [room for room in sorted(bound) if batch <= room <= most]
     return rooms[0] if rooms else 1 << (batch - 1).bit_length() if bound else batch
+
+
+def precision_of(kind: Kind, x: Any) -> str | None:
+    """``tf32`` if products of a layer of this kind on x may be in TF32 by the settings of this moment, else None."""
+    if x.is_cpu or x.dtype != torch.float32:
+        return None
+    allowed = cudnn_allows() if kind.tf32 is None else kind.tf32
+    return "tf32" if allowed else None
+
+
+def cudnn_allows() -> bool:
+    """Tells whether cuDNN's RNNs may use TF32."""
+    rnn = getattr(torch.backends.cudnn, "rnn", None)  # PyTorch before 2.9 has one setting for all of cuDNN
+    if rnn is None:
+        return bool(torch.backends.cudnn.allow_tf32)
+    return bool(rnn.fp32_precision == "tf32")

@@ -1,4 +1,4 @@
-"""Whether somebody watches a call: then it goes through PyTorch's dispatcher, and the short way past it otherwise.
+"""Watched calls go through PyTorch's dispatcher, all others the short way past it.
 
 Modes, functorch's transforms, tensor subclasses, tracers and the profiler see registered operators only.
 """
@@ -14,11 +14,11 @@ from torch.utils._device import DeviceContext
 
 _functorch = torch._C._functorch
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-PLAIN = {torch.Tensor, torch.nn.Parameter}  # what no subclass's own code runs for
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # classes that run no code of a subclass
 
 
 def watching() -> bool:
-    """Whether somebody watches all calls."""
+    """Tells whether somebody watches all calls."""
     if _modes() or _functorch.maybe_current_level() is not None or profiler._is_profiler_enabled:
         return True
     # torch.device(...) as a context has nothing to see here
@@ -26,12 +26,13 @@ def watching() -> bool:
 
 
 def watched(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether a call on these must go through the dispatcher."""
+    """Tells whether a call on these tensors must go through the dispatcher."""
     return watching() or not PLAIN.issuperset(map(type, tensors))
 
 
 def derivatives(tensors: Callable[[], Iterable[object]]) -> str:
-    """Which may be asked for: ``forward derivatives`` now, or ``gradients`` of these later; empty: none."""
+    """The derivatives that may be asked for: ``forward derivatives`` now, or ``gradients`` of these later; empty:
+    none."""
     if forward_ad._current_level >= 0:
         return "forward derivatives"
     asked = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and requires_grad(t) for t in tensors())
@@ -39,7 +40,7 @@ def derivatives(tensors: Callable[[], Iterable[object]]) -> str:
 
 
 def requires_grad(tensor: torch.Tensor) -> bool:
-    """Whether the tensor requires a gradient, or what functorch's transforms have wrapped in it does."""
+    """Tells whether the tensor requires a gradient, or a tensor that functorch's transforms have wrapped in it does."""
     if tensor.requires_grad:
         return True
     if torch.compiler.is_compiling() or _functorch.maybe_current_level() is None:

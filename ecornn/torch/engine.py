@@ -1,4 +1,6 @@
-"""Compiled layers for weights: one for each kind of call, bound again when the weights change."""
+"""Engines, the compiled layers of a module, one for each kind of call; and the weights that a module has at a moment,
+those among them that a cell computes from its parameters.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +9,29 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ecornn.cells import Cell, derive
 from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.loader import Layer
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.compiling import KEPT
-from ecornn.torch.derived import forget
+from ecornn.torch.dispatching import watched
 from ecornn.torch.kind import Kind, kind_of, text_of
 from ecornn.torch.parameters import narrowed, narrowed_rows, widened
-from ecornn.torch.snapshot import replayed
+from ecornn.torch.snapshot import Snapshot, replayed
 
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
-# the first of the weights -> all of them, and their engine, for each layer that has this one
+# the first of the weights -> all of them and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
-_said_by = attrgetter("mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "proj_size", "tf32")
+_options_of = attrgetter(
+    "mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "proj_size", "tf32")
 
 
 class Engine:
@@ -34,9 +39,9 @@ class Engine:
 
     Attributes
     ----------
-    kind : what they are layers of
+    kind : the kind of the module
     refused : columns that no schedule serves, see packed.py
-    calls, shared : what is kept between calls, see like_before.py and stepping_training.py
+    calls, shared : values kept between calls, see like_before.py and stepping_training.py
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -52,8 +57,8 @@ class Engine:
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, batch: int, steps: int,
               masks: str = "") -> Iterator[Layer]:
-        """The layer for x, of this B and about this T, with the weights as they are now, which it keeps until this
-        ends; it takes ``masks``: nothing, ``lengths`` or ``sequences``."""
+        """The layer for x, of this B and about this T, with the weights as they are now, which it keeps until the
+        context ends; ``masks``: its argument besides, nothing, ``lengths`` or ``sequences``."""
         check_type(x, weights[0])
         one = self.inference.take(weights, x, (steps, batch), masks)
         try:
@@ -67,35 +72,33 @@ class Engine:
             lengths: torch.Tensor | None) -> list[torch.Tensor]:
         """y (T, B, D*H) and the states (L*D, B, H) of the layer with these weights, in PyTorch's order, on x
         (T, B, I), from ``state``, or from zeros if that is empty."""
-        steps, batch = x.shape[:2]
-        if x.is_cuda and replayed(weights):  # packed at each call, and so where the last ones were
-            with self.training(weights, x, "" if lengths is None else "lengths", states=False) as layer:
-                return self.called(layer, x, state, **({} if lengths is None else {"lengths": lengths}))
         masks = {} if lengths is None else {"lengths": lengths}
-        with self.layer(weights, x, batch, steps, "".join(masks)) as layer:
+        if x.is_cuda and replayed(weights):  # packed at each call, and so where the last ones were
+            with self.training(weights, x, "".join(masks), states=False) as layer:
+                return self.called(layer, x, state, **masks)
+        with self.layer(weights, x, x.shape[1], x.shape[0], "".join(masks)) as layer:
             return self.called(layer, x, state, **masks)
 
     def called(self, layer: Layer, x: torch.Tensor, state: Sequence[torch.Tensor], **masks: Any) -> list[torch.Tensor]:
-        """As :meth:`run`, by this layer."""
-        given = self.given(state)
+        """The results of :meth:`run` by this layer."""
         with torch.no_grad():
-            y, after = layer(x, given, **masks)
+            y, after = layer(x, self.given(state), **masks)
             return self.results(y, after)
 
     def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
-        """States (L*D, B, H), or gradients of them, as a layer takes them; None is one of zeros."""
+        """The states that a layer takes for states (L*D, B, H), or gradients of them; None in place of one is zeros."""
         return tuple(s[0] if self.kind.single and s is not None else s for s in widened(self.kind, state)) or None
 
     def results(self, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """y and states (L*D, B, H) of what a layer gives for them."""
+        """y and states (L*D, B, H) from those that a layer returns."""
         return [narrowed_rows(self.kind, y), *self.states(states)]
 
     def states(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """States (L*D, B, H), or gradients of them, of what a layer gives for them."""
+        """States (L*D, B, H), or gradients of them, from those that a layer returns."""
         return narrowed(self.kind, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
 
     def part(self, layer: int | None, kind: str) -> Engine:
-        """That of one layer, which is of this kind; None: of all."""
+        """The engine of one layer, of the kind that this text names; None: this engine, of all layers."""
         if layer is None:
             return self
         if layer not in self._parts:
@@ -114,20 +117,20 @@ class Engine:
 def engine_of(module: torch.nn.Module) -> Engine:
     """The module's engine, made with its first call; copies of a module get their own. The operator finds it by the
     module's weights."""
-    found = known_engine(module)
-    if found is None:
-        found = _modules[module] = engine_for(kind_of(text_of(module)), weights_of(module))
-    return found
+    engine = known_engine(module)
+    if engine is None:
+        engine = _modules[module] = engine_for(kind_of(text_of(module)), weights_of(module))
+    return engine
 
 
 def known_engine(module: Any) -> Engine | None:
-    """The module's engine, if it has one and is still what it was: attributes may be set."""
-    found = _modules.get(module)
-    if found is None:
+    """The module's engine, if it has one and its attributes are what they were: a user may set them."""
+    engine = _modules.get(module)
+    if engine is None:
         return None
-    kind, keep = found.kind, module.keep
+    kind, keep = engine.kind, module.keep
     kept = kind.keep == keep or (kind.keep is None and keep in KEPT.values())
-    return found if kept and kind.said == _said_by(module) else None
+    return engine if kept and kind.options == _options_of(module) else None
 
 
 def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:
@@ -138,15 +141,13 @@ def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:
     if len(weights) != len(kind.names):
         raise WeightsError(f"{len(weights)} weights of {kind}; expected {', '.join(kind.names)}")
     if kind.keep is not None and kind.keep == KEPT.get(weights[0].device.type):
-        kind = replace(kind, keep=None)  # as calls without a graph have it
+        kind = replace(kind, keep=None)  # the kind of calls without a graph
     with _lock:
-        known = _weights.get(weights[0])
-        if known is None:
-            known = _weights[weights[0]] = []
+        known: list[tuple[list[weakref.ref[torch.Tensor]], Engine]] = _weights.setdefault(weights[0], [])
         for tensors, engine in known:
             if engine.kind == kind and all(ref() is w for ref, w in zip(tensors, weights, strict=True)):
                 return engine
-        # weights that are new at each call go again, and leave what was compiled for them to the next ones
+        # weights that are new at each call die, and leave the layers compiled for them to the next ones
         gone = [entry for entry in known if any(ref() is None for ref in entry[0])]
         engine = next((engine for _, engine in gone if engine.kind == kind), None) or Engine(kind)
         known[:] = [*(entry for entry in known if entry not in gone), ([weakref.ref(w) for w in weights], engine)]
@@ -154,15 +155,15 @@ def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:
 
 
 def check_type(x: torch.Tensor, weight: torch.Tensor) -> None:
-    """Raises :class:`DTypeError` where x is not of the weights' type, unless autocast sees to that."""
+    """Raises :class:`DTypeError` if x is not of the weights' type, unless autocast sees to that."""
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        found, wanted = (str(t.dtype).removeprefix("torch.") for t in (x, weight))
-        raise DTypeError("input.dtype", found, f"{wanted}, as the weights'")
+        given, wanted = (str(t.dtype).removeprefix("torch.") for t in (x, weight))
+        raise DTypeError("input.dtype", given, f"{wanted}, as the weights'")
 
 
 def rebind(module: torch.nn.Module) -> None:
     """:meth:`Engine.rebind` of the engines of a module and of its own weights, as far as these have been called."""
-    forget(module)
+    _computed.pop(module, None)
     engines = [_modules.get(module)] if hasattr(module, "_flat_weights_names") else []
     with _lock:
         for weight in (*module._parameters.values(), *module._buffers.values()):
@@ -174,7 +175,7 @@ def rebind(module: torch.nn.Module) -> None:
 
 def let_go(module: torch.nn.Module) -> None:
     """Forgets the engines of a module and of its own weights, and so all weak references to these: PyTorch swaps no
-    tensor that has one. What was compiled stays."""
+    tensor that has one. Compiled modules stay."""
     _modules.pop(module, None)
     with _lock:
         for weight in module._parameters.values():
@@ -189,20 +190,77 @@ def let_go_if_swapped(module: torch.nn.Module) -> None:
 
 
 def weights_of(module: Any) -> list[torch.Tensor]:
-    """The weights as they are at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
+    """The weights of a module at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
     own into ``_parameters``, and a parametrization makes new ones at each access, as a cell that computes its own does.
 
-    Raises :class:`WeightsError` where one has been set to None.
+    Raises :class:`WeightsError` if one has been set to None.
     """
     own, names = module._parameters, module._flat_weights_names
-    derived = module.__dict__.get("_derived")
+    derived: Derived | None = module.__dict__.get("_derived")
     if derived is not None:
         return derived.weights(module)
     try:
-        found = [w for w in map(own.__getitem__, names) if w is not None]  # a module's getattr() takes its time
+        weights = [w for w in map(own.__getitem__, names) if w is not None]  # a module's getattr() takes its time
     except KeyError:
-        found = [w for name in names if (w := getattr(module, name)) is not None]
-    if len(found) < len(names):
+        weights = [w for name in names if (w := getattr(module, name)) is not None]
+    if len(weights) < len(names):
         none = ", ".join(name for name in names if getattr(module, name) is None)
         raise WeightsError(f"{none} of {module} is None; expected a tensor")
-    return found
+    return weights
+
+
+# -- weights that a cell computes ---------------------------------------------------------------
+# for calls without gradients: the parameters, the weights that were computed of them, and whether in inference mode
+_computed: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Snapshot, list[torch.Tensor], bool]] = \
+    weakref.WeakKeyDictionary()
+_calls = threading.local()  # the weights of modules that this thread is calling
+
+
+class Derived:
+    """Computes the weights with these ``names``, in this order, of a module's ``learned`` ones, with their
+    gradients."""
+
+    def __init__(self, cell: Cell, input: int, hidden: int, learned: list[str], names: list[str]) -> None:
+        self._cell, self._input, self._hidden, self._learned, self._names = cell, input, hidden, learned, names
+
+    def weights(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        """The weights of the module as it is now."""
+        calls: tuple[tuple[torch.nn.Module, list[torch.Tensor]], ...] = getattr(_calls, "now", ())
+        for called, weights in calls:
+            if called is module:
+                return weights
+        own = [getattr(module, name) for name in self._learned]
+        if torch.compiler.is_compiling() or watched(own):
+            return self._computed(own)
+        if torch.is_grad_enabled() and any(w.requires_grad for w in own):
+            weights = self._computed(own)
+            for weight in weights:
+                if weight.requires_grad:  # an optimizer comes next, and some leave no trace
+                    weight.register_hook(partial(_trained, weakref.ref(module)))
+            return weights
+        known = _computed.get(module)
+        inference = torch.is_inference_mode_enabled()  # no graph keeps tensors of that
+        if known is None or known[2] != inference or not known[0].holds(own):
+            known = _computed[module] = Snapshot(own), self._computed(own), inference
+        return known[1]
+
+    def _computed(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
+        weights = derive(self._cell, dict(zip(self._learned, own, strict=True)), self._input, self._hidden)
+        return [torch.as_tensor(weights[name]).contiguous() for name in self._names]  # NumPy's if computed of none
+
+    @contextmanager
+    def once(self, module: torch.nn.Module) -> Iterator[None]:
+        """Gives all calls within the context the same weights, whose gradients go one way back."""
+        before = getattr(_calls, "now", ())
+        _calls.now = ((module, self.weights(module)), *before)
+        try:
+            yield
+        finally:
+            _calls.now = before
+
+
+def _trained(module: weakref.ref[torch.nn.Module], gradient: torch.Tensor) -> None:
+    """Runs as a hook of a weight, when its gradient is there."""
+    alive = module()
+    if alive is not None:
+        _computed.pop(alive, None)

@@ -1,4 +1,4 @@
-"""When PyTorch's own layer runs in place of a compiled one, and that it is said."""
+"""Calls for which PyTorch's own layer runs in place of a compiled one, with a warning that says why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ecornn.torch.snapshot import suspect
 
 
 def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
-    """Why PyTorch's own layer has to run, empty if not, and whether gradients are asked for."""
+    """The reason that PyTorch's own layer has to run, empty if it has not, and whether gradients are asked for."""
     if torch.jit.is_tracing():
         return "torch.jit.trace records PyTorch's operators only", False
     if exporting_to_onnx():
@@ -35,7 +35,7 @@ def obstacle(module: Any, input: Any, hx: Any) -> tuple[str, bool]:
 
 
 def exporting_to_onnx() -> bool:
-    """Whether ``torch.onnx.export`` runs, which captures with ``torch.export`` first."""
+    """Tells whether ``torch.onnx.export`` runs, which captures with ``torch.export`` first."""
     exporter = sys.modules.get("torch.onnx")
     return exporter is not None and bool(exporter.is_in_onnx_export())
 
@@ -46,9 +46,10 @@ exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @torch._disable_dynamo  # torch.compiler.disable() would import the whole of torch._dynamo here
 def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
-    """PyTorch's own forward; torch.compile does not look into it, as it does not into ``torch.nn``'s.
+    """Runs PyTorch's own forward, into which torch.compile looks as little as into ``torch.nn``'s.
 
-    Warns where there is a reason; raises :class:`FallbackError` with ``ECORNN_STRICT=1`` in the environment.
+    Warns if there is a reason. Raises :class:`FallbackError` with ``ECORNN_STRICT=1`` in the environment, and if
+    PyTorch has no such layer.
     """
     if why:
         if module.TORCH is None:
@@ -62,5 +63,5 @@ def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
 
 
 def tensors_of(hx: Any) -> tuple[Any, ...]:
-    """The tensors of initial states, not checked."""
+    """The tensors of the initial states ``hx``, not checked."""
     return () if hx is None else tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)

@@ -1,27 +1,33 @@
-"""What a torch module is beside its weights; as text it is the operator's argument, which graphs and files keep."""
+"""The kind of a torch module: all that it is beside its weights.
+
+As a text a kind is an argument of the operator, which graphs and files keep. A cell of a user's own is in it by what it
+computes and where another process finds its class.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from ecornn.cells import Cell, get
+from ecornn.cells import BUILTIN, Cell, get
 from ecornn.cells.deriving import flat_shape
+from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError
 from ecornn.layer_spec import LayerSpec
-from ecornn.torch.cell_names import cell_of
 
 CELLS = {"LSTM": "lstm", "GRU": "gru", "RNN_TANH": "rnn_tanh", "RNN_RELU": "rnn_relu"}
 FIELDS = ("input", "hidden", "layers", "bias", "bidirectional", "projection")
-TF32, KEEP = "tf32", "keep"  # fields of those that say
+TF32, KEEP = "tf32", "keep"  # fields of kinds that set them
+_here: dict[str, Cell] = {}  # the cells that this process has named, by identity
 
 
 def text_of(module: Any, layer: int | None = None) -> str:
-    """The :class:`Kind` of a ``torch.nn.RNNBase`` as text, such as
-    ``LSTM(input=7,hidden=11,layers=2,bias=1,bidirectional=0,projection=0)``, or that of one of its layers. Of a
-    ``Recurrent`` it goes on with a colon and its cell's name. torch.compile can trace it."""
+    """The :class:`Kind` of a module, or of one of its layers, as text, such as
+    ``LSTM(input=7,hidden=11,layers=2,bias=1,bidirectional=0,projection=0)``; for a ``Recurrent`` a colon and the name
+    of its cell follow. torch.compile can trace this function."""
     input, layers = module.input_size, module.num_layers
     if layer is not None:
         width = module.proj_size or module.hidden_size
@@ -30,12 +36,12 @@ def text_of(module: Any, layer: int | None = None) -> str:
     keep = "" if module.keep is None else f",{KEEP}={module.keep}"
     return (f"{module.mode}(input={input},hidden={module.hidden_size},layers={layers},"
             f"bias={int(module.bias)},bidirectional={int(module.bidirectional)},projection={module.proj_size}{tf32}{keep})"
-            + module.cell_name)
+            f"{module.cell_name}")
 
 
 def keeping(text: str, keep: str) -> str:
-    """The text of a kind that keeps this of a training step, unless it says what: graphs are cached by it, and know
-    how many bytes that are."""
+    """The text of a kind with ``keep`` added where it says nothing of that: graphs are cached by the text, and know how
+    many bytes a training step keeps."""
     if f",{KEEP}=" in text:
         return text
     sizes, colon, name = text.partition("):")
@@ -44,7 +50,7 @@ def keeping(text: str, keep: str) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a ``torch.nn.RNNBase`` or a ``Recurrent`` is, by torch's words.
+    """A ``torch.nn.RNNBase`` or a ``Recurrent`` in torch's words.
 
     Attributes
     ----------
@@ -53,7 +59,7 @@ class Kind:
     bias, bidirectional : 0 or 1
     projection : the width of a projected state; 0: none
     name : of the cell, where it is not torch's
-    tf32 : whether products of float32 on a GPU may be in TF32; None: as PyTorch's settings say, see precision.py
+    tf32 : whether products of float32 on a GPU may be in TF32; None: PyTorch's settings say, see compiling.py
     keep : what a training step keeps, ``states`` or ``gates``; None: as usual, see compiling.py
     """
 
@@ -70,23 +76,23 @@ class Kind:
 
     @cached_property
     def cell(self) -> Cell | str:
-        """The cell, or what a built-in one is called; equal for kinds of equal cells."""
+        """The cell, or the name of a built-in one; equal for kinds of equal cells."""
         if self.name:
             return cell_of(self.name)
         return "lstm(projection)" if self.projection else CELLS[self.mode]
 
     @cached_property
     def text(self) -> str:
-        """As :func:`text_of` and :func:`keeping` have it."""
+        """The text that :func:`text_of` and :func:`keeping` make."""
         sizes = ",".join(f"{field}={getattr(self, field)}" for field in FIELDS)
         sizes += "" if self.tf32 is None else f",{TF32}={int(self.tf32)}"
         sizes += "" if self.keep is None else f",{KEEP}={self.keep}"
         return f"{self.mode}({sizes})" + (f":{self.name}" if self.name else "")
 
     @cached_property
-    def said(self) -> tuple[Any, ...]:
-        """What a module of this kind has as ``mode``, ``input_size``, ``hidden_size``, ``num_layers``, ``bias``,
-        ``bidirectional``, ``proj_size`` and ``tf32``."""
+    def options(self) -> tuple[Any, ...]:
+        """``mode``, ``input_size``, ``hidden_size``, ``num_layers``, ``bias``, ``bidirectional``, ``proj_size`` and
+        ``tf32`` of a module of this kind."""
         return (self.mode, self.input, self.hidden, self.layers, self.bias, self.bidirectional, self.projection,
                 self.tf32)
 
@@ -97,27 +103,27 @@ class Kind:
 
     @cached_property
     def width(self) -> int:
-        """Values of one direction of an output, and of h."""
+        """The number of values of one direction of an output, and of h."""
         return self.projection or self.hidden
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Of each state, as a call returns them: (L*D, B, width)."""
+        """The width of each state that a call returns, (L*D, B, width)."""
         return (self.width, *[self.hidden] * (len(get(self.cell).states) - 1))
 
     @cached_property
     def outputs(self) -> int:
-        """How many a row of y has, of ``width`` values each, in each direction."""
+        """The number of outputs in a row of y, each of ``width`` values in each direction."""
         return len(get(self.cell).output_names()) if self.name else 1
 
     @cached_property
     def single(self) -> bool:
-        """Whether there is one layer of one direction, whose states have no axis for these."""
+        """True for one layer of one direction, whose states have no axis for these."""
         return self.layers * self.directions == 1
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the weights, in the order of torch's ``_flat_weights``, or of the cell's parameters."""
+        """The names of the weights, in the order of torch's ``_flat_weights``, or of the cell's parameters."""
         if self.name:
             return tuple(self.shapes)
         kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else []),
@@ -127,23 +133,24 @@ class Kind:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters of a cell, by name: gates are folded into the first axis."""
+        """The shapes of a cell's parameters by name; gates are folded into the first axis."""
         return self.flat(get(self.cell).parameters)
 
     def flat(self, of: Callable[[int, int], Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-        """Shapes by a user's names in all layers, of what has the shapes ``of`` a layer's I and H."""
-        cell, found = get(self.cell), {}
+        """Shapes in all layers by a user's names; ``of`` gives those of one layer from its I and H."""
+        cell, shapes = get(self.cell), {}
         for layer in range(self.layers):
             for second in (False, True)[:self.directions]:
                 input = self.directions * self.hidden if layer else self.input
                 for key, shape in of(input, self.hidden).items():
-                    found[cell.parameter_name(key, layer, second)] = flat_shape(tuple(shape))
-        return found
+                    shapes[cell.parameter_name(key, layer, second)] = flat_shape(tuple(shape))
+        return shapes
 
     def spec(self, batch: int, seq: int, dtype: str, masks: str, keep: str | None = None,
              precision: str | None = None) -> LayerSpec:
         """The layer to compile for calls of this B and about this T, with ``masks``: nothing, ``lengths`` or
-        ``sequences``; ``keep``: what it keeps of a training step, if it trains; ``precision``: None or ``tf32``."""
+        ``sequences``; ``keep``: its values of a training step, None if it does not train; ``precision``: None or
+        ``tf32``."""
         return LayerSpec(self.cell, self.hidden, self.input, batch, seq, dtype, precision=precision, layers=self.layers,
                          bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
                          sequences=masks == "sequences", training=keep is not None, keep=keep)
@@ -151,7 +158,7 @@ class Kind:
 
 @lru_cache(maxsize=1024)
 def kind_of(text: str) -> Kind:
-    """The kind that :func:`text_of` or :func:`keeping` wrote; :class:`ArgumentError` for another text."""
+    """The kind of a text by :func:`text_of` or :func:`keeping`. Raises :class:`ArgumentError` for another text."""
     sizes, colon, name = text.partition("):")
     mode, _, rest = (sizes if colon else text.removesuffix(")")).partition("(")
     parts = dict(part.partition("=")[::2] for part in rest.split(","))
@@ -163,3 +170,32 @@ def kind_of(text: str) -> Kind:
     input, hidden, layers, bias, bidirectional, projection, *tf32 = map(int, parts.values())
     return Kind(mode, input, hidden, layers, bias, bidirectional, projection, name, bool(tf32[0]) if tf32 else None,
                 keep)
+
+
+def name_of(cell: Cell) -> str:
+    """``lstm(peepholes)`` for a built-in cell, or ``mgu@0f5ac8d1`` with ``=package.file:Class`` behind it if a module
+    has its class. From now on :func:`cell_of` knows the cell in this process."""
+    identity, kind = cell.identity(), type(cell)
+    _here.setdefault(identity, cell)
+    named = kind.__module__ != "__main__" and "<locals>" not in kind.__qualname__ and kind.__module__ in sys.modules
+    return f"{identity}={kind.__module__}:{kind.__qualname__}" if named and not _builtin(identity) else identity
+
+
+def cell_of(name: str) -> Cell:
+    """The cell of a name by :func:`name_of`, perhaps of another process.
+
+    Raises :class:`ArgumentError` if there is none.
+    """
+    identity, _, where = name.partition("=") if not _builtin(name) else (name, "", "")
+    if identity not in _here and (where or _builtin(identity)):
+        cell = load_cell(where or identity)
+        if cell.identity() != identity:
+            raise ArgumentError("kind", name, f"the cell that {where} makes here, {cell.identity()}")
+        _here[identity] = cell
+    if identity not in _here:
+        raise ArgumentError("kind", name, "a cell that this process has: make an ecornn.torch.Recurrent of it first")
+    return _here[identity]
+
+
+def _builtin(name: str) -> bool:
+    return name.partition("(")[0] in BUILTIN

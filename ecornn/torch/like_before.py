@@ -1,8 +1,8 @@
-"""Calls that are like an earlier one, past all that others need: on a CPU a short layer, or a cell, takes about as long
-as one of PyTorch's operations, and on a GPU its launches take no longer.
+"""The short way of calls that are like an earlier one: on a CPU a short layer, or a cell, takes about as long as one of
+PyTorch's operations, and on a GPU its launches take no longer.
 
-A call goes through all checks once and again. What it was like is kept, and later ones of the same kind are held
-against that alone: whatever differs, be it an argument that does not fit, takes the long way, which says so.
+The first two calls of a kind go through all checks. Then a :class:`Call` says what they were like, and later calls are
+compared with that alone: any difference, an argument that does not fit among them, takes the long way, which says so.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from ecornn.runtime.memory import Memory
 from ecornn.runtime.torch_arrays import TorchMemory
 from ecornn.torch import stepping_training
 from ecornn.torch.bound import BoundLayer
+from ecornn.torch.compiling import precision_of
 from ecornn.torch.dispatching import PLAIN, watched, watching
 from ecornn.torch.engine import Engine, known_engine, weights_of
-from ecornn.torch.precision import precision_of
 from ecornn.torch.stepping_training import TENSORS, ready
 
-MOST = 64  # that a module keeps
+MOST = 64  # calls that a module remembers
 _raw: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # of PyTorch with CUDA
 _capturing = torch.cuda.is_current_stream_capturing
 _tracing, _threads, _autocasts = torch._C._is_tracing, torch.get_num_threads, torch.is_autocast_enabled
 
 
 def again(module: Any, x: Any, hx: Any) -> Any:
-    """What a call of the module returns; None where it is like none before, or somebody asks for more than that."""
+    """The results of a call of the module; None if it is like none before, or if somebody asks for more than
+    results."""
     engine = known_engine(module)
     if engine is None or type(x) not in PLAIN:
         return None
@@ -63,8 +64,7 @@ def again(module: Any, x: Any, hx: Any) -> Any:
 
 
 def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], asked: bool) -> None:
-    """Has later calls that are like one on this x, which has gone well, go by :func:`again`; ``asked``: it was with
-    gradients."""
+    """Has later calls like this one, which was well, go by :func:`again`; ``asked``: it was with gradients."""
     if engine.kind.projection or watched((x, *weights)) or not (x.is_cpu or (x.is_cuda and _raw and not _capturing())):
         return
     key, layers, calls = _key(module, x), engine.inference, engine.calls
@@ -72,7 +72,7 @@ def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[tor
     if call is None:
         if len(calls) >= MOST:
             calls.clear()
-        # where T is another one at each call there is nothing to make
+        # the first time it is None: with another T at each call there is nothing to make
         calls[key] = Call(module, x) if asked or key in calls else None
     elif not asked and (call.one is None or not call.one.snapshot.holds(weights)):
         one = layers.take(weights, x, module.call_sizes(x))
@@ -89,16 +89,16 @@ def _key(module: Any, x: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Call:
-    """A call of a module on an x of this shape; nothing is dropped, and nothing kept.
+    """A call of a module on an x of this shape, without dropout and without values kept for gradients.
 
     Attributes
     ----------
-    count : states of the cell
-    drops : whether a layer may drop what the one before it gives
-    one_step : whether the output state is all that is returned
-    kind : of the device
-    queue : of a GPU: what says which stream is the current one
-    one : the layer, bound to weights, that it goes by, once there is one
+    count : the number of states of the cell
+    drops : True if dropout may come between layers
+    one_step : True if the states are all that is returned
+    kind : the device's
+    queue : on a GPU a function that says which stream is the current one
+    one : the layer, bound to weights, that computes it, once there is one
     """
 
     def __init__(self, module: Any, x: torch.Tensor) -> None:
@@ -116,17 +116,17 @@ class Call:
         self._zeros: tuple[int, ...] = ()
 
     def bound(self, one: BoundLayer) -> Call:
-        """The same by this layer."""
-        made = copy.copy(self)
-        made.one, made._run = one, one.layer.addressed(RUN, self._steps, self._batch, TENSORS)
-        made._zeros = (one.layer.zero_state(self._batch)[1],) * self.count
-        return made
+        """The same call by this layer."""
+        call = copy.copy(self)
+        call.one, call._run = one, one.layer.addressed(RUN, self._steps, self._batch, TENSORS)
+        call._zeros = (one.layer.zero_state(self._batch)[1],) * self.count
+        return call
 
     def _workspace(self, nbytes: int) -> Memory:
         return TorchMemory(torch, nbytes, self._device)
 
     def takes(self, state: Sequence[Any]) -> bool:
-        """Whether such a call may have these states."""
+        """Tells whether such a call may have these states."""
         if len(state) != self.count:
             return False
         for s in state:
@@ -136,7 +136,7 @@ class Call:
         return True
 
     def __call__(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> Any:
-        """As of the module."""
+        """The results of the module on x (T, B, I), or as ``batch_first`` and shapes without a batch say."""
         rows, given = ready(x.transpose(0, 1) if self._swaps else x), [*map(ready, state)]
         # never by torch.empty(), which has defaults of its own; a given one is quicker to repeat
         after = [*map(torch.empty_like, given)] or [x.new_empty(self._state) for _ in self._zeros]

@@ -1,11 +1,15 @@
-"""``torch.ops.ecornn.recurrent``: a layer as an operator that PyTorch's tracers, modes and transforms know.
+"""``torch.ops.ecornn.recurrent``, ``recurrent_forward`` and ``recurrent_backward``: a layer, without and with
+gradients, as operators that PyTorch's autograd, tracers, modes and transforms know.
 
-It takes the weights, so that a graph computes with those that it is given, and says what they are weights of by a text,
-so that another process understands a graph that was saved.
+They take the weights, so that a graph computes with those that it is given, and a text that says which kind of layer
+has such weights, so that another process understands a graph that was saved. All that the backward pass reads is saved
+as tensors: PyTorch sees weights that were changed in between, a graph that is used twice, and what hooks do with saved
+tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -13,35 +17,154 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ecornn.errors import DerivativeError
+from ecornn.torch import training
 from ecornn.torch.engine import engine_for
 from ecornn.torch.kind import Kind, kind_of
+
+Tensors = list[torch.Tensor]
 
 
 @torch.library.custom_op("ecornn::recurrent", mutates_args=())
 def recurrent(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None, weights: list[torch.Tensor],
               kind: str) -> list[torch.Tensor]:
     """y (T, B, D*H) and the states (L*D, B, H) of a layer on x (T, B, I), from ``state``, or from zeros if that is
-    empty. ``weights`` are in the order of torch's ``_flat_weights``, ``kind`` as :func:`ecornn.torch.kind.text_of` has
-    it; ``lengths`` (B,): each row's steps, all of T without."""
+    empty. ``weights`` are in the order of torch's ``_flat_weights``; ``kind`` is a text of
+    :func:`ecornn.torch.kind.text_of`; ``lengths`` (B,) are the steps of each row, without it all of T."""
     return engine_for(kind_of(kind), weights).run(weights, x, state, lengths)
 
 
+@torch.library.custom_op("ecornn::recurrent_forward", mutates_args=())
+def recurrent_forward(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
+                      weights: list[torch.Tensor], kind: str) -> list[torch.Tensor]:
+    """The results of ``recurrent``, and last the bytes (N,) that ``recurrent_backward`` reads besides these."""
+    return training.forward(engine_for(kind_of(kind), weights), weights, x, state, lengths)
+
+
+@torch.library.custom_op("ecornn::recurrent_backward", mutates_args=())
+def recurrent_backward(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
+                       weights: list[torch.Tensor], kind: str, y: torch.Tensor, kept: torch.Tensor,
+                       gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of x, ``state`` and ``weights``, from those of y and the last states."""
+    engine = engine_for(kind_of(kind), weights)
+    return training.backward(engine, weights, x, state, lengths, y, kept, gradients)
+
+
+# -- shapes, for tracers ------------------------------------------------------------------------
 @recurrent.register_fake
-def _(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None, weights: list[torch.Tensor],
-      kind: str) -> list[torch.Tensor]:
+def _(x: torch.Tensor, state: Tensors, lengths: torch.Tensor | None, weights: Tensors, kind: str) -> Tensors:
     return [*map(x.new_empty, output_shapes(kind_of(kind), x))]
 
 
+@recurrent_forward.register_fake
+def _(x: torch.Tensor, state: Tensors, lengths: torch.Tensor | None, weights: Tensors, kind: str) -> Tensors:
+    parsed = kind_of(kind)
+    kept = x.new_empty(training.kept_bytes(parsed, x, lengths), dtype=torch.uint8)
+    return [*map(x.new_empty, output_shapes(parsed, x)), kept]
+
+
+@recurrent_backward.register_fake
+def _(x: torch.Tensor, state: Tensors, lengths: torch.Tensor | None, weights: Tensors, kind: str, y: torch.Tensor,
+      kept: torch.Tensor, gradients: Tensors) -> Tensors:
+    return [of.new_empty(of.shape) for of in (x, *state, *weights)]
+
+
 def output_shapes(kind: Kind, x: torch.Tensor) -> list[tuple[int, ...]]:
-    """Of y and the states."""
+    """The shapes of y and the states for x (T, B, I)."""
     rows, y = kind.layers * kind.directions, kind.directions * kind.outputs * kind.width
     return [(*x.shape[:2], y), *((rows, x.shape[1], width) for width in kind.widths)]
 
 
+# -- gradients ----------------------------------------------------------------------------------
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    x, state, lengths, weights, ctx.kind = inputs
+    ctx.states = len(state)
+    ctx.save_for_backward(x, output[0], output[-1], lengths, *state, *weights)
+
+
+def _backward(ctx: Any, gradients: Tensors) -> tuple[Any, ...]:
+    x, y, kept, lengths, *rest = ctx.saved_tensors
+    state, weights = rest[:ctx.states], rest[ctx.states:]
+    dx, *others = recurrent_backward(x, state, lengths, weights, ctx.kind, y, kept, [*gradients[:-1]])
+    needs = ctx.needs_input_grad
+
+    def asked(values: Tensors, needed: Any) -> list[torch.Tensor | None]:
+        return [value if need else None for value, need in zip(values, needed, strict=True)]
+
+    before, after = others[:len(state)], others[len(state):]
+    return dx if needs[0] else None, asked(before, needs[1] or ()), None, asked(after, needs[3]), None
+
+
+def refuse_again(*_: Any) -> None:
+    """Raises :class:`~ecornn.errors.DerivativeError` in place of computing gradients of gradients."""
+    raise DerivativeError("compiled layers have no gradients of gradients: where these are asked for, call "
+                          "ecornn.torch.restore(model) first, which makes its layers torch.nn's again; on a GPU also "
+                          "torch.backends.cudnn.flags(enabled=False)")
+
+
+recurrent_forward.register_autograd(_backward, setup_context=_save)
+recurrent_backward.register_autograd(refuse_again)
+
+
+# -- transforms of torch.func -------------------------------------------------------------------
+def forward(x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,
+            weights: Sequence[torch.Tensor], kind: str) -> list[torch.Tensor]:
+    """The results of ``recurrent_forward``, also under transforms of torch.func, which know
+    ``torch.autograd.Function`` but no formula that an operator registers."""
+    if torch._C._functorch.maybe_current_level() is None:
+        return [*recurrent_forward(x, [*state], lengths, [*weights], kind)]
+    return [*Forward.apply(kind, len(state), lengths, x, *state, *weights)]
+
+
+class Forward(torch.autograd.Function):
+    """``recurrent_forward`` of a flat list of tensors."""
+
+    @staticmethod
+    def forward(kind: str, states: int, lengths: Any, x: torch.Tensor, *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(recurrent_forward(x, [*rest[:states]], lengths, [*rest[states:]], kind))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.kind, ctx.states, lengths, x, *rest = inputs
+        ctx.save_for_backward(lengths, x, output[0], output[-1], *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        lengths, x, y, kept, *rest = ctx.saved_tensors
+        return None, None, None, *Backward.apply(ctx.kind, ctx.states, lengths, x, y, kept, *gradients[:-1], *rest)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
+        return each_call(Forward.apply, info, in_dims, args)
+
+
+class Backward(torch.autograd.Function):
+    """``recurrent_backward`` of a flat list of tensors: gradients of y and each state, the first states, weights."""
+
+    @staticmethod
+    def forward(kind: str, states: int, lengths: Any, x: torch.Tensor, y: torch.Tensor, kept: torch.Tensor,
+                *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        count = 1 + len(kind_of(kind).widths)
+        gradients, rest = rest[:count], rest[count:]
+        return tuple(recurrent_backward(x, [*rest[:states]], lengths, [*rest[states:]], kind, y, kept, [*gradients]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        refuse_again()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
+        return each_call(Backward.apply, info, in_dims, args)
+
+
 @recurrent.register_vmap
-def _(info: Any, in_dims: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
-      weights: list[torch.Tensor], kind: str) -> tuple[list[torch.Tensor], list[int]]:
-    """More rows of one call; a call for each of several weights."""
+def _(info: Any, in_dims: Any, x: torch.Tensor, state: Tensors, lengths: torch.Tensor | None, weights: Tensors,
+      kind: str) -> tuple[Tensors, list[int]]:
+    """The batching rule: more rows of one call; a call for each of several weights."""
     count, (x_dim, state_dims, lengths_dim, weight_dims, _) = info.batch_size, in_dims
     if any(dim is not None for dim in weight_dims or ()):
         return each_call(recurrent, info, in_dims, (x, state, lengths, weights, kind))
@@ -50,26 +173,45 @@ def _(info: Any, in_dims: Any, x: torch.Tensor, state: list[torch.Tensor], lengt
         apart = tensor.unsqueeze(at) if dim is None else tensor.movedim(dim, at)
         return apart.expand(*apart.shape[:at], count, *apart.shape[at + 1:]).flatten(at, at + 1)
 
-    found = recurrent(rows(x, x_dim, 1), [rows(s, d, 1) for s, d in zip(state, state_dims or (), strict=True)],
-                      None if lengths is None else rows(lengths, lengths_dim, 0), weights, kind)
-    return [t.unflatten(1, (count, -1)) for t in found], [1] * len(found)
+    results = recurrent(rows(x, x_dim, 1), [rows(s, d, 1) for s, d in zip(state, state_dims or (), strict=True)],
+                        None if lengths is None else rows(lengths, lengths_dim, 0), weights, kind)
+    return [t.unflatten(1, (count, -1)) for t in results], [1] * len(results)
 
 
-def each_call(operator: Any, info: Any, in_dims: Any, args: Any) -> tuple[list[torch.Tensor], list[int]]:
-    """A batching rule: a call for each."""
+@recurrent_forward.register_vmap
+def _(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
+    return each_call(recurrent_forward, info, in_dims, args)
+
+
+@recurrent_backward.register_vmap
+def _(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
+    return each_call(recurrent_backward, info, in_dims, args)
+
+
+def each_call(operator: Any, info: Any, in_dims: Any, args: Any) -> tuple[Tensors, list[int]]:
+    """A batching rule: a call for each element of the batch, whose results are stacked along axis 0."""
     def one(value: Any, dim: Any, number: int) -> Any:
         if isinstance(value, list):
             return [one(v, d, number) for v, d in zip(value, dim or [None] * len(value), strict=True)]
         return value if dim is None else value.select(dim, number)
 
     calls = [operator(*(one(v, d, n) for v, d in zip(args, in_dims, strict=True))) for n in range(info.batch_size)]
-    made = [torch.stack(parts) for parts in zip(*calls, strict=True)]
-    return made, [0] * len(made)
+    stacked = [torch.stack(parts) for parts in zip(*calls, strict=True)]
+    return stacked, [0] * len(stacked)
 
 
-@register_flop_formula(torch.ops.ecornn.recurrent, get_raw=True)
-def flops(x: torch.Tensor, state: Any, lengths: torch.Tensor | None, weights: list[torch.Tensor], *_: Any,
-          **__: Any) -> int:
-    """Of the products: each matrix with each row at each step, of all of T where lengths have no values."""
+# -- floating-point operations ------------------------------------------------------------------
+def flops(x: torch.Tensor, state: Any, lengths: torch.Tensor | None, weights: Tensors, *_: Any, **__: Any) -> int:
+    """Operations of the products: each matrix with each row at each step, of all of T if lengths have no values."""
     steps = prod(x.shape[:2]) if lengths is None or isinstance(lengths, FakeTensor) else int(lengths.sum())
     return sum(2 * steps * w.numel() for w in weights if w.dim() == 2)
+
+
+def backward_flops(*args: Any, **kwargs: Any) -> int:
+    """PyTorch's count for a backward pass: the gradients of both factors of each product."""
+    return 2 * flops(*args, **kwargs)
+
+
+register_flop_formula(torch.ops.ecornn.recurrent, get_raw=True)(flops)
+register_flop_formula(torch.ops.ecornn.recurrent_forward, get_raw=True)(flops)
+register_flop_formula(torch.ops.ecornn.recurrent_backward, get_raw=True)(backward_flops)

@@ -4,6 +4,10 @@ A module for the whole batch steps through the longest row, and rows that have e
 product. Laid end to end the same steps take about as many columns as the rows have valid steps for each step of the
 longest. Where that gains nothing each sequence is a row of x, and the module has their lengths. Either way x is one
 gather of packed data, packed y one of y, and what these need is kept for the next call with the same lengths.
+
+Gradients take the same way back: what is gathered from packed rows to columns, and from columns to packed rows, has a
+gather for its gradient, too, since each packed row has one place. Places of no sequence have some row's values, which
+the module does not read.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -22,11 +27,13 @@ from ecornn.errors import DTypeError, ScheduleError, ShapeError
 from ecornn.runtime.columns import Columns, steps_of
 from ecornn.runtime.loader import Layer
 from ecornn.runtime.torch_arrays import TorchArrays
-from ecornn.torch.engine import engine_of, weights_of
+from ecornn.torch import training
+from ecornn.torch.engine import Engine, engine_of, weights_of
+from ecornn.torch.kind import text_of
+from ecornn.torch.operator import refuse_again
 
 LEAST = 16  # columns; fewer do not make steps shorter
-FIXED = 32  # a step of C columns takes about as long as C + 32 do: the way of the state between blocks
-
+FIXED = 32  # columns whose work takes as long as the way of the state between blocks, in each step
 
 Ints = NDArray[np.int32]
 Call = Callable[[torch.Tensor, dict[str, Any]], Sequence[torch.Tensor]]
@@ -35,14 +42,14 @@ _arrays = TorchArrays()
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where packed sequences (N rows) lie in x (T, C, I).
+    """The places of packed sequences (N rows) in x (T, C, I).
 
     Attributes
     ----------
     shape : T and C
     index : for each place of x the row of packed data, or 0 where there is none; for each of the N rows its place; and,
         without columns, the C lengths
-    columns : what the module is told of sequences that lie end to end; None: each is a row of x
+    columns : the module's argument for sequences that lie end to end; None: each is a row of x
     """
 
     shape: tuple[int, int]
@@ -51,15 +58,17 @@ class Layout:
     _copies: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def index_on(self, data: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The three parts of ``index``, where ``data`` (N, I) is."""
+        """The three parts of ``index`` on the device of ``data`` (N, I)."""
         steps, width = self.shape
         # a graph would read copies that may be gone when it is replayed
         copy = _arrays.rows if data.is_cuda and not _arrays.keeps_workspace() else partial(_arrays.kept, self._copies)
         index, _ = copy(self.index, "int32", data, None)
-        return index.split((steps * width, len(data), len(index) - steps * width - len(data)))
+        parts: tuple[torch.Tensor, ...] = index.split((steps * width, len(data),
+                                                       len(index) - steps * width - len(data)))
+        return parts
 
     def call(self, data: torch.Tensor, call: Call) -> list[torch.Tensor]:
-        """What ``call`` makes of x and the module's masks, with y as packed as ``data`` (N, I) is."""
+        """The results of ``call`` on x and the module's masks, y packed as ``data`` (N, I) is."""
         steps, width = self.shape
         there, back, lengths = self.index_on(data)
         masks = {"lengths": lengths} if self.columns is None else {"sequences": self.columns}
@@ -69,10 +78,9 @@ class Layout:
 
 @lru_cache(maxsize=16)
 def rows_of(batch_sizes: bytes) -> int:
-    """How many rows of packed data int64 ``batch_sizes`` have. pack_padded_sequence() makes them as they must be; of
-    others, which a user has made, kernels would read memory that is none of x's.
+    """The number of rows of packed data with int64 ``batch_sizes``.
 
-    Raises :class:`ShapeError`.
+    Raises :class:`ShapeError` for sizes that pack_padded_sequence() does not make: kernels would read memory beside x.
     """
     sizes = np.frombuffer(batch_sizes, np.int64)
     if not len(sizes) or sizes[-1] < 0 or (np.diff(sizes) > 0).any():
@@ -82,7 +90,7 @@ def rows_of(batch_sizes: bytes) -> int:
 
 
 def checked(packed: PackedSequence) -> PackedSequence:
-    """The sequence with no more rows of data than it says that there are.
+    """The sequence without rows of data beyond its ``batch_sizes``.
 
     Raises :class:`ShapeError` and :class:`DTypeError` where its parts do not fit each other.
     """
@@ -103,8 +111,8 @@ def sizes_of(batch_sizes: bytes) -> tuple[NDArray[Any], NDArray[Any]]:
 
 @lru_cache(maxsize=16)  # the layers of a model have the same lengths, one after the other
 def padded(batch_sizes: bytes) -> Layout:
-    """Each sequence of int64 ``batch_sizes`` as a row of x. What x has beyond its length is not used: the first row of
-    packed data will do."""
+    """The layout of sequences with int64 ``batch_sizes`` that has each as a row of x. Places of x beyond a length are
+    not used: the first row of packed data will do."""
     sizes, lengths = sizes_of(batch_sizes)
     shape = len(sizes), len(lengths)
     return Layout(shape, _index(shape, np.flatnonzero(np.arange(shape[1]) < sizes[:, None]), lengths))
@@ -112,7 +120,8 @@ def padded(batch_sizes: bytes) -> Layout:
 
 @lru_cache(maxsize=16)
 def laid(batch_sizes: bytes, width: int, together: int) -> Layout:
-    """The sequences of int64 ``batch_sizes`` in ``width`` columns, of which ``together`` neighbours may share one."""
+    """The layout of sequences with int64 ``batch_sizes`` in ``width`` columns, of which ``together`` neighbours may
+    share a sequence."""
     sizes, lengths = sizes_of(batch_sizes)
     columns = Columns.of(lengths, width, together)
     steps, numbers = np.nonzero(np.arange(columns.count) < sizes[:, None])  # of packed rows
@@ -121,7 +130,7 @@ def laid(batch_sizes: bytes, width: int, together: int) -> Layout:
 
 
 def _index(shape: tuple[int, ...], back: NDArray[Any], *more: NDArray[Any]) -> Ints:
-    """As :class:`Layout` has it, from the places of packed rows."""
+    """The index of a :class:`Layout`, from the places of packed rows."""
     there = np.zeros(shape[0] * shape[1], np.int32)
     there[back] = np.arange(len(back))
     return np.concatenate((there, back, *more), dtype=np.int32)
@@ -129,13 +138,19 @@ def _index(shape: tuple[int, ...], back: NDArray[Any], *more: NDArray[Any]) -> I
 
 @lru_cache(maxsize=16)
 def width_of(batch_sizes: bytes) -> int | None:
-    """:func:`columns_for` their lengths."""
+    """:func:`columns_for` the lengths of sequences with int64 ``batch_sizes``."""
     return columns_for(sizes_of(batch_sizes)[1])
 
 
+def _width(data: torch.Tensor, sizes: bytes) -> int | None:
+    """The number of columns for packed ``data``; None if they gain nothing."""
+    return width_of(sizes) if data.is_cuda else None
+
+
 def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
-    """How many columns to lay them in, a power of two, so that few modules are compiled and records are at hand; None
-    where as many as there are sequences are best. All columns may share sequences, it is hoped."""
+    """The number of columns for sequences of these lengths: a power of two, so that few modules are compiled and
+    records are at hand; None if a column for each sequence is best. It is assumed that all columns may share
+    sequences."""
     longest, count, valid = int(lengths.max()), len(lengths), int(lengths.sum())
     least = max(LEAST, 1 << (valid // longest).bit_length() - 1)
     costs = {width: steps_of(lengths, width, width) * (width + FIXED) for width in (least, 2 * least) if width < count}
@@ -153,23 +168,88 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
             return lay(layer).call(data, lambda x, masks: engine.called(layer, x, state, **masks))
 
     # layers of one direction may work at the same time instead, which columns do not allow
-    if data.is_cuda and (module.num_layers == 1 or module.bidirectional):
-        width = width_of(sizes)
-        if width is not None and (data.dtype, width) not in engine.refused:
-            try:
-                return run_in(width, "sequences", lambda layer: laid(sizes, width, layer.together))
-            except ScheduleError:  # weights that do not fit on the chip
-                engine.refused.add((data.dtype, width))
+    width = _width(data, sizes) if module.num_layers == 1 or module.bidirectional else None
+    if width is not None and (data.dtype, width) not in engine.refused:
+        try:
+            return run_in(width, "sequences", lambda layer: laid(sizes, width, layer.together))
+        except ScheduleError:  # weights that do not fit on the chip
+            engine.refused.add((data.dtype, width))
     rows = padded(sizes)
     return run_in(rows.shape[1], "lengths", lambda layer: rows)
 
 
-def call_layer(layer: Layer, packed: PackedSequence, state: Sequence[torch.Tensor] | None = None) -> list[torch.Tensor]:
-    """A layer compiled with ``sequences=True`` on packed sequences: packed y, and the states."""
-    found = laid(packed.batch_sizes.numpy().tobytes(), layer.manifest.workload.batch, layer.together)
+def train(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Packed y and the states (L*D, S, H) with gradients, from ``state`` or zeros, rows in packed order; None if
+    columns gain nothing, or no schedule serves them."""
+    sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
+    weights, width, together = weights_of(module), _width(data, sizes), 0
+    if width is None or (data.dtype, width, "training") in engine.refused:
+        return None
+    parts = [(engine, weights, state)]
+    if training.by_layer(module, weights):
+        parts = [(engine.part(number, text_of(module, number)), [*its], first)
+                 for number, (its, first) in enumerate(training.layers_of(module, weights, state))]
+    try:  # x is not laid before it is known which columns may share a sequence
+        like = data[:1].detach().expand(len(packed.batch_sizes), width, -1)
+        for part, its, _ in parts:
+            with torch.no_grad(), part.training(its, like, "sequences", again=True) as layer:
+                together = gcd(together, layer.together)
+    except ScheduleError:  # weights that do not fit on the chip
+        engine.refused.add((data.dtype, width, "training"))
+        return None
+    layout = laid(sizes, width, together)
+    assert layout.columns is not None
+    there, back, _ = layout.index_on(data)
+    y, after = _Gather.apply(data, there, back).view(*layout.shape, -1), []
+    for part, its, first in parts:
+        y, *states = _Layer.apply(part, layout.columns, len(first), y, *first, *its)
+        after.append(states)
+    last = after[0] if len(parts) == 1 else [torch.cat(states) for states in zip(*after, strict=True)]
+    return [_Gather.apply(y.flatten(0, 1), back, there), *last]
 
-    def call(x: torch.Tensor, masks: dict[str, Any]) -> list[torch.Tensor]:
-        y, after = layer(x, state, **masks)
-        return [y, *after]
 
-    return found.call(packed.data, call)
+class _Gather(torch.autograd.Function):
+    """Gathers rows of ``data`` by ``index``, whose inverse is ``inverse`` but for rows that nobody reads."""
+
+    @staticmethod
+    def forward(ctx: Any, data: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index, inverse)
+        return data.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        index, inverse = ctx.saved_tensors
+        return _Gather.apply(gradients[0], inverse, index), None, None
+
+
+class _Layer(torch.autograd.Function):
+    """Computes y (T, C, D*H) of x in ``columns`` and the states after it, by number of the sequence; ``tensors``: first
+    states, as many as ``count``, and the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, columns: Columns, count: int, x: torch.Tensor,
+                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, *after, kept = training.forward(engine, tensors[count:], x, tensors[:count], columns)
+        ctx.engine, ctx.columns, ctx.count = engine, columns, count
+        ctx.save_for_backward(x, y, kept, *tensors)
+        return y, *after
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        computed = _Backward.apply(ctx.engine, ctx.columns, ctx.count, len(gradients), *gradients, *ctx.saved_tensors)
+        needed = ctx.needs_input_grad[3:]
+        return None, None, None, *(g if need else None for g, need in zip(computed, needed, strict=True))
+
+
+class _Backward(torch.autograd.Function):
+    """Computes the gradients of :class:`_Layer`, which have none themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, columns: Columns, count: int, outputs: int,
+                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gradients, (x, y, kept, *rest) = tensors[:outputs], tensors[outputs:]
+        return tuple(training.backward(engine, rest[count:], x, rest[:count], columns, y, kept, gradients))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+        refuse_again()

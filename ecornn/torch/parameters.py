@@ -1,4 +1,4 @@
-"""What torch's layers and compiled ones call the same: weights, states and gradients, from one to the other and back.
+"""Weights, states and gradients of torch's layers as those of compiled ones, and back.
 
 A compiled layer has biases, and in place of a projection one that keeps the size: zeros stand where torch has nothing.
 """
@@ -16,59 +16,63 @@ from ecornn.torch.kind import Kind
 
 
 def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Weights by name; without biases, zeros in their place, and around those of a projection."""
+    """The weights of torch's layer as those of a compiled one, by name, with zeros for biases that torch's has not, and
+    around a projection.
+
+    Raises :class:`ArgumentError` for a weight without memory.
+    """
     with_memory = [w.clone() if w._is_zerotensor() else w for w in weights]  # zeros of autograd's have none
     if kind.projection:  # torch would copy from nowhere
         for name, w in zip(kind.names, with_memory, strict=True):
             if not w.untyped_storage().size() and w.numel():
                 raise ArgumentError(f"weights[{name!r}]", "a tensor without memory of its own", "a tensor with memory")
-    found = {name: w.detach() for name, w in zip(kind.names, with_memory, strict=True)}
+    compiled = {name: w.detach() for name, w in zip(kind.names, with_memory, strict=True)}
     if not kind.bias:
-        for name in [n for n in found if n.startswith("weight_hh")]:
-            zeros = torch.zeros(found[name].shape[0], dtype=found[name].dtype, device=found[name].device)
-            found |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
+        for name in [n for n in compiled if n.startswith("weight_hh")]:
+            zeros = compiled[name].new_zeros(len(compiled[name]))
+            compiled |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
     if kind.projection:
         room = kind.hidden - kind.projection
-        for name, value in found.items():
+        for name, value in compiled.items():
             if name.startswith("weight_hr"):
-                found[name] = pad(value, (0, 0, 0, room))
+                compiled[name] = pad(value, (0, 0, 0, room))
             elif name.startswith("weight_hh"):
-                found[name] = pad(value, (0, room))
+                compiled[name] = pad(value, (0, room))
             elif _reads_layer(name):
                 parts = value.reshape(len(value), -1, kind.projection)  # one for each direction of the layer below
-                found[name] = pad(parts, (0, room)).reshape(len(value), -1)
-    return found
+                compiled[name] = pad(parts, (0, room)).reshape(len(value), -1)
+    return compiled
 
 
-def weight_gradients(kind: Kind, found: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of :func:`parameters` as those of the weights that they were made of."""
-    made, width = [], kind.width
+def weight_gradients(kind: Kind, compiled: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of torch's weights, from those of the weights that :func:`parameters` makes of them."""
+    gradients, width = [], kind.width
     for name in kind.names:
-        value = found[name]
+        value = compiled[name]
         if kind.projection and name.startswith("weight_hr"):
             value = value[:width].clone()
         elif kind.projection and name.startswith("weight_hh"):
             value = value[:, :width].contiguous()
         elif kind.projection and _reads_layer(name):
             value = value.reshape(len(value), -1, kind.hidden)[..., :width].reshape(len(value), -1)
-        made.append(value)
-    return made
+        gradients.append(value)
+    return gradients
 
 
 def _reads_layer(name: str) -> bool:
-    """Whether a weight multiplies y of a layer below."""
+    """Tells whether a weight multiplies y of a layer below."""
     return name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse"))
 
 
 def widened(kind: Kind, states: Sequence[Any]) -> list[Any]:
-    """States, or gradients of them, with room for the whole H."""
+    """States, or gradients of them, padded from the projection's width to H."""
     if not states or not kind.projection or states[0] is None:
         return [*states]
     return [pad(states[0], (0, kind.hidden - kind.width)), *states[1:]]
 
 
 def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
-    """The same of y (T, B, D*H)."""
+    """y (T, B, D*width) padded to (T, B, D*H)."""
     if not kind.projection:
         return y
     rows = y.reshape(*y.shape[:2], -1, kind.width)
@@ -76,12 +80,12 @@ def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
 
 
 def narrowed(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """States without what :func:`widened` adds."""
+    """States without the padding of :func:`widened`."""
     return [states[0][..., :kind.width].contiguous(), *states[1:]] if states and kind.projection else [*states]
 
 
 def narrowed_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
-    """The same of y."""
+    """y without the padding of :func:`widened_rows`."""
     if not kind.projection:
         return y
     rows = y.reshape(*y.shape[:2], -1, kind.hidden)[..., :kind.width].contiguous()

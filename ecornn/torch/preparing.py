@@ -21,32 +21,31 @@ from ecornn.errors import ArgumentError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
-from ecornn.torch import layer_by_layer
-from ecornn.torch.classes import COMPILED, base_of, original_class, reclass
-from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps
+from ecornn.torch import training
+from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, precision_of
 from ecornn.torch.engine import weights_of
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.precision import precision_of
+from ecornn.torch.replacing import COMPILED, base_of, original_class, reclass
 
 SAYS = "from ecornn.module_cache import main; main()"
 
 
 @public
 def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None, **named: Any) -> int:
-    """Compiles what the layers of ``model`` need for calls like ``model(*example, **named)``, which may be one itself:
-    of these shapes, data types and devices, with gradients where they would be asked for. How far it is, is printed on
-    stderr. What is compiled stays in the build cache, for other processes, too.
+    """Compiles the modules that the layers of ``model`` need for calls like ``model(*example, **named)``: of these
+    shapes, data types and devices, with gradients if these would be asked for. The model may be a layer itself.
+    Progress is printed on stderr. Compiled modules stay in the build cache, for other processes, too.
 
-    The model is called once, with PyTorch's own layers; a :class:`Recurrent` compiles then. ``processes``: that compile
-    at the same time; default: as many as there are threads of PyTorch's. Returns how many kinds of layers there are.
-    Packed sequences on a GPU are left to their first call, since their columns depend on lengths, and so are layers of
-    a class that has a ``forward`` of its own.
+    The model is called once, with PyTorch's own layers; a :class:`Recurrent` compiles then. ``processes``: the number
+    of processes that compile at the same time, by default that of PyTorch's threads. Returns the number of kinds of
+    layers. Packed sequences on a GPU are left to their first call, since their columns depend on lengths, and so are
+    layers of a class that has a ``forward`` of its own.
 
-    Raises :class:`ArgumentError` where no layer of the model is compiled.
+    Raises :class:`ArgumentError` if no layer of the model is compiled.
     """
-    found: list[Any] = [module for module in model.modules() if isinstance(module, COMPILED)]
-    if not found:
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, COMPILED)]
+    if not layers:
         raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
                             "them")
     calls: dict[tuple[Any, Call], None] = {}
@@ -58,12 +57,12 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
             calls[module, call] = None
         module.__class__ = runs
 
-    # what a forward of a class's own hands on is not seen before its first call
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in found
+    # arguments that a class's own forward hands on are not seen before its first call
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in layers
              if (kind := original_class(type(module))).forward is getattr(base_of(kind), "forward", None)]
-    kinds: dict[Any, Any] = {module: type(module) for module in found}
+    kinds: dict[Any, Any] = {module: type(module) for module in layers}
     try:
-        for module in found:
+        for module in layers:
             reclass(module, original_class)
         with torch.random.fork_rng():
             model(*example, **named)
@@ -80,8 +79,8 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
 
 @dataclass(frozen=True)
 class Call:
-    """What a layer's call is compiled for: T, B, the data type, masks, the target, whether gradients are asked for, and
-    the precision of products."""
+    """The properties of a call that a layer is compiled for: T, B, the data type, masks, the target, whether gradients
+    are asked for, and the precision of products."""
 
     steps: int
     batch: int
@@ -93,7 +92,7 @@ class Call:
 
 
 def call_of(module: Any, input: Any, hx: Any) -> Call | None:
-    """The call of a layer with these arguments; None where no module serves it, or where nobody can say which."""
+    """The call of a layer with these arguments; None if no module serves it, or if nobody can say which."""
     why, asked = obstacle(module, input, hx)
     packed = isinstance(input, PackedSequence)
     data = input.data if packed else input
@@ -103,24 +102,22 @@ def call_of(module: Any, input: Any, hx: Any) -> Call | None:
     if sizes is None:
         return None
     masks, target = "lengths" if packed else "", "cpu" if data.is_cpu else "cuda"
-    precision = precision_of(kind_of(text_of(module)), data)
     steps, batch = sizes
-    return Call(steps, batch, NAMES[data.dtype], masks, target, asked, precision)
+    return Call(steps, batch, NAMES[data.dtype], masks, target, asked, precision_of(kind_of(text_of(module)), data))
 
 
 def specs(module: Any, call: Call) -> list[LayerSpec]:
-    """What is compiled for a call: with dropout, or gradients layer by layer, a layer after the other."""
-    alone = module._drops or (call.asked and layer_by_layer.wanted(module, weights_of(module)))
+    """The layers to compile for a call: one by one with dropout, and with gradients that leave layer by layer."""
+    alone = module._drops or (call.asked and training.by_layer(module, weights_of(module)))
     kinds = [text_of(module, layer) for layer in range(module.num_layers)] if alone else [text_of(module)]
     keep = KEPT[call.target] if call.asked else None
-    few = few_steps(call.steps) if call.target == "cuda" and not call.asked else 0
-    steps = few or call.steps
+    steps = (few_steps(call.steps) if call.target == "cuda" and not call.asked else 0) or call.steps
     return [kind_of(kind).spec(call.batch, steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
 
 
 @safe_interrupts()
 def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:
-    """Has all of them compiled, in processes of their own where there is a cache that hands them on."""
+    """Compiles all layers, in processes of their own if there is a cache that hands modules on."""
     def one(spec: LayerSpec, target: str) -> None:
         built_in = spec.workload.cell.partition("(")[0] in BUILTIN
         if built_in and len(wanted) > 1 and processes > 1 and cache.folder() is not None and not known(spec, target):

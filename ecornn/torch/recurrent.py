@@ -16,35 +16,36 @@ from ecornn.cells.deriving import derives, learned_shapes
 from ecornn.errors import ArgumentError, ShapeError
 from ecornn.outputs import by_output
 from ecornn.torch import engine
-from ecornn.torch.cell_names import name_of
 from ecornn.torch.compiling import checked_keep
-from ecornn.torch.derived import Derived
-from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.sequences import Sequences
+from ecornn.torch.engine import Derived
+from ecornn.torch.kind import kind_of, name_of, text_of
+from ecornn.torch.modules import Sequences
 
 
-class Recurrent(Sequences, torch.nn.Module):
+class Recurrent(Sequences):
     """A recurrent layer of any cell, or a stack of them, called as ``torch.nn``'s are.
 
     Parameters
     ----------
     cell : a :class:`ecornn.Cell`, or the name of a built-in one, also with options, as ``lstm(peepholes)``
     input_size, hidden_size : I and H
-    num_layers, batch_first, dropout, bidirectional : as of ``torch.nn.LSTM``
-    tf32 : whether products of float32 on a GPU may be in TF32; None: where cuDNN's RNNs may
-    keep : what a training step keeps, as of :func:`ecornn.compile`; None: ``gates``
-    device, dtype : of the parameters, which have the names and shapes of the cell's, as ``weight_ih_l0`` (G*H, I), and
-        start as torch.nn's, uniform in +-1/sqrt(H); of a cell that computes some, those of what is learned
+    num_layers, batch_first, dropout, bidirectional : the options of ``torch.nn.LSTM``
+    tf32 : whether products of float32 on a GPU may be in TF32; None: they may if cuDNN's RNNs may
+    keep : the values that a training step keeps, see :func:`ecornn.compile`; None: ``gates``
+    device, dtype : of the parameters, which have the names and shapes of the cell's, such as ``weight_ih_l0`` (G*H, I),
+        and start as torch.nn's, uniform in +-1/sqrt(H). If the cell computes weights, its learned ones are the
+        parameters
 
-    A cell that has sequences beside x is called with ``inputs``, tensors by name: (T, B, H), or (T, B, 1), one value
-    for all units; laid out as x is, batch first or not, without the axis of the batch, or packed alike. They have
-    gradients, too.
+    A cell that has sequences beside x is called with ``inputs``, tensors by name: (T, B, H), or (T, B, 1) for one value
+    for all units; they have the layout of x, batch first or not, without the axis of the batch, or packed alike. They
+    have gradients, too.
 
-    A call gives y (T, B, D*H), or a dict of the outputs by name where the cell has several, and the last states, each
-    (L*D, B, H): a tuple of them where the cell has several. It
-    computes on CPUs in float32 and float64, and on GPUs, and raises :class:`~ecornn.errors.FallbackError`
-    elsewhere: PyTorch has no such layer. Also in a program of ``torch.export``, in a process that can import the cell's
-    class.
+    A call returns y (T, B, D*H), or a dict of the outputs by name if the cell has several, and the last states, each
+    (L*D, B, H): a tuple of them if the cell has several. It computes on CPUs in float32 and float64, and on GPUs, and
+    raises :class:`~ecornn.errors.FallbackError` elsewhere: PyTorch has no such layer. Programs of ``torch.export`` have
+    it, too, in a process that can import the cell's class.
+
+    Raises :class:`~ecornn.errors.ArgumentError` for a cell without parameters, and for options that do not fit.
     """
 
     @public
@@ -82,9 +83,12 @@ class Recurrent(Sequences, torch.nn.Module):
         self.reset_parameters()
 
     def forward(self, input: Any, hx: Any = None, inputs: Mapping[str, Any] | None = None) -> Any:
-        """As ``torch.nn``'s, with the cell's ``inputs``. Raises as :meth:`Sequences.forward`."""
+        """Computes the outputs and the last states of ``input`` and the cell's ``inputs``; see the class for shapes.
+
+        Raises the errors of :meth:`Sequences.forward`.
+        """
         if self.cell.inputs or inputs is not None:
-            input = self._beside(input, inputs)
+            input = self._with_inputs(input, inputs)
         if self._derived is None or torch.compiler.is_compiling():
             y, states = super().forward(input, hx)
         else:
@@ -95,7 +99,7 @@ class Recurrent(Sequences, torch.nn.Module):
         return self._named(y), states
 
     def _named(self, y: Any) -> dict[str, Any]:
-        """The outputs of rows of y, packed or not."""
+        """The outputs by name of rows of y, packed or not."""
         if not isinstance(y, PackedSequence):
             return by_output(y, self.output_names, 1 + self.bidirectional)
         parts = by_output(y.data, self.output_names, 1 + self.bidirectional)
@@ -105,7 +109,7 @@ class Recurrent(Sequences, torch.nn.Module):
     def _row_width(self) -> int:
         return self.cell.row_width(self.input_size, self.hidden_size)
 
-    def _beside(self, x: Any, inputs: Any) -> Any:
+    def _with_inputs(self, x: Any, inputs: Any) -> Any:
         """x with ``inputs`` behind it in its rows."""
         names = self.cell.inputs
         if not isinstance(inputs, Mapping) or {*inputs} != {*names}:
@@ -127,11 +131,11 @@ class Recurrent(Sequences, torch.nn.Module):
                 raise ShapeError(f"inputs[{name!r}].shape", tuple(value.shape), f"{wanted}, or 1 in place of the last, "
                                  "for one value for all units")
             rows.append(value.expand(wanted))
-        made = torch.cat(rows, dim=-1)
-        return PackedSequence(made, *x[1:]) if packed else made
+        whole = torch.cat(rows, dim=-1)
+        return PackedSequence(whole, *x[1:]) if packed else whole
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(H); what does not train as the cell has it."""
+        """Sets weights to values uniform in +-1/sqrt(H), and those that do not train to the cell's own."""
         limit, fixed = 1 / math.sqrt(self.hidden_size), self._of_layers({**self.cell.buffers, **self.cell.frozen})
         for name, weight in (*self.named_parameters(), *self.named_buffers()):
             if name not in fixed:
@@ -144,7 +148,7 @@ class Recurrent(Sequences, torch.nn.Module):
                 weight.copy_(value.reshape(weight.shape))
 
     def _of_layers(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by the cell's names as those of all layers, by this layer's names."""
+        """Values by the cell's names, for all layers, by this module's names."""
         return {self.cell.parameter_name(key, layer, reverse): value for layer in range(self.num_layers)
                 for reverse in (False, True)[:1 + self.bidirectional] for key, value in values.items()}
 
@@ -154,15 +158,11 @@ class Recurrent(Sequences, torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_derived", None)  # of before cells computed weights
+        self.__dict__.setdefault("_derived", None)  # a pickle may be older than cells that compute weights
         name_of(self.cell)  # a process that reads a pickle knows the cell from then on
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        engine.rebind(self)
-
     def extra_repr(self) -> str:
-        """The cell, the sizes, and what is not as usual."""
+        """The cell, the sizes, and the options that differ from their defaults."""
         words = [self.cell_name[1:].partition("@")[0], str(self.input_size), str(self.hidden_size)]
         words += [f"num_layers={self.num_layers}"] if self.num_layers > 1 else []
         words += [f"dropout={self.dropout}"] if self.dropout else []

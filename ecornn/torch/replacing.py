@@ -1,28 +1,41 @@
-"""Swapping the recurrent layers of a model in place."""
+"""Swapping the recurrent layers of a model in place, by changing their classes."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from ecornn.boundary import public
 from ecornn.errors import ArgumentError
 from ecornn.torch import engine
-from ecornn.torch.classes import CELLS, COMPILED, OURS, compiled_class, original_class, overridden, reclass
+from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell
 from ecornn.torch.compiling import checked_keep, serves
-from ecornn.torch.sequences import Sequences
+from ecornn.torch.modules import GRU, LSTM, RNN, Compiled, Sequences
+
+CELLS: dict[type[Any], type[Any]] = {torch.nn.LSTMCell: LSTMCell, torch.nn.GRUCell: GRUCell,
+                                     torch.nn.RNNCell: RNNCell}
+OURS: dict[type[Any], type[Any]] = {torch.nn.LSTM: LSTM, torch.nn.GRU: GRU, torch.nn.RNN: RNN, **CELLS}
+COMPILED = Compiled, CompiledCell
+THEIRS = {ours: kind for kind, ours in OURS.items()}
+# the methods that a call goes through: a class with one of its own may mean something else
+CALL = ("forward", "__call__", "_call_impl", "check_input", "check_forward_args", "check_hidden_size",
+        "get_expected_hidden_size", "get_expected_cell_size", "permute_hidden", "flatten_parameters")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`replace` did.
+    """The layers that :func:`replace` swapped and those that it left.
 
     Attributes
     ----------
     swapped : names of the layers that are compiled from now on
-    kept : name of a recurrent layer that was left alone -> why
+    kept : name of a recurrent layer that was left alone -> the reason
     """
 
     swapped: tuple[str, ...]
@@ -40,21 +53,21 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place, and every ``LSTMCell``,
     ``GRUCell`` and ``RNNCell``.
 
-    The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance`` finds
-    them to be what they were; only their class changes, to one below that. So it is with classes of a user's own that
-    leave the calls to torch.nn, or whose ``forward`` goes on in ``super().forward()``. The model itself may be such a
-    layer. Returns what was swapped, and what was not and why.
+    The layers stay the same objects, with their parameters, hooks, parametrizations and names, and ``isinstance``
+    still finds their old class; only their class changes, to one below that. The same goes for classes of a user's own
+    that leave the calls to torch.nn, or whose ``forward`` ends in ``super().forward()``. The model itself may be such a
+    layer. Returns which layers were swapped, and which were not and why.
 
-    ``fullgraph``: torch.compile refuses to look into what is a ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves it out
-    of its graphs, as it did before. With this, layers of these very classes become :class:`ecornn.torch.LSTM` and so
-    on, which it has in one graph, and which are ``torch.nn.RNNBase`` alone.
+    ``fullgraph``: torch.compile refuses to look into any ``torch.nn.LSTM``, ``GRU`` or ``RNN``, and leaves these out of
+    its graphs, replaced or not. With ``fullgraph`` layers of these very classes become :class:`ecornn.torch.LSTM` and
+    so on, which it takes into one graph; they are ``torch.nn.RNNBase`` and no ``torch.nn.LSTM``.
 
-    ``tf32``: whether products of float32 on a GPU may be in TF32. None: where cuDNN's RNNs may at the time of a call,
-    which is PyTorch's default; ``torch.backends.cudnn.rnn.fp32_precision = "ieee"`` or
-    ``torch.backends.cudnn.allow_tf32 = False`` keep them exact, and so does False here. A layer has it as ``tf32``.
+    ``tf32``: True or False says whether products of float32 on a GPU may be in TF32. None: they may if cuDNN's RNNs may
+    at the time of a call, which is PyTorch's default; ``torch.backends.cudnn.rnn.fp32_precision = "ieee"`` or
+    ``torch.backends.cudnn.allow_tf32 = False`` keep them exact. A layer has it as ``tf32``.
 
-    ``keep``: what layers keep of a training step: ``gates``, or ``states``, which takes less memory and more time;
-    None: ``gates``. A layer has it as ``keep``; cells have their own way.
+    ``keep``: the values that a training step keeps for its backward pass: ``gates``, or ``states``, which takes less
+    memory and more time; None: ``gates``. A layer has it as ``keep``; cells have their own way.
 
     Raises :class:`ArgumentError` for another ``tf32`` or ``keep``.
     """
@@ -71,22 +84,21 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
         if isinstance(module, (Sequences, *COMPILED)):
             continue
         if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
-            why = obstacle(module)
-            if why is None:
+            if (why := obstacle(module)) is None:
                 reclass(module, ours)
-                module.tf32 = tf32  # type: ignore[assignment]
+                module.tf32 = tf32
                 if isinstance(module, torch.nn.RNNBase):
-                    module.keep = keep  # type: ignore[assignment]
+                    module.keep = keep
                 swapped.append(name)
             else:
-                kept[name] = str(why)
+                kept[name] = why
     return Report(tuple(swapped), kept)
 
 
 @public
 def restore(model: torch.nn.Module) -> tuple[str, ...]:
-    """Makes every compiled LSTM, GRU, RNN and cell of a model what it was, or one of ``torch.nn``, in place: what
-    :func:`replace` did, undone. Returns their names."""
+    """Undoes :func:`replace`, in place: every compiled LSTM, GRU, RNN and cell of a model gets its class of before, or
+    that of ``torch.nn``. Returns their names."""
     names = []
     for name, module in model.named_modules():
         if isinstance(module, COMPILED):
@@ -101,16 +113,16 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
 def rebind(model: torch.nn.Module) -> None:
     """Has the compiled layers of a model, which may be one itself, read their weights again at their next call.
 
-    Needed on a GPU, or where single values change, after writes that leave no trace on a tensor: through ``.data``, as
-    many do that swap averaged weights in, through NumPy, by another process that shares them, and in inference mode.
-    The model may also be one of ``torch.export``.
+    Call it after writes that leave no trace on a tensor, if the weights are on a GPU or single values changed: writes
+    through ``.data``, which often swap averaged weights in, through NumPy, by another process that shares the memory,
+    and in inference mode. The model may also be one of ``torch.export``.
     """
     for module in model.modules():
         engine.rebind(module)
 
 
 def obstacle(module: torch.nn.Module) -> str | None:
-    """Why a layer cannot be swapped; None: it can."""
+    """The reason that a layer cannot be swapped; None if it can."""
     own = overridden(type(module))
     if own is None:
         return f"{type(module).__name__} is no LSTM, GRU or RNN of torch.nn's"
@@ -125,3 +137,107 @@ def obstacle(module: torch.nn.Module) -> str | None:
     if not serves(weight.device, weight.dtype):
         return f"its weights are {weight.dtype}, which is not compiled for {weight.device.type}"
     return None
+
+
+# -- classes of layers --------------------------------------------------------------------------
+def base_of(kind: type[Any]) -> type[Any] | None:
+    """The class of torch.nn that ``kind`` is, or is below."""
+    return next((base for base in OURS if issubclass(kind, base)), None)
+
+
+def overridden(kind: type[Any]) -> list[str] | None:
+    """The methods of a call that neither are torch.nn's nor end in torch.nn's; None for a class below none of its."""
+    base = base_of(kind)
+    if base is None:
+        return None
+    own = [name for name in CALL if getattr(kind, name, None) is not getattr(base, name, None)]
+    return [] if own == ["forward"] and _goes_on(kind) else own
+
+
+def _goes_on(kind: type[Any]) -> bool:
+    """Tells whether each ``forward`` of a class calls the next one, as ``super().forward()``, until torch.nn's."""
+    own = [vars(one)["forward"] for one in kind.__mro__[:kind.__mro__.index(base_of(kind))] if "forward" in vars(one)]
+    codes = [getattr(forward, "__code__", None) for forward in own]
+    return all(code is not None and {"super", "forward"} <= {*code.co_names} for code in codes)
+
+
+@cache
+def compiled_class(kind: Any) -> type[Any]:
+    """A class below ``kind`` whose calls are those of the compiled class, or end there if ``kind`` has its own."""
+    base: Any = base_of(kind)
+    forward = CompiledCell.forward if base in CELLS else _forward
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
+             "__init__": kind.__init__, "__reduce_ex__": _reduce, "_compiled_from": kind}
+    if kind.forward is not base.forward:
+        return type(kind.__name__, (kind, compiled_class(base)), named)  # which has the compiled one before torch.nn's
+    return type(kind.__name__, (OURS[base], kind), named | {"forward": forward})
+
+
+def original_class(kind: type[Any]) -> type[Any]:
+    """The class that a compiled layer had before, or torch.nn's of the same kind."""
+    before = kind.__dict__.get("_compiled_from")
+    return before or next(theirs for ours, theirs in THEIRS.items() if issubclass(kind, ours))
+
+
+def reclass(module: torch.nn.Module, change: Callable[[type[Any]], type[Any]]) -> None:
+    """Changes a module's class; under a parametrization, whose class has the parameters as properties, the class below
+    that one."""
+    kind = type(module)
+    if parametrize.is_parametrized(module):
+        own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        module.__class__ = type(kind.__name__, (change(kind.__bases__[0]),), own)
+    else:
+        module.__class__ = change(kind)
+
+
+def _forward(self: Sequences, input: Any, hx: Any = None) -> Any:
+    """Does what ``torch.nn``'s does."""
+    return Sequences.forward(self, input, hx)
+
+
+# torch.compile breaks its graph around what is a torch.nn.LSTM; it must not look into the call then, all the way down
+_frames = torch._C._dynamo.eval_frame
+_frames.set_code_exec_strategy(_forward.__code__, _frames._FrameExecStrategy(
+    _frames._FrameAction.SKIP, _frames._FrameAction.SKIP))
+
+
+def _reduce(module: Any, protocol: Any) -> str | tuple[Any, ...]:
+    """Pickles the class of before: the class made of it has no name by which it could be found."""
+    if "_compiled_from" not in vars(type(module)):  # a class below: the usual way
+        return object.__reduce_ex__(module, protocol)
+    state = getattr(module, "__getstate__", lambda: module.__dict__)  # RNNBase's: without its weak references
+    return _empty, (type(module)._compiled_from,), state()
+
+
+def _empty(kind: Any) -> Any:
+    compiled: Any = compiled_class(kind)
+    return compiled.__new__(compiled)
+
+
+# -- torch.ao.quantization, which goes by exact classes -----------------------------------------
+# It gives each module a ``qconfig``, None if the class is none of those to quantize. A compiled layer that is given
+# one, by its name or its own class, becomes torch.nn's, which PyTorch then quantizes. A layer that is given None stays
+# as it is; it warns, since torch.nn.LSTM among the classes may have meant it.
+def _qconfig(module: Any) -> Any:
+    try:
+        return vars(module)["qconfig"]
+    except KeyError:
+        raise AttributeError("qconfig") from None
+
+
+def _set_qconfig(module: Any, value: Any) -> None:
+    vars(module)["qconfig"] = value
+    if value is not None:
+        restore(module)
+        return
+    warnings.warn(f"torch.ao.quantization leaves a compiled {type(module).__name__} as it is, since it goes by exact "
+                  "classes: to have it quantized, call ecornn.torch.restore(model) first, or name the layer in "
+                  "qconfig_spec", stacklevel=2)
+
+
+def _delete_qconfig(module: Any) -> None:
+    vars(module).pop("qconfig", None)
+
+
+for _kind in COMPILED:
+    _kind.qconfig = property(_qconfig, _set_qconfig, _delete_qconfig)

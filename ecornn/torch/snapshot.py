@@ -1,39 +1,54 @@
-"""Whether weights have changed since they were bound."""
+"""Snapshots of weights, which tell whether the weights have changed since they were bound.
+
+Tensors count most writes by their version. Through ``.data``, NumPy, another process that shares them, and in inference
+mode weights change without one; a sample of the values in host memory sees such writes. All values would take longer
+to look at than a call takes; one of every row and every column of a matrix, and all of a bias, take a microsecond or
+two. If a weight has twice :data:`PLACES` places or more, a look visits every n-th, and the next look the next ones: n
+adjacent rows are seen at once, and a single row, or a column, within n looks. A write to single values of a matrix may
+be missed, and on a GPU a look would wait for it. Each look reads all values of float64 weights: gradient checkers,
+which use that type (torch.autograd.gradcheck), move single values through ``.data``.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+from math import ceil, gcd
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ecornn.torch.sample import Sample
+PLACES = 256  # of a weight; a look has at least so many, and less than twice as many
+
+Read = Callable[[], bytes]
 
 
 class Snapshot:
-    """Weights as they were: the very tensors, at these addresses, with these versions.
+    """Weights as they were: the very tensors, at these addresses, with these versions and sampled values.
 
-    Writes that versions do not tell are seen by a sample of the values, on a CPU.
-
-    The tensors may go; then these are other weights. Their memory stays, since its address could otherwise be that of
-    other weights one day. Fused optimizers change weights and not their versions: those of a backward pass are
+    When a tensor dies the snapshot no longer holds. Its memory stays, since its address could otherwise be that of
+    other weights one day. Fused optimizers change weights and not their versions: the weights of a backward pass are
     suspects from then on. Those of a backward pass that a CUDA graph has captured always are: it may be replayed.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
-        self._kept = [w.detach() for w in weights]
+        self._memory = [w.detach() for w in weights]
         self._tensors = [(weakref.ref(w), w.data_ptr()) for w in weights]
-        self._sample = Sample(self._kept)
+        self._sample = Sample(self._memory)
         self._note(weights)
         self.ids = [*map(id, weights)]
         with _lock:
             _snapshots.add(self, self.ids)
 
     def same(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether every weight is the tensor that it was, where it was."""
+        """Tells whether every weight is the same tensor at the same address."""
         if len(weights) != len(self._tensors):
             return False
         for w, (tensor, pointer) in zip(weights, self._tensors, strict=True):
@@ -42,8 +57,8 @@ class Snapshot:
         return True
 
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
-        """Whether every weight is the one that it was, and as it was, as far as a tensor tells; and whether none is
-        suspected, unless ``with_suspects``."""
+        """Tells whether every weight is the same tensor with the same values, as far as versions and samples show, and
+        whether none is suspected, unless ``with_suspects``."""
         if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self._known):
             return False
         for w, (tensor, pointer, version) in zip(weights, self._known, strict=True):
@@ -53,7 +68,7 @@ class Snapshot:
         return self._sample.holds()
 
     def changed(self, weights: Sequence[torch.Tensor]) -> list[int]:
-        """The numbers of the weights that may not be as they were."""
+        """The numbers of the weights that may have changed."""
         if len(weights) != len(self.versions):
             return [*range(len(weights))]
         known = zip(weights, self._tensors, self.versions, strict=True)
@@ -62,12 +77,12 @@ class Snapshot:
                 or self._sample.differs(n)]
 
     def renew(self, weights: Sequence[torch.Tensor]) -> None:
-        """The same tensors have been read again."""
+        """Takes the snapshot again, of the same tensors."""
         self._sample.renew()
         self._note(weights)
 
     def _note(self, weights: Sequence[torch.Tensor]) -> None:
-        """What tensors tell."""
+        """Notes versions, and suspects no weight any more."""
         self._suspects, self.versions = set[int](), [*map(_version, weights)]
         # all in one place, since short calls ask, too
         self._known: list[tuple[weakref.ref[torch.Tensor], int, int | None]] = [
@@ -75,11 +90,11 @@ class Snapshot:
             for w, place in zip(weights, self._tensors, strict=True)]
 
     def suspect(self, ids: set[int]) -> None:
-        """Those of these ids may have changed from now on."""
+        """Takes weights with these ids for possibly changed from now on."""
         self._suspects |= {n for n, known in enumerate(self.ids) if known in ids}
 
     def outdate(self) -> None:
-        """From now on they are taken for changed."""
+        """Takes all weights for changed from now on."""
         self.versions, self._known = [], []
 
 
@@ -87,8 +102,71 @@ def _version(weight: torch.Tensor) -> int:
     return 0 if weight.is_inference() else weight._version  # tensors made in inference mode count no versions
 
 
+class Sample:
+    """Values of the weights that lie in host memory, as they were.
+
+    It reads their memory: callers know that the weights are still where they were.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self._weights, self._places = weights, list[int]()
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes the sample again, wherever the weights are now."""
+        places = [w.data_ptr() for w in self._weights]
+        if places != self._places or not places:
+            self._places = places
+            self._each = [_looks(w) if w.is_cpu else [] for w in self._weights]  # as many as a power of 2, or none
+            count = max(map(len, self._each), default=0)
+            self._looks = [[looks[n % len(looks)] for looks in self._each if looks] for n in range(count)]
+        self._were = [[read() for read in looks] for looks in self._each]
+        self._turns = cycle([(looks, [were[n % len(were)] for were in self._were if were])
+                             for n, looks in enumerate(self._looks)] or [([], [])])
+
+    def holds(self) -> bool:
+        """Tells whether values are unchanged at the places whose turn it is."""
+        looks, were = next(self._turns)
+        return [read() for read in looks] == were
+
+    def differs(self, number: int) -> bool:
+        """Tells whether values of this weight have changed, looking at all places."""
+        return [read() for read in self._each[number]] != self._were[number]
+
+
+def _looks(weight: torch.Tensor) -> list[Read]:
+    """Functions that read the places of a weight, all places in a power of 2 of looks."""
+    if not weight.data_ptr() or not weight.numel():
+        return []
+    step = 1 if weight.dtype == torch.float64 else _step(weight.shape)
+    places = ceil(weight.numel() / step)
+    count = 1 if weight.dtype == torch.float64 else 1 << (max(1, places // PLACES).bit_length() - 1)
+    if weight.is_contiguous():
+        size = weight.element_size()
+        memory = (ctypes.c_char * (weight.numel() * size)).from_address(weight.data_ptr())
+        flat: NDArray[Any] = np.frombuffer(memory, np.dtype(f"u{size}"))[::step]
+        return [flat[n::count].tobytes for n in range(count)]
+    # .numpy() would forbid for ever that its memory be given back
+    values = np.from_dlpack(torch._neg_view(weight) if weight.is_neg() else weight)
+    if step == 1:
+        return [values.tobytes]
+    return [partial(_at, values, np.unravel_index(np.arange(n, places, count) * step, values.shape))
+            for n in range(count)]
+
+
+def _step(shape: torch.Size) -> int:
+    """The distance of places: at most a row, or a column, apart and in every column before one comes again."""
+    if len(shape) < 2:
+        return 1
+    return next(step for step in range(min(shape), 0, -1) if gcd(step, shape[-1]) == 1)
+
+
+def _at(values: NDArray[Any], places: Any) -> bytes:
+    return bytes(values[places].tobytes())
+
+
 class Snapshots:
-    """Those that there are of each weight, by its id, which later tensors take over."""
+    """The snapshots of each weight, by the weight's id, which later tensors take over."""
 
     LEAST = 256  # ids
 
@@ -100,7 +178,7 @@ class Snapshots:
         return len(self._by_id)
 
     def add(self, snapshot: Snapshot, ids: Sequence[int]) -> None:
-        """One of the weights with these ids."""
+        """Adds a snapshot of the weights with these ids."""
         if len(self._by_id) >= self._most:  # where weights come and go, so do ids
             self._by_id = {weight: those for weight, those in self._by_id.items() if those}
             self._most = max(self.LEAST, 2 * len(self._by_id))
@@ -108,7 +186,7 @@ class Snapshots:
             self._by_id.setdefault(weight, weakref.WeakSet()).add(snapshot)
 
     def of(self, ids: set[int]) -> set[Snapshot]:
-        """Those of any of these weights."""
+        """The snapshots of any of these weights."""
         return {snapshot for weight in ids for snapshot in self._by_id.get(weight, ())}
 
 
@@ -118,7 +196,7 @@ _lock = threading.Lock()
 
 
 def suspect(weights: Sequence[torch.Tensor]) -> None:
-    """Has all that was bound from these weights, of those that take gradients, be bound again before it is used."""
+    """Has all layers that were bound to these weights bind those that take gradients again before their next use."""
     ids = {id(w) for w in weights if w.requires_grad}
     with _lock:
         known = _snapshots.of(ids)
@@ -129,5 +207,5 @@ def suspect(weights: Sequence[torch.Tensor]) -> None:
 
 
 def replayed(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether a CUDA graph may change weights without a trace, whenever it is replayed."""
+    """Tells whether a CUDA graph may change weights without a trace, whenever it is replayed."""
     return bool(_replayed.data) and any(w in _replayed for w in weights)

@@ -1,5 +1,5 @@
-"""The same step with gradients. Each call is a node of its own in PyTorch's graph; gradients of weights are added up
-where all calls of a graph have them, and handed on once, when the last of these calls has added its own.
+"""One step of a cell with gradients. Each call is a node of its own in PyTorch's graph; all calls of a graph add their
+gradients of weights to one place, from which they are handed on once, when the last of these calls has added its own.
 
 So T calls add T times to one array, in place of T new ones that are added one by one. PyTorch's engine says when all
 are there: calls depend on a token, which depends on the weights, and whose own backward pass comes after theirs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from ecornn.program import BACKWARD, FORWARD
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.direct import each, is_batched
 from ecornn.torch.engine import Engine
+from ecornn.torch.operator import recurrent_backward
 from ecornn.torch.snapshot import suspect
-from ecornn.torch.training_operator import recurrent_backward
 
 ALIGNMENT = 16  # bytes, of what modules read
 TENSORS = "x", "y", "state_in", "state_out"
@@ -30,7 +30,8 @@ BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
 
 def run(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor,
         state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The states after x (B, I), or (I,), from ``state``, or from zeros if that is empty; arguments are checked."""
+    """The states after x (B, I), or (I,), from ``state``, or from zeros if that is empty. Callers check the
+    arguments."""
     known = engine.shared() if engine.shared is not None else None
     if known is None or not known.serves(weights):
         known = Shared(engine, weights)
@@ -39,13 +40,13 @@ def run(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor,
 
 
 class Shared:
-    """What the calls of a graph have in common; it lives as long as one of them does.
+    """The common part of the calls of a graph, which lives as long as one of them does.
 
     Attributes
     ----------
     weights : the tensors
     sums : their gradients
-    token : what calls depend on
+    token : a tensor that all calls depend on
     """
 
     def __init__(self, engine: Engine, weights: Sequence[torch.Tensor]) -> None:
@@ -55,14 +56,14 @@ class Shared:
         self.token: torch.Tensor = _Hand.apply(self.sums, *weights)
 
     def serves(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the weights."""
+        """Tells whether these are the weights."""
         return len(weights) == len(self.weights) and all(
             w is known and w.requires_grad == asked
             for w, known, asked in zip(weights, self.weights, self._asked, strict=True))
 
     def check(self, versions: list[int]) -> None:
-        """Raises RuntimeError, as PyTorch does, where weights are not what they were in the call whose gradients are
-        asked for. As long as a module still has these packed, gradients are of them."""
+        """Raises RuntimeError, as PyTorch does, if weights have changed since the call whose gradients are asked for.
+        No check is needed as long as a module has the weights of that call packed."""
         for name, was, now in zip(self.engine.kind.names, versions, self.weights, strict=True):
             if was != now._version:
                 raise RuntimeError(
@@ -71,35 +72,35 @@ class Shared:
 
 
 class Sums:
-    """Gradients of weights, of each backward pass that is under way."""
+    """The gradients of weights of each backward pass that is under way."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights = [w.detach() for w in weights]
         if len(weights) == 2:  # a module has biases, and adds to their gradients
             self._weights += [weights[0].new_empty(len(weights[0]))] * 2
-        self._found: dict[int, list[torch.Tensor]] = {}
+        self._passes: dict[int, list[torch.Tensor]] = {}
 
     def of(self, suspects: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the backward pass that calls, zeros at first."""
+        """The gradients of the backward pass that calls, zeros at first."""
         number = torch._C._current_graph_task_id()
-        found = self._found.get(number)
-        if found is None:
-            found = self._found[number] = [w.new_zeros(w.shape) for w in self._weights]
+        sums = self._passes.get(number)
+        if sums is None:
+            sums = self._passes[number] = [w.new_zeros(w.shape) for w in self._weights]
 
             def end() -> None:
-                self._found.pop(number, None)  # nobody has asked for them
+                self._passes.pop(number, None)  # nobody has asked for them
                 suspect(suspects)  # an optimizer may come next
 
             Variable._execution_engine.queue_callback(end)
-        return found
+        return sums
 
     def take(self) -> list[torch.Tensor] | None:
-        """The same, once all calls have added theirs."""
-        return self._found.pop(torch._C._current_graph_task_id(), None)
+        """The same gradients, once all calls have added theirs."""
+        return self._passes.pop(torch._C._current_graph_task_id(), None)
 
 
 class _Hand(torch.autograd.Function):
-    """Weights to the token; backward hands on what calls have added up."""
+    """Makes the token of weights; backward hands on the gradients that calls have added up."""
 
     @staticmethod
     def forward(ctx: Any, sums: Sums, *weights: torch.Tensor) -> torch.Tensor:
@@ -108,31 +109,27 @@ class _Hand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[Any, ...]:
-        found = ctx.sums.take()
+        sums = ctx.sums.take()
         needed = ctx.needs_input_grad[1:]
-        return None, *(found[n] if found is not None and need else None for n, need in enumerate(needed))
+        return None, *(sums[n] if sums is not None and need else None for n, need in enumerate(needed))
 
 
 class TrainingStep:
-    """A step of so many rows as x has, both ways, by a layer that is bound to weights.
-
-    Attributes
-    ----------
-    one : the layer
-    """
+    """A step forward and back for as many rows as x has, by a layer that is bound to weights, ``one``."""
 
     def __init__(self, engine: Engine, one: BoundLayer, x: torch.Tensor) -> None:
         self.one, batch = one, rows_of(x)
         self._forward = one.layer.addressed(FORWARD, 1, batch, TENSORS)
         self._backward = one.layer.addressed(BACKWARD, 1, batch, BACK)
-        self._shape, self._count = (*x.shape[:-1], engine.kind.hidden), len(engine.kind.widths)
+        self._shape = (*x.shape[:-1], engine.kind.hidden)
         self._zero = one.layer.zero_state(batch)[1]
-        self._zeros = [self._zero] * self._count
+        self._zeros = [self._zero] * len(engine.kind.widths)
         self.kept_bytes = self._forward.kept_bytes
         self._bytes = self.kept_bytes + 4 * batch * engine.kind.hidden
 
     def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """What is kept, and the states after x. y is kept behind the rest, since what is returned may be written."""
+        """The memory that backward reads, and the states after x. y lies at its end, since callers may write to the
+        states."""
         memory = x.new_empty(self._bytes, dtype=torch.uint8)
         after = [*map(torch.empty_like, state)] or [x.new_empty(self._shape) for _ in self._zeros]
         start = memory.data_ptr()
@@ -143,16 +140,16 @@ class TrainingStep:
     def backward(self, memory: torch.Tensor, x: torch.Tensor, state: Sequence[torch.Tensor],
                  gradients: Sequence[torch.Tensor | None], sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The gradients of x and of the states before it; those of weights are added to ``sums``."""
-        made = [torch.empty_like(x), *[x.new_empty(self._shape) for _ in self._zeros]]
+        outputs = [torch.empty_like(x), *[x.new_empty(self._shape) for _ in self._zeros]]
         start, zero = memory.data_ptr(), self._zero
         self._backward((x.data_ptr(), start + self.kept_bytes, *([s.data_ptr() for s in state] or self._zeros), zero,
-                        *[zero if g is None else g.data_ptr() for g in gradients], *[m.data_ptr() for m in made],
+                        *[zero if g is None else g.data_ptr() for g in gradients], *[o.data_ptr() for o in outputs],
                         *[s.data_ptr() for s in sums]), start)
-        return made
+        return outputs
 
 
 def _taken(shared: Shared, x: torch.Tensor, again: bool) -> TrainingStep:
-    """A step of the layer with the weights as they are now, or as they were in an earlier call, which is taken."""
+    """Takes a step of the layer with the weights as they are now, or, ``again``, as they were in an earlier call."""
     engine, weights, key = shared.engine, shared.weights, (x.shape, torch.get_num_threads(), "training")
     step: TrainingStep | None = engine.calls.get(key)
     if step is None or again or not engine.trained.take_this(step.one, weights):
@@ -163,7 +160,7 @@ def _taken(shared: Shared, x: torch.Tensor, again: bool) -> TrainingStep:
 
 
 class _Step(torch.autograd.Function):
-    """States after x (B, I), or (I,), from ``state`` or from zeros."""
+    """Computes the states after x (B, I), or (I,), from ``state`` or from zeros."""
 
     @staticmethod
     def forward(ctx: Any, shared: Shared, token: torch.Tensor, x: torch.Tensor,
@@ -193,25 +190,28 @@ class _Step(torch.autograd.Function):
             shared.check(ctx.versions)
             step = _taken(shared, x, True)
         try:
-            made = step.backward(memory, x, state, [g if g is None else ready(g) for g in gradients], sums)
+            dx_and_states = step.backward(memory, x, state, [g if g is None else ready(g) for g in gradients], sums)
         finally:
             trained.give(step.one)
-        return None, None, *made[:1 + len(state)]
+        return None, None, *dx_and_states[:1 + len(state)]
 
 
-_apply = super(torch.autograd.Function, _Step).apply  # past what it does for torch.func, which goes another way
+# past the checks of Function.apply() for torch.func, whose calls go by operators
+_apply: Callable[..., tuple[torch.Tensor, ...]] = super(torch.autograd.Function, _Step).apply
 
 
 def _by_operator(shared: Shared, sums: list[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
                  y: torch.Tensor, kept: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Gradients of which others may be asked for, which the operator refuses then; or of several at once."""
+    """The gradients by the operator: it refuses gradients of these, and it takes several at once."""
     kind, weights = shared.engine.kind, shared.weights
     rows, *states = [t.reshape(1, -1, t.shape[-1]) for t in (x, *state)]
     shape = *rows.shape[:2], kind.hidden
 
     def call(given: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         whole = [x.new_zeros(shape) if g is None else g.reshape(shape) for g in (None, *given)]
-        return recurrent_backward(rows, states, None, [*weights], kind.text, y.view(shape), kept, whole)
+        computed: list[torch.Tensor] = recurrent_backward(rows, states, None, [*weights], kind.text, y.view(shape),
+                                                          kept, whole)
+        return computed
 
     dx, *rest = each(call, gradients)
     for number, gradient in enumerate(rest[len(state):]):
@@ -225,7 +225,10 @@ def rows_of(x: torch.Tensor) -> int:
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that a module can read; :class:`ArgumentError` where there is nothing to be read."""
+    """The tensor, or a copy that a module can read.
+
+    Raises :class:`ArgumentError` for a tensor that has no memory.
+    """
     pointer = tensor.data_ptr()
     if pointer and not pointer % ALIGNMENT and tensor.is_contiguous() and not tensor.is_neg():
         return tensor

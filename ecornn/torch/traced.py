@@ -1,4 +1,4 @@
-"""``cell``: a step that is written in PyTorch, as a cell."""
+"""``cell()``: a step that is written in PyTorch, as a cell."""
 
 from __future__ import annotations
 
@@ -28,44 +28,43 @@ def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = 
     states : their names; default: those of the step's arguments behind x
     name : of the cell; default: the module's class
 
-    Its parameters are the module's, a dot in a name as an underscore; :meth:`TracedCell.weights` has their values. A
-    matrix, or vector, of less than H rows stays so at any H; such a vector is a parameter (H,), zeros behind it. What
-    the module computes of its weights alone, as a weight norm or a mask, PyTorch computes, once for weights and not in
-    each step: then the cell's ``learned`` are the module's. Buffers do not train, nor do parameters that are frozen.
+    Its parameters are the module's, with underscores for dots in their names; :meth:`TracedCell.weights` returns their
+    values. A matrix, or vector, of less than H rows stays so at any H; such a vector is a parameter (H,), zeros behind
+    it. PyTorch computes tensors that the module computes of its weights alone, as a weight norm or a mask, once for
+    weights and not in each step: then the cell's ``learned`` are the module's. Buffers do not train, nor do parameters
+    that are frozen.
 
-    The step is read once, by torch.export: what depends on the values of tensors cannot be a branch of Python. What was
-    read is held against the module itself, on random inputs and states, values and gradients, before it is returned.
+    torch.export reads the step once: a branch of Python cannot depend on the values of tensors. The cell is compared
+    with the module, on random inputs and states, values and gradients, before it is returned.
 
-    Raises :class:`~ecornn.errors.CellError` for an operator that is not taken, with its line; where the cell computes
+    Raises :class:`~ecornn.errors.CellError` for an operator that is not taken, with its line, and if the cell computes
     anything else than the module, with the first operator that differs; and
-    :class:`~ecornn.errors.ArgumentError` where a size or a name is missing.
+    :class:`~ecornn.errors.ArgumentError` if a size or a name is missing.
     """
     if not isinstance(step, torch.nn.Module) and not callable(step):
         raise ArgumentError("step", step, "a torch.nn.Module or a function")
     sizes = {}
     for key, value in (("input_size", input_size), ("hidden_size", hidden_size)):
-        found = value if value is not None else getattr(step, key, None)
-        if not isinstance(found, int) or found < 1:
-            raise ArgumentError(key, found, "a number >= 1, here or as an attribute of the module")
-        sizes[key] = found
-    kind = type(step).__name__ if isinstance(step, torch.nn.Module) else getattr(step, "__name__", "step")
-    name = re.sub(r"\W", "_", kind).strip("_").lower() if name is None else name
+        size = value if value is not None else getattr(step, key, None)
+        if not isinstance(size, int) or size < 1:
+            raise ArgumentError(key, size, "a number >= 1, here or as an attribute of the module")
+        sizes[key] = size
+    own = type(step).__name__ if isinstance(step, torch.nn.Module) else getattr(step, "__name__", "step")
+    name = re.sub(r"\W", "_", own).strip("_").lower() if name is None else name
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w{0,63}", name, re.ASCII):
         raise ArgumentError("name", name, "letters, digits and underscores, a letter first")
     names = states_of(step, states)
     together = len(names) > 1 and len(_positional(step)) == 2
-    found = _here(name, Traced(step, sizes["input_size"], sizes["hidden_size"], names, together))
-    hold(found)
-    return found
-
-
-def _here(name: str, traced: Traced) -> TracedCell:
-    """A cell of a class of its own, which no other process can import."""
-    return type(name, (TracedCell,), {"__qualname__": f"cell.<locals>.{name}", "name": name})(traced)
+    # a class of its own, which no other process can import
+    kind: type[TracedCell] = type(name, (TracedCell,), {"__qualname__": f"cell.<locals>.{name}", "name": name})
+    traced = kind(Traced(step, sizes["input_size"], sizes["hidden_size"], names, together))
+    hold(traced)
+    return traced
 
 
 def states_of(step: Any, states: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of the states."""
+    """The names of the states: those given, or of the step's arguments. Raises :class:`ArgumentError` if there are
+    none."""
     if states is not None:
         if isinstance(states, str) or not states or not all(isinstance(s, str) for s in states):
             raise ArgumentError("states", states, "a tuple of names, such as ('h', 'c')")

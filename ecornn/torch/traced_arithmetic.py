@@ -1,4 +1,5 @@
-"""Arithmetic of a traced step: values, weights and numbers, broadcast as PyTorch does."""
+"""Arithmetic of a traced step: values, weights and numbers, broadcast as PyTorch does; sums, maxima and variances over
+units, and softmax, norms and normalizations, which are made of these."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ecornn.cells import largest, normalized, softmax
 from ecornn.errors import CellError
 from ecornn.torch.traced_graph import Graph, Traced, shape_of
-from ecornn.torch.traced_operators import select
+from ecornn.torch.traced_operators import POINTWISE, added, highest, select, softplus, square_root
 from ecornn.torch.traced_values import (
     BATCH,
     COLUMNS,
@@ -23,13 +25,20 @@ from ecornn.torch.traced_values import (
     canonical,
     combined,
     described,
+    of_tensor,
+    stacked,
+    whole,
+    width_of,
 )
 from ecornn.torch.traced_weights import Use, Vector, alike_in_rows, number
 
 
 class Arithmetic:
-    """The values of a graph's nodes. ``parameter(use)`` is the te tensor of what the step reads of its module's
-    weights; ``known`` has the value of each node that depends on x or a state."""
+    """The values of a graph's nodes. A method ``op_NAME`` carries out the operator of that name.
+
+    ``parameter(use)`` is the te tensor for a use of the module's weights; ``known`` has the value of each node that
+    depends on x or a state.
+    """
 
     def __init__(self, traced: Traced, graph: Graph, x: Any, states: Sequence[Any],
                  parameter: Callable[[Use], Any]) -> None:
@@ -40,19 +49,19 @@ class Arithmetic:
                 graph.given, (x, *states), ("I", *["H"] * len(states)), strict=True)}
 
     def value(self, node: Any) -> Value:
-        """Of an argument that depends on x or a state."""
+        """The value of an argument that depends on x or a state. Raises :class:`CellError` for any other."""
         if node not in self.graph.data:
             raise CellError("this operator of the module's weights alone, beside values of the step")
-        found = self.known[node]
-        return found  # type: ignore[no-any-return]
+        value: Value = self.known[node]
+        return value
 
     def scalars(self, function: Callable[..., Any], operands: Sequence[Any], axes: tuple[str, ...], name: str,
                 width: Width = 1) -> Value:
-        """``function`` at each value."""
+        """``function`` of the operands at each place; see :func:`combined`."""
         return combined(function, operands, axes, self.sizes, self.like, name, width)
 
     def as_numbers(self, value: Value, name: str) -> Value:
-        """Conditions as 1 and 0."""
+        """The value, conditions as 1 and 0."""
         if not any(str(gate.tensor.dtype) == "bool" for gate in value.gates):
             return value
         return self.scalars(lambda v: select(v, 1.0, 0.0), [value], value.axes, f"{name}_number")
@@ -65,17 +74,14 @@ class Arithmetic:
         if width == "I" and self.sizes.input != self.sizes.hidden:
             raise CellError("of x alone, which products alone read in a step: a module of its own before the layer "
                             "computes it for all steps at once")
-        given = []
-        for operand in operands:
+
+        def given(operand: Any) -> Any:
             if not isinstance(operand, torch.fx.Node):
-                given.append(operand)
-            elif operand in self.graph.data:
-                given.append(self.known[operand])
-            else:
-                given.append(self.weights(operand, axes, count, width))
-        found = self.scalars(function, given, axes, node.name, width or 1)
-        found = Value(axes, found.gates * count) if len(found.gates) < count else found
-        return canonical(axes, found.gates)
+                return operand
+            return self.known[operand] if operand in self.graph.data else self.weights(operand, axes, count, width)
+
+        gates = self.scalars(function, [*map(given, operands)], axes, node.name, width or 1).gates
+        return canonical(axes, gates * count if len(gates) < count else gates)
 
     def frame(self, values: Sequence[Value], shape: Sequence[int]) -> tuple[tuple[str, ...], int, Width]:
         """Axes, gates and width of what is made of ``values``, of this shape in PyTorch."""
@@ -106,7 +112,7 @@ class Arithmetic:
         return tuple(axes), count, widths.pop() if len(widths) == 1 else "" if widths else 1
 
     def weights(self, node: torch.fx.Node, axes: tuple[str, ...], count: int, width: Width) -> Any:
-        """What a node of weights is beside values on these axes: a number, or vectors."""
+        """A node of weights as an operand beside values on these axes: a number, or vectors."""
         one = number(self.graph, node)
         if one is not None:
             return one
@@ -123,3 +129,209 @@ class Arithmetic:
                      width if units else 1)
         tensor = self.parameter(use)
         return Value(axes, tuple(Gate(tensor, n, use.width, vector=True) for n in range(gates)))
+
+    # -- sums, maxima, variances ----------------------------------------------------------------
+    def summed(self, value: Value, dims: Any, name: str, reduce: Callable[[Any, str], Any] | None = None,
+               among: Callable[..., Any] = added) -> Value:
+        """The sum over some axes, which become ONE; or another reduction, ``reduce`` of a te tensor and ``among``
+        scalars."""
+        places = _places(dims, len(value.axes))
+        kinds = {value.axes[n] for n in places} - {ONE}
+        if BATCH in kinds:
+            raise CellError("over the batch, whose rows are apart in a cell")
+        axes = tuple(ONE if n in places else axis for n, axis in enumerate(value.axes))
+        if kinds & {UNITS, COLUMNS}:
+            value = self.over_units(value, kinds != {UNITS}, name, reduce or row_sum)
+        if kinds & {GATES, COLUMNS}:
+            gates = [Value(axes, (gate,)) for gate in value.gates]
+            return Value(axes, self.scalars(among, gates, axes, name).gates)
+        return Value(axes, value.gates)
+
+    def over_units(self, value: Value, together: bool, name: str, reduce: Callable[[Any, str], Any]) -> Value:
+        """One value for each gate and batch row; one for all gates if they are taken ``together`` and lie in one
+        tensor."""
+        tensor = stacked(value) if together else None
+        if tensor is not None and width_of(value, self.sizes) != 1:
+            return Value(value.axes, (Gate(reduce(tensor, name), 0, 1),))
+        return Value(value.axes, tuple(
+            gate if gate.width == 1 else Gate(reduce(whole(gate, f"{name}_row", self.like, self.sizes), name), 0, 1)
+            for gate in value.gates))
+
+    def reduced(self, value: Value, keepdim: bool, dims: Any) -> Value:
+        """The value without the axes that were reduced, unless they are kept."""
+        gone = () if keepdim else _places(dims, len(value.axes))
+        return canonical([axis for n, axis in enumerate(value.axes) if n not in gone], value.gates)
+
+    def op_sum(self, node: torch.fx.Node, input: Any, dim: Any = None, keepdim: bool = False) -> Value:
+        value = self.as_numbers(self.value(input), node.name)
+        return self.reduced(self.summed(value, dim, node.name), keepdim, dim)
+
+    def mean(self, value: Value, dims: Any, name: str, less: float = 0.0) -> Value:
+        """The sum over some axes, divided by their number less ``less``."""
+        places = _places(dims, len(value.axes))
+        units = any(value.axes[n] in (UNITS, COLUMNS) for n in places)
+        gates = len(value.gates) if any(value.axes[n] in (GATES, COLUMNS) for n in places) else 1
+        total, like, sizes, width = self.summed(value, dims, name), self.like, self.sizes, width_of(value, self.sizes)
+
+        def count() -> float:  # for the H that the cell has now, not the module's
+            own = {"H": int(like.shape[1]), "I": sizes.input}[width] if isinstance(width, str) else width
+            return gates * (own if units else 1) - less
+
+        return self.scalars(lambda v: v * (1.0 / count()), [total], total.axes, f"{name}_mean")
+
+    def op_mean(self, node: torch.fx.Node, input: Any, dim: Any = None, keepdim: bool = False) -> Value:
+        value = self.as_numbers(self.value(input), node.name)
+        return self.reduced(self.mean(value, dim, node.name), keepdim, dim)
+
+    def op_amax(self, node: torch.fx.Node, input: Any, dim: Any = (), keepdim: bool = False) -> Value:
+        found = self.summed(self.value(input), list(dim), node.name, largest, highest)
+        return self.reduced(found, keepdim, list(dim))
+
+    def op_amin(self, node: torch.fx.Node, input: Any, dim: Any = (), keepdim: bool = False) -> Value:
+        value = self.value(input)
+        negative = self.scalars(lambda v: 0.0 - v, [value], value.axes, f"{node.name}_negative")
+        found = self.summed(negative, list(dim), node.name, largest, highest)
+        found = self.scalars(lambda v: 0.0 - v, [found], found.axes, f"{node.name}_positive")
+        return self.reduced(found, keepdim, list(dim))
+
+    def op_log_sigmoid_forward(self, node: torch.fx.Node, input: Any) -> tuple[Value | None, ...]:
+        return self.pointwise(node, lambda v: 0.0 - softplus(0.0 - v), [input], shape_of(input)), None
+
+    def op_max(self, node: torch.fx.Node) -> Any:
+        raise CellError("also the place of the extreme, which alone has its gradient; use amax or amin")
+
+    op_min = op_max
+
+    def variance(self, node: torch.fx.Node, input: Any, dims: Any, correction: Any,
+                 unbiased: bool) -> tuple[Value, Value]:
+        """The variance of a node's input over some axes, and the mean; without a ``correction`` that of
+        ``unbiased``."""
+        correction = int(unbiased) if correction is None else correction
+        return self.variance_of(self.value(input), dims, correction, node.name)
+
+    def variance_of(self, value: Value, dims: Any, correction: Any, name: str) -> tuple[Value, Value]:
+        """The variance over some axes, and the mean."""
+        middle = self.mean(value, dims, name)
+        apart = self.scalars(lambda v, m: v - m, [value, middle], value.axes, f"{name}_apart")
+        squares = self.scalars(lambda v: v * v, [apart], value.axes, f"{name}_squares")
+        return self.mean(squares, dims, f"{name}_variance", float(correction)), middle
+
+    def op_var(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False,
+               unbiased: bool = True) -> Value:
+        return self.reduced(self.variance(node, input, dim, correction, unbiased)[0], keepdim, dim)
+
+    def op_std(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False,
+               unbiased: bool = True) -> Value:
+        variance, _ = self.variance(node, input, dim, correction, unbiased)
+        root = self.scalars(square_root, [variance], variance.axes, f"{node.name}_root")
+        return self.reduced(root, keepdim, dim)
+
+    def op_var_mean(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None,
+                    keepdim: bool = False, unbiased: bool = True) -> tuple[Value, ...]:
+        return tuple(self.reduced(one, keepdim, dim) for one in self.variance(node, input, dim, correction, unbiased))
+
+    def op_linalg_vector_norm(self, node: torch.fx.Node, input: Any, ord: Any = 2, dim: Any = None,
+                              keepdim: bool = False, dtype: Any = None) -> Value:
+        value, name = self.value(input), node.name
+        if ord == 2:
+            squares = self.scalars(lambda v: v * v, [value], value.axes, f"{name}_squares")
+            total = self.summed(squares, dim, name)
+            found = self.scalars(square_root, [total], total.axes, f"{name}_root")
+        elif ord in (1, float("inf")):
+            sizes = self.scalars(POINTWISE["abs"], [value], value.axes, f"{name}_absolute")
+            found = self.summed(sizes, dim, name) if ord == 1 else self.summed(sizes, dim, name, largest, highest)
+        else:
+            raise CellError(f"ord={ord}; there are 1, 2 and infinity")
+        return self.reduced(found, keepdim, dim)
+
+    def op_softmax(self, node: torch.fx.Node, input: Any, dim: int) -> Value:
+        value = self.value(input)
+        if value.axes[dim] == UNITS and len(value.gates) == 1 and not value.gates[0].vector:
+            tensor = whole(value.gates[0], f"{node.name}_operand", self.like, self.sizes)
+            return Value(value.axes, (Gate(softmax(tensor, node.name), 0, value.gates[0].width),))
+        power, total, _ = self.exponentials(value, dim, node.name)
+        return canonical(value.axes, self.scalars(lambda p, t: p / t, [power, total], value.axes, node.name).gates)
+
+    def op_log_softmax(self, node: torch.fx.Node, input: Any, dim: int) -> Value:
+        value = self.value(input)
+        _, total, top = self.exponentials(value, dim, node.name)
+        return canonical(value.axes, self.scalars(lambda v, m, t: v - m - POINTWISE["log"](t), [value, top, total],
+                                                  value.axes, node.name).gates)
+
+    def exponentials(self, value: Value, dim: int, name: str) -> tuple[Value, Value, Value]:
+        """exp(v - max), its sum and the maximum along an axis."""
+        top = self.summed(value, [dim], f"{name}_top", largest, highest)
+        power = self.scalars(lambda v, m: POINTWISE["exp"](v - m), [value, top], value.axes, f"{name}_exp")
+        return power, self.summed(power, [dim], f"{name}_sum"), top
+
+    # -- normalization --------------------------------------------------------------------------
+    def op_native_layer_norm(self, node: torch.fx.Node, input: Any, normalized_shape: Any, weight: Any, bias: Any,
+                             eps: float) -> tuple[Value | None, ...]:
+        value, count = self.value(input), len(normalized_shape)
+        dims = list(range(len(value.axes) - count, len(value.axes)))
+        whole_row = {value.axes[d] for d in dims} in ({UNITS}, {COLUMNS}, {GATES, UNITS})
+        tensor = stacked(value) if whole_row and (len(value.gates) == 1 or value.axes[-count:] != (UNITS,)) else None
+        width = width_of(value, self.sizes)
+        if tensor is not None and width != 1:
+            found = Value(value.axes, of_tensor(normalized(tensor, eps, node.name), len(value.gates), width))
+        else:
+            found = self.normal(value, dims, eps, node.name)
+        return self.affine(node, found, weight, bias), None, None
+
+    def normal(self, value: Value, dims: Sequence[int], eps: float, name: str) -> Value:
+        """The value less its mean, divided by its standard deviation."""
+        variance, middle = self.variance_of(value, list(dims), 0, name)
+        return self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
+                            value.axes, f"{name}_normal")
+
+    def op_native_group_norm(self, node: torch.fx.Node, input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int,
+                             group: int, eps: float) -> tuple[Value | None, ...]:
+        value = self.value(input)
+        count = len(value.gates)
+        if HxW != 1 or value.axes not in ((BATCH, UNITS), (BATCH, COLUMNS)):
+            raise CellError(f"group_norm of {described(value)}; expected (B, C)")
+        if group % count == 0 and width_of(value, self.sizes) == "H":
+            rows = [whole(gate, f"{node.name}_row", self.like, self.sizes) for gate in value.gates]
+            gates = [Gate(normalized(row, eps, f"{node.name}_{n}", group // count)) for n, row in enumerate(rows)]
+        elif count % group == 0:
+            size = count // group
+            parts = [canonical(value.axes, value.gates[n:n + size]) for n in range(0, count, size)]
+            gates = [g for n, part in enumerate(parts) for g in self.normal(part, [1], eps, f"{node.name}_{n}").gates]
+        else:
+            raise CellError(f"{group} groups of {described(value)}")
+        return self.affine(node, Value(value.axes, tuple(gates)), weight, bias), None, None
+
+    def op_native_batch_norm_legit_no_training(self, node: torch.fx.Node, input: Any, weight: Any, bias: Any,
+                                               running_mean: Any, running_var: Any, momentum: float,
+                                               eps: float) -> tuple[Value | None, ...]:
+        value = self.value(input)
+        axes, count, width = self.frame([value], value.shape(self.sizes))
+        middle, variance = (self.weights(w, axes, count, width) for w in (running_mean, running_var))
+        found = self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
+                             axes, f"{node.name}_normal")
+        return self.affine(node, found, weight, bias), None, None
+
+    def affine(self, node: torch.fx.Node, value: Value, weight: Any, bias: Any) -> Value:
+        """The value times a gain and plus a bias, if there are any."""
+        axes, count, width = self.frame([value], value.shape(self.sizes))
+        if weight is not None:
+            value = self.scalars(lambda v, w: v * w, [value, self.weights(weight, axes, count, width)], axes,
+                                 f"{node.name}_scaled")
+        if bias is not None:
+            value = self.scalars(lambda v, w: v + w, [value, self.weights(bias, axes, count, width)], axes,
+                                 f"{node.name}_shifted")
+        return value
+
+
+def row_sum(tensor: Any, name: str) -> Any:
+    """The te tensor (B,) of the sums of all values in each row of a te tensor (B, W) or (B, G, W)."""
+    from tvm import te
+
+    axes = [te.reduce_axis((0, int(extent)), "k") for extent in tensor.shape[1:]]
+    return te.compute((tensor.shape[0],), lambda b: te.sum(tensor(b, *axes), axis=axes), name=f"{name}_total")
+
+
+def _places(dims: Any, rank: int) -> set[int]:
+    """The axes that an operator's argument ``dims`` names of ``rank`` axes: all for None or none."""
+    named = range(rank) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    return {d % rank for d in named}

@@ -1,4 +1,4 @@
-"""A traced cell held against the module that it was read of: values and gradients, on random inputs and states."""
+"""A comparison of a traced cell with its module: values and gradients, on random inputs and states."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ecornn.cells.deriving import parameters_of
 from ecornn.errors import CellError
@@ -25,12 +26,12 @@ if TYPE_CHECKING:
 # zeros, with which sequences begin and where many have kinks, and large gradients, which backward passes may clip.
 DRAWS = ((3, "normal", 1.0), (2, "normal, large", 100.0), (4, "unit", 1.0), (1, "zeros", 1.0))
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-4}  # relative; constants of a step are float32
-Array = np.ndarray
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Inputs of one step, and the gradients of what it returns."""
+    """Inputs of one step, and gradients of its results."""
 
     x: torch.Tensor
     states: list[torch.Tensor]
@@ -38,26 +39,29 @@ class Draw:
 
 
 def hold(cell: TracedCell) -> None:
-    """Raises :class:`~ecornn.errors.CellError`, with the first operator that differs, where the cell computes anything
-    else than its module; also where its step cannot be analysed."""
+    """Compares a cell with its module.
+
+    Raises :class:`~ecornn.errors.CellError`, with the first operator that differs, if the cell computes anything else,
+    and if its step cannot be analysed.
+    """
     from ecornn.analysis import analyse
 
     try:
         graph = analyse(cell, cell.own.input, cell.own.hidden)
     except CellError as error:
         raise _at_its_operator(cell, error) from error
-    made = _derivative(graph, cell.own.hidden)
+    derivative = _derivative(graph, cell.own.hidden)
     exact = _double(cell)
     if exact is not None:
         try:
-            _hold(cell, made, exact, torch.float64)
+            _hold(cell, derivative, exact, torch.float64)
             return
         except CellError:  # constants may be other ones in float64, such as the least epsilon
             pass
-    _hold(cell, made, cell.traced.step, torch.float32)
+    _hold(cell, derivative, cell.traced.step, torch.float32)
 
 
-def _hold(cell: TracedCell, made: Any, step: Any, kind: torch.dtype) -> None:
+def _hold(cell: TracedCell, derivative: Any, step: Any, kind: torch.dtype) -> None:
     for batch, how, steep in DRAWS:
         draw = _drawn(cell, batch, how, steep, kind)
         try:
@@ -65,11 +69,11 @@ def _hold(cell: TracedCell, made: Any, step: Any, kind: torch.dtype) -> None:
         except Exception as error:  # the user's own code raises what it likes
             raise CellError(f"the step fails with {batch} row{'s' * (batch > 1)}: {type(error).__name__}: {error}") \
                 from error
-        _compare(cell, made, draw, wanted, LIMITS[kind])
+        _compare(cell, derivative, draw, wanted, LIMITS[kind])
 
 
 def _derivative(graph: Any, hidden: int) -> Any:
-    """The adjoint; None of a step that has none, which training says."""
+    """The adjoint; None for a step that has none, which an error says when it is to train."""
     from ecornn.analysis.adjoint import adjoint
 
     try:
@@ -79,7 +83,7 @@ def _derivative(graph: Any, hidden: int) -> Any:
 
 
 def _double(cell: TracedCell) -> Any | None:
-    """The step on float64: a copy of its module; None where it cannot be."""
+    """The step on float64, by a copy of its module; None if that fails."""
     step = cell.traced.step
     try:
         with warnings.catch_warnings():
@@ -108,19 +112,18 @@ def _drawn(cell: TracedCell, batch: int, how: str, steep: float, kind: torch.dty
 
 
 def _called(cell: TracedCell, step: Any, draw: Draw) -> list[torch.Tensor]:
-    """What the module returns, without y where that is the first state."""
+    """The tensors that the module returns, without y if that is the first state."""
     from torch.utils._pytree import tree_leaves
 
     device = next((t.device for t in step.parameters()), None) if isinstance(step, torch.nn.Module) else None
     x, states = draw.x.to(device), [s.to(device) for s in draw.states]
-    found = step(x, tuple(states)) if cell.traced.together else step(x, *states)
-    flat = tree_leaves(found)
+    flat: list[torch.Tensor] = tree_leaves(step(x, tuple(states)) if cell.traced.together else step(x, *states))
     return flat if len(flat) == len(states) + cell.shown else flat[1:]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the module makes: the new states, gradients of x and the states, None where PyTorch has none, those of its
+    """The module's values: the new states, gradients of x and the states, None if PyTorch has none, gradients of its
     parameters by name, and the tensors that it returned."""
 
     values: list[Array]
@@ -130,23 +133,23 @@ class Wanted:
 
 
 def _of_module(cell: TracedCell, step: Any, draw: Draw) -> Wanted:
-    """What the module makes of a draw."""
+    """The module's values for a draw."""
     given = [v.clone().requires_grad_() for v in (draw.x, *draw.states)]
     parameters = {n: p for n, p in step.named_parameters() if p.requires_grad} if isinstance(
         step, torch.nn.Module) else {}
     wanted = [*given, *parameters.values()]
 
     def called() -> list[torch.Tensor]:
-        x, *states = (v * 1.0 for v in given)  # which the step may write to
+        x, *states = (v * 1.0 for v in given)  # copies, since the step may write to them
         return _called(cell, step, Draw(x, states, []))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with torch.enable_grad():
-                made = called()
-                _no_others(step, made, wanted)
-                reached = [(m, g.to(m.device, m.dtype)) for m, g in zip(made, draw.upstream, strict=True) if
+                results = called()
+                _no_others(results, wanted)
+                reached = [(m, g.to(m.device, m.dtype)) for m, g in zip(results, draw.upstream, strict=True) if
                            m.requires_grad]
                 gradients = torch.autograd.grad([m for m, _ in reached], wanted, [g for _, g in reached],
                                                 allow_unused=True) if reached else [None] * len(wanted)
@@ -155,13 +158,13 @@ def _of_module(cell: TracedCell, step: Any, draw: Draw) -> Wanted:
                 return Wanted([_array(m) for m in called()], None, {}, [])
     arrays = [np.zeros(tuple(v.shape)) if g is None else _array(g) for v, g in zip(wanted, gradients, strict=True)]
     outer = dict(zip(parameters, arrays[len(given):], strict=True))
-    return Wanted([_array(m) for m in made], arrays[:len(given)], outer, made)
+    return Wanted([_array(m) for m in results], arrays[:len(given)], outer, results)
 
 
-def _no_others(step: Any, made: list[torch.Tensor], known: list[torch.Tensor]) -> None:
-    """Raises :class:`CellError` where the step has gradients for what is no parameter of its module."""
+def _no_others(results: list[torch.Tensor], known: list[torch.Tensor]) -> None:
+    """Raises :class:`CellError` if the step has gradients for a tensor that is no parameter of its module."""
     own = {id(v) for v in known}
-    for node in _backwards(made):
+    for node in _backwards(results):
         value = getattr(node, "variable", None)
         if value is not None and id(value) not in own:
             raise CellError(f"the step reads a parameter, of the shape {tuple(value.shape)}, that is none of its "
@@ -172,7 +175,8 @@ def _array(value: torch.Tensor) -> Array:
     return np.asarray(value.detach().double().cpu().numpy())
 
 
-def _compare(cell: TracedCell, made: Any, draw: Draw, wanted: Wanted, limit: float) -> None:
+def _compare(cell: TracedCell, derivative: Any, draw: Draw, wanted: Wanted, limit: float) -> None:
+    """Raises the error that says how values or gradients of the cell differ from those that are ``wanted``."""
     from ecornn.analysis.backpropagation import backpropagate
     from ecornn.interpreter import interpret
 
@@ -187,16 +191,18 @@ def _compare(cell: TracedCell, made: Any, draw: Draw, wanted: Wanted, limit: flo
         _, last = interpret(cell, x, arrays, before)
         if any(_far(got, value, limit) for got, value in zip(last, wanted.values, strict=True)):
             raise _differs(cell, draw, arrays, limit)
-        if made is None or wanted.inner is None or not all(np.isfinite(value).all() for value in wanted.values):
+        if derivative is None or wanted.inner is None or not all(np.isfinite(value).all() for value in wanted.values):
             return  # there is nothing to compare
-        outputs = np.zeros((1, len(x[0]), made.forward.written * cell.own.hidden))
-        dx, dparameters, dstates = backpropagate(made, x, arrays, before, outputs, [_array(g) for g in draw.upstream])
+        outputs = np.zeros((1, len(x[0]), derivative.forward.written * cell.own.hidden))
+        dx, dparameters, dstates = backpropagate(derivative, x, arrays, before, outputs,
+                                                 [_array(g) for g in draw.upstream])
     through = [(p, torch.from_numpy(np.ascontiguousarray(dparameters[name])).reshape(p.shape))
                for name, p in parameters.items() if p.requires_grad]
     trained = [one for one, value in originals.items() if value.requires_grad]
-    found = torch.autograd.grad([p for p, _ in through], [originals[one] for one in trained], [g for _, g in through],
-                                allow_unused=True) if through and trained else [None] * len(trained)
-    by_name = {one.name: g for one, g in zip(trained, found, strict=True) if g is not None}
+    gradients = torch.autograd.grad(
+        [p for p, _ in through], [originals[one] for one in trained], [g for _, g in through],
+        allow_unused=True) if through and trained else [None] * len(trained)
+    by_name = {one.name: g for one, g in zip(trained, gradients, strict=True) if g is not None}
     pairs = [*zip(("x", *cell.traced.states), (dx[0], *dstates[cell.shown:]), wanted.inner, strict=True)]
     pairs += [(name, _array(by_name[name]) if name in by_name else np.zeros_like(want), want)
               for name, want in wanted.outer.items()]
@@ -207,7 +213,7 @@ def _compare(cell: TracedCell, made: Any, draw: Draw, wanted: Wanted, limit: flo
 
 
 def _parameters(cell: TracedCell, originals: dict[Learned, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of the cell, in te shape, of the module's tensors, with their gradients."""
+    """The cell's parameters in te shape, from the module's tensors, with their gradients."""
     read, (input, hidden) = cell.read, (cell.own.input, cell.own.hidden)
     own = {name: source.use.of(originals[source.learned], cell.own) for name, source in read.direct.items()}
     own |= {name: originals[one].reshape(cell.learned(input, hidden)[name]) for name, one in read.originals.items()}
@@ -215,7 +221,7 @@ def _parameters(cell: TracedCell, originals: dict[Learned, torch.Tensor]) -> dic
 
 
 def _far(got: Array, wanted: Array, limit: float, largest: float = 0.0) -> bool:
-    """Whether values are not those that are wanted; what is no number in both is equal."""
+    """Tells whether values differ from those that are wanted; places that are no numbers in both are equal."""
     if got.shape != wanted.shape or (np.isfinite(got) != np.isfinite(wanted)).any():
         return True
     finite = np.isfinite(wanted)
@@ -235,11 +241,11 @@ def _at_its_operator(cell: TracedCell, error: CellError) -> CellError:
 
 
 def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: float) -> CellError:
-    """Names the first operator whose te value is not PyTorch's."""
+    """The error that names the first operator whose te value is not PyTorch's."""
     from ecornn.interpreter import Step
 
     batch = cell.graph.batch
-    again = torch.arange(batch) % len(draw.x)  # the graph has constants of its own number of rows
+    again = torch.arange(batch) % len(draw.x)  # constants of the graph have its own number of rows
     rows = Draw(draw.x[again].double(), [s[again].double() for s in draw.states], [])
     states = [np.zeros((batch, cell.own.hidden))] * cell.shown + [_array(s) for s in rows.states]
     step = Step(cell, (batch, cell.own.input), (batch, cell.own.hidden))
@@ -259,25 +265,24 @@ def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: floa
 
 
 def _assembled(step: Any, value: Value, sizes: Sizes) -> Array:
-    """A value as PyTorch has it."""
+    """A value in the shape that PyTorch's tensor has."""
     rows = []
     for gate in value.gates:
-        found = np.asarray(step.tensor(gate.tensor), np.float64)
-        found = found[:, None] if found.ndim == 1 else found[:, gate.index] if found.ndim == 3 else found
-        rows.append(found[:, :sizes.width(gate.width)])
+        row = np.asarray(step.tensor(gate.tensor), np.float64)
+        row = row[:, None] if row.ndim == 1 else row[:, gate.index] if row.ndim == 3 else row
+        rows.append(row[:, :sizes.width(gate.width)])
     axes = [axis for axis in value.axes if axis != ONE]
-    if COLUMNS in axes or (UNITS not in axes and GATES not in axes):
-        whole, own = np.concatenate(rows, axis=1), [BATCH, COLUMNS if COLUMNS in axes else ONE]
-    elif UNITS not in axes:
-        whole, own = np.concatenate(rows, axis=1), [BATCH, GATES]
-    else:
+    if UNITS in axes and COLUMNS not in axes:
         whole, own = np.stack(rows, axis=1), [BATCH, GATES, UNITS]
+    else:
+        last = next((axis for axis in (COLUMNS, GATES) if axis in axes), ONE)
+        whole, own = np.concatenate(rows, axis=1), [BATCH, last]
     order = [own.index(axis) for axis in axes] + [n for n, axis in enumerate(own) if axis not in axes]
-    return whole.transpose(order).reshape(value.shape(sizes))
+    return np.asarray(whole.transpose(order).reshape(value.shape(sizes)))
 
 
 def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -> CellError:
-    """Says what may have dropped or replaced a gradient."""
+    """The error that says what may have dropped or replaced a gradient."""
     reasons = [(f"{kind.__name__}, a torch.autograd.Function, has a backward of its own", tuple(place_of(kind)))
                for kind in _functions(returned)]
     reasons += [(f"{what} drops a gradient", where) for what, where in cell.graph.suspects]

@@ -1,7 +1,7 @@
 """The graph of a step that is written in PyTorch: exported, functionalized, of core ATen operators.
 
-What an exported graph has left is operators on tensors: no mutation, no hooks, no subclasses, no keyword spellings; and
-it says which of its inputs are parameters, buffers and constants.
+An exported graph has operators on tensors only: no mutation, no hooks, no subclasses, no keyword spellings; and it says
+which of its inputs are parameters, buffers and constants.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from traceback import StackSummary
+from traceback import StackSummary, walk_tb
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ecornn.errors import CellError
 
@@ -29,13 +30,11 @@ OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.p
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 PREFIX = "step."  # of the names of a step's parameters within the module that is exported
 CONSTANT = ("full_like", "zeros_like", "ones_like", "new_zeros", "new_ones", "new_full", "empty_like")
-# Operators that stay whole, since what they decompose into overflows, or is not what the analysis knows.
+# Operators that stay whole, since their parts overflow, or are not the forms that the analysis knows.
 WHOLE = ("softplus", "mish", "gelu", "elu", "silu", "native_layer_norm", "native_group_norm", "_softmax",
          "_log_softmax", "hardtanh", "linalg_vector_norm", "std", "var", "var_mean", "mean", "amax", "amin", "clamp",
-         "split_with_sizes", "native_dropout", "stack",
-         "log_sigmoid_forward")
-BROKEN_UP = ("addcmul", "addcdiv", "lerp", "leaky_relu", "mv", "dot",
-             "baddbmm", "rms_norm", "square", "logit", "frac")
+         "split_with_sizes", "native_dropout", "stack", "log_sigmoid_forward")
+BROKEN_UP = "addcmul", "addcdiv", "lerp", "leaky_relu", "mv", "dot", "baddbmm", "rms_norm", "square", "logit", "frac"
 BRANCH = "the step reads values of a tensor in Python, which a cell's cannot: use torch.where in place of a branch"
 _one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole process
 
@@ -70,12 +69,13 @@ class Graph:
     Attributes
     ----------
     nodes : in order, without placeholders and outputs
-    learned : by its placeholder, the tensor of the step that it stands for
+    learned : placeholder -> the tensor of the step that it stands for
     given : the placeholders of x and of the states
-    returned : the nodes of what the step returns, y or not and the new states
+    returned : the nodes of the results, y or not and the new states
     batch : B of the example it was exported with, a size that no other axis has
     data : the nodes that depend on x or a state
-    suspects : what says of the step, before it was decomposed, that its gradients may be others than its values'
+    suspects : operators of the step, before it was decomposed, that make its gradients others than its values', with
+    lines
     """
 
     nodes: tuple[torch.fx.Node, ...]
@@ -101,13 +101,13 @@ class Wrapped(torch.nn.Module):
 def export(traced: Traced) -> Graph:
     """The graph of a step.
 
-    Raises :class:`~ecornn.errors.CellError`, with the user's line, where PyTorch cannot export it, where it changes its
-    buffers, and where it returns anything but tensors.
+    Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it, if it changes its
+    buffers, and if it returns anything but tensors.
     """
     batch = batch_of(traced)
     like = next((t for t in tensors_of(traced.step) if t.is_floating_point()), torch.empty(0))
-    sizes = (batch, traced.input), *((batch, traced.hidden) for _ in traced.states)
-    example = tuple(torch.zeros(size, dtype=like.dtype, device=like.device) for size in sizes)
+    widths = traced.input, *[traced.hidden] * len(traced.states)
+    example = tuple(torch.zeros(batch, width, dtype=like.dtype, device=like.device) for width in widths)
     with _one_at_a_time, _quiet(), _whole_lines(), _one_precision():
         try:
             wrapped = Wrapped(traced.step, traced.together)
@@ -129,13 +129,14 @@ def export(traced: Traced) -> Graph:
 
 def batch_of(traced: Traced) -> int:
     """A number of rows that is the size of no axis of the step's tensors."""
-    known = {traced.input, traced.hidden} | {size for t in tensors_of(traced.step) for size in t.shape}
-    multiples = {count * traced.hidden for count in range(1, 64)}
-    return next(n for n in (11, 13, 17, 19, 23, 29, 31, *range(37, 10_000, 2)) if n not in known | multiples)
+    known: set[int] = {traced.input, traced.hidden} | {size for t in tensors_of(traced.step) for size in t.shape}
+    known |= {count * traced.hidden for count in range(1, 64)}
+    sizes: tuple[int, ...] = (11, 13, 17, 19, 23, 29, 31, *range(37, 10_000, 2))
+    return next(n for n in sizes if n not in known)
 
 
 def tensors_of(step: Any) -> list[torch.Tensor]:
-    """Parameters and buffers of a module; of a function none."""
+    """The parameters and buffers of a module; a function has none."""
     return [*step.parameters(), *step.buffers()] if isinstance(step, torch.nn.Module) else []
 
 
@@ -152,11 +153,10 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
         elif kind in ("PARAMETER", "BUFFER"):
             name = spec.target.removeprefix(PREFIX)
             value = attrgetter(name)(traced.step)
-            node.replace_all_uses_with(first.setdefault(id(value), node))  # of tied weights there is one
+            node.replace_all_uses_with(first.setdefault(id(value), node))  # one node stands for tied weights
             learned[node] = Learned(kind.lower(), name, value)
         elif kind == "CONSTANT_TENSOR":
-            found = program.constants[spec.target]
-            learned[node] = Learned("constant", spec.arg.name, found.detach())
+            learned[node] = Learned("constant", spec.arg.name, program.constants[spec.target].detach())
         else:
             raise CellError(f"the step has an input of the kind {kind}, which a cell cannot have")
     output, changed, returned = next(node for node in nodes if node.op == "output"), [], []
@@ -212,7 +212,7 @@ def _suspects(module: Any) -> Iterator[tuple[str, tuple[Place, ...]]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what PyTorch warns and logs of a program that it exports: errors say it."""
+    """Silences PyTorch's warnings and logs about a program that it exports: errors say the same."""
     loggers = [logging.getLogger(name) for name in (
         "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch")]
     levels = [logger.level for logger in loggers]
@@ -229,7 +229,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _whole_lines() -> Iterator[None]:
-    """Nodes have the lines of all functions of the user, where PyTorch keeps those of functions called ``forward``."""
+    """Has nodes keep the lines of all functions of the user, not only of those called ``forward``."""
     from torch.fx.proxy import TracerBase
 
     before = getattr(TracerBase, "_filter_traceback_frames", None)
@@ -246,8 +246,9 @@ def _whole_lines() -> Iterator[None]:
 
 @contextmanager
 def _one_precision() -> Iterator[None]:
-    """torch.export reads ``torch.backends.cudnn.allow_tf32``, for which PyTorch raises where newer settings of
-    convolutions and RNNs differ from it, or from each other, and sets it, which loses these."""
+    """Sets one precision for all of cuDNN, and the settings of before at the end. torch.export reads
+    ``torch.backends.cudnn.allow_tf32``, for which PyTorch raises if newer settings of convolutions and RNNs differ from
+    it, or from each other, and sets it, which loses these."""
     if not hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch before 2.9 has one setting
         yield
         return
@@ -262,31 +263,33 @@ def _one_precision() -> Iterator[None]:
 
 
 def _precisions() -> dict[tuple[str, str], str]:
-    """What was set by itself of PyTorch's settings, the outermost first: each is read while those around it are open,
-    as otherwise theirs is what one reads. The last, cuDNN's older one, agrees with two others or PyTorch raises."""
-    found = {}
+    """PyTorch's own values of its settings, the outermost first: each is read while those around it are open, since
+    otherwise PyTorch returns theirs. The last, cuDNN's older one, agrees with two others or PyTorch raises."""
+    before = {}
     for where in (("generic", "all"), ("cuda", "all"), ("cuda", "conv"), ("cuda", "rnn")):
-        found[where] = torch._C._get_fp32_precision_getter(*where)
+        before[where] = torch._C._get_fp32_precision_getter(*where)
         torch._C._set_fp32_precision_setter(*where, "none" if where[1] == "all" else "tf32")
     try:
-        found["cuda", "older"] = "tf32" if torch._C._get_cudnn_allow_tf32() else "none"
+        before["cuda", "older"] = "tf32" if torch._C._get_cudnn_allow_tf32() else "none"
     except RuntimeError:
-        found["cuda", "older"] = "none"
-    return found
+        before["cuda", "older"] = "none"
+    return before
 
 
 def _why(error: Exception, traced: Traced) -> str:
-    kind = type(error).__name__
-    if "DataDependent" in kind or "data-dependent" in str(error):
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    branches = GuardOnDataDependentSymNode, DataDependentOutputException
+    if isinstance(error, branches) or "data-dependent" in str(error):
         return BRANCH
-    text = f"{kind}: {(str(error).splitlines() or [''])[0]}"
+    text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     one = not traced.together and len(traced.states) == 1
     return text + ("; where its argument behind x is a tuple of states, name them: cell(..., states=('h', 'c'))"
                    if one and isinstance(error, (ValueError, IndexError, TypeError)) else "")
 
 
 def operator_name(node: torch.fx.Node) -> str:
-    """What PyTorch calls the operator of a node, without its overload: ``mul``, ``split_with_sizes``, ``getitem``."""
+    """PyTorch's name of a node's operator, without its overload: ``mul``, ``split_with_sizes``, ``getitem``."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return str(getattr(node.target, "__name__", node.target))
@@ -294,40 +297,36 @@ def operator_name(node: torch.fx.Node) -> str:
 
 
 def arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """All arguments of a node's operator by name, ``self`` as ``input``; those left out by their defaults."""
-    found = {}
-    for n, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    """All arguments of a node's operator by name, ``self`` as ``input``, with defaults for those left out."""
+    given = {}
+    for n, argument in enumerate(node.target._schema.arguments):
         name = "input" if argument.name == "self" else argument.name
         if n < len(node.args) and not argument.kwarg_only:
-            found[name] = node.args[n]
+            given[name] = node.args[n]
         else:
             usual = argument.default_value if argument.has_default_value() else None
-            found[name] = node.kwargs.get(argument.name, usual)
-    return found
+            given[name] = node.kwargs.get(argument.name, usual)
+    return given
 
 
 def shape_of(node: torch.fx.Node) -> tuple[int, ...]:
-    """Of the tensor that a node makes."""
+    """The shape of a node's tensor."""
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
 # -- lines of the user's files ------------------------------------------------------------------
 def lines_of(node: torch.fx.Node) -> tuple[Place, ...]:
-    """Files and lines that a node comes of, the innermost last."""
+    """The files and lines that a node comes from, the innermost last."""
     return tuple((file, int(line)) for file, line in FRAME.findall(node.meta.get("stack_trace") or ""))
 
 
 def places(error: BaseException) -> list[Place]:
-    """Files and lines of an error, the innermost last."""
-    found, trace = [], error.__traceback__
-    while trace is not None:
-        found.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-        trace = trace.tb_next
-    return found
+    """The files and lines of an error, the innermost last."""
+    return [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
 
 
 def pointed(message: str, at: Sequence[Place]) -> CellError:
-    """The error with the last place that is not PyTorch's or ours."""
+    """A :class:`CellError` with the last place that is not PyTorch's or ours."""
     own = [place for place in at if not place[0].startswith(OTHERS)]
     if not own:
         return CellError(message)
@@ -337,7 +336,7 @@ def pointed(message: str, at: Sequence[Place]) -> CellError:
 
 
 def place_of(definition: Callable[..., Any] | type) -> list[Place]:
-    """Where a class or function of the user is defined."""
+    """The place where a class or function of the user is defined, if it has one."""
     try:
         return [(inspect.getsourcefile(definition) or "<unknown>", inspect.getsourcelines(definition)[1])]
     except (OSError, TypeError):

@@ -1,4 +1,4 @@
-"""PyTorch's core operators as scalar te expressions: what a traced step may do to each value, by names in ATen."""
+"""PyTorch's core operators on each value of a traced step, as scalar te expressions, by their names in ATen."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def _te() -> Any:
 
 
 def number_of(value: Any) -> Any:
-    """A te scalar: of a number a constant, of a condition 1 or 0."""
+    """The te scalar of a value: a constant for a number, 1 or 0 for a condition."""
     if isinstance(value, (bool, int, float)):
         return _te().const(float(value), "float32")
     return select(value, 1.0, 0.0) if is_condition(value) else value
 
 
 def is_condition(value: Any) -> bool:
-    """Whether a te scalar is one."""
+    """Tells whether a te scalar is a condition."""
     return str(getattr(value, "ty", "")) == "bool" or str(getattr(value, "dtype", "")) == "bool"
 
 
@@ -35,7 +35,7 @@ def _condition(value: Any) -> Any:
 
 
 def select(condition: Any, yes: Any, no: Any) -> Any:
-    """Of two scalars."""
+    """The scalar ``yes`` where the condition holds, else ``no``."""
     from tvm import tirx
 
     return tirx.Select(_condition(condition), number_of(yes), number_of(no))
@@ -96,30 +96,30 @@ def _added(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 def divided(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
-    """Also rounded down, or to zero."""
-    found = number_of(a) / number_of(b)
-    return found if rounding_mode is None else _of({"floor": "floor", "trunc": "trunc"}[rounding_mode])(found)
+    """The quotient, rounded down (``floor``) or to zero (``trunc``) if asked."""
+    quotient = number_of(a) / number_of(b)
+    return quotient if rounding_mode is None else _of(rounding_mode)(quotient)
 
 
 def bounded(v: Any, low: Any = None, high: Any = None) -> Any:
-    """Bounds as PyTorch has them: the upper one wins, and a value that is at one still has its gradient."""
+    """The value within PyTorch's bounds: the upper one wins, and a value at a bound still has its gradient."""
     v = v if low is None else select(number_of(v) < number_of(low), low, v)
     return v if high is None else select(number_of(v) > number_of(high), high, v)
 
 
 def hardtanh(v: Any, low: Any = -1, high: Any = 1) -> Any:
-    """As :func:`bounded`, without a gradient at a bound."""
+    """The value of :func:`bounded`, without a gradient at a bound."""
     return select(number_of(v) > number_of(low), select(number_of(v) < number_of(high), v, high), low)
 
 
 def square_root(v: Any) -> Any:
-    """Without a gradient at 0, as norms and standard deviations have it."""
+    """The square root without a gradient at 0, as norms and standard deviations have none there."""
     positive = number_of(v) > number_of(0)
     return select(positive, _of("sqrt")(select(positive, v, 1.0)), 0.0)
 
 
 def power(v: Any, exponent: Any) -> Any:
-    """Small whole exponents as products, which negative numbers have, too."""
+    """The power; for small whole exponents products, which negative numbers have, too."""
     if not isinstance(exponent, (int, float)):
         return _te().power(number_of(v), number_of(exponent))
     if exponent in (0.5, -0.5):
@@ -133,7 +133,7 @@ def power(v: Any, exponent: Any) -> Any:
 
 
 def gelu(v: Any, approximate: str = "none") -> Any:
-    """Hendrycks and Gimpel 2016, arXiv 1606.08415; with ``tanh`` its approximation."""
+    """GELU, Hendrycks and Gimpel 2016, arXiv 1606.08415; with ``tanh`` its approximation."""
     te, v = _te(), number_of(v)
     if approximate == "none":
         return v * number_of(0.5) * (number_of(1) + te.erf(v * number_of(math.sqrt(0.5))))
@@ -153,7 +153,7 @@ def added(*values: Any) -> Any:
 
 
 def highest(*values: Any) -> Any:
-    """The maximum, whose gradient all values share that are it."""
+    """The maximum, whose gradient all values that equal it share."""
     if len(values) <= 2:
         return reduce(_max, values)
     top = reduce(_max, values)
@@ -162,13 +162,13 @@ def highest(*values: Any) -> Any:
 
 
 def angle(y: Any, x: Any) -> Any:
-    """Of a point; without a gradient at the origin."""
+    """The angle of a point, without a gradient at the origin."""
     origin = _and(_tirx("EQ")(y, 0.0), _tirx("EQ")(x, 0.0))
     return select(origin, 0.0, _tirx("atan2")(y, select(origin, 1.0, x)))
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """Of the sign of the divisor."""
+    """The remainder with the sign of the divisor."""
     return number_of(a) - _of("floor")(number_of(a) / number_of(b)) * number_of(b)
 
 
@@ -176,7 +176,7 @@ def sign(v: Any) -> Any:
     return select(number_of(v) > number_of(0), 1.0, select(number_of(v) < number_of(0), -1.0, 0.0))
 
 
-# Name of an operator -> on scalars, in the order of its arguments.
+# Name of an operator -> its function on scalars, arguments in ATen's order.
 POINTWISE: dict[str, Callable[..., Any]] = {
     "add": _added(lambda a, b: a + b), "sub": _added(lambda a, b: a - b),
     "rsub": lambda a, b, alpha=1: number_of(b) - number_of(a) * number_of(alpha),
@@ -196,17 +196,12 @@ POINTWISE: dict[str, Callable[..., Any]] = {
     "clamp": bounded, "hardtanh": hardtanh, "remainder": remainder,
     "fmod": lambda a, b: number_of(a) - _of("trunc")(number_of(a) / number_of(b)) * number_of(b),
     "atan2": angle, "hypot": lambda a, b: _of("sqrt")(number_of(a) * number_of(a) + number_of(b) * number_of(b))}
-# What leaves each value as it is.
+# Operators that leave each value as it is.
 SAME = ("alias", "clone", "detach", "contiguous", "lift_fresh_copy", "lift_fresh")
 
 
-def allowed() -> str:
-    """All of them, for messages."""
+def refused() -> CellError:
+    """The error for an operator that is none of these."""
     shapes = ("products with weights, sums, means, maxima and variances over units, softmax, layer_norm, group_norm, "
               "cat, stack, chunk, split, slices in multiples of H, views")
-    return f"{shapes}, {', '.join(sorted(POINTWISE))}"
-
-
-def refused(name: str) -> CellError:
-    """Of an operator that is not there."""
-    return CellError(f"not an operator of a step; there are {allowed()}")
+    return CellError(f"not an operator of a step; there are {shapes}, {', '.join(sorted(POINTWISE))}")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from ecornn.cells import product
 from ecornn.errors import CellError
+from ecornn.torch.traced_arithmetic import Arithmetic
 from ecornn.torch.traced_graph import Graph, Traced, arguments, lines_of, operator_name, pointed, shape_of
 from ecornn.torch.traced_operators import POINTWISE, SAME, number_of, refused
-from ecornn.torch.traced_statistics import Statistics
 from ecornn.torch.traced_values import (
     BATCH,
     COLUMNS,
@@ -32,13 +33,13 @@ from ecornn.torch.traced_values import (
 )
 from ecornn.torch.traced_weights import Matrix, Use
 
-# Arguments that say where and how memory lies, and shapes that nodes say themselves.
+# Arguments that name a place in memory or a layout, and shapes that nodes say themselves.
 ANYWHERE = ("layout", "device", "pin_memory", "non_blocking", "memory_format", "implicit", "size", "dim",
             "half_to_float")
 
 
-class Walk(Statistics):
-    """One walk through the graph."""
+class Walk(Arithmetic):
+    """One walk through the graph: products, shapes and all results."""
 
     def __init__(self, traced: Traced, graph: Graph, x: Any, states: Sequence[Any],
                  parameter: Callable[[Use], Any]) -> None:
@@ -53,14 +54,17 @@ class Walk(Statistics):
                     raise pointed(f"{operator_name(node)}: {error}", lines_of(node)) from error
 
     def results(self, count: int) -> list[Any]:
-        """The new states, te tensors (B, H); before them y where that is none of them. ``count``: of the states."""
+        """The new states, ``count`` te tensors (B, H), and before them y if that is none of them.
+
+        Raises :class:`CellError` if the step returns anything else.
+        """
         nodes = list(self.graph.returned)
         if len(nodes) == count + 1 and nodes[0] is nodes[1]:
             nodes = nodes[1:]  # y is the first state
         if len(nodes) not in (count, count + 1):
             raise CellError(f"the step returns {len(nodes)} tensors for {count} state{'s' * (count > 1)}; expected the "
                             "new states, or y before them. Name the states of a tuple: cell(..., states=('h', 'c'))")
-        found = []
+        results = []
         for node in nodes:
             value = self.known.get(node)
             if value is None:
@@ -73,11 +77,11 @@ class Walk(Statistics):
                 shape = tuple(shape_of(node)[1:])
                 raise pointed(f"the step returns {described(value)}, of the shape (B, {', '.join(map(str, shape))}); "
                               f"expected (B, H), H = {self.sizes.hidden}", lines_of(node))
-            found.append(whole(self.at_units(value).gates[0], "state", self.like, self.sizes))
-        return found
+            results.append(whole(self.at_units(value).gates[0], "state", self.like, self.sizes))
+        return results
 
     def at_units(self, value: Value) -> Value:
-        """With a place for each unit, where that is one value a row, or a vector."""
+        """The value with a place for each unit, if it is one value a row or a vector."""
         gate = value.gates[0]
         return self.scalars(lambda v: v, [value], value.axes, "state") if gate.vector or len(
             gate.tensor.shape) == 1 else value
@@ -99,20 +103,21 @@ class Walk(Statistics):
             return self.known[node.args[0]]
         method = getattr(self, f"op_{name.strip('_')}", None)
         if method is None:
-            raise refused(name)
+            raise refused()
         known = inspect.signature(method).parameters
         other = {key: v for key, v in given.items() if key not in (*known, *ANYWHERE) and v not in (
             None, torch.float32, torch.float64)}
         if other:
             raise CellError(f"the argument {', '.join(f'{key}={v}' for key, v in other.items())}")
-        found = method(node, **{key: v for key, v in given.items() if key in known})
-        if isinstance(found, Value) and found.shape(self.sizes) != shape_of(node):
-            raise CellError(f"{described(found)} where PyTorch has the shape {shape_of(node)}")
-        return found
+        value = method(node, **{key: v for key, v in given.items() if key in known})
+        if isinstance(value, Value) and value.shape(self.sizes) != shape_of(node):
+            raise CellError(f"{described(value)} where PyTorch has the shape {shape_of(node)}")
+        return value
 
     # -- products -------------------------------------------------------------------------------
     def product(self, name: str, rows: Value, weights: torch.fx.Node, stored: bool, index: int | None = None) -> Value:
-        """``rows`` (B, K) by a matrix (K, N), or (N, K) where it is ``stored`` so."""
+        """The product of ``rows`` (B, K) by a matrix (K, N), or (N, K) if it is ``stored`` so; of several that of
+        ``index``."""
         if rows.axes not in ((BATCH, UNITS), (BATCH, COLUMNS), (BATCH, ONE), (BATCH, GATES)):
             raise CellError(f"a product of {described(rows)}; expected (B, K)")
         count, K = shape_of(weights)[-2:] if stored else shape_of(weights)[-2:][::-1]
@@ -130,45 +135,43 @@ class Walk(Statistics):
                 raise CellError(f"a product of {described(rows)}; expected x, a state, or values of H or less")
             matrix = self.parameter(use)
             source = whole(gate, f"{name}_operand", self.like, self.sizes)
-            made = product(source, matrix, 0 if gates == 1 else None, f"{name}_{n}")
-            one = Value((BATCH, COLUMNS), of_tensor(made, gates, width))
+            tensor = product(source, matrix, 0 if gates == 1 else None, f"{name}_{n}")
+            one = Value((BATCH, COLUMNS), of_tensor(tensor, gates, width))
             total = one if total is None else self.scalars(lambda a, b: a + b, [total, one], one.axes, f"{name}_sum")
         assert total is not None
         return canonical(total.axes, [Gate(g.tensor, g.index, width) for g in total.gates])
 
     def op_mm(self, node: torch.fx.Node, input: Any, mat2: Any) -> Value:
-        a, b = input, mat2
-        if a in self.graph.data and b in self.graph.data:
+        if input in self.graph.data and mat2 in self.graph.data:
             raise CellError("a product of two values of the step; expected one with a parameter")
-        if a in self.graph.data:
-            return self.product(node.name, self.value(a), b, False)
-        rows = self.value(b)
-        found = self.product(node.name, Value(rows.axes[::-1], rows.gates), a, True)
-        return Value(found.axes[::-1], found.gates)
+        if input in self.graph.data:
+            return self.product(node.name, self.value(input), mat2, False)
+        rows = self.value(mat2)
+        turned = self.product(node.name, Value(rows.axes[::-1], rows.gates), input, True)
+        return Value(turned.axes[::-1], turned.gates)
 
     def op_addmm(self, node: torch.fx.Node, input: Any, mat1: Any, mat2: Any, beta: Any, alpha: Any) -> Value:
-        found = self.op_mm(node, input=mat1, mat2=mat2)
-        bias, (axes, count, width) = input, self.frame([found], shape_of(node))
-        other = self.known[bias] if bias in self.graph.data else self.weights(bias, axes, count, width)
-        made = self.scalars(lambda p, v: (p if alpha == 1 else p * float(alpha)) + (
-            v if beta == 1 else v * float(beta)), [found, other], axes, f"{node.name}_biased")
-        return canonical(axes, made.gates)
+        rows = self.op_mm(node, input=mat1, mat2=mat2)
+        axes, count, width = self.frame([rows], shape_of(node))
+        bias = self.known[input] if input in self.graph.data else self.weights(input, axes, count, width)
+        biased = self.scalars(lambda p, v: (p if alpha == 1 else p * float(alpha)) + (
+            v if beta == 1 else v * float(beta)), [rows, bias], axes, f"{node.name}_biased")
+        return canonical(axes, biased.gates)
 
     def op_bmm(self, node: torch.fx.Node, input: Any, mat2: Any) -> Value:
-        a, b = input, mat2
-        if a in self.graph.data and b in self.graph.data:
-            return self.of_rows(node, self.value(a), self.value(b))
-        if b in self.graph.data:
-            rows = self.value(b)
-            found = self.batched(node, Value((rows.axes[0], *rows.axes[:0:-1]), rows.gates), a, True)
-            return Value((found.axes[0], *found.axes[:0:-1]), found.gates)
-        return self.batched(node, self.value(a), b, False)
+        if input in self.graph.data and mat2 in self.graph.data:
+            return self.of_rows(node, self.value(input), self.value(mat2))
+        if mat2 in self.graph.data:
+            rows = self.value(mat2)
+            turned = self.batched(node, Value((rows.axes[0], *rows.axes[:0:-1]), rows.gates), input, True)
+            return Value((turned.axes[0], *turned.axes[:0:-1]), turned.gates)
+        return self.batched(node, self.value(input), mat2, False)
 
     def batched(self, node: torch.fx.Node, rows: Value, weights: torch.fx.Node, stored: bool) -> Value:
-        """(M, B, K) by M matrices; M is 1, or the number of gates."""
+        """The products of rows (M, B, K) by M matrices; M is 1, or the number of gates."""
         if rows.axes[0] == ONE:
-            found = self.product(node.name, Value(rows.axes[1:], rows.gates), weights, stored, 0)
-            return Value((ONE, *found.axes), found.gates)
+            one = self.product(node.name, Value(rows.axes[1:], rows.gates), weights, stored, 0)
+            return Value((ONE, *one.axes), one.gates)
         if rows.axes != (GATES, BATCH, UNITS):
             raise CellError(f"a product of {described(rows)} by several matrices; expected a matrix for each gate")
         each = [self.product(f"{node.name}_{n}", Value((BATCH, UNITS), (gate,)), weights, stored, n)
@@ -178,7 +181,7 @@ class Walk(Statistics):
         return canonical((GATES, BATCH, UNITS), [one.gates[0] for one in each])
 
     def of_rows(self, node: torch.fx.Node, a: Value, b: Value) -> Value:
-        """(B, 1, K) by (B, K, 1): the scalar product of each row."""
+        """The scalar product (B, 1, 1) of each row of (B, 1, K) by one of (B, K, 1)."""
         if a.axes not in ((BATCH, ONE, UNITS), (BATCH, ONE, COLUMNS)) or b.axes != (BATCH, a.axes[2], ONE):
             raise CellError("a product of two values of the step; expected one with a parameter")
         both = self.scalars(lambda v, w: v * w, [a, Value(a.axes, b.gates)], a.axes, f"{node.name}_products")
@@ -234,28 +237,24 @@ class Walk(Statistics):
 
     def op_split_with_sizes(self, node: torch.fx.Node, input: Any, split_sizes: Sequence[int],
                             dim: int = 0) -> tuple[Value, ...]:
-        value, first, found = self.value(input), 0, []
-        for size in split_sizes:
-            found.append(cut(value, dim, first, first + size, 1, self.sizes))
-            first += size
-        return tuple(found)
+        value, ends = self.value(input), [*accumulate(split_sizes, initial=0)]
+        return tuple(cut(value, dim, first, last, 1, self.sizes) for first, last in pairwise(ends))
 
     def op_cat(self, node: torch.fx.Node, tensors: Sequence[Any], dim: int = 0) -> Value:
         values = [self.known[t] for t in tensors if t in self.graph.data]
         dim %= len(values[0].axes)
-        return joined([self.known[t] if t in self.graph.data else self.beside(t, values[0].axes, dim) for t in tensors],
-                      dim)
+        return joined([self.side_by_side(t, values[0].axes, dim) for t in tensors], dim)
 
-    def beside(self, node: torch.fx.Node, axes: tuple[str, ...], dim: int) -> Value:
-        """Weights that are put side by side with values, as values."""
+    def side_by_side(self, node: torch.fx.Node, axes: tuple[str, ...], dim: int) -> Value:
+        """A value, or weights as a value, to be put side by side with values on ``axes`` along ``dim``."""
+        if node in self.graph.data:
+            return self.value(node)
         parts = self.sizes.parts(shape_of(node)[dim])
         if parts is None:
             raise CellError(f"{shape_of(node)[dim]} values of the module, no multiple of H = {self.sizes.hidden}")
         own = tuple((UNITS if parts[0] == 1 else COLUMNS) if n == dim else axis for n, axis in enumerate(axes))
-        found = self.weights(node, own, *parts)
-        state = self.known[self.graph.given[1]]
-        rows = Value(own, state.gates)
-        return self.scalars(lambda _, v: number_of(v), [rows, found], own, node.name)
+        rows = Value(own, self.known[self.graph.given[1]].gates)
+        return self.scalars(lambda _, v: number_of(v), [rows, self.weights(node, own, *parts)], own, node.name)
 
     def op_stack(self, node: torch.fx.Node, tensors: Sequence[Any], dim: int = 0) -> Value:
         values = [self.value(t) for t in tensors]
@@ -264,13 +263,12 @@ class Walk(Statistics):
 
     def op_slice_scatter(self, node: torch.fx.Node, input: Any, src: Any, dim: int, start: Any, end: Any,
                          step: int) -> Value:
-        base = input
-        value = self.known[base] if base in self.graph.data else self.beside(base, self.value(src).axes, dim)
+        value = self.value(input) if input in self.graph.data else self.side_by_side(input, self.value(src).axes, dim)
         extent = value.shape(self.sizes)[dim]
         first, last, step = slice(start, end, step).indices(extent)
         if step != 1:
             raise CellError(f"places by {step}")
-        new = self.value(src) if src in self.graph.data else self.beside(src, value.axes, dim)
+        new = self.side_by_side(src, value.axes, dim)
         parts = [cut(value, dim, 0, first, 1, self.sizes)] if first else []
         parts += [new, *([cut(value, dim, last, extent, 1, self.sizes)] if last < extent else [])]
         return joined(parts, dim) if len(parts) > 1 else new

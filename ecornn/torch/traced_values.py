@@ -1,4 +1,4 @@
-"""What the values of a traced step are: gates, as te tensors, and the axes that PyTorch has them on.
+"""The values of a traced step: gates, as te tensors, and the axes that PyTorch has them on.
 
 Sizes of the module are in units of its H here, so that the step can be written for any H.
 """
@@ -12,7 +12,8 @@ from typing import Any
 from ecornn.cells import pointwise
 from ecornn.errors import CellError
 
-Width = str | int  # of a row: "H", "I", a number of values less than H; 1: one value, whatever H is
+# The width of a row: "H", "I", a number of values less than H; 1: one value, whatever H is.
+Width = str | int
 
 # Axes of a value: the batch, one of a single place, gates, the units of a gate, and gates with their units behind one
 # another, as a Linear of several gates makes them.
@@ -21,18 +22,18 @@ BATCH, ONE, GATES, UNITS, COLUMNS = "B", "1", "G", "U", "C"
 
 @dataclass(frozen=True)
 class Sizes:
-    """B, I and H in numbers."""
+    """The numbers B, I and H."""
 
     batch: int
     input: int
     hidden: int
 
     def width(self, width: Width) -> int:
-        """In values."""
+        """The number of values of a width."""
         return {"H": self.hidden, "I": self.input}[width] if isinstance(width, str) else width
 
     def parts(self, size: int) -> tuple[int, Width] | None:
-        """Gates and the width of each that so many values are; None where they are none."""
+        """The number of gates in ``size`` values, and the width of each; None if they are no gates."""
         if size == 1:
             return 1, 1
         if size % self.hidden == 0:
@@ -42,9 +43,9 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Gate:
-    """A row of ``width`` values of each batch row: of a te tensor (B, W), of (B, G, W) that of gate ``index``, or (B,);
-    where ``vector`` of a parameter (G, W), the same in all batch rows. One value a row may have a place for each unit,
-    all the same."""
+    """A row of ``width`` values for each batch row: all of a te tensor (B, W) or (B,), or gate ``index`` of one (B, G,
+    W). A ``vector`` is a row of a parameter (G, W), the same in all batch rows. One value a row may have a place for
+    each unit, all the same."""
 
     tensor: Any
     index: int = 0
@@ -52,7 +53,7 @@ class Gate:
     vector: bool = False
 
     def at(self, b: Any, j: Any, gate: Any = None) -> Any:
-        """The scalar at a place; ``gate``: in place of ``index``."""
+        """The scalar of batch row ``b`` and unit ``j``; ``gate`` in place of ``index``."""
         index = self.index if gate is None else gate
         if self.vector:
             return self.tensor[index, j]
@@ -68,14 +69,14 @@ class Value:
     gates: tuple[Gate, ...]
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """As PyTorch has it."""
+        """The shape that PyTorch's tensor has."""
         widths = [sizes.width(gate.width) for gate in self.gates]
         own = {BATCH: sizes.batch, ONE: 1, GATES: len(widths), UNITS: widths[0], COLUMNS: sum(widths)}
         return tuple(own[axis] for axis in self.axes)
 
 
 def width_of(value: Value, sizes: Sizes) -> Width:
-    """Of each gate. Raises :class:`CellError` where they differ."""
+    """The width of each gate. Raises :class:`CellError` if they differ."""
     widths = {gate.width for gate in value.gates}
     if len(widths) == 1:
         return next(iter(widths))
@@ -85,7 +86,7 @@ def width_of(value: Value, sizes: Sizes) -> Width:
 
 
 def block(gates: Sequence[Gate]) -> bool:
-    """Whether these are gates of one tensor, one behind the other."""
+    """Tells whether these are gates of one tensor, one behind the other."""
     first = gates[0]
     whole = first.vector or len(first.tensor.shape) == 3
     return whole and all(g.tensor.same_as(first.tensor) and g.index == first.index + n and g.width == first.width
@@ -98,19 +99,23 @@ def of_tensor(tensor: Any, count: int, width: Width) -> tuple[Gate, ...]:
 
 
 def common(widths: Iterable[Width], sizes: Sizes) -> Width:
-    """The width of a result. Raises :class:`CellError` where there is none."""
-    found = {width for width in widths if width != 1}
-    if len(found) > 1 and {sizes.width(width) for width in found} == {sizes.hidden}:
+    """The width of a result of operands with these widths. Raises :class:`CellError` if there is none."""
+    wide = {width for width in widths if width != 1}
+    if len(wide) > 1 and {sizes.width(width) for width in wide} == {sizes.hidden}:
         return "H"
-    if len(found) > 1:
-        raise CellError(f"arithmetic on rows of {' and '.join(sorted(map(_wide, found)))}: one width is needed")
-    return next(iter(found), 1)
+    if len(wide) > 1:
+        raise CellError(f"arithmetic on rows of {' and '.join(sorted(map(_wide, wide)))}: one width is needed")
+    return next(iter(wide), 1)
 
 
 def combined(function: Callable[..., Any], operands: Sequence[Any], axes: tuple[str, ...], sizes: Sizes, like: Any,
              name: str, width: Width = 1) -> Value:
-    """``function`` of scalars at every gate and unit; ``operands``: values, each of one gate or of all, and whatever
-    else the function takes; ``like``: a state; ``width``: of the result, where operands have one value a row."""
+    """The value of ``function``, which takes scalars, at every gate and unit.
+
+    ``operands``: values, each of one gate or of all, and anything else that the function takes; ``like``: a state, for
+    the sizes; ``width``: the result's if operands have one value a row. Raises :class:`CellError` if numbers of gates
+    or widths differ.
+    """
     values = [o for o in operands if isinstance(o, Value)]
     count = max(len(v.gates) for v in values)
     several = [v for v in values if len(v.gates) > 1]
@@ -134,13 +139,13 @@ def combined(function: Callable[..., Any], operands: Sequence[Any], axes: tuple[
             and several[0].gates[0].width != 1:
         tensor, own = computed(picked(0), True)
         return Value(axes, of_tensor(tensor, count, own))
-    made = [computed(picked(n), False) for n in range(count)]
-    return Value(axes, tuple(Gate(tensor, 0, own) for tensor, own in made))
+    return Value(axes, tuple(Gate(tensor, 0, own) for tensor, own in (
+        computed(picked(n), False) for n in range(count))))
 
 
 def _compute(value: Callable[..., Any], width: Width, scalar: bool, count: int, sizes: Sizes, like: Any,
              name: str) -> Any:
-    """The te tensor of a scalar expression: (B, W), with a ``count`` (B, G, W), or (B,) of one value a row."""
+    """The te tensor of a scalar expression: (B, W), with a ``count`` (B, G, W), or (B,) for one value a row."""
     from tvm import te
 
     batch, hidden = like.shape
@@ -162,7 +167,7 @@ def whole(gate: Gate, name: str, like: Any, sizes: Sizes) -> Any:
 
 
 def stacked(value: Value) -> Any | None:
-    """The te tensor (B, H) or (B, G, H) whose gates are all of a value's; None where there is none."""
+    """The te tensor (B, H) or (B, G, H) whose gates are exactly those of a value; None if there is none."""
     tensor = value.gates[0].tensor
     if value.gates[0].vector or len(tensor.shape) == 1:
         return None
@@ -182,16 +187,14 @@ def canonical(axes: Sequence[str], gates: Sequence[Gate]) -> Value:
 
 
 def atoms(value: Value, sizes: Sizes) -> list[str]:
-    """The axes that have an extent, those of COLUMNS one by one."""
-    found: list[str] = []
-    for axis in value.axes:
-        alike = len({sizes.width(gate.width) for gate in value.gates}) == 1
-        found += [GATES, UNITS] if axis == COLUMNS and alike else [axis]
-    return [axis for axis in found if axis != ONE]
+    """The axes of more than one place, GATES and UNITS in place of COLUMNS of one width."""
+    alike = len({sizes.width(gate.width) for gate in value.gates}) == 1
+    parts = [(GATES, UNITS) if axis == COLUMNS and alike else (axis,) for axis in value.axes if axis != ONE]
+    return [axis for part in parts for axis in part]
 
 
 def viewed(value: Value, shape: Sequence[int], sizes: Sizes) -> Value:
-    """With other axes over the same values in the same order."""
+    """The same values in the same order on other axes, as PyTorch's view with this shape."""
     left, axes = atoms(value, sizes), []
     extent = dict(zip([BATCH, GATES, UNITS], (sizes.batch, len(value.gates), sizes.width(value.gates[0].width)),
                       strict=True))
@@ -214,7 +217,7 @@ def viewed(value: Value, shape: Sequence[int], sizes: Sizes) -> Value:
 
 
 def cut(value: Value, axis: int, first: int, last: int, step: int, sizes: Sizes) -> Value:
-    """Places ``first`` to ``last`` of an axis."""
+    """Places ``first`` to ``last`` of an axis. Raises :class:`CellError` if they are not whole gates."""
     kind, extent = value.axes[axis], value.shape(sizes)[axis]
     first, last, step = slice(first, last, step).indices(extent)
     if (first, last, step) == (0, extent, 1):
@@ -233,7 +236,7 @@ def cut(value: Value, axis: int, first: int, last: int, step: int, sizes: Sizes)
 
 
 def joined(values: Sequence[Value], axis: int) -> Value:
-    """Side by side along an axis."""
+    """The values side by side along an axis. Raises :class:`CellError` if that is no row of gates."""
     axes = {v.axes[:axis] + v.axes[axis + 1:] for v in values}
     kinds = {v.axes[axis] for v in values}
     gates = [gate for v in values for gate in v.gates]
@@ -246,7 +249,7 @@ def joined(values: Sequence[Value], axis: int) -> Value:
 
 
 def taken(value: Value, axis: int, index: int, sizes: Sizes) -> Value:
-    """One place of an axis, which is no more."""
+    """One place of an axis, which is gone then. Raises :class:`CellError` for one unit."""
     index %= value.shape(sizes)[axis]
     one = cut(value, axis, index, index + 1, 1, sizes)
     if one.axes[axis] not in (ONE, GATES):
@@ -261,7 +264,7 @@ def _wide(width: Width) -> str:
 
 
 def described(value: Any) -> str:
-    """For messages."""
+    """The value in words, for messages."""
     if not isinstance(value, Value):
         return repr(value)
     count, widths = len(value.gates), {gate.width for gate in value.gates}

@@ -1,7 +1,7 @@
-"""What a traced step reads of its module: parameters as they are, and what the module computes of these alone.
+"""The weights that a traced step reads of its module: parameters as they are, and tensors computed of these alone.
 
-The latter is carried out by PyTorch, once for weights and not in each step: a weight norm, a mask, ``exp(decay)``, a
-scalar for all units.
+PyTorch computes the latter once for weights and not in each step: a weight norm, a mask, ``exp(decay)``, a scalar for
+all units.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ class Matrix:
     widths: tuple[Width, ...]
 
     def shape(self, input: int, hidden: int) -> Shape:
-        """In te: (G, H, K), of a narrow one (1, N, K)."""
+        """The parameter's shape in te: (G, H, K), or (1, N, K) if it is narrow."""
         sizes = Sizes(0, input, hidden)
         rows = hidden if self.rows in ("H", 1) else sizes.width(self.rows)
         return self.gates, rows, sizes.width(self.widths[self.place])
 
     def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-        """The parameter in te shape, (1, 1, K) where all units have it, of the node's value; a view where it can be."""
+        """The parameter in te shape from the node's value, a view if it can be; (1, 1, K) if all units have the
+        same."""
         value = value if self.index is None else value[self.index]
         value = value if self.stored else value.t()
         if len(self.widths) > 1:
@@ -52,8 +53,8 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """What arithmetic reads of weights: the tensor of ``node`` on the ``axes`` of the other operands, where it has as
-    many as ``gates``, of ``width``."""
+    """Weights as an operand of arithmetic: the tensor of ``node`` on the ``axes`` of the other operands, with as many
+    gates as ``gates``, of ``width``."""
 
     node: torch.fx.Node
     axes: tuple[str, ...]
@@ -61,11 +62,11 @@ class Vector:
     width: Width
 
     def shape(self, input: int, hidden: int) -> Shape:
-        """In te: (G, H)."""
+        """The parameter's shape in te, (G, H)."""
         return self.gates, input if self.width == "I" else hidden
 
     def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-        """The parameter, (G, 1) where all units have it, of the node's value; of a narrow one with zeros behind."""
+        """The parameter from the node's value, with zeros behind a narrow one; (G, 1) if all units have the same."""
         width = sizes.width(self.width)
         extent = {BATCH: 1, ONE: 1, GATES: self.gates, UNITS: width, COLUMNS: self.gates * width}
         axes = self.axes[len(self.axes) - value.dim():] if value.dim() <= len(self.axes) else self.axes
@@ -84,15 +85,25 @@ Use = Matrix | Vector
 
 @dataclass(frozen=True)
 class Source:
-    """A parameter of the cell that is one of the module, or some columns of it, as it is stored."""
+    """A parameter of the cell that is a tensor of the module as it is stored, or some columns of it."""
 
     learned: Learned
     use: Use
 
 
 class Weights:
-    """Which parameters a cell has, of the uses that its step makes of the module's weights; ``names``: of each use, of
-    the parameter that the step reads."""
+    """The parameters of a cell, from the uses that its step makes of the module's weights.
+
+    Attributes
+    ----------
+    names : use -> the name of the parameter that the step reads for it
+    direct : parameter -> the tensor of the module that it is
+    derived : parameter -> the use of weights that PyTorch computes for it
+    originals : the module's tensors that the derived parameters are computed of, by name
+    needed : the nodes that compute these, in order
+
+    Raises :class:`CellError` if two parameters would have one name.
+    """
 
     def __init__(self, graph: Graph, sizes: Sizes, uses: Sequence[Use]) -> None:
         self.graph, self.sizes = graph, sizes
@@ -104,13 +115,13 @@ class Weights:
             for node, way in self._origins(use):
                 ways.setdefault(node, set()).add(way)
         for use in uses:
-            found = self._as_stored(use)
-            if found is not None and len(ways[found.use.node]) == 1:
-                name = _identifier(found.learned.name)
+            source = self._as_stored(use)
+            if source is not None and len(ways[source.use.node]) == 1:
+                name = _identifier(source.learned.name)
                 if isinstance(use, Matrix) and len(use.widths) > 1:
                     name += f"_{use.place}"
-                if self.direct.setdefault(name, found) != found:
-                    raise CellError(f"{found.learned.name} and {self.direct[name].learned.name} would both be the "
+                if self.direct.setdefault(name, source) != source:
+                    raise CellError(f"{source.learned.name} and {self.direct[name].learned.name} would both be the "
                                     f"parameter {name!r}")
             else:
                 name = f"{_identifier(use.node.name)}_{len(self.derived)}"
@@ -124,7 +135,7 @@ class Weights:
             raise CellError(f"two weights of the step would both be the parameter {max(parts, key=parts.count)!r}")
 
     def _as_stored(self, use: Use) -> Source | None:
-        """The tensor of the module that a use reads, if it does so as that is stored."""
+        """The tensor of the module that a use reads, if it reads it as stored."""
         node, flipped = use.node, False
         while operator_name(node) in ("permute", "alias") and node not in self.graph.learned:
             if operator_name(node) == "permute":
@@ -145,8 +156,8 @@ class Weights:
         return Source(learned, replace(use, node=node, axes=use.axes[-1:]))
 
     def _origins(self, use: Use) -> Iterator[tuple[torch.fx.Node, Any]]:
-        """The weights that a use depends on, each with what must be the same of all its uses if one parameter is to
-        serve them."""
+        """The weights that a use depends on, each with the way it is read. One parameter can serve all uses of a weight
+        if there is one way."""
         stored = self._as_stored(use)
         way = stored.use if stored else use
         if stored and isinstance(stored.use, Matrix):
@@ -156,31 +167,31 @@ class Weights:
                 yield node, way
 
     def computed(self, values: Mapping[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The derived parameters in te shape, 1 where all units have the same, of the values of ``originals`` by name,
-        with their gradients; of the device and type of ``like``."""
+        """The derived parameters in te shape, with their gradients, from the values of ``originals`` by name; on the
+        device and of the type of ``like``."""
         def known(learned: Learned) -> torch.Tensor:
             value = learned.value if learned.kind == "constant" else values[_identifier(learned.name)]
             return value.to(like.device, like.dtype if learned.value.is_floating_point() else learned.value.dtype)
 
-        made = carried_out(self.needed, {node: known(self.graph.learned[node]) for node in self.needed
-                                         if node in self.graph.learned}, like)
-        return {name: use.of(made[use.node], self.sizes).to(like.dtype) for name, use in self.derived.items()}
+        values_of = carried_out(self.needed, {node: known(self.graph.learned[node]) for node in self.needed
+                                              if node in self.graph.learned}, like)
+        return {name: use.of(values_of[use.node], self.sizes).to(like.dtype) for name, use in self.derived.items()}
 
 
 def below(graph: Graph, nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
-    """These nodes and all whose values they depend on, in the graph's order."""
-    pending, found = list(nodes), set()
+    """The nodes and all nodes that they depend on, in the graph's order."""
+    pending, needed = list(nodes), set()
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in needed:
+            needed.add(node)
             pending += [] if node.op == "placeholder" or operator_name(node) in CONSTANT else node.all_input_nodes
-    return [node for node in (*graph.learned, *graph.given, *graph.nodes) if node in found]
+    return [node for node in (*graph.learned, *graph.given, *graph.nodes) if node in needed]
 
 
 def carried_out(nodes: Iterable[torch.fx.Node], known: Mapping[torch.fx.Node, torch.Tensor],
                 like: torch.Tensor | None) -> dict[torch.fx.Node, Any]:
-    """The values of nodes, in their order, by PyTorch; constants are of the device and type of ``like``."""
+    """The values of nodes, in their order, by PyTorch; constants are on the device and of the type of ``like``."""
     values = dict(known)
     for node in nodes:
         if node in values:
@@ -192,14 +203,14 @@ def carried_out(nodes: Iterable[torch.fx.Node], known: Mapping[torch.fx.Node, to
             options["dtype"] = like.dtype
         args, options = torch.fx.node.map_arg((node.args, options), lambda n: values[n] if n in values else torch.zeros(
             shape_of(n), dtype=None if like is None else like.dtype))  # of which the shape alone counts
-        values[node] = node.target(*args, **options)  # type: ignore[operator]
+        values[node] = node.target(*args, **options)
     return values
 
 
 def number(graph: Graph, node: torch.fx.Node) -> float | bool | int | None:
-    """The one value that a constant has everywhere; None where it depends on a parameter or buffer, or has several.
+    """The one value that a constant has everywhere; None if it depends on a parameter or buffer, or has several values.
 
-    Raises :class:`CellError` for what PyTorch draws at random.
+    Raises :class:`CellError` for values that PyTorch draws at random.
     """
     order = below(graph, [node])
     for one in order:
@@ -214,7 +225,7 @@ def number(graph: Graph, node: torch.fx.Node) -> float | bool | int | None:
 
 
 def alike_in_rows(graph: Graph, node: torch.fx.Node, axis: int) -> bool:
-    """Whether what is computed of weights is the same along an axis, whatever these are."""
+    """Tells whether a tensor computed of weights is the same along an axis for any weights."""
     order = below(graph, [node])
     generator = torch.Generator().manual_seed(0)
     given = {n: graph.learned[n].value.detach().cpu() for n in order if n in graph.learned}
