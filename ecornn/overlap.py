@@ -6,7 +6,10 @@ other on all of it are. What schedules expect of a step decides.
 
 The directions of a layer need nothing of each other. Layers need what the one before made, so they work on chunks of
 time, each layer a chunk behind the one before it. K chunks through n layers take K + n - 1 times what one takes; more
-chunks fill the GPU sooner, but each has its launches.
+chunks fill the GPU sooner, but each has its launches. Layers that read rows from the end have no chunks.
+
+A sequence is planned for its share as if that were a GPU of its own, so that all cooperative grids are on the chip at
+once. Records count for a share if no more multiprocessors measured them.
 """
 
 from __future__ import annotations
