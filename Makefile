@@ -129,8 +129,8 @@ test-wheel: $(VENV)/installed-test
 	cd build/wheel && ! runtime/bin/ecornn doctor
 
 # What a release uploads, of the last commit: an archive of the sources and the wheel that is built from it, in
-# build/release/dist. Each is installed with what it requires into an environment that has nothing else, where it compiles a
-# layer and runs that against the reference. Nothing is uploaded, and no tag is set.
+# build/release/dist. Each is installed with its requirements into an environment that has nothing else, where it compiles
+# a layer and runs it against the reference. Nothing is uploaded, and no tag is set.
 VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
 DIST = build/release/dist/ecornn-$(VERSION)
 
@@ -144,12 +144,15 @@ define released
 	cd build/release && $(1)/bin/python $(CURDIR)/examples/00_first_run.py $(1).so
 endef
 
+release: export PYTHONPATH =
 release: $(VENV)/installed-test
 	@! git rev-parse --quiet --verify refs/tags/v$(VERSION) || { echo "v$(VERSION) has a tag: raise the version"; exit 1; }
 	@git diff --quiet HEAD || { echo "commit what has changed: a release is of a commit"; exit 1; }
 	rm -rf build/release && mkdir -p build/release/source
 	git archive HEAD | tar --extract --directory build/release/source
-	$(BIN)/python -m build --outdir build/release/dist build/release/source
+	@echo "building both files of $$(git rev-parse --short HEAD); what setuptools says is in build/release/build.log"
+	$(BIN)/python -m build --outdir build/release/dist build/release/source >build/release/build.log 2>&1 || \
+		{ tail -n 30 build/release/build.log; exit 1; }
 	@if $(BIN)/python -c 'import twine' 2>/dev/null; then $(BIN)/python -m twine check --strict build/release/dist/*; \
 		else echo "twine is not installed: the package's page is not checked"; fi
 	$(call released,wheel,$(DIST)-py3-none-any.whl)
