@@ -1,4 +1,5 @@
-# make setup | run | examples | test | test-cpus | test-packages | soak | lint | docs | test-wheel | bench | sanitize | clean
+# make setup | run | examples | test | test-cpus | test-packages | soak | lint | lines | docs | test-wheel | release | bench
+#   | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.13)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
@@ -32,7 +33,8 @@ define install
 	@touch $@
 endef
 
-.PHONY: setup run examples test test-optimized test-cpus test-packages soak lint docs test-wheel bench sanitize clean
+.PHONY: setup run examples test test-optimized test-cpus test-packages soak lint lines docs test-wheel \
+	release bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -101,6 +103,12 @@ lint: $(VENV)/installed-lint
 	ln -s $(CURDIR)/ecornn/* $(CURDIR)/schedules $(CURDIR)/tuning_logs build/lint/ecornn
 	cd build/lint && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml
 
+# Lines of what is installed, of benchmarks and of tests.
+lines:
+	@for part in "ecornn schedules tuning_logs" benchmarks tests; do for kind in 'py' 'cc|h|hpp|cu|c'; do \
+		printf '%s, *.(%s): ' "$$part" "$$kind"; \
+		git ls-files -z $$part | grep -zE "\.($$kind)\$$" | xargs -0 cat | wc -l; done; done
+
 # The site of README and docs, in build/site: open build/site/index.html, no server or network is needed.
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
@@ -119,6 +127,38 @@ test-wheel: $(VENV)/installed-test
 	build/wheel/runtime/bin/python -m pip --disable-pip-version-check --quiet install --no-deps build/wheel/*.whl
 	cd build/wheel && runtime/bin/python $(CURDIR)/examples/00_first_run.py lstm64.so
 	cd build/wheel && ! runtime/bin/ecornn doctor
+
+# What a release uploads, of the last commit: an archive of the sources and the wheel that is built from it, in
+# build/release/dist. Each is installed with its requirements into an environment that has nothing else, where it compiles
+# a layer and runs it against the reference. Nothing is uploaded, and no tag is set.
+VERSION := $(shell sed -n 's/^version = "\(.*\)"$$/\1/p' pyproject.toml)
+DIST = build/release/dist/ecornn-$(VERSION)
+
+# Environment $(1), with the file $(2).
+define released
+	@echo "installing $(notdir $(2)) into an environment of its own"
+	$(PYTHON) -m venv build/release/$(1)
+	build/release/$(1)/bin/python -m pip --disable-pip-version-check --quiet install $(2)
+	cd build/release && $(1)/bin/python -c 'import ecornn, sys; sys.exit(ecornn.__version__ != "$(VERSION)")'
+	cd build/release && $(1)/bin/ecornn compile --cell lstm --hidden 64 --batch 4 --seq 20 --target cpu -o $(1).so
+	cd build/release && $(1)/bin/python $(CURDIR)/examples/00_first_run.py $(1).so
+endef
+
+release: export PYTHONPATH =
+release: $(VENV)/installed-test
+	@! git rev-parse --quiet --verify refs/tags/v$(VERSION) || { echo "v$(VERSION) has a tag: raise the version"; exit 1; }
+	@git diff --quiet HEAD || { echo "commit what has changed: a release is of a commit"; exit 1; }
+	rm -rf build/release && mkdir -p build/release/source
+	git archive HEAD | tar --extract --directory build/release/source
+	@echo "building both files of $$(git rev-parse --short HEAD); what setuptools says is in build/release/build.log"
+	$(BIN)/python -m build --outdir build/release/dist build/release/source >build/release/build.log 2>&1 || \
+		{ tail -n 30 build/release/build.log; exit 1; }
+	@if $(BIN)/python -c 'import twine' 2>/dev/null; then $(BIN)/python -m twine check --strict build/release/dist/*; \
+		else echo "twine is not installed: the package's page is not checked"; fi
+	$(call released,wheel,$(DIST)-py3-none-any.whl)
+	$(call released,archive,$(DIST).tar.gz)
+	@echo "Upload $(DIST).tar.gz and $(DIST)-py3-none-any.whl: python -m twine upload build/release/dist/*"
+	@echo "Tag $$(git rev-parse --short HEAD): git tag --annotate v$(VERSION) --message 'ecornn $(VERSION)'"
 
 # compute-sanitizer over small layers of every schedule, on the GPU at hand.
 sanitize: $(VENV)/installed-bench

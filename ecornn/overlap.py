@@ -6,7 +6,10 @@ other on all of it are. The times that schedules expect of a step decide.
 
 The directions of a layer need nothing of each other. Layers need the output of the one before, so they work on chunks
 of time, each layer a chunk behind the one before it. K chunks through n layers take K + n - 1 times as long as one;
-more chunks fill the GPU sooner, but each has its launches.
+more chunks fill the GPU sooner, but each has its launches. Layers that read rows from the end have no chunks.
+
+A sequence is planned for its share as if that were a GPU of its own, so that all cooperative grids are on the chip at
+once. Records count for a share if no more multiprocessors measured them.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import site_architecture
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
@@ -246,12 +248,28 @@ def test_files_are_small():
     assert not big, f"files above 25 kB hold more than one idea: {big}"
 
 
-def test_the_architecture_names_every_part():
-    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
-    parts = {path.name for path in (ROOT / "ecornn").iterdir()
-             if path.suffix == ".py" or (path / "__init__.py").exists()} - {"__init__.py"}
-    missing = sorted(part for part in parts if part not in text)
-    assert not missing, f"docs/ARCHITECTURE.md says nothing of {missing}"
+def test_the_architecture_lists_every_file():
+    """Run docs/site/site_architecture.py --write where this fails."""
+    assert not site_architecture.differences(site_architecture.PAGE.read_text(encoding="utf-8"))
+
+
+def test_the_architecture_says_what_files_are_and_is_short():
+    text = site_architecture.PAGE.read_text(encoding="utf-8")
+    empty = [line for line in text.splitlines() if re.search(r"\|\s*\|$", line)]
+    assert not empty, f"files that say nothing of themselves: {empty}"
+    assert len(site_architecture.prose(text).encode()) <= 20_000
+
+
+def test_what_a_file_says_of_itself():
+    first = site_architecture.first_sentence
+    assert first("A thing,\nand ``more`` | less: a :class:`~ecornn.errors.Error`. Another one.\n\nMore.") == (
+        "A thing, and `more` \\| less: a `Error`")
+    assert site_architecture.said(ROOT / "ecornn/build/c_tables.h").startswith("What c_tables.py says")
+    assert site_architecture.said(ROOT / "ecornn/include/ecornn_checksum.h").startswith("The digest at the end")
+    page = f"before\n{site_architecture.BEGIN}{site_architecture.END}after\n"
+    assert any("`program.py`" in line for line in site_architecture.differences(page))
+    assert site_architecture.prose(page) == "before\nafter\n"
+    assert not site_architecture.differences(site_architecture.written(page))
 
 
 def test_ptx_and_intrinsics_are_written_in_isa_alone():

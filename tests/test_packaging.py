@@ -28,12 +28,18 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return result.stdout
 
 
+def project_version() -> str:
+    """The version that pyproject.toml has."""
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    return version
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of a copy of the checkout, which a build would otherwise fill with build/; the archive lies beside it."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("M*"), *ROOT.glob("*.yml"), ROOT / "LICENSE",
-                 ROOT / "setup.py",
+                 ROOT / "setup.py", ROOT / "CITATION.cff",
                  *(p for place in (*PLACES, *BESIDE) for p in (ROOT / place).rglob("*"))]:
         if path.is_file() and "__pycache__" not in path.parts:
             target = source / path.relative_to(ROOT)
@@ -81,6 +87,19 @@ def test_commands_are_declared(wheel: Path):
     assert all(f"{command} = ecornn.console:" in text for command in ("ecornn", "ecornn-tune", "ecornn-compile"))
 
 
+def test_every_file_says_the_same_version():
+    version = project_version()
+    (line,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert line == version
+    (date,) = re.findall(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    newest = re.findall(r"^## \[(.+)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == (version, date)
+    pages = {path.name: set(re.findall(r"ecornn-(\d[\w.]*)-py3", path.read_text()))
+             for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
+    assert {page for page, named in pages.items() if named} >= {"GETTING_STARTED.md", "deploying.md"}
+    assert not {page: named for page, named in pages.items() if named - {version}}
+
+
 def test_links_of_the_packages_page_lead_somewhere(wheel: Path):
     archive = zipfile.ZipFile(wheel)
     (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
@@ -110,7 +129,8 @@ def test_the_archive_passes_its_own_tests(wheel: Path, installed: Path, tmp_path
                     if p.is_file() and not {"__pycache__", ".pytest_cache"} & set(p.parts) and p.suffix != ".so"}
         missing = [str(p) for p in expected if not (source / p).is_file()]
         assert expected and not missing, f"not in the archive (see MANIFEST.in): {missing}"
-    assert all((source / name).is_file() for name in ("Makefile", "mkdocs.yml", "CHANGELOG.md", "CONTRIBUTING.md"))
+    assert all((source / name).is_file() for name in ("Makefile", "mkdocs.yml", "CHANGELOG.md", "CITATION.cff",
+                                                       "CONTRIBUTING.md", "SECURITY.md"))
     code = f"import pytest, sys; sys.path.remove(''); sys.exit(pytest.main({QUICK}))"
     assert re.search(r"\d+ passed", run(installed, "-c", code, cwd=source, PYTHONPATH=""))
 

@@ -3,6 +3,11 @@
 ``ECORNN_CACHE`` names the folder, by default the platform's for caches; ``ECORNN_CACHE=off`` does without. An entry
 is a file of its own, written under another name and renamed, that begins with the hash of its content: what was cut
 off or changed is made again. Above ``CAP`` bytes the oldest entries go.
+
+Entries are cubins, by source, architecture, flags and compiler; object files of host code; modules that were built
+while tuning, by workload, device, schedule, knobs and the code that makes modules; and the modules of
+``module_cache.py``. So configurations share the projection that they have in common, and a module that was built on
+one machine is measured on another that gets the folder.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 The inputs of the recurrence are factors that the analysis derives, so the analysis must say what they are, and what
 comes of them. It is believed only once the gradients of the whole layer that follow agree with independent ones: those
 of the tape of ``numpy_gradients.py`` through the formula in NumPy, where the cell has one, else differences of what the
-interpreter makes of the cell's te graph.
+interpreter makes of the cell's te graph. Then each candidate's outputs and last states are compared
+with it directly: that sees more than gradients of weights would, in which errors of gates are summed.
 """
 
 from __future__ import annotations
