@@ -21,7 +21,7 @@ AGREE = 1e-9  # between two references, of which each has its roundings in float
 ROUNDED = {"bfloat16": 1e-1, "float16": 1e-2}  # weights that are rounded to these in a layer of float32
 PEER = 4.0  # times as far from float64 as ours alone may be a library of 16 bits, which rounds its states in each step
 FAINT = 1e-6  # a gradient is held against the largest one's norm, times this, if it is smaller still
-ALONE = "ecornn"
+ALONE, ROUNDING = "ecornn", "cudnn-tf32"
 
 
 def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
@@ -111,11 +111,16 @@ def limits_of(subject: Subject, side: Side, errors: Mapping[str, Mapping[str, fl
               sides: Mapping[str, Side]) -> dict[str, float]:
     """How far each result of a side may be. Ours in 16 bits or TF32: twice as far as the farthest library that computes
     the same in that type, and else as :func:`own_limit` says; so is every other in float32 and float64."""
+    of_ours = side.name == ALONE or side.subject is not None
+    subject = side.subject or subject
     own, arithmetic = own_limit(subject), subject.work.arithmetic
     names = errors[side.name]
+    if side.name == ROUNDING and arithmetic == "float32":
+        return dict.fromkeys(names, PEER * TOLERANCE["tf32"])
     if arithmetic in ("float32", "float64") or subject.work.weights is not None:
         return dict.fromkeys(names, own)
-    if side.name != ALONE:
+    if not of_ours:
         return dict.fromkeys(names, PEER * own)
-    peers = [of for name, of in errors.items() if name != ALONE and sides[name].cell is side.cell]
+    peers = [of for name, of in errors.items() if name != ALONE and sides[name].subject is None
+             and sides[name].cell is side.cell]
     return {name: max((2 * of[name] + 1e-6 for of in peers if of[name] <= PEER * own), default=own) for name in names}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +45,9 @@ class Machine(Protocol):
     def ready(self, function: Callable[[], Results]) -> Ready:
         """Of a side's call."""
 
+    def peak(self, function: Callable[[], Results]) -> int | None:
+        """Bytes of a GPU's memory that a call takes at most, beside what is there before it; None on a CPU."""
+
     def take_turns(self, sides: Mapping[str, Ready], fresh: Callable[[], object],
                    seconds: float) -> tuple[dict[str, list[float]], int]:
         """Seconds of every run of each side, ``seconds`` for all of them together, and how many rounds were made
@@ -65,6 +69,9 @@ class Host:
 
     def ready(self, function: Callable[[], Results]) -> Ready:
         return Ready(function, function)
+
+    def peak(self, function: Callable[[], Results]) -> int | None:
+        return None
 
     def take_turns(self, sides: Mapping[str, Ready], fresh: Callable[[], object],
                    seconds: float) -> tuple[dict[str, list[float]], int]:
@@ -102,6 +109,19 @@ class Gpu:
             return found
 
         return Ready(graph.replay, results, function)
+
+    def peak(self, function: Callable[[], Results]) -> int | None:
+        cuda = self.torch.cuda
+        if not cuda.is_available():
+            return None
+        gc.collect()
+        cuda.synchronize()
+        cuda.empty_cache()
+        before = int(cuda.memory_allocated())
+        cuda.reset_peak_memory_stats()
+        function()
+        cuda.synchronize()
+        return int(cuda.max_memory_allocated()) - before
 
     def take_turns(self, sides: Mapping[str, Ready], fresh: Callable[[], object],
                    seconds: float) -> tuple[dict[str, list[float]], int]:

@@ -6,7 +6,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,32 @@ from msgspec import structs
 
 from ecornn.bench.case import Case
 from ecornn.bench.expected import errors_of, expected, limits_of
-from ecornn.bench.machines import Ready, machine_of
+from ecornn.bench.machines import Ready, Results, machine_of
+from ecornn.bench.own import Own, Owns
 from ecornn.bench.peers import installed, peer, usual
 from ecornn.bench.results import OURS, Row
-from ecornn.bench.sides import Side, Subject, ours, random_weights, uniform_weights
+from ecornn.bench.sides import Side, Subject, Weights, ours, random_weights, uniform_weights
 from ecornn.bench.turns import Times
 from ecornn.cells import Cell
-from ecornn.errors import ArgumentError
+from ecornn.errors import ArgumentError, EcornnError
 from ecornn.runtime.host_check import check_host
 from ecornn.runtime.loader import Module, load
 
+GRAPH = 300  # steps of the calls that are timed as one, at most
 
 @dataclass(frozen=True)
 class Plan:
     """How cases are measured: against whom (None: who is there), ``seconds`` of timing a side, ``seed`` of the weights
-    and inputs; ``told`` is called with what comes next."""
+    and inputs; ``told`` is called with what comes next. ``own``: sides of ours beside ours; ``calls`` of a short
+    sequence are timed as one; ``folder``: where modules are, and are kept."""
 
     against: tuple[str, ...] | None
     seconds: float = 2.0
     seed: int = 0
     told: Callable[[str], object] = lambda text: None
+    own: Owns = field(default_factory=dict)
+    calls: int = 1
+    folder: Path | None = None
 
 
 def measure(case: Case, plan: Plan) -> Row:
@@ -44,8 +50,10 @@ def measure(case: Case, plan: Plan) -> Row:
     side that was asked for is not installed; :class:`~ecornn.errors.ArgumentError` for what a module was not compiled
     for.
     """
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        module, cell, against = made(case, plan, Path(folder) / "layer.so")
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as temporary:
+        folder = plan.folder or Path(temporary)
+        asked = case
+        module, cell, against = made(case, plan, folder / f"{OURS}.so")
         rng, manifest = np.random.default_rng(plan.seed), module.manifest
         subject = Subject(module, cell, case.seq or manifest.workload.seq, case.batch or manifest.workload.batch,
                           _threads(case, manifest.device.kind), case.training, machine_of(module, plan.seed))
@@ -54,18 +62,44 @@ def measure(case: Case, plan: Plan) -> Row:
         case = _whole(case, subject)
         row = Row(case=case, command=shlex.join(case.command(against)), device=manifest.device.name,
                   workload=subject.work, stack=subject.stack, seq=subject.steps, batch=subject.rows,
+                  calls=max(1, min(plan.calls, GRAPH // subject.steps)),
                   schedule=manifest.schedule, config=manifest.config, provenance=manifest.provenance)
         sides = {OURS: ours(subject, weights)}
+        for name, own in plan.own.items():
+            _take(row, sides, name, _own_side(name, own, asked, subject, weights, rng, folder / f"{name}.so"), plan)
         for name in against:
-            found = peer(name, subject, weights, rng)
-            if isinstance(found, str):
-                row.left_out[name] = found
-                plan.told(f"{name} is left out: {found}")
-            else:
-                sides[name] = found
+            _take(row, sides, name, peer(name, subject, weights, rng), plan)
         row.about = {name: side.about for name, side in sides.items()}
         _time(row, subject, _checked(row, subject, sides, plan), plan)
         return row
+
+
+def _take(row: Row, sides: dict[str, Side], name: str, found: Side | str, plan: Plan) -> None:
+    """Among the sides, or why not."""
+    if isinstance(found, str):
+        row.left_out[name] = found
+        plan.told(f"{name} is left out: {found}")
+    else:
+        sides[name] = found
+
+
+def _own_side(name: str, own: Own, case: Case, subject: Subject, weights: Weights, rng: np.random.Generator,
+              out: Path) -> Side | str:
+    """A side of ours beside ours: with the same weights where it is the same cell; or why there is none."""
+    from ecornn.cells.naming import load_cell
+
+    try:
+        module = load(own.build(case, out))
+        cell = subject.cell if own.cell is None else load_cell(own.cell)
+    except EcornnError as error:
+        return str(error)
+    other = replace(subject, module=module, cell=cell)
+    if other.work.input != subject.work.input:
+        return f"it reads {other.work.input} values in a row of x, not {subject.work.input}"
+    if own.cell is not None and cell is not None:
+        weights = random_weights(cell, other.work, other.stack, rng)
+    found, config = ours(other, weights), module.manifest.config
+    return replace(found, name=name, about=" ".join([found.about, *(f"{k}={v}" for k, v in config.items())]))
 
 
 def made(case: Case, plan: Plan, out: Path) -> tuple[Module, Cell | None, tuple[str, ...]]:
@@ -84,8 +118,9 @@ def made(case: Case, plan: Plan, out: Path) -> tuple[Module, Cell | None, tuple[
     against = _against(plan, planned.device.kind)
     for of, text, why in planned.why():
         plan.told(f"schedule{f' of {of}' if of else ''}: {text} ({why})")
-    plan.told("compiling")
-    build(planned, out)
+    if not out.exists():
+        plan.told("compiling")
+        build(planned, out)
     return load(out), planned.cell, against
 
 
@@ -138,7 +173,9 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
     for name, side in sides.items():
         plan.told(f"making {name} ready")
         try:
-            ready[name] = subject.machine.ready(side.call)
+            if subject.training and (peak := subject.machine.peak(side.call)) is not None:
+                row.peak_mib[name] = peak / 2**20
+            ready[name] = subject.machine.ready(several(side.call, row.calls))
             ready[name].run()
         except Exception as error:  # whatever a library cannot do, the others are timed
             if name == OURS:
@@ -156,7 +193,7 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
             continue
         if id(side.weights) not in answers:
             plan.told(f"computing what {name} must give, in float64")
-            answers[id(side.weights)] = expected(subject, side.cell, side.weights)
+            answers[id(side.weights)] = expected(side.subject or subject, side.cell, side.weights)
         errors[name] = errors_of(subject, ready[name].results(), answers[id(side.weights)])
     for name, found in errors.items():
         limits = limits_of(subject, sides[name], errors, sides)
@@ -165,9 +202,20 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
         if not found[worst] <= limits[worst]:
             what = f"gradient of {worst}" if subject.training else worst
             row.wrong[name] = f"{what}: error {found[worst]:.2e}, allowed {limits[worst]:.2e}"
-    if OURS not in row.wrong and not _repeats(subject, ready[OURS]):
-        row.wrong[OURS] = "two runs on one input differ"
+    for name, side in sides.items():
+        if side.subject is not None and name not in row.wrong and not _repeats(subject, ready[name]):
+            row.wrong[name] = "two runs on one input differ"
     return {name: ready[name] for name in sides if name not in row.wrong}
+
+
+def several(call: Callable[[], Results], count: int) -> Callable[[], Results]:
+    """``count`` calls as one; the results of the last."""
+    def calls() -> Results:
+        for _ in range(count - 1):
+            call()
+        return call()
+
+    return calls
 
 
 def _repeats(subject: Subject, side: Ready) -> bool:
@@ -183,7 +231,7 @@ def _time(row: Row, subject: Subject, ready: Mapping[str, Ready], plan: Plan) ->
         return
     plan.told(f"timing {', '.join(ready)}")
     times, row.disturbed = subject.machine.take_turns(ready, subject.refill, plan.seconds * len(ready))
-    row.us_per_step = {name: Times.of(of, subject.steps) for name, of in times.items()}
+    row.us_per_step = {name: Times.of(of, subject.steps * row.calls) for name, of in times.items()}
     if OURS in row.us_per_step:
         own = row.us_per_step[OURS].median
         row.ratios = {name: of.median / own for name, of in row.us_per_step.items() if name != OURS}

@@ -10,7 +10,8 @@ from ecornn.bench.sides import Side, Subject, Weights
 from ecornn.errors import ArgumentError, CellError, DeviceError, MissingPackageError
 from ecornn.tune.arrays import torch_sees_gpu
 
-PACKAGES = {"cudnn": ("torch",), "torch": ("torch",), "onnxruntime": ("onnxruntime", "onnx")}
+PACKAGES = {"cudnn": ("torch",), "cudnn-tf32": ("torch",), "torch": ("torch",), "loop": ("torch",),
+            "onnxruntime": ("onnxruntime", "onnx")}
 NONE = "none"
 
 
@@ -47,13 +48,13 @@ def usual(kind: str) -> tuple[str, ...]:
 def peer(name: str, subject: Subject, weights: Weights, rng: np.random.Generator) -> Side | str:
     """The side; or why it computes no such layer."""
     from ecornn.bench.onnx_layer import onnx_side
-    from ecornn.bench.torch_layers import cudnn_side, torch_side
+    from ecornn.bench.torch_layers import cudnn_side, loop_side, torch_side
 
-    if name == "cudnn":
-        return cudnn_side(subject, weights, rng)
+    if name in ("cudnn", "cudnn-tf32"):
+        return cudnn_side(name, subject, weights, rng)
     if name == "onnxruntime":
         return onnx_side(subject, weights)
     try:
-        return torch_side(subject, weights)
+        return loop_side(name, subject, weights) if name == "loop" else torch_side(subject, weights)
     except CellError as error:  # an operation that the loop over the step has not
         return str(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +14,7 @@ from ecornn.bench.turns import Times
 from ecornn.errors import ArgumentError
 from ecornn.workload import Stack, Workload
 
-SIDES = ("ecornn", "cudnn", "torch", "onnxruntime")
+SIDES = ("ecornn", "cudnn", "cudnn-tf32", "torch", "loop", "onnxruntime")
 COLUMNS = ("median", "p20", "p80", "p95", "p99", "runs", "error")
 OURS = "ecornn"
 
@@ -36,6 +35,9 @@ class Row(msgspec.Struct, kw_only=True):
     disturbed : rounds that were made again, since other processes used the processors
     failed : why nothing was measured
     earlier : medians of the row that this one reproduces
+    calls : that were timed as one
+    peak_mib : of each side, memory of a GPU that a training step takes at most, beside what is there before it
+    name, group, at_most, at_least : of the layer in its grid, with its bounds
     """
 
     case: Case
@@ -58,6 +60,12 @@ class Row(msgspec.Struct, kw_only=True):
     disturbed: int = 0
     failed: str = ""
     earlier: dict[str, float] = {}
+    calls: int = 1
+    peak_mib: dict[str, float] = {}
+    name: str = ""
+    group: str = ""
+    at_most: float | None = None
+    at_least: float | None = None
 
     @property
     def good(self) -> bool:
@@ -65,10 +73,11 @@ class Row(msgspec.Struct, kw_only=True):
         return not self.failed and OURS not in self.wrong
 
 
-def environment() -> dict[str, Any]:
-    """Of this machine: the device's name is each row's."""
+def environment(row: Row | None = None) -> dict[str, Any]:
+    """Of this machine; with a row of a GPU also what its libraries are."""
     import datetime
     import importlib.metadata
+    import importlib.util
     import platform
 
     found: dict[str, Any] = {"python": platform.python_version()}
@@ -81,8 +90,10 @@ def environment() -> dict[str, Any]:
 
     if (driver := driver_version()) is not None:
         found["driver"] = driver
-    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
-        found["cudnn"] = sys.modules["torch"].backends.cudnn.version()
+    if row is not None and row.case.target == "cuda" and importlib.util.find_spec("torch") is not None:
+        import torch  # the rows may have been measured in another process
+
+        found |= {"gpu": row.device, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return found | {"time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
 
 

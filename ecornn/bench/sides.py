@@ -85,6 +85,7 @@ class Side:
     of x and of the weights, by their names.
 
     ``about`` says what it is; ``cell`` is the one that it computes, with ``weights``: not always the subject's.
+    ``subject``: of a side of ours, with its module.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Side:
     about: str
     cell: Cell | None
     weights: Weights
+    subject: Subject | None = None
 
 
 def random_weights(cell: Cell, work: Workload, stack: Stack, rng: np.random.Generator) -> dict[str, Any]:
@@ -128,4 +130,4 @@ def ours(subject: Subject, weights: Weights) -> Side:
         return {"x": found.x, **found.weights}
 
     call = step if subject.training else forward
-    return Side("ecornn", call, subject.module.manifest.schedule, subject.cell, weights)
+    return Side("ecornn", call, subject.module.manifest.schedule, subject.cell, weights, subject)

@@ -46,13 +46,22 @@ def torch_side(subject: Subject, weights: Weights) -> Side | str:
                      f"torch.nn.{TORCH[work.cell][0]}" + ", without cuDNN" * on_gpu)
     if subject.cell is None:
         return f"{no_layer(work, stack)}, and the module does not hold the cell's step: name it with --cell"
+    return loop_side("torch", subject, weights)
+
+
+def loop_side(name: str, subject: Subject, weights: Weights) -> Side | str:
+    """A loop over the cell's step, whatever layers PyTorch has."""
+    work, stack = subject.work, subject.stack
+    if subject.cell is None:
+        return "the module does not hold the cell's step: name it with --cell"
     loop = StepLoop(subject.cell, work, stack, subject.rows, subject.kind, work.dtype)
-    return _side("torch", subject, loop, loop.tensors(weights), weights, subject.cell,
+    return _side(name, subject, loop, loop.tensors(weights), weights, subject.cell,
                  "a loop over the step, in operations of PyTorch")
 
 
-def cudnn_side(subject: Subject, weights: Weights, rng: np.random.Generator) -> Side | str:
-    """cuDNN's layer, through torch.nn; of a cell that it has not its nearest, with weights of its own."""
+def cudnn_side(side: str, subject: Subject, weights: Weights, rng: np.random.Generator) -> Side | str:
+    """cuDNN's layer, through torch.nn; of a cell that it has not its nearest, with weights of its own. ``cudnn-tf32``
+    may round factors of float32 to TF32, as PyTorch lets it unless it is told otherwise."""
     from msgspec import structs
 
     from ecornn.cells import get
@@ -64,14 +73,14 @@ def cudnn_side(subject: Subject, weights: Weights, rng: np.random.Generator) -> 
         return "cuDNN has no layer that goes in reverse only"
     layer = layer_of(work, stack, subject.kind)
     if layer is not None:
-        return _side("cudnn", subject, *_loaded(layer, weights, subject.training), weights, subject.cell,
+        return _side(side, subject, *_loaded(layer, weights, subject.training), weights, subject.cell,
                      f"torch.nn.{TORCH[work.cell][0]} through cuDNN", cudnn=True)
     name = nearest(subject.cell, work) if subject.cell is not None else None
     if name is None:
         return f"cuDNN has no cell {work.cell}, and none near it"
     cell, like = get(name), structs.replace(work, cell=name)
     own = random_weights(cell, like, stack, rng)
-    return _side("cudnn", subject, *_loaded(layer_of(like, stack, subject.kind), own, subject.training), own, cell,
+    return _side(side, subject, *_loaded(layer_of(like, stack, subject.kind), own, subject.training), own, cell,
                  f"its nearest, torch.nn.{TORCH[name][0]} through cuDNN: another cell", cudnn=True)
 
 
@@ -120,7 +129,7 @@ def _side(name: str, subject: Subject, run: Callable[..., Any], parameters: dict
     import torch
 
     work = subject.work
-    width = subject.stack.directions * work.hidden
+    width, rounding = subject.stack.directions * work.hidden, work.precision == "tf32" or name == "cudnn-tf32"
     torch.backends.cuda.matmul.allow_tf32 = work.precision == "tf32"  # exact float32 against exact float32
     if subject.threads and subject.kind == "llvm":
         torch.set_num_threads(subject.threads)
@@ -146,7 +155,7 @@ def _side(name: str, subject: Subject, run: Callable[..., Any], parameters: dict
         without: Callable[[], Any] = contextlib.nullcontext
         if not subject.training:  # a tensor of inference mode cannot be written outside of it
             without = torch.no_grad if subject.kind == "cuda" else torch.inference_mode
-        with without(), torch.backends.cudnn.flags(enabled=cudnn, allow_tf32=work.precision == "tf32"):
+        with without(), torch.backends.cudnn.flags(enabled=cudnn, allow_tf32=rounding):
             yield
 
     return Side(name, step if subject.training else forward, about, cell, weights)

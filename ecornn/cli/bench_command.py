@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +19,7 @@ from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
     from ecornn.bench.case import Case
+    from ecornn.bench.grid import Layer
     from ecornn.bench.measure import Plan
     from ecornn.bench.results import Earlier, Row
 
@@ -29,6 +34,8 @@ Examples:
   ecornn bench --grid layers.csv --against torch \\
       --csv times.csv --json > times.json
   ecornn bench --reproduce times.csv:3
+  ecornn bench --grid layers.toml --jobs 16 \\
+      --output rows.jsonl
 
 \b
 A grid has the options' names in its first line:
@@ -60,8 +67,19 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
     "cell that torch.nn has not a loop over its step. cudnn is, of such a cell, its nearest.  [default: cudnn on a "
     "GPU, torch on a CPU, if PyTorch is installed]"))
 @click.option("--grid", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
-              help="Many layers: CSV, or a JSON list of objects, with the options' names. What a line leaves open the "
-                   "options say.")
+              help="Many layers: CSV, or a JSON list of objects, with the options' names, or TOML, which has lists of "
+                   "values, and sides of ours that are compiled otherwise. What a line leaves open the options say.")
+@click.option("--only", multiple=True, metavar="WORDS",
+              help="Layers of the grid with all of these words in their name; may repeat.")
+@click.option("--list", "listed", is_flag=True, help="Say the grid's layers, measure nothing.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.jsonl",
+              help="Append each layer's row to this file; those that it has are not measured again, so that the same "
+                   "command goes on where it was stopped.")
+@click.option("--jobs", type=click.IntRange(0, 1024), default=0, show_default=True,
+              help="Layers of the grid that are compiled at a time, ahead, in processes; they are then measured in a "
+                   "process of their own, which is replaced where one hangs. 0: all in this process.")
+@click.option("--longest", type=click.FloatRange(min=1), default=120.0, show_default=True,
+              help="With --jobs: seconds after which a layer has failed.")
 @click.option("--reproduce", metavar="FILE[:N]",
               help="The N-th row of results, of --json or --csv, again, and beside it.")
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True,
@@ -73,7 +91,8 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 @plain_errors
 @safe_interrupts(*ENDING)
 def bench(module: Path | None, target: str | None, threads: int | None, against: str | None, grid: Path | None,
-          reproduce: str | None, seconds: float, seed: int, csv: Path | None, json: bool, **layer: Any) -> None:
+          only: tuple[str, ...], listed: bool, output: Path | None, jobs: int, longest: float, reproduce: str | None,
+          seconds: float, seed: int, csv: Path | None, json: bool, **layer: Any) -> None:
     """Times a layer, or a module's file, against other libraries.
 
     The layer is compiled with the best tuning records that apply. All sides get the same random weights and inputs.
@@ -84,6 +103,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     from ecornn.bench.measure import Plan
     from ecornn.bench.peers import named
     from ecornn.bench.results import CsvFile, environment, read_row
+    from ecornn.bench.row_log import RowLog
     from ecornn.bench.shown import shown
 
     given = {name: value for name, value in (layer | {"target": target, "threads": threads}).items()
@@ -91,16 +111,32 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     if reproduce is not None and (given or module is not None or grid is not None):
         raise ArgumentError("--reproduce", reproduce, "nothing beside it that says what is timed: its row does")
     earlier: Earlier | None = read_row(reproduce) if reproduce is not None else None
-    cases = asked(module, grid, earlier, given)
+    calls, layers = asked(module, grid, earlier, given)
+    if only:
+        from ecornn.bench.grid import selected
+
+        layers = selected(layers, only)
+    if listed:
+        click.echo("\n".join(" ".join(filter(None, (layer.group, layer.name))) for layer in layers))
+        return
+    log = RowLog(output) if output is not None else None
+    if log is not None and (known := [layer for layer in layers if log.has(layer.row_name)]):
+        click.echo(f"{len(known)} of {len(layers)} layers are in {output} already", err=True)
+        layers = [layer for layer in layers if layer not in known]
     sides = named(against) if against is not None else earlier.against if earlier is not None else None
     rows: list[Row] = []
     stopped = False
     with contextlib.ExitStack() as stack:
-        plan = Plan(sides, seconds, seed, stack.enter_context(told_aloud()))
+        plan = Plan(sides, seconds, seed, stack.enter_context(told_aloud()), calls=calls)
         file = CsvFile(stack.enter_context(csv.open("w", newline=""))) if csv is not None else None
         try:
-            for row in measured(cases, plan, earlier):
+            for row in measured(layers, plan, earlier, jobs, longest):
                 rows.append(row)
+                if log is not None:
+                    if len(rows) == 1:
+                        command = shlex.join(["ecornn", *sys.argv[1:]])
+                        log.begin(environment(row) | {"device": row.device, "command": command})
+                    log.add(row.name, row)
                 if file is not None:
                     file.add(row)
                 if not json:
@@ -108,51 +144,51 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
         except KeyboardInterrupt:
             stopped = True
     if stopped:
-        click.echo(f"stopped: {len(rows)} of {len(cases)} layers were done", err=True)
+        click.echo(f"stopped: {len(rows)} of {len(layers)} layers were done", err=True)
     if json:
         from msgspec import to_builtins
 
-        whole = {"environment": environment()}
+        whole = {"environment": environment(rows[0] if rows else None)}
         as_json(whole | ({"rows": rows} if grid is not None or not rows else to_builtins(rows[0])))
     if stopped or not all(row.good for row in rows):
         raise SystemExit(130 if stopped else 1)
 
 
-def asked(module: Path | None, grid: Path | None, earlier: Earlier | None, given: dict[str, Any]) -> list[Case]:
-    """The cases. Raises :class:`ArgumentError` for options that do not go together."""
+def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
+          given: dict[str, Any]) -> tuple[int, list[Layer]]:
+    """How many calls of a short sequence are timed as one, and the layers. Raises :class:`ArgumentError` for options
+    that do not go together."""
     from ecornn.bench.case import Case
+    from ecornn.bench.grid import Layer, name_of, read_grid
     from ecornn.bench.results import read_cases
 
+    def layers(cases: Iterable[Case]) -> list[Layer]:
+        return [Layer(name=name_of(case), case=case) for case in cases]
+
     if earlier is not None:
-        return [earlier.case]
+        return 1, layers([earlier.case])
     if grid is not None:
         if module is not None:
             raise ArgumentError("--grid", str(grid), "none beside a module's file")
         from msgspec import structs, to_builtins
 
-        return [structs.replace(Case(**given), **to_builtins(case)) for case in read_cases(grid)]
+        def whole(case: Case) -> Case:
+            return structs.replace(Case(**given), **to_builtins(case))
+
+        if grid.suffix == ".toml":
+            read = read_grid(grid)
+            return read.calls, [structs.replace(layer, case=whole(layer.case)) for layer in read.expanded(str(grid))]
+        return 1, layers(map(whole, read_cases(grid)))
     if module is not None and (beside := [name for name in given if name not in OF_CALL]):
         raise ArgumentError(f"--{beside[0]}", given[beside[0]], "none beside a module's file, which says it")
-    return [Case(**given, module=str(module) if module is not None else None)]
+    return 1, layers([Case(**given, module=str(module) if module is not None else None)])
 
 
-def measured(cases: list[Case], plan: Plan, earlier: Earlier | None) -> Iterator[Row]:
-    """Rows as they are done. One layer of a grid that cannot be measured does not end the others."""
-    from ecornn.bench.measure import failed, measure
-    from ecornn.errors import EcornnError, MissingPackageError
-
-    for number, case in enumerate(cases, 1):
-        if len(cases) > 1:
-            plan.told(f"[{number}/{len(cases)}]")
-        try:
-            row = measure(case, plan)
-        except MissingPackageError:  # of which every other layer would say the same
-            raise
-        except EcornnError as error:
-            if len(cases) == 1:
-                raise
-            click.echo(f"[{number}/{len(cases)}] error: {error}", err=True)
-            row = failed(case, plan, str(error))
+def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int, longest: float) -> Iterator[Row]:
+    """Rows as they are done, with what the grid says of their layers."""
+    rows = in_processes(layers, plan, jobs, longest) if jobs else in_this_process(layers, plan)
+    for layer, row in zip(layers, rows, strict=True):
+        row.name, row.group, row.at_most, row.at_least = layer.row_name, layer.group, layer.at_most, layer.at_least
         if earlier is not None:
             row.earlier = earlier.medians
             for what in ("device", "schedule"):
@@ -160,3 +196,34 @@ def measured(cases: list[Case], plan: Plan, earlier: Earlier | None) -> Iterator
                 if then != now:
                     click.echo(f"the {what} was {then} then, and is {now} now", err=True)
         yield row
+
+
+def in_processes(layers: list[Layer], plan: Plan, jobs: int, longest: float) -> Iterator[Row]:
+    """Rows that other processes measure."""
+    from ecornn.bench import processes
+
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        for number, row in enumerate(processes.measured(layers, plan, Path(folder), jobs, longest), 1):
+            if row.failed:
+                click.echo(f"[{number}/{len(layers)}] error: {row.failed}", err=True)
+            yield row
+
+
+def in_this_process(layers: list[Layer], plan: Plan) -> Iterator[Row]:
+    """Rows of the layers. One layer of a grid that cannot be measured does not end the others."""
+    from ecornn.bench.measure import failed, measure
+    from ecornn.errors import EcornnError, MissingPackageError
+
+    for number, layer in enumerate(layers, 1):
+        if len(layers) > 1:
+            plan.told(f"[{number}/{len(layers)}]")
+        try:
+            own = replace(plan, own=layer.own, against=plan.against if layer.against is None else layer.against)
+            yield measure(layer.case, own)
+        except MissingPackageError:  # of which every other layer would say the same
+            raise
+        except EcornnError as error:
+            if len(layers) == 1:
+                raise
+            click.echo(f"[{number}/{len(layers)}] error: {error}", err=True)
+            yield failed(layer.case, plan, str(error))

@@ -19,7 +19,7 @@ from ecornn.schedules.base import Config
 from ecornn.tune.record import Trial
 from ecornn.workload import Workload
 
-PEERS = tuple(side for side in SIDES if side != OURS)
+PEERS = tuple(side for side in SIDES if side not in (OURS, "cudnn-tf32"))
 STAGES = {"gate math": "gates", "projection": "product of x"}  # as estimates name them
 # Of a row of the grid: in `tf32` the library rounds its factors alone, which is not the same layer.
 KINDS: dict[str, tuple[str, str | None]] = {"tf32-both": ("float32", "tf32")} | {
@@ -86,25 +86,30 @@ def measured(paths: Iterable[Path]) -> Measured:
 def _bench(path: Path) -> Iterator[tuple[tuple[object, ...], Beside]]:
     """Rows of ``ecornn bench`` that are one sequence, forward."""
     for _, values in lines_of(path):
-        case = values.get("case", values)
-        try:
-            if values.get("workload"):
-                work = msgspec.convert(values["workload"], Workload)
-            else:
-                hidden = int(case["hidden"])
-                work = Workload(case["cell"], hidden, int(case["input"] or hidden), int(case["batch"]),
-                                int(case["seq"]), case["dtype"], precision=case.get("precision") or None,
-                                weights=case.get("weights") or None)
-            several = int(case.get("layers") or 1) > 1
-        except (KeyError, ValueError, TypeError, msgspec.ValidationError):  # not a row of results
-            continue
-        if several or any(_yes(case.get(name)) for name in ("training", "bidirectional")):
-            continue
-        times = {side: float(us) for side in PEERS if (us := median_of(values, side)) not in ("", None)}
-        if times:
-            work = msgspec.structs.replace(work, seq=int(values.get("seq") or work.seq),
-                                           batch=int(values.get("batch") or work.batch))
-            yield key(work, values.get("device", "")), Beside(times)
+        yield from _of(values)
+
+
+def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
+    """A row of ``ecornn bench``; nothing where it is none, or not one sequence, forward."""
+    case = values.get("case", values)
+    try:
+        if values.get("workload"):
+            work = msgspec.convert(values["workload"], Workload)
+        else:
+            hidden = int(case["hidden"])
+            work = Workload(case["cell"], hidden, int(case["input"] or hidden), int(case["batch"]),
+                            int(case["seq"]), case["dtype"], precision=case.get("precision") or None,
+                            weights=case.get("weights") or None)
+        several = int(case.get("layers") or 1) > 1
+    except (KeyError, ValueError, TypeError, msgspec.ValidationError):  # not a row of results
+        return
+    if several or any(_yes(case.get(name)) for name in ("training", "bidirectional")):
+        return
+    times = {side: float(us) for side in PEERS if (us := median_of(values, side)) not in ("", None)}
+    if times:
+        work = msgspec.structs.replace(work, seq=int(values.get("seq") or work.seq),
+                                       batch=int(values.get("batch") or work.batch))
+        yield key(work, values.get("device", "")), Beside(times)
 
 
 def _yes(value: object) -> bool:
@@ -113,13 +118,16 @@ def _yes(value: object) -> bool:
 
 
 def _grid(path: Path) -> Iterator[tuple[tuple[object, ...], Beside]]:
-    """Rows of the logs that ``benchmarks/`` append to."""
+    """Rows of the logs that ``ecornn bench --output`` and ``benchmarks/`` append to."""
     device = ""
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             entry: dict[str, Any] = msgspec.json.decode(line)
             device = entry.get("environment", {}).get("gpu", device)
             row = entry.get("row", {})
+            if "case" in row:
+                yield from _of(row)
+                continue
             kind = KINDS.get(row.get("dtype"))
         except (msgspec.DecodeError, AttributeError):
             raise ArgumentError("--results", f"{path}:{number}", "a line of results") from None

@@ -1,0 +1,149 @@
+"""Grids in TOML: many layers in few lines, what each is compared with, and what must come of it.
+
+    title = "Layers outside the grid"
+    against = ["cudnn"]
+    calls = 16                        # of a short sequence that are timed as one, of 300 steps at most
+    [sides.default]                   # ours once more, compiled otherwise: see :class:`ecornn.bench.own.Own`
+    untuned = true
+    [all]                             # what layers have in common
+    target = "cuda"
+    [[layers]]
+    group = "small"
+    cell = ["lstm", "gru"]            # of lists every combination is a layer, the last list's values vary fastest
+    size = ["300x32x64", "300x8x30x100"]   # TxBxH, or TxBxIxH
+    dtype = "float32"                 # also tf32-both: float32 with precision tf32; tf32: in which cuDNN alone rounds
+    at_most = 0.35                    # µs a step
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ecornn.bench.case import FIELDS, Case, case_of
+from ecornn.bench.own import Own
+from ecornn.bench.peers import named
+from ecornn.errors import ArgumentError, MissingPackageError
+
+OF_LAYER = ("size", "group", "against", "sides", "at_most", "at_least")
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer of a grid, or a file's only one: what is timed, and beside whom.
+
+    Attributes
+    ----------
+    name : of its row
+    against : libraries; None: who is there
+    own : sides of ours, by name
+    at_most, at_least : bounds, of microseconds a step and of the ratio to the first side beside ours
+    """
+
+    name: str
+    case: Case
+    group: str = ""
+    against: tuple[str, ...] | None = None
+    own: dict[str, Own] = {}
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def row_name(self) -> str:
+        """What tells its row from those of the other layers."""
+        return f"{self.group} {self.name}" if self.group else self.name
+
+
+class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file, as it is written.
+
+    Attributes
+    ----------
+    title, about : for the report
+    against : sides beside ours, as ``--against`` names them
+    calls : of a short sequence that are timed as one, so that a graph's launch does not count
+    sides : of ours, of every layer that does not name its own
+    """
+
+    title: str = ""
+    about: str = ""
+    against: list[str] | None = None
+    calls: int = 1
+    sides: dict[str, Own] = {}
+    all: dict[str, Any] = {}
+    layers: list[dict[str, Any]]
+
+    def expanded(self, where: str) -> list[Layer]:
+        """Every layer once, in the file's order."""
+        found = (layer for number, values in enumerate(self.layers, 1)
+                 for layer in self._combinations(self.all | values, f"{where}, layers {number}"))
+        return list({layer.row_name: layer for layer in found}.values())
+
+    def _combinations(self, values: dict[str, Any], where: str) -> Iterator[Layer]:
+        if unknown := set(values) - {*FIELDS, *OF_LAYER}:
+            raise ArgumentError("--grid", f"{where}: {', '.join(sorted(unknown))}",
+                                f"some of {', '.join((*FIELDS, *OF_LAYER))}")
+        values = dict(values)
+        against, sides = values.pop("against", self.against), values.pop("sides", None)
+        own = self.sides if sides is None else msgspec.convert(sides, dict[str, Own])
+        lists = [value if isinstance(value, list) else [value] for value in values.values()]
+        for chosen in itertools.product(*lists):
+            yield _layer(dict(zip(values, chosen, strict=True)), against, own, where)
+
+
+def _layer(values: dict[str, Any], against: list[str] | None, own: dict[str, Own], where: str) -> Layer:
+    """One of the combinations."""
+    group, most, least = values.pop("group", ""), values.pop("at_most", None), values.pop("at_least", None)
+    if "size" in values:
+        values |= _sizes(values.pop("size"), where)
+    dtype = str(values.get("dtype", ""))
+    if dtype.startswith("tf32"):
+        values |= {"dtype": "float32"} | ({"precision": "tf32"} if dtype == "tf32-both" else {})
+    if dtype == "tf32":
+        against = ["cudnn-tf32" if side == "cudnn" else side for side in against or ["cudnn"]]
+    case = case_of(values, where)
+    return Layer(name=name_of(case, dtype), case=case, group=group, own=own, at_most=most, at_least=least,
+                 against=None if against is None else named(",".join(against) or "none"))
+
+
+def _sizes(text: str, where: str) -> dict[str, int]:
+    parts = text.split("x")
+    if len(parts) not in (3, 4) or not all(part.isdecimal() for part in parts):
+        raise ArgumentError("--grid", f"{where}: {text!r}", "a size as 300x20x800 (T, B, H) or 300x20x40x800 (with I)")
+    T, B, *rest = map(int, parts)
+    return {"seq": T, "batch": B, "input": rest[0], "hidden": rest[-1]}
+
+
+def name_of(case: Case, dtype: str = "") -> str:
+    """A layer in words: its cell, T, B, I and H, the data type, and what else is not usual."""
+    size = "x".join(str(v or "?") for v in (case.seq, case.batch, case.input or case.hidden, case.hidden))
+    more = [f"{case.layers} layers" * (case.layers > 1), "both ways" * case.bidirectional, "reverse" * case.reverse,
+            "training" * case.training, f"keep {case.keep}" if case.keep else "",
+            f"weights {case.weights}" if case.weights else ""]
+    cell = (case.cell or case.module or "").rpartition(":")[2]
+    return " ".join(filter(None, [cell, size, dtype or case.dtype or "", *more]))
+
+
+def read_grid(path: Path) -> Grid:
+    """A file of TOML. Raises :class:`ArgumentError` where it is no grid, :class:`MissingPackageError` where this Python
+    reads no TOML."""
+    try:
+        return msgspec.toml.decode(path.read_bytes(), type=Grid)
+    except ImportError:  # Python 3.10
+        raise MissingPackageError("tomli is not installed, which a grid in TOML needs with Python 3.10: install "
+                                  "ecornn's extra [bench], or pip install tomli") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ArgumentError("--grid", str(path), f"a grid in TOML ({error})") from None
+
+
+def selected(layers: Sequence[Layer], only: Sequence[str]) -> list[Layer]:
+    """Those of which one of ``only`` has all its words in the group and the name; all without any. Raises
+    :class:`ArgumentError` where there are none."""
+    found = [layer for layer in layers
+             if not only or any(all(word in layer.row_name for word in text.split()) for text in only)]
+    if not found:
+        raise ArgumentError("--only", ", ".join(only), "words of the name of a layer; --list shows them")
+    return found
