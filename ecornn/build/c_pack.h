@@ -1,4 +1,4 @@
-// Weights as PyTorch stores them -> packed buffers: what ecornn/runtime/packing.py and fixed_point.py say, on the host.
+// Weights as PyTorch stores them -> packed buffers, on the host. tests/numpy_packing.py says the same in NumPy.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -105,7 +105,11 @@ void Permuted(const Packing& packing, Visit visit) {
   }
 }
 
-// What one step of an integer stands for, in each row, in the words of products: see fixed_point.py.
+// Weights of integers are multiples of a step for each row, 8, 16 or 21 bits of one, as schedules/cpu/product.py reads them:
+//   step = max_k |w[k]| / (2^(bits - 1) - 1),  q[k] = round(w[k] / step).
+// Products with 16 and 21 bits are made with words of 32 bits whose upper bits are q, so their packed scale is
+// step * 2^(bits - 32). The lower bits of such a word belong to other weights. They are part of what is multiplied, and
+// known: q[k] is rounded such that both together are nearest to w[k].
 inline double UnitsOf(Stored kind) {
   if (kind == kInt8 || kind == kScale) return 127;
   const int bits = kind == kInt16 || kind == kInt16Scale ? 16 : 21;
@@ -209,7 +213,8 @@ class Packer {
                                  static_cast<int64_t>(unit));
   }
 
-  // Groups of 2 or 3, the last axis in the new order, become 1 or 2 words; words come before lanes, the axis before it.
+  // Groups of 2 or 3, the last axis in the new order, become 1 or 2 words; words come before lanes, the axis before it. Of
+  // two the first is shifted up before it is used; of three the third, of 22 bits, is put together of both words' lower 11.
   std::vector<char> Words() {
     for (size_t first = 0; first < values_.size(); first += static_cast<size_t>(row_)) {
       const double scale = static_cast<double>(Scale(values_.data() + first)), by = scale > 0 ? scale : 1;
