@@ -72,7 +72,10 @@ class PackedWeights:
                  stream: int = 0) -> None:
         get = file.ecornn_module_api
         get.restype = ctypes.POINTER(_Api)
-        self._api = api = get(_VERSION).contents
+        found = get(_VERSION)
+        if not found or found.contents.size < ctypes.sizeof(_Api):
+            raise ModuleError("the module was compiled by another version of ecornn: compile it again")
+        self._api = api = found.contents
         layer, error = _POINTER(), _Error()
         options = _Options(ctypes.sizeof(_Options), device, threads or 0, 0, stream, 1)
         code = api.bind(_named(weights), len(weights), ctypes.byref(options), ctypes.byref(layer), ctypes.byref(error))
