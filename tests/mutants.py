@@ -90,7 +90,7 @@ MUTANTS = (
     Mutant("threads: calls share nothing", "ecornn/build/cpu_team.h",
            "return count_ == 1 ? threads", "return true ? threads", "test_cpu_openmp.py -k share"),
     Mutant("packing: every gate is the first", "ecornn/build/c_pack.h",
-           "first = std::max<int64_t>(gate, 0) * rows;", "first = 0 * rows;", "test_c_pack.py"),
+           "const int64_t first = std::max<int64_t>(gate, 0) * rows;", "const int64_t first = 0 * rows;", "test_c_pack.py"),
     Mutant("loading: a file cut short is complete", "ecornn/runtime/library.py",
            "return max(ends) <= len(content)", "return True", "test_runtime_loader.py"),
     Mutant("loading: any checksum will do", "ecornn/runtime/library.py", "if not whole:", "if False:",
