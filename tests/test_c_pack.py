@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from numpy_packing import pack
 
 from ecornn.build import c_tables
 from ecornn.build.link import find_compiler
+from ecornn.errors import ModuleError
 from ecornn.manifest import Parameter
 from ecornn.program import WHOLE, Packing
+from ecornn.runtime import c_interface
 
 G, H, K = 3, 6, 20
 # of two gates and a third one of zeros: padding, a split and an order that say nothing of each other's axes
@@ -94,3 +97,10 @@ def test_what_is_no_number(packed_by_code: Any):
             np.testing.assert_array_equal(found, wanted)
         else:
             np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
+
+
+def test_a_module_whose_c_interface_is_older():
+    api = c_interface._Api(version=1, size=88)
+    file = SimpleNamespace(ecornn_module_api=lambda version: ctypes.pointer(api))
+    with pytest.raises(ModuleError, match="compile it again"):
+        c_interface.PackedWeights(file, {}, 0, 1)

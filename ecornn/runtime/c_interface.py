@@ -78,7 +78,8 @@ class PackedWeights:
         self._api = api = found.contents
         layer, error = _POINTER(), _Error()
         options = _Options(ctypes.sizeof(_Options), device, threads or 0, 0, stream, 1)
-        code = api.bind(_named(weights), len(weights), ctypes.byref(options), ctypes.byref(layer), ctypes.byref(error))
+        named, _kept = _named(weights)
+        code = api.bind(named, len(weights), ctypes.byref(options), ctypes.byref(layer), ctypes.byref(error))
         self._check(code, error)
         self._layer = layer
         # At the end of the process the driver takes everything back, and may be gone already.
@@ -90,8 +91,8 @@ class PackedWeights:
 
     def pack(self, weights: Mapping[str, Any], stream: int = 0) -> None:
         """Packs others, as given to the constructor, in the same memory; tensors on this stream, without waiting."""
-        error = _Error()
-        self._check(self._api.repack(self._layer, _named(weights), len(weights), stream, ctypes.byref(error)), error)
+        error, (named, _kept) = _Error(), _named(weights)
+        self._check(self._api.repack(self._layer, named, len(weights), stream, ctypes.byref(error)), error)
 
     def pack_at(self, pointers: Sequence[int], dtype: str = "float32", changed: Collection[int] | None = None,
                 parts: int = NEEDED | OPTIONAL, stream: int = 0) -> bool:
@@ -116,10 +117,9 @@ class PackedWeights:
         raise _RAISED.get(code, ModuleError)(said)
 
 
-def _named(weights: Mapping[str, Any]) -> Any:
-    """An array of ``ecornn_named``, which keeps what it points to."""
-    made = (_Named * len(weights))()
-    made.kept = []
+def _named(weights: Mapping[str, Any]) -> tuple[ctypes.Array[_Named], list[Any]]:
+    """An array of ``ecornn_named``, and what it points to."""
+    made, kept = (_Named * len(weights))(), []
     for one, (name, value) in zip(made, weights.items(), strict=True):
         if isinstance(value, np.ndarray):
             value = np.ascontiguousarray(value)
@@ -130,5 +130,5 @@ def _named(weights: Mapping[str, Any]) -> Any:
         shape = (ctypes.c_int64 * value.ndim)(*value.shape)
         tensor = DLTensor(data, *place, value.ndim, DLDataType(*DLPACK[dtype], 1), shape, None, 0)
         one.name, one.tensor = name.encode(), ctypes.pointer(tensor)
-        made.kept += [value, tensor, shape]
-    return made
+        kept += [value, tensor, shape]
+    return made, kept
