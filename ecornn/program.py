@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Source = tuple[str, int]  # (parameter, gate)
 WHOLE = -1  # in place of a gate: all of them, one behind the other
 ON_GPU = (*SERVED["cuda"], "tf32")  # the kinds of packings that build/pack_weights.cu makes
+FINITE = {"pairs", "scale", "int16_scale", "int21_scale"}  # an infinite weight would make NaN of what floats make of it
 
 # In ``sequences``, beside the number of a sequence that lies in two pieces, in neighbouring columns: this one is the
 # first or the second of them in x's time. The one that a kernel works on first ends at least as many steps as
@@ -120,7 +121,7 @@ class Packing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``tf32``, float32 rounded to 10 bits of mantissa; ``int8``, each row (the last axis of ``pad``) divided by its
     scale, rounded to nearest even, with 128 added; ``scale``, float32, those scales: a row's largest magnitude /
     127, without the last axis; ``int16`` and ``int21`` with ``int16_scale`` and ``int21_scale``, see
-    ``ecornn/runtime/fixed_point.py``; ``balanced``, float32, each row divided by the power of two at or below the mean
+    ``ecornn/build/c_pack.h``; ``balanced``, float32, each row divided by the power of two at or below the mean
     magnitude of what is not zero in it; ``balance``, those powers; or ``pairs``, float32, of such rows as ``split`` has
     them, (..., sections, k): minus the sum over k of the products of sections 0 and 1, every other one with the
     opposite sign.

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 from cuda_on_cpu import DTYPES
+from numpy_packing import tf32
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.backpropagation import replayed
 from ecornn.analysis.evaluate import Values, assign, hoist, start, summarize
 from ecornn.analysis.kept import kept
-from ecornn.runtime.packing import tf32
 from ecornn.schedules.base import Task
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.tune.oracle import rounded

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec.structs
 import numpy as np
+from numpy_packing import pack as runtime_pack
 
 from ecornn.build.module import build_module
 from ecornn.cells import get
 from ecornn.host_cpu import detect
-from ecornn.runtime.packing import pack as runtime_pack
 from ecornn.schedules.cpu import CPUSequence
 from ecornn.schedules.cpu.tiling import Tile, registers_of, registers_used
 from ecornn.task import make_manifest, make_task

@@ -9,13 +9,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from cuda_as_cpp import translate
 from cuda_on_cpu import compiled
 
 from ecornn.build.cuda import PACK_SYMBOL
-from ecornn.runtime.device_packing import PARAMETERS
 
+PARAMETERS = 128  # that one launch takes
 MARK = "#define ushort unsigned short\n#endif\n"  # where the text begins that is translated
 
 
@@ -39,14 +38,3 @@ def pack(device: int, queue: int, works: int, jobs: int, sources: int, places: i
     array = (ctypes.c_void_p * len(given))(*(ctypes.addressof(g) for g in given))
     fault = kernel()((count + 7) // 8, 256, array, ctypes.c_bool(True), ctypes.c_bool(False), 1)
     assert fault is None, fault
-
-
-class Placed:
-    """Tables "on the device", kept here."""
-
-    def __init__(self) -> None:
-        self.kept: list[np.ndarray] = []
-
-    def __call__(self, table: np.ndarray) -> int:
-        self.kept.append(np.ascontiguousarray(table))
-        return self.kept[-1].ctypes.data

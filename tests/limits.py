@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from exact import ALL_CELLS, Forward, in_float64
+from numpy_packing import tf32
 
 from ecornn.cells import get
 from ecornn.interpreter import Step, output_numbers
-from ecornn.runtime.packing import tf32
 from ecornn.tune.oracle import rounded
 
 FLOAT32 = 1e-5  # some roundings of a long sum

@@ -7,6 +7,7 @@ import functools
 import platform
 import subprocess
 import tempfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ import msgspec
 import numpy as np
 
 from ecornn import checksum
+from ecornn.build import c_tables
+from ecornn.build.generated import Generated
+from ecornn.build.link import find_compiler, objects_of, write_inputs
+from ecornn.build.module import MANIFEST
 from ecornn.device import Device
-from ecornn.manifest import Manifest, Parameter
+from ecornn.errors import ModuleError
+from ecornn.manifest import Manifest, Parameter, decode
 from ecornn.program import Buffer, Extent, Packing
 from ecornn.targets import KNOWN
 from ecornn.workload import Stack, Workload
@@ -23,6 +29,7 @@ from ecornn.workload import Stack, Workload
 H, I, BATCH = 5, 3, 4
 FIXED, PER_STEP = 7, 5  # words of the workspace
 STATS = ("live", "copies", "synchronized", "queue", "running", "most_running", "workspace", "runs")
+MEMORY = "alloc", "free", "copy", "synchronize"  # functions of a GPU's module
 HOST = Device("llvm", platform.machine(), "the CPU of this test", 1)
 GPU = KNOWN["sm_90a"]
 
@@ -83,10 +90,23 @@ def build_text(text: str, cuda: bool = False, bfloat16: bool = False, sequences:
     subprocess.run(
         ["g++", "-shared", "-fPIC", "-O1", "-std=c++17", f"-I{place}", f"-I{libinfo.find_include_path()}",
          f"-I{libinfo.find_dlpack_include_path()}", *["-DSAMPLE_CUDA"] * cuda, *["-DSAMPLE_BFLOAT16"] * bfloat16,
-         *["-DSAMPLE_SEQUENCES"] * sequences,
-         str(Path(__file__).with_suffix(".cc")), f"-L{library.parent}", "-ltvm_ffi", "-o", str(out)], check=True)
+         *["-DSAMPLE_SEQUENCES"] * sequences, str(Path(__file__).with_suffix(".cc")),
+         *c_interface(text, place, {"run", *(MEMORY if cuda else ())}), f"-L{library.parent}", "-ltvm_ffi",
+         "-o", str(out)], check=True, cwd=place)
     checksum.append(out)
     return out
+
+
+def c_interface(text: str, place: Path, there: Container[str]) -> list[str]:
+    """Files to link: the C interface of a module with this manifest and those of its functions that are ``there``."""
+    try:
+        said = decode(text)
+        tables = c_tables.tables(said, said.entries)
+    except (ModuleError, KeyError, ValueError):  # a text that is refused before it matters
+        tables = b""
+    objects = objects_of(find_compiler(), Generated({}, shared=c_tables.sources()))
+    return write_inputs({}, objects, {MANIFEST: text.encode(), c_tables.SYMBOL: tables}, place,
+                        [f"__tvm_ffi_{name}" if name in there else "" for name in c_tables.FUNCTIONS])
 
 
 def stat(path: Path, name: str) -> int:

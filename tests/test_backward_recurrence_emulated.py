@@ -15,12 +15,12 @@ from emulated import masks_of, task_of
 from exact import ALL_CELLS
 from limits import limit, relative, stored
 from msgspec.structs import replace
+from numpy_packing import tf32
 from test_adjoint import ALL, cell_of
 from test_persistent_emulated import SMALL, cut
 
 from ecornn.analysis.adjoint import adjoint
 from ecornn.program import PACKED, TENSORS, Program
-from ecornn.runtime.packing import tf32
 from ecornn.schedules import all_schedules
 from ecornn.schedules.backward.assemble import recurrence_task
 from ecornn.schedules.base import Config, Schedule, Task

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-import runtime_sample as sample
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_runtime_packing import packings
+from c_interface_sample import tables_of
+from numpy_packing import pack
 
 from ecornn.build import c_tables
 from ecornn.build.link import find_compiler
-from ecornn.dtypes import DLPACK
-from ecornn.manifest import Manifest, Parameter
-from ecornn.program import WHOLE, Buffer, Extent, Packing
-from ecornn.runtime.device_packing import KINDS, PARAMETERS, SOURCE, TYPES, DevicePacking
-from ecornn.runtime.packing import pack
+from ecornn.errors import ModuleError
+from ecornn.manifest import Parameter
+from ecornn.program import WHOLE, Packing
+from ecornn.runtime import c_interface
 
 G, H, K = 3, 6, 20
 # of two gates and a third one of zeros: padding, a split and an order that say nothing of each other's axes
@@ -58,15 +54,6 @@ def packed_by_code(library: Any) -> Any:
     """c_pack.h as a function of (tables, data pointers, DLPack code, bits, packing's number, out)."""
     library.pack.restype = ctypes.c_int64
     return library.pack
-
-
-def tables_of(parameters: Sequence[Parameter], packings: Iterable[Packing]) -> tuple[Manifest, bytes]:
-    """Of a module that has these."""
-    base = sample.manifest()
-    packed = [Buffer(f"p{n}", "packed", "float32", Extent(1), p) for n, p in enumerate(packings)]
-    buffers = (*base.buffers[1:4], *packed)
-    said = msgspec.structs.replace(base, parameters=tuple(parameters), buffers=buffers, entries=sample.taken(buffers))
-    return said, c_tables.tables(said, said.entries)
 
 
 def weights(kind: str) -> dict[str, np.ndarray]:
@@ -112,71 +99,8 @@ def test_what_is_no_number(packed_by_code: Any):
             np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
 
 
-def launches_of(said: Manifest, to: Sequence[int]) -> list[tuple[Any, ...]]:
-    """Tables of all launches, a source's parameter by its number in the manifest, as Python makes them."""
-    found: list[tuple[Any, ...]] = []
-    kept: list[np.ndarray] = []
-
-    def place(table: np.ndarray) -> int:
-        kept.append(table)
-        return len(kept) - 1
-
-    def launch(device: int, queue: int, works: int, jobs: int, sources: int, places: int, count: int, kind: int,
-               *parameters: int) -> None:
-        assert count == len(kept[works]) and len(parameters) <= PARAMETERS
-        found.append((kept[works].tobytes(), kept[jobs].tobytes(), numbered(kept[sources], parameters),
-                      kept[places].tobytes()))
-
-    made = dict(zip((b.packing for b in said.buffers if b.packing is not None), to, strict=True))
-    DevicePacking(said, made, place, launch, 0)(range(len(said.parameters)), "float32", 0)
-    return found
-
-
-def numbered(sources: np.ndarray, parameters: Sequence[int]) -> list[tuple[int, int]]:
-    """Behind sources there may be how many rows each has, in these tests more than there are parameters."""
-    return [(parameters[p] if 0 <= p < len(parameters) else p, gate) for p, gate in sources.tolist()]
-
-
-def check_launches(library: Any, parameters: Sequence[Parameter], given: Sequence[Packing]) -> int:
-    """How many launches both make."""
-    said, tables = tables_of(parameters, given)
-    to = [4096 * n for n in range(len(given))]
-    parts: list[bytes] = []
-    take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(
-        lambda data, size: parts.append(ctypes.string_at(data, size)))
-    library.launches(tables, (ctypes.c_int64 * len(to))(*to), len(to), take)
-    found = [(works, jobs, numbered(np.frombuffer(sources, SOURCE), np.frombuffer(numbers, np.int64).tolist()), places)
-             for works, jobs, sources, places, numbers in zip(*[iter(parts)] * 5, strict=True)]
-    assert found == launches_of(said, to)
-    return len(found)
-
-
-@settings(deadline=None, max_examples=60)
-@given(packings(), st.sampled_from(sorted(KINDS)))
-def test_tables_of_a_kernel_that_packs(library: Any, case: tuple[Packing, dict[str, np.ndarray]], kind: str):
-    parameters = [Parameter(name, name, (v.shape[0] * v.shape[1], *v.shape[2:]), len(v)) for name, v in case[1].items()]
-    kinds = dict.fromkeys((kind, "float16"))
-    assert check_launches(library, parameters, [msgspec.structs.replace(case[0], dtype=k) for k in kinds]) == 1
-
-
-def test_tables_of_matrices_with_other_rows(library: Any):
-    """A narrow one beside a whole one; of such with other columns the kernel packs none."""
-    parameters = [Parameter("whole", "whole", (5, 6), 1), Parameter("narrow", "narrow", (3, 6), 1)]
-    order = dict(pad=(3, 8, 8), split=(3, 4, 2, 8), order=(1, 0, 2, 3), dtype="float16")
-    for sources in (("", "whole", "narrow"), ("narrow", "", "whole"), ("whole", "whole", "")):
-        assert check_launches(library, parameters, [Packing(tuple((name, 0) for name in sources), **order)]) == 1
-    parameters[1] = Parameter("narrow", "narrow", (3, 4), 1)
-    _, tables = tables_of(parameters, [Packing((("whole", 0), ("narrow", 0), ("", 0)), **order)])
-    take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda *_: pytest.fail("what the kernel cannot do"))
-    library.launches(tables, (ctypes.c_int64 * 1)(0), 1, take)
-
-
-def test_tables_of_several_launches_and_of_none(library: Any):
-    parameters = [Parameter(f"w{n}", f"w{n}", (2, 2048), 1) for n in range(PARAMETERS + 5)]
-    large = dict(pad=(2, 2, 2048), split=(2, 2, 2048), order=(1, 0, 2), dtype="tf32")
-    assert check_launches(library, parameters, [Packing(((p.key, 0), ("", 0)), **large) for p in parameters]) == 2
-    assert {name: library.kernel_type(*DLPACK[name]) for name in TYPES} == TYPES
-    assert library.kernel_type(*DLPACK["float64"]) == -1
-    _, tables = tables_of(parameters, [Packing((("w0", 0), ("", 0)), **large | {"dtype": "int8"})])
-    take = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(lambda *_: pytest.fail("what the kernel cannot do"))
-    library.launches(tables, (ctypes.c_int64 * 1)(0), 1, take)
+def test_a_module_whose_c_interface_is_older():
+    api = c_interface._Api(version=1, size=88)
+    file = SimpleNamespace(ecornn_module_api=lambda version: ctypes.pointer(api))
+    with pytest.raises(ModuleError, match="compile it again"):
+        c_interface.PackedWeights(file, {}, 0, 1)

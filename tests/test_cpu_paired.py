@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cpu_cells import Chain, Residual
 from cpu_sample import ALL_GATES, Sample, error, rows_that_fit
+from numpy_packing import pack
 from pairwise import halved
 from test_cpu import LIMIT, SIZES, compare
 from test_cpu_weights import needs_vnni
@@ -17,7 +18,6 @@ import ecornn
 from ecornn.errors import NotFiniteError
 from ecornn.numpy_reference import STEPS
 from ecornn.program import Packing
-from ecornn.runtime.packing import pack
 from ecornn.schedules.cpu import CPUSequence
 from ecornn.targets import resolve
 from ecornn.task import make_task

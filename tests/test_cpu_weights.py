@@ -13,6 +13,7 @@ from cpu_cells import sigmoid as logistic
 from cpu_sample import rows_that_fit
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy_packing import pack
 from pairwise import halved
 
 import ecornn
@@ -22,7 +23,6 @@ from ecornn.errors import ArgumentError, DTypeError, ScheduleError
 from ecornn.host_cpu import detect
 from ecornn.numpy_reference import random_weights, reference
 from ecornn.program import Packing
-from ecornn.runtime.packing import pack
 from ecornn.schedules.cpu import CPUSequence
 from ecornn.task import make_task
 from ecornn.workload import Workload

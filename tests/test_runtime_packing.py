@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
-import msgspec
+import device_packing as emulated
 import numpy as np
 import pytest
+from c_interface_sample import FakeGPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy_packing import bfloat16_bits, cast, pack
 
 import ecornn
 from ecornn.errors import ModuleError, ShapeError, WeightsError
 from ecornn.program import WHOLE, Packing
-from ecornn.runtime.packing import bfloat16_bits, cast, pack
 
 
 @st.composite
@@ -117,16 +118,6 @@ def test_tf32_is_the_nearest_and_away_from_zero_in_ties(bits: list[int]):
             assert found == (far if abs(far - value) <= abs(value - near) else near)
 
 
-def test_tf32_is_the_same_on_a_gpu():
-    import torch
-
-    from ecornn.runtime.torch_packing import tf32
-
-    values = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint32).view(np.float32)
-    there = tf32(torch.from_numpy(values)).numpy()
-    assert np.array_equal(there.view(np.uint32), cast(values, "tf32").view(np.uint32))
-
-
 @given(FLOATS)
 def test_bfloat16_is_the_nearest_and_even_in_ties(bits: list[int]):
     values = np.array(bits + [b & 0xFFFF0000 | 0x8000 for b in bits], np.uint32).view(np.float32)
@@ -159,54 +150,15 @@ def test_every_float16_and_the_ends_of_ranges():
     assert bfloat16_bits(np.array([1e300, -1e300, 3.4e38])).tolist() == [0x7F80, 0xFF80, 0x7F80]
 
 
-@settings(deadline=None)
-@given(packings(), st.sampled_from(["float32", "float16", "bfloat16", "int8", "scale"]), st.integers(0, 1 << 30))
-def test_tensors_are_packed_to_the_same_bits(case: tuple[Packing, dict[str, np.ndarray]], dtype: str, seed: int):
-    import torch
-
-    from ecornn.runtime.torch_packing import pack_tensors
-
-    shaped, rng = case[1], np.random.default_rng(seed)
-    parameters = {name: rng.normal(0, 300, values.shape).astype(np.float32) for name, values in shaped.items()}
-    for values in parameters.values():
-        values.flat[0] = rng.choice([1e30, -65519.0, 65520.0, 1e-8, -0.0, np.inf, np.nan])
-    packing = msgspec.structs.replace(case[0], dtype=dtype)
-    packed = pack(packing, parameters)
-    there = pack_tensors(packing, {name: torch.from_numpy(values) for name, values in parameters.items()})
-    assert there.is_contiguous() and tuple(there.shape) == packed.shape
-    wanted = torch.from_numpy(packed.reshape(-1).view(np.uint8).copy()).view(there.dtype)
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[there.itemsize]
-    same = there.reshape(-1).view(whole) == wanted.view(whole)
-    if there.is_floating_point():  # what bits a NaN has is up to who rounds it
-        same |= there.reshape(-1).isnan() & wanted.isnan()
-    assert same.all()
-
-
-def test_tensors_that_do_not_fit_are_refused():
-    import torch
-
-    from ecornn.runtime.torch_packing import pack_tensors
-
-    weights = {"w": torch.zeros(2, 3, 2)}
-    good = Packing((("w", 0), ("w", 1)), (2, 4, 2), (2, 2, 2, 2), (1, 3, 0, 2), "float32")
-    for change, message in (({"sources": (("w", 5),)}, "does not declare"), ({"pad": (2, 2, 4)}, "into"),
-                            ({"order": (0, 0, 1, 2)}, "inconsistent")):
-        with pytest.raises(ModuleError, match=message):
-            pack_tensors(msgspec.structs.replace(good, **change), weights)
-
-
 @pytest.mark.parametrize("rounded", [None, "int8"])
-def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.MonkeyPatch, rounded: str | None):
-    """The memory and the copies of a GPU, with host memory in its place."""
-    import ctypes
-
+def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                           rounded: str | None):
+    """Where the module's kernel cannot pack, as 8-bit integers, they are copied to the host."""
     import torch
 
     from ecornn.cells import get
-    from ecornn.runtime import torch_arrays, weights
+    from ecornn.runtime import torch_arrays
     from ecornn.runtime.binding import Bound
-    from ecornn.runtime.library import Library
-    from ecornn.runtime.plan import make_plan
     from ecornn.schedules import all_schedules
     from ecornn.targets import resolve
     from ecornn.task import make_manifest, make_task
@@ -216,56 +168,42 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(monkeypatch: pytest.M
     task = make_task(cell, Workload(cell.identity(), 40, 24, 3, 5, "bfloat16", rounded), resolve("sm_90a"))
     config = schedule.default(task)
     manifest = make_manifest(cell, task, schedule, config, schedule.program(task, schedule.plan(task, config)), "")
-    held: dict[int, ctypes.Array[ctypes.c_char]] = {}
-    queues = []
-
-    def alloc(device: int, nbytes: int) -> int:
-        memory = ctypes.create_string_buffer(nbytes)
-        held[ctypes.addressof(memory)] = memory
-        return ctypes.addressof(memory)
-
-    def copy(device: int, to: int, source: int, nbytes: int, queue: int) -> None:
-        queues.append(queue)
-        ctypes.memmove(to, source, nbytes)
-
-    library = Library(lambda: "", lambda *_: None, alloc=alloc, free=lambda *_: None, copy=copy,
-                      synchronize=lambda *_: None)
+    gpu = FakeGPU(manifest, tmp_path, emulated.pack if rounded is None else None)
     rng = np.random.default_rng(0)
     host = {p.name: rng.normal(size=p.shape).astype(np.float32) for p in manifest.parameters}
     tensors = {name: torch.nn.Parameter(torch.from_numpy(values)) for name, values in host.items()}
 
     def bound(given: dict[str, Any]) -> list[bytes]:
-        parameters = weights.read_weights(manifest, given, library, 0)
-        made = Bound(manifest, make_plan(manifest), parameters, library, 0)
-        return [held[a].raw for a in [*made.arguments, made.zeros(1)] if a]
+        made = Bound(manifest, given, gpu.library, 0, None)
+        assert not any(gpu.content(made.zeros(1)))
+        return [gpu.content(at) for at in made.packed.values()]
 
     wanted = bound(host)
-    assert wanted == bound(tensors) and set(queues) == {0}  # tensors of the host go through NumPy
+    parameters = {p.key: host[p.name].reshape(p.gates, -1, *p.shape[1:]) for p in manifest.parameters}
+    for b, found in zip((b for b in manifest.buffers if b.role == "packed"), wanted, strict=True):
+        exact = pack(b.packing, parameters).tobytes()
+        assert found[:len(exact)] == exact
+    assert wanted == bound(tensors) and set(gpu.queues) == {0}  # tensors of the host are as NumPy's
     monkeypatch.setattr(torch_arrays.TorchArrays, "facts",
                         lambda self, array: (tuple(array.shape), self._names[array.dtype], "cuda:0"))
     monkeypatch.setattr(torch_arrays.TorchArrays, "queue", lambda self, device: 7)
     monkeypatch.setattr(torch_arrays.TorchArrays, "to_host", None)
-    queues.clear()
-    assert bound(tensors) == wanted and 7 in queues
+    gpu.queues.clear()
+    assert bound(tensors) == wanted and 7 in gpu.queues
     with pytest.raises(ShapeError, match="weight_hh"):
         bound({**tensors, "weight_hh_l0": tensors["weight_hh_l0"][:, :-1]})
 
 
-@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("cell, hidden, input", [("lstm", 19, 7), ("gru_reset_before", 19, 7), ("indrnn", 19, 7),
                                                  ("gru", 72, 150)])  # the last one: several blocks of rows and columns
-def test_weights_are_packed_again_where_they_were(cell: str, hidden: int, input: int, native: bool):
-    """Bit for bit as another layer has them, all or some; by the module's code and, as of old modules, without it."""
+def test_weights_are_packed_again_where_they_were(cell: str, hidden: int, input: int):
+    """Bit for bit as another layer has them, all or some."""
     module = ecornn.compile(cell, hidden=hidden, input=input, batch=3, seq=4, training=True, target="cpu")
     rng = np.random.default_rng(0)
     first, second = ({p.name: rng.standard_normal(p.shape).astype(np.float32) for p in module.manifest.parameters}
                      for _ in range(2))
     for changed in (None, ["weight_ih_l0"]):
         layer, x = module.bind(first, threads=2), rng.standard_normal((4, 3, input)).astype(np.float32)
-        if not native:
-            layer.library = replace(layer.library, pack=None)
-        else:
-            assert layer.library.pack is not None
         places, given = dict(layer.packed), first | {n: w for n, w in second.items() if changed is None or n in changed}
         layer.repack(given, changed)
         assert layer.packed == places

@@ -12,7 +12,6 @@ from torch.func import functional_call
 
 import ecornn.torch
 from ecornn.errors import ShapeError
-from ecornn.runtime.repacking import Repacking
 from ecornn.torch import engine
 
 
@@ -37,10 +36,9 @@ def bound(layers: Any) -> list[Any]:
     return [one for known in layers._bound.values() for one in known.values()]
 
 
-def test_inference_packs_in_place(monkeypatch: pytest.MonkeyPatch):
+def test_inference_packs_in_place():
     ours, theirs = pair()
     x, found = torch.randn(T, B, I), engine.engine_of(ours)
-    monkeypatch.setattr(Repacking, "by_numpy", None)
     with torch.no_grad():
         for number in range(4):
             weights = fresh(ours, 0.3)

@@ -34,9 +34,13 @@ int32_t Guarded(const Failure& fail, Body body) {
   }
 }
 
+int32_t Packs(const Failure& fail) {
+  return ecornn_c_tables_size ? ECORNN_OK : fail(ECORNN_UNSUPPORTED, "the module packs weights in a way that is not known");
+}
+
 int32_t IsLayer(const Failure& fail) {
-  return ecornn_c_tables_size ? ECORNN_OK
-                              : fail(ECORNN_UNSUPPORTED, "the module's entries are not those of a layer");
+  if (const int32_t code = Packs(fail)) return code;
+  return TheTables().layer ? ECORNN_OK : fail(ECORNN_UNSUPPORTED, "the module's entries are not those of a layer");
 }
 
 const ecornn_description* Describe(ecornn_error* error) {
@@ -157,6 +161,7 @@ int32_t Invoke(ecornn_layer* layer, Name entry, const ecornn_call* call, const e
   const Failure fail(error);
   if (!layer) return fail(ECORNN_ARGUMENT, "layer is NULL");
   if (!ecornn_functions[entry]) return fail(ECORNN_UNSUPPORTED, "the module was compiled without training");
+  if (static_cast<Layer*>(layer)->arguments[entry].empty()) return fail(ECORNN_UNSUPPORTED, "the layer only packs");
   ecornn_call room;
   ecornn_gradients room_of_gradients;
   if (const int32_t code = Known(fail, call, "ecornn_call", &room, &call)) return code;
@@ -178,8 +183,16 @@ int32_t Backward(ecornn_layer* layer, const ecornn_call* call, const ecornn_grad
   return Invoke(layer, kBackward, call, gradients, error);
 }
 
-constexpr ecornn_api kApi{ECORNN_ABI_VERSION, sizeof(ecornn_api), Describe, Bind,    Repack,  Release,
-                          WorkspaceSize,      KeptSize,           Run,      Forward, Backward};
+const int64_t* Packed(const ecornn_layer* layer) { return static_cast<const Layer*>(layer)->addresses.data(); }
+
+int32_t PackAt(ecornn_layer* layer, const int64_t* weights, DLDataType type, const uint8_t* changed, int32_t parts,
+               void* stream, ecornn_error* error) {
+  const Failure fail(error);
+  return Guarded(fail, [&] { return static_cast<Layer*>(layer)->PackAt(fail, weights, type, changed, parts, stream); });
+}
+
+constexpr ecornn_api kApi{ECORNN_ABI_VERSION, sizeof(ecornn_api), Describe, Bind,    Repack,   Release, WorkspaceSize,
+                          KeptSize,           Run,                Forward,  Backward, Packed, PackAt};
 
 int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_options* options, ecornn_layer** layer,
              ecornn_error* error) {
@@ -187,13 +200,14 @@ int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_optio
   if (!layer) return fail(ECORNN_ARGUMENT, "layer is NULL");
   *layer = nullptr;
   return Guarded(fail, [&]() -> int32_t {
-    if (const int32_t code = IsLayer(fail)) return code;
+    if (const int32_t code = Packs(fail)) return code;
     ecornn_bind_options room{};
     const ecornn_bind_options* given = &room;
     if (options) {
       if (const int32_t code = Known(fail, options, "ecornn_bind_options", &room, &given)) return code;
     }
     const ecornn_bind_options& known = *given;
+    if (const int32_t code = known.pack_only ? 0 : IsLayer(fail)) return code;
     const Tables& tables = TheTables();
     if (known.threads < 0 || known.threads > 1024) {
       return fail(ECORNN_ARGUMENT, "threads is %d; expected 1 to 1024, or 0 for one", known.threads);
@@ -210,6 +224,11 @@ int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_optio
     if (const int32_t code = read.Read(fail, tables, weights, count, known.device)) return code;
     auto made = std::make_unique<Layer>(tables, &kApi, known.device, std::max(1, known.threads));
     if (const int32_t code = read.Pack(fail, made.get(), known.stream)) return code;
+    for (const auto& memory : made->packed) made->addresses.push_back(memory->at());
+    if (known.pack_only) {
+      *layer = made.release();
+      return ECORNN_OK;
+    }
     if (const int32_t code = made->Prepare(fail)) return code;
     Workspace* workspace = nullptr;
     if (const int32_t code = Invocation::MakeWorkspace(fail, *made, reserve, tables.description.batch, nullptr, &workspace))

@@ -1,5 +1,4 @@
-// Weights that lie on a GPU, packed there by the module's kernel: the tables that pack_weights.cu reads, as
-// ecornn/runtime/device_packing.py makes them.
+// Weights that lie on a GPU, packed there by the module's kernel: the tables that pack_weights.cu reads.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -34,6 +33,7 @@ constexpr int64_t kPiece = 1024;         // elements that a warp makes; more whe
 
 // What one launch packs: tables, and the numbers of the parameters whose addresses it is given.
 struct PackLaunch {
+  bool optional = false;
   std::vector<Work> works;
   std::vector<Job> jobs;
   std::vector<Source> sources;
@@ -168,17 +168,23 @@ inline bool AddPacking(const Tables& tables, const Packing& packing, int64_t to,
   return true;
 }
 
-// The launches that pack all of a module's buffers, packing n to to[n]; none where the kernel cannot do one of them.
+// The launches that pack all of a module's buffers, packing n to to[n], those for what a call may leave out apart; none
+// where the kernel cannot do one of them.
 inline std::vector<PackLaunch> PackLaunches(const Tables& tables, const std::vector<int64_t>& to) {
   std::vector<PackLaunch> made;
-  for (size_t n = 0; n < tables.packings.size(); ++n) {
-    std::vector<int64_t> with = made.empty() ? std::vector<int64_t>{} : made.back().parameters;
-    for (const auto& [parameter, gate] : tables.packings[n].sources) {
-      if (parameter >= 0 && std::find(with.begin(), with.end(), parameter) == with.end()) with.push_back(parameter);
+  for (const bool optional : {false, true}) {
+    for (size_t n = 0; n < tables.packings.size(); ++n) {
+      const Packing& packing = tables.packings[n];
+      if (packing.optional != optional) continue;
+      const bool begun = !made.empty() && made.back().optional == optional;
+      std::vector<int64_t> with = begun ? made.back().parameters : std::vector<int64_t>{};
+      for (const auto& [parameter, gate] : packing.sources) {
+        if (parameter >= 0 && std::find(with.begin(), with.end(), parameter) == with.end()) with.push_back(parameter);
+      }
+      if (!begun || with.size() > kPackParameters) made.emplace_back().optional = optional;
+      if (!AddPacking(tables, packing, to[n], &made.back())) return {};
+      if (made.back().parameters.size() > kPackParameters) return {};
     }
-    if (made.empty() || with.size() > kPackParameters) made.emplace_back();
-    if (!AddPacking(tables, tables.packings[n], to[n], &made.back())) return {};
-    if (made.back().parameters.size() > kPackParameters) return {};
   }
   return made;
 }

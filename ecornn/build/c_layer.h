@@ -147,13 +147,14 @@ class Idle {
   std::array<std::atomic<Workspace*>, 64> places_{};
 };
 
-// Where the elements of sources go in a packed buffer, for the module's own code: see ecornn/runtime/repacking.py.
+// Where the elements of sources go in a packed buffer, for the module's own code, cpu_pack.h: the place of an element is
+// the sum of its gate's, its row's and its column's.
 struct Placing {
   std::vector<int64_t> gates, rows, columns;
   int64_t run = 1;
 };
 
-// None (no gates) where the place of an element is no sum of its gate's, its row's and its column's.
+// None (no gates) where no such sum is: an axis of `split` has elements of two of `pad`.
 inline Placing PlacingOf(const Packing& packing) {
   Placing made;
   const auto& pad = packing.pad;
@@ -212,20 +213,19 @@ class DevicePacking {
         args.push_back(Integer(memory->at() + starts[n]));
       }
       args.push_back(Integer(static_cast<int64_t>(launch.works.size())));
-      launches_.push_back({std::move(memory), std::move(args), launch.parameters});
+      launches_.push_back({std::move(memory), std::move(args), launch.parameters, launch.optional});
     }
     return ECORNN_OK;
   }
 
-  // Contiguous weights of one KernelType.
-  int32_t Pack(const Failure& fail, const std::vector<Weight>& weights, void* stream) const {
+  // Contiguous weights of one KernelType, by their addresses in the parameters' order.
+  int32_t Pack(const Failure& fail, const int64_t* weights, int32_t type, int32_t parts, void* stream) const {
     for (const Launch& launch : launches_) {
+      if (!(parts & (launch.optional ? ECORNN_OPTIONAL : ECORNN_NEEDED))) continue;
       std::vector<TVMFFIAny> args = launch.args;
       args[1] = Integer(Address(stream));
-      args.push_back(Integer(KernelType(weights.front().tensor->dtype)));
-      for (const int64_t n : launch.parameters) {
-        args.push_back(Integer(Address(DataOf(*weights[static_cast<size_t>(n)].tensor))));
-      }
+      args.push_back(Integer(type));
+      for (const int64_t n : launch.parameters) args.push_back(Integer(weights[n]));
       TVMFFIAny none{};
       if (ecornn_functions[kPack](nullptr, args.data(), static_cast<int32_t>(args.size()), &none)) {
         return Raised(fail, "packing");
@@ -240,9 +240,13 @@ class DevicePacking {
     std::unique_ptr<Memory> tables;
     std::vector<TVMFFIAny> args;  // up to the weights' type
     std::vector<int64_t> parameters;
+    bool optional;
   };
   std::vector<Launch> launches_;
 };
+
+// A matrix for the code of a CPU's module that packs: PackJob of cpu_pack.h.
+using PackJob = std::array<int64_t, 7>;
 
 struct Layer : ecornn_layer {
   Layer(const Tables& of, const ecornn_api* functions, int32_t number, int32_t most)
@@ -278,34 +282,52 @@ struct Layer : ecornn_layer {
   // Packs such weights on the stream, which is waited for the first time only, since later calls may be on any.
   int32_t PackThere(const Failure& fail, const std::vector<Weight>& weights, void* stream) {
     const bool first = packed.empty();
-    if (!device_packing) {
-      std::vector<int64_t> to;
-      for (size_t n = 0; n < tables.packings.size(); ++n) {
-        const Packing& packing = tables.packings[n];
-        if (const int32_t code = first ? Add(fail, Product(packing.split) * ItemSize(packing.kind)) : 0) return code;
-        to.push_back(packed[n]->at());
-      }
-      const std::vector<PackLaunch> launches = PackLaunches(tables, to);
-      if (launches.empty()) return fail(ECORNN_FAILED, "the module packs weights in a way that its kernel does not know");
-      auto made = std::make_unique<DevicePacking>();
-      if (const int32_t code = made->Make(fail, launches, device, stream)) return code;
-      device_packing = std::move(made);
+    for (size_t n = 0; first && n < tables.packings.size(); ++n) {
+      const Packing& packing = tables.packings[n];
+      if (const int32_t code = Add(fail, Product(packing.split) * ItemSize(packing.kind))) return code;
     }
-    if (const int32_t code = device_packing->Pack(fail, weights, stream)) return code;
+    std::vector<int64_t> at;
+    for (const Weight& weight : weights) at.push_back(Address(DataOf(*weight.tensor)));
+    const DLDataType type = weights.front().tensor->dtype;
+    if (const int32_t code = PackAt(fail, at.data(), type, nullptr, ECORNN_NEEDED | ECORNN_OPTIONAL, stream)) return code;
     TVMFFIAny none{};
     return first ? Call(fail, kSynchronize, "packing", &none, device, Address(stream)) : ECORNN_OK;
   }
 
+  // See ecornn_api.
+  int32_t PackAt(const Failure& fail, const int64_t* weights, DLDataType type, const uint8_t* changed, int32_t parts,
+                 void* stream) {
+    if (!ecornn_functions[kPack]) return fail(ECORNN_UNSUPPORTED, "the module has no code that packs weights");
+    if (tables.cuda()) {
+      if (!device_packing) {
+        std::vector<int64_t> to;
+        for (const auto& memory : packed) to.push_back(memory->at());
+        const std::vector<PackLaunch> launches = PackLaunches(tables, to);
+        if (launches.empty()) return fail(ECORNN_UNSUPPORTED, "the module packs weights in a way that its kernel does not know");
+        auto made = std::make_unique<DevicePacking>();
+        if (const int32_t code = made->Make(fail, launches, device, stream)) return code;
+        device_packing = std::move(made);
+      }
+      return device_packing->Pack(fail, weights, KernelType(type), parts, stream);
+    }
+    std::vector<PackJob> jobs;
+    const std::vector<Placing>& places = Placings();
+    for (size_t n = 0; n < places.size(); ++n) {
+      if (places[n].gates.empty()) return fail(ECORNN_UNSUPPORTED, "the module's code cannot pack all that it reads");
+      Jobs(n, weights, changed, &jobs);
+    }
+    return Run(fail, jobs);
+  }
+
   // Packs all weights on the host, into memory that is made the first time.
   int32_t Pack(const Failure& fail, const std::vector<Weight>& weights, void* stream) {
-    std::vector<std::array<int64_t, 7>> jobs;
-    if (placings.empty()) {
-      for (const Packing& packing : tables.packings) placings.push_back(tables.cuda() ? Placing{} : PlacingOf(packing));
-    }
+    std::vector<PackJob> jobs;
+    std::vector<int64_t> at;
+    for (const Weight& weight : weights) at.push_back(Address(DataOf(*weight.tensor)));
     const bool first = packed.empty();
     for (size_t n = 0; n < tables.packings.size(); ++n) {
       const Packing& packing = tables.packings[n];
-      if (placings[n].gates.empty() || !Plain(packing, weights)) {
+      if (Placings()[n].gates.empty() || !Plain(packing, weights)) {
         Packer packer(packing, weights);
         if (packer.Infinite()) {
           return fail(ECORNN_NOT_FINITE, "a weight is infinite, and the module's products need finite ones");
@@ -321,15 +343,15 @@ struct Layer : ecornn_layer {
         if (const int32_t code = Add(fail, bytes)) return code;
         memset(reinterpret_cast<void*>(packed[n]->at()), 0, static_cast<size_t>(bytes));
       }
-      for (size_t s = 0; s < packing.sources.size(); ++s) Job(packing, placings[n], s, packed[n]->at(), weights, &jobs);
+      Jobs(n, at.data(), nullptr, &jobs);
     }
-    TVMFFIAny none{};
-    return jobs.empty() ? ECORNN_OK : Call(fail, kPack, "packing", &none, Address(jobs.data()), jobs.size(), threads);
+    return Run(fail, jobs);
   }
 
   const Tables& tables;
   const int32_t device, threads;
   std::vector<std::unique_ptr<Memory>> packed;  // by packing
+  std::vector<int64_t> addresses;               // and where these are
   Memory zeros;
   std::vector<TVMFFIAny> arguments[3];
   std::vector<std::pair<size_t, Pointer>> given[3];  // of these, those of a call: position and pointer
@@ -350,16 +372,35 @@ struct Layer : ecornn_layer {
     });
   }
 
-  static void Job(const Packing& packing, const Placing& placing, size_t number, int64_t to,
-                  const std::vector<Weight>& weights, std::vector<std::array<int64_t, 7>>* jobs) {
-    const auto [parameter, gate] = packing.sources[number];
-    if (parameter < 0) return;
-    const Weight& weight = weights[static_cast<size_t>(parameter)];
-    const DLTensor& t = *weight.tensor;
-    const int64_t all = gate < 0 ? t.shape[0] : t.shape[0] / weight.gates;  // gate -1: the whole matrix
-    const int64_t rows = t.ndim > 1 ? all : 1, columns = t.ndim > 1 ? t.shape[1] : all;
-    jobs->push_back({to + 4 * placing.gates[number], Address(DataOf(t)) + 4 * std::max<int64_t>(gate, 0) * rows * columns, rows, columns,
-                     Address(placing.rows.data()), Address(placing.columns.data()), placing.run});
+  // By packing; none of a GPU's module, nor of one without code that packs.
+  const std::vector<Placing>& Placings() {
+    const bool code = !tables.cuda() && ecornn_functions[kPack];
+    if (placings.empty()) {
+      for (const Packing& packing : tables.packings) placings.push_back(code ? PlacingOf(packing) : Placing{});
+    }
+    return placings;
+  }
+
+  // Adds the matrices of packing `n`, contiguous float32 at these addresses; of those alone that have changed.
+  void Jobs(size_t n, const int64_t* weights, const uint8_t* changed, std::vector<PackJob>* jobs) const {
+    const Packing& packing = tables.packings[n];
+    const Placing& placing = placings[n];
+    for (size_t s = 0; s < packing.sources.size(); ++s) {
+      const auto [parameter, gate] = packing.sources[s];
+      if (parameter < 0 || (changed && !changed[parameter])) continue;
+      const ecornn_parameter& p = tables.parameters[static_cast<size_t>(parameter)];
+      // gate -1: the whole matrix
+      const int64_t all = gate < 0 ? p.shape[0] : p.shape[0] / tables.gates[static_cast<size_t>(parameter)];
+      const int64_t rows = p.ndim > 1 ? all : 1, columns = p.ndim > 1 ? p.shape[1] : all;
+      jobs->push_back({packed[n]->at() + 4 * placing.gates[s],
+                       weights[parameter] + 4 * std::max<int64_t>(gate, 0) * rows * columns, rows, columns,
+                       Address(placing.rows.data()), Address(placing.columns.data()), placing.run});
+    }
+  }
+
+  int32_t Run(const Failure& fail, const std::vector<PackJob>& jobs) const {
+    TVMFFIAny none{};
+    return jobs.empty() ? ECORNN_OK : Call(fail, kPack, "packing", &none, Address(jobs.data()), jobs.size(), threads);
   }
 
   std::vector<Placing> placings;

@@ -1,4 +1,4 @@
-// Weights as PyTorch stores them -> packed buffers: what ecornn/runtime/packing.py and fixed_point.py say, on the host.
+// Weights as PyTorch stores them -> packed buffers, on the host. tests/numpy_packing.py says the same in NumPy.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -20,24 +20,19 @@ struct Weight {
 
   bool wide() const { return tensor->dtype.bits == 64; }
 
-  double At(int64_t row, int64_t column) const {
+  // A row's first `columns` values, of a vector those from `row` on, to `out`.
+  void Row(int64_t row, int64_t columns, double* out) const {
     const DLTensor& t = *tensor;
-    const int64_t columns = t.ndim > 1 ? t.shape[1] : 1;
-    const int64_t at = t.strides ? row * t.strides[0] + (t.ndim > 1 ? column * t.strides[1] : 0) : row * columns + column;
-    const char* place = DataOf(t) + at * (t.dtype.bits / 8);
-    if (t.dtype.bits == 64) return Read<double>(place);
-    if (t.dtype.bits == 32) return static_cast<double>(Read<float>(place));
-    const uint16_t bits = Read<uint16_t>(place);
-    if (t.dtype.code == kDLBfloat) {
-      const uint32_t word = uint32_t{bits} << 16;
-      float value;
-      memcpy(&value, &word, sizeof value);
-      return static_cast<double>(value);
-    }
-    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
-    const double size = exponent == 31 ? (mantissa ? NAN : INFINITY)
-                        : exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
-    return bits >> 15 ? -size : size;
+    const int64_t step = !t.strides ? 1 : t.ndim > 1 ? t.strides[1] : t.strides[0];
+    const int64_t start = row * (t.ndim == 1 ? step : t.strides ? t.strides[0] : t.shape[1]);
+    const int64_t bytes = t.dtype.bits / 8, apart = step * bytes;
+    const char* place = DataOf(t) + start * bytes;
+    const auto each = [&](auto value) {
+      for (int64_t k = 0; k < columns; ++k, place += apart) out[k] = value(place);
+    };
+    if (t.dtype.bits == 64) return each(Read<double>);
+    if (t.dtype.bits == 32) return each([](const char* at) { return static_cast<double>(Read<float>(at)); });
+    return t.dtype.code == kDLBfloat ? each(OfBfloat16) : each(OfFloat16);
   }
 
  private:
@@ -46,6 +41,19 @@ struct Weight {
     T value;
     memcpy(&value, place, sizeof value);
     return value;
+  }
+
+  static double OfBfloat16(const char* place) {
+    const uint32_t word = uint32_t{Read<uint16_t>(place)} << 16;
+    return static_cast<double>(Read<float>(reinterpret_cast<const char*>(&word)));
+  }
+
+  static double OfFloat16(const char* place) {
+    const uint16_t bits = Read<uint16_t>(place);
+    const int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    const double size = exponent == 31 ? (mantissa ? NAN : INFINITY)
+                        : exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+    return bits >> 15 ? -size : size;
   }
 };
 
@@ -73,9 +81,10 @@ inline uint16_t Float16(double value) {
   if (std::isnan(value)) return sign | 0x7e00;
   if (size >= 65520) return sign | 0x7c00;
   if (size < std::ldexp(1, -14)) return static_cast<uint16_t>(sign + std::nearbyint(std::ldexp(size, 24)));
-  int exponent;
-  const double mantissa = std::nearbyint(std::ldexp(std::frexp(size, &exponent), 11));  // 1024 to 2048
-  return static_cast<uint16_t>(sign + ((exponent + 14) << 10) + static_cast<int>(mantissa) - 1024);
+  uint64_t bits;
+  memcpy(&bits, &size, sizeof bits);
+  bits += (uint64_t{1} << 41) - 1 + (bits >> 42 & 1);  // to the nearest, ties to even; a carry rightly enters the exponent
+  return static_cast<uint16_t>(sign + (bits >> 42) - (uint64_t{1023 - 15} << 10));
 }
 
 inline int64_t Product(const std::vector<int64_t>& sizes, size_t first = 0) {
@@ -93,10 +102,11 @@ void Permuted(const Packing& packing, Visit visit) {
     size[n] = packing.split[axis];
     step[n] = Product(packing.split, axis + 1);
   }
+  const int64_t inner = size[axes - 1], apart = step[axes - 1];
   int64_t from = 0;
-  for (int64_t to = 0, count = Product(packing.split); to < count; ++to) {
-    visit(to, from);
-    for (size_t n = axes; n-- > 0;) {
+  for (int64_t to = 0, count = Product(packing.split); to < count; to += inner) {
+    for (int64_t i = 0; i < inner; ++i) visit(to + i, from + i * apart);
+    for (size_t n = axes - 1; n-- > 0;) {
       from += step[n];
       if (++at[n] < size[n]) break;
       from -= step[n] * size[n];
@@ -105,7 +115,11 @@ void Permuted(const Packing& packing, Visit visit) {
   }
 }
 
-// What one step of an integer stands for, in each row, in the words of products: see fixed_point.py.
+// Weights of integers are multiples of a step for each row, 8, 16 or 21 bits of one, as schedules/cpu/product.py reads them:
+//   step = max_k |w[k]| / (2^(bits - 1) - 1),  q[k] = round(w[k] / step).
+// Products with 16 and 21 bits are made with words of 32 bits whose upper bits are q, so their packed scale is
+// step * 2^(bits - 32). The lower bits of such a word belong to other weights. They are part of what is multiplied, and
+// known: q[k] is rounded such that both together are nearest to w[k].
 inline double UnitsOf(Stored kind) {
   if (kind == kInt8 || kind == kScale) return 127;
   const int bits = kind == kInt16 || kind == kInt16Scale ? 16 : 21;
@@ -124,14 +138,11 @@ class Packer {
       const Weight& weight = weights[static_cast<size_t>(parameter)];
       const DLTensor& t = *weight.tensor;
       const int64_t rows = gate < 0 ? t.shape[0] : t.shape[0] / weight.gates;  // gate -1: the whole matrix
-      const int64_t columns = matrix ? t.shape[1] : 1, first = std::max<int64_t>(gate, 0) * rows;
+      const int64_t first = std::max<int64_t>(gate, 0) * rows;
       wide_ = wide_ || weight.wide();
       double* place = values_.data() + static_cast<int64_t>(n) * gate_size;
-      for (int64_t row = 0; row < rows; ++row) {
-        for (int64_t column = 0; column < columns; ++column) {
-          place[matrix ? row * row_ + column : row] = weight.At(first + row, column);
-        }
-      }
+      if (!matrix) weight.Row(first, rows, place);
+      for (int64_t row = 0; matrix && row < rows; ++row) weight.Row(first + row, t.shape[1], place + row * row_);
     }
   }
 
@@ -209,7 +220,8 @@ class Packer {
                                  static_cast<int64_t>(unit));
   }
 
-  // Groups of 2 or 3, the last axis in the new order, become 1 or 2 words; words come before lanes, the axis before it.
+  // Groups of 2 or 3, the last axis in the new order, become 1 or 2 words; words come before lanes, the axis before it. Of
+  // two the first is shifted up before it is used; of three the third, of 22 bits, is put together of both words' lower 11.
   std::vector<char> Words() {
     for (size_t first = 0; first < values_.size(); first += static_cast<size_t>(row_)) {
       const double scale = static_cast<double>(Scale(values_.data() + first)), by = scale > 0 ? scale : 1;

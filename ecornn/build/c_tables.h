@@ -12,6 +12,7 @@ namespace ecornn_c {
 
 // See Packing in ecornn/program.py.
 struct Packing {
+  bool optional;  // only what a call may leave out reads it
   Stored kind;
   std::vector<std::pair<int64_t, int64_t>> sources;  // parameter, gate; parameter -1: zeros
   std::vector<int64_t> pad, split, order;
@@ -33,6 +34,7 @@ class Tables {
   // `data`: what c_tables.py made, which stays.
   Tables(const unsigned char* data, const char* manifest) : at_(data) {
     auto& d = description;
+    layer = Number() != 0;
     d.size = sizeof d;
     d.manifest = manifest;
     d.device_type = static_cast<DLDeviceType>(Number());
@@ -77,6 +79,7 @@ class Tables {
   int64_t itemsize() const { return description.dtype.bits / 8; }
   int64_t count() const { return int64_t{description.layers} * description.directions; }  // L*D
 
+  bool layer;  // whether its entries are those of a layer
   ecornn_description description{};
   const char* arch;
   int64_t y_width;  // values of a row of y
@@ -110,6 +113,7 @@ class Tables {
 
   Packing ReadPacking() {
     Packing p{};
+    p.optional = Number() != 0;
     p.kind = static_cast<Stored>(Number());
     for (int64_t n = Number(); n > 0; --n) {
       const int64_t parameter = Number();

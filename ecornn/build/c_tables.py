@@ -68,21 +68,23 @@ def functions(program: Program, device: Device) -> tuple[str, ...]:
 
 
 def tables(manifest: Manifest, entries: Container[str]) -> bytes:
-    """The tables of a module; empty for one that is no layer and has no C interface: the recurrence of an adjoint
-    alone, or one whose ``entries`` are others or exchange something else."""
+    """The text that c_tables.h reads; empty for a module with packings that c_pack.h does not know. A module that is no
+    layer, the recurrence of an adjoint alone, or one whose ``entries`` are others or exchange something else, packs
+    weights and no more."""
     work, stack, device = manifest.workload, manifest.stack, manifest.device
     buffers = {b.name: b for b in manifest.buffers}
     taken = {name: [buffers[b] for b in manifest.entries[name]] for name in ENTRIES if name in manifest.entries}
     packings = tuple(dict.fromkeys(b.packing for b in manifest.buffers if b.packing is not None))
     of = {p.key: number for number, p in enumerate(manifest.parameters)}
-    known = all(_kind(b) in POINTERS for each in taken.values() for b in each)
-    known = known and all(p.dtype in PACKINGS and of.keys() >= {name for name, _ in p.sources if name}
-                          for p in packings)
-    if work.backward or not known or RUN not in taken or any(name not in entries for name in taken):
+    if not all(p.dtype in PACKINGS and of.keys() >= {name for name, _ in p.sources if name} for p in packings):
         return b""
+    layer = not work.backward and RUN in taken and all(name in entries for name in taken) and all(
+        _kind(b) in POINTERS for each in taken.values() for b in each)
+    optional = {*(manifest.packed_for_optional or ())}
+    always = {b.packing for b in manifest.buffers if b.name not in optional}
     table = _Tables()
     cuda = device.kind == "cuda"
-    table.numbers(2 if cuda else 1, *DLPACK[work.dtype], *DLPACK[summed(work.dtype)], work.input, work.hidden,
+    table.numbers(layer, 2 if cuda else 1, *DLPACK[work.dtype], *DLPACK[summed(work.dtype)], work.input, work.hidden,
                   work.batch, manifest.longest, manifest.y_width, stack.layers, stack.directions, stack.lengths,
                   stack.resets, stack.sequences, BACKWARD in taken)
     table.strings(work.cell, device.arch)
@@ -94,12 +96,13 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
         table.numbers(parameter.gates, len(parameter.shape), *parameter.shape)
     table.numbers(len(packings))
     for packing in packings:
+        table.numbers(packing not in always)
         table.packing(packing, of)
     kept = [b for b in manifest.buffers
             if b.role == KEPT and any(b in taken.get(name, ()) for name in (FORWARD, BACKWARD))]
     table.numbers(len(kept), *(n for b in kept for n in (b.extent.fixed, b.extent.per_step, b.itemsize)))
     for name in (RUN, FORWARD, BACKWARD):
-        each = taken.get(name, [])
+        each = taken.get(name, []) if layer else []
         table.numbers(len(each))
         for b in each:
             kind, index = _kind(b), 0

@@ -1,4 +1,4 @@
-// Copies weights that have changed to their places in packed buffers, see runtime/repacking.py.
+// Copies weights that have changed to their places in packed buffers, see Placing in c_layer.h.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Packs weights that lie on a GPU, as ecornn/program.py says of a Packing; ecornn/runtime/device_packing.py makes the
+// Packs weights that lie on a GPU, as ecornn/program.py says of a Packing; c_device_pack.h makes the
 // tables. A warp makes a piece of a packed buffer, 16 bytes a thread at a time: what it reads are parts of a few rows.
 
 constexpr int kAtOnce = 2;  // of the 16 bytes that a thread makes

@@ -91,6 +91,7 @@ typedef struct ecornn_bind_options {
   int32_t threads;  /* CPU threads of a call, 1 to 1024; 0: one */
   int64_t reserve;  /* T for which the layer makes a workspace now; 0: 1. A call within it allocates nothing */
   void* stream;     /* cudaStream_t that weights on the GPU are read on, and waited for; NULL: the default stream */
+  int32_t pack_only; /* 1: for a caller of the file's entries, who has no need of run, forward, backward and their memory */
 } ecornn_bind_options;
 
 /* One call. States are one tensor for each state of the cell, (B, H), or (L*D, B, H) where L*D > 1; with `sequences` they
@@ -141,7 +142,21 @@ typedef struct ecornn_api {
   int32_t (*forward)(ecornn_layer* layer, const ecornn_call* call, ecornn_error* error);
   int32_t (*backward)(ecornn_layer* layer, const ecornn_call* call, const ecornn_gradients* gradients,
                       ecornn_error* error);
+  /* For callers of the file's entries, as the Python package is: the address of each packed buffer, in the order in which
+   * the manifest's buffers first have its packing. They stay as long as the layer. */
+  const int64_t* (*packed)(const ecornn_layer* layer);
+  /* Packs contiguous weights of one type, where the layer runs, at these addresses in the parameters' order. On a CPU
+   * float32 with the layer's threads, those alone that have a 1 in `changed`, one byte a parameter, unless it is NULL. On a
+   * GPU float16, bfloat16 or float32 on the stream, without waiting; address 0 stands for zeros; `parts` as ecornn_parts.
+   * Nothing of these is checked. ECORNN_UNSUPPORTED where the module's own code cannot: ecornn_repack() does it then. */
+  int32_t (*pack_at)(ecornn_layer* layer, const int64_t* weights, DLDataType type, const uint8_t* changed, int32_t parts,
+                     void* stream, ecornn_error* error);
 } ecornn_api;
+
+typedef enum ecornn_parts {
+  ECORNN_NEEDED = 1,  /* buffers that every call reads */
+  ECORNN_OPTIONAL = 2 /* buffers that are read for gradients of first states alone */
+} ecornn_parts;
 
 /* The beginning of every layer, whose rest is the module's own. */
 struct ecornn_layer {

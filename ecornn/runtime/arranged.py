@@ -3,7 +3,7 @@ known. A call takes some microseconds, of which a list that is put together posi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
 from ecornn.runtime.plan import SCALARS, CallPlan
@@ -15,14 +15,14 @@ class Order:
     Parameters
     ----------
     plan : of the module
-    arguments : those of ``run`` with the packed weights' addresses
+    packed : name of a buffer -> the address of its packed weights
     with_states : whether a call has states to start from, or one address of zeros in their place
     """
 
-    def __init__(self, plan: CallPlan, arguments: Sequence[int], with_states: bool) -> None:
+    def __init__(self, plan: CallPlan, packed: Mapping[str, int], with_states: bool) -> None:
         self._before = (*plan.state_in,) if with_states else ()
         zeros = [] if with_states else [p for positions in plan.state_in for p in positions]
-        self._packed = tuple(arguments[p] for p, _ in plan.packed)
+        self._packed = tuple(packed[b.name] for _, b in plan.packed)
         positions = [*range(SCALARS), *(p for p, _ in plan.packed), *zeros, *plan.workspace, plan.x,
                      *(p for positions in self._before for p in positions), *plan.masks, plan.y,
                      *(p for positions in plan.state_out for p in positions)]

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from ecornn.boundary import public, refuse_untyped, shown
-from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, ShapeError
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.runtime.addressed import AddressedCall
 from ecornn.runtime.arranged import Order
@@ -23,12 +21,7 @@ from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
 from ecornn.runtime.outputs import named
 from ecornn.runtime.plan import MASKS, make_plan
-from ecornn.runtime.repacking import HostPacking
 from ecornn.runtime.training import Training, TrainingCalls
-from ecornn.runtime.weights import read_weights
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _COPIES = "copies"  # key of the device memory for host arrays
 
@@ -39,17 +32,17 @@ class Caller(TrainingCalls):
     Parameters
     ----------
     manifest, library : of the module
-    parameters : by name, as :func:`~ecornn.runtime.weights.read_weights` reads them
+    weights : by name, as :meth:`Module.bind` takes them
     device : number of the GPU; 0 for a CPU
     threads : CPU threads of a call; None on a GPU
     """
 
-    def __init__(self, manifest: Manifest, library: Library, parameters: dict[str, NDArray[Any]], device: int,
+    def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
         self.manifest, self.device, self.threads = manifest, device, threads
         self.library, self._run = library, library.run
         self._plan = make_plan(manifest)
-        self._bound = Bound(manifest, self._plan, parameters, library, device)
+        self._bound = Bound(manifest, weights, library, device, threads)
         self.packed = self._bound.packed
         self.workspaces = Pool()
         self._longest = manifest.longest
@@ -64,7 +57,7 @@ class Caller(TrainingCalls):
         self._names, self._inputs = manifest.states, manifest.inputs or ()
         self.together = manifest.together
         self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
-        self._orders = [Order(self._plan, self._bound.arguments, with_states) for with_states in (False, True)]
+        self._orders = [Order(self._plan, self.packed, with_states) for with_states in (False, True)]
         self._count = self._stack.count
         self._masked = any(getattr(self._stack, name) for name in MASKS)
 
@@ -189,44 +182,22 @@ class Caller(TrainingCalls):
         weights : as of :meth:`Module.bind`, all of them
         changed : the names of those that are not as they were; default: all. On a GPU all are packed
 
-        Raises as :meth:`Module.bind`, :class:`~ecornn.errors.ModuleError` for a layer on a GPU whose module was
-        compiled without ``training=True``, and :class:`~ecornn.errors.DeviceError` for weights that are not on it;
+        Raises as :meth:`Module.bind`, and :class:`~ecornn.errors.DeviceError` on a GPU for weights that are not on it;
         nothing has changed then.
         """
-        parameters = read_weights(self.manifest, weights, self.library, self.device)
-        if self.threads is None:
-            if self.library.pack is None:
-                raise ModuleError("the module was compiled without training=True: it cannot pack on a GPU")
-            for name, value in parameters.items():
-                if isinstance(value, np.ndarray):
-                    raise DeviceError(f"weights: {name}", "not all on the GPU", f"float32, float16 or bfloat16 tensors "
-                                      f"on {self._place}, where they are packed")
-            self._bound.repack_tensors(parameters)
-            return
-        keys = {p.key for p in self.manifest.parameters if changed is None or p.name in changed}
-        self._bound.repack(parameters, keys, self._host_packing)
+        self._bound.repack(weights)
 
     def repack_at(self, pointers: Sequence[int], dtype: str, queue: int, optional: bool | None = None) -> None:
         """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
         order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked. ``optional``:
         what only gradients of first states are made of (True), or all else (False); default: both."""
-        for which, packing in self._bound.device_packings.items():
-            if optional in (None, which):
-                packing(pointers, dtype, queue)
+        self._bound.repack_at(pointers, dtype, queue, optional)
 
     def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
         """As :meth:`repack` on a CPU, of contiguous float32 weights at these addresses, in the manifest's order;
         ``changed``: numbers of those that are not as they were. Nothing is checked. False, and nothing done, where the
         module's code cannot pack all that it reads."""
-        if self._host_packing.rest:
-            return False
-        self._host_packing(pointers, changed)
-        return True
-
-    @cached_property
-    def _host_packing(self) -> HostPacking:
-        assert self.threads is not None
-        return self._bound.host_packing(self.library, self.threads)
+        return self._bound.repack_here(pointers, changed)
 
     def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...]) -> AddressedCall:
         """An entry of a layer as a function of addresses, for this T and B; it is kept for the next time."""

@@ -16,15 +16,22 @@ CPU, CUDA = 1, 2  # DLDeviceType
 _NAME = b"dltensor"
 
 
-class _Tensor(ctypes.Structure):  # DLTensor
+class DLDataType(ctypes.Structure):
+    """As DLPack's header has it."""
+
+    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
+
+
+class DLTensor(ctypes.Structure):
+    """As DLPack's header has it."""
+
     _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
-                ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
-                ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+                ("ndim", ctypes.c_int32), ("dtype", DLDataType), ("shape", ctypes.POINTER(ctypes.c_int64)),
                 ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64))
 
 
 class _Managed(ctypes.Structure):  # DLManagedTensor
-    _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
+    _fields_ = (("tensor", DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 def strides_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -81,11 +88,11 @@ class _Export:
     def __init__(self, block: Block) -> None:
         dims = ctypes.c_int64 * max(1, len(block.shape))
         self.block, self.shape, self.strides = block, dims(*block.shape), dims(*block.strides)
-        code, bits = DLPACK[block.dtype]
         pointer = ctypes.POINTER(ctypes.c_int64)
-        self.managed = _Managed(_Tensor(
-            block.pointer, *block.device, len(block.shape), code, bits, 1, ctypes.cast(self.shape, pointer),
-            ctypes.cast(self.strides, pointer), 0), None, ctypes.cast(_delete, ctypes.c_void_p).value)
+        self.managed = _Managed(DLTensor(
+            block.pointer, *block.device, len(block.shape), DLDataType(*DLPACK[block.dtype], 1),
+            ctypes.cast(self.shape, pointer), ctypes.cast(self.strides, pointer), 0), None,
+            ctypes.cast(_delete, ctypes.c_void_p).value)
         self.address = ctypes.addressof(self.managed)
 
 

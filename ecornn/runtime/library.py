@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import threading
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from ecornn.runtime.sharing import share_cores
 _MANIFEST = b"__tvm_ffi_manifest"
 _EHDR = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
 _files: dict[str, list[tuple[int, int]]] = {}  # path -> device and inode of each file loaded from there
-_modules: dict[str, Any] = {}  # checksum of a file -> the loaded module
+_modules: dict[str, tuple[Any, ctypes.CDLL]] = {}  # checksum of a file -> the loaded module
 _lock = threading.Lock()
 _LOADED_LIBRARY = 3  # ET_DYN
 
@@ -37,10 +38,8 @@ class Library:
     free : (device, pointer) -> None
     copy : (device, to, from, nbytes, queue) -> None
     synchronize : (device, queue) -> None
-    pack : on CPUs (jobs, count, threads) -> None, see :mod:`ecornn.runtime.repacking`; on CUDA
-        (device, queue, works, jobs, sources, places, count, type, *parameters) -> None, see
-        :mod:`ecornn.runtime.device_packing`, None in modules that do not train
     held : of a CPU, the entries again as functions that keep Python's lock, for calls of microseconds
+    file : for functions in C, see :mod:`ecornn.runtime.c_interface`
     """
 
     manifest: Callable[..., Any]
@@ -51,8 +50,8 @@ class Library:
     free: Callable[..., Any] = _unavailable
     copy: Callable[..., Any] = _unavailable
     synchronize: Callable[..., Any] = _unavailable
-    pack: Callable[..., Any] | None = None
     held: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    file: ctypes.CDLL | None = None
 
     @property
     def has_memory(self) -> bool:
@@ -64,11 +63,11 @@ def open_library(path: Path) -> Library:
     """Loads the file; :class:`ModuleError` where it is missing, damaged or not ecornn's."""
     content = _inspect(path)
     try:
-        module = _loaded_as(content, path.resolve())
+        module, file = _loaded_as(content, path.resolve())
         required = {name: module[name] for name in ("manifest", "run")}
     except (RuntimeError, OSError, AttributeError) as error:
         raise ModuleError(f"{path} cannot be loaded: {error}{temporary.noexec(path)}") from error
-    others = ("forward", "backward", "alloc", "free", "copy", "synchronize", "pack")
+    others = ("forward", "backward", "alloc", "free", "copy", "synchronize")
     found = {**required, **{name: module[name] for name in others if module.implements_function(name)}}
     held: dict[str, Callable[..., Any]] = {}
     if module.implements_function("share"):  # of a CPU
@@ -77,16 +76,18 @@ def open_library(path: Path) -> Library:
             if name in found:
                 function = held[name] = module[name]
                 function.release_gil = False
-    return Library(**found, held=held)
+    return Library(**found, held=held, file=file)
 
 
-def _loaded_as(content: str, path: Path) -> Any:
-    """The module of tvm_ffi for a file of this content: once loaded it stays, and serves all files that are equal."""
+def _loaded_as(content: str, path: Path) -> tuple[Any, ctypes.CDLL]:
+    """The module of tvm_ffi, and the library of ctypes, for a file of this content: once loaded it stays, and serves
+    all files that are equal."""
     import tvm_ffi
 
     with _lock:
         if content not in _modules:
-            _modules[content] = tvm_ffi.load_module(spelling(path))
+            name = spelling(path)
+            _modules[content] = tvm_ffi.load_module(name), ctypes.CDLL(name)  # the dynamic loader has one of this name
         return _modules[content]
 
 

@@ -8,7 +8,7 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecornn import temporary
 from ecornn.boundary import public
@@ -17,10 +17,6 @@ from ecornn.manifest import Manifest, decode
 from ecornn.runtime.caller import Caller
 from ecornn.runtime.host_check import check_host
 from ecornn.runtime.library import Library, open_library
-from ecornn.runtime.weights import read_weights
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _MOST_THREADS = 1024
 
@@ -120,7 +116,7 @@ class Module:
             weights = WeightFile(weights, prefix).layer()
         elif prefix:
             raise ArgumentError("prefix", prefix, "none, unless weights is the name of a file")
-        return Layer(self, read_weights(self.manifest, weights, self.library, device), device, threads)
+        return Layer(self, weights, device, threads)
 
 
 class Layer(Caller):
@@ -138,9 +134,8 @@ class Layer(Caller):
     reads the layer's weights: keep the layer as long as the graph.
     """
 
-    def __init__(self, module: Module, parameters: dict[str, NDArray[Any]], device: int,
-                 threads: int | None) -> None:
-        super().__init__(module.manifest, module.library, parameters, device, threads)
+    def __init__(self, module: Module, weights: Mapping[str, Any], device: int, threads: int | None) -> None:
+        super().__init__(module.manifest, module.library, weights, device, threads)
         self.module = module
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -9,14 +9,14 @@ import numpy as np
 
 from ecornn.errors import ArgumentError, DTypeError, NotFiniteError, ShapeError, WeightsError
 from ecornn.manifest import Manifest, Parameter
+from ecornn.program import FINITE
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
-from ecornn.runtime.packing import FINITE
 
 
 def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library, device: int) -> dict[str, Any]:
-    """The cell's parameters by its own names, (G, H, K) or (G, H): NumPy arrays, float16, float32 or float64. Torch
-    tensors, where all are on the GPU that the module is bound for.
+    """The weights, (G*H, K) or (G*H,), by name: NumPy arrays, float16, float32 or float64. Torch tensors, where all are
+    on the GPU that the module is bound for.
 
     Raises :class:`WeightsError` for missing or unexpected names, :class:`ShapeError`,
     :class:`DTypeError` for what is not floating point, :class:`NotFiniteError` for infinite ones of products that need
@@ -34,11 +34,11 @@ def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Librar
                            f"{', '.join(expected)}", [*missing, *extra])
     there = manifest.device.kind == "cuda" and all(
         arrays_of(value, f"weights[{name!r}]").packs(value, f"cuda:{device}") for name, value in weights.items())
-    found = {p.key: _read(p, weights[p.name], library, there) for p in manifest.parameters}
+    found = {p.name: _read(p, weights[p.name], library, there) for p in manifest.parameters}
     packings = [b.packing for b in manifest.buffers if b.packing is not None and b.packing.dtype in FINITE]
     finite = {key for packing in packings for key, _ in packing.sources}
     for parameter in manifest.parameters:
-        if parameter.key in finite and _infinite(found[parameter.key]):
+        if parameter.key in finite and _infinite(found[parameter.name]):
             raise NotFiniteError(f"weights[{parameter.name!r}]", "an array with an infinite number", "finite numbers, "
                                  "or a module without products of pairs and weights of integers")
     return found
@@ -65,7 +65,7 @@ def _read(parameter: Parameter, value: Any, library: Library, there: bool) -> An
     if there:
         if shape != parameter.shape:
             raise ShapeError(f"{name}.shape", shape, str(parameter.shape))
-        return value.detach().reshape(parameter.gates, shape[0] // parameter.gates, *shape[1:])
+        return value.detach()
     array = arrays_of(value, name).to_host(value, name, library)
     if shape != parameter.shape:
         raise ShapeError(f"{name}.shape", shape, str(parameter.shape))
@@ -73,4 +73,4 @@ def _read(parameter: Parameter, value: Any, library: Library, there: bool) -> An
         raise DTypeError(f"{name}.dtype", str(array.dtype), "a floating-point type")
     if array.dtype.itemsize > 8 or not array.dtype.isnative:
         array = array.astype(np.float64)
-    return array.reshape(parameter.gates, shape[0] // parameter.gates, *shape[1:])
+    return array

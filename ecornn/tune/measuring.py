@@ -12,12 +12,11 @@ import msgspec
 import numpy as np
 
 from ecornn.errors import ScheduleError
-from ecornn.program import PACKED, RUN, WORKSPACE
+from ecornn.program import RUN, WORKSPACE
 from ecornn.runtime.binding import Bound
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.memory import layout as laid_out
-from ecornn.runtime.plan import SCALARS, EntryPlan
-from ecornn.runtime.weights import read_weights
+from ecornn.runtime.plan import SCALARS
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
@@ -193,10 +192,7 @@ class Recurrence:
         buffers = {b.name: b for b in manifest.buffers}
         self.taken = list(enumerate((buffers[name] for name in manifest.entries[RUN]), SCALARS))
         self.scratch = [(i, b) for i, b in self.taken if b.role == WORKSPACE]
-        packed = tuple((i, b) for i, b in self.taken if b.role == PACKED)
-        parameters = read_weights(manifest, weights, module.library, 0)
-        self.bound = Bound(manifest, EntryPlan(len(self.taken) + SCALARS, {}, packed, (), ()), parameters,
-                           module.library, 0)
+        self.bound = Bound(manifest, weights, module.library, 0, None)
         self.states, self.hidden = manifest.states, manifest.workload.hidden
         self.raised = manifest.workload.arithmetic == "tf32"
         dtype = buffers["hoisted"].dtype if hoisted else "float32"
@@ -226,11 +222,11 @@ class Recurrence:
         given |= {f"{name}_in": state for name, state in zip(self.states, first, strict=True)}
         given |= {f"{name}_out": state for name, state in zip(self.states, last, strict=True)}
         places = {name: arrays_of(array, name).ready(array, name)[1] for name, array in given.items()}
+        places |= self.bound.packed
         starts, total = laid_out([b.nbytes(steps) for _, b in self.scratch])
         if total and (self.memory is None or self.memory.nbytes < total):
             self.memory = arrays.workspace(total, out, self.library)
-        arguments = self.bound.arguments.copy()
-        arguments[:SCALARS] = steps, batch, 0, arrays.queue(0)
+        arguments = [steps, batch, 0, arrays.queue(0)] + [0] * len(self.taken)
         for i, b in self.taken:
             if b.name in places:
                 arguments[i] = places[b.name]

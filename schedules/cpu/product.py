@@ -15,7 +15,7 @@ A lane of a vector holds some weights that are neighbours in k, as words of 32 b
 int16 and int21 are multiples of a step, one for each unit, which the product is multiplied with in the end: the
 largest magnitude of a unit's weights is 2**15 or 2**20 steps, less one. So a weight is off by half a step at most; the
 operand stays float32. What makes int21 as fast as its bytes are few is that two of three weights are a word as it
-lies there: what the lower 11 bits add to it was taken from it before it was rounded (ecornn/runtime/fixed_point.py).
+lies there: what the lower 11 bits add to it was taken from it before it was rounded (ecornn/build/c_pack.h).
 
 For int8 weights each row of the operand becomes 8-bit integers, too, by its largest magnitude:
 

@@ -1,4 +1,5 @@
-"""Packs weights as a schedule asks: stack, pad, split, transpose, round."""
+"""What a module packs of weights, in NumPy: stack, pad, split, transpose, round. The code of modules, c_pack.h and
+pack_weights.cu, is held against it, and emulated kernels read what it packs."""
 
 from __future__ import annotations
 
@@ -11,11 +12,10 @@ from numpy.typing import NDArray
 
 from ecornn.errors import ModuleError
 from ecornn.program import WHOLE, Packing
-from ecornn.runtime import fixed_point
 
 Array = NDArray[Any]
 EXPONENTS = -126, 127  # of float32's normal numbers
-FINITE = {"pairs", "scale", "int16_scale", "int21_scale"}  # an infinite weight would make NaN of what floats make of it
+BITS = {"int16": 16, "int21": 21}
 PIECE = 1 << 15  # elements that are rounded at a time
 
 
@@ -32,9 +32,9 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
     if packing.dtype == "scale":
         return scales(padded)
     if packing.dtype in ("int16_scale", "int21_scale"):
-        return fixed_point.scales(padded, packing.dtype.removesuffix("_scale"))
-    if packing.dtype in fixed_point.BITS:
-        return fixed_point.words(padded, packing.dtype, packing.split, packing.order)
+        return fixed_scales(padded, packing.dtype.removesuffix("_scale"))
+    if packing.dtype in BITS:
+        return fixed_words(padded, packing.dtype, packing.split, packing.order)
     if packing.dtype == "balance":
         return powers(padded.astype(np.float32, copy=False))
     if packing.dtype in ("balanced", "pairs"):
@@ -161,3 +161,38 @@ def bfloat16_bits(values: Array) -> NDArray[np.uint16]:
             rounded[nan] = np.uint32(0x7FC0)
         out[first:first + PIECE] = rounded
     return out.reshape(single.shape)
+
+
+def fixed_scales(values: Array, kind: str) -> NDArray[np.float32]:
+    """What the lowest bit of a word stands for, (..., K) -> (...): 0 for a row of zeros, NaN where one is in it."""
+    bits = BITS[kind]
+    return (np.abs(values).max(-1) / ((2 ** (bits - 1) - 1) * 2.0 ** (32 - bits))).astype(np.float32)
+
+
+def fixed_words(values: Array, kind: str, split: tuple[int, ...], order: tuple[int, ...]) -> NDArray[np.uint32]:
+    """Packed rows (G, H, K). ``split`` in its ``order`` ends in (lane, k of a group); the result ends in (word, lane).
+    What is not finite becomes 0, and its row's scale is not finite."""
+    scale = fixed_scales(values, kind)[..., None].astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        wanted = np.nan_to_num(values / np.where(scale > 0, scale, 1), posinf=0, neginf=0)
+    groups = np.moveaxis(wanted.reshape(split).transpose(order), -1, 0)
+    return np.stack(sixteen(*groups) if kind == "int16" else twenty_one(*groups), -2)
+
+
+def sixteen(first: Array, second: Array) -> list[NDArray[np.uint32]]:
+    """One word of two: the first is shifted up before it is used, the second is not."""
+    lower = upper_bits(first, 16) >> np.uint32(16)
+    return [upper_bits(second - lower, 16) | lower]
+
+
+def twenty_one(first: Array, second: Array, third: Array) -> list[NDArray[np.uint32]]:
+    """Two words of three: the third, of 22 bits, is put together from the lower 11 of both."""
+    split = upper_bits(third, 22)
+    lower = split >> np.uint32(21), split >> np.uint32(10) & np.uint32(0x7FF)
+    return [upper_bits(value - below, 21) | below for value, below in zip((first, second), lower, strict=True)]
+
+
+def upper_bits(values: Array, bits: int) -> NDArray[np.uint32]:
+    """``values`` rounded to int32 whose lower bits are zero."""
+    unit, most = 2 ** (32 - bits), 2 ** (bits - 1)
+    return (np.rint(values / unit).clip(-most, most - 1).astype(np.int64) * unit).astype(np.uint32)
