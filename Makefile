@@ -2,7 +2,7 @@
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.13)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
-#   make test-cpus CPUS="haswell" PYTEST="tests/test_cpu*.py"    the same where tests take this CPU for others, too
+#   make test-cpus CPUS="haswell" PYTEST=tests/cpu    the same where tests take this CPU for others, too
 #   make run HIDDEN=1024 TUNE="--trials 200"     by default the search stops after 90 seconds
 
 PYTHON ?= python3
@@ -75,8 +75,8 @@ test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)
 
 # Without assertions in the package: python -O drops them. Pytest rewrites those of tests, which hold.
-OPTIMIZED := $(addprefix tests/,test_asserts.py test_runtime_layer.py test_runtime_packing.py test_cpu_training.py \
-	test_torch_recurrent.py)
+OPTIMIZED := $(addprefix tests/,project/test_asserts.py runtime/test_runtime_layer.py runtime/test_runtime_packing.py \
+	cpu/test_cpu_training.py torch/test_torch_recurrent.py)
 test-optimized: $(VENV)/installed-test
 	$(BIN)/python -O -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" \
 		-W "ignore:assertions not in test modules:pytest.PytestConfigWarning" $(OPTIMIZED) $(PYTEST)
