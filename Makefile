@@ -1,4 +1,4 @@
-# make setup | run | examples | test | test-cpus | test-packages | soak | lint | docs | test-wheel | bench | sanitize | clean
+# make setup | run | examples | test | test-fast | test-cpus | test-packages | soak | lint | docs | test-wheel | bench | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.13)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
@@ -32,7 +32,7 @@ define install
 	@touch $@
 endef
 
-.PHONY: setup run examples test test-optimized test-cpus test-packages soak lint docs test-wheel bench sanitize clean
+.PHONY: setup run examples test test-fast test-optimized test-cpus test-packages soak lint docs test-wheel bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
 $(VENV)/installed: pyproject.toml
@@ -72,7 +72,14 @@ run: $(VENV)/installed
 examples: $(VENV)/installed-examples
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive" $(APART) $(PYTEST)
+
+# Rooms of what is written and measured, which no CPU changes: tests/README.md
+WRITTEN := $(addprefix --ignore=tests/,docs report benchmarks)
+
+# What takes at most four minutes on two cores: neither slow tests nor those of what is written.
+test-fast: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" $(WRITTEN) $(PYTEST)
 
 # Without assertions in the package: python -O drops them. Pytest rewrites those of tests, which hold.
 OPTIMIZED := $(addprefix tests/,project/test_asserts.py runtime/test_runtime_layer.py runtime/test_runtime_packing.py \
@@ -83,7 +90,8 @@ test-optimized: $(VENV)/installed-test
 
 # An older CPU's code runs on a newer one: tests with this CPU, then with each of CPUS in its place.
 test-cpus:
-	for cpu in "" $(CPUS); do ECORNN_TEST_CPU=$$cpu $(MAKE) test || exit; done
+	$(MAKE) test
+	for cpu in $(CPUS); do ECORNN_TEST_CPU=$$cpu $(MAKE) test APART="$(WRITTEN)" || exit; done
 
 # Models of other people's packages with compiled layers, see tests/packages/; what they need is installed besides.
 #   make test-packages PYTEST="--absent=skip" leaves out those that cannot be imported
