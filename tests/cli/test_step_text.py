@@ -32,7 +32,7 @@ GOLDEN = {"step_lstm.txt": ["--cell", "lstm", "--hidden", "800", "--dtype", "flo
 def printed(*arguments: str) -> str:
     result = CliRunner().invoke(main, ["compile", *arguments, "--emit", "step"])
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def text_of(cell: Cell, input: int = 31, hidden: int = 30) -> str:
