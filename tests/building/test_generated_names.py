@@ -8,6 +8,7 @@ import pytest
 from cuda_on_cpu import Emulated, inputs
 from emulated import SHAPES, TINY, task_of
 from rooms import ROOT
+from tvm import te
 
 from ecornn.analysis import analyse
 from ecornn.build.cuda import lower
@@ -29,8 +30,6 @@ class Named(Cell):
         return dict(zip(self.names, ((2, hidden, input), (2, hidden, hidden)), strict=True))
 
     def step(self, x, states, parameters):
-        from tvm import te
-
         h, c = states
         W, R = (parameters[name] for name in self.names)
         gx, nx, gh, nh = product(x, W, 0), product(x, W, 1), product(h, R, 0), product(h, R, 1)

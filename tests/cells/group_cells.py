@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from maximum_cells import soft
+from tvm import te
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
 
@@ -26,8 +27,6 @@ class Grouped(Cell):
         return {"W": (2, hidden, input), "R": (2, hidden, hidden), "v": (1, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h, c), wx, rh, n = states, product(x, p["W"]), product(states[0], p["R"]), self.groups
         own, top, alike = int(h.shape[1]) // n, largest(wx, "top", n), normalized(c, 1e-2, "alike", n)
         share = softmax(pointwise(lambda b, j: 2.0 * rh[b, 0, j] + wx[b, 0, j] + p["v"][0, j], h, "scores"), "share", n)
@@ -68,8 +67,6 @@ class Chunks(Cell):
         return {"W": (1, hidden, input), "V": (1, self.chunks, hidden), "U": (2, hidden, self.chunks), "v": (1, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"], 0)
         scores = normalized(product(h, p["V"], 0), 1e-2, "alike")
         biased = pointwise(lambda b, j: 3.0 * scores[b, j] + p["v"][0, j], scores, "biased")
@@ -99,8 +96,6 @@ class Slots(Cell):
         return {"W": (2, hidden, input), "M": (1, hidden, hidden), "U": (1, hidden, self.slots)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx, n, own = states, product(x, p["W"]), self.slots, int(states[0].shape[1]) // self.slots
         k = te.reduce_axis((0, own), "k")
         scores = te.compute((h.shape[0], n), lambda b, s: te.sum(

@@ -11,6 +11,7 @@ import published
 import pytest
 import step_cells
 import torch
+from tvm import te, tirx
 
 from ecornn.bench.step_loop import StepLoop
 from ecornn.bench.torch_layers import nearest
@@ -103,8 +104,6 @@ def test_what_pytorch_has_nothing_for_is_said():
             return {"W": (1, hidden, input)}
 
         def step(self, x: Any, states: Any, p: Any) -> Any:
-            from tvm import te, tirx
-
             (h,), wx = states, product(x, p["W"], 0)
             return [pointwise(lambda b, j: te.tanh(wx[b, j] + tirx.popcount(tirx.Cast("int32", h[b, j]))), h)]
 

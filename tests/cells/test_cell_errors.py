@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tvm import te, tirx
+from tvm import te, tirx, topi
 
 import ecornn
 from ecornn.analysis import analyse
@@ -47,8 +47,6 @@ def neighbour(x: Any, h: Any, p: Any) -> Any:
 
 
 def started(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, h.shape[1]), "k")
     good = te.compute(h.shape, lambda b, j: te.sum(  # here
         h[b, k] * p["R"][0, j, k], axis=k, init=te.const(1.0, "float32")), name="started")
@@ -56,47 +54,35 @@ def started(x: Any, h: Any, p: Any) -> Any:
 
 
 def smallest(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, h.shape[1]), "k")
     least = te.compute((h.shape[0],), lambda b: te.min(h[b, k], axis=k), name="least")  # here
     return [pointwise(lambda b, j: h[b, j] - least[b], h)]
 
 
 def largest_product(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, h.shape[1]), "k")
     return [te.compute(h.shape, lambda b, j: te.max(h[b, k] * p["R"][0, j, k], axis=k))]  # here
 
 
 def half(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, 3), "k")
     some = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="some")  # here
     return [pointwise(lambda b, j: h[b, j] - some[b], h)]
 
 
 def other_row(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, h.shape[1]), "k")
     total = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="total")  # here
     return [pointwise(lambda b, j: h[b, j] - total[0], h)]
 
 
 def of_parameters(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, h.shape[1]), "k")
     total = te.compute((h.shape[0],), lambda b: te.sum(p["b"][0, k], axis=k), name="total")  # here
     return [pointwise(lambda b, j: h[b, j] - total[b], h)]
 
 
 def transposed(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, h.shape[1]), "k")
     return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, k, j], axis=k))]  # here
 
@@ -106,20 +92,14 @@ def unknown(x: Any, h: Any, p: Any) -> Any:
 
 
 def wide(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     return [te.compute((h.shape[0], 2), lambda b, j: h[b, j])]  # here
 
 
 def remainder(x: Any, h: Any, p: Any) -> Any:
-    from tvm import tirx
-
     return [pointwise(lambda b, j: tirx.Cast("float32", tirx.truncmod(tirx.Cast("int32", h[b, j]), 3)), h)]  # here
 
 
 def residual(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     return [te.compute(h.shape, lambda b, j: h[b, j] + x[b, j])]  # here
 
 
@@ -128,8 +108,6 @@ def wrong_weight(x: Any, h: Any, p: Any) -> Any:
 
 
 def part_of_a_row(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, 3), "k")
     return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, j, k], axis=k))]  # here
 
@@ -139,8 +117,6 @@ def no_such_gate(x: Any, h: Any, p: Any) -> Any:
 
 
 def no_such_vector(x: Any, h: Any, p: Any) -> Any:
-    from tvm import te
-
     return [te.compute(h.shape, lambda b, j: h[b, j] + p["b"][1, j])]  # here
 
 
@@ -216,8 +192,6 @@ def one_index(x: Any, h: Any, p: Any) -> Any:
 
 
 def by_topi(x: Any, h: Any, p: Any) -> Any:
-    from tvm import topi
-
     return [topi.matmul(h, p["R"])]  # here
 
 

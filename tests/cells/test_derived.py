@@ -12,6 +12,7 @@ import torch
 from cuda_on_cpu import Emulated
 from emulated import TINY
 from test_published_cells import quick_host_code  # noqa: F401
+from tvm import te
 
 import ecornn
 import ecornn.torch
@@ -47,8 +48,6 @@ class Computed(Cell):
         return {"R": R, "decay": xp.exp(-xp.exp(p["log_tau"]))}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, r, decay, gain = states, product(x, p["W"], 0), product(states[0], p["R"]), p["decay"], p["gain"]
         new = pointwise(lambda b, j: te.tanh(wx[b, j] + r[b, 0, j] + r[b, 1, j] * te.sigmoid(r[b, 2, j] + r[b, 3, j])),
                         h)

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import smaller_matrices
 from cpu_training_sample import Call
-from cuda_on_cpu import Emulated
-from emulated import TINY, training_program
-from msgspec.structs import replace
-from test_backward_emulated import LIMITS, Step
+from smaller_matrices import B, I, T, drawn, flat, gradients
+from tvm import te
 
 import ecornn
 from ecornn import Cell, largest, pointwise, product
 from ecornn.analysis import analyse
-from ecornn.analysis.adjoint import adjoint
-from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.heads import heads_of
 from ecornn.cli.step_text import step_text
 from ecornn.errors import CellError
-from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Stack, Traversal, Workload
-
-T, B, I = 5, 3, 4
+from ecornn.workload import Stack, Workload
 
 
 class BlockRNN(Cell):
@@ -42,8 +37,6 @@ class BlockRNN(Cell):
         return found | ({"Q": (1, hidden, hidden)} if self.whole else {})
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), heads = states, 1 if self.dense else self.heads
         a, r, v = product(x, p["W"]), product(h, p["R"], heads=heads), p["b"]
         q = product(h, p["Q"], 0) if self.whole else h
@@ -51,17 +44,6 @@ class BlockRNN(Cell):
         s = product(pointwise(lambda b, j: z[b, j] * h[b, j], h), p["S"], 0, heads=heads)
         n = pointwise(lambda b, j: te.tanh(a[b, 1, j] + r[b, 1, j] + s[b, j] + v[1, j]), h)
         return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * n[b, j], h)]
-
-
-def drawn(cell: Cell, hidden: int, seed: int = 0, batch: int = B) -> tuple[Any, dict[str, Any], Any]:
-    """x, parameters in te shape and the first state: values of float16 in float32."""
-    rng = np.random.default_rng(seed)
-
-    def values(shape: tuple[int, ...], scale: float = 1.0) -> Any:
-        return (rng.uniform(-1, 1, shape) * scale).astype(np.float16).astype(np.float32)
-
-    parameters = {n: values(s, 2 * s[-1] ** -0.5) for n, s in cell.parameters(I, hidden).items()}
-    return values((T, batch, I)), parameters, values((batch, hidden))
 
 
 def filled(parameters: dict[str, Any], heads: int) -> dict[str, Any]:
@@ -78,11 +60,7 @@ def filled(parameters: dict[str, Any], heads: int) -> dict[str, Any]:
     return found
 
 
-def flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in parameters.items()}
-
-
-def by_the_dense_cell(heads: int, whole: bool, x: Any, parameters: dict[str, Any], h: Any) -> tuple[Any, Any]:
+def by_the_dense_cell(heads: int, whole: bool, x: Any, h: Any, parameters: dict[str, Any]) -> tuple[Any, Any]:
     y, (last,) = ecornn.reference(BlockRNN(heads, whole, dense=True), x, flat(filled(parameters, heads)), [h])
     return y, last
 
@@ -90,8 +68,8 @@ def by_the_dense_cell(heads: int, whole: bool, x: Any, parameters: dict[str, Any
 @pytest.mark.parametrize(("heads", "whole"), [(1, False), (2, False), (3, True), (12, False)])
 def test_the_reference_is_the_dense_cell(heads: int, whole: bool):
     cell, hidden = BlockRNN(heads, whole), 12
-    x, parameters, h = drawn(cell, hidden)
-    wanted = by_the_dense_cell(heads, whole, x, parameters, h)
+    x, parameters, (h,) = drawn(cell, hidden)
+    wanted = by_the_dense_cell(heads, whole, x, h, parameters)
     y, (last,) = ecornn.reference(cell, x, flat(parameters), [h])
     np.testing.assert_allclose(y, wanted[0], rtol=1e-13, atol=1e-13)
     np.testing.assert_allclose(last, wanted[1], rtol=1e-13, atol=1e-13)
@@ -103,47 +81,32 @@ def test_a_phase_has_one_number_of_heads():
     assert all(t.heads == heads_of(p) for p in phases for q in p.products for t in q.terms)
 
 
-def gradients(heads: int, whole: bool, hidden: int) -> tuple[Any, ...]:
-    """A call with gradients, and what must come of it: by the adjoint of the dense cell, cut to blocks."""
-    cell = BlockRNN(heads, whole)
-    x, parameters, h = drawn(cell, hidden)
-    rng = np.random.default_rng(1)
-    dy, dh = (rng.normal(size=s).astype(np.float16).astype(np.float32) for s in ((T, B, hidden), (B, hidden)))
-    graph = analyse(BlockRNN(heads, whole, dense=True), I, hidden)
-    dx, found, (first,) = backpropagate(adjoint(graph, hidden), x, filled(parameters, heads), [h], dy, [dh])
+def gradients_of(heads: int, whole: bool, hidden: int) -> tuple[BlockRNN, Call, dict[str, Any]]:
+    """A cell, a call with gradients, and what must come of it: of the adjoint of the dense cell blocks are cut."""
     own = hidden // heads
-    for name in ("R", "S"):
-        found[name] = np.concatenate([found[name][:, n * own:(n + 1) * own, n * own:(n + 1) * own]
-                                      for n in range(heads)], axis=1)
-    return cell, x, parameters, h, dy, dh, dx, found, first
+
+    def blocks(found: dict[str, Any]) -> dict[str, Any]:
+        return {name: np.concatenate([value[:, n * own:(n + 1) * own, n * own:(n + 1) * own] for n in range(heads)], 1)
+                if name in ("R", "S") else value for name, value in found.items()}
+
+    cell = BlockRNN(heads, whole)
+    call, wanted = gradients(cell, hidden, BlockRNN(heads, whole, dense=True), lambda p: filled(p, heads), blocks)
+    y, last = by_the_dense_cell(heads, whole, call.x, call.states[0], call.parameters)
+    return cell, call, {"y": y, "h_out": last, **wanted}
 
 
 @pytest.mark.parametrize(("heads", "whole"), [(2, False), (3, True), (6, False)])
 def test_the_adjoint_is_that_of_the_dense_cell(heads: int, whole: bool):
-    cell, x, parameters, h, dy, dh, dx, wanted, first = gradients(heads, whole, 6)
-    own = adjoint(analyse(cell, I, 6), 6)
-    got = backpropagate(own, x, parameters, [h], dy, [dh])
-    np.testing.assert_allclose(got[0], dx, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(got[2][0], first, rtol=1e-12, atol=1e-12)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(got[1][name], value, rtol=1e-12, atol=1e-12)
+    cell, call, wanted = gradients_of(heads, whole, 6)
+    smaller_matrices.check_adjoint(cell, 6, call, {n: v for n, v in wanted.items() if n not in ("y", "h_out")})
 
 
 @pytest.mark.parametrize(("heads", "whole", "hidden"), [(2, True, 32), pytest.param(
     3, False, 9, marks=pytest.mark.exhaustive), pytest.param(5, False, 70, marks=pytest.mark.exhaustive)])
 def test_trains_on_a_cpu(heads: int, whole: bool, hidden: int):
     """Heads of whole vectors; of three units, in code of one lane; and of 14, in code of two."""
-    cell, x, parameters, h, dy, dh, dx, wanted, first = gradients(heads, whole, hidden)
-    y, last = by_the_dense_cell(heads, whole, x, parameters, h)
-    module = ecornn.compile(cell, hidden=hidden, input=I, batch=B, seq=T, target="cpu", training=True)
-    layer = module.bind(flat(parameters), threads=2)
-    got, after, kept = layer.forward(x, [h])
-    assert relative_error(got, y) <= 2e-6 and relative_error(after[0], last) <= 2e-6
-    assert np.array_equal(layer(x, [h])[0], got)
-    found = layer.backward(kept, dy, [dh])
-    assert relative_error(found.x, dx) <= 1e-5 and relative_error(found.state[0], first) <= 1e-5
-    for name, value in wanted.items():
-        assert relative_error(found.weights[f"{name}_l0"].reshape(value.shape), value) <= 1e-5, name
+    cell, call, wanted = gradients_of(heads, whole, hidden)
+    smaller_matrices.check_training_on_a_cpu(cell, hidden, call, wanted)
 
 
 @pytest.mark.parametrize(("heads", "shape", "says"), [
@@ -188,46 +151,18 @@ GPU = [("fused_step", 2, False, 64, "float32", 3, {}), ("fused_step", 5, True, 7
 def test_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden: int, dtype: str, batch: int,
                            knobs: dict[str, Any], tmp_path: Path):
     """Heads of whole tiles, and such that end within them; of one block, of several, of a cluster; rows in groups."""
-    cell = BlockRNN(heads, whole)
-    x, parameters, h = drawn(cell, hidden, batch=batch)
-    y, last = by_the_dense_cell(heads, whole, x, parameters, h)
-    device = replace(TINY, cores=24) if knobs else TINY
-    work = Workload(cell.name, hidden, I, batch, T, dtype)
-    task, found = Task(work, analyse(cell, I, hidden), device), all_schedules()[schedule]
-    assert found.serves(task) is None
-    config = {**found.default(task), **knobs}
     if knobs:
-        config |= {"warps": 1, "gate_warps": 2 if knobs["carrier"] == "l2" else 1, "registers": 100}
-    assert found.check(task, config) is None
-    emulated = Emulated(found.program(task, found.plan(task, config)), tmp_path)
-    got, after = emulated.run(x.astype(dtype), {"h": h.astype(dtype)}, parameters)
-    limit = 2e-5 if dtype == "float32" else 2e-3
-    assert relative_error(got, y) <= limit and relative_error(after["h"], last) <= limit
-
-
-class TrainingStep(Step):
-    """A layer of a cell with heads, and one training step of it."""
-
-    def __init__(self, folder: Path, schedule: str, cell: BlockRNN, hidden: int, dtype: str) -> None:
-        self.name, self.dtype, self.traversal = cell.name, dtype, Traversal(keep="states")
-        work = Workload(cell.name, hidden, I, B, T, dtype)
-        self.task = Task(work, analyse(cell, I, hidden), TINY, self.traversal)
-        self.program = training_program(all_schedules()[schedule], self.task)
-        self.emulated = Emulated(self.program, folder)
+        knobs = knobs | {"warps": 1, "gate_warps": 2 if knobs["carrier"] == "l2" else 1, "registers": 100}
+    smaller_matrices.check_on_a_gpu(tmp_path, schedule, BlockRNN(heads, whole), hidden, dtype, batch, knobs,
+                   partial(by_the_dense_cell, heads, whole))
 
 
 @pytest.mark.parametrize(("schedule", "heads", "whole", "hidden", "dtype"), [
     ("persistent", 2, False, 64, "float32"), ("layout_transform", 2, True, 64, "float32"),
     pytest.param("persistent", 2, False, 128, "float16", marks=pytest.mark.exhaustive)])
 def test_trains_emulated_on_a_gpu(schedule: str, heads: int, whole: bool, hidden: int, dtype: str, tmp_path: Path):
-    cell, x, parameters, h, dy, dh, dx, wanted, first = gradients(heads, whole, hidden)
-    step = TrainingStep(tmp_path, schedule, cell, hidden, dtype)
-    found = step.run(Call(x, [h], dy, [dh], parameters))
-    y, last = by_the_dense_cell(heads, whole, x, parameters, h)
-    limit = LIMITS[dtype]
-    for name, value in {"y": y, "h_out": last, "dx": dx, "dh_in": first,
-                        **{f"gradient_{n}": g for n, g in wanted.items()}}.items():
-        assert relative_error(found[name].reshape(value.shape), value) <= limit, name
+    cell, call, wanted = gradients_of(heads, whole, hidden)
+    smaller_matrices.check_training_on_a_gpu(tmp_path, schedule, cell, hidden, dtype, call, wanted)
 
 
 class Groups(Cell):
@@ -245,8 +180,6 @@ class Groups(Cell):
         return {"ones": 0 * p["S"][:, :1, :1] + 1}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a, scores = states, product(x, p["W"], 0), product(states[0], p["S"], 0)
         top = largest(scores)
         power = pointwise(lambda b, j: te.exp(scores[b, j] - top[b]), h)

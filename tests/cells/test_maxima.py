@@ -11,12 +11,11 @@ import group_cells
 import maximum_cells
 import numpy as np
 import pytest
-import step_cells
 import torch
 from analysed_step import run_analysed
-from cuda_on_cpu import DTYPES
+from drawn_layers import Drawn
 from emulated import TINY, check_numbers, known_by_name, training_program
-from emulated_training import check, train
+from emulated_training import check
 from msgspec import structs
 from test_persistent_emulated import SMALL, cut
 from tvm import te
@@ -72,60 +71,33 @@ def test_exchanged_between_blocks(tmp_path: Path, cell: str, hidden: int, dtype:
     check_numbers(tmp_path, all_schedules()["persistent"], task, config)
 
 
-class Drawn:
-    """Random arguments of a layer of such a cell, and what comes of them in float64."""
-
-    def __init__(self, name: str, kind: Any = np.float64) -> None:
-        rng, self.cell = np.random.default_rng(4), CELLS[name]
-
-        def drawn(*shape: int) -> Any:
-            return rng.uniform(-1, 1, shape).astype(kind).astype(np.float64)
-
-        self.x, self.dy = drawn(T, B, I), drawn(T, B, H)
-        self.first, self.dlast = [drawn(B, H) for _ in self.cell.states], [drawn(B, H) for _ in self.cell.states]
-        self.parameters = {n: drawn(*s) * 0.5 for n, s in self.cell.parameters(I, H).items()}
-        self.weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in self.parameters.items()}
-
-    def run(self, **moved: Any) -> tuple[Any, list[Any]]:
-        first = dict(zip(self.cell.states, self.first, strict=True))
-        y, last = step_cells.run(self.cell, moved.pop("x", self.x), first, {**self.parameters, **moved})
-        return y, [last[n] for n in self.cell.states]
-
-    def gradients(self, **options: Any) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-        made = adjoint(analyse(self.cell, I, H), H)
-        return backpropagate(made, self.x, self.parameters, self.first, self.dy, self.dlast, **options)
+def drawn_of(name: str, dtype: str = "float64") -> Drawn:
+    return Drawn(CELLS[name], (T, B, I, H), dtype, scale=0.5)
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_analysis_and_its_gradients(name: str):
     """Against differences of the formula, whatever is kept."""
-    drawn, rng = Drawn(name), np.random.default_rng(1)
-    y, last = drawn.run()
-    for found in (run_analysed(analyse(drawn.cell, I, H), drawn.x, drawn.parameters, drawn.first),
-                  ecornn.reference(drawn.cell, drawn.x, drawn.weights, drawn.first)):
-        assert all(abs(a - b).max() < 1e-7 for a, b in zip((found[0], *found[1]), (y, *last), strict=True))
+    drawn, rng = drawn_of(name), np.random.default_rng(1)
+    drawn.check_call(*run_analysed(analyse(drawn.cell, I, H), drawn.x, drawn.parameters, drawn.first), 1e-7)
+    drawn.check_call(*ecornn.reference(drawn.cell, drawn.x, drawn.weights, drawn.first), 1e-7)
     for keep in ("gates", "states"):
         dx, parameters, _ = drawn.gradients(keep=keep)
         for where, gradient in {"x": dx, **parameters}.items():
             along = rng.standard_normal(gradient.shape) * 1e-6
             base = drawn.x if where == "x" else drawn.parameters[where]
-            up, down = (sum((v * d).sum() for v, d in zip((moved[0], *moved[1]), (drawn.dy, *drawn.dlast), strict=True))
-                        for moved in (drawn.run(**{where: base + s * along}) for s in (1, -1)))
+            up, down = (drawn.loss(**{where: base + s * along}) for s in (1, -1))
             assert abs((up - down) / 2 - (gradient * along).sum()) < 1e-6 * np.linalg.norm(gradient) * 1e-6 * 22, where
 
 
 @pytest.mark.parametrize("name", ["peaks", "grouped", "chunks"])
 def test_a_training_step_on_this_cpu(name: str):
-    drawn = Drawn(name)
+    drawn = drawn_of(name)
     module = ecornn.compile(drawn.cell, hidden=H, input=I, batch=B, dtype="float64", target="cpu", training=True)
-    layer, (y, last) = module.bind(drawn.weights, threads=2), drawn.run()
-    got, after, kept = layer.forward(drawn.x, drawn.first)
-    assert all(abs(a - b).max() < 1e-7 for a, b in zip((got, *after), (y, *last), strict=True))
-    found, (dx, parameters, states) = layer.backward(kept, drawn.dy, drawn.dlast), drawn.gradients()
-    assert abs(found.x - dx).max() < 1e-9 and all(abs(a - b).max() < 1e-9 for a, b in zip(found.state, states,
-                                                                                        strict=True))
-    for name, value in parameters.items():
-        assert abs(found.weights[f"{name}_l0"] - value.reshape(-1, *value.shape[2:])).max() < 1e-9
+    layer = module.bind(drawn.weights, threads=2)
+    y, last, kept = layer.forward(drawn.x, drawn.first)
+    drawn.check_call(y, last, 1e-7)
+    drawn.check_backward(layer.backward(kept, drawn.dy, drawn.dlast), 1e-9)
 
 
 @pytest.mark.parametrize(("name", "dtype", "keep"), [
@@ -133,17 +105,9 @@ def test_a_training_step_on_this_cpu(name: str):
     pytest.param("chunks", "float32", "states", marks=pytest.mark.exhaustive)])
 def test_a_training_step_of_a_gpu(tmp_path: Path, name: str, dtype: str, keep: str):
     """Emulated. Where values have 16 bits another one may be the largest."""
-    drawn, schedule = Drawn(name, DTYPES[dtype]), all_schedules()["persistent"]
-    program = training_program(schedule, task_of(name, dtype, Traversal(keep=keep)))
-    given, sizes = {"x": drawn.x, "dy": drawn.dy}, {"y": T * B * H, "dx": drawn.x.size}
-    for n, first, dlast in zip(drawn.cell.states, drawn.first, drawn.dlast, strict=True):
-        given |= {f"{n}_in": first, f"d{n}_out": dlast}
-        sizes |= {f"{n}_out": B * H, f"d{n}_in": B * H}
-    found = train(program, tmp_path, given, sizes, drawn.parameters, T, B)
-    dx, parameters, states = drawn.gradients()
-    check(found, {"y": drawn.run()[0], "dx": dx, **{f"gradient_{n}": v for n, v in parameters.items()},
-                  **{f"d{n}_in": v for n, v in zip(drawn.cell.states, states, strict=True)}},
-          {"float32": 2e-5, "bfloat16": 16 * 2.0 ** -8}[dtype])
+    drawn = drawn_of(name, dtype)
+    program = training_program(all_schedules()["persistent"], task_of(name, dtype, Traversal(keep=keep)))
+    check(drawn.train(program, tmp_path), drawn.wanted(), {"float32": 2e-5, "bfloat16": 16 * 2.0 ** -8}[dtype])
 
 
 class Most(Cell):

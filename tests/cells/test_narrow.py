@@ -7,28 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import smaller_matrices
 from cpu_training_sample import Call
-from cuda_on_cpu import Emulated
-from emulated import TINY, training_program
-from msgspec.structs import replace
-from test_backward_emulated import LIMITS, Step
+from smaller_matrices import B, I, T, drawn, flat, gradients
 from test_cpu_weights import needs_vnni
 from tvm import te
 
 import ecornn
 from ecornn import Cell, pointwise, product
 from ecornn.analysis import analyse
-from ecornn.analysis.adjoint import adjoint
-from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
 from ecornn.analysis.narrow import columns_of, narrow_of
 from ecornn.cli.step_text import step_text
 from ecornn.errors import CellError
-from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Stack, Traversal, Workload
-
-T, B, I = 5, 3, 4
+from ecornn.workload import Stack, Workload
 
 
 def sig(v: Any) -> Any:
@@ -93,22 +86,6 @@ class Projected(Cell):
             m = sig(o) * np.tanh(c)
             y.append(m)
         return np.stack(y), m
-
-
-def drawn(cell: Cell, hidden: int, batch: int = B) -> tuple[Any, dict[str, Any], list[Any]]:
-    """x, parameters in te shape and first states: values of float16 in float32; other states are zero."""
-    rng = np.random.default_rng(0)
-
-    def values(shape: tuple[int, ...], scale: float = 1.0) -> Any:
-        return (rng.uniform(-1, 1, shape) * scale).astype(np.float16).astype(np.float32)
-
-    parameters = {n: values(s, 2 * s[-1] ** -0.5) for n, s in cell.parameters(I, hidden).items()}
-    zeros = [np.zeros((batch, hidden), np.float32)] * (len(cell.states) - 1)
-    return values((T, batch, I)), parameters, [values((batch, hidden)), *zeros]
-
-
-def flat(parameters: dict[str, Any]) -> dict[str, Any]:
-    return {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in parameters.items()}
 
 
 CELLS = [LowRank(3), LowRank(5, whole=True), Projected()]
@@ -219,71 +196,35 @@ CLUSTER = L2 | {"groups": 1, "gate_warps": 1, "fences": "rare", "carrier": "clus
 def test_emulated_on_a_gpu(schedule: str, cell: Any, hidden: int, dtype: str, batch: int, knobs: dict[str, Any],
                            tmp_path: Path):
     """Narrow values of a part of a block, of one and a half, and of blocks that send none."""
-    x, parameters, states = drawn(cell, hidden, batch)
-    y, last = cell.numpy(x, states[0], parameters)
-    work = Workload(cell.name, hidden, I, batch, T, dtype)
-    task = Task(work, analyse(cell, I, hidden), replace(TINY, cores=24) if knobs else TINY)
-    found = all_schedules()[schedule]
-    assert found.serves(task) is None
-    config = {**found.default(task), **knobs}
-    assert found.check(task, config) is None
-    emulated = Emulated(found.program(task, found.plan(task, config)), tmp_path)
-    got, after = emulated.run(x.astype(dtype), {n: s.astype(dtype) for n, s in zip(cell.states, states, strict=True)},
-                              parameters)
-    limit = 2e-5 if dtype == "float32" else 2e-3
-    assert relative_error(got, y) <= limit and relative_error(after[cell.states[0]], last) <= limit
+    smaller_matrices.check_on_a_gpu(tmp_path, schedule, cell, hidden, dtype, batch, knobs, cell.numpy)
 
 
-def gradients(cell: LowRank, hidden: int) -> tuple[Any, ...]:
+def gradients_of(cell: LowRank, hidden: int) -> tuple[Call, dict[str, Any]]:
     """A call with gradients, and what must come of it: of the same cell with H rows and columns, those beyond zeros."""
-    x, parameters, (h,) = drawn(cell, hidden)
-    rng = np.random.default_rng(1)
-    dy, dh = (rng.normal(size=s).astype(np.float16).astype(np.float32) for s in ((T, B, hidden), (B, hidden)))
-    full = type(cell)(hidden, cell.whole)
-    filled = {n: np.zeros(s, np.float32) for n, s in full.parameters(I, hidden).items()}
-    for n, value in parameters.items():
-        filled[n][tuple(map(slice, value.shape))] = value
-    whole = analyse(full, I, hidden)
-    dx, found, (first,) = backpropagate(adjoint(whole, hidden), x, filled, [h], dy, [dh])
-    cut = {n: found[n][tuple(map(slice, value.shape))] for n, value in parameters.items()}
-    return x, parameters, h, dy, dh, dx, cut, first
+    full, shapes = type(cell)(hidden, cell.whole), cell.parameters(I, hidden)
+
+    def filled(parameters: dict[str, Any]) -> dict[str, Any]:
+        return {n: np.pad(parameters[n], [(0, to - has) for to, has in zip(s, shapes[n], strict=True)])
+                for n, s in full.parameters(I, hidden).items()}
+
+    call, wanted = gradients(cell, hidden, full, filled, lambda found: {
+        n: found[n][tuple(map(slice, shape))] for n, shape in shapes.items()})
+    y, last = cell.numpy(call.x, call.states[0], call.parameters)
+    return call, {"y": y, "h_out": last, **wanted}
 
 
 @pytest.mark.parametrize("cell", [LowRank(3), LowRank(5, whole=True), NarrowInput(3), NarrowInput(2, whole=True)],
                          ids=lambda c: f"{type(c).__name__}_{c.name}")
 def test_the_adjoint(cell: LowRank):
-    x, parameters, h, dy, dh, dx, wanted, first = gradients(cell, 9)
-    got = backpropagate(adjoint(analyse(cell, I, 9), 9), x, parameters, [h], dy, [dh])
-    np.testing.assert_allclose(got[0], dx, rtol=1e-12, atol=1e-12)
-    np.testing.assert_allclose(got[2][0], first, rtol=1e-12, atol=1e-12)
-    for name, value in wanted.items():
-        np.testing.assert_allclose(got[1][name], value, rtol=1e-12, atol=1e-12, err_msg=name)
+    call, wanted = gradients_of(cell, 9)
+    smaller_matrices.check_adjoint(cell, 9, call, {n: v for n, v in wanted.items() if n not in ("y", "h_out")})
 
 
 @pytest.mark.parametrize(("cell", "hidden"), [(LowRank(5), 33), (NarrowInput(18, whole=True), 40), *(
     pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
         (LowRank(18, whole=True), 40), (NarrowInput(5), 33)))])
 def test_trains_on_a_cpu(cell: LowRank, hidden: int):
-    x, parameters, h, dy, dh, dx, wanted, first = gradients(cell, hidden)
-    module = ecornn.compile(cell, hidden=hidden, input=I, batch=B, seq=T, target="cpu", training=True)
-    layer = module.bind(flat(parameters), threads=2)
-    y, _, kept = layer.forward(x, [h])
-    assert relative_error(y, cell.numpy(x, h, parameters)[0]) <= 2e-6
-    found = layer.backward(kept, dy, [dh])
-    assert relative_error(found.x, dx) <= 1e-5 and relative_error(found.state[0], first) <= 1e-5
-    for name, value in wanted.items():
-        assert relative_error(found.weights[f"{name}_l0"].reshape(value.shape), value) <= 1e-5, name
-
-
-class TrainingStep(Step):
-    """A layer with narrow matrices, and one training step of it."""
-
-    def __init__(self, folder: Path, schedule: str, cell: LowRank, hidden: int, dtype: str) -> None:
-        self.name, self.dtype, self.traversal = cell.name, dtype, Traversal(keep="states")
-        work = Workload(cell.name, hidden, I, B, T, dtype)
-        self.task = Task(work, analyse(cell, I, hidden), TINY, self.traversal)
-        self.program = training_program(all_schedules()[schedule], self.task)
-        self.emulated = Emulated(self.program, folder)
+    smaller_matrices.check_training_on_a_cpu(cell, hidden, *gradients_of(cell, hidden))
 
 
 @pytest.mark.parametrize(("schedule", "cell", "hidden", "dtype"), [
@@ -291,12 +232,7 @@ class TrainingStep(Step):
     *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (
         ("layout_transform", LowRank(18, whole=True), 40, "float16"), ("persistent", NarrowInput(5), 40, "float32")))])
 def test_trains_emulated_on_a_gpu(schedule: str, cell: LowRank, hidden: int, dtype: str, tmp_path: Path):
-    x, parameters, h, dy, dh, dx, wanted, first = gradients(cell, hidden)
-    found = TrainingStep(tmp_path, schedule, cell, hidden, dtype).run(Call(x, [h], dy, [dh], parameters))
-    y, last = cell.numpy(x, h, parameters)
-    for name, value in {"y": y, "h_out": last, "dx": dx, "dh_in": first,
-                        **{f"gradient_{n}": g for n, g in wanted.items()}}.items():
-        assert relative_error(found[name].reshape(value.shape), value) <= LIMITS[dtype], name
+    smaller_matrices.check_training_on_a_gpu(tmp_path, schedule, cell, hidden, dtype, *gradients_of(cell, hidden))
 
 
 class Wrong(Cell):

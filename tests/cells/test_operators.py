@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rooms import ROOT
+from tvm import te, tirx
 
 import ecornn
 from ecornn.analysis import analyse
@@ -49,8 +50,6 @@ CALLS = [key for key, row in OPERATORS.items() if not row.fields]
 
 def expression(key: str, *operands: Any) -> Any:
     """The operator on TVM scalars."""
-    from tvm import te, tirx
-
     if key in ("Select", "if_then_else"):
         return (tirx.Select if key == "Select" else tirx.if_then_else)(operands[0] > 0.0, *operands[1:])
     if key == "Cast":
@@ -81,8 +80,6 @@ def difference(f: Callable[[Any], Any], x: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("key", [k for k in OPERATORS if k not in ("And", "Or", "Not")])
 def test_derivatives_are_differences(key: str):
-    from tvm import tirx
-
     variables = [tirx.Var(f"v{n}", "float32") for n in range(arity(key))]
     e, result = expression(key, *variables), tirx.Var("result", "float32")
     assert key_of(e) == key and operator_of(e) is OPERATORS[key]
@@ -106,8 +103,6 @@ def test_derivatives_are_differences(key: str):
 
 def test_constants_of_derivatives_keep_their_digits():
     """TVM's arithmetic of constants is float32's."""
-    from tvm import te, tirx
-
     a, result = tirx.Var("a", "float32"), tirx.Var("r", "float32")
     e, at = te.power(a, tirx.const(0.3, "float32")), np.array([0.5, 2.0])
     got = evaluate(OPERATORS["pow"].derivative(e, children(e), result)[0], {a: at, result: at**0.3})
@@ -116,8 +111,6 @@ def test_constants_of_derivatives_keep_their_digits():
 
 def test_ties_are_pytorchs():
     torch = pytest.importorskip("torch")
-    from tvm import tirx
-
     a, b = (tirx.Var(n, "float32") for n in "ab")
     zero, one, low = (tirx.const(v, "float32") for v in (0.0, 1.0, -1.0))
     points = torch.tensor([-1.0, 0.0, 1.0, 0.5], dtype=torch.float64)
@@ -150,8 +143,6 @@ class Faulty(Cell):
         return {}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te, tirx
-
         (h,) = states
         return [te.compute(h.shape, lambda b, j: tirx.nextafter(h[b, j], h[b, j]) + 1.0)]  # here
 

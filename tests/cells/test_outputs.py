@@ -10,18 +10,15 @@ from typing import Any
 import numpy as np
 import output_cells
 import pytest
-import step_cells
 import torch
 from analysed_step import run_analysed
-from cuda_on_cpu import DTYPES
+from drawn_layers import Drawn
 from emulated import TINY, check_numbers, known_by_name, training_program
-from emulated_training import check, train
+from emulated_training import check
 from msgspec import structs
 
 import ecornn
 from ecornn.analysis import analyse
-from ecornn.analysis.adjoint import adjoint
-from ecornn.analysis.backpropagation import backpropagate
 from ecornn.cells import Cell, pointwise, product
 from ecornn.cli.cell_checks import RIGHT, Checks
 from ecornn.cli.step_text import step_text
@@ -39,6 +36,10 @@ T, B, I, H = 6, 4, 5, 22
 BOTH = Traversal(True, 2, True, True)
 CELLS = output_cells.CELLS
 known = known_by_name(CELLS)
+
+
+def drawn_of(name: str, dtype: str = "float64") -> Drawn:
+    return Drawn(CELLS[name], (T, B, I, H), dtype)
 
 
 def task_of(cell: str, dtype: str, traversal: Traversal = ALONE) -> Task:
@@ -100,7 +101,7 @@ def test_what_has_no_read_out():
     ("many", 1, {"reverse": True})], ids=str)
 def test_on_this_cpu_it_follows_the_steps_of_a_chunk(cell: str, batch: int, options: dict[str, bool]):
     """Of more steps than a chunk has, by several threads."""
-    drawn, steps = Drawn(cell), 2 * T + 1
+    drawn, steps = drawn_of(cell), 2 * T + 1
     module = ecornn.compile(drawn.cell, hidden=H, input=I, batch=batch, seq=2, dtype="float64", target="cpu", **options)
     assert module.manifest.config["chunk"] == 2
     assert any(b.name.endswith("left_0") for b in module.manifest.buffers)
@@ -120,59 +121,25 @@ def test_on_this_cpu_it_follows_the_steps_of_a_chunk(cell: str, batch: int, opti
         assert np.abs(got - exact).max() < 1e-7  # constants of a step are float32
 
 
-class Drawn:
-    """Random arguments of a layer of such a cell, and what comes of them in float64."""
-
-    def __init__(self, name: str, dtype: str = "float64") -> None:
-        rng, self.cell = np.random.default_rng(4), CELLS[name]
-
-        def drawn(*shape: int) -> Any:
-            return rng.uniform(-1, 1, shape).astype(DTYPES.get(dtype, dtype)).astype(np.float64)
-
-        self.names, n = self.cell.output_names(), len(self.cell.states)
-        self.x, self.dy = drawn(T, B, I), drawn(T, B, len(self.names) * H)
-        self.first, self.dlast = [drawn(B, H) for _ in range(n)], [drawn(B, H) for _ in range(n)]
-        self.parameters = {n: drawn(*s) * 0.25 for n, s in self.cell.parameters(I, H).items()}
-        self.weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in self.parameters.items()}
-        self.y, last = self.run()
-        self.last = [last[n] for n in self.cell.states]
-
-    def run(self, by: float = 0.0, along: Any = 0.0) -> tuple[Any, Any]:
-        return step_cells.run(self.cell, self.x + by * along, dict(zip(self.cell.states, self.first, strict=True)),
-                              self.parameters)
-
-    def gradients(self, **options: Any) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-        made = adjoint(analyse(self.cell, I, H), H)
-        return backpropagate(made, self.x, self.parameters, self.first, self.dy, self.dlast, **options)
-
-
 @pytest.mark.parametrize("name", CELLS)
 def test_the_analysis(name: str):
     """And the adjoint, against differences of the formula, whatever is kept."""
-    drawn, rng = Drawn(name), np.random.default_rng(1)
-    graph = analyse(drawn.cell, I, H)
-    y, last = run_analysed(graph, drawn.x, drawn.parameters, drawn.first)
-    assert abs(y - drawn.y).max() < 1e-13 and all(
-        abs(a - b).max() < 1e-13 for a, b in zip(last, drawn.last, strict=True))
+    drawn, rng = drawn_of(name), np.random.default_rng(1)
+    drawn.check_call(*run_analysed(analyse(drawn.cell, I, H), drawn.x, drawn.parameters, drawn.first), 1e-13)
     along = rng.standard_normal(drawn.x.shape)
-
-    def loss(by: float) -> float:
-        y, last = drawn.run(by, along)
-        return float((y * drawn.dy).sum() + sum((last[n] * d).sum() for n, d in zip(drawn.cell.states, drawn.dlast,
-                                                                                strict=True)))
-
+    up, down = (drawn.loss(x=drawn.x + by * along) for by in (1e-5, -1e-5))
     for keep in ("gates", "states"):
         dx, *_ = drawn.gradients(keep=keep)
-        assert abs((loss(1e-5) - loss(-1e-5)) / 2e-5 - (dx * along).sum()) < 1e-7
+        assert abs((up - down) / 2e-5 - (dx * along).sum()) < 1e-7
 
 
 def test_help_while_writing():
     """The reference, the analysed step as text, and the check of a cell."""
-    drawn = Drawn("many")
+    drawn = drawn_of("many")
     y, last = ecornn.reference(drawn.cell, drawn.x, drawn.weights, drawn.first)
     assert [*y] == ["read", "h", "z", "seen"] and len(last) == 2
     assert abs(np.concatenate([*y.values()], axis=2) - drawn.y).max() < 1e-13
-    plain, _ = ecornn.reference(CELLS["shown"], drawn.x, Drawn("shown").weights)
+    plain, _ = ecornn.reference(CELLS["shown"], drawn.x, drawn_of("shown").weights)
     assert plain.shape == (T, B, H)
     task = task_of("many", "float32")
     assert "; y is read.2, new, z, seen" in " ".join(step_text(task.graph, task.workload, SINGLE).split())
@@ -183,19 +150,10 @@ def test_help_while_writing():
     ("many", "float32", "gates"), ("split", "bfloat16", "states"), ("read", "bfloat16", "states")])
 def test_a_training_step_of_a_gpu(tmp_path: Path, cell: str, dtype: str, keep: str):
     """Emulated; rows of y and of its gradient have all outputs."""
-    drawn, task = Drawn(cell, dtype), task_of(cell, dtype, Traversal(keep=keep))
+    drawn, task = drawn_of(cell, dtype), task_of(cell, dtype, Traversal(keep=keep))
     schedule = all_schedules()["elementwise" if cell == "split" else "persistent"]
-    program = training_program(schedule, task)
-    given = {"x": drawn.x, "dy": drawn.dy}
-    for n, first, dlast in zip(drawn.cell.states, drawn.first, drawn.dlast, strict=True):
-        given |= {f"{n}_in": first, f"d{n}_out": dlast}
-    sizes = {"y": drawn.y.size, "dx": drawn.x.size}
-    sizes |= {name: B * H for n in drawn.cell.states for name in (f"{n}_out", f"d{n}_in")}
-    found = train(program, tmp_path, given, sizes, drawn.parameters, T, B)
-    dx, parameters, states = drawn.gradients()
-    check(found, {"y": drawn.y, "dx": dx, **{f"gradient_{n}": v for n, v in parameters.items()},
-                  **{f"d{n}_in": v for n, v in zip(drawn.cell.states, states, strict=True)}},
-          {"float32": 2e-5, "bfloat16": 8 * 2.0 ** -8}[dtype])
+    found = drawn.train(training_program(schedule, task), tmp_path)
+    check(found, drawn.wanted(), {"float32": 2e-5, "bfloat16": 8 * 2.0 ** -8}[dtype])
 
 
 @pytest.fixture(scope="module")
@@ -204,26 +162,21 @@ def trained() -> Any:
 
 
 def test_calls_and_gradients_of_numpy(trained: Any):
-    drawn = Drawn("many")
+    drawn = drawn_of("many")
     assert trained.manifest.outputs == drawn.names and trained.manifest.states == ("h", "c")
     layer = trained.bind(drawn.weights)
     y, last = layer(drawn.x, drawn.first)
-    assert [*y] == [*drawn.names] and abs(np.concatenate([*y.values()], axis=2) - drawn.y).max() < 1e-13
-    assert all(abs(a - b).max() < 1e-13 for a, b in zip(last, drawn.last, strict=True))
+    assert [*y] == [*drawn.names]
+    drawn.check_call(y, last, 1e-13)
     out = np.full_like(drawn.y, np.nan)
     assert layer(drawn.x, drawn.first, out=out)[0] is out and abs(out - drawn.y).max() < 1e-13
     turned, _ = layer(drawn.x.swapaxes(0, 1), drawn.first, batch_first=True)
     assert all(np.array_equal(turned[n].swapaxes(0, 1), y[n]) for n in y)
-    dx, parameters, states = drawn.gradients()
     parts = by_output(drawn.dy, drawn.names, 1)
     for dy in (parts, drawn.dy):
         again, _, kept = layer.forward(drawn.x, drawn.first)
         assert all(np.array_equal(again[n], y[n]) for n in y)
-        found = layer.backward(kept, dy, drawn.dlast)
-        assert abs(found.x - dx).max() < 1e-12
-        assert all(abs(a - b).max() < 1e-12 for a, b in zip(found.state, states, strict=True))
-        for name, value in parameters.items():
-            assert abs(found.weights[f"{name}_l0"] - value.reshape(-1, *value.shape[2:])).max() < 1e-12
+        drawn.check_backward(layer.backward(kept, dy, drawn.dlast), 1e-12)
     results = []
     for dy in ({"z": parts["z"]}, {n: v * (n == "z") for n, v in parts.items()}):
         results.append(layer.backward(layer.forward(drawn.x, drawn.first)[2], dy).x)
@@ -233,18 +186,15 @@ def test_calls_and_gradients_of_numpy(trained: Any):
 def test_an_output_that_is_a_product_alone():
     """Its gradient multiplies before anything of the recurrence is known."""
     module = ecornn.compile(CELLS["read"], hidden=H, input=I, batch=B, dtype="float64", target="cpu", training=True)
-    drawn = Drawn("read")
+    drawn = drawn_of("read")
     layer = module.bind(drawn.weights)
     y, last, kept = layer.forward(drawn.x, drawn.first)
-    assert abs(y - drawn.y).max() < 1e-13 and abs(last[0] - drawn.last[0]).max() < 1e-13
-    found, (dx, parameters, states) = layer.backward(kept, drawn.dy, drawn.dlast), drawn.gradients()
-    assert abs(found.x - dx).max() < 1e-12 and abs(found.state[0] - states[0]).max() < 1e-12
-    for name, value in parameters.items():
-        assert abs(found.weights[f"{name}_l0"] - value.reshape(-1, *value.shape[2:])).max() < 1e-12
+    drawn.check_call(y, last, 1e-13)
+    drawn.check_backward(layer.backward(kept, drawn.dy, drawn.dlast), 1e-12)
 
 
 def test_what_is_no_output_is_refused(trained: Any):
-    drawn = Drawn("many")
+    drawn = drawn_of("many")
     layer, part = trained.bind(drawn.weights), drawn.dy[..., :H]
     wrong: list[tuple[Any, type[EcornnError], str]] = [
         ({"c": part}, ArgumentError, "expected gradients of read, h, z, seen"),

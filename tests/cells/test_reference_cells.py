@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import step_cells
+from tvm import te
 
 import ecornn
 from ecornn.cells import Cell, get, pointwise, product
@@ -104,8 +105,6 @@ class Partly(Cell):
         return {}
 
     def step(self, x, states, parameters):
-        from tvm import te
-
         (h,), k = states, te.reduce_axis((0, x.shape[1]), "k")
         part = te.compute((x.shape[0],), lambda b: te.sum(x[b, k], axis=k, where=k < 2), name="part")
         return [pointwise(lambda b, j: h[b, j] + part[b], h)]

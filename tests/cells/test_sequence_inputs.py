@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import step_cells
 import torch
-from cuda_on_cpu import DTYPES
+from drawn_layers import Drawn
 from emulated import TINY, check_numbers, known_by_name, training_program
-from emulated_training import check, train
+from emulated_training import check
 
 import ecornn
 from ecornn.analysis import analyse
-from ecornn.analysis.adjoint import adjoint
-from ecornn.analysis.backpropagation import backpropagate
 from ecornn.cells import Cell, pointwise, product
 from ecornn.cli.cell_checks import RIGHT, Checks
 from ecornn.cli.step_text import step_text
@@ -53,53 +51,30 @@ def test_results(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal
     check_numbers(tmp_path, found, task, found.default(task))
 
 
-class Drawn:
-    """Random arguments of a layer of such a cell, and what comes of them in float64; gradients are by the adjoint,
-    which :func:`test_the_adjoint` holds against differences."""
+def drawn_of(name: str, dtype: str = "float64") -> Drawn:
+    return Drawn(CELLS[name], (T, B, I, H), dtype, least=0, ends=False)
 
-    def __init__(self, cell: str, dtype: str = "float64") -> None:
-        rng, self.cell = np.random.default_rng(4), CELLS[cell]
 
-        def drawn(low: float, *shape: int) -> Any:
-            return rng.uniform(low, 1, shape).astype(DTYPES.get(dtype, dtype)).astype(np.float64)
-
-        self.width = self.cell.row_width(I, H)
-        self.x, self.dy, self.h = drawn(0, T, B, self.width), drawn(-1, T, B, H), drawn(-1, B, H)
-        self.parameters = {n: drawn(-1, *s) * 0.25 for n, s in self.cell.parameters(I, H).items()}
-        self.weights = {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in self.parameters.items()}
-        self.y, last = step_cells.run(self.cell, self.x, {"h": self.h}, self.parameters)
-        self.last = last["h"]
-
-    def gradients(self) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-        made = adjoint(analyse(self.cell, self.width, H), H)
-        return backpropagate(made, self.x, self.parameters, [self.h], self.dy, [np.zeros((B, H))])
-
-    @property
-    def parts(self) -> tuple[Any, dict[str, Any]]:
-        """x itself, and the sequences beside it."""
-        beside = np.split(self.x[..., I:], len(self.cell.inputs), axis=-1)
-        return self.x[..., :I], dict(zip(self.cell.inputs, beside, strict=True))
+def parts(drawn: Drawn) -> tuple[Any, dict[str, Any]]:
+    """x itself, and the sequences beside it."""
+    beside = np.split(drawn.x[..., I:], len(drawn.cell.inputs), axis=-1)
+    return drawn.x[..., :I], dict(zip(drawn.cell.inputs, beside, strict=True))
 
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_the_adjoint(cell: str):
     """Against differences of the formula; what the tuner checks with against that, too."""
-    drawn, rng = Drawn(cell), np.random.default_rng(1)
-    y, last = interpret(drawn.cell, drawn.x, drawn.parameters, [drawn.h])
-    assert abs(y - drawn.y).max() < 1e-13 and abs(last[0] - drawn.last).max() < 1e-13
+    drawn, rng = drawn_of(cell), np.random.default_rng(1)
+    drawn.check_call(*interpret(drawn.cell, drawn.x, drawn.parameters, drawn.first), 1e-13)
     dx, *_ = drawn.gradients()
     along = rng.standard_normal(dx.shape)
-
-    def loss(by: float) -> float:
-        return float((step_cells.run(drawn.cell, drawn.x + by * along, {"h": drawn.h}, drawn.parameters)[0]
-                      * drawn.dy).sum())
-
-    assert abs((loss(1e-5) - loss(-1e-5)) / 2e-5 - (dx * along).sum()) < 1e-7
+    up, down = (drawn.loss(x=drawn.x + by * along) for by in (1e-5, -1e-5))
+    assert abs((up - down) / 2e-5 - (dx * along).sum()) < 1e-7
 
 
 def test_help_while_writing(tmp_path: Path):
     """The reference, the analysed step as text, and the check of a cell."""
-    drawn = Drawn("masked")
+    drawn = drawn_of("masked")
     y, (last,) = ecornn.reference(drawn.cell, drawn.x, drawn.weights)
     wanted, states = step_cells.run(drawn.cell, drawn.x, {"h": np.zeros((B, H))}, drawn.parameters)
     assert abs(y - wanted).max() < 1e-13 and abs(last - states["h"]).max() < 1e-13
@@ -123,14 +98,10 @@ def test_candidates_are_checked_with_what_a_cell_says(tmp_path: Path):
 @pytest.mark.parametrize(("cell", "dtype"), [("masked", "float32"), ("timed_gru", "float32"), ("gap", "bfloat16")])
 def test_a_training_step_of_a_gpu(tmp_path: Path, cell: str, dtype: str):
     """Emulated; dx has the gradients of the sequences behind that of x."""
-    drawn, task = Drawn(cell, dtype), task_of(cell, dtype, Traversal(keep="states"))
+    drawn, task = drawn_of(cell, dtype), task_of(cell, dtype, Traversal(keep="states"))
     schedule = all_schedules()["elementwise" if cell == "gap" else "persistent"]
-    program = training_program(schedule, task)
-    given = {"x": drawn.x, "dy": drawn.dy, "h_in": drawn.h, "dh_out": np.zeros((B, H))}
-    sizes = {"y": T * B * H, "dx": drawn.x.size, "h_out": B * H, "dh_in": B * H}
-    found = train(program, tmp_path, given, sizes, drawn.parameters, T, B)
-    dx, parameters, (dh,) = drawn.gradients()
-    wanted = {"y": drawn.y, "dh_in": dh, **{f"gradient_{n}": v for n, v in parameters.items()}}
+    found, wanted = drawn.train(training_program(schedule, task), tmp_path), drawn.wanted()
+    dx = wanted.pop("dx")
     for n in range(len(drawn.cell.inputs) + 1):  # each by itself: they are of different size
         part = np.s_[..., :I] if n == 0 else np.s_[..., I + (n - 1) * H:I + n * H]
         wanted[f"dx{n}"], found[f"dx{n}"] = dx[part], found["dx"].reshape(dx.shape)[part]
@@ -143,28 +114,26 @@ def trained() -> Any:
 
 
 def test_calls_and_gradients_of_numpy(trained: Any):
-    drawn, layer = Drawn("masked"), None
+    drawn, layer = drawn_of("masked"), None
     assert trained.manifest.inputs == ("scale", "m") and trained.manifest.own_input == I
     layer = trained.bind(drawn.weights)
-    x, inputs = drawn.parts
-    y, (h,) = layer(x, (drawn.h,), inputs=inputs)
-    assert abs(y - drawn.y).max() < 1e-13 and abs(h - drawn.last).max() < 1e-13
-    first, _ = layer(x.swapaxes(0, 1), (drawn.h,), inputs={n: v.swapaxes(0, 1) for n, v in inputs.items()},
+    x, inputs = parts(drawn)
+    y, last = layer(x, drawn.first, inputs=inputs)
+    drawn.check_call(y, last, 1e-13)
+    first, _ = layer(x.swapaxes(0, 1), drawn.first, inputs={n: v.swapaxes(0, 1) for n, v in inputs.items()},
                      batch_first=True)
-    assert np.array_equal(first.swapaxes(0, 1), y) and np.array_equal(layer(drawn.x, (drawn.h,))[0], y)
-    dx, parameters, (dh,) = drawn.gradients()
-    _, _, kept = layer.forward(x, (drawn.h,), inputs=inputs)
+    assert np.array_equal(first.swapaxes(0, 1), y) and np.array_equal(layer(drawn.x, drawn.first)[0], y)
+    dx, *_ = drawn.gradients()
+    _, _, kept = layer.forward(x, drawn.first, inputs=inputs)
     found = layer.backward(kept, drawn.dy)
-    assert abs(found.x - dx[..., :I]).max() < 1e-12 and abs(found.state[0] - dh).max() < 1e-12
+    drawn.check_backward(found, 1e-12)
     for n, name in enumerate(drawn.cell.inputs):
         assert abs(found.inputs[name] - dx[..., I + n * H:I + (n + 1) * H]).max() < 1e-12
-    for name, value in parameters.items():
-        assert abs(found.weights[f"{name}_l0"] - value.reshape(-1, *value.shape[2:])).max() < 1e-12
 
 
 def test_one_value_for_all_units(trained: Any):
-    drawn = Drawn("masked")
-    layer, (x, inputs) = trained.bind(drawn.weights), drawn.parts
+    drawn = drawn_of("masked")
+    layer, (x, inputs) = trained.bind(drawn.weights), parts(drawn)
     shared = {"scale": inputs["scale"][..., 0], "m": inputs["m"][..., :1]}  # (T, B) and (T, B, 1)
     whole = {n: np.repeat(v.reshape(T, B, 1), H, axis=2) for n, v in shared.items()}
     results = []
@@ -179,8 +148,8 @@ def test_one_value_for_all_units(trained: Any):
 
 
 def test_what_is_no_input_is_refused(trained: Any):
-    drawn = Drawn("masked")
-    layer, (x, inputs) = trained.bind(drawn.weights), drawn.parts
+    drawn = drawn_of("masked")
+    layer, (x, inputs) = trained.bind(drawn.weights), parts(drawn)
     wrong: list[tuple[dict[str, Any], type[EcornnError], str]] = [
         ({}, ArgumentError, "arrays by name: scale, m, beside x of 5 values"),
         ({"inputs": {"m": inputs["m"]}}, ArgumentError, "expected arrays by name: scale, m"),
@@ -202,9 +171,9 @@ def test_what_is_no_input_is_refused(trained: Any):
 
 def test_a_layer_of_pytorch():
     """Gradients of the sequences, too; both directions read them."""
-    drawn = Drawn("masked")
+    drawn = drawn_of("masked")
     layer = Recurrent(CELLS["masked"], I, H, bidirectional=True, batch_first=True, dtype=torch.float64)
-    x, inputs = drawn.parts
+    x, inputs = parts(drawn)
     x = torch.from_numpy(x).transpose(0, 1).requires_grad_()
     m = torch.from_numpy(inputs["m"]).transpose(0, 1)[..., :1].requires_grad_()
     scale = torch.from_numpy(inputs["scale"]).transpose(0, 1).requires_grad_()

@@ -13,6 +13,7 @@ from emulated import SHAPES, check_numbers, task_of
 from exact import expected
 from limits import Wanted
 from test_cpu_weights import needs_vnni
+from tvm import te
 
 import ecornn
 from ecornn.analysis import StepGraph, analyse
@@ -45,8 +46,6 @@ class Written(Cell):
         return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"], 0)
         rh, size = product(h, p["R"], 0), int(h.shape[1])
         k = te.reduce_axis((0, size), "k")
@@ -63,24 +62,18 @@ class Written(Cell):
 
 
 def of_deviations(v: Any, mean: Any, size: int) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, size), "k")
     total = te.compute((v.shape[0],), lambda b: te.sum((v[b, k] - mean[b]) * (v[b, k] - mean[b]), axis=k))
     return te.compute(total.shape, lambda b: total[b] * te.const(1.0 / size, "float32"))
 
 
 def of_squares(v: Any, mean: Any, size: int) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, size), "k")
     total = te.compute((v.shape[0],), lambda b: te.sum(v[b, k] * v[b, k], axis=k))
     return te.compute(total.shape, lambda b: total[b] / te.const(size, "float32") - mean[b] * mean[b])
 
 
 def of_magnitudes(v: Any, mean: Any, size: int) -> Any:
-    from tvm import te
-
     k = te.reduce_axis((0, size), "k")
     total = te.compute((v.shape[0],), lambda b: te.sum(te.power(te.abs(v[b, k] - mean[b]), 2.0), axis=k))
     return te.compute(total.shape, lambda b: total[b] / te.const(size, "float32"))
@@ -103,8 +96,6 @@ def test_ways_to_write_a_variance(variance: Any, phases: list[tuple[int, int]]):
 
 def test_what_is_a_mean():
     """Deviations from something else are summed as they are."""
-    from tvm import te
-
     def about(scale: float) -> Any:
         def variance(v: Any, mean: Any, size: int) -> Any:
             other = te.compute(mean.shape, lambda b: mean[b] * te.const(scale, "float32"))
@@ -249,8 +240,6 @@ class Apart(Cell):
         return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
 
     def step(self, x, states, parameters):
-        from tvm import te
-
         (h,), hidden = states, int(states[0].shape[1])
         wx, rh = product(x, parameters["W"], 0), product(h, parameters["R"], 0)
         k, n = (te.reduce_axis((0, hidden), "k") for _ in range(2))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from cpu_training_sample import Call
 from cuda_on_cpu import Emulated
-from emulated import TINY, training_program
+from emulated import TINY
+from emulated_training import check
 from published import CELLS
 from test_backward_emulated import LIMITS, Step
 from test_published_cells import drawn, formula
@@ -22,7 +23,7 @@ from ecornn.analysis.sums import one_by_one
 from ecornn.program import PACKED
 from ecornn.schedules import Task, all_schedules
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Traversal, Workload
+from ecornn.workload import Workload
 
 # of each exchange with products: (products, operands), as the step is written, and summed
 FEWER = {
@@ -70,11 +71,11 @@ def test_emulated_on_a_gpu(name: str, schedule: str, tmp_path: Path):
         assert relative_error(got, want) <= 2e-5
 
 
-def task_of(name: str, x: Any, sums: bool = True, hidden: int = 0, traversal: Traversal | None = None) -> Task:
+def task_of(name: str, x: Any, sums: bool = True, hidden: int = 0) -> Task:
     cell = CELLS[name]
     hidden = hidden or cell.hidden
     work = Workload(name, hidden, x.shape[2], x.shape[1], x.shape[0])
-    return Task(work, analyse(cell, x.shape[2], hidden, sums=sums), TINY, traversal or Traversal())
+    return Task(work, analyse(cell, x.shape[2], hidden, sums=sums), TINY)
 
 
 def test_half_as_many_weights_are_on_the_chip():
@@ -88,15 +89,6 @@ def test_half_as_many_weights_are_on_the_chip():
     assert sizes[0] == 2 * 64 * 64 and sizes[1] == 4 * 64 * 64
 
 
-class TrainingStep(Step):
-    """A training step of coRNN."""
-
-    def __init__(self, folder: Path, task: Task) -> None:
-        self.name, self.dtype, self.traversal, self.task = "cornn", "float32", task.traversal, task
-        self.program = training_program(all_schedules()["persistent"], task)
-        self.emulated = Emulated(self.program, folder)
-
-
 def test_trains_emulated_on_a_gpu(tmp_path: Path):
     cell = CELLS["cornn"]
     x, parameters, states = drawn(cell)
@@ -105,9 +97,7 @@ def test_trains_emulated_on_a_gpu(tmp_path: Path):
     dstates = [rng.normal(size=s.shape).astype(np.float32) for s in states]
     graph = analyse(cell, x.shape[2], cell.hidden, sums=False)
     dx, weights, first = backpropagate(adjoint(graph, cell.hidden), x, parameters, states, dy, dstates)
-    step = TrainingStep(tmp_path, task_of("cornn", x, traversal=Traversal(keep="states")))
-    found = step.run(Call(x, states, dy, dstates, parameters))
+    step = Step(tmp_path, "persistent", cell, (*x.shape, cell.hidden), "float32")
     wanted = {"dx": dx, **{f"d{n}_in": d for n, d in zip(cell.states, first, strict=True)},
               **{f"gradient_{n}": g for n, g in weights.items()}}
-    for name, value in wanted.items():
-        assert relative_error(found[name].reshape(value.shape), value) <= LIMITS["float32"], name
+    check(step.run(Call(x, states, dy, dstates, parameters)), wanted, LIMITS["float32"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tvm import tirx
 
 from ecornn.build.module import build_module
 from ecornn.host_cpu import detect
@@ -23,8 +24,6 @@ LIMITS = {"float32": (3e-7, 1.5e-7, 2e-7), "float64": (1e-15, 3e-16, 4e-16)}
 def functions(request, tmp_path_factory):
     """name -> function of COUNT values, or of two, in float32 or float64."""
     import tvm_ffi
-    from tvm import tirx
-
     real = request.param
     device, (a, b), bound = detect(), (tirx.Var(n, "float32") for n in "ab"), tirx.const(0.25, "float32")
     of_scalars = {"relu": tirx.Max(a, tirx.const(0.0, "float32")), "above": tirx.Max(bound, a),

@@ -16,6 +16,7 @@ import random_cells
 from cpu_training_sample import Call, Layer, build, compare
 from random_seeds import seeds
 from random_steps import BATCH, HIDDEN, INPUT, STEPS, Drawn, draw, relative
+from tvm import te
 
 from ecornn.analysis.operators import OPERATORS
 from ecornn.cells import Cell, largest, pointwise, product
@@ -79,8 +80,6 @@ class Peak(Cell):
         return {"W": (1, hidden, input)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"], 0)
         top = largest(wx)
         return [pointwise(lambda b, j: te.tanh(h[b, j] * top[b] + wx[b, j]), h)]

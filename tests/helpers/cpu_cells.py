@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from tvm import te, tirx
 
 from ecornn.cells import Cell, pointwise, product
 from ecornn.numpy_tape import erf
@@ -23,8 +24,6 @@ class Peephole(Cell):
         return {"W": (3, hidden, input), "R": (3, hidden, hidden), "p": (3, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         c, h = states
         wx, rh, v = product(x, p["W"]), product(h, p["R"]), p["p"]
         new = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, 0, j] + v[0, j] * c[b, j]) * c[b, j]
@@ -49,8 +48,6 @@ class Chain(Cell):
         return {"W": (2, hidden, input), "R": (4, hidden, hidden), "v": (2, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         h, s = states
         wx, R, v = product(x, p["W"]), p["R"], p["v"]
         bent = pointwise(lambda b, j: te.tanh(h[b, j] - s[b, j]), h, "bent")
@@ -79,8 +76,6 @@ class Residual(Cell):
         return {"W": (1, hidden, input), "decay": (1, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te, tirx
-
         (h,) = states
         wx, decay = product(x, p["W"], 0), p["decay"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from tvm import te
 
 from ecornn.cells import Cell, pointwise, product
 
@@ -23,8 +24,6 @@ class TimedGRU(Cell):
         return {"W": (2, hidden, input), "R": (2, hidden, hidden), "w": (2, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), dt, m, w = states, p["dt"], p["m"], p["w"]
         wx = product(x, p["W"])
         zero = te.const(0.0, "float32")
@@ -54,8 +53,6 @@ class Masked(Cell):
         return {"W": (1, hidden, input), "R": (1, hidden, hidden), "b": (1, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"], 0)
         scaled = pointwise(lambda b, j: wx[b, j] * p["scale"][b, j] + p["b"][0, j], h, "scaled")
         rh = product(h, p["R"], 0)
@@ -78,8 +75,6 @@ class Gap(Cell):
         return {"W": (1, hidden, input), "v": (1, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"], 0)
         decay = pointwise(lambda b, j: te.exp(0.0 - p["dt"][b, j] * te.exp(p["v"][0, j])), h, "decay")
         return [pointwise(lambda b, j: decay[b, j] * h[b, j] + (1.0 - decay[b, j]) * te.tanh(wx[b, j]), h, "new")]

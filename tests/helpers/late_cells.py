@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from tvm import te
 
 from ecornn.cells import Cell, pointwise, product
 
@@ -23,8 +24,6 @@ class LRU(Cell):
         return {"B": (1, hidden, input), "C": (1, hidden, hidden), "nu": (1, hidden), "d": (1, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (_, s), nu = states, p["nu"]
         bx = product(x, p["B"], 0)
         decay = pointwise(lambda b, j: te.exp(0.0 - te.exp(nu[0, j])), s, "decay")
@@ -50,8 +49,6 @@ class SCRN(Cell):
         return {"A": (2, hidden, input), "R": (4, hidden, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         _, h, s = states
         ax = product(x, p["A"])
         slow = pointwise(lambda b, j: 0.05 * ax[b, 0, j] + 0.95 * s[b, j], h, "slow")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from tvm import te
 
 from ecornn.cells import Cell, normalized, pointwise, product
 
@@ -22,8 +23,6 @@ class Gate(Cell):
         return {"W": (3, hidden, input), "R": (3, hidden, hidden), "b": (3, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         z, o = (pointwise(lambda b, j, g=g: te.sigmoid(wx[b, g, j] + rh[b, g, j] + v[g, j]), h, n)
                 for g, n in ((0, "z"), (2, "o")))
@@ -48,8 +47,6 @@ class Many(Cell):
         return {"W": (2, hidden, input), "R": (1, hidden, hidden), "C": (1, hidden, hidden), "b": (1, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h, c), wx = states, product(x, p["W"])
         rh = product(h, p["R"], 0)
         z = pointwise(lambda b, j: te.sigmoid(rh[b, j] + p["b"][0, j]), h, "z")
@@ -77,8 +74,6 @@ class Split(Cell):
         return {"W": (1, hidden, input), "v": (1, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"], 0)
         new = pointwise(lambda b, j: h[b, j] + te.sigmoid(p["v"][0, j]) * (wx[b, j] - h[b, j]), h, "new")
         low = pointwise(lambda b, j: new[b, j] * 2.0, h, "low")
@@ -100,8 +95,6 @@ class Read(Cell):
         return {"W": (1, hidden, input), "R": (1, hidden, hidden), "C": (1, hidden, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx, rh = states, product(x, p["W"], 0), product(states[0], p["R"], 0)
         new = pointwise(lambda b, j: te.tanh(wx[b, j] + rh[b, j]), h, "new")
         return [new, product(new, p["C"], 0)]
@@ -122,8 +115,6 @@ class Mixed(Cell):
         return {"W": (1, hidden, input), "C": (2, hidden, hidden), "D": (2, hidden, input), "v": (2, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h, c), wx, dx, v = states, product(x, p["W"], 0), product(x, p["D"]), p["v"]
         new = pointwise(lambda b, j: te.sigmoid(v[0, j]) * h[b, j] + wx[b, j] + 0.25 * c[b, j], h, "new")
         other = pointwise(lambda b, j: 0.5 * c[b, j] + te.tanh(dx[b, 0, j]), h, "other")

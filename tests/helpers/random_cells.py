@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from tvm import te, tirx
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
 from ecornn.numpy_tape import Traced, backward, erf
@@ -155,8 +156,6 @@ class RandomCell(Cell):
         return [values[i] for i in self.results]
 
     def _te(self, node: Node, name: str, x: Any, states: Any, p: Any, v: list[Any]) -> Any:
-        from tvm import te
-
         def at(function: Callable[[Any, Any], Any]) -> Any:
             return pointwise(function, states[0], name)
 
@@ -338,8 +337,6 @@ def _flat(function: Callable[[Array], Array]) -> Callable[[Traced], Traced]:
 @cache
 def functions() -> dict[str, tuple[Callable[..., Any], Callable[..., Any], int]]:
     """Of each name: on te scalars, on arrays with a tape, and of how many values."""
-    from tvm import te, tirx
-
     def f(value: float) -> Any:
         return tirx.const(value, "float32")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from random_step_operators import COMPARED, GUARDED, SMOOTH, STEPPED
+from tvm import te, tirx
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
 from ecornn.numpy_tape import Traced, backward, plain
@@ -231,8 +232,6 @@ class Te:
         return of(source, groups=PARTS) if kind == "groups" else of(source)
 
     def scalar(self, e: Expression, values: dict[int, Any], b: Any, j: Any) -> Any:
-        from tvm import te, tirx
-
         kind, *rest = e
         if kind == "constant":
             return tirx.const(rest[0], "float32")

@@ -8,17 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_training_sample import Call, reference
-from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
+from cuda_on_cpu import DTYPES, Emulated
 from emulated import TINY, masks_of, training_program
+from emulated_training import check as compare
+from emulated_training import train_call
 from exact import unmarked
-from limits import relative
 from msgspec import structs
 from test_adjoint import H, cell_of
 
 from ecornn.analysis import analyse
+from ecornn.cells import Cell
 from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_reference import random_weights
-from ecornn.program import BACKWARD, FORWARD, KEPT, PACKED, WORKSPACE, Chunks, Concurrent, launches
+from ecornn.program import BACKWARD, FORWARD, PACKED, WORKSPACE, Chunks, Concurrent, launches
 from ecornn.schedules import all_schedules, chunks, keeping
 from ecornn.schedules.base import Task
 from ecornn.schedules.gemm import projection
@@ -29,18 +31,24 @@ from ecornn.workload import ALONE, Traversal, Workload
 
 # relative, of the largest error in a gradient: of 16 bits, some roundings of what is kept and exchanged
 LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
-EIGHT = {"gates": 8, "states": 8}  # steps of a chunk
+
+
+def in_chunks(monkeypatch: pytest.MonkeyPatch, shortest: int = 1) -> None:
+    """Small layers, too, train in chunks of eight steps, from so many steps on."""
+    eight = {"gates": 8, "states": 8}
+    for constant, value in {"ROOM": 1, "LEAST": eight, "BACKWARD": eight, "SHORTEST": shortest}.items():
+        monkeypatch.setattr(chunks, constant, value)
 
 
 class Step:
     """A compiled layer, and one training step of it."""
 
-    def __init__(self, folder: Path, schedule: str, name: str, sizes: tuple[int, int, int, int], dtype: str,
-                 traversal: Traversal, keep: str = "states") -> None:
-        steps, batch, input, hidden = sizes
-        self.name, self.dtype, self.traversal = name, dtype, structs.replace(traversal, keep=keep)
-        work = Workload(name, hidden, input, batch, steps, dtype)
-        self.task = Task(work, analyse(cell_of(name), input, hidden), TINY, self.traversal)
+    def __init__(self, folder: Path, schedule: str, of: str | Cell, sizes: tuple[int, int, int, int], dtype: str,
+                 traversal: Traversal = ALONE, keep: str = "states") -> None:
+        (steps, batch, input, hidden), cell = sizes, of if isinstance(of, Cell) else cell_of(of)
+        self.traversal = structs.replace(traversal, keep=keep)
+        work = Workload(of if isinstance(of, str) else cell.name, hidden, input, batch, steps, dtype)
+        self.task = Task(work, analyse(cell, input, hidden), TINY, self.traversal)
         found = all_schedules()[schedule]
         assert found.serves(self.task) is None
         self.program = training_program(found, self.task)
@@ -61,50 +69,9 @@ class Step:
                     drawn(steps, batch, work.hidden), [drawn(rows, work.hidden) for _ in states], parameters,
                     masks.get("lengths"), masks.get("resets"), table)
 
-    def run(self, call: Call, add: bool = True, given: bool = False) -> dict[str, np.ndarray]:
-        """What both entries make; ``add``: gradients of parameters to ones that are there, else in place of NaN.
-        ``given``: what is kept is the caller's, and stays as it is."""
-        (steps, batch, _), rows = call.x.shape, len(call.states[0])
-        work, states = self.task.workload, list(self.task.graph.states)
-        given: dict[str, Any] = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets,
-                                 "sequences": call.sequences}
-        given |= {f"{n}_in": s for n, s in zip(states, call.states, strict=True)}
-        given |= {f"d{n}_out": s for n, s in zip(states, call.dstates, strict=True)}
-        given |= {f"gradient_{n}": np.full_like(p, 1 if add else np.nan) for n, p in call.parameters.items()}
-        sizes = {"y": steps * batch * work.hidden, "dx": steps * batch * work.input}
-        memory = {}
-        for b in self.program.buffers:
-            if b.role == PACKED:
-                memory[b.name] = pack(b.packing, call.parameters).reshape(-1)
-                continue
-            count = sizes.get(b.name, given[b.name].size if b.name in given else b.extent.at(steps))
-            if b.tensor in ("state_out", "dstate_in"):
-                count = rows * work.hidden
-            raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
-            raw[-GUARD:] = 0xA5
-            memory[b.name] = raw.view(DTYPES[b.dtype])
-            if b.name in given:
-                memory[b.name][:count] = given[b.name].reshape(-1).astype(DTYPES[b.dtype])
-        if self.program.dx_in and batch == work.batch and not given:  # as large then
-            memory["dx"] = memory[self.program.dx_in]
-        memory |= {own: memory[kept] for own, kept in self.program.in_place.items() if not given}
-        before = dict[str, np.ndarray]()
-        for entry in (FORWARD, BACKWARD):
-            before = {b.name: memory[b.name].copy() for b in self.program.buffers if b.role == KEPT}
-            for b in self.program.buffers:  # workspaces hold nothing between calls
-                if b.role == "workspace" and (given or b.name not in self.program.in_place):
-                    memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
-            self.emulated.carry_out({n: memory[n] for n in self.program.entries[entry].takes}, steps, batch, entry,
-                                   add)
-        for b in self.program.buffers:
-            if b.role != PACKED:
-                assert (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), f"{b.name} was written beyond its end"
-        assert not given or all((memory[n].view(np.uint8) == a.view(np.uint8)).all() for n, a in before.items())
-        found = {"y": memory["y"], "dx": memory["dx"], **{f"{n}_out": memory[f"{n}_out"] for n in states},
-                 **{f"d{n}_in": memory[f"d{n}_in"] for n in states}}
-        found = {n: a[:-GUARD // a.itemsize].astype(np.float64) for n, a in found.items()}
-        return found | {f"gradient_{n}": memory[f"gradient_{n}"][:p.size].astype(np.float64) - add
-                        for n, p in call.parameters.items()}
+    def run(self, call: Call, add: bool = True, apart: bool = False) -> dict[str, np.ndarray]:
+        """What both entries make, see :func:`~emulated_training.train`."""
+        return train_call(self.emulated, list(self.task.graph.states), call, add=add, apart=apart)
 
 
 @pytest.mark.parametrize(("schedule", "name", "sizes", "dtype", "traversal"), [
@@ -171,13 +138,11 @@ def test_sums_of_gradients_that_are_much_smaller_than_those_of_the_step_before(t
     weights = {n: w.astype(np.float32) for n, w in random_weights(name, input, hidden, 1, 1, 1).items()}
     parameters = {n: weights[f"{n}_l0"].reshape(s) for n, s in step.task.graph.parameters.items()}
     call = Call(x, states[:2], dy, states[2:], parameters, np.array([4, 5, 1, 6, 6], np.int32))
-    found = step.run(call)
     dx, dweights, dfirst = reference_gradients(name, x, weights, states[:2], dy=dy, dstate=states[2:],
                                                lengths=call.lengths)
     wanted = {"dx": dx, "dh_in": dfirst[0], "dc_in": dfirst[1],
               **{f"gradient_{n.removesuffix('_l0')}": d for n, d in dweights.items()}}
-    for what, value in wanted.items():
-        assert relative(found[what], value.reshape(-1)) < 1e-5, what
+    compare(step.run(call), wanted, 1e-5)
 
 
 @pytest.mark.parametrize(("name", "sizes", "dtype", "traversal"), [
@@ -196,10 +161,7 @@ def test_weights_that_do_not_fit_on_chip(name, sizes, dtype, traversal, tmp_path
 
 def check(step, name, sizes, dtype, traversal):
     call = step.arguments(*sizes[:2])
-    found, wanted = step.run(call), reference(name, call, traversal.reverse)
-    for what, value in wanted.items():
-        error = np.linalg.norm(found[what] - value.reshape(-1)) / max(np.linalg.norm(value), 1e-6)
-        assert error < LIMITS[dtype], f"{what}: {error}"
+    compare(step.run(call), reference(name, call, traversal.reverse), LIMITS[dtype])
 
 
 @pytest.mark.parametrize(("name", "sizes", "traversal"), [
@@ -214,18 +176,15 @@ def check(step, name, sizes, dtype, traversal):
 ], ids=str)
 def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch):
     """Of 8 steps, the last one of fewer; the same bits in every run."""
-    for constant, value in {"ROOM": 1, "LEAST": EIGHT, "BACKWARD": EIGHT, "SHORTEST": 1}.items():
-        monkeypatch.setattr(chunks, constant, value)
+    in_chunks(monkeypatch)
     step = Step(tmp_path, "persistent", name, sizes, "float32", traversal)
     for entry in (FORWARD, BACKWARD):
         cut = [c for c in step.program.entries[entry].calls if isinstance(c, Chunks)]
         assert [(c.steps, c.reverse) for c in cut] == [(8, traversal.reverse == (entry == FORWARD))]
     assert step.program.dx_in == ("c_kept" if sizes[2] == H else None)
     call = step.arguments(*sizes[:2])
-    found, wanted = step.run(call), reference(name, call, traversal.reverse)
-    for what, value in wanted.items():
-        error = np.linalg.norm(found[what] - value.reshape(-1)) / max(np.linalg.norm(value), 1e-6)
-        assert error < LIMITS["float32"], f"{what}: {error}"
+    found = step.run(call)
+    compare(found, reference(name, call, traversal.reverse), LIMITS["float32"])
     again = step.run(call)
     assert all((again[what] == value).all() for what, value in found.items())
     written = step.run(call, add=False)  # by the first chunk, and the others add
@@ -238,18 +197,15 @@ def test_a_training_step_in_chunks(name, sizes, traversal, tmp_path, monkeypatch
     ("gru", (5, 3, H, H), Traversal(reverse=True, resets=True), "value4_kept")], ids=str)  # in one piece
 def test_gradients_of_gates_lie_where_these_were(name, sizes, traversal, dx_in, tmp_path, monkeypatch):
     """The same ones as apart from them, where a caller has what is kept, and may want it again."""
-    for constant, value in {"ROOM": 1, "LEAST": EIGHT, "BACKWARD": EIGHT, "SHORTEST": 16}.items():
-        monkeypatch.setattr(chunks, constant, value)
+    in_chunks(monkeypatch, shortest=16)
     step = Step(tmp_path, "persistent", name, sizes, "float32", traversal, "gates")
     assert step.program.in_place == {"backward_outputs": "values_kept"} and step.program.dx_in == dx_in
     cut = [c for c in step.program.entries[BACKWARD].calls if isinstance(c, Chunks)]
     assert [c.in_place for c in cut] == [(("backward_outputs", "values_kept"),)] * (sizes[0] > 16)
     call = step.arguments(*sizes[:2])
-    found, apart = step.run(call), step.run(call, given=True)
+    found, apart = step.run(call), step.run(call, apart=True)
     assert all((apart[what] == value).all() for what, value in found.items())
-    for what, value in reference(name, call, traversal.reverse).items():
-        error = np.linalg.norm(found[what] - value.reshape(-1)) / max(np.linalg.norm(value), 1e-6)
-        assert error < LIMITS["float32"], f"{what}: {error}"
+    compare(found, reference(name, call, traversal.reverse), LIMITS["float32"])
 
 
 def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
@@ -265,8 +221,7 @@ def large_batches(monkeypatch: pytest.MonkeyPatch, cut: dict[str, Any]) -> None:
     ("gru", (18, 9, 6, 72), Traversal(resets=True), {"units": 80, "parts": 2, "row_teams": 2, "groups": 1})], ids=str)
 def test_a_training_step_of_large_batches(name, sizes, traversal, cut, tmp_path, monkeypatch):
     """In chunks, with a recurrence whose blocks share K, and one whose blocks do not."""
-    for constant, value in {"ROOM": 1, "LEAST": EIGHT, "BACKWARD": EIGHT, "SHORTEST": 1}.items():
-        monkeypatch.setattr(chunks, constant, value)
+    in_chunks(monkeypatch)
     large_batches(monkeypatch, cut)
     step = Step(tmp_path, "persistent_wide", name, sizes, "float16", traversal)
     assert "backward_persistent_wide" in step.program.functions

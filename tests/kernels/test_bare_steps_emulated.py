@@ -12,6 +12,7 @@ from exact import ALL_CELLS
 from test_backward_emulated import Step, check
 from test_backward_recurrence_emulated import check_recurrence
 from test_persistent_emulated import SMALL
+from tvm import te, tirx
 
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.liveness import late_operands
@@ -65,8 +66,6 @@ class Drift(Cell):
         return {"W": (1, hidden, input)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx, middle = states, product(x, p["W"], 0), mean(states[0])
         return [pointwise(lambda b, j: te.tanh(wx[b, j] + 0.5 * h[b, j] - middle[b]), h)]
 
@@ -84,8 +83,6 @@ class Reset(Cell):
         return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import tirx
-
         v, wx, rs = states[0], product(x, p["W"], 0), product(states[1], p["R"], 0)
         low, high = (tirx.const(value, "float32") for value in (-0.25, 0.5))
         u = pointwise(lambda b, j: 0.75 * v[b, j] + wx[b, j] + rs[b, j], v)
@@ -108,8 +105,6 @@ class Detour(Cell):
         return {"D": (1, max(1, hidden // 2), hidden), "E": (1, hidden, max(1, hidden // 2)), "R": (2, hidden, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         c, h = states
         down = product(c, p["D"], 0)
         bent = te.compute(down.shape, lambda b, j: te.tanh(down[b, j]), name="bent")
@@ -131,8 +126,6 @@ class Shown(Cell):
         return {"W": (1, hidden, input), "R": (2, hidden, hidden)}
 
     def step(self, x: Any, states: Any, p: Any) -> Any:
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"], 0)
         seen = pointwise(lambda b, j: te.tanh(wx[b, j] + h[b, j]), h)
         return [product(seen, p["R"], 0), product(seen, p["R"], 1)]

@@ -9,8 +9,8 @@ import pytest
 import test_training_stacks_emulated as stacks
 from cpu_training_sample import Call, reference
 from emulated import task_of
+from emulated_training import check as compare
 from exact import unmarked
-from limits import relative
 from test_adjoint import H
 from test_backward_emulated import LIMITS, Step, large_batches
 from test_training_stacks_emulated import SIDES, program_of
@@ -50,9 +50,7 @@ def check(step: Step, name: str, sizes: tuple[int, int, int, int], dtype: str, r
     wanted = apart(name, call, reverse)
     call.x[call.sequences < 0] = np.nan  # which nobody may use
     found = step.run(call)
-    for what, value in wanted.items():
-        error = np.linalg.norm(found[what] - value.reshape(-1)) / max(np.linalg.norm(value), 1e-6)
-        assert error < LIMITS[dtype], f"{what}: {error}"
+    compare(found, wanted, LIMITS[dtype])
     dx = found["dx"].reshape(call.x.shape)
     assert not dx[call.sequences < 0].any()
 
@@ -118,24 +116,16 @@ def test_stacks(tmp_path, cell, overlap):
     step.by_state = {"state_in": dict(zip(names, step.states, strict=True)),
                      "dstate_out": dict(zip(names, step.dstates, strict=True))}
     step.sizes |= {"state_out": count * stacks.H, "dstate_in": count * stacks.H}
-    rows = {n: np.zeros((5, count, step.given[n][0].shape[2])) for n in ("x", "dy")}
+    rows = {n: np.zeros((5, count, step.given[n].shape[2])) for n in ("x", "dy")}
     for name, padded in rows.items():
         for s, n in enumerate(lengths):
-            padded[:n, s] = step.given[name][0].reshape(-1, padded.shape[2])[columns.of_sequence(s)]
-        step.given[name][0][columns.table < 0] = np.nan  # which nobody may use
-    step.given["sequences"] = [columns.marked]
+            padded[:n, s] = step.given[name].reshape(-1, padded.shape[2])[columns.of_sequence(s)]
+        step.given[name][columns.table < 0] = np.nan  # which nobody may use
+    step.given["sequences"] = columns.marked
     found = step.run(program, tmp_path)
     dx, weights, states = reference_gradients(cell, rows["x"], step.weights, step.states, dy=rows["dy"],
                                               dstate=step.dstates, lengths=lengths)
     laid = np.zeros((7 * stacks.B, dx.shape[2]))
     for s, n in enumerate(lengths):
         laid[columns.of_sequence(s)] = dx[:n, s]
-    assert relative(found["dx"], laid.reshape(-1)) < LIMITS["float32"]
-    for b in program.buffers:
-        if b.tensor == "gradient":
-            prefix, _, name = b.state.rpartition(".")
-            wanted = weights[f"{name}_{prefix}"].reshape(-1)
-            assert relative(found[b.name] - 1, wanted) < LIMITS["float32"], b.name
-        elif b.tensor == "dstate_in":
-            wanted = states[list(names).index(b.state)][b.part].reshape(-1)
-            assert relative(found[b.name], wanted) < LIMITS["float32"], b.name
+    compare(found, {"dx": laid, **step.wanted(program, weights, states)}, LIMITS["float32"])

@@ -16,9 +16,10 @@ from test_narrow import NarrowInput
 from test_runtime_packing import packings
 
 from ecornn.analysis import analyse
+from ecornn.dtypes import ITEMSIZE
 from ecornn.errors import DeviceError, ModuleError, ShapeError
 from ecornn.program import PACKED, Packing
-from ecornn.runtime.device_packing import KINDS, PARAMETERS, SIZES, TYPES, DevicePacking
+from ecornn.runtime.device_packing import KINDS, PARAMETERS, TYPES, DevicePacking
 from ecornn.runtime.packing import cast, pack
 from ecornn.schedules import Task, all_schedules
 from ecornn.workload import Traversal, Workload
@@ -36,7 +37,7 @@ def check(cases: dict[str, Packing], parameters: dict[str, np.ndarray], dtype: s
     names = [*given]
     manifest = SimpleNamespace(parameters=[SimpleNamespace(
         key=n, shape=(given[n].shape[0] * given[n].shape[1], *given[n].shape[2:]), gates=len(given[n])) for n in names])
-    made = {p: np.full(int(np.prod(p.split)) * SIZES.get(p.dtype, 4) + 272, 0xA5, np.uint8) for p in cases.values()}
+    made = {p: np.full(int(np.prod(p.split)) * ITEMSIZE.get(p.dtype, 4) + 272, 0xA5, np.uint8) for p in cases.values()}
     starts = {p: -memory.ctypes.data % 256 for p, memory in made.items()}
     place = emulated.Placed()
     packing: Any = DevicePacking(manifest, {p: made[p].ctypes.data + starts[p] for p in made},  # type: ignore[arg-type]

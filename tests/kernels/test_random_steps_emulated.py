@@ -14,11 +14,13 @@ import pytest
 import random_cells
 import random_steps
 from cpu_training_sample import Layer, reference
-from emulated_training import train
+from cuda_on_cpu import Emulated
+from emulated_training import train_call
 from msgspec import structs
 from random_cells import Call, Drawn
 from random_seeds import seeds
 from test_random_steps import Averages, Peak, Projected
+from tvm import te
 
 from ecornn.cells import Cell, largest, pointwise, product
 from ecornn.compiler import plan
@@ -74,12 +76,7 @@ def program_of(drawn: Drawn, seed: int, chosen: bool) -> tuple[Program, str, str
 
 def wrong(drawn: Drawn, program: Program, folder: Path, arch: str) -> dict[str, float]:
     """The errors that are too large, by what has them."""
-    call, (steps, batch, _, _) = drawn.call, drawn.sizes
-    given = {n: v for n in ("x", "dy", "lengths", "resets") if (v := getattr(call, n)) is not None}
-    for name, first, last in zip(drawn.cell.states, call.states, call.dstates, strict=True):
-        given |= {f"{name}_in": first, f"d{name}_out": last}
-    made = {n: v.size for n, v in drawn.wanted.items() if not n.startswith("gradient_")}
-    found = train(program, folder, given, made, call.parameters, steps, batch, arch)
+    found = train_call(Emulated(program, folder, arch), drawn.cell.states, drawn.call)
     return {n: e for n, e in drawn.errors({n: found[n] for n in drawn.wanted}).items()
             if not e < (VALUES if n == "y" or n.endswith("_out") else GRADIENTS)}
 
@@ -105,8 +102,6 @@ class Peaks(Peak):
         return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"], 0)
         top, rh = largest(wx), product(h, p["R"], 0)
         return [pointwise(lambda b, j: te.tanh(rh[b, j] * top[b] + wx[b, j]), h)]

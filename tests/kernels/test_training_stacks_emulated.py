@@ -7,15 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
+from cuda_on_cpu import DTYPES, Emulated
 from emulated import TINY, training_program
+from emulated_training import check, train
+from test_backward_emulated import in_chunks
 
 from ecornn import reference_gradients
 from ecornn.analysis import analyse
 from ecornn.cells import get
 from ecornn.compose import compose, parameter_prefix
-from ecornn.program import BACKWARD, FORWARD, PACKED, TENSORS, WORKSPACE, Chunks, Concurrent, Program, launches
-from ecornn.schedules import chunks
+from ecornn.program import BACKWARD, FORWARD, Chunks, Concurrent, Program, launches
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.workload import SERIAL, Overlap, Stack, Workload
@@ -23,7 +24,6 @@ from ecornn.workload import SERIAL, Overlap, Stack, Workload
 T, B, I, H = 5, 3, 6, 20
 SIDES = Overlap("directions", 2)
 LIMITS = {"float32": 2e-5, "bfloat16": 8 * 2.0 ** -8}  # relative, of the largest error in a gradient
-EIGHT = {"gates": 8, "states": 8}  # steps of a chunk
 
 
 def program_of(cell: str, stack: Stack, dtype: str, overlap: Overlap, steps: int) -> Program:
@@ -50,61 +50,35 @@ class Step:
                 made = drawn(*shape, scale=H ** -0.5)
                 self.parameters[parameter_prefix(stack, part) + name] = made
                 self.weights[f"{name}_{part.label}"] = made.reshape(-1, *shape[2:])
-        self.given = {"x": [drawn(steps, B, I)], "dy": [drawn(steps, B, width)]}
+        self.given = {"x": drawn(steps, B, I), "dy": drawn(steps, B, width)}
         self.states, self.dstates = ([drawn(stack.count, B, H) for _ in names] for _ in range(2))
         self.by_state = {"state_in": dict(zip(names, self.states, strict=True)),
                          "dstate_out": dict(zip(names, self.dstates, strict=True))}
         self.sizes = {"y": steps * B * width, "dx": steps * B * I, "state_out": B * H, "dstate_in": B * H}
 
     def run(self, program: Program, folder: Path, add: bool = True) -> dict[str, np.ndarray]:
-        """What each buffer that is made holds; workspaces are poisoned before each entry, and without ``add`` gradients
-        of parameters, too."""
-        memory = {b.name: self.made(b) for b in program.buffers}
-        for b in program.buffers:
-            if b.tensor == "gradient" and not add:
-                memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
-        emulated = Emulated(program, folder)
-        for entry in (FORWARD, BACKWARD):
-            for b in program.buffers:
-                if b.role == WORKSPACE:
-                    memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
-            emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, self.steps, B, entry, add)
-        assert all((memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all() for b in program.buffers if b.role != PACKED)
-        found = {b.name: memory[b.name][:-GUARD // b.itemsize].astype(np.float64) for b in program.buffers
-                 if b.tensor in TENSORS}
-        return found if add else {n: v + 1 if "gradient_" in n else v for n, v in found.items()}
+        """What each buffer that is made holds, see :func:`~emulated_training.train`."""
+        given = {b.name: self.given[b.tensor] for b in program.buffers if b.tensor in self.given}
+        given |= {b.name: self.by_state[b.tensor][b.state][b.part] for b in program.buffers
+                  if b.tensor in self.by_state}
+        made = {b.name: self.sizes[b.tensor] for b in program.buffers if b.tensor in self.sizes}
+        return train(Emulated(program, folder), given, made, self.parameters, self.steps, B, add)
 
-    def made(self, b: Any) -> np.ndarray:
-        if b.role == PACKED:
-            return pack(b.packing, self.parameters).reshape(-1)
-        content: np.ndarray | None = None
-        if b.tensor in self.given:
-            content = self.given[b.tensor][0]
-        elif b.tensor in self.by_state:
-            content = self.by_state[b.tensor][b.state][b.part]
-        elif b.tensor == "gradient":  # that are added to
-            content = np.ones_like(self.parameters[b.state])
-        count = content.size if content is not None else self.sizes.get(b.tensor, b.extent.at(self.steps))
-        raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
-        raw[-GUARD:] = 0xA5
-        found = raw.view(DTYPES[b.dtype])
-        if content is not None:
-            found[:count] = content.reshape(-1).astype(DTYPES[b.dtype])
-        return found
-
-    def check(self, cell: str, found: dict[str, np.ndarray], program: Program, limit: float) -> None:
-        dx, weights, states = reference_gradients(cell, self.given["x"][0], self.weights, self.states,
-                                                  dy=self.given["dy"][0], dstate=self.dstates)
-        wanted = {"dx": dx}
+    def wanted(self, program: Program, weights: dict[str, Any], states: Any) -> dict[str, Any]:
+        """By the names of buffers: gradients of weights, and of first states."""
+        found = {}
         for b in program.buffers:
             if b.tensor == "gradient":
                 prefix, _, name = b.state.rpartition(".")
-                wanted[b.name] = weights[f"{name}_{prefix}"] + 1
+                found[b.name] = weights[f"{name}_{prefix}"]
             elif b.tensor == "dstate_in":
-                wanted[b.name] = states[list(get(cell).states).index(b.state)][b.part]
-        for name, value in wanted.items():
-            error = np.linalg.norm(found[name] - value.reshape(-1)) / np.linalg.norm(value)
-            assert error < limit, f"{name}: {error}"
+                found[b.name] = states[list(self.by_state["state_in"]).index(b.state)][b.part]
+        return found
+
+    def check(self, cell: str, found: dict[str, np.ndarray], program: Program, limit: float) -> None:
+        dx, weights, states = reference_gradients(cell, self.given["x"], self.weights, self.states,
+                                                  dy=self.given["dy"], dstate=self.dstates)
+        check(found, {"dx": dx, **self.wanted(program, weights, states)}, limit)
 
 
 @pytest.mark.parametrize(("cell", "layers", "dtype", "overlap"), [
@@ -124,8 +98,7 @@ def test_directions(tmp_path: Path, cell: str, layers: int, dtype: str, overlap:
 
 def test_directions_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Side by side, each in chunks of its own."""
-    for constant, value in {"ROOM": 1, "LEAST": EIGHT, "BACKWARD": EIGHT, "SHORTEST": 1}.items():
-        monkeypatch.setattr(chunks, constant, value)
+    in_chunks(monkeypatch)
     stack = Stack(1, True, keep="states")
     program = program_of("gru", stack, "float32", SIDES, 20)
     pair = next(c for c in program.entries[BACKWARD].calls if isinstance(c, Concurrent))
