@@ -11,7 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from c_abi_sample import BACKWARD, HERE, close, compiled, read, run, weights_of, write
+from c_abi_sample import (
+    BACKWARD,
+    HERE,
+    arrays_of,
+    check_gradients,
+    close,
+    compiled,
+    gradients_of,
+    read,
+    run,
+    training_arrays,
+    write,
+)
 
 import ecornn
 from ecornn.build.nvcc import find_nvcc
@@ -28,11 +40,6 @@ def lstm(tmp_path_factory: pytest.TempPathFactory) -> Module:
     """That trains."""
     return ecornn.compile("lstm", hidden=H, input=I, batch=B, seq=T, target="cuda", training=True,
                           out=tmp_path_factory.mktemp("lstm") / "lstm.so")
-
-
-def arrays_of(module: Module, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(5)
-    return weights_of(module) | {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
 
 
 def toolkit() -> Path | None:
@@ -70,27 +77,11 @@ def test_a_layer_from_c(tmp_path: Path):
     close(read(here, "y_after_repack", T, B, 2 * H), y)
 
 
-def gradients_of(arrays: dict[str, np.ndarray], module: Module) -> tuple[Any, Any, Any]:
-    """In float64: of x, weights and first states."""
-    weights = {p.name: arrays[p.name] for p in module.manifest.parameters}
-    before, after = ([arrays[name] for name in names] for names in (("h_in", "c_in"), ("dh", "dc")))
-    return ecornn.reference_gradients("lstm", arrays["x"], weights, before, dy=arrays["dy"], dstate=after)
-
-
-def of_a_training_step(module: Module) -> dict[str, np.ndarray]:
-    return arrays_of(module, x=(T, B, I), dy=(T, B, H), **dict.fromkeys(("h_in", "c_in", "dh", "dc"), (B, H)))
-
-
 def test_threads_and_a_training_step_from_cpp(tmp_path: Path, lstm: Module):
-    here, arrays = tmp_path / "arrays", of_a_training_step(lstm)
+    here, arrays = tmp_path / "arrays", training_arrays(lstm)
     write(here, arrays)
     run(program("cuda_program.cc", tmp_path), lstm.path, here, T, B)
-    dx, dweights, dstate = gradients_of(arrays, lstm)
-    close(read(here, "dx", T, B, I), dx, BACKWARD)
-    for name, value in zip(("dh_in", "dc_in"), dstate, strict=True):
-        close(read(here, name, B, H), value, BACKWARD)
-    for name, value in dweights.items():
-        close(read(here, f"gradient_{name}", *value.shape), value, BACKWARD)
+    check_gradients(here, arrays, lstm)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +101,7 @@ def test_jax(jax: Any, lstm: Module):
     """Values and gradients under jit, twice with other weights, and rows by vmap."""
     import ecornn.jax
 
-    arrays, layer = of_a_training_step(lstm), ecornn.jax.recurrent(lstm)
+    arrays, layer = training_arrays(lstm), ecornn.jax.recurrent(lstm)
     dh, dc, dy = (jax.numpy.asarray(arrays[name]) for name in ("dh", "dc", "dy"))
 
     @jax.jit

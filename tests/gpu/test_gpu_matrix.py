@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -56,31 +58,49 @@ def library_error(cell, x, weights, state, expected, kind):
     return relative(y.double().cpu().numpy(), expected)
 
 
+class Sample:
+    """A layer on the GPU, with random weights and arguments whose values are of its data type."""
+
+    def __init__(self, cell: str, sizes: tuple[int, int, int, int], dtype: str, seed: int, **options: Any) -> None:
+        (T, B, I, H), kind = sizes, getattr(torch, dtype)
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        self.cell, self.dtype, self.kind, self.rows = cell, dtype, kind, (T, B, H)
+        self.weights = {k: torch.tensor(v).to(kind).float().numpy()
+                        for k, v in random_weights(cell, I, H, seed=seed).items()}
+        self.layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda",
+                                    **options).bind(self.weights)
+        self.x = torch.randn(T, B, I, device="cuda").to(kind)
+        self.state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in self.layer.manifest.states)
+        self.exact = [v.double().cpu().numpy() for v in (self.x, *self.state)]
+
+    def run(self, times: int) -> list[Any]:
+        """y and the last states, of several runs into poisoned memory: each makes the same bits."""
+        runs = []
+        for _ in range(times):
+            out = torch.full(self.rows, float("nan"), device="cuda", dtype=self.kind)
+            y, new = self.layer(self.x, self.state, out=out)
+            torch.cuda.synchronize()
+            runs.append([y.clone(), *(s.clone() for s in new)])
+        for other in runs[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True)), "two runs differ"
+        return [v.double().cpu().numpy() for v in runs[0]]
+
+    def check(self, times: int = 2) -> list[Any]:
+        """The same, whose y is as near to float64 as the library's is, see :func:`limit`."""
+        found, (wanted, _) = self.run(times), reference(self.cell, self.exact[0], self.weights, tuple(self.exact[1:]))
+        library = library_error(self.cell, self.x, self.weights, self.state, wanted, self.kind)
+        assert relative(found[0], wanted) <= limit(self.dtype, wanted, library)
+        return found
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("schedule", "cell", "dtype"), SERVED)
 def test_matches_float64(schedule, cell, dtype, shape):
-    T, B, I, H = shape
-    kind = getattr(torch, dtype)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    torch.manual_seed(T + H)
-    weights = {k: torch.tensor(v).to(kind).float().numpy()
-               for k, v in random_weights(cell, I, H, seed=H).items()}
-    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda",
-                           schedule=schedule).bind(weights)
-    x = torch.randn(T, B, I, device="cuda").to(kind)
-    state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in layer.manifest.states)
-    exact = [v.double().cpu().numpy() for v in (x, *state)]
-    wanted = Wanted(dtype, lambda forward: of_stack(cell, SINGLE, exact[0], exact[1:], weights, {}, forward))
-    runs = []
-    for _ in range(2):
-        out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
-        y, new = layer(x, state, out=out)
-        torch.cuda.synchronize()
-        runs.append((y.clone(), *(s.clone() for s in new)))
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
-    y, *after = (v.double().cpu().numpy() for v in runs[0])
-    wanted.check(y, after)
-    assert relative(y, wanted.y) <= limit(dtype, wanted.y, library_error(cell, x, weights, state, wanted.y, kind))
+    torch.manual_seed(shape[0] + shape[3])
+    sample = Sample(cell, shape, dtype, shape[3], schedule=schedule)
+    y, *after = sample.check()
+    Wanted(dtype, lambda forward: of_stack(
+        cell, SINGLE, sample.exact[0], sample.exact[1:], sample.weights, {}, forward)).check(y, after)
 
 
 LONG = [("persistent", cell, dtype, B, {  # many times around the ring of an exchange
@@ -99,21 +119,7 @@ LONG += [("persistent_wide", "gru", "float16", 23, {"units": 32, "parts": parts,
 
 @pytest.mark.parametrize(("schedule", "cell", "dtype", "B", "config"), LONG, ids=str)
 def test_long_sequences(schedule, cell, dtype, B, config):
-    T, I, H, kind = 250, 24, 320, getattr(torch, dtype)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(cell, I, H, seed=5).items()}
-    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
-                           config=config).bind(weights)
-    x = torch.randn(T, B, I, device="cuda").to(kind)
-    state = tuple(torch.zeros(B, H, device="cuda", dtype=kind) for _ in layer.manifest.states)
-    expected, _ = reference(cell, x.double().cpu().numpy(), weights)
-    runs = []
-    for _ in range(4):
-        out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
-        runs.append(layer(x, state, out=out)[0].clone())
-    assert all(torch.equal(runs[0], run) for run in runs), "two runs differ"
-    most = limit(dtype, expected, library_error(cell, x, weights, state, expected, kind))
-    assert relative(runs[0].double().cpu().numpy(), expected) <= most
+    Sample(cell, (250, B, 24, 320), dtype, 5, schedule=schedule, config=config).check(times=4)
 
 
 STREAMED = [("gru", "float16", 60, 1, 2816), ("lstm", "bfloat16", 20, 3, 2816), ("lstm", "float16", 20, 16, 2304),
@@ -124,24 +130,9 @@ STREAMED = [("gru", "float16", 60, 1, 2816), ("lstm", "bfloat16", 20, 3, 2816), 
 @pytest.mark.parametrize(("cell", "dtype", "T", "B", "H"), STREAMED, ids=str)
 def test_weights_past_the_chip(cell, dtype, T, B, H):
     """`persistent` reads what does not fit from L2 in every step."""
-    kind, I = getattr(torch, dtype), 64
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    planned = plan(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule="persistent")
+    planned = plan(cell, hidden=H, input=64, batch=B, seq=T, dtype=dtype, target="cuda", schedule="persistent")
     assert all_schedules()["persistent"].plan(planned.task, planned.found.config).streamed
-    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(cell, I, H, seed=6).items()}
-    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule="persistent",
-                           config=planned.found.config).bind(weights)
-    x = torch.randn(T, B, I, device="cuda").to(kind)
-    state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in layer.manifest.states)
-    exact = [v.double().cpu().numpy() for v in (x, *state)]
-    expected, _ = reference(cell, exact[0], weights, tuple(exact[1:]))
-    runs = []
-    for _ in range(3):
-        out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
-        runs.append(layer(x, state, out=out)[0].clone())
-    assert all(torch.equal(runs[0], run) for run in runs), "two runs differ"
-    most = limit(dtype, expected, library_error(cell, x, weights, state, expected, kind))
-    assert relative(runs[0].double().cpu().numpy(), expected) <= most
+    Sample(cell, (T, B, 64, H), dtype, 6, schedule="persistent", config=planned.found.config).check(times=3)
 
 
 HOISTED = [(schedule, cell, dtype, sizes)
@@ -156,20 +147,7 @@ HOISTED = [(schedule, cell, dtype, sizes)
 @pytest.mark.parametrize(("schedule", "cell", "dtype", "sizes"), HOISTED, ids=str)
 def test_hoisted_values_in_16_bits(schedule, cell, dtype, sizes, choice):
     """The default takes one of the two, by the size; the library, which rounds them too, is the measure of both."""
-    (T, B, I, H), kind = sizes, getattr(torch, dtype)
-    weights = {k: torch.tensor(v).to(kind).float().numpy() for k, v in random_weights(cell, I, H, seed=H + 1).items()}
-    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
-                           config={"hoisted": choice}).bind(weights)
-    x = torch.randn(T, B, I, device="cuda").to(kind)
-    state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in layer.manifest.states)
-    exact = [v.double().cpu().numpy() for v in (x, *state)]
-    expected, _ = reference(cell, exact[0], weights, tuple(exact[1:]))
-    out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
-    y = layer(x, state, out=out)[0].clone()
-    again = layer(x, state, out=out.fill_(float("nan")))[0]
-    assert torch.equal(y, again), "two runs differ"
-    most = limit(dtype, expected, library_error(cell, x, weights, state, expected, kind))
-    assert relative(y.double().cpu().numpy(), expected) <= most
+    Sample(cell, sizes, dtype, sizes[3] + 1, schedule=schedule, config={"hoisted": choice}).check()
 
 
 @pytest.mark.parametrize("schedule", ["persistent", "layout_transform"])

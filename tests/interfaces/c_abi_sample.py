@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from click.testing import CliRunner
 
+import ecornn
 from ecornn.cli import main
 from ecornn.runtime.loader import Module
 
@@ -78,3 +79,32 @@ def close(found: np.ndarray, wanted: np.ndarray, limit: float = FORWARD) -> None
     """That the relative error of an array is below the limit."""
     assert found.shape == wanted.shape
     assert np.linalg.norm(found - wanted) < limit * np.linalg.norm(wanted)
+
+
+def arrays_of(module: Module, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Random weights of a module, and arrays of these shapes."""
+    rng = np.random.default_rng(5)
+    return weights_of(module) | {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+
+
+def training_arrays(module: Module) -> dict[str, np.ndarray]:
+    """Those of a training step of an LSTM, with gradients dh and dc of its last states."""
+    w = module.manifest.workload
+    return arrays_of(module, x=(w.seq, w.batch, w.input), dy=(w.seq, w.batch, w.hidden),
+                     **dict.fromkeys(("h_in", "c_in", "dh", "dc"), (w.batch, w.hidden)))
+
+
+def gradients_of(arrays: Mapping[str, np.ndarray], module: Module) -> tuple[Any, Any, Any]:
+    """In float64: of x, weights and first states."""
+    weights = {p.name: arrays[p.name] for p in module.manifest.parameters}
+    before, after = ([arrays[name] for name in names] for names in (("h_in", "c_in"), ("dh", "dc")))
+    return ecornn.reference_gradients("lstm", arrays["x"], weights, before, dy=arrays["dy"], dstate=after)
+
+
+def check_gradients(folder: Path, arrays: Mapping[str, np.ndarray], module: Module) -> None:
+    """Those that a program wrote."""
+    dx, dweights, dstate = gradients_of(arrays, module)
+    wanted = {"dx": dx, **dict(zip(("dh_in", "dc_in"), dstate, strict=True)),
+              **{f"gradient_{name}": value for name, value in dweights.items()}}
+    for name, value in wanted.items():
+        close(read(folder, name, *value.shape), value, BACKWARD)

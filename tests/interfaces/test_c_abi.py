@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import runtime_sample
-from c_abi_sample import BACKWARD, HERE, close, compiled, read, run, weights_of, write
+from c_abi_sample import HERE, check_gradients, close, compiled, read, run, training_arrays, weights_of, write
 from rooms import ROOT
 
 import ecornn
@@ -134,25 +134,11 @@ def test_a_stack_in_both_directions_with_lengths_from_c(folder: Path, gru: Modul
     close(read(here, "h_out", 4, B, H), state)
 
 
-def arrays_of_a_training_step(module: Module) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(5)
-    shapes = {"x": (T, B, I), "dy": (T, B, H), "h_in": (B, H), "c_in": (B, H), "dh": (B, H), "dc": (B, H)}
-    return weights_of(module) | {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-
-
 def test_threads_and_a_training_step_from_cpp(folder: Path, lstm: Module):
-    here, arrays = folder / "training", arrays_of_a_training_step(lstm)
+    here, arrays = folder / "training", training_arrays(lstm)
     write(here, arrays)
     run(compiled(HERE / "cpp_program.cc", folder / "cpp_program"), lstm.path, here, T, B)
-    weights = {p.name: arrays[p.name] for p in lstm.manifest.parameters}
-    before, dafter = ((arrays[name] for name in names) for names in (("h_in", "c_in"), ("dh", "dc")))
-    dx, dweights, dstate = ecornn.reference_gradients("lstm", arrays["x"], weights, [*before], dy=arrays["dy"],
-                                                      dstate=[*dafter])
-    close(read(here, "dx", T, B, I), dx, BACKWARD)
-    for name, value in zip(("dh_in", "dc_in"), dstate, strict=True):
-        close(read(here, name, B, H), value, BACKWARD)
-    for name, value in dweights.items():
-        close(read(here, f"gradient_{name}", *value.shape), value, BACKWARD)
+    check_gradients(here, arrays, lstm)
 
 
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
@@ -160,7 +146,7 @@ def test_under_sanitizers(folder: Path, lstm: Module, generated: Generated, monk
                           sanitizer: str):
     """The program, and the module's host code."""
     here, flags = folder / sanitizer[:4], (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g")
-    write(here, arrays_of_a_training_step(lstm))
+    write(here, training_arrays(lstm))
     monkeypatch.setenv("CXX", " ".join(("c++", *flags)))
     link(generated, here / "module.so")
     program = compiled(HERE / "cpp_program.cc", here / "program", *flags)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,9 @@ from emulated import check_numbers, task_of
 from msgspec.structs import replace
 from sanitize import CASES as SANITIZED
 from sanitize import cell_of
-from test_projection_wgmma import compile_loud
+from without_spills import needs_ptxas, resources_without_spills
 
 from ecornn.build.cuda import lower
-from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.compiler import plan
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.persistent_wide.plan import packing_of
@@ -223,21 +221,15 @@ def test_it_is_chosen_where_it_is_expected_to_be_faster():
     assert first(64, 2048) == "persistent_wide"
 
 
+@needs_ptxas
 @pytest.mark.parametrize(("cell", "batch", "hidden"), [("lstm", 64, 1024), ("lstm", 64, 1536), ("lstm", 64, 2048),
                                                        ("gru", 32, 2048), ("gru", 32, 2816)])
 def test_compiles_without_spills(cell, batch, hidden):
-    """ptxas says where it serializes wgmma or ignores setmaxnreg, both of which cost most of the speed."""
-    nvcc = find_nvcc()
-    if nvcc is None:
-        pytest.skip("nvcc is optional, and this reads what its ptxas says")
     task, schedule = task_of(cell, (100, batch, hidden, hidden), "float16", HOPPER), PersistentWide()
     config = schedule.default(task)
     source = lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")[1]
-    _, log = compile_loud(nvcc, source)
-    found = parse_resources(log)["persistent_wide_kernel"]
-    assert found["spill_stores"] == found["stack"] == 0
+    found = resources_without_spills(source, "persistent_wide_kernel")["persistent_wide_kernel"]
     assert found["registers"] == 65536 // PersistentWide().plan(task, config).threads // 8 * 8
-    assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
 
 
 def test_the_cost_model_is_told_numbers():

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
-from pathlib import Path
-
 import pytest
 from emulated import check_numbers, task_of
 from msgspec.structs import replace
 from test_persistent_emulated import cut
+from without_spills import needs_ptxas, resources_without_spills
 
 import ecornn.schedules.gemm.rows_wgmma as kernel
 from ecornn.build.cuda import lower
-from ecornn.build.nvcc import find_nvcc, parse_resources
 from ecornn.program import Program
 from ecornn.schedules import rates
 from ecornn.schedules.assemble import shared_buffers
@@ -112,6 +107,7 @@ def test_a_part_of_the_rows_ahead_keeps_one_packing():
     assert ahead[0] != ahead[1] == ahead[2]
 
 
+@needs_ptxas
 @pytest.mark.parametrize(("cell", "hidden", "input", "dtype", "wide"), [
     ("lstm", 768, 768, "bfloat16", True), ("gru", 800, 800, "bfloat16", True),
     ("rnn_tanh", 2048, 2048, "bfloat16", True), ("lstm", 767, 3000, "bfloat16", True),
@@ -119,30 +115,11 @@ def test_a_part_of_the_rows_ahead_keeps_one_packing():
     ("lstm", 768, 768, "tf32", True), ("gru", 800, 803, "tf32", True),
 ])
 def test_compiles_without_spills(cell, hidden, input, dtype, wide):
-    """ptxas says where it serializes wgmma or ignores setmaxnreg, both of which cost most of the speed."""
-    nvcc = find_nvcc()
-    if nvcc is None:
-        pytest.skip("nvcc is optional, and this reads what its ptxas says")
     made = task(cell, (64, 16, input, hidden), dtype, 132)
     part = project(made)
     assert part.calls[-1].threads == THREADS  # x may be copied before
     buffers = (*shared_buffers(made, hoisted_of(made)), *part.buffers)
     source = lower(Program.running(dict(part.functions), buffers, part.calls), "sm_90a")[1]
-    # not compile_cubin: warnings are what this looks for
-    code, log = compile_loud(nvcc, source)
-    assert code[:4] == b"\x7fELF"
-    found = parse_resources(log)["project_kernel"]
-    assert found["spill_stores"] == found["stack"] == 0
+    found = resources_without_spills(source, "project_kernel")["project_kernel"]
     if wide:  # what setmaxnreg starts from is what a block of 384 threads gets; from less it would wait forever
         assert found["registers"] == 168 and "setmaxnreg" in source
-    assert not re.findall(r"C75\d\d|wgmma|setmaxnreg", log), log
-
-
-def compile_loud(nvcc: str, source: str) -> tuple[bytes, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder, "kernels.cu"), Path(folder, "kernels.cubin")
-        given.write_text(source)
-        command = [nvcc, "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-cubin", "-Xptxas=-v",
-                   "-diag-suppress=177", str(given), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return made.read_bytes(), done.stdout + done.stderr
