@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from analysed_step import run_analysed
 from cuda_on_cpu import Emulated, inputs
+from limits import relative as error
 from msgspec.structs import replace
 
 import ecornn
@@ -143,11 +144,6 @@ def expected(name: str, options: dict[str, Any], x: Any, states: dict[str, Any],
         now = FORMULAS[name](row, now, wide, options)
         y.append(now[0])
     return np.stack(y), now
-
-
-def error(found: Any, wanted: Any) -> float:
-    value = float(np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted))
-    return value if np.isfinite(value) else float("inf")
 
 
 @pytest.mark.parametrize(("name", "options"), [*CASES, *(("rnn_tanh", {"new": a}) for a in ACTIVATIONS)], ids=str)

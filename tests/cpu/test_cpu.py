@@ -9,7 +9,8 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_cells import Chain, Peephole, Residual, run
-from cpu_sample import Sample, error, rows_that_fit
+from cpu_sample import Sample, rows_that_fit
+from limits import relative as error
 
 from ecornn.cells import BUILTIN, get
 from ecornn.host_cpu import detect

@@ -6,7 +6,8 @@ import msgspec.structs
 import numpy as np
 import pytest
 from cpu_cells import Chain, Residual
-from cpu_sample import ALL_GATES, Sample, error, rows_that_fit
+from cpu_sample import ALL_GATES, Sample, rows_that_fit
+from limits import relative as error
 from pairwise import halved
 from rooms import ROOT
 from test_cpu import LIMIT, SIZES, compare

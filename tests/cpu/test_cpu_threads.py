@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec.structs
 import numpy as np
 import pytest
-from cpu_sample import Sample, error
+from cpu_sample import Sample
 from events import until
+from limits import relative as error
 
 from ecornn import compiler
 from ecornn.build.llvm import generate

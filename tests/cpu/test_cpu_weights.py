@@ -13,6 +13,7 @@ from cpu_cells import sigmoid as logistic
 from cpu_sample import rows_that_fit
 from hypothesis import given
 from hypothesis import strategies as st
+from limits import relative as error
 from pairwise import halved
 
 import ecornn
@@ -31,12 +32,6 @@ VNNI = bool({"avx512vnni", "avxvnni"} & set(detect().features))
 needs_vnni = pytest.mark.skipif(not VNNI, reason="this CPU has no VNNI")
 CELLS = ("lstm", "gru", "gru_reset_before", "rnn_tanh", "rnn_relu")
 SIZES = [(1, 1, 1, 2), (5, 7, 2, 3), (33, 101, 5, 6), (64, 48, 1, 9)]  # I, H, B, T; odd I and H end in half a pair
-
-
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Relative error; a layer of one relu may well be all zeros."""
-    value = float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
-    return value if np.isfinite(value) else float("inf")
 
 
 def random_layer(cell, input: int, hidden: int, seed: int = 0) -> dict[str, np.ndarray]:

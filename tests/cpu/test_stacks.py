@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_sample import rows_that_fit
+from limits import relative as error
 
 import ecornn
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
@@ -20,11 +21,6 @@ T, B, I, H = 7, 5, 6, 19
 LIMIT = 1e-6
 LENGTHS = [3, 7, 1, 0, 6]
 CLASSES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "RNN", "rnn_relu": "RNN"}
-
-
-def error(found: Any, wanted: Any) -> float:
-    value = float(np.linalg.norm(np.asarray(found, np.float64) - wanted) / max(1e-30, np.linalg.norm(wanted)))
-    return value if np.isfinite(value) else float("inf")
 
 
 def marks(seed: int = 3) -> np.ndarray:

@@ -116,9 +116,3 @@ class Sample:
         touched = [name for name, a in arrays.items() if not a.untouched]
         assert not touched, f"written outside {touched}"
         return arrays["y"].view, [arrays[f"{n}_out"].view for n in self.cell.states]
-
-
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Relative error, ||found - expected|| / ||expected||; NaN counts as infinite."""
-    value = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-    return value if np.isfinite(value) else float("inf")

@@ -25,9 +25,9 @@ TF32 = 2.0**-11  # relative error of a rounding, at most
 DIGITS = {"float16": (11, -24), "bfloat16": (8, -133)}  # binary ones, and the exponent of the last one's least
 
 
-def relative(value: Any, expected: Any) -> float:
-    """||value - expected|| / ||expected||."""
-    return float(np.linalg.norm(np.asarray(value, np.float64) - expected) / max(np.linalg.norm(expected), 1e-30))
+def relative(value: Any, expected: Any, least: float = 1e-30) -> float:
+    """||value - expected|| / ||expected||; of a norm below ``least`` that, as where a relu is all zeros."""
+    return float(np.linalg.norm(np.asarray(value, np.float64) - expected) / max(np.linalg.norm(expected), least))
 
 
 def limit(arithmetic: str, expected: Any, of_library: float = 0.0) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from tvm import te
 
 from ecornn.cells import Cell, mean, normalized, pointwise, product
 
@@ -32,6 +31,8 @@ class Blend(Cell):
         return {"W": (2, hidden, input), "R": (2, hidden, hidden), "v": (2, hidden)}
 
     def step(self, x, states, parameters):
+        from tvm import te
+
         (h, c), R, v = states, parameters["R"], parameters["v"]
         wx = normalized(product(x, parameters["W"]))
         spread = mean(pointwise(lambda b, j: te.abs(wx[b, 0, j]), h, "magnitude"))
@@ -63,6 +64,8 @@ class Focus(Cell):
         return {"W": (2, hidden, input), "b": (2, hidden)}
 
     def step(self, x, states, parameters):
+        from tvm import te
+
         (h,), b = states, parameters["b"]
         gates = product(x, parameters["W"])
         n = normalized(te.compute(gates.shape, lambda i, g, j: gates[i, g, j] + b[g, j], name="biased"))
@@ -85,6 +88,8 @@ class Contrast(Cell):
         return {"W": (1, hidden, input)}
 
     def step(self, x, states, parameters):
+        from tvm import te
+
         (h,), wx = states, product(x, parameters["W"], 0)
         seen = normalized(pointwise(lambda b, j: h[b, j] + wx[b, j], h, "seen"))
         return [pointwise(lambda b, j: te.tanh(seen[b, j]), h, "new")]
@@ -104,6 +109,8 @@ class Thrice(Cell):
         return {"W": (1, hidden, input), "R": (3, hidden, hidden)}
 
     def step(self, x, states, parameters):
+        from tvm import te
+
         (h,), wx = states, product(x, parameters["W"], 0)
         a, b, c = (normalized(product(h, parameters["R"], g)) for g in range(3))
         return [pointwise(lambda i, j: te.tanh(a[i, j] + wx[i, j]) * te.sigmoid(b[i, j]) + 0.1 * c[i, j], h, "new")]
@@ -124,6 +131,8 @@ class Shared(Cell):
         return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
 
     def step(self, x, states, parameters):
+        from tvm import te
+
         (h,), wx = states, product(x, parameters["W"], 0)
         rh = product(h, parameters["R"], 0)
         seen = normalized(pointwise(lambda b, j: wx[b, j] + rh[b, j], h, "seen"))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from limits import relative
 from onnx import TensorProto, helper, numpy_helper
 from onnx_backend import RecurrentBackend
 
@@ -76,10 +77,6 @@ def lstm_by_the_text(x: Any, h: Any, c: Any, w: Any, r: Any, b: Any, p: Any, f: 
     forget = 1 - i if coupled else f(bounded(zf + pf * c))
     c = forget * c + i * g(bounded(zc))
     return f(bounded(zo + po * c)) * o(c), c
-
-
-def relative(found: Any, wanted: Any) -> float:
-    return float(np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted))
 
 
 def test_everything_an_lstm_node_may_have():
