@@ -77,9 +77,9 @@ test: $(VENV)/installed-test
 # Rooms of what is written and measured, which no CPU changes: tests/README.md
 WRITTEN := $(addprefix --ignore=tests/,docs report benchmarks)
 
-# What takes at most four minutes on two cores: neither slow tests nor those of what is written.
+# What takes some minutes on two cores: of each test one case, without slow tests and those of what is written.
 test-fast: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" $(WRITTEN) $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" --first $(WRITTEN) $(PYTEST)
 
 # Without assertions in the package: python -O drops them. Pytest rewrites those of tests, which hold.
 OPTIMIZED := $(addprefix tests/,project/test_asserts.py runtime/test_runtime_layer.py runtime/test_runtime_packing.py \

@@ -57,6 +57,7 @@ def take_this_cpu_for(name: str) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew", action="store_true", help="write files that generated texts are held against anew")
+    parser.addoption("--first", action="store_true", help="of each test's cases the first, in most the smallest, alone")
 
 
 def pytest_report_header() -> str | None:
@@ -84,7 +85,12 @@ def no_gpu() -> str | None:
     return None if count.value else "the CUDA driver sees no GPU"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of what -m leaves
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--first"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+        config.hook.pytest_deselected(items=[item for item in items if item not in first])
+        items[:] = reversed(first)
     # What takes longest first, so that no process is left with it at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
