@@ -1,9 +1,9 @@
-# make setup | run | examples | test | test-cpus | test-packages | soak | lint | lines | docs | test-wheel | release | bench
+# make setup | run | examples | test | test-fast | test-cpus | test-packages | soak | lint | lines | docs | test-wheel | release | bench
 #   | sanitize | clean
 #   PYTHON=python3.12 make setup     another interpreter (3.10 to 3.13)
 #   VENV=/somewhere make test        another place for the virtual environment
 #   make test PYTEST="-m exhaustive" what this leaves out: most of the matrices of schedules and gradients, an hour
-#   make test-cpus CPUS="haswell" PYTEST="tests/test_cpu*.py"    the same where tests take this CPU for others, too
+#   make test-cpus CPUS="haswell" PYTEST=tests/cpu    the same where tests take this CPU for others, too
 #   make run HIDDEN=1024 TUNE="--trials 200"     by default the search stops after 90 seconds
 
 PYTHON ?= python3
@@ -33,7 +33,7 @@ define install
 	@touch $@
 endef
 
-.PHONY: setup run examples test test-optimized test-cpus test-packages soak lint lines docs test-wheel \
+.PHONY: setup run examples test test-fast test-optimized test-cpus test-packages soak lint lines docs test-wheel \
 	release bench sanitize clean
 
 # Each stamp stands for an installation, so that it is done again only when pyproject.toml changes.
@@ -74,18 +74,26 @@ run: $(VENV)/installed
 examples: $(VENV)/installed-examples
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive" $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive" $(APART) $(PYTEST)
+
+# Rooms of what is written and measured, which no CPU changes: tests/README.md
+WRITTEN := $(addprefix --ignore=tests/,docs report benchmarks)
+
+# What takes some minutes on two cores: of each test one case, without slow tests and those of what is written.
+test-fast: $(VENV)/installed-test
+	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" --first $(WRITTEN) $(PYTEST)
 
 # Without assertions in the package: python -O drops them. Pytest rewrites those of tests, which hold.
-OPTIMIZED := $(addprefix tests/,test_asserts.py test_runtime_layer.py test_runtime_packing.py test_cpu_training.py \
-	test_torch_recurrent.py)
+OPTIMIZED := $(addprefix tests/,project/test_asserts.py runtime/test_runtime_layer.py runtime/test_runtime_packing.py \
+	cpu/test_cpu_training.py torch/test_torch_recurrent.py)
 test-optimized: $(VENV)/installed-test
 	$(BIN)/python -O -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" \
 		-W "ignore:assertions not in test modules:pytest.PytestConfigWarning" $(OPTIMIZED) $(PYTEST)
 
 # An older CPU's code runs on a newer one: tests with this CPU, then with each of CPUS in its place.
 test-cpus:
-	for cpu in "" $(CPUS); do ECORNN_TEST_CPU=$$cpu $(MAKE) test || exit; done
+	$(MAKE) test
+	for cpu in $(CPUS); do ECORNN_TEST_CPU=$$cpu $(MAKE) test APART="$(WRITTEN)" || exit; done
 
 # Models of other people's packages with compiled layers, see tests/packages/; what they need is installed besides.
 #   make test-packages PYTEST="--absent=skip" leaves out those that cannot be imported

@@ -78,7 +78,7 @@ def steps(target: str, output: Path) -> dict[str, list[Step]]:
         "servers": [Step("servers", script("rpc_servers.py", "--target", target, "--hidden", 256 if gpu else 32,
                                            "--trials", 96 if gpu else 24, "--output", beside("servers")))],
         "tests": [Step("tests", ("-m", "pytest", "-q", "-m", "gpu" if gpu else "not gpu", *(
-            str(HERE.parent / "tests" / f"test_tune_{name}.py") for name in ("planted", "kill", "remote"))))],
+            str(HERE.parent / "tests" / "tune" / f"test_tune_{name}.py") for name in ("planted", "kill", "remote"))))],
     }
 
 

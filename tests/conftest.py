@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import rooms
 from hypothesis import settings
 
 # What torch.compile kept of another version of an operator would be run in place of this one's: torch's cache goes by
@@ -30,11 +31,8 @@ settings.load_profile("any machine")
 
 
 # Under python -O, too, what these assert is held: pytest writes their assertions anew, as it does those of tests.
-pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem != "conftest"))
-
-# Tests, by the begin of their files' names, of what is around a CPU's layer, whatever its tiles.
-AROUND = ("test_gradient_matrix", "test_late_operands", "test_operators", "test_outputs", "test_pytorch_cases_",
-          "test_sequence_inputs", "test_statistics", "test_torch_", "test_training.py")
+pytest.register_assert_rewrite(*(path.stem for path in rooms.TESTS.rglob("*.py")
+                                  if path.stem not in ("conftest", "rooms")))
 
 collect_ignore = ["packages"]  # unless asked for: make test-packages
 
@@ -55,6 +53,11 @@ def take_this_cpu_for(name: str) -> None:
     flags = " ".join(flag for flag, feature in host_cpu.FLAGS.items() if feature in found.features)
     host_cpu.cpuinfo = lambda: info | {"flags": flags, "model name": name}
     host_cpu.llvm_name = lambda features: name
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew", action="store_true", help="write files that generated texts are held against anew")
+    parser.addoption("--first", action="store_true", help="of each test's cases the first, in most the smallest, alone")
 
 
 def pytest_report_header() -> str | None:
@@ -82,7 +85,12 @@ def no_gpu() -> str | None:
     return None if count.value else "the CUDA driver sees no GPU"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of what -m leaves
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--first"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+        config.hook.pytest_deselected(items=[item for item in items if item not in first])
+        items[:] = reversed(first)
     # What takes longest first, so that no process is left with it at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -149,23 +157,22 @@ def short_if_endless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of one row and vector on CPUs, which are compiled in half of the time."""
+    """For tests of what is around a CPU's layer, whatever its tiles; cpu/test_cpu.py and others have all sizes."""
+    from small_tiles import take_small_tiles
+
     take_small_tiles(monkeypatch.setattr)
 
 
-def take_small_tiles(set_attribute: Callable[[Any, str, Any], None]) -> None:
-    """The same, in processes that tests start, too."""
-    from ecornn.schedules.cpu import tiling
+@pytest.fixture
+def same_as_file(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Holds a text against a file beside the test's own; with ``--renew`` the file becomes what the text is."""
+    def hold(name: str, text: str) -> None:
+        file = request.path.with_name(name)
+        if request.config.getoption("--renew"):
+            file.write_text(text)
+        assert text == file.read_text()
 
-    set_attribute(tiling, "row_choices", lambda device, most: (1,))
-    set_attribute(tiling, "column_choices", lambda device, gates, workload: (gates,))
-
-
-@pytest.fixture(autouse=True)
-def _small_tiles_around(request: pytest.FixtureRequest) -> None:
-    """In tests of what is around a layer; test_cpu.py, test_cpu_training.py and others have all sizes."""
-    if request.path.name.startswith(AROUND):
-        request.getfixturevalue("small_tiles")
+    return hold
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +181,7 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("driver")
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     assert compiler, "these tests need a C compiler"
-    subprocess.run([compiler, "-shared", "-fPIC", "-std=gnu11", str(Path(__file__).with_name("fake_driver.c")), "-o",
+    subprocess.run([compiler, "-shared", "-fPIC", "-std=gnu11", str(rooms.TESTS / "emulator" / "fake_driver.c"), "-o",
                     str(folder / "libcuda.so.1")], check=True)
     return folder
 

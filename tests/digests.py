@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import rooms  # noqa: F401  makes the modules below importable
 from cpu_cells import Chain, Peephole, Residual
 from exact import ALL_CELLS
 from statistic_cells import Thrice

@@ -1,4 +1,4 @@
-// Weights as PyTorch stores them -> packed buffers, on the host. tests/numpy_packing.py says the same in NumPy.
+// Weights as PyTorch stores them -> packed buffers, on the host. tests/helpers/numpy_packing.py says the same in NumPy.
 #pragma once
 #include <algorithm>
 #include <cmath>

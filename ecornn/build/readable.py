@@ -1,5 +1,5 @@
 """Generated CUDA source for people (``--emit cuda``): notes as comments, the parentheses that say something, and lines
-that fit on a screen. It does the same as the source that is compiled (tests/test_readable.py)."""
+that fit on a screen. It does the same as the source that is compiled (tests/building/test_readable.py)."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te, tirx
 
 from ecornn import pointwise, product
 from published.base import Published, sig, soft, softplus
@@ -14,8 +15,6 @@ class QRNN(Published):
     name, states, shapes = "qrnn", ("h", "c"), {"W": (4, "I")}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (_, c), wx = states, product(x, p["W"])
         new = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j]) * c[b, j]
                         + te.sigmoid(wx[b, 2, j]) * te.tanh(wx[b, 0, j]), c)
@@ -35,8 +34,6 @@ class SRU(Published):
     shapes = {"W": (3, "I"), "v": (2,), "b": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (_, c), wx, v, t = states, product(x, p["W"]), p["v"], p["b"]
         f = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + v[0, j] * c[b, j] + t[0, j]), c)
         r = pointwise(lambda b, j: te.sigmoid(wx[b, 2, j] + v[1, j] * c[b, j] + t[1, j]), c)
@@ -58,8 +55,6 @@ class StronglyTypedRNN(Published):
     shapes = {"W": (2, "I"), "b": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, v = states, product(x, p["W"]), p["b"]
         f = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + v[0, j]), h)
         return [pointwise(lambda b, j: f[b, j] * h[b, j] + (1.0 - f[b, j]) * wx[b, 0, j], h)]
@@ -76,8 +71,6 @@ class MinGRU(Published):
     name, states, shapes = "min_gru", ("h",), {"W": (2, "I")}
 
     def step(self, x, states, p):
-        from tvm import te, tirx
-
         (h,), wx = states, product(x, p["W"])
         z = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j]), h)
         new = pointwise(lambda b, j: tirx.Select(wx[b, 1, j] >= 0.0, wx[b, 1, j] + 0.5, te.sigmoid(wx[b, 1, j])), h)
@@ -95,8 +88,6 @@ class MinLSTM(Published):
     name, states, shapes = "min_lstm", ("h",), {"W": (3, "I")}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx = states, product(x, p["W"])
         f = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j]), h)
         i = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j]), h)
@@ -116,8 +107,6 @@ class HGRN(Published):
     shapes = {"W": (3, "I"), "v": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (_, h), wx, v = states, product(x, p["W"]), p["v"]
         least = pointwise(lambda b, j: te.sigmoid(v[0, j]), h)
         f = pointwise(lambda b, j: least[b, j] + (1.0 - least[b, j]) * te.sigmoid(wx[b, 0, j]), h)
@@ -141,8 +130,6 @@ class RGLRU(Published):
     shapes = {"W": (2, "I"), "b": (2,), "v": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, v, t = states, product(x, p["W"]), p["v"], p["b"]
         a = pointwise(lambda b, j: te.exp(-8.0 * softplus(v[0, j]) * te.sigmoid(wx[b, 0, j] + t[0, j])), h)
         i = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + t[1, j]), h)
@@ -164,8 +151,6 @@ class LRU(Published):
     shapes = {"W": (2, "I"), "v": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (re, im), wx, v = states, product(x, p["W"]), p["v"]
         size = pointwise(lambda b, j: te.exp(0.0 - te.exp(v[0, j])), re)
         gain = pointwise(lambda b, j: te.sqrt(1.0 - size[b, j] * size[b, j]), re)
@@ -190,8 +175,6 @@ class SelectiveSSM(Published):
     shapes = {"W": (3, "I"), "v": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, _), wx, v = states, product(x, p["W"]), p["v"]
         dt = pointwise(lambda b, j: softplus(wx[b, 0, j] + v[1, j]), h)
         new = pointwise(lambda b, j: te.exp(0.0 - dt[b, j] * te.exp(v[0, j])) * h[b, j]
@@ -214,8 +197,6 @@ class DampedEMA(Published):
     shapes = {"W": (1, "I"), "v": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, v = states, product(x, p["W"], 0), p["v"]
         return [pointwise(lambda b, j: te.sigmoid(v[0, j]) * wx[b, j]
                           + (1.0 - te.sigmoid(v[0, j]) * te.sigmoid(v[1, j])) * h[b, j], h)]
@@ -234,8 +215,6 @@ class RWKV4(Published):
     shapes = {"W": (3, "I"), "v": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te, tirx
-
         (a, d, m), wx, v = states, product(x, p["W"]), p["v"]
         top = pointwise(lambda b, j: tirx.max(m[b, j], v[0, j] + wx[b, 1, j]), a)
         old = pointwise(lambda b, j: te.exp(m[b, j] - top[b, j]), a)
@@ -267,8 +246,6 @@ class BRC(Published):
     shapes = {"W": (3, "I"), "v": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, v = states, product(x, p["W"]), p["v"]
         a = pointwise(lambda b, j: 1.0 + te.tanh(wx[b, 0, j] + v[0, j] * h[b, j]), h)
         c = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + v[1, j] * h[b, j]), h)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te
 
 from ecornn import pointwise, product, softmax
 from published.base import Published, affine, relu, sig, sums
@@ -24,8 +25,6 @@ class ONLSTM(Published):
     fixed = {"T": lambda hidden: np.stack([np.tri(hidden), np.tri(hidden).T])}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), a = states, sums(x, states[0], p)
         forget = product(softmax(pointwise(lambda b, j: a(b, 4, j), h, "f_scores")), p["T"], 0)
         enter = product(softmax(pointwise(lambda b, j: a(b, 5, j), h, "i_scores")), p["T"], 1)
@@ -65,8 +64,6 @@ class ONLSTMChunks(Published):
             "M": (2, chunks, input), "N": (2, chunks, hidden), "T": (2, hidden, chunks)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), wx, rh, b = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         mx, mh = (product(v, p[n]) for v, n in ((x, "M"), (h, "N")))
 
@@ -107,8 +104,6 @@ class EntNet(WithHeads):
     shapes, blocks = {"W": (2, "I"), "v": (3,)}, {"U": 1}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), read, v = states, product(x, p["W"]), p["v"]
         own, k, n = int(h.shape[1]) // self.heads, te.reduce_axis((0, int(h.shape[1]) // self.heads), "k"), self.heads
         near = te.compute((h.shape[0], n), lambda b, s: te.sum(
@@ -139,8 +134,6 @@ class StateRegularizedRNN(Published):
     name, states, shapes = "sr_rnn", ("h",), {"W": (1, "I"), "R": (1, "H"), "b": (1,), "S": (2, "H")}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a = states, sums(x, states[0], p)
         u = pointwise(lambda b, j: te.tanh(a(b, 0, j)), h, "u")
         return [product(softmax(product(u, p["S"], 0), "weights"), p["S"], 1)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+from tvm import te, tirx
 
 from ecornn import Cell, product
 
@@ -51,14 +52,10 @@ def sums(x: Any, h: Any, p: Mapping[str, Any]) -> Callable[[Any, int, Any], Any]
 
 
 def relu(value: Any) -> Any:
-    from tvm import tirx
-
     return tirx.max(value, tirx.const(0.0, "float32"))
 
 
 def softplus(value: Any) -> Any:
-    from tvm import te
-
     return relu(value) + te.log(1.0 + te.exp(0.0 - te.abs(value)))
 
 

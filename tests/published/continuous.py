@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te
 
 from ecornn import pointwise, product
 from published.base import Published, affine, sig, sums
@@ -16,8 +17,6 @@ class CTRNN(Published):
     name, states, shapes = "ct_rnn", ("h",), ONE | {"v": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a, v = states, sums(x, states[0], p), p["v"]
         return [pointwise(lambda b, j: h[b, j] + 0.1 * te.exp(0.0 - v[0, j]) * (te.tanh(a(b, 0, j)) - h[b, j]), h)]
 
@@ -34,8 +33,6 @@ class LTC(Published):
     name, states, shapes = "ltc", ("h",), ONE | {"v": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, v, t = states, product(x, p["W"], 0), p["v"], p["b"]
         for _ in range(3):
             rh = product(h, p["R"], 0)
@@ -60,8 +57,6 @@ class CfC(Published):
     shapes = ONE | {"Q": (4, "H"), "q": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a, q = states, sums(x, states[0], p), p["q"]
         bone = pointwise(lambda b, j: 1.7159 * te.tanh(0.666 * a(b, 0, j)), h, "backbone")
         z = product(bone, p["Q"])
@@ -84,8 +79,6 @@ class CoRNN(Published):
     name, states, shapes = "cornn", ("y", "z"), ONE | {"R": (2, "H")}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (y, z), wx, v = states, product(x, p["W"], 0), p["b"]
         ry, rz = product(y, p["R"], 0), product(z, p["R"], 1)
         new = pointwise(lambda b, j: z[b, j] + 0.1 * (te.tanh(ry[b, j] + rz[b, j] + wx[b, j] + v[0, j])
@@ -106,8 +99,6 @@ class UnICORNN(Published):
     shapes = {"W": (1, "I"), "v": (2,), "b": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (y, z), wx, v, t = states, product(x, p["W"], 0), p["v"], p["b"]
         dt = pointwise(lambda b, j: 0.1 * (0.5 + 0.5 * te.tanh(v[1, j] / 2.0)), y)
         new = pointwise(lambda b, j: z[b, j] - dt[b, j] * (
@@ -128,8 +119,6 @@ class LEM(Published):
     shapes = {"W": (4, "I"), "R": (4, "H"), "b": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (y, z), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
         ry = product(y, R, [0, 1, 2])
 
@@ -158,8 +147,6 @@ class GRUODE(Published):
     shapes = {"W": (3, "I"), "R": (3, "H"), "b": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
         rh = product(h, R, [0, 1])
         r = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, 0, j] + v[0, j]), h)
@@ -190,8 +177,6 @@ class AntisymmetricRNN(Published):
         return {"R": p["A"] - p["A"].swapaxes(1, 2)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a = states, sums(x, states[0], p)
         return [pointwise(lambda b, j: h[b, j] + 0.1 * te.tanh(a(b, 0, j) - 0.2 * h[b, j]), h)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te
 
 from ecornn import pointwise, product
 from published.base import Published, affine, relu, sig, sums
@@ -22,8 +23,6 @@ class GRU1(Published):
     shapes = {"W": (1, "I"), "R": (3, "H"), "b": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, R, v = states, product(x, p["W"], 0), p["R"], p["b"]
         gates = []
         for n in (0, 1):
@@ -48,8 +47,6 @@ class GRU3(Published):
     shapes = {"W": (1, "I"), "R": (1, "H"), "b": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, v = states, product(x, p["W"], 0), p["b"]
         rh = product(pointwise(lambda b, j: te.sigmoid(v[1, j]) * h[b, j], h), p["R"], 0)
         return [pointwise(lambda b, j: te.sigmoid(v[0, j]) * h[b, j] + (1.0 - te.sigmoid(v[0, j])) * te.tanh(
@@ -67,8 +64,6 @@ class MGU(Published):
     name, states, shapes = "mgu", ("h",), TWO
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
         fh = product(h, R, 0)
         f = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + fh[b, j] + v[0, j]), h)
@@ -90,8 +85,6 @@ class MGU2(Published):
     shapes = {"W": (1, "I"), "R": (2, "H"), "b": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, R, v = states, product(x, p["W"], 0), p["R"], p["b"]
         fh = product(h, R, 0)
         f = pointwise(lambda b, j: te.sigmoid(fh[b, j]), h)
@@ -112,8 +105,6 @@ class UGRNN(Published):
     name, states, shapes = "ugrnn", ("h",), TWO
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a = states, sums(x, states[0], p)
         g = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)), h)
         return [pointwise(lambda b, j: g[b, j] * h[b, j] + (1.0 - g[b, j]) * te.tanh(a(b, 0, j)), h)]
@@ -131,8 +122,6 @@ class IntersectionRNN(Published):
     shapes = {"W": (4, "I"), "R": (4, "H"), "b": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, _), a = states, sums(x, states[0], p)
         gh = pointwise(lambda b, j: te.sigmoid(a(b, 2, j)), h)
         gy = pointwise(lambda b, j: te.sigmoid(a(b, 3, j)), h)
@@ -151,8 +140,6 @@ class LightGRU(Published):
     name, states, shapes = "ligru", ("h",), TWO
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a = states, sums(x, states[0], p)
         z = pointwise(lambda b, j: te.sigmoid(a(b, 0, j)), h)
         return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * relu(a(b, 1, j)), h)]
@@ -170,8 +157,6 @@ class MUT1(Published):
     shapes = {"W": (2, "I"), "R": (2, "H"), "b": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
         rh = product(h, R, 0)
         z = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + v[0, j]), h)
@@ -194,8 +179,6 @@ class MUT2(Published):
     shapes = {"W": (2, "I"), "R": (3, "H"), "b": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
         zh, rh = product(h, R, 0), product(h, R, 1)
         z = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + zh[b, j] + v[0, j]), h)
@@ -218,8 +201,6 @@ class MUT3(Published):
     shapes = {"W": (3, "I"), "R": (3, "H"), "b": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
         zh, rh = product(pointwise(lambda b, j: te.tanh(h[b, j]), h, "bent"), R, 0), product(h, R, 1)
         z = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + zh[b, j] + v[0, j]), h)
@@ -242,8 +223,6 @@ class CARU(Published):
     shapes = {"W": (2, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         n = pointwise(lambda b, j: te.tanh(wx[b, 0, j] + rh[b, 0, j] + v[0, j]), h)
         share = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j]) * te.sigmoid(wx[b, 1, j] + rh[b, 1, j] + v[1, j]), h)
@@ -263,8 +242,6 @@ class STAR(Published):
     shapes = {"W": (2, "I"), "R": (1, "H"), "b": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"]), product(states[0], p["R"], 0), p["b"]
         k = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, j] + v[0, j]), h)
         return [pointwise(lambda b, j: te.tanh((1.0 - k[b, j]) * h[b, j] + k[b, j] * te.tanh(
@@ -283,8 +260,6 @@ class NBRC(Published):
     shapes = {"W": (3, "I"), "R": (2, "H")}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh = states, product(x, p["W"]), product(states[0], p["R"])
         a = pointwise(lambda b, j: 1.0 + te.tanh(wx[b, 0, j] + rh[b, 0, j]), h)
         c = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + rh[b, 1, j]), h)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te, tirx
 
 from ecornn import mean, pointwise, product
 from published.base import Published, sig
@@ -34,8 +35,6 @@ class SLSTMHeads(WithHeads):
     shapes, blocks, heads = {"W": (4, "I"), "b": (4,)}, {"R": 4}, 4
 
     def step(self, x, states, p):
-        from tvm import te, tirx
-
         (h, c, n, m), wx, v = states, product(x, p["W"]), p["b"]
         rh = product(h, p["R"], heads=self.heads)
 
@@ -70,8 +69,6 @@ class BlockGRU(WithHeads):
     shapes, blocks = {"W": (3, "I"), "b": (3,)}, {"R": 3}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, v = states, product(x, p["W"]), p["b"]
         rh = product(h, p["R"], heads=self.heads)
 
@@ -98,8 +95,6 @@ class DreamerCore(WithHeads):
     square = True  # the input's features are of the hidden layer's width
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), v = states, p["v"]
 
         def normal(value, gain):

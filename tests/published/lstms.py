@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te, tirx
 
 from ecornn import pointwise, product
 from published.base import Published, affine, sig, sums
@@ -17,8 +18,6 @@ class NoForgetLSTM(Published):
     name, states, shapes = "lstm_1997", ("h", "c"), THREE
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), a = states, sums(x, states[0], p)
         new = pointwise(lambda b, j: c[b, j] + te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 1, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 2, j)) * te.tanh(new[b, j]), h), new]
@@ -36,8 +35,6 @@ class PeepholeLSTM(Published):
     name, states, shapes = "lstm_peephole", ("h", "c"), FULL | {"v": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), a, v = states, sums(x, states[0], p), p["v"]
         new = pointwise(lambda b, j: te.sigmoid(a(b, 1, j) + v[1, j] * c[b, j]) * c[b, j]
                         + te.sigmoid(a(b, 0, j) + v[0, j] * c[b, j]) * te.tanh(a(b, 2, j)), c)
@@ -56,8 +53,6 @@ class CoupledLSTM(Published):
     name, states, shapes = "lstm_cifg", ("h", "c"), THREE
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), a = states, sums(x, states[0], p)
         i = pointwise(lambda b, j: te.sigmoid(a(b, 0, j)), h)
         new = pointwise(lambda b, j: (1.0 - i[b, j]) * c[b, j] + i[b, j] * te.tanh(a(b, 1, j)), c)
@@ -77,8 +72,6 @@ class FullGateLSTM(Published):
     shapes = FULL | {"Q": (9, "H")}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c, *old), a, Q = states, sums(x, states[0], p), p["Q"]
         gates = []
         for n, place in enumerate((0, 1, 3)):
@@ -105,8 +98,6 @@ class JANET(Published):
     shapes = {"W": (2, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (c,), a = states, sums(x, states[0], p)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 0, j)) * c[b, j]
                           + (1.0 - te.sigmoid(a(b, 0, j) - 1.0)) * te.tanh(a(b, 1, j)), c)]
@@ -124,8 +115,6 @@ class SlimLSTM2(Published):
     shapes = {"W": (1, "I"), "R": (4, "H"), "b": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"]), p["b"]
         new = pointwise(lambda b, j: te.sigmoid(rh[b, 1, j]) * c[b, j] + te.sigmoid(rh[b, 0, j])
                         * te.tanh(wx[b, j] + rh[b, 2, j] + v[0, j]), c)
@@ -145,8 +134,6 @@ class SlimLSTM3(Published):
     shapes = {"W": (1, "I"), "R": (1, "H"), "b": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         new = pointwise(lambda b, j: te.sigmoid(v[1, j]) * c[b, j] + te.sigmoid(v[0, j])
                         * te.tanh(wx[b, j] + rh[b, j] + v[2, j]), c)
@@ -166,8 +153,6 @@ class IndyLSTM(Published):
     shapes = {"W": (4, "I"), "u": (4,), "b": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), wx, u, v = states, product(x, p["W"]), p["u"], p["b"]
 
         def a(b, g, j):
@@ -190,8 +175,6 @@ class SubLSTM(Published):
     name, states, shapes = "sublstm", ("h", "c"), FULL
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), a = states, sums(x, states[0], p)
         new = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)) * c[b, j] + te.sigmoid(a(b, 2, j))
                         - te.sigmoid(a(b, 0, j)), c)
@@ -211,8 +194,6 @@ class NestedLSTM(Published):
     shapes = FULL | {"P": (4, "H"), "Q": (4, "H"), "e": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c, d), a, e = states, sums(x, states[0], p), p["e"]
         old = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)) * c[b, j], h, "old")
         inner = pointwise(lambda b, j: te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 2, j)), h, "inner")
@@ -245,8 +226,6 @@ class PhasedLSTM(Published):
     nonnegative = ("t",)
 
     def step(self, x, states, p):
-        from tvm import te, tirx
-
         (h, c, t), a, v = states, sums(x, states[0], p), p["v"]
         turns = pointwise(lambda b, j: (t[b, j] - v[1, j]) / v[0, j], t)
         phase = pointwise(lambda b, j: turns[b, j] - te.floor(turns[b, j]), t)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te, tirx
 
 from ecornn import pointwise, product
 from published.base import Published, affine, relu, sig, sums
@@ -17,8 +18,6 @@ class RAN(Published):
     shapes = {"W": (3, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), wx, rh, v = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         new = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, 0, j] + v[0, j]) * wx[b, 2, j]
                         + te.sigmoid(wx[b, 1, j] + rh[b, 1, j] + v[1, j]) * c[b, j], c)
@@ -38,8 +37,6 @@ class CFN(Published):
     shapes = {"W": (3, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         return [pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, 0, j] + v[0, j]) * te.tanh(h[b, j])
                           + te.sigmoid(wx[b, 1, j] + rh[b, 1, j] + v[1, j]) * te.tanh(wx[b, 2, j]), h)]
@@ -58,8 +55,6 @@ class SCRN(Published):
     shapes = {"W": (2, "I"), "R": (2, "H")}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, s), wx, R = states, product(x, p["W"]), p["R"]
         slow = pointwise(lambda b, j: 0.05 * wx[b, 1, j] + 0.95 * s[b, j], s, "slow")
         ps, rh = product(slow, R, 1), product(h, R, 0)
@@ -103,8 +98,6 @@ class EchoState(Published):
     name, states, shapes = "echo_state", ("h",), ONE
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), a = states, sums(x, states[0], p)
         return [pointwise(lambda b, j: 0.7 * h[b, j] + 0.3 * te.tanh(a(b, 0, j)), h)]
 
@@ -122,8 +115,6 @@ class Clockwork(Published):
     ranges = {"v": (0.0, 3.0)}
 
     def step(self, x, states, p):
-        from tvm import te, tirx
-
         (h, t), a, v = states, sums(x, states[0], p), p["v"]
         period = pointwise(lambda b, j: tirx.exp2(te.round(v[0, j])), t)
         rest = pointwise(lambda b, j: te.floor(t[b, j]) - period[b, j] * te.floor(te.floor(t[b, j]) / period[b, j]), t)
@@ -144,8 +135,6 @@ class SkipRNN(Published):
     shapes = ONE | {"v": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te, tirx
-
         (h, u), a, v = states, sums(x, states[0], p), p["v"]
         on = pointwise(lambda b, j: te.round(u[b, j]), u)
         new = pointwise(lambda b, j: on[b, j] * te.tanh(a(b, 0, j)) + (1.0 - on[b, j]) * h[b, j], h)
@@ -171,8 +160,6 @@ class LMU(Published):
     shapes = {"W": (1, "I"), "E": (1, "I"), "Q": (2, "H"), "A": (1, "H"), "R": (2, "H"), "v": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, m), wx, ex, v = states, product(x, p["W"], 0), product(x, p["E"], 0), p["v"]
         qh, qm, am, rh = product(h, p["Q"], 0), product(m, p["Q"], 1), product(m, p["A"], 0), product(h, p["R"], 0)
         new = pointwise(lambda b, j: am[b, j] + v[0, j] * (ex[b, j] + qh[b, j] + qm[b, j]), m, "memory")

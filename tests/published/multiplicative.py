@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te
 
 from ecornn import mean, normalized, pointwise, product
 from published.base import Published, affine, relu, sig, sums
@@ -17,8 +18,6 @@ class MultiplicativeLSTM(Published):
     shapes = {"Wm": (1, "I"), "Rm": (1, "H"), "W": (4, "I"), "R": (4, "H"), "b": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), mx, mh = states, product(x, p["Wm"], 0), product(states[0], p["Rm"], 0)
         a = sums(x, pointwise(lambda b, j: mx[b, j] * mh[b, j], h, "m"), p)
         new = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)) * c[b, j]
@@ -39,8 +38,6 @@ class MIRNN(Published):
     shapes = ONE | {"b": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         return [pointwise(lambda b, j: te.tanh(v[0, j] * wx[b, j] * rh[b, j] + v[1, j] * rh[b, j]
                                                + v[2, j] * wx[b, j] + v[3, j]), h)]
@@ -58,8 +55,6 @@ class DeltaRNN(Published):
     shapes = ONE | {"b": (5,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         z = pointwise(lambda b, j: te.tanh(v[0, j] * wx[b, j] * rh[b, j] + v[1, j] * rh[b, j] + v[2, j] * wx[b, j]
                                            + v[3, j]), h)
@@ -80,8 +75,6 @@ class Mogrifier(Published):
     shapes = {"Q": (2, "H"), "W": (4, "H"), "R": (4, "H"), "b": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h, c), qh = states, product(states[0], p["Q"], 0)
         x1 = pointwise(lambda b, j: 2.0 * te.sigmoid(qh[b, j]) * x[b, j], h, "x1")
         qx = product(x1, p["Q"], 1)
@@ -105,8 +98,6 @@ class RHN(Published):
     shapes = {"W": (2, "I"), "R": (6, "H"), "b": (6,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (s,), wx, v = states, product(x, p["W"]), p["b"]
         for depth in range(3):
             rs = product(s, p["R"], [2 * depth, 2 * depth + 1])
@@ -135,8 +126,6 @@ class ATR(Published):
     shapes = {"W": (1, "I"), "R": (1, "H")}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh = states, product(x, p["W"], 0), product(states[0], p["R"], 0)
         return [pointwise(lambda b, j: te.sigmoid(wx[b, j] + rh[b, j]) * wx[b, j]
                           + te.sigmoid(wx[b, j] - rh[b, j]) * h[b, j], h)]
@@ -154,8 +143,6 @@ class FastRNN(Published):
     shapes = ONE | {"b": (3,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         return [pointwise(lambda b, j: te.sigmoid(v[1, j]) * te.tanh(wx[b, j] + rh[b, j] + v[0, j])
                           + te.sigmoid(v[2, j]) * h[b, j], h)]
@@ -173,8 +160,6 @@ class FastGRNN(Published):
     shapes = ONE | {"b": (4,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         z = pointwise(lambda b, j: te.sigmoid(wx[b, j] + rh[b, j] + v[0, j]), h)
         new = pointwise(lambda b, j: te.tanh(wx[b, j] + rh[b, j] + v[1, j]), h)
@@ -195,8 +180,6 @@ class NormalizedRNN(Published):
     shapes = ONE | {"b": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         n = normalized(pointwise(lambda b, j: wx[b, j] + rh[b, j], h))
         return [pointwise(lambda b, j: te.tanh(v[0, j] * n[b, j] + v[1, j]), h)]
@@ -215,8 +198,6 @@ class RMSNormRNN(Published):
     shapes = ONE | {"b": (2,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         a = pointwise(lambda b, j: wx[b, j] + rh[b, j], h)
         square = mean(pointwise(lambda b, j: a[b, j] * a[b, j], h))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from tvm import te, tirx
 
 from ecornn import pointwise, product
 from published.base import Published, affine, sig, sums
@@ -11,8 +12,6 @@ ONE = {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
 
 
 def fires(condition):
-    from tvm import tirx
-
     return tirx.Select(condition, tirx.const(1.0, "float32"), tirx.const(0.0, "float32"))
 
 
@@ -58,8 +57,6 @@ class EGRU(Published):
     shapes = {"W": (3, "I"), "R": (3, "H"), "b": (3,), "v": (1,)}
 
     def step(self, x, states, p):
-        from tvm import te
-
         (y, c), wx, R, t, v = states, product(x, p["W"]), p["R"], p["b"], p["v"]
         ry = product(y, R, [0, 1])
         u = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + ry[b, 0, j] + t[0, j]), c)

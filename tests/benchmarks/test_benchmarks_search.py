@@ -1,0 +1,287 @@
+"""The benchmarks of the search, with builds and measurements that sleep."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import search_live
+import search_quality
+import search_rate
+import search_replays
+import search_tables
+from rooms import ROOT
+
+from ecornn.device import Device
+from ecornn.schedules.base import Task
+from ecornn.tune import session as sessions
+from ecornn.tune.log import parse, read
+from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.space import Candidate, ConfigSpace
+
+H100 = search_tables.resolve("sm_90a")
+ENTRIES = Entries("search_rate:nothing", "search_rate:pretended_build", "search_rate:nothing",
+                  "search_rate:pretended_measure")
+SMALL = ["lstm:64:2:10:bfloat16", "gru:64:1:10:float16"]
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 whose processes sleep."""
+    monkeypatch.setenv(search_rate.PRETEND, json.dumps([0.01, 0.002]))
+    monkeypatch.setattr(sessions, "present", lambda target: H100)
+
+    class Pretended(sessions.Session):
+        def __init__(self, target: str) -> None:
+            super().__init__(target, entries=ENTRIES)
+            self._pool = Pool(ENTRIES, 2, poisoned=True)
+
+    monkeypatch.setattr(search_tables, "Session", Pretended)
+
+
+def space_of(text: str, device: Device = H100) -> ConfigSpace:
+    return ConfigSpace(*search_tables.task_of(search_tables.workload_of(text), device))
+
+
+def test_the_workloads_are_spread():
+    works = [search_tables.workload_of(text) for text in search_tables.WORKLOADS["cuda"]]
+    assert len(set(works)) == 12
+    assert {w.cell for w in works} == {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+    assert {w.dtype for w in works} == {"bfloat16", "float16", "float32"}
+    assert (min(w.hidden for w in works), max(w.hidden for w in works)) == (128, 2816)
+    assert (min(w.batch for w in works), max(w.batch for w in works)) == (1, 128)
+
+
+def test_a_table_is_a_prefix_of_one_uniform_order():
+    space = space_of(SMALL[0])
+    short, long = search_tables.first(space, 50), search_tables.first(space, 400)
+    assert long[:50] == short and len(set(long)) == 400
+    assert long[:len(space.defaults())] == space.defaults() and all(space.fits(c) for c in long)
+    for name, numbers in space.fitting.items():  # four standard deviations of a binomial
+        share, drawn = len(numbers) / len(space), sum(c.schedule == name for c in long)
+        assert abs(drawn - 400 * share) <= 4 * (400 * share * (1 - share)) ** 0.5 + 1
+    whole = search_tables.first(space, 10**9)
+    assert len(whole) == len(space) and set(whole) == set(space.listing())
+
+
+@pytest.mark.exhaustive
+def test_tables_go_on_where_they_were_stopped_and_searches_are_replayed_on_them(
+        pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "table.jsonl"
+    search_tables.measure(SMALL, "cuda", path, 20, 1e6, 8)
+    before = read(path)
+    assert len(before.trials()) == 40 and not before.problems
+    search_tables.measure(SMALL, "cuda", path, 20, 1e6, 8)
+    assert len(read(path).trials()) == 40
+    search_tables.measure(SMALL, "cuda", path, 48, 1e6, 8)
+    trials = read(path).trials()
+    for text in SMALL:
+        mine = [t for t in trials if t.workload == search_tables.workload_of(text)]
+        assert {Candidate.of(t.schedule, t.config) for t in mine} == set(search_tables.first(space_of(text), 48))
+        assert len(mine) == 48 and all(t.device == H100 for t in mine)
+    assert "96 trials" not in capsys.readouterr().out  # each run says what it made itself
+
+    output, live = tmp_path / "quality", tmp_path / "live.json"
+    work = str(search_tables.workload_of(SMALL[0]))
+    found = {work: {"best_us": 3.0, "trials": 32, "trials_us": [9.0, None, *[3.0] * 30]}}
+    reports = [{"device": name, "records": "none", "rows": [{"found": found, "seed": 1}]} for name in (H100.name, "it")]
+    live.write_text(json.dumps(reports[0]))
+    (elsewhere := tmp_path / "elsewhere.json").write_text(json.dumps(reports[1]))
+    monkeypatch.setattr(sys, "argv", ["search_quality.py", "--table", str(path), "--seeds", "2", "--budget", "32",
+                                      "--live", str(live), str(elsewhere), "--output", str(output)])
+    search_quality.main()
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert list(report["configurations"].values()) == [48, 48] and output.with_suffix(".png").stat().st_size > 10_000
+    at = {(r["workload"], r["search"], r["trials"]): r for r in report["rows"]}
+    assert len(at) == 2 * 3 * 3 + 3
+    assert [r["ratio"] for r in report["live"]] == [3.0 / report["best_us"][work]]  # none of a device without a table
+    assert at[work, f"none, 32 trials, {H100.name}", 8]["median"] == 3.0 / report["best_us"][work]
+    assert all(report["budgets_behind_random"][w]["random"] == [0, 1] for w in report["configurations"])
+    assert all(1 <= r["best"] <= r["median"] <= r["worst"] for r in at.values())
+
+
+@pytest.mark.exhaustive
+def test_parts_of_a_table_are_the_table_and_its_fastest_are_measured_again(pretended: None, tmp_path: Path):
+    parts, again = [tmp_path / f"{part}.jsonl" for part in range(3)], tmp_path / "again.jsonl"
+    for part, path in enumerate(parts):
+        search_tables.measure(SMALL[:1], "cuda", path, 20, 1e6, 8, part=(part, 3))
+    trials = [trial for path in parts for trial in read(path).trials()]
+    found = {Candidate.of(t.schedule, t.config): t for t in trials}
+    assert list(found) != (wanted := search_tables.first(space_of(SMALL[0]), 20)) and set(found) == set(wanted)
+    assert len(trials) == 20 and sorted(t.index for t in trials) == list(range(20))
+    search_tables.measure(SMALL[:1], "cuda", tmp_path / "rest.jsonl", 24, 1e6, 8, known=parts)
+    assert len(list(read(tmp_path / "rest.jsonl").trials())) == 4
+    given = search_tables.fastest(parts[0], SMALL[:1], 3)
+    search_tables.measure(SMALL[:1], "cuda", again, 20, 1e6, 8, given=given)
+    fastest = sorted(read(parts[0]).trials(), key=lambda t: t.times.median if t.times else 1e9)[:3]
+    assert {str(t.config) for t in fastest} == {str(t.config) for t in read(again).trials()}
+
+
+def test_what_time_is_left_is_shared(pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The time is over 80 trials after both tables have begun."""
+    path, over, keep, kept = tmp_path / "table.jsonl", list[Any](), search_tables.Table.keep, list[Any]()
+
+    class Timer(SimpleNamespace):
+        def __init__(self, seconds: float, end: Any) -> None:
+            assert seconds == 12.0
+            over.append(end)
+
+        def start(self) -> None:
+            pass
+
+    def keeping(table: search_tables.Table, *trial: Any) -> None:
+        keep(table, *trial)
+        kept.append(table.task.workload)
+        if len(set(kept)) == 1:
+            kept.clear()
+            kept.append(table.task.workload)
+        if len(kept) == 80:
+            over[0]()
+
+    monkeypatch.setattr(search_tables.Table, "keep", keeping)
+    monkeypatch.setattr(search_tables, "threading", SimpleNamespace(Event=threading.Event, Timer=Timer))
+    search_tables.measure(SMALL, "cuda", path, 10_000, 12.0, 4)
+    counts = [kept[:80].count(search_tables.workload_of(text)) for text in SMALL]
+    assert min(counts) * 2 > max(counts) > 0 and len(read(path).trials()) >= 80
+
+
+def test_no_lane_waits_for_ever(pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                capsys: pytest.CaptureFixture[str]):
+    search_tables.measure(SMALL, "cuda", tmp_path / "none.jsonl", 20, 0.0, 8)  # over before there is a table
+    assert not (tmp_path / "none.jsonl").exists() and capsys.readouterr().out.startswith("0 trials in ")
+
+    keep = search_tables.Table.keep
+
+    def full(table: search_tables.Table, *trial: Any) -> None:
+        if table.task.workload == search_tables.workload_of(SMALL[1]):
+            raise OSError("no space left")
+        keep(table, *trial)
+
+    monkeypatch.setattr(search_tables.Table, "keep", full)  # while the lane of the other table waits
+    with pytest.raises(OSError, match="no space left"):
+        search_tables.measure(SMALL, "cuda", tmp_path / "full.jsonl", 20, 1e6, 8)
+
+
+def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
+    (table,) = search_replays.tables_of([ROOT / "benchmarks" / "results" / "search_quality_cpu.jsonl.xz"])
+    assert len(table.times) == 384
+    asked = []
+    real = search_replays.Looked.submit
+    monkeypatch.setattr(search_replays.Looked, "submit",
+                        lambda self, batch, bound: (asked.append(len(batch)), real(self, batch, bound)))
+    found = search_replays.replay(table, "model", 0, 64)
+    assert len(found) == 64 and found == sorted(found, reverse=True) and found[-1] >= 1
+    assert sum(asked) == 64 and found == search_replays.replay(table, "model", 0, 64)
+    assert search_replays.replay(table, "random", 0, 384)[-1] == 1.0
+
+
+def test_how_many_trials_it_takes():
+    runs = {"random": [[1.4, 1.2, 1.2, 1.2], [1.3, 1.3, 1.3, 1.3], [1.04, 1.0, 1.0, 1.0]],
+            "model": [[1.4, 1.2, 1.1, 1.03], [1.4, 1.05, 1.04, 1.04], [1.4, 1.4, 1.1, 1.0]],
+            "warmed": [[1.2, 1.03, 1.0, 1.0], [1.2, 1.2, 1.2, 1.2], [1.02, 1.01, 1.0, 1.0]]}
+    found = search_quality.reached("work", runs)
+    assert (found["random"], found["model"], found["warmed"]) == (None, 4, 2)
+    assert found["end"] == 1.03 and (found["model_as_good"], found["warmed_as_good"]) == (4, 2)
+    assert search_live.needed([3.0, None, 2.0], 2.0) == 3 and search_live.needed([], 2.0) == float("inf")
+
+
+@pytest.mark.exhaustive
+def test_tables_of_before_a_knob_are_of_what_was_done_then():
+    """The table of random configurations is older than the knobs `hoisted` and `carrier`."""
+    path = ROOT / "benchmarks" / "results" / "search_quality_h100.jsonl.xz"
+    old = {tuple(sorted(t.config)) for t in parse(lzma.decompress(path.read_bytes()), path).trials()
+           if t.schedule == "persistent"}
+    tables = search_replays.tables_of([path])
+    assert len(tables) == 12 and {t.schedule for t in tables[0].trials} == {
+        "persistent", "persistent_wide", "layout_transform", "fused_step"}
+    for table in tables:
+        space = search_replays.TableSpace(*search_tables.task_of(table.work, table.device), table.times)
+        for candidate in table.times:
+            assert ConfigSpace.fits(space, candidate)
+            assert candidate.schedule != "persistent" or tuple(k for k, _ in candidate.knobs) not in old
+        if table.work.dtype != "float32":
+            assert all(c.config["hoisted"] == "float32" for c in table.times if c.schedule == "persistent")
+
+
+def test_no_record_of_the_workload_itself_warms_a_replay():
+    work = search_tables.workload_of("lstm:512:16:100:bfloat16")
+    left = {t.workload for t in search_replays.others(work).trials()}
+    batches = {w.batch for w in left if (w.cell, w.hidden, w.input, w.dtype) == ("lstm", 512, 512, "bfloat16")}
+    assert 16 not in batches and batches & {1, 4, 8, 32, 64}
+
+
+def test_drawing_from_a_table_reaches_all_of_it():
+    class Tiny(search_replays.TableSpace):
+        pass
+
+    task: Task = search_tables.task_of(search_tables.workload_of(SMALL[0]), H100)[0]
+    space = space_of(SMALL[0])
+    chosen = search_tables.first(space, 30)
+    tiny = Tiny(task, list(space.schedules.values()), dict.fromkeys(chosen))
+    rng = random.Random(0)
+    assert {tiny.draw(rng) for _ in range(2000)} == set(chosen)
+    assert all(n is None or n in chosen for n in (tiny.neighbour(c, rng) for c in chosen))
+
+
+@pytest.mark.exhaustive
+def test_the_rate_of_a_search(tmp_path: Path):
+    output = tmp_path / "rate.json"
+    command = ["--layers", "lstm:64:2:10:float16", *SMALL, "--at-once", "2", "--records", "others", "--trials", "24",
+               "--pretend-builds", "0.05", "--pretend", "0.01", "--builders", "2", "--output", str(output)]
+    done = subprocess.run([sys.executable, "benchmarks/search_rate.py", *command], cwd=ROOT, capture_output=True,
+                          text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    row, last = json.loads(output.read_text())["rows"]
+    assert row["trials"] == 48 and last["trials"] == 24 and row["failed"] == 0
+    assert [f["trials"] for f in row["found"].values()] == [24, 24] and last["found"]
+    assert all(len(f["trials_us"]) == 24 and min(f["trials_us"]) > 0 for f in row["found"].values())
+    assert 0 < row["per_second_all"] < row["per_second"]
+    assert 0 < row["builders"] <= 1 and 0 < row["measurer"] <= 1 and 0 <= row["proposing"] <= 1
+    assert row["measurer"] + row["starved"] == pytest.approx(1)
+    assert row["measure"]["median"] >= 0.01 and row["first"] < row["seconds"]
+
+
+def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path: Path):
+    first, second = "first", "second"
+
+    def table(work: str, best: float) -> Any:
+        return SimpleNamespace(work=work, device=H100, best=best)
+
+    def report(name: str, device: str, us: list[float | None], works: tuple[str, ...] = (first, second)) -> Path:
+        found = {work: {"best_us": 3.0, "default_us": 4.0, "trials": len(us), "trials_us": us} for work in works}
+        (path := tmp_path / name).write_text(json.dumps({"device": device, "records": "none",
+                                                         "rows": [{"found": found}]}))
+        return path
+
+    on = [([table(first, 2.0), table(second, 4.0)],
+            [report("a", H100.name, [4.0, None, 3.0]), report("x", "it", [1.0])]),
+          ([table(second, 2.0)], [report("b", H100.name, [6.0, 3.0]), report("c", H100.name, [9.0], ("third",))])]
+    found = search_live.lives(on)
+    assert [(one.report, one.workload, one.best) for one in found] == [
+        ("a", first, 2.0), ("a", second, 4.0), ("b", first, 2.0), ("b", second, 2.0)]
+    assert [one.curve for one in found] == [[2.0, 2.0, 1.5], [1.0, 1.0, 0.75], [3.0, 1.5], [3.0, 1.5]]
+    at = search_live.medians(found, 2)
+    assert at == {first: (1.75, [2.0, 1.5]), second: (1.25, [1.0, 1.5])}
+    assert (late := search_live.medians(found, 3)) == {first: (1.5, [1.5]), second: (0.75, [0.75])}
+    assert search_live.until(found, 1.5) == (2.5 + 1.5, 0) and search_live.until(found, 1.0) == (2.5 + 1.5, 3)
+    assert search_live.line("none", 3, late) == "| none | 3 | 1.061 | 1.500 | 1 of 2 | 1 of 2 |"
+
+
+@pytest.mark.exhaustive
+def test_the_notes_have_what_the_reports_of_live_searches_say(capsys: pytest.CaptureFixture[str],
+                                                              monkeypatch: pytest.MonkeyPatch):
+    results = ROOT / "benchmarks" / "results"
+    reports = [str(results / f"search_live_{name}_h100.json") for name in ("quarter", "none")]
+    fastest = str(results / "search_fastest_h100.jsonl.xz")
+    monkeypatch.setattr(sys, "argv", ["search_live.py", "--on", fastest, *reports])
+    search_live.main()
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert len(printed) == 9 and set(printed) <= set((ROOT / "benchmarks/notes/search.md").read_text().splitlines())

@@ -1,0 +1,467 @@
+"""Errors in a user's cell point at the user's line."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tvm import te, tirx, topi
+
+import ecornn
+from ecornn.analysis import analyse
+from ecornn.bench.torch_step import torch_step
+from ecornn.cells import Cell, get, pointwise, product
+from ecornn.cli.step_text import step_text
+from ecornn.compiler import plan_layer
+from ecornn.errors import CellError
+from ecornn.interpreter import interpret
+from ecornn.layer_spec import LayerSpec
+from ecornn.workload import SINGLE, Workload
+
+DEEP = r"cell 'faulty.*: its step has more operators.*sys\.setrecursionlimit"
+
+
+class Faulty(Cell):
+    """A cell whose step is given."""
+
+    name, states, unread = "faulty", ("h",), ("W", "R", "b")
+
+    def __init__(self, step: Any) -> None:
+        self.made = step
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (1, hidden, input), "R": (1, hidden, hidden), "b": (1, hidden)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        return self.made(x, states[0], p)
+
+
+def neighbour(x: Any, h: Any, p: Any) -> Any:
+    good = product(h, p["R"], 0)
+    bad = pointwise(lambda b, j: h[b, 0], h)  # here
+    return [pointwise(lambda b, j: good[b, j] + bad[b, j], h)]
+
+
+def started(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    good = te.compute(h.shape, lambda b, j: te.sum(  # here
+        h[b, k] * p["R"][0, j, k], axis=k, init=te.const(1.0, "float32")), name="started")
+    return [good]
+
+
+def smallest(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    least = te.compute((h.shape[0],), lambda b: te.min(h[b, k], axis=k), name="least")  # here
+    return [pointwise(lambda b, j: h[b, j] - least[b], h)]
+
+
+def largest_product(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    return [te.compute(h.shape, lambda b, j: te.max(h[b, k] * p["R"][0, j, k], axis=k))]  # here
+
+
+def half(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, 3), "k")
+    some = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="some")  # here
+    return [pointwise(lambda b, j: h[b, j] - some[b], h)]
+
+
+def other_row(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    total = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="total")  # here
+    return [pointwise(lambda b, j: h[b, j] - total[0], h)]
+
+
+def of_parameters(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    total = te.compute((h.shape[0],), lambda b: te.sum(p["b"][0, k], axis=k), name="total")  # here
+    return [pointwise(lambda b, j: h[b, j] - total[b], h)]
+
+
+def transposed(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, k, j], axis=k))]  # here
+
+
+def unknown(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: h[b, j] + p["weights"][0, j], h)]  # here
+
+
+def wide(x: Any, h: Any, p: Any) -> Any:
+    return [te.compute((h.shape[0], 2), lambda b, j: h[b, j])]  # here
+
+
+def remainder(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: tirx.Cast("float32", tirx.truncmod(tirx.Cast("int32", h[b, j]), 3)), h)]  # here
+
+
+def residual(x: Any, h: Any, p: Any) -> Any:
+    return [te.compute(h.shape, lambda b, j: h[b, j] + x[b, j])]  # here
+
+
+def wrong_weight(x: Any, h: Any, p: Any) -> Any:
+    return [product(h, p["W"], 0)]  # here
+
+
+def part_of_a_row(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, 3), "k")
+    return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, j, k], axis=k))]  # here
+
+
+def no_such_gate(x: Any, h: Any, p: Any) -> Any:
+    return [product(h, p["R"], 3)]  # here
+
+
+def no_such_vector(x: Any, h: Any, p: Any) -> Any:
+    return [te.compute(h.shape, lambda b, j: h[b, j] + p["b"][1, j])]  # here
+
+
+def narrow_operand(x: Any, h: Any, p: Any) -> Any:
+    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]))  # here
+    return [product(narrow, p["W"], 0)]
+
+
+def wide_operand(x: Any, h: Any, p: Any) -> Any:
+    twice = te.compute((h.shape[0], 12), lambda b, j: h[b, j])
+    k = te.reduce_axis((0, 12), "k")
+    return [te.compute(h.shape, lambda b, j: te.sum(twice[b, k] * p["R"][0, j, k], axis=k))]  # here
+
+
+def narrow_value(x: Any, h: Any, p: Any) -> Any:
+    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]), name="narrow")
+    return [pointwise(lambda b, j: h[b, j] + narrow[b, j], h)]  # here
+
+
+def no_such_part(x: Any, h: Any, p: Any) -> Any:
+    parts = te.compute((h.shape[0], 2, h.shape[1]), lambda b, g, j: h[b, j], name="parts")
+    return [pointwise(lambda b, j: parts[b, 2, j], h)]  # here
+
+
+def extern(x: Any, h: Any, p: Any) -> Any:
+    made = te.extern(h.shape, [h], lambda i, o: tirx.call_packed("own", i[0], o[0]), name="made")  # here
+    return [pointwise(lambda b, j: te.tanh(made[b, j]), h)]
+
+
+def scanned(x: Any, h: Any, p: Any) -> Any:
+    before = te.placeholder(h.shape, "float32")
+    first = te.compute((1, h.shape[1]), lambda _, j: te.const(0.0, "float32"))
+    return [te.scan(first, te.compute(h.shape, lambda t, j: before[t - 1, j]), before, name="made")]  # here
+
+
+def own_placeholder(x: Any, h: Any, p: Any) -> Any:
+    other = te.placeholder(h.shape, "float32", name="other")
+    return [pointwise(lambda b, j: h[b, j] + other[b, j], h)]  # here
+
+
+def constant_in_a_product(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    return [te.compute(h.shape, lambda b, j: te.sum(2.0 * h[b, k] * p["R"][0, j, k], axis=k))]  # here
+
+
+def constant_in_a_sum(x: Any, h: Any, p: Any) -> Any:
+    k = te.reduce_axis((0, h.shape[1]), "k")
+    count = te.compute((h.shape[0],), lambda b: te.sum(te.const(1.0, "float32"), axis=k), name="count")  # here
+    return [pointwise(lambda b, j: h[b, j] / count[b], h)]
+
+
+def no_value(x: Any, h: Any, p: Any) -> Any:
+    def forgotten(b: Any, j: Any) -> Any:
+        te.tanh(h[b, j])
+
+    return [pointwise(forgotten, h)]  # here
+
+
+def condition(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: h[b, j] > 0.0, h)]  # here
+
+
+def constant(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: 0.5, h)]  # here
+
+
+def no_number(x: Any, h: Any, p: Any) -> Any:
+    return [product(h, p["R"], 0.5)]  # here
+
+
+def one_index(x: Any, h: Any, p: Any) -> Any:
+    return [pointwise(lambda b, j: h[b], h)]  # here
+
+
+def by_topi(x: Any, h: Any, p: Any) -> Any:
+    return [topi.matmul(h, p["R"])]  # here
+
+
+def constant_operand(x: Any, h: Any, p: Any) -> Any:
+    half = pointwise(lambda b, j: te.const(0.5, "float32"), h)
+    return [product(half, p["R"], 0)]  # here
+
+
+def computed_weight(x: Any, h: Any, p: Any) -> Any:
+    R = p["R"]
+    across = te.compute(R.shape, lambda g, j, k: R[g, j, k] - R[g, k, j], name="across")
+    return [product(h, across, 0)]  # here
+
+
+@pytest.mark.parametrize(("step", "words"), [
+    (extern, "made is a ExternOp; only te.compute is supported"),
+    (scanned, "made is a ScanOp; only te.compute is supported"),
+    (own_placeholder, "other is not an argument of step()"),
+    (constant_in_a_product, "is not a product sum_k source[b, k] * weight[gate, j, k]"),
+    (constant_in_a_sum, "the sum 'count' has a term that is a constant"),
+    (no_value, "function(b, j) returned None; expected a value such as h[b, j]"),
+    (condition, "new state 'h' is a condition; expected a value, such as tirx.Select"),
+    (constant, "'h' is a constant"),
+    (no_number, "gates=0.5): gates must be an integer, or a sequence of integers"),
+    (one_index, "Need to provide 2 index in tensor but 1 was provided"), (by_topi, "Tensor dimension mismatch"),
+    (constant_operand, "pointwise, which is multiplied, is a constant"),
+    (computed_weight, "with a parameter as it is; what is computed of parameters is made in derived()"),
+    (narrow_operand, "h[b, j] is read beside 4 values a row; what is narrower than H is computed of products"),
+    (wide_operand, "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
+    (narrow_value, "narrow has 4 values a row"), (no_such_part, "there is no parts[b, 2, j]; its shape is (3, 2, 6)"),
+    (no_such_gate, "there is no gate 3 of R, which has 1"), (no_such_vector, "there is no gate 1 of b, which has 1"),
+    (residual, "needs an input size of H; here I = 4 and H = 6"),
+    (wrong_weight, "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
+    (part_of_a_row, "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
+    (neighbour, "must be read at [b, j]"), (smallest, "is not a sum"), (largest_product, "is not a product"),
+    (started, "is not a product"),
+    (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"),
+    (transposed, "is not a product"),
+    (unknown, "KeyError: 'weights'"), (wide, "expected (B, H)"), (remainder, "Mod, which cannot be scheduled")],
+    ids=lambda v: getattr(v, "__name__", ""))
+def test_errors_point_at_the_line(step: Any, words: str):
+    with pytest.raises(CellError) as caught:
+        analyse(Faulty(step), 4, 6)
+    assert caught.value.at is not None and words in str(caught.value)
+    file, line = caught.value.at
+    source = Path(__file__).read_text().splitlines()
+    assert Path(file) == Path(__file__) and source[line - 1].endswith("# here")
+    assert f"{file}:{line}: {source[line - 1].strip()}" in str(caught.value)
+
+
+def test_a_cell_that_reads_x_needs_an_input_of_its_own_size():
+    cell = Faulty(residual)
+    ecornn.compile(cell, hidden=6, layers=2, target="cpu")
+    with pytest.raises(CellError, match="I = 4 and H = 6"):
+        ecornn.compile(cell, hidden=6, input=4, target="cpu")
+    with pytest.raises(CellError, match="I = 12 and H = 6"):  # the second layer's
+        ecornn.compile(cell, hidden=6, layers=2, bidirectional=True, target="cpu")
+
+
+def test_parameters_have_a_gate_and_states_names_of_their_own():
+    cell = Faulty(lambda x, h, p: [h])
+    cell.parameters = lambda input, hidden: {"W": (0, hidden, input)}
+    with pytest.raises(CellError, match="with G >= 1"):
+        analyse(cell, 4, 6)
+    cell = Faulty(lambda x, h, p: [h, h])
+    cell.states = ("h", "h")
+    with pytest.raises(CellError, match="not all different"):
+        analyse(cell, 4, 6)
+
+
+def test_a_state_that_is_no_tensor():
+    for made, words in ([3], "no tensor: 3"), (None, "no tensor: None"), ({"h": 1}, "no tensor: {'h': 1}"), (
+            [1, 2], "returned 2 tensors for 1 states"):
+        with pytest.raises(CellError, match=words) as caught:
+            analyse(Faulty(lambda x, h, p, made=made: made), 4, 6)
+        assert caught.value.at == (__file__, Faulty.step.__code__.co_firstlineno)
+
+
+def test_a_profiler_that_was_there_stays():
+    def profiler(*_: Any) -> None:
+        pass
+
+    sys.setprofile(profiler)
+    try:
+        analyse(get("lstm"), 4, 6)
+        assert sys.getprofile() is profiler
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_program_that_is_profiled_compiles_and_is_profiled_on():
+    """A profiler of C cannot be set again: nothing is noted beside it."""
+    import cProfile
+
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        analyse(get("lstm"), 8, 8)
+        with pytest.raises(CellError, match="must be read at"):
+            analyse(Faulty(neighbour), 8, 8)
+    finally:
+        profile.disable()
+    assert any("analyse" in str(entry.code) for entry in profile.getstats())
+
+
+def computed(value: Any) -> Any:
+    """A step whose new state is ``value(W x + R h + b, b, j)``."""
+    def step(x: Any, h: Any, p: Any) -> Any:
+        wx, rh, v = product(x, p["W"], 0), product(h, p["R"], 0), p["b"]
+        return [pointwise(lambda b, j: value(wx[b, j] + rh[b, j] + v[0, j], b, j), h)]  # here
+
+    return step
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (lambda v, b, j: te.fmod(v, te.const(2.0, "float32")), "uses fmod, which cannot be scheduled; it may use Add"),
+    (lambda v, b, j: tirx.Select(te.isnan(v), v * v, v), "uses isnan, which cannot be scheduled"),
+    (lambda v, b, j: v + tirx.Cast("float32", j), "computes with the index j"),
+    (lambda v, b, j: tirx.Select(j < 2, v, v * v), "computes with the index j"),
+    (lambda v, b, j: v * tirx.Cast("float32", b), "computes with the index b"),
+    (lambda v, b, j: tirx.Cast("int32", v), "is int32; values of a step are float32"),
+    (lambda v, b, j: v * te.const(2.0, "float64"), "is float64; values of a step are float32")])
+def test_values_that_cannot_be_computed_point_at_the_line(value: Any, words: str):
+    test_errors_point_at_the_line(computed(value), words)
+
+
+@pytest.mark.parametrize(("states", "words"), [
+    ((), "states is (); expected a tuple of at least one name"), ("h", "states is 'h'; expected a tuple"),
+    (("my h",), "state 'my h': the name of a state has letters, digits and underscores"), ((3,), "state 3: the name")])
+def test_states_have_names(states: Any, words: str):
+    cell = Faulty(lambda x, h, p: [h])
+    cell.states = states
+    with pytest.raises(CellError, match=re.escape(words)):
+        analyse(cell, 4, 6)
+
+
+@pytest.mark.parametrize("name", [None, "", "a-b", 3])
+def test_a_cell_has_a_name(name: Any):
+    cell = Faulty(lambda x, h, p: [h])
+    cell.name = name
+    with pytest.raises(CellError, match=f"cell {name!r}: a name has letters"):
+        analyse(cell, 4, 6)
+
+
+def test_what_parameters_raises_is_an_error_of_the_cell():
+    cell = Faulty(lambda x, h, p: [h])
+    cell.parameters = lambda input, hidden: {"R": (hidden // (hidden - 6), hidden, hidden)}
+    with pytest.raises(CellError, match=r"parameters\(\) failed: ZeroDivisionError") as caught:
+        analyse(cell, 4, 6)
+    assert caught.value.at is not None
+
+
+def test_gates_must_be_some():
+    with pytest.raises(CellError, match="there must be one gate at least"):
+        analyse(Faulty(lambda x, h, p: [product(h, p["R"], ())]), 4, 6)
+
+
+def test_a_function_of_a_unit_may_have_default_arguments():
+    def step(x: Any, h: Any, p: Any) -> Any:
+        made = product(h, p["R"], 0)
+        return [pointwise(lambda b, j, made=made: te.tanh(made[b, j]), h)]
+
+    assert len(analyse(Faulty(step), 4, 6).phases) == 1
+
+
+def test_a_cell_with_heads_has_an_identity():
+    """Its parameters() takes multiples of 8 alone."""
+    def parameters(input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        if hidden % 8:
+            raise ValueError("H must be a multiple of 8")
+        return {"R": (1, hidden, hidden)}
+
+    cells = [Faulty(lambda x, h, p: [product(h, p["R"], 0)]), Faulty(lambda x, h, p: [product(h, p["R"], -1)]),
+             Faulty(lambda x, h, p: [pointwise(lambda b, j: te.tanh(h[b, j]), h)])]
+    for cell in cells:
+        cell.parameters = parameters
+    first, same, other = (cell.identity() for cell in cells)
+    assert first == same != other
+    cells[0].parameters = lambda input, hidden: parameters(input, 3)
+    with pytest.raises(CellError, match="H must be a multiple of 8"):
+        cells[0].identity()
+
+
+class Unread(Cell):
+    """The second gate of W is read twice, as after copying a line; g is not read at all."""
+
+    name, states = "unread", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (3, hidden, input),  # W
+                "R": (1, hidden, hidden),
+                "g": (1, hidden)}  # g
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        (h,) = states
+        a, b, r = product(x, p["W"], 1), product(x, p["W"], 1), product(h, p["R"], 0)
+        return [pointwise(lambda i, j: te.tanh(a[i, j] + b[i, j] * r[i, j]), h)]
+
+
+@pytest.mark.parametrize(("unread", "words", "mark"), [
+    (("g",), "step() does not read gates 0, 2 of parameter 'W', of shape (3, 6, 4)", "# W"),
+    (("W",), "step() does not read parameter 'g', of shape (1, 6)", "# g")])
+def test_parameters_that_are_not_read_are_named(unread: Any, words: str, mark: str):
+    cell = Unread()
+    cell.unread = unread
+    with pytest.raises(CellError, match=re.escape(words)) as caught:
+        analyse(cell, 4, 6)
+    assert caught.value.at is not None
+    file, line = caught.value.at
+    assert Path(file) == Path(__file__) and Path(file).read_text().splitlines()[line - 1].endswith(mark)
+    cell.unread = ("W", "g")
+    assert analyse(cell, 4, 6)
+
+
+def test_cells_that_differ_where_h_is_large_have_identities_of_their_own():
+    def cell(most: int) -> Cell:
+        return Faulty(lambda x, h, p: [product(h if h.shape[1] < most else pointwise(
+            lambda b, j: te.tanh(h[b, j]), h), p["R"], 0)])
+
+    plain, same, wide, wider = (cell(most).identity() for most in (1 << 30, 1 << 29, 1000, 3000))
+    assert plain == same and len({plain, wide, wider}) == 3
+
+
+def in_one_expression(depth: int) -> Any:
+    def step(x: Any, h: Any, p: Any) -> Any:
+        def value(b: Any, j: Any) -> Any:
+            made = h[b, j]
+            for _ in range(depth):
+                made = te.tanh(made)
+            return made
+
+        return [pointwise(value, h)]
+
+    return step
+
+
+def in_tensors(depth: int) -> Any:
+    def step(x: Any, h: Any, p: Any) -> Any:
+        for _ in range(depth):
+            h = pointwise(lambda b, j, h=h: te.tanh(h[b, j]), h)
+        return [h]
+
+    return step
+
+
+@pytest.mark.parametrize("behind_one_another", [in_one_expression, in_tensors])
+def test_more_operators_than_pythons_stack_has_room_for(behind_one_another: Any):
+    with pytest.raises(CellError, match=DEEP):
+        analyse(Faulty(behind_one_another(2000)), 3, 4)
+
+
+@pytest.mark.parametrize("behind_one_another", [in_one_expression, in_tensors])
+def test_the_deepest_step_that_is_analysed(behind_one_another: Any):
+    """Whatever else walks it needs less of Python's stack, or says what analysis says of a deeper one."""
+    fits, not_any_more = 1, 2000
+    while not_any_more - fits > 1:
+        depth = (fits + not_any_more) // 2
+        try:
+            analyse(Faulty(behind_one_another(depth)), 4, 4)
+            fits = depth
+        except CellError:
+            not_any_more = depth
+    cell = Faulty(behind_one_another(fits - 8))  # as many as their callers have frames more
+    weights = {name: np.zeros(shape) for name, shape in cell.parameters(4, 4).items()}
+    interpret(cell, np.zeros((2, 3, 4)), weights, [np.ones((3, 4))])
+    work = Workload(cell="faulty", seq=2, batch=3, input=4, hidden=4, dtype="float32")
+    assert cell.identity() and torch_step(cell, 4, 4, 3) and step_text(analyse(cell, 4, 4), work, SINGLE)
+    layer = LayerSpec(cell=cell, hidden=4, batch=3, seq=2, training=True)
+    for target in ("cpu", "sm_90a"):
+        try:
+            assert plan_layer(layer, target=target).programs()
+        except CellError as error:
+            assert re.search(DEEP, str(error))

@@ -1,0 +1,239 @@
+"""Maxima and softmaxes over hidden units, groups of them, and what is narrower: every schedule, gradients, the
+reference; what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import group_cells
+import maximum_cells
+import numpy as np
+import pytest
+import torch
+from analysed_step import run_analysed
+from drawn_layers import Drawn
+from emulated import TINY, check_numbers, known_by_name, training_program
+from emulated_training import check
+from msgspec import structs
+from test_persistent_emulated import SMALL, cut
+from tvm import te
+
+import ecornn
+from ecornn.analysis import analyse
+from ecornn.analysis.adjoint import adjoint
+from ecornn.analysis.backpropagation import backpropagate
+from ecornn.analysis.digest import canonical
+from ecornn.cells import Cell, largest, pointwise, product, softmax
+from ecornn.cli.step_text import step_text
+from ecornn.errors import CellError
+from ecornn.schedules import all_schedules
+from ecornn.schedules.base import Task
+from ecornn.schedules.persistent import Persistent
+from ecornn.workload import ALONE, SINGLE, Traversal, Workload
+
+T, B, I, H = 6, 4, 5, 22
+BOTH = Traversal(True, 2, True, True)
+CELLS = maximum_cells.CELLS | group_cells.CELLS
+known = known_by_name(CELLS)
+
+
+def task_of(cell: str, dtype: str, traversal: Traversal = ALONE, hidden: int = H) -> Task:
+    return Task(Workload(cell, hidden, I, B, T, dtype), analyse(CELLS[cell], I, hidden), TINY, traversal)
+
+
+@pytest.mark.parametrize(("cell", "schedule", "dtype", "traversal"), [
+    ("peaks", "fused_step", "float32", BOTH), ("peaks", "layout_transform", "float16", ALONE),
+    ("attending", "fused_step", "float32", BOTH), ("grouped", "fused_step", "float32", ALONE),
+    ("grouped", "layout_transform", "float16", ALONE), ("chunks", "fused_step", "float32", ALONE),
+    ("slots", "fused_step", "float32", ALONE)], ids=str)
+def test_results(tmp_path: Path, cell: str, schedule: str, dtype: str, traversal: Traversal):
+    task, found = task_of(cell, dtype, traversal), all_schedules()[schedule]
+    assert found.serves(task) is None
+    check_numbers(tmp_path, found, task, found.default(task))
+
+
+@pytest.mark.parametrize(("cell", "hidden", "dtype", "change", "traversal"), [
+    ("peaks", 22, "float32", {"carrier": "l2", "units": 8}, BOTH),
+    ("peaks", 40, "float16", {"carrier": "l2", "units": 32}, ALONE),
+    ("peaks", 40, "bfloat16", {"carrier": "cluster", "units": 16}, Traversal(sequences=True)),
+    ("peaks", 22, "float32", {"carrier": "cluster", "units": 8}, BOTH),
+    ("grouped", 22, "float32", {"carrier": "l2", "units": 8}, BOTH),
+    ("grouped", 40, "float16", {"carrier": "cluster", "units": 16}, ALONE),
+    ("chunks", 22, "float32", {"carrier": "cluster", "units": 8}, BOTH)], ids=str)
+def test_exchanged_between_blocks(tmp_path: Path, cell: str, hidden: int, dtype: str, change: dict[str, Any],
+                                  traversal: Traversal):
+    """A maximum beside two means in one exchange; lanes and parts that have no value; groups across blocks."""
+    task = replace(task_of(cell, dtype, traversal, hidden), device=structs.replace(SMALL, cores=15))
+    config = cut(task, fences="rare", **change)
+    wanted = {"peaks": (3, 1, 1, 1), "grouped": (2, 2, 2, 2), "chunks": (1, 1, 2, 1)}
+    assert Persistent().plan(task, config).sums == wanted[cell]
+    check_numbers(tmp_path, all_schedules()["persistent"], task, config)
+
+
+def drawn_of(name: str, dtype: str = "float64") -> Drawn:
+    return Drawn(CELLS[name], (T, B, I, H), dtype, scale=0.5)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_analysis_and_its_gradients(name: str):
+    """Against differences of the formula, whatever is kept."""
+    drawn, rng = drawn_of(name), np.random.default_rng(1)
+    drawn.check_call(*run_analysed(analyse(drawn.cell, I, H), drawn.x, drawn.parameters, drawn.first), 1e-7)
+    drawn.check_call(*ecornn.reference(drawn.cell, drawn.x, drawn.weights, drawn.first), 1e-7)
+    for keep in ("gates", "states"):
+        dx, parameters, _ = drawn.gradients(keep=keep)
+        for where, gradient in {"x": dx, **parameters}.items():
+            along = rng.standard_normal(gradient.shape) * 1e-6
+            base = drawn.x if where == "x" else drawn.parameters[where]
+            up, down = (drawn.loss(**{where: base + s * along}) for s in (1, -1))
+            assert abs((up - down) / 2 - (gradient * along).sum()) < 1e-6 * np.linalg.norm(gradient) * 1e-6 * 22, where
+
+
+@pytest.mark.parametrize("name", ["peaks", "grouped", "chunks"])
+def test_a_training_step_on_this_cpu(name: str):
+    drawn = drawn_of(name)
+    module = ecornn.compile(drawn.cell, hidden=H, input=I, batch=B, dtype="float64", target="cpu", training=True)
+    layer = module.bind(drawn.weights, threads=2)
+    y, last, kept = layer.forward(drawn.x, drawn.first)
+    drawn.check_call(y, last, 1e-7)
+    drawn.check_backward(layer.backward(kept, drawn.dy, drawn.dlast), 1e-9)
+
+
+@pytest.mark.parametrize(("name", "dtype", "keep"), [
+    ("peaks", "float32", "states"), ("peaks", "bfloat16", "gates"), ("grouped", "float32", "gates"),
+    pytest.param("chunks", "float32", "states", marks=pytest.mark.exhaustive)])
+def test_a_training_step_of_a_gpu(tmp_path: Path, name: str, dtype: str, keep: str):
+    """Emulated. Where values have 16 bits another one may be the largest."""
+    drawn = drawn_of(name, dtype)
+    program = training_program(all_schedules()["persistent"], task_of(name, dtype, Traversal(keep=keep)))
+    check(drawn.train(program, tmp_path), drawn.wanted(), {"float32": 2e-5, "bfloat16": 16 * 2.0 ** -8}[dtype])
+
+
+class Most(Cell):
+    """Each unit becomes the largest one: values that are equal share the gradient."""
+
+    name, states = "most", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        (h,) = states
+        top = largest(h)
+        return [pointwise(lambda b, j: h[b, j] * 0.5 + top[b] * x[b, j], h)]
+
+
+def test_equal_values_share_the_gradient():
+    """As those of PyTorch's amax do."""
+    h = np.array([[2.0, -1.0, 2.0, 1.0], [-3.0, -3.0, -3.0, -3.0]])
+    x, d = np.random.default_rng(0).normal(size=(1, 2, 4)), np.arange(8.0).reshape(2, 4)
+    first = torch.tensor(h, requires_grad=True)
+    (first * 0.5 + first.amax(dim=1, keepdim=True) * torch.tensor(x[0])).backward(torch.tensor(d))
+    _, _, (found,) = backpropagate(adjoint(analyse(Most(), 4, 4), 4), x, {}, [h], d[None], [np.zeros((2, 4))])
+    np.testing.assert_allclose(found, first.grad.numpy(), rtol=1e-12)
+
+
+def test_mean_and_variance_of_groups_are_one_exchange():
+    """As they are of all units; of groups, and of narrow values."""
+    for name, phase in ("grouped", 0), ("chunks", 1):
+        graph = task_of(name, "float32").graph
+        assert [s.squares is not None and s.units is not None for s in graph.phases[phase].statistics] == (
+            [True, True] if name == "grouped" else [True])
+        assert sum(s.squares is not None for s in graph.statistics) == (2 if name == "grouped" else 1)
+
+
+def test_how_it_is_understood():
+    """A softmax: a maximum, and a sum that waits for it; backwards its maximum has no exchange."""
+    task = task_of("attending", "float32")
+    text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
+    assert "exchange 1: units find the largest of scores" in text and "exchange 2: units add up seen" not in text
+    assert "exchange 2: units add up share_exp" in text and "= maximum over all units of scores" in text
+    assert [len(p.statistics) for p in task.graph.phases] == [1, 1]
+    assert [len(p.statistics) for p in adjoint(task.graph, H).recurrence.phases] == [1]
+    assert "shift, maximum of scores" in canonical(task.graph)
+    task = task_of("slots", "float32")
+    text = " ".join(step_text(task.graph, task.workload, SINGLE).split())
+    assert "scores_1 = sum over units 11 to 21 of scores.1 scores.2 = where(j < 11, scores_0, scores_1)" in text
+    assert "vectors 0 none" in text
+
+
+class Wrong(Cell):
+    name, states, kind = "wrong", ("h",), ""
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"R": (2, hidden, hidden), "W": (1, hidden, input)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        (h,), k = states, te.reduce_axis((0, states[0].shape[1]), "k")
+        rh, wx = product(h, p["R"]), product(x, p["W"], 0)
+        if self.kind == "gates":
+            return [softmax(rh)]
+        least = te.compute((h.shape[0],), lambda b: te.min(wx[b, k] + rh[b, 0, k] + rh[b, 1, k], axis=k), name="least")
+        return [pointwise(lambda b, j: least[b] + h[b, j], h)]
+
+
+def test_cells_that_are_wrong_are_told_so():
+    cell = Wrong()
+    with pytest.raises(CellError, match=r"'least' is not a sum over the hidden.*nor a maximum over these\n.*test_max"):
+        analyse(cell, 5, 6)
+    cell.kind = "gates"
+    with pytest.raises(CellError, match=r"softmax\(h_R\): expected a tensor \(B, H\), such as a product with one"):
+        analyse(cell, 5, 6)
+
+
+def of_four(h: Any, at: Any, count: int = 3, size: int = 4) -> Any:
+    """Each unit less what it reads of maxima of ``count`` groups of ``size``."""
+    k = te.reduce_axis((0, size), "k")
+    most = te.compute((h.shape[0], count), lambda b, g: te.max(h[b, g * size + k], axis=k), name="most")
+    return pointwise(lambda b, j: h[b, j] - most[b, at(j)], h)
+
+
+def beside(h: Any) -> Any:
+    """Of a group a unit that is not its own."""
+    k = te.reduce_axis((0, 4), "k")
+    return te.compute(h.shape, lambda b, j: te.max(h[b, j // 4 * 4 + k] - h[b, j], axis=k), name="apart")
+
+
+@pytest.mark.parametrize(("step", "says"), [
+    (lambda h: of_four(h, lambda j: j // 3), "'most' of groups of 4 units is read at [b, j // 3]; expected [b, j // 4"),
+    (lambda h: of_four(h, lambda j: j), "most has 3 values a row; what is read for each hidden unit has H, here 12"),
+    (lambda h: of_four(h, lambda j: 3), "is read at [b, 3]; expected [b, j // 4], or the number of a group"),
+    (lambda h: of_four(h, lambda j: j // 4, 4, 3), "groups of 3 units is read at [b, j // 4]; expected [b, j // 3]"),
+    (lambda h: of_four(h, lambda j: j // 5, 2, 5), "'most' is not a product sum_k source[b, k] * weight[gate, j, k], "
+     "with a parameter as it is; what is computed of parameters is made in derived(). Nor is it of groups"),
+    (beside, "h[b, j // 4 * 4] outside a product must be read at [b, j]"),
+    (lambda h: largest(h, groups=5), "h_largest: groups=5 must be an integer of which H = 12 is a multiple"),
+    (lambda h: softmax(h, groups=0), "groups=0 must be an integer of which H = 12 is a multiple")])
+def test_what_is_wrong_of_groups_is_said(step: Any, says: str):
+    class Of(Cell):
+        name, states = "of", ("h",)
+
+        def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+            return {}
+
+        def step(self, x: Any, states: Any, p: Any) -> Any:
+            return [step(states[0])]
+
+    with pytest.raises(CellError) as caught:
+        analyse(Of(), 5, 12)
+    assert says in str(caught.value) and caught.value.at is not None
+
+
+def test_very_many_groups():
+    """Of each of them a statistic is written out, and lanes of a row send two of these each."""
+    class Many(Cell):
+        name, states = "many", ("h",)
+
+        def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+            return {"R": (1, hidden, hidden)}
+
+        def step(self, x: Any, states: Any, p: Any) -> Any:
+            return [softmax(product(states[0], p["R"], 0), groups=int(states[0].shape[1]) // 2)]
+
+    with pytest.raises(CellError, match="has 65 groups; 64 are the most"):
+        analyse(Many(), 5, 130)
+    task = Task(Workload("many", 40, I, B, T), analyse(Many(), I, 40), structs.replace(SMALL, cores=15))
+    found = all_schedules()["persistent"].check(task, cut(task, fences="rare", carrier="l2", units=8))
+    assert found == "20 statistics at once, of rows of 8 lanes"

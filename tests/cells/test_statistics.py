@@ -1,0 +1,259 @@
+"""Statistics of hidden units: how they are recognised, and what the schedules make of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import step_cells
+from analysed_step import run_analysed
+from emulated import SHAPES, check_numbers, task_of
+from exact import expected
+from limits import Wanted
+from test_cpu_weights import needs_vnni
+from tvm import te
+
+import ecornn
+from ecornn.analysis import StepGraph, analyse
+from ecornn.cells import Cell, get, pointwise, product
+from ecornn.interpreter import interpret
+from ecornn.schedules import all_schedules
+from ecornn.schedules.scalars.row_sums import parts_of
+from ecornn.workload import ALONE, Traversal
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+CELLS = ("blend", "focus", "contrast")
+MASKS = Traversal(lengths=True, resets=True)
+REVERSE = Traversal(reverse=True, directions=2, lengths=True, resets=True)
+
+
+def counts(graph: StepGraph) -> list[tuple[int, int]]:
+    return [(len(p.products), len(p.statistics)) for p in graph.phases]
+
+
+class Written(Cell):
+    """h' = tanh(LN(R h) + W x), the variance written in one way or another."""
+
+    name, states = "written", ("h",)
+
+    def __init__(self, variance: Any) -> None:
+        self.variance = variance
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
+
+    def step(self, x: Any, states: Any, p: Any) -> Any:
+        (h,), wx = states, product(x, p["W"], 0)
+        rh, size = product(h, p["R"], 0), int(h.shape[1])
+        k = te.reduce_axis((0, size), "k")
+        total = te.compute((h.shape[0],), lambda b: te.sum(rh[b, k], axis=k))
+        mean = te.compute(total.shape, lambda b: total[b] / te.const(size, "float32"))
+        variance = self.variance(rh, mean, size)
+        return [pointwise(lambda b, j: te.tanh(
+            (rh[b, j] - mean[b]) / te.sqrt(variance[b] + 1e-5) + wx[b, j]), h)]
+
+    @staticmethod
+    def numpy(x: Any, h: Any, p: Any) -> Any:
+        rh = h @ p["R"][0].T
+        return np.tanh((rh - rh.mean(1)[:, None]) / np.sqrt(rh.var(1)[:, None] + 1e-5) + x @ p["W"][0].T)
+
+
+def of_deviations(v: Any, mean: Any, size: int) -> Any:
+    k = te.reduce_axis((0, size), "k")
+    total = te.compute((v.shape[0],), lambda b: te.sum((v[b, k] - mean[b]) * (v[b, k] - mean[b]), axis=k))
+    return te.compute(total.shape, lambda b: total[b] * te.const(1.0 / size, "float32"))
+
+
+def of_squares(v: Any, mean: Any, size: int) -> Any:
+    k = te.reduce_axis((0, size), "k")
+    total = te.compute((v.shape[0],), lambda b: te.sum(v[b, k] * v[b, k], axis=k))
+    return te.compute(total.shape, lambda b: total[b] / te.const(size, "float32") - mean[b] * mean[b])
+
+
+def of_magnitudes(v: Any, mean: Any, size: int) -> Any:
+    k = te.reduce_axis((0, size), "k")
+    total = te.compute((v.shape[0],), lambda b: te.sum(te.power(te.abs(v[b, k] - mean[b]), 2.0), axis=k))
+    return te.compute(total.shape, lambda b: total[b] / te.const(size, "float32"))
+
+
+@pytest.mark.parametrize(("variance", "phases"), [
+    (of_deviations, [(1, 0), (0, 1)]), (of_squares, [(1, 0), (0, 2)]), (of_magnitudes, [(1, 0), (0, 1), (0, 1)])],
+    ids=lambda v: getattr(v, "__name__", ""))
+def test_ways_to_write_a_variance(variance: Any, phases: list[tuple[int, int]]):
+    """All are right; deviations from the mean are seen to need no exchange of their own."""
+    cell, generator = Written(variance), np.random.default_rng(0)
+    graph = analyse(cell, 5, 7)
+    assert counts(graph) == phases
+    assert (graph.statistics[0].squares is not None) == (variance is of_deviations)
+    x, h = generator.uniform(-1, 1, (1, 3, 5)), generator.uniform(-1, 1, (3, 7))
+    p = {n: generator.uniform(-1, 1, s) for n, s in graph.parameters.items()}
+    y, _ = run_analysed(graph, x, p, [h])
+    assert np.abs(y[0] - Written.numpy(x[0], h, p)).max() < 1e-6
+
+
+def test_what_is_a_mean():
+    """Deviations from something else are summed as they are."""
+    def about(scale: float) -> Any:
+        def variance(v: Any, mean: Any, size: int) -> Any:
+            other = te.compute(mean.shape, lambda b: mean[b] * te.const(scale, "float32"))
+            return of_deviations(v, other, size)
+        return variance
+
+    assert analyse(Written(about(0.5)), 5, 7).statistics[0].squares is None
+    assert len(analyse(Written(about(0.5)), 5, 7).phases) == 3
+
+
+@pytest.mark.parametrize(("cell", "hoisted", "phases", "parts"), [
+    ("lstm(layer_norm)", 1, [(4, 0), (0, 1), (0, 1)], [0, (1, 2)]), ("gru(layer_norm)", 2, [(3, 0), (0, 2)], [0, (1,)]),
+    ("gru_reset_before(layer_norm)", 2, [(2, 0), (0, 1), (1, 0), (0, 1)], [0, (1,), 2, (3,)]),
+    ("blend", 1, [(1, 2), (1, 1), (0, 1)], [(0,), 0, (1,), 1, (2,)]), ("focus", 1, [], [0]),
+    ("contrast", 0, [(0, 1)], [(0,)])])
+def test_exchanges(cell: str, hoisted: int, phases: list[tuple[int, int]], parts: list[Any]):
+    graph = task_of(cell, (1, 1, 5, 8), "float32").graph
+    assert (len(graph.hoisted_statistics), counts(graph), parts_of(graph)) == (hoisted, phases, parts)
+    assert all(s.squares is not None for s in graph.statistics if len(s.operands) > 1)
+
+
+def test_what_serves_them():
+    served = {c: {n for n, s in all_schedules().items() if s.serves(task_of(c, (9, 4, 16, 32), "float16")) is None}
+              for c in ("blend", "focus", "contrast", "lstm(layer_norm)")}
+    every = {"persistent", "layout_transform", "fused_step"}
+    assert served == {"blend": every, "lstm(layer_norm)": every, "focus": {"elementwise", "fused_step"},
+                      "contrast": {"fused_step"}}
+
+
+@pytest.mark.parametrize(("schedule", "cell", "sizes", "dtype", "traversal"), [
+    ("fused_step", "blend", SHAPES[1], "float16", MASKS), ("fused_step", "contrast", SHAPES[1], "float32", REVERSE),
+    ("layout_transform", "blend", SHAPES[2], "float32", REVERSE),
+    ("fused_step", "lstm(layer_norm)", (3, 2, 40, 1100), "float32", MASKS),  # more units than threads
+    ("layout_transform", "lstm(layer_norm)", SHAPES[2], "float16", MASKS),
+    ("layout_transform", "gru(layer_norm)", SHAPES[0], "bfloat16", MASKS),
+    ("elementwise", "focus", SHAPES[2], "float32", REVERSE)], ids=str)
+def test_masks(tmp_path: Path, schedule: str, cell: str, sizes: tuple[int, int, int, int], dtype: str,
+               traversal: Traversal):
+    task, chosen = task_of(cell, sizes, dtype, traversal=traversal), all_schedules()[schedule]
+    check_numbers(tmp_path, chosen, task, chosen.default(task))
+
+
+@pytest.mark.parametrize(("schedule", "cell", "dtype"), [
+    ("layout_transform", "lstm(layer_norm)", "float16"), ("layout_transform", "gru(layer_norm)", "bfloat16"),
+    ("elementwise", "focus", "bfloat16")])
+def test_hoisted_values_in_16_bits(tmp_path: Path, schedule: str, cell: str, dtype: str):
+    """Rounded before and after they are normalized; fewer batch rows than were compiled for."""
+    hidden, chosen = 45 if schedule == "layout_transform" else 46, all_schedules()[schedule]
+    task = task_of(cell, (4, 5, 31, hidden), dtype)
+    config = {**chosen.default(task), "hoisted": "same"}
+    if "prefetch" in config:
+        config["units"] = 2  # copies are of 4 bytes at least
+    check_numbers(tmp_path, chosen, task, config, batch=4)
+
+
+def exact_layer(cell: str, H: int, x: Any, weights: dict[str, Any], **masks: Any) -> Any:
+    """Layers and directions of `step_cells.layer`."""
+    layer = 0
+    while any(name.endswith(f"_l{layer}") for name in weights):
+        outputs = []
+        for reverse in (False, True):
+            end = f"_l{layer}" + ("_reverse" if reverse else "")
+            own = {n.removesuffix(end) + "_l0": w for n, w in weights.items() if n.endswith(end)}
+            if not own:
+                continue
+            outputs.append(_direction(cell, H, x, own, reverse, **masks))
+        x, layer = np.concatenate(outputs, axis=2), layer + 1
+    return x
+
+
+def _direction(cell: str, H: int, x: Any, weights: dict[str, Any], reverse: bool, lengths: Any, resets: Any) -> Any:
+    if not reverse:
+        return step_cells.layer(cell, H, x, weights, lengths, resets)[0]
+    y = np.zeros((*x.shape[:2], H))
+    for b, n in enumerate(lengths):  # row by row, turned round: a mark ends what begins after it
+        marks = np.zeros((n, 1), bool)
+        marks[1:] = resets[1:n, b:b + 1][::-1]
+        y[:n, b:b + 1] = step_cells.layer(cell, H, x[:n, b:b + 1][::-1], weights, None, marks)[0][::-1]
+    return y
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("cell", "hidden"), [*((c, 21) for c in CELLS), ("blend", 48)])
+def test_stacks_on_this_cpu(cell: str, hidden: int, threads: int):
+    T, B, I, generator = 7, 5, 6, np.random.default_rng(3)
+    found = step_cells.CELLS[cell]
+    module = ecornn.compile(found, hidden=hidden, input=I, batch=B, seq=T, layers=2, bidirectional=True, lengths=True,
+                            resets=True, target="cpu")
+    weights = {}
+    for layer, width in enumerate((I, 2 * hidden)):
+        for end in ("", "_reverse"):
+            for name, (g, *rest) in found.parameters(width, hidden).items():
+                value = generator.uniform(-0.3, 0.3, (g * rest[0], *rest[1:]))
+                weights[f"{name}_l{layer}{end}"] = value.astype(np.float32)
+    x = generator.uniform(-1, 1, (T, B, I)).astype(np.float32)
+    lengths, resets = np.array([7, 1, 4, 0, 6]), generator.random((T, B)) < 0.3
+    y, _ = module.bind(weights, threads=threads)(x, lengths=lengths, resets=resets)
+    wanted = exact_layer(cell, hidden, x.astype(np.float64), weights, lengths=lengths, resets=resets)
+    assert np.linalg.norm(y - wanted) / np.linalg.norm(wanted) < 2e-6
+    for b, n in enumerate(lengths):
+        assert not y[n:, b].any()
+
+
+@pytest.mark.parametrize("weights", ["bfloat16", pytest.param("int8", marks=needs_vnni)])
+def test_rounded_weights_on_this_cpu(weights: str):
+    T, B, H, generator, cell = 6, 3, 40, np.random.default_rng(5), get("lstm(layer_norm)")
+    p = {n: generator.uniform(-0.5, 0.5, s).astype(np.float32) for n, s in cell.parameters(H, H).items()}
+    x = generator.uniform(-1, 1, (T, B, H)).astype(np.float32)
+    module = ecornn.compile(cell, hidden=H, batch=B, seq=T, target="cpu", weights=weights)
+    y, _ = module.bind({f"{n}_l0": w.reshape(-1, *w.shape[2:]) for n, w in p.items()}, threads=2)(x)
+    wanted, _ = interpret(cell, x, p, [np.zeros((B, H))] * 2)
+    assert 1e-6 < np.linalg.norm(y - wanted) / np.linalg.norm(wanted) < {"bfloat16": 1e-2, "int8": 4e-2}[weights]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("cell", ["lstm(layer_norm)", "gru(layer_norm)"])
+def test_on_this_gpu(cell: str, dtype: str):
+    import torch
+    T, B, H, generator = 20, 9, 200, np.random.default_rng(7)
+    found, kind = get(cell), getattr(torch, dtype)
+    p = {n: torch.from_numpy(generator.uniform(-1, 1, s) * (H ** -0.5 if len(s) == 3 else 1)).to("cuda", kind)
+         for n, s in found.parameters(H, H).items()}
+    x = torch.from_numpy(generator.uniform(-1, 1, (T, B, H))).to("cuda", kind)
+    layer = ecornn.compile(found, hidden=H, batch=B, seq=T, dtype=dtype).bind(
+        {f"{n}_l0": w.reshape(-1, *w.shape[2:]) for n, w in p.items()})
+    y, _ = layer(x)
+    exact = {n: w.double().cpu().numpy() for n, w in p.items()}
+    wanted = Wanted(dtype, lambda forward: expected(cell, ALONE, x.double().cpu().numpy(), {
+        n: np.zeros((B, H)) for n in found.states}, exact, {}, forward))
+    y = y.double().cpu().numpy()
+    wanted.check(y)
+    assert torch.equal(layer(x)[0].double().cpu(), torch.from_numpy(y))
+
+
+class Apart(Cell):
+    """Sums of squares of deviations from half of the mean, which is not the mean."""
+
+    name, states = "apart", ("h",)
+
+    def parameters(self, input, hidden):
+        return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
+
+    def step(self, x, states, parameters):
+        (h,), hidden = states, int(states[0].shape[1])
+        wx, rh = product(x, parameters["W"], 0), product(h, parameters["R"], 0)
+        k, n = (te.reduce_axis((0, hidden), "k") for _ in range(2))
+        total = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="total")
+        half = te.compute(total.shape, lambda b: total[b] * te.const(0.5 / hidden, "float32"), name="half")
+        spread = te.compute(total.shape, lambda b: te.sum((h[b, n] - half[b]) * (h[b, n] - half[b]), axis=n),
+                            name="spread")
+        return [pointwise(lambda b, j: te.tanh(wx[b, j] + rh[b, j] + spread[b]), h)]
+
+
+def test_deviations_from_what_is_no_mean_are_sums_of_their_own():
+    graph, rng = analyse(Apart(), 7, 11), np.random.default_rng(0)
+    assert all(s.squares is None for s in graph.statistics) and len(graph.statistics) == 2
+    parameters = {n: rng.uniform(-0.3, 0.3, s) for n, s in graph.parameters.items()}
+    x, h = rng.uniform(-1, 1, (4, 3, 7)), rng.uniform(-1, 1, (3, 11))
+    np.testing.assert_allclose(run_analysed(graph, x, parameters, [h])[0], interpret(Apart(), x, parameters, [h])[0],
+                               rtol=1e-6)  # 0.5 / H is float32's in both, and 1e-6 away from another mean's

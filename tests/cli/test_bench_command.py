@@ -1,0 +1,275 @@
+"""`ecornn bench` on this CPU: tiny layers, as a user gives them."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from rooms import ROOT
+
+import ecornn
+from ecornn.bench import cuda_graphs, host_turns, machines, measure
+from ecornn.bench.case import Case
+from ecornn.bench.expected import limits_of
+from ecornn.bench.measure import Plan
+from ecornn.bench.results import CsvFile, Row, read_cases, read_row
+from ecornn.bench.shown import compared
+from ecornn.bench.sides import Side
+from ecornn.bench.turns import Times
+from ecornn.cli import common, main
+from ecornn.errors import ArgumentError, MissingPackageError
+from ecornn.tune.arrays import TorchArrays
+from ecornn.workload import Workload
+
+SMALL = ["--hidden", "8", "--batch", "2", "--seq", "4", "--target", "cpu", "--threads", "1", "--seconds",
+         "0.02"]
+LSTM = ["--cell", "lstm", *SMALL]
+OWN = f"{ROOT / 'examples' / '02_own_cell.py'}:MinimalGatedUnit"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def still() -> Any:
+    """Other tests run beside these: no round is made again for that, and nobody waits for threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_turns, "foreign", lambda: 0.0)
+        patch.setattr(host_turns, "settle", lambda: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "own.so"
+    ecornn.compile(OWN, hidden=8, batch=2, seq=4, target="cpu", training=True, out=path)
+    return path
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, ["bench", *arguments], terminal_width=60)
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def test_a_layer_against_others(tmp_path: Path):
+    """All sides are right; the same command in words for people, and the row again from its file."""
+    said = run(*LSTM, "--against", "torch,onnxruntime,cudnn", "--json", "--csv", str(tmp_path / "rows.csv"))
+    assert "compiling" in said.stderr and "cudnn is left out: cuDNN runs on GPUs alone" in said.stderr
+    found = json.loads(said.stdout)
+    assert {*found["us_per_step"]} == {*found["errors"]} == {"ecornn", "torch", "onnxruntime"}
+    assert all(0 < error < 1e-6 for error in found["errors"].values()) and not found["wrong"]
+    for times in found["us_per_step"].values():
+        assert 0 < times["p20"] <= times["median"] == times["p50"] <= times["p80"] <= times["p95"] <= times["p99"]
+        assert times["runs"] >= 3
+    own = found["us_per_step"]["ecornn"]["median"]
+    assert found["ratios"]["torch"] == pytest.approx(found["us_per_step"]["torch"]["median"] / own)
+    assert found["command"].startswith("ecornn bench --cell lstm --hidden 8 --batch 2 --seq 4 --dtype float32")
+    assert found["case"]["threads"] >= 1 and found["environment"]["ecornn"]
+    (tmp_path / "row.json").write_text(said.stdout)
+    for name in ("row.json", "rows.csv:1"):
+        earlier = read_row(str(tmp_path / name))
+        assert earlier.case == Case(**found["case"]) and earlier.medians["ecornn"] == pytest.approx(own)
+        assert {"torch", "onnxruntime"} <= {*earlier.against}
+    again = run("--reproduce", str(tmp_path / "rows.csv"), "--seconds", "0.02").stdout
+    flags = Row(case=Case(cell="gru", hidden=8, training=True, reverse=True, layers=2), command="",
+                us_per_step={"ecornn": Times.of([1e-5], 4)})
+    with (tmp_path / "flags.csv").open("w", newline="") as file:
+        CsvFile(file).add(flags)
+    assert read_row(str(tmp_path / "flags.csv")).case == flags.case
+    assert "lstm T=4 B=2 I=8 H=8 float32 on " in again and "torch (torch.nn.LSTM) takes " in again
+    assert again.count("times as long now") == 3
+
+
+def test_a_cell_of_ones_own_trains_beside_a_loop_over_its_step(module: Path):
+    found = json.loads(run(str(module), "--cell", OWN, "--training", "--against", "torch", "--seconds", "0.02",
+                           "--json").stdout)
+    assert found["about"]["torch"] == "a loop over the step, in operations of PyTorch"
+    assert max(found["errors"].values()) < 1e-6 and {*found["us_per_step"]} == {"ecornn", "torch"}
+    assert found["command"].startswith(f"ecornn bench {module} --cell") or "--training" in found["command"]
+
+
+def test_a_module_alone_says_what_it_cannot_check(module: Path):
+    """The module's file has no step; wrong cells are refused, and what the file says already."""
+    said = run(str(module), "--against", "none", "--seconds", "0.02")
+    assert "ecornn is not checked" in said.stderr and said.stdout.strip().endswith("not checked")
+    assert "expected the cell of" in run(str(module), "--cell", "gru", code=2).output
+    assert "none beside a module's file" in run(str(module), "--hidden", "9", code=2).output
+    assert "at most 2" in run(str(module), "--batch", "3", code=2).output
+    assert "nothing beside it" in run(str(module), "--reproduce", "rows.csv", code=2).output
+    assert "none beside a module's file" in run(str(module), "--grid", str(module), code=2).output
+
+
+def test_a_grid_goes_on_after_a_layer_that_fails(tmp_path: Path):
+    grid, out = tmp_path / "grid.csv", tmp_path / "out.csv"
+    grid.write_text("cell,hidden,dtype,weights\n# two layers\nrnn_tanh,8,,int16\ngru,8,float16,\n")
+    said = run("--grid", str(grid), *SMALL, "--against", "none", "--csv", str(out), "--json", code=1)
+    first, second = json.loads(said.stdout)["rows"]
+    assert first["case"]["weights"] == "int16" and first["case"]["batch"] == 2 and first["us_per_step"]["ecornn"]
+    assert "float16" in second["failed"] and "[2/2] error: dtype='float16'" in said.stderr
+    lines = list(csv.DictReader(out.read_text().splitlines()))
+    assert [line["cell"] for line in lines] == ["rnn_tanh", "gru"] and float(lines[0]["ecornn_p99"]) > 0
+    assert [case.cell for case in read_cases(out)] == ["rnn_tanh", "gru"]
+    with pytest.raises(ArgumentError, match="a row of results, with the times"):
+        read_row(f"{out}:2")
+    with pytest.raises(ArgumentError, match="N from 1 to 2"):
+        read_row(str(out))
+
+
+@pytest.mark.parametrize("text, said", [
+    ("cell,hidde\nlstm,8\n", "hidde"), ("cell,hidden\nlstm,many\n", "many"), ("cell,hidden\n", "a first line"),
+    ("cell,hidden\nlstm,8,9\n", "a first line")])
+def test_a_grid_that_is_none_is_refused(text: str, said: str, tmp_path: Path):
+    (tmp_path / "grid.csv").write_text(text)
+    output = run("--grid", str(tmp_path / "grid.csv"), code=2).output
+    assert said in output and output.count("error: ") == 1
+    (tmp_path / "grid.json").write_text("{")
+    assert "JSON" in run("--grid", str(tmp_path / "grid.json"), code=2).output
+
+
+def off(side: Side, factor: Callable[[], float] = lambda: 1.001) -> Side:
+    """The same, but for a factor of its results."""
+    return replace(side, call=lambda: {n: v * np.float32(factor()) for n, v in side.call().items()})
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    real, others = measure.ours, measure.peer
+    monkeypatch.setattr(measure, "peer", lambda *arguments: off(others(*arguments)))
+    found = json.loads(run(*LSTM, "--against", "torch", "--json").stdout)
+    assert "error 1.00e-03, allowed 1.00e-05" in found["wrong"]["torch"] and {*found["us_per_step"]} == {"ecornn"}
+    monkeypatch.setattr(measure, "ours", lambda *arguments: off(real(*arguments)))
+    said = run(*LSTM, "--against", "none", code=1).stdout
+    assert "ecornn      wrong, not timed: y: error 1.00e-03" in said and "µs/step" not in said
+    calls = iter(range(1000))
+    monkeypatch.setattr(measure, "ours", lambda *arguments: off(real(*arguments), lambda: 1 + 1e-7 * next(calls)))
+    assert "two runs on one input differ" in run(*LSTM, "--against", "none", code=1).stdout
+
+
+def test_a_library_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    def fails() -> Any:
+        raise RuntimeError("not on this device\nand a stack of calls")
+
+    others = measure.peer
+    monkeypatch.setattr(measure, "peer", lambda *arguments: replace(others(*arguments), call=fails))
+    found = json.loads(run(*LSTM, "--against", "torch", "--json").stdout)
+    assert found["left_out"] == {"torch": "RuntimeError: not on this device"} and {*found["errors"]} == {"ecornn"}
+    monkeypatch.setattr(measure, "ours", lambda *arguments: fails())
+    assert isinstance(CliRunner().invoke(main, ["bench", *LSTM]).exception, RuntimeError)
+
+
+def test_a_side_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name, *more: None if name in ("torch", "onnxruntime") else find(name, *more))
+    output = run(*LSTM, "--against", "onnxruntime", code=2).output
+    assert "error: onnxruntime is not installed, which --against onnxruntime needs: install ecornn's extra" in output
+    assert "expected none, or some of cudnn, torch, onnxruntime" in run(*LSTM, "--against", "jax", code=2).output
+    monkeypatch.setattr("ecornn.compiler.build", lambda *_: pytest.fail("compiled before that is said"))
+    with pytest.raises(MissingPackageError):
+        measure.measure(Case(cell="lstm", hidden=8, target="cpu"), Plan(("torch",)))
+
+
+def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = measure.measure
+
+    def one(case: Case, plan: Plan) -> Any:
+        if case.cell == "gru":
+            raise KeyboardInterrupt
+        return real(case, plan)
+
+    monkeypatch.setattr(measure, "measure", one)
+    (tmp_path / "grid.json").write_text('[{"cell": "rnn_relu"}, {"cell": "gru"}, {"cell": "lstm"}]')
+    said = run("--grid", str(tmp_path / "grid.json"), *SMALL, "--against", "none", "--json", "--csv",
+               str(tmp_path / "out.csv"), code=130)
+    assert "stopped: 1 of 3 layers were done" in said.stderr
+    assert [row["case"]["cell"] for row in json.loads(said.stdout)["rows"]] == ["rnn_relu"]
+    assert len((tmp_path / "out.csv").read_text().splitlines()) == 2
+
+
+def test_help_fits_sixty_columns():
+    lines = run("--help").stdout.splitlines()
+    assert max(map(len, lines)) <= 60 and any("--against cudnn,torch,onnxruntime" in line for line in lines)
+
+
+def test_a_graph_s_results_are_those_of_its_replays(module: Path, monkeypatch: pytest.MonkeyPatch):
+    """The way of a GPU, with tensors on the CPU: inputs stay where graphs read them, results where they write them."""
+    import torch
+
+    class OnCpu(TorchArrays):
+        def weight(self, values: Any) -> Any:
+            return torch.from_numpy(values)
+
+    def captured(function: Any) -> tuple[Any, Any]:
+        found = {name: value.detach().clone() for name, value in function().items()}
+
+        def replay() -> None:
+            for name, value in function().items():
+                found[name].copy_(value)
+
+        return SimpleNamespace(replay=replay), found
+
+    monkeypatch.setattr(cuda_graphs, "captured", captured)
+    monkeypatch.setattr(cuda_graphs, "clock", lambda run, wait: host_turns.seconds_of(run))
+    monkeypatch.setattr(measure, "machine_of", lambda module, seed: machines.Gpu(OnCpu("float32"), seed, "cpu"))
+    row = measure.measure(Case(module=str(module), cell=OWN, training=True), Plan(("torch",), 0.02))
+    assert row.good and not row.wrong and row.us_per_step["torch"].runs >= 7
+    assert max(error or 0 for error in row.errors.values()) < 1e-6
+
+
+def test_limits_of_16_bits_are_twice_a_library_s_error():
+    cell = object()
+    sides = {name: Side(name, dict, "", cell, {}) for name in ("ecornn", "torch")}  # type: ignore[arg-type]
+    errors = {"ecornn": {"y": 1.0}, "torch": {"y": 2e-3}}
+    for dtype, own, peers in (("bfloat16", 4e-3 + 1e-6, 2e-2), ("float32", 1e-5, 1e-5)):
+        subject: Any = SimpleNamespace(work=Workload("lstm", 8, 8, 2, 4, dtype), training=False)
+        assert limits_of(subject, sides["ecornn"], errors, sides) == {"y": pytest.approx(own)}
+        assert limits_of(subject, sides["torch"], errors, sides) == {"y": pytest.approx(peers)}
+
+
+def test_rounds_that_others_disturb_are_made_again(monkeypatch: pytest.MonkeyPatch):
+    used, rounds = iter([0.0, 9.0, 9.0, 9.0, 9.0, 9.0]), []
+    monkeypatch.setattr(host_turns, "foreign", lambda: next(used))
+    found = host_turns.take_turns({"a": lambda: time.sleep(0.003)}, lambda: rounds.append(1), 2)
+    assert found.disturbed == 1 and len(rounds) == 3 and len(found.means("a")) == 2
+    monkeypatch.setattr(host_turns, "foreign", lambda: 9.0 * len(rounds))
+    assert len(host_turns.take_turns({"a": lambda: None}, lambda: rounds.append(1), 2).turns["a"]) == 2
+    assert len(rounds) == 3 + host_turns.AGAIN * 2 + 2
+
+
+def test_the_repository_s_comparison_on_a_cpu_uses_it():
+    import compare_cpu
+    import torch
+
+    with torch.no_grad():
+        row = compare_cpu.compare("grid", "gru", (4, 2, 5, 6), 1, 2)
+    assert row["repetitions"] == 2 and row["disturbed"] == 0 and row["ecornn_error"] < 1e-6
+    assert row["ratio"] == min(row["torch_ms"], row["onnxruntime_ms"]) / row["ecornn_ms"]
+
+
+def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(common, "EVERY", 0.05)
+    with common.told_aloud() as told:
+        told("compiling")
+        said = ""
+        while "still" not in said:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    lines = said.splitlines()
+    assert lines[0] == "compiling" and lines[1].startswith("  still compiling, ")
+
+
+def test_a_ratio_of_times_that_did_not_settle_is_a_range():
+    def row(*slow: float) -> Row:
+        times = {"ecornn": Times.of([1e-3] * 5, 10), "torch": Times.of(slow, 10)}
+        return Row(case=Case(cell="lstm", hidden=8), command="", us_per_step=times, ratios={"torch": 3.0})
+
+    assert compared(row(3e-3, 3e-3, 3.1e-3), "torch") == "3.00 times as long as ecornn"
+    said = compared(row(*[2e-3] * 4, *[9e-3] * 4), "torch")
+    assert said == "2.00 to 9.00 times as long as ecornn; times did not settle"

@@ -1,0 +1,119 @@
+"""The examples end to end, as a user runs them: from another folder, with records of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rooms import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+def run(script: str, *arguments: str | Path, cwd: Path, code: int = 0, **environment: str) -> str:
+    """What the script prints, on a machine made to look as if it had no GPU."""
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / script, *arguments], cwd=cwd, capture_output=True, text=True,
+        env=os.environ | {"ECORNN_TUNING_LOGS": str(cwd / "logs"), "CUDA_VISIBLE_DEVICES": ""} | environment)
+    assert result.returncode == code, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="session")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import ecornn
+
+    path = tmp_path_factory.mktemp("module") / "gru.so"
+    ecornn.compile("gru", hidden=20, input=12, batch=3, seq=7, target="cpu").save(path)
+    return path
+
+
+def test_first_run(module: Path, tmp_path: Path):
+    text = run("00_first_run.py", module, cwd=tmp_path)
+    assert float(re.search(r"against float64: (\S+),", text)[1]) <= 1e-5
+    assert "us a step" in text
+
+
+def test_first_run_notices_a_wrong_result(module: Path, tmp_path: Path):
+    """A reference that says something else must end in exit code 1."""
+    other = tmp_path / "sitecustomize.py"
+    other.write_text("import ecornn.numpy_reference as n\n"
+                     "n.STEPS['gru'] = (3, 1, n._gru_reset_before)\n")
+    text = run("00_first_run.py", module, cwd=tmp_path, code=1, PYTHONPATH=str(tmp_path))
+    assert "wrong" in text
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the digits were read with PyTorch."""
+    folder = tmp_path_factory.mktemp("digits")
+    text = run("01_digits.py", cwd=folder)
+    assert float(re.search(r"accuracy (\S+)% of 449", text)[1]) >= 95
+    assert re.search(r"^0 predictions differ from PyTorch", text, re.MULTILINE)
+    assert float(re.search(r"of the scores (\S+)", text)[1]) <= 1e-5
+    return folder
+
+
+def test_digits(searched: Path):
+    assert any((searched / "logs").iterdir())
+
+
+@pytest.mark.exhaustive
+def test_digits_without_pytorch(searched: Path):
+    """Again as if it were not installed, and without a new search."""
+    (searched / "torch.py").write_text("raise ImportError('not installed')\n")
+    text = run("01_digits.py", cwd=searched, PYTHONPATH=str(searched))
+    assert "This run is finished" in text
+    assert re.search(r"^0 predictions differ from PyTorch's kept results", text, re.MULTILINE)
+
+
+def test_own_cell(tmp_path: Path):
+    assert "limit 1.0e-05" in run("02_own_cell.py", cwd=tmp_path)
+
+
+def test_more_cells(tmp_path: Path):
+    text = run("03_more_cells.py", cwd=tmp_path)
+    assert len(re.findall(r"2 layers by cpu_sequence, relative error \S+, limit", text)) == 3
+
+
+def test_replace(tmp_path: Path):
+    text = run("04_replace.py", "--seconds", "0.1", cwd=tmp_path)
+    assert "Acoustic: recurrent compiled" in text and "Translator: encoder, decoder compiled" in text
+
+
+def test_a_step_in_pytorch(tmp_path: Path):
+    text = run("09_cell_in_pytorch.py", "--steps", "5", cwd=tmp_path)
+    assert all(float(v) < 1e-5 for v in re.search(r"from the loop by (\S+), gradients by (\S+)", text).groups())
+
+
+def test_streaming(tmp_path: Path):
+    text = run("10_streaming.py", "--steps", "200", "--hidden", "24", cwd=tmp_path)
+    p50, p95, p99 = (float(v) for v in re.search(r"p50 (\S+) us, p95 (\S+) us, p99 (\S+) us", text).groups())
+    assert 0 < p50 <= p95 <= p99
+
+
+def test_sharing_logs(tmp_path: Path):
+    assert "by imported.jsonl" in run("11_sharing_logs.py", "--trials", "2", cwd=tmp_path)
+
+
+@pytest.mark.parametrize(("script", "cell"), [("02_own_cell.py", "MinimalGatedUnit"), ("03_more_cells.py", "UGRNN"),
+                                              ("03_more_cells.py", "LightGRU"), ("03_more_cells.py", "SRU")])
+def test_cells_are_short(script: str, cell: str):
+    lines = (EXAMPLES / script).read_text().splitlines()
+    first = lines.index(f"class {cell}(Cell):")
+    length = next(n for n, line in enumerate(lines[first + 1:], 1) if line and not line.startswith(" "))
+    assert sum(bool(line) for line in lines[first:first + length]) < 20
+
+
+def test_serving(tmp_path: Path):
+    text = run("12_serving.py", "--hidden", "16", "--input", "4", "--sessions", "1", "12", "--seconds", "0.3",
+               "--turns", "1", "--batch", "8", cwd=tmp_path)
+    rows = re.findall(r"^ +(\d+) (ecornn|torch) +(\d+) \[", text, re.MULTILINE)
+    assert [(n, side) for n, side, _ in rows] == [(n, side) for n in ("1", "12") for side in ("ecornn", "torch")]
+    assert all(int(rate) > 0 for _, _, rate in rows)

@@ -1,0 +1,192 @@
+"""The examples of training, small: what they print, and that they notice what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compare_models
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from rooms import ROOT
+
+import ecornn.torch
+
+EXAMPLES = ROOT / "examples"
+NAMES = ("05_language_model", "06_speech", "07_attention", "08_hundred_layers")
+language, speech, attention, deep = map(importlib.import_module, NAMES)
+LANGUAGE = ("--text", "reference", "--hidden", 24, "--steps", 8, "--batch", 16, "--vocabulary", 60, "--updates", 120,
+             "--seeds", 2, "--rate", 1e-2, "--dropout", 0.1, "--seconds", 0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """So that tests beside each other do not wait for each other's threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(example: Any, *arguments: object, code: int = 0) -> str:
+    """What an example prints."""
+    result = CliRunner().invoke(example.main, [*map(str, arguments)])
+    assert result.exit_code == code and (code or not result.exception), result.output
+    return result.output
+
+
+def wrong_replace(model: torch.nn.Module, **options: Any) -> ecornn.torch.Report:
+    """Layers that are not quite what they were."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "weight_hh" in name:
+                weight.mul_(1.5).add_(0.3)
+    return ecornn.torch.Report((), {})
+
+
+@pytest.mark.slow
+def test_a_language_model():
+    text = run(language, *LANGUAGE)
+    rows = re.findall(r"^ *(\d+) +([\d.]+) to ([\d.]+) +([\d.]+) to ([\d.]+) +([\d.]+)$", text, re.MULTILINE)
+    assert re.search(r"deviate by [\d.]+, so that means may be apart by [\d.]+", text)
+    assert [int(row[0]) for row in rows] == [*range(12, 121, 12)]
+    assert all(float(low) <= float(high) and float(apart) < 1e-3 for _, low, high, _, _, apart in rows)
+    assert float(rows[-1][2]) < float(rows[0][1])
+    assert re.search(r"plain: torch.nn \d+ words a second .*, ecornn \d+ words a second .*, [\d.]+ times as fast", text)
+
+
+def test_another_curve_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ecornn.torch, "replace", wrong_replace)
+    assert "curve is not torch.nn's" in run(language, *LANGUAGE, code=1)
+
+
+@pytest.mark.slow
+def test_speech():
+    sizes = "--hidden", 24, "--layers", 2, "--frames", 24, "--batch", 4, "--seconds", 0
+    text = run(speech, *sizes, "--updates", 2, "--limit", 9.0)
+    assert "recurrent: compiled" in text and re.search(r"ecornn [\d.]+ steps a second", text)
+    text = run(speech, *sizes, "--updates", 1, code=1)
+    assert re.search(r"^[\d.]+% of the letters are wrong, limit 5.0%", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("found", "wanted", "letters"), [
+    ("", "", 0), ("", "abc", 3), ("abc", "", 3), ("kitten", "sitting", 3), ("ab", "ba", 2), ("abc", "axbc", 1)])
+def test_the_distance_of_texts(found: str, wanted: str, letters: int):
+    assert speech.distance(found, wanted) == letters
+
+
+def test_letters_are_read_without_repetitions_and_blanks():
+    numbers = [[0, 2, 2, 0, 2, 3, 1, 1, 4], [5] * 9]
+    scores = torch.nn.functional.one_hot(torch.tensor(numbers).T, len(speech.LETTERS)).float()
+    assert speech.read(scores) == ["aab c", "d"]
+
+
+def test_sound_has_the_tones_of_its_letters():
+    """Letters of different tones have different spectra, the same ones nearly the same, whoever speaks."""
+    def spectrum(letter: str, seed: int) -> np.ndarray:
+        sound = speech.spoken(5 * letter, speech.RATE // 2, np.random.default_rng(seed))
+        assert sound.shape == (speech.RATE // 2,)
+        return np.abs(np.fft.rfft(sound))[:2000].reshape(-1, 40).sum(1)
+
+    def alike(a: np.ndarray, b: np.ndarray) -> float:
+        return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+    assert alike(spectrum("a", 0), spectrum("a", 1)) > 0.8 > 0.7 > alike(spectrum("a", 0), spectrum("p", 1))
+    frames, batch = 24, 3
+    spectra, letters, lengths = speech.batch_of(["a", "bcd"], frames, batch, np.random.default_rng(0))
+    assert spectra.shape == (frames, batch, speech.BANDS) and len(letters) == batch
+    assert all((row[:n] > 0).all() and not row[n:].any() for row, n in zip(letters, lengths, strict=True))
+
+
+@pytest.mark.slow
+def test_attention():
+    sizes = "--hidden", 16, "--batch", 8, "--seconds", 0
+    text = run(attention, *sizes, "--updates", 5, "--limit", 0.0)
+    kept = {name: [float(size) for size in sizes] for name, *sizes in
+            re.findall(r"^([a-z]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)}
+    assert [*kept] == ["letters", "encoder", "decoder", "attention", "scores", "all"]
+    assert all(ours <= theirs for theirs, ours in kept.values()) and kept["encoder"][1] < 0.5 * kept["encoder"][0]
+    assert "0.0% of the dates are right, of 90.0%" in run(attention, *sizes, "--updates", 1, code=1)
+
+
+def test_dates():
+    date = attention.datetime.date(1984, 3, 27)
+    ways = [attention.written_in_some_way(date, style) for style in attention.STYLES]
+    assert ways == ["27 March 1984", "March 27, 1984", "Tuesday, 27 March 1984", "27.3.1984", "03/27/1984",
+                    "Mar 27 1984", "27-Mar-1984"]
+    days = [date.replace(month=month, day=day) for month in range(1, 13) for day in range(1, 29)]
+    longest = max(len(attention.written_in_some_way(day, style)) for day in days for style in attention.STYLES)
+    assert longest < attention.LONGEST
+
+
+def test_many_layers():
+    """As deep as it is written, which is what it is about, and too little to be deep."""
+    sizes = "--layers", 12, "--hidden", 16, "--steps", 12, "--batch", 8, "--seconds", 0
+    text = run(deep, *sizes, "--updates", 60, "--rate", 1e-2, "--limit", 0.0)
+    assert "12 layers compiled" in text and len(re.findall(r"MiB are kept for a layer", text)) == 2
+    assert re.search(r"^the loss is [\d.]+, that of a model of frequencies [\d.]+", run(
+        deep, *sizes, "--updates", 20, "--rate", 1e-9, code=1), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_teaches(name: str):
+    text = run(importlib.import_module(name), "--help")
+    assert f"python examples/{name}.py" in text and "Exits with 1" in text and "[default: " in text
+
+
+def test_they_are_programs(tmp_path: Path):
+    """In another folder, too."""
+    result = subprocess.run([sys.executable, EXAMPLES / f"{NAMES[0]}.py", "--help"], cwd=tmp_path, capture_output=True,
+                            text=True)
+    assert result.returncode == 0 and "--vocabulary" in result.stdout, result.stdout + result.stderr
+
+
+def benchmark(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    sizes = "--language", "7,4,24,50", "--speech", "24,3,16,2"
+    monkeypatch.setenv("ECORNN_STRICT", "0")  # which it sets
+    monkeypatch.setattr(sys, "argv", ["compare_models.py", *sizes, "--seconds", "0", "--together", "1",
+                                      *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        compare_models.main()
+    return ended.value.code
+
+
+@pytest.mark.slow
+def test_models_are_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture):
+    path = tmp_path / "models.json"
+    assert benchmark(monkeypatch, "--output", path) == 0
+    found = json.loads(path.read_text())
+    assert found["environment"]["torch"] == torch.__version__
+    rows = [row for row in found["rows"] if row["way"] == "plain"]
+    assert [row["model"] for row in rows] == ["language model", "speech recognizer"]
+    for row, work in zip(rows, (7 * 4, 3), strict=True):
+        assert row["ecornn_p20"] <= row["ecornn_ms"] <= row["ecornn_p80"] and row["repetitions"] >= 7
+        assert row["ratio"] == row["torch_ms"] / row["ecornn_ms"]
+        assert row["ecornn_per_second"] == pytest.approx(1e3 * work / row["ecornn_ms"])
+        if row["dtype"] == "f32":
+            assert row["ecornn_error"] < 2e-5 and row["ecornn_loss_error"] < 2e-5
+    of_language = sum(row["model"] == "language model" for row in found["rows"])
+    assert capsys.readouterr().out.count("language model") == 2 * of_language
+
+
+def test_models_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.setattr(ecornn.torch, "replace", wrong_replace)
+    assert benchmark(monkeypatch) == 1
+    text = capsys.readouterr().out
+    assert text.count("allowed 2.00e-05") == 2 and "a second" not in text
+
+
+def test_dropout_that_drops_nothing():
+    """What gradients are checked with, in both layers."""
+    theirs = torch.nn.LSTM(8, 8, 2, dropout=compare_models.NOTHING)
+    plain = torch.nn.LSTM(8, 8, 2)
+    plain.load_state_dict(theirs.state_dict())
+    x = torch.randn(5, 3, 8)
+    assert torch.equal(theirs(x)[0], plain(x)[0])

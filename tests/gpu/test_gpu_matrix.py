@@ -1,0 +1,233 @@
+"""Every cell, schedule and dtype on a GPU, against float64 and against the library's own error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from exact import of_stack
+from limits import Wanted, limit, relative
+
+import ecornn
+from ecornn.compiler import plan
+from ecornn.numpy_reference import random_weights, reference
+from ecornn.schedules import all_schedules
+from ecornn.workload import SINGLE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
+SHAPES = [  # T, B, I, H
+    (1, 1, 1, 1),  # the smallest of everything
+    (5, 3, 7, 13),  # primes, odd rows of x
+    (4, 20, 33, 65),  # one more than a tile in H and I, three tiles of batch rows less four
+    (3, 33, 31, 129),  # one more than a tile in B
+    (6, 8, 64, 128),  # exact tiles
+    (7, 17, 800, 800),  # the size people ask for first, last batch rows missing
+]
+CELLS = ["lstm", "gru", "gru_reset_before", "rnn_tanh", "rnn_relu"]
+SERVED = [(schedule, cell, dtype) for schedule in ("persistent", "persistent_wide", "layout_transform", "fused_step")
+          for cell in CELLS for dtype in ("float32", "float16", "bfloat16")  # wide: 16 bits, one product a step
+          if schedule != "persistent_wide" or (dtype != "float32" and cell != "gru_reset_before")]
+LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN, "rnn_relu": torch.nn.RNN}
+
+
+def library_error(cell, x, weights, state, expected, kind):
+    """Error of the same computation in the same dtype by PyTorch: cuDNN, or a loop of its own products."""
+    p = {k: torch.tensor(v, device="cuda").to(kind) for k, v in weights.items()}
+    if cell in LIBRARY:
+        layer = LIBRARY[cell](x.shape[2], expected.shape[2],
+                              **({"nonlinearity": cell[4:]} if cell.startswith("rnn") else {})).cuda().to(kind)
+        layer.load_state_dict(p)
+        layer.flatten_parameters()
+        start = tuple(s[None] for s in state)
+        with torch.no_grad():
+            y = layer(x, start if len(start) > 1 else start[0])[0]
+    else:
+        (h,), steps = state, []
+        hidden = h.shape[1]
+        for t in range(x.shape[0]):
+            g = torch.nn.functional.linear(x[t], p["weight_ih_l0"], p["bias_ih_l0"]).chunk(3, 1)
+            R, b = p["weight_hh_l0"].split(hidden), p["bias_hh_l0"].split(hidden)
+            r = torch.sigmoid(g[0] + torch.nn.functional.linear(h, R[0], b[0]))
+            z = torch.sigmoid(g[1] + torch.nn.functional.linear(h, R[1], b[1]))
+            n = torch.tanh(g[2] + torch.nn.functional.linear(r * h, R[2], b[2]))
+            h = (1 - z) * n + z * h
+            steps.append(h)
+        y = torch.stack(steps)
+    return relative(y.double().cpu().numpy(), expected)
+
+
+class Sample:
+    """A layer on the GPU, with random weights and arguments whose values are of its data type."""
+
+    def __init__(self, cell: str, sizes: tuple[int, int, int, int], dtype: str, seed: int, **options: Any) -> None:
+        (T, B, I, H), kind = sizes, getattr(torch, dtype)
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        self.cell, self.dtype, self.kind, self.rows = cell, dtype, kind, (T, B, H)
+        self.weights = {k: torch.tensor(v).to(kind).float().numpy()
+                        for k, v in random_weights(cell, I, H, seed=seed).items()}
+        self.layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda",
+                                    **options).bind(self.weights)
+        self.x = torch.randn(T, B, I, device="cuda").to(kind)
+        self.state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in self.layer.manifest.states)
+        self.exact = [v.double().cpu().numpy() for v in (self.x, *self.state)]
+
+    def run(self, times: int) -> list[Any]:
+        """y and the last states, of several runs into poisoned memory: each makes the same bits."""
+        runs = []
+        for _ in range(times):
+            out = torch.full(self.rows, float("nan"), device="cuda", dtype=self.kind)
+            y, new = self.layer(self.x, self.state, out=out)
+            torch.cuda.synchronize()
+            runs.append([y.clone(), *(s.clone() for s in new)])
+        for other in runs[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True)), "two runs differ"
+        return [v.double().cpu().numpy() for v in runs[0]]
+
+    def check(self, times: int = 2) -> list[Any]:
+        """The same, whose y is as near to float64 as the library's is, see :func:`limit`."""
+        found, (wanted, _) = self.run(times), reference(self.cell, self.exact[0], self.weights, tuple(self.exact[1:]))
+        library = library_error(self.cell, self.x, self.weights, self.state, wanted, self.kind)
+        assert relative(found[0], wanted) <= limit(self.dtype, wanted, library)
+        return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("schedule", "cell", "dtype"), SERVED)
+def test_matches_float64(schedule, cell, dtype, shape):
+    torch.manual_seed(shape[0] + shape[3])
+    sample = Sample(cell, shape, dtype, shape[3], schedule=schedule)
+    y, *after = sample.check()
+    Wanted(dtype, lambda forward: of_stack(
+        cell, SINGLE, sample.exact[0], sample.exact[1:], sample.weights, {}, forward)).check(y, after)
+
+
+LONG = [("persistent", cell, dtype, B, {  # many times around the ring of an exchange
+            "carrier": "l2", "fences": fences, "groups": groups, "units": units, "warps": 4, "gate_warps": gates,
+            "chains": 1, "registers": 100, "interleave": 0, "ahead": 100})
+        for cell, dtype, B, groups, units, gates in (
+            ("lstm", "bfloat16", 1, 1, 4, 1), ("gru", "float16", 33, 5, 16, 4),
+            ("gru_reset_before", "bfloat16", 9, 2, 16, 3), ("rnn_tanh", "float32", 20, 3, 16, 4))
+        for fences in ("every", "products", "rare")]
+LONG += [("persistent", cell, dtype, B, {"carrier": "cluster", "fences": "rare", "ahead": 100, **cut})
+         for cell, dtype, B, cut in (("lstm", "bfloat16", 1, {"groups": 1, "units": 20, "warps": 5, "gate_warps": 1}),
+                                     ("gru_reset_before", "bfloat16", 9, {}), ("rnn_tanh", "float32", 20, {}))]
+LONG += [("persistent_wide", "gru", "float16", 23, {"units": 32, "parts": parts, "row_teams": teams, "groups": 1})
+         for parts, teams in ((1, 1), (1, 2), (2, 2), (3, 2))]
+
+
+@pytest.mark.parametrize(("schedule", "cell", "dtype", "B", "config"), LONG, ids=str)
+def test_long_sequences(schedule, cell, dtype, B, config):
+    Sample(cell, (250, B, 24, 320), dtype, 5, schedule=schedule, config=config).check(times=4)
+
+
+STREAMED = [("gru", "float16", 60, 1, 2816), ("lstm", "bfloat16", 20, 3, 2816), ("lstm", "float16", 20, 16, 2304),
+            ("gru_reset_before", "float16", 20, 2, 2816), ("rnn_tanh", "bfloat16", 30, 8, 5120),
+            ("lstm", "float32", 12, 1, 2048)]
+
+
+@pytest.mark.parametrize(("cell", "dtype", "T", "B", "H"), STREAMED, ids=str)
+def test_weights_past_the_chip(cell, dtype, T, B, H):
+    """`persistent` reads what does not fit from L2 in every step."""
+    planned = plan(cell, hidden=H, input=64, batch=B, seq=T, dtype=dtype, target="cuda", schedule="persistent")
+    assert all_schedules()["persistent"].plan(planned.task, planned.found.config).streamed
+    Sample(cell, (T, B, 64, H), dtype, 6, schedule="persistent", config=planned.found.config).check(times=3)
+
+
+HOISTED = [(schedule, cell, dtype, sizes)
+           for schedule, cell in (("persistent", "lstm"), ("persistent", "gru"), ("persistent", "gru_reset_before"),
+                                  ("persistent", "rnn_tanh"), ("persistent", "rnn_relu"), ("persistent_wide", "lstm"),
+                                  ("persistent_wide", "gru"), ("persistent_wide", "rnn_tanh"),
+                                  ("layout_transform", "lstm"), ("layout_transform", "gru"))
+           for dtype in ("float16", "bfloat16") for sizes in SHAPES[1::2]]
+
+
+@pytest.mark.parametrize("choice", ["float32", "same"])
+@pytest.mark.parametrize(("schedule", "cell", "dtype", "sizes"), HOISTED, ids=str)
+def test_hoisted_values_in_16_bits(schedule, cell, dtype, sizes, choice):
+    """The default takes one of the two, by the size; the library, which rounds them too, is the measure of both."""
+    Sample(cell, sizes, dtype, sizes[3] + 1, schedule=schedule, config={"hoisted": choice}).check()
+
+
+@pytest.mark.parametrize("schedule", ["persistent", "layout_transform"])
+def test_long_sums_in_float32(schedule):
+    """Tensor cores cut sums off: kept on them, one of 2560 products has an error of 1.4e-5."""
+    H = 2560
+    weights = random_weights("rnn_tanh", H, H, seed=3)
+    layer = ecornn.compile("rnn_tanh", hidden=H, batch=2, seq=3, dtype="float32", target="cuda",
+                           schedule=schedule).bind(weights)
+    x = np.random.default_rng(1).standard_normal((3, 2, H)).astype(np.float32)
+    assert relative(layer(x)[0], reference("rnn_tanh", x, weights)[0]) <= 5e-6
+
+
+def test_fewer_rows_and_more_steps_than_compiled():
+    weights = random_weights("lstm", 48, 96, seed=1)
+    layer = ecornn.compile("lstm", hidden=96, input=48, batch=20, seq=5, dtype="float32", target="cuda").bind(weights)
+    x = np.random.default_rng(0).standard_normal((33, 7, 48)).astype(np.float32)
+    y, state = layer(x)
+    expected, expected_state = reference("lstm", x, weights)
+    assert relative(y, expected) <= 1e-5
+    for found, wanted in zip(state, expected_state, strict=True):
+        assert relative(found, wanted) <= 1e-5
+
+
+def test_state_continues_where_the_last_call_stopped():
+    weights = random_weights("gru", 48, 96, seed=2)
+    layer = ecornn.compile("gru", hidden=96, input=48, batch=4, dtype="float32", target="cuda").bind(weights)
+    x = torch.randn(20, 4, 48, device="cuda")
+    whole, last = layer(x)
+    first, state = layer(x[:9])
+    second, state = layer(x[9:], state)
+    # |h| <= 1: a few roundings of float32, and tighter than the 1e-5 that the layer itself is held to
+    assert torch.allclose(torch.cat([first, second]), whole, rtol=0, atol=1e-6)
+    assert torch.allclose(state[0], last[0], rtol=0, atol=1e-6)
+
+
+def test_captures_into_a_cuda_graph():
+    weights = random_weights("lstm", 64, 128, seed=3)
+    layer = ecornn.compile("lstm", hidden=128, input=64, batch=4, dtype="float16", target="cuda").bind(weights)
+    x = torch.randn(12, 4, 64, device="cuda").half()
+    layer(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y, state = layer(x)
+    x.copy_(torch.randn(12, 4, 64, device="cuda"))
+    y.fill_(float("nan"))
+    graph.replay()
+    eager, eager_state = layer(x)
+    torch.cuda.synchronize()
+    assert torch.equal(y, eager) and torch.equal(state[0], eager_state[0])
+
+
+def test_not_a_number_does_not_stop_the_exchange():
+    for dtype in (torch.float32, torch.bfloat16):
+        weights = {k: torch.tensor(v).to(dtype).float().numpy()
+                   for k, v in random_weights("rnn_relu", 16, 40, seed=4).items()}
+        layer = ecornn.compile("rnn_relu", hidden=40, input=16, batch=9, dtype=str(dtype)[6:], target="cuda",
+                               schedule="persistent").bind(weights)
+        x = torch.randn(6, 9, 16, device="cuda").to(dtype)
+        bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+        h = torch.full((9, 40), -1, device="cuda", dtype=bits).view(dtype)  # every bit set: the sentinel itself
+        layer(x, (h,))
+        torch.cuda.synchronize()  # a reader that waits for such a word would never come back
+        y, _ = layer(x)
+        given, start = x.double().cpu().numpy(), [np.zeros((9, 40))]
+        Wanted(str(dtype)[6:], lambda forward, given=given, start=start, weights=weights: of_stack(
+            "rnn_relu", SINGLE, given, start, weights, {}, forward)).check(y.double().cpu().numpy())
+
+
+@pytest.mark.parametrize(("schedule", "dtype"), [
+    (schedule, dtype) for schedule in ("persistent", "persistent_wide", "layout_transform", "fused_step")
+    for dtype in ("float32", "bfloat16") if (schedule, dtype) != ("persistent_wide", "float32")])
+@pytest.mark.parametrize("cell", ["rnn_relu", "lstm"])
+def test_not_a_number_comes_out_where_it_went_in(cell: str, schedule: str, dtype: str):
+    weights = random_weights(cell, 16, 64, seed=5)
+    layer = ecornn.compile(cell, hidden=64, input=16, batch=9, dtype=dtype, target="cuda",
+                           schedule=schedule).bind(weights)
+    x = torch.randn(6, 9, 16, device="cuda").to(getattr(torch, dtype))
+    x[2, 4, 3] = float("nan")
+    y, _ = layer(x)
+    expected, _ = reference(cell, x.double().cpu().numpy(), weights)
+    assert np.isnan(expected[2:, 4]).all() and np.array_equal(np.isnan(y.float().cpu().numpy()), np.isnan(expected))

@@ -1,0 +1,118 @@
+"""Builds a CPU module and calls it with guarded NumPy arrays, without the runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec.structs
+import numpy as np
+from numpy_packing import pack as runtime_pack
+
+from ecornn.build.module import build_module
+from ecornn.cells import get
+from ecornn.host_cpu import detect
+from ecornn.schedules.cpu import CPUSequence
+from ecornn.schedules.cpu.tiling import Tile, registers_of, registers_used
+from ecornn.task import make_manifest, make_task
+from ecornn.workload import Workload
+
+GUARD = 96  # elements on either side of an array that nobody may touch
+
+
+def rows_that_fit(most: int, columns: int, weights: str = "float32", pairs: int = 0) -> int:
+    """Batch rows of a tile of ``columns`` vectors: as many as this CPU's registers hold, ``most`` or fewer; one where
+    there is room for none, which a tile of one vector a gate may always have."""
+    return max((rows for rows in range(1, most + 1)
+                if registers_used(Tile(rows, 1, 1, pairs), columns, weights) <= registers_of(detect())), default=1)
+
+
+ALL_GATES = {"gates": 0, "project_gates": 0}  # as products of pairs have them
+
+
+class Array:
+    """An array between guards of NaN; ``offset`` elements off the alignment of 64 of them."""
+
+    def __init__(self, shape: tuple[int, ...], offset: int = 0, dtype: str = "float32") -> None:
+        size = int(np.prod(shape))
+        self.memory = np.full(size + 3 * GUARD + 64, np.nan, dtype)
+        start = GUARD + (-(self.memory.ctypes.data // self.memory.itemsize + GUARD)) % 64 + offset
+        self.view = self.memory[start:start + size].reshape(shape)
+        self.outside = np.ones(self.memory.shape, bool)
+        self.outside[start:start + size] = False
+
+    @property
+    def untouched(self) -> bool:
+        return bool(np.isnan(self.memory[self.outside]).all())
+
+
+def pack(packing: Any, parameters: dict[str, np.ndarray]) -> np.ndarray:
+    if packing.dtype not in ("float32", "float64"):
+        return runtime_pack(packing, parameters)
+    known = [parameters[name][gate] for name, gate in packing.sources if name]
+    nothing = np.zeros(known[0].shape if known else packing.pad[1:])
+    stacked = np.stack([parameters[name][gate] if name else nothing for name, gate in packing.sources])
+    padded = np.pad(stacked, [(0, to - n) for n, to in zip(stacked.shape, packing.pad, strict=True)])
+    return np.ascontiguousarray(padded.reshape(packing.split).transpose(packing.order), packing.dtype)
+
+
+class Sample:
+    """A built layer. ``config`` changes knobs of the default; ``features`` replaces the CPU's."""
+
+    def __init__(self, folder: Path, cell: Any, input: int, hidden: int, batch: int, seq: int,
+                 features: tuple[str, ...] | None = None, **config: int) -> None:
+        import tvm_ffi
+
+        device = detect() if features is None else msgspec.structs.replace(detect(), features=features)
+        self.cell = get(cell)
+        work = Workload(self.cell.identity(), hidden, input, batch, seq)
+        self.task = make_task(self.cell, work, device)
+        schedule = CPUSequence()
+        paired = config.get("pairs") or config.get("project_pairs")
+        self.config = {**schedule.default(self.task), **(ALL_GATES if paired else {}), **config}
+        assert schedule.check(self.task, self.config) is None
+        self.program = schedule.program(self.task, schedule.plan(self.task, self.config))
+        manifest = make_manifest(self.cell, self.task, schedule, self.config, self.program, "test")
+        self.file = folder / f"{self.cell.name}.so"
+        self.generated = build_module(self.program, manifest, self.file)
+        self.module: Any = tvm_ffi.load_module(str(self.file))
+        generator = np.random.default_rng(7)
+        self.parameters = {
+            name: generator.uniform(-1, 1, shape).astype(np.float32) / np.float32(hidden ** 0.5)
+            for name, shape in self.cell.parameters(input, hidden).items()}
+
+    def inputs(self, steps: int, batch: int, seed: int = 0) -> tuple[np.ndarray, list[np.ndarray]]:
+        generator = np.random.default_rng(seed)
+        work = self.task.workload
+        states = [generator.standard_normal((batch, work.hidden), np.float32) for _ in self.cell.states]
+        return generator.standard_normal((steps, batch, work.input), np.float32), states
+
+    def __call__(self, x: np.ndarray, states: list[np.ndarray], threads: int = 2, offset: int = 1,
+                 in_place: bool = False) -> tuple[np.ndarray, list[np.ndarray]]:
+        """y and final states; fails where anything outside the arrays was written."""
+        steps, batch, _ = x.shape
+        arrays: dict[str, Array] = {}
+        for b in self.program.buffers:
+            if b.role == "workspace":  # undefined contents: NaN
+                arrays[b.name] = Array((b.extent.at(steps),))
+            elif b.role == "packed":
+                packed = pack(b.packing, self.parameters)
+                assert packed.size == b.extent.at(steps)
+                arrays[b.name] = Array(packed.shape)
+                arrays[b.name].view[...] = packed
+            elif b.tensor == "x":
+                arrays[b.name] = Array(x.shape, offset)
+                arrays[b.name].view[...] = x
+            elif b.tensor == "y":
+                arrays[b.name] = Array((steps, batch, self.task.workload.hidden), offset)
+            elif in_place and b.tensor == "state_out":
+                arrays[b.name] = arrays[f"{b.state}_in"]
+            else:
+                arrays[b.name] = Array(states[0].shape, offset)
+        for name, state in zip(self.cell.states, states, strict=True):
+            arrays[f"{name}_in"].view[...] = state
+        pointers = [arrays[b.name].view.ctypes.data for b in self.program.buffers]
+        self.module.run(steps, batch, 0, threads, *pointers)
+        touched = [name for name, a in arrays.items() if not a.untouched]
+        assert not touched, f"written outside {touched}"
+        return arrays["y"].view, [arrays[f"{n}_out"].view for n in self.cell.states]

@@ -1,0 +1,252 @@
+"""The wide persistent kernel, emulated on the CPU: every way in which a layer can be cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_on_cpu import pack
+from emulated import check_numbers, task_of
+from msgspec.structs import replace
+from sanitize import CASES as SANITIZED
+from sanitize import cell_of
+from without_spills import needs_ptxas, resources_without_spills
+
+from ecornn.build.cuda import lower
+from ecornn.compiler import plan
+from ecornn.schedules.persistent_wide import PersistentWide
+from ecornn.schedules.persistent_wide.plan import packing_of
+from ecornn.targets import KNOWN
+from ecornn.tune.choose import serving_or_raise
+from ecornn.workload import Traversal
+
+HOPPER = KNOWN["sm_90a"]
+SMALL = replace(HOPPER, cores=6)
+
+# (cell, (T, B, I, H), dtype, config)
+CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}),  # less than a chunk; a block of half its units
+    ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8}),  # the smallest of everything
+    ("lstm", (6, 8, 64, 64), "float16", {"registers": 0}),  # whole tiles; a warpgroup with padding only
+    ("lstm", (4, 9, 7, 130), "bfloat16", {"units": 26}),  # odd rows of x, three chunks, blocks across chunks
+    ("lstm", (4, 9, 7, 130), "float16", {"units": 26, "registers": 50}),  # two tiles, weights in both places
+    ("gru", (5, 20, 16, 200), "float16", {"units": 40, "registers": 50}),  # padding rows of the second tile
+    ("gru", (5, 20, 16, 136), "bfloat16", {"units": 24, "registers": 0}),  # 72 rows, all read from shared memory
+    ("gru", (4, 11, 31, 90), "float16", {"units": 48, "groups": 2}),  # six rows and five
+    ("rnn_tanh", (6, 33, 5, 300), "bfloat16", {"units": 56, "registers": 50}),  # one more than a tile in B
+    ("rnn_tanh", (6, 15, 5, 500), "float16", {"units": 128, "registers": 50}),  # two tiles, four chunks
+    ("echo", (4, 3, 0, 150), "bfloat16", {"units": 48, "registers": 0}),  # no hoisted product
+    ("slstm", (5, 9, 7, 130), "float16", {"units": 26}),  # states that nobody waits for
+]
+
+
+def config_of(**change: Any) -> dict[str, Any]:
+    return {"groups": 1, "units": 16, "parts": 1, "row_teams": 1, "registers": 100, "hoisted": "float32",
+            "math": "fast", **change}
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
+def test_matches_float64(tmp_path, cell, sizes, dtype, change):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change))
+
+
+# 2 or 3 warpgroups with rows of their own, and blocks that share K
+SHARED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
+    ("lstm", (5, 9, 7, 130), "float16", {"units": 32, "row_teams": 2, "registers": 50}),  # a tile each
+    ("gru", (5, 20, 16, 136), "bfloat16", {"units": 48, "row_teams": 2, "registers": 0}),  # two tiles and a quarter
+    ("rnn_tanh", (9, 9, 5, 300), "float16", {"units": 128, "row_teams": 2}),  # one tile each, K of five chunks
+    ("lstm", (6, 11, 7, 96), "bfloat16", {"units": 48, "row_teams": 3, "registers": 50}),
+    ("gru", (7, 9, 5, 128), "float16", {"units": 64, "row_teams": 3, "registers": 50, "parts": 3}),  # 22, 22, 20 units
+    pytest.param(*("gru", (9, 20, 16, 200), "bfloat16", {"units": 72, "row_teams": 2, "parts": 2, "registers": 50}),
+                 marks=pytest.mark.exhaustive),  # 4 chunks
+    ("gru", (7, 7, 9, 330), "float16", {"units": 112, "row_teams": 2, "parts": 2, "registers": 0}),  # three chunks each
+    pytest.param(*("lstm", (7, 23, 6, 90), "float16", {"units": 46, "row_teams": 3, "parts": 3, "registers": 0}),
+                 marks=pytest.mark.exhaustive),  # 16, 16, 14
+    ("lstm", (8, 8, 64, 70), "bfloat16", {"units": 70, "row_teams": 2, "parts": 4}),  # a part of padding only
+    ("rnn_relu", (6, 5, 3, 250), "bfloat16", {"units": 128, "row_teams": 2, "parts": 2, "groups": 1}),
+    ("echo", (9, 3, 0, 150), "float16", {"units": 128, "row_teams": 2, "parts": 3, "registers": 0}),
+    ("gru", (6, 21, 8, 72), "bfloat16", {"units": 72, "row_teams": 3, "parts": 3, "groups": 2}),
+]
+
+
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), SHARED, ids=lambda v: str(v).replace(" ", ""))
+def test_rows_and_k_are_shared(tmp_path, cell, sizes, dtype, change, lazy):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change), lazy=lazy)
+
+
+TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", {}, Traversal(reverse=True)),
+    ("gru", (5, 3, 7, 40), "float16", {"units": 8}, Traversal(directions=2)),
+    ("lstm", (7, 5, 24, 40), "float16", {}, Traversal(lengths=True)),
+    ("lstm", (7, 5, 24, 40), "bfloat16", {}, Traversal(resets=True)),
+    ("gru", (6, 10, 9, 80), "bfloat16", {"units": 16}, Traversal(True, 2, True, True)),
+    ("rnn_tanh", (6, 23, 31, 140), "float16", {"groups": 2, "units": 64}, Traversal(False, 2, True, True)),
+    ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Traversal(True, 2, True, True)),
+    ("gru", (9, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Traversal(False, 1, True, True)),
+    # sequences end to end in columns
+    ("lstm", (9, 10, 24, 80), "float16", {}, Traversal(sequences=True)),
+    ("gru", (12, 23, 9, 80), "bfloat16", {"units": 40, "groups": 2}, Traversal(True, 2, sequences=True)),
+    ("lstm", (9, 10, 9, 80), "float16", {"units": 40, "row_teams": 2, "parts": 3}, Traversal(True, 2, sequences=True)),
+    ("gru", (1, 7, 9, 80), "bfloat16", {"units": 48, "row_teams": 2, "parts": 2}, Traversal(sequences=True)),
+]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
+                         ids=lambda v: str(v).replace(" ", ""))
+def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, traversal), config_of(**change))
+
+
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("registers", [0, pytest.param(50, marks=pytest.mark.exhaustive)])
+def test_more_chunks_than_stages_over_many_steps(tmp_path, registers, lazy):
+    """Stages are given back and used again within a step, an odd number of times in one step for some."""
+    task, config = task_of("rnn_tanh", (9, 9, 8, 600), "float16", SMALL), config_of(units=104, registers=registers)
+    plan = PersistentWide().plan(task, config)
+    room = plan.shared - 2 * 2 * (plan.stage_bytes + 16)
+    task = task_of("rnn_tanh", (9, 9, 8, 600), "float16", replace(SMALL, shared=room))
+    plan = PersistentWide().plan(task, config)
+    assert (plan.chunks, plan.stages) == (5, 3)
+    check_numbers(tmp_path, PersistentWide(), task, config, lazy=lazy)
+
+
+# weights read in every step: slots that are filled again, and chunks among those that stay
+PAST: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
+    ("rnn_tanh", (5, 9, 8, 600), "float16", {"units": 104, "registers": 20, "streamed": 60, "lasting": 50,
+                                                "ahead": 0}),
+    pytest.param(*("gru", (6, 16, 16, 500), "bfloat16", {"units": 88, "registers": 0, "streamed": 100}),
+                 marks=pytest.mark.exhaustive),
+    pytest.param(*("lstm", (5, 9, 7, 300), "float16", {"units": 52, "registers": 0, "streamed": 65}),
+                 marks=pytest.mark.exhaustive),
+    pytest.param(*("rnn_tanh", (6, 9, 5, 600), "bfloat16", {"units": 128, "row_teams": 2, "streamed": 70,
+                                                            "registers": 20}), marks=pytest.mark.exhaustive),
+    ("gru", (5, 7, 9, 330), "float16", {"units": 112, "row_teams": 2, "parts": 2, "registers": 0, "streamed": 60}),
+    pytest.param(*("rnn_tanh", (3, 9, 5, 2112), "float16", {"units": 128, "row_teams": 2, "registers": 20,  # 33 chunks
+                                                            "streamed": 60}), marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), PAST, ids=lambda v: str(v).replace(" ", ""))
+def test_weights_past_the_chip(tmp_path, cell, sizes, dtype, change, lazy):
+    device = replace(SMALL, cores=17) if sizes[3] > 2000 else SMALL
+    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, device), config_of(**change), lazy=lazy)
+
+
+def test_weights_are_streamed_where_they_fit_no_other_way():
+    schedule = PersistentWide()
+    for cell, batch, hidden in (("gru", 64, 3072), ("lstm", 8, 4096), ("rnn_tanh", 8, 6144)):
+        task = task_of(cell, (4, batch, 64, hidden), "float16", HOPPER)
+        config = schedule.default(task)
+        plan = PersistentWide().plan(task, config)
+        assert schedule.check(task, config) is None and plan.streamed and plan.stages >= min(4, plan.chunks)
+        streamed = [n for n in map(plan.stream, range(plan.chunks)) if n is not None]
+        assert streamed == [*range(plan.streamed)] and plan.kept + plan.resident + plan.streamed == plan.chunks
+        assert schedule.check(task, {**config, "streamed": 0}), "all of them fit"
+    assert schedule.default(task_of("gru", (4, 32, 64, 2816), "float16", HOPPER))["streamed"] == 0
+    fits = task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
+    assert "streamed" not in {knob.name for knob in schedule.knobs(fits)}
+
+
+def test_fewer_rows_than_compiled(tmp_path):
+    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Traversal(True, 2, True, True))
+    check_numbers(tmp_path, PersistentWide(), task, config_of(groups=2), batch=2)
+
+
+def test_the_default_of_small_layers(tmp_path):
+    task = task_of("gru", (3, 33, 31, 129), "bfloat16", SMALL)
+    check_numbers(tmp_path, PersistentWide(), task, PersistentWide().default(task))
+
+
+@pytest.mark.parametrize(("cell", "units"), [("lstm", 6), ("gru", 16), ("rnn_tanh", 8)])
+def test_weights_lie_as_wgmma_reads_them(cell, units):
+    """8 rows of 16 bytes in a piece; the pieces of 8 values of K one behind the other."""
+    H = 70
+    task = task_of(cell, (3, 4, 8, H), "float16", replace(HOPPER, cores=16))
+    plan = PersistentWide().plan(task, config_of(units=units))
+    parameters = {n: np.arange(np.prod(s)).reshape(s) % 2039 for n, s in task.graph.parameters.items()}
+    made = pack(packing_of(task, plan), parameters).reshape(plan.blocks, 2 * plan.chunks, 8, plan.octets, 8, 8)
+    rows, e = task.graph.phases[0].products, plan.interleave
+    rng = np.random.default_rng(0)
+    for gate, unit, k in zip(rng.integers(len(rows), size=500), rng.integers(H, size=500), rng.integers(H, size=500),
+                             strict=True):
+        block, local = divmod(int(unit), units)
+        row = int(gate) // e * units * e + local * e + int(gate) % e
+        value = made[block, k // 64, k % 64 // 8, row // 8, row % 8, k % 8]
+        assert float(value) == parameters[rows[gate].term.parameter][rows[gate].term.gate, unit, k]
+
+
+def test_what_does_not_fit_is_refused():
+    schedule = PersistentWide()
+    task = task_of("lstm", (4, 64, 64, 2048), "float16", HOPPER)
+
+    def reason(**change: Any) -> str:
+        return schedule.check(task, config_of(**{"registers": 50, **change})) or ""
+
+    assert not reason()
+    assert "multiprocessors" in reason(groups=2) and "multiple" in reason(units=17)
+    assert "registers" in (schedule.check(task, config_of(registers=100)) or "")
+    assert "shared memory" in (schedule.check(task, config_of(registers=0)) or "")
+    assert "items" in (schedule.check(task_of("lstm", (4, 250, 64, 64), "float16", HOPPER), config_of()) or "")
+    assert "columns" in (schedule.check(task_of("rnn_tanh", (4, 257, 64, 64), "float16", HOPPER),
+                                        config_of(units=8)) or "")
+    assert "share K" in reason(units=32, parts=2)
+    assert "1 tiles" in reason(row_teams=2)
+    assert "too few" in (schedule.check(task_of("lstm", (4, 8, 64, 160), "float16", HOPPER),
+                                        config_of(units=18, row_teams=2, parts=4)) or "")
+    assert "chunks" in (schedule.check(task_of("lstm", (4, 8, 64, 2112), "float16", HOPPER),
+                                       config_of(units=32, row_teams=2)) or "")
+
+
+def test_what_it_does_not_serve():
+    def reason(cell="lstm", sizes=(4, 64, 64, 1024), dtype="float16", device=HOPPER) -> str:
+        return PersistentWide().serves(task_of(cell, sizes, dtype, device)) or ""
+
+    assert not reason() and not reason(dtype="bfloat16") and not reason(sizes=(1, 1, 1, 1))
+    assert "16-bit" in reason(dtype="float32") and "sm_90a" in reason(device=KNOWN["sm_80"])
+    assert "one recurrent product" in reason("gru_reset_before") and "one recurrent product" in reason("pair")
+    assert not reason("gru", (4, 32, 64, 2816))
+    assert not reason("gru", (4, 64, 64, 2816))
+    assert "do not fit" in reason("rnn_tanh", (4, 64, 64, 5120)) and "hidden" in reason(sizes=(4, 64, 64, 9000))
+
+
+def test_it_is_chosen_where_it_is_expected_to_be_faster():
+    """Without a record: small batches stay with ``persistent``."""
+    def first(batch: int, hidden: int) -> str:
+        return serving_or_raise(task_of("lstm", (100, batch, 64, hidden), "float16", HOPPER))[0].name
+
+    assert first(16, 768) == "persistent"
+    assert first(64, 2048) == "persistent_wide"
+
+
+@needs_ptxas
+@pytest.mark.parametrize(("cell", "batch", "hidden"), [("lstm", 64, 1024), ("lstm", 64, 1536), ("lstm", 64, 2048),
+                                                       ("gru", 32, 2048), ("gru", 32, 2816)])
+def test_compiles_without_spills(cell, batch, hidden):
+    task, schedule = task_of(cell, (100, batch, hidden, hidden), "float16", HOPPER), PersistentWide()
+    config = schedule.default(task)
+    source = lower(schedule.program(task, schedule.plan(task, config)), "sm_90a")[1]
+    found = resources_without_spills(source, "persistent_wide_kernel")["persistent_wide_kernel"]
+    assert found["registers"] == 65536 // PersistentWide().plan(task, config).threads // 8 * 8
+
+
+def test_the_cost_model_is_told_numbers():
+    schedule = PersistentWide()
+    for cell, batch, hidden in (("lstm", 64, 1024), ("gru", 32, 2048), ("rnn_tanh", 1, 64)):
+        task = task_of(cell, (4, batch, hidden, hidden), "float16", HOPPER)
+        features = schedule.features(task, schedule.plan(task, schedule.default(task)))
+        assert features["waste"] >= 1 and all(np.isfinite(v) and v >= 0 for v in features.values())
+        assert features["estimate"] == schedule.expected(task) > features["recurrence"] > 0
+
+
+@pytest.mark.parametrize("name", [n for n, of in SANITIZED.items() if "cores" in of or "shared" in of])
+def test_what_the_sanitizer_runs_as_on_a_smaller_gpu_fits_there(name):
+    of = SANITIZED[name]
+    _, B, I, H = of["sizes"]
+    target = replace(HOPPER, shared=of["shared"] << 10) if "shared" in of else HOPPER
+    target = replace(target, cores=of.get("cores", target.cores))
+    found = plan(cell_of(of["cell"]), hidden=H, input=I, batch=B, dtype=of["dtype"], target=target,
+                 schedule=of["schedule"], config=of["config"])
+    assert found.found.schedule.name == of["schedule"]

@@ -1,0 +1,183 @@
+"""The wheel, and the archive of sources that it is made from: all is inside, and works where the checkout is not."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from rooms import ROOT
+
+# Where a file of the checkout lies in the wheel.
+PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
+BESIDE = ("benchmarks", "docs", "examples", "tests")  # in the archive alone
+QUICK = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/tune/test_compressed_logs.py",
+         "tests/cli/test_layer_spec.py"]
+RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".typed")
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    result = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True,
+                            text=True)
+    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def project_version() -> str:
+    """The version that pyproject.toml has."""
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    return version
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of the checkout, which a build would otherwise fill with build/; the archive lies beside it."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for path in [*ROOT.glob("*.toml"), *ROOT.glob("*.md"), *ROOT.glob("M*"), *ROOT.glob("*.yml"), ROOT / "LICENSE",
+                 ROOT / "setup.py", ROOT / "CITATION.cff",
+                 *(p for place in (*PLACES, *BESIDE) for p in (ROOT / place).rglob("*"))]:
+        if path.is_file() and "__pycache__" not in path.parts:
+            target = source / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source, cwd=out)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of an environment with the wheel alone, which takes the dependencies from this one."""
+    folder = tmp_path_factory.mktemp("environment") / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=ROOT)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+    # A .pth file in site/ adds a folder behind site/, whose own .pth files (the checkout's editable
+    # installation among them) are not read: ecornn is the wheel's, all else this environment's.
+    (site / "dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"),
+                                                      sysconfig.get_path("platlib")}) + "\n")
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--prefix", folder,
+        "--ignore-installed", wheel, cwd=folder)
+    return folder / "bin" / "python"
+
+
+def test_the_wheel_holds_every_file(wheel: Path):
+    inside = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"{to}/{path.relative_to(ROOT / place).as_posix()}" for place, to in PLACES.items()
+                for path in (ROOT / place).rglob("*") if path.suffix in RESOURCES or path.name == "py.typed"}
+    assert {"ecornn/program.py", "ecornn/schedules/base.py", "ecornn/py.typed"} <= expected
+    missing = sorted(expected - inside)
+    assert not missing, f"not in the wheel (see [tool.setuptools] in pyproject.toml): {missing}"
+
+
+def test_the_wheel_holds_nothing_else(wheel: Path):
+    stray = [name for name in zipfile.ZipFile(wheel).namelist()
+             if not name.startswith("ecornn/") and ".dist-info/" not in name]
+    assert not stray, "one top-level package only"
+
+
+def test_commands_are_declared(wheel: Path):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
+    text = archive.read(name).decode()
+    assert all(f"{command} = ecornn.console:" in text for command in ("ecornn", "ecornn-tune", "ecornn-compile"))
+
+
+def test_every_file_says_the_same_version():
+    version = project_version()
+    (line,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert line == version
+    (date,) = re.findall(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    newest = re.findall(r"^## \[(.+)\] - (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == (version, date)
+    pages = {path.name: set(re.findall(r"ecornn-(\d[\w.]*)-py3", path.read_text()))
+             for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]}
+    assert {page for page, named in pages.items() if named} >= {"GETTING_STARTED.md", "deploying.md"}
+    assert not {page: named for page, named in pages.items() if named - {version}}
+
+
+def test_links_of_the_packages_page_lead_somewhere(wheel: Path):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
+    text = archive.read(name).decode()
+    assert "Description-Content-Type: text/markdown" in text and "## Two commands" in text and "<!--" not in text
+    targets = re.findall(r"\]\(([^()\s]*)\)", text)
+    assert targets and all(target.startswith("https://") for target in targets), targets
+    sys.path.insert(0, str(ROOT))
+    try:
+        from setup import page
+    finally:
+        sys.path.remove(str(ROOT))
+    text = page((ROOT / "README.md").read_text(), "https://example.org/ecornn/blob/main")
+    assert "](https://example.org/ecornn/blob/main/docs/CONCEPTS.md)" in text
+    assert "![Times" in text and not re.search(r"\]\((?!https://)", text)
+
+
+@pytest.mark.slow
+def test_the_archive_passes_its_own_tests(wheel: Path, installed: Path, tmp_path: Path):
+    """A few of them, with the wheel that was made from it."""
+    (archive,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path)
+    (source,) = tmp_path.iterdir()
+    for place in (*PLACES, *BESIDE):
+        expected = {p.relative_to(ROOT) for p in (ROOT / place).rglob("*")
+                    if p.is_file() and not {"__pycache__", ".pytest_cache"} & set(p.parts) and p.suffix != ".so"}
+        missing = [str(p) for p in expected if not (source / p).is_file()]
+        assert expected and not missing, f"not in the archive (see MANIFEST.in): {missing}"
+    assert all((source / name).is_file() for name in ("Makefile", "mkdocs.yml", "CHANGELOG.md", "CITATION.cff",
+                                                       "CONTRIBUTING.md", "SECURITY.md"))
+    code = f"import pytest, sys; sys.path.remove(''); sys.exit(pytest.main({QUICK}))"
+    assert re.search(r"\d+ passed", run(installed, "-c", code, cwd=source, PYTHONPATH=""))
+
+
+CHECK_LAYOUT = """
+import importlib.metadata, pathlib, sys
+import ecornn, ecornn.schedules, ecornn.tuning_logs
+home = pathlib.Path(sys.prefix)
+for module in (ecornn, ecornn.schedules, ecornn.tuning_logs):
+    assert home in pathlib.Path(module.__file__).parents, module.__file__
+assert ecornn.__version__ == importlib.metadata.version("ecornn")
+assert ecornn.schedules.all_schedules()
+for log in pathlib.Path(ecornn.tuning_logs.__file__).parent.glob("*.jsonl.xz"):
+    print(log.name)
+"""
+
+CHECK_PATH = """
+import numpy as np
+import ecornn
+from ecornn.numpy_reference import random_weights
+module = ecornn.compile("lstm", hidden=9, input=5, batch=3, seq=4, dtype="float32", target="cpu",
+                        out="built.so")  # a relative path: the linker runs in another folder
+module.save("tiny.so")
+weights = random_weights("lstm", 5, 9)
+x = np.random.default_rng(0).standard_normal((4, 3, 5)).astype("float32")
+y, state = ecornn.load("tiny.so").bind(weights)(x)
+expected, after = ecornn.reference("lstm", x, weights)
+for got, want in zip((y, *state), (expected, *after)):
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error <= 1e-5, error
+"""
+
+
+def test_installed_layout(installed: Path, tmp_path: Path):
+    listed = set(run(installed, "-c", CHECK_LAYOUT, cwd=tmp_path, PYTHONPATH="").split())
+    assert listed == {path.name for path in (ROOT / "tuning_logs").glob("*.jsonl.xz")}
+
+
+@pytest.mark.slow
+def test_installed_compiles_and_runs(installed: Path, tmp_path: Path):
+    run(installed, "-c", CHECK_PATH, cwd=tmp_path, PYTHONPATH="", ECORNN_TUNING_LOGS=str(tmp_path / "logs"))
+
+
+def test_an_editable_installation_has_the_same_layout(tmp_path: Path):
+    """This environment's: ecornn.schedules is schedules/, with no stray top-level name."""
+    code = "import ecornn.schedules, ecornn.tuning_logs; print(ecornn.schedules.__file__)"
+    file = Path(run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH="").strip())
+    assert file.name == "__init__.py" and file.parent.name == "schedules"
+    assert file.read_bytes() == (ROOT / "schedules" / "__init__.py").read_bytes()
