@@ -238,7 +238,7 @@ class RowReductions(ABC):
         return read
 
     def chosen(self, totals: Sequence[Var], size: int) -> Expr:
-        """For each unit the total of its own group of ``size`` units; beyond the last group that of the last."""
+        """The total of a unit's own group of ``size`` units; beyond the last group that of the last."""
         from tvm import tirx
 
         choice: Expr = totals[-1]
