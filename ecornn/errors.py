@@ -28,7 +28,7 @@ class ShapeError(ArgumentError, RuntimeError):
 
 
 class DTypeError(ArgumentError, RuntimeError):
-    """A tensor or an option has the wrong data type. Both kinds of error, too."""
+    """A tensor or an option has the wrong data type. It is both kinds of error, too."""
 
 
 class NotFiniteError(ArgumentError):
@@ -36,7 +36,7 @@ class NotFiniteError(ArgumentError):
 
 
 class DeviceError(ArgumentError, RuntimeError):
-    """Both kinds of error, too: a tensor lives on the wrong device, or a target cannot be served."""
+    """A tensor lives on the wrong device, or a target cannot be served. It is both kinds of error, too."""
 
 
 class WeightsError(EcornnError, KeyError):

@@ -1,4 +1,4 @@
-"""From a cell and sizes to the tasks of schedules, and from schedules' programs to the manifest."""
+"""The tasks of schedules, from a cell and its sizes; programs of tasks, and their manifest."""
 
 from __future__ import annotations
 

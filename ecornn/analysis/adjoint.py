@@ -19,21 +19,7 @@ from typing import TYPE_CHECKING
 
 from ecornn.analysis.liveness import levels, needed, opening
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import (
-    INPUT,
-    INVARIANT,
-    NORMALIZED,
-    STATE,
-    Assign,
-    OuterProduct,
-    Phase,
-    Product,
-    Statistic,
-    StepGraph,
-    Sum,
-    Term,
-    Vector,
-)
+from ecornn.analysis.step import Assign, Level, OuterProduct, Phase, Product, Statistic, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Factor, Partials, Sweep, unique
 
 if TYPE_CHECKING:
@@ -144,12 +130,12 @@ class _Builder:
         self.first = dict(zip(forward.states, own, strict=True))
         tail = Sweep(self.partials, self.hidden, self.carry, self.unit)
         for name in self.states:
-            tail.level[self.states[name]] = STATE
+            tail.level[self.states[name]] = Level.STATE
         waiting: dict[Var, str] = {}  # of the first exchange of the forward step, and the states that they are
         if self.rotated:
             waiting = {v: self.state(f"d_{v.name}") for v in made_by(phases[0])}
             exchanged = {v: self.states[name] for v, name in waiting.items()}
-            tail.level.update((v, STATE) for v in exchanged.values())
+            tail.level.update((v, Level.STATE) for v in exchanged.values())
             self.exchange(tail, 1, phases[0], exchanged)
             tail.reverse(opening(forward))
         for name, var in forward.states.items():
@@ -166,7 +152,7 @@ class _Builder:
         forward, body, outer = self.forward, Sweep(self.partials, self.hidden, unit=self.unit), list[OuterProduct]()
         body.level.update(tail.level)
         for var, dy in zip(forward.outputs or (forward.results[forward.output],), self.dys, strict=True):
-            body.add(var, 1.0, dy, INPUT)
+            body.add(var, 1.0, dy, Level.INPUT)
         for name, var in forward.results.items():
             body.add(var, 1.0, self.gradients[name])
         for p in range(len(forward.phases) - 1, -1, -1):
@@ -194,7 +180,7 @@ class _Builder:
         outputs = unique((*own, *multiplied))
         left, sums = [], []
         for var, at in self.levels.items():
-            if at == INVARIANT:
+            if at == Level.INVARIANT:
                 remains, whole = tail.total(var), list(body.parts.get(var, []))
                 if remains is not None:
                     body.level.update(tail.level)
@@ -203,8 +189,8 @@ class _Builder:
                 if whole:
                     sums.append(Sum(self.sum_of(var), body.named(whole, f"d_{var.name}")))
         factors, assigns = list(self.partials.assigns), [*tail.assigns, *body.assigns]
-        level = {**body.level, **tail.level, **dict.fromkeys(self.states.values(), STATE)}
-        level |= dict.fromkeys(self.dys, INPUT)
+        level = {**body.level, **tail.level, **dict.fromkeys(self.states.values(), Level.STATE)}
+        level |= dict.fromkeys(self.dys, Level.INPUT)
         after = _Parts(forward, factors, tail.assigns, level, {1: self.exchanges[1]} if self.rotated else {})
         finished = {name: self.fill(gradient) for name, gradient in self.gradients.items()}
         self.finish = after.graph(f"{forward.cell}_finish", {}, {}, finished.values(), left)
@@ -253,12 +239,13 @@ class _Builder:
         forward, partials = self.forward, Partials()
         sweep, exchanges = Sweep(partials, self.hidden, unit=self.unit), dict[int, _Exchange]()
         for var, gradient in self.hoisted.items():
-            sweep.add(var, 1.0, gradient, INPUT)
+            sweep.add(var, 1.0, gradient, Level.INPUT)
         sweep.reverse(forward.normalized)
         statistics = [v for s in forward.hoisted_statistics if not s.shift for v in s.made]
         gradients = {v: d for v in statistics if (d := sweep.total(v)) is not None}
         if gradients:
-            exchanges[NORMALIZED] = _Exchange((), sweep.statistics(forward.hoisted_statistics, gradients, NORMALIZED))
+            sums_of_x = sweep.statistics(forward.hoisted_statistics, gradients, Level.NORMALIZED)
+            exchanges[Level.NORMALIZED] = _Exchange((), sums_of_x)
         sweep.reverse(forward.hoisted)
         gradients = {p.var: d for p in forward.hoisted_products if (d := sweep.total(p.var)) is not None}
         products = sweep.products(forward.hoisted_products, gradients, 1)
@@ -269,7 +256,7 @@ class _Builder:
         if products:
             exchanges[1] = _Exchange(products)
         sums = [Sum(self.sum_of(v), d) for v, level in self.levels.items()
-                if level == INVARIANT and (d := sweep.total(v)) is not None]
+                if level == Level.INVARIANT and (d := sweep.total(v)) is not None]
         graph = _Parts(forward, partials.assigns, sweep.assigns, sweep.level, exchanges)
         outputs = [d for d in (self.dx, *self.dinputs.values()) if d is not None]
         self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, outputs, sums,
@@ -280,7 +267,7 @@ class _Builder:
         forward, partials = self.forward, Partials()
         sweep = Sweep(partials, self.hidden)
         for var, total in self.sums.items():
-            sweep.add(var, 1.0, total, INVARIANT)
+            sweep.add(var, 1.0, total, Level.INVARIANT)
         sweep.reverse(forward.invariants)
         vectors = tuple(Vector(d, v.parameter, v.gate) for v in forward.vectors
                         if (d := sweep.total(v.var)) is not None)
@@ -314,7 +301,7 @@ class _Exchange:
 
 def _constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:
     """The variables of the forward step, and of ``factors``, that depend on parameters only."""
-    known = {v for v, at in levels(forward).items() if at == INVARIANT}
+    known = {v for v, at in levels(forward).items() if at == Level.INVARIANT}
     for a in factors:
         if known.issuperset(variables(a.value)):
             known.add(a.var)
@@ -336,7 +323,7 @@ class _Parts:
         self.forward, self.exchanges = forward, dict(exchanges)
         self.level, self.factors = levels(forward), tuple(factors)
         known = _constants(forward, self.factors)
-        self.level.update((a.var, INVARIANT if a.var in known else INPUT) for a in self.factors)
+        self.level.update((a.var, Level.INVARIANT if a.var in known else Level.INPUT) for a in self.factors)
         self.assigns, self.own = tuple(assigns), dict(level)
 
     def graph(self, name: str, states: Mapping[str, Var], results: Mapping[str, Var], outputs: Iterable[Var] = (),
@@ -350,20 +337,21 @@ class _Parts:
         invariants, wanted = needed(self.forward.invariants, wanted)
         made = {a.var for a in assigns} | {v for e in self.exchanges.values() for s in e.statistics for v in s.made}
         made |= {p.var for e in self.exchanges.values() for p in e.products} | set(states.values())
-        given = unique(v for v in self._in_order(wanted) if v not in made and self._level(v) > INVARIANT)
+        given = unique(v for v in self._in_order(wanted) if v not in made and self._level(v) > Level.INVARIANT)
         at = {level: tuple(a for a in assigns if self._level(a.var) == level)
-              for level in range(INVARIANT, max((STATE, *self.exchanges)) + 1)}
+              for level in range(Level.INVARIANT, max((Level.STATE, *self.exchanges)) + 1)}
         last = max((0, *self.exchanges))
-        late = [v for level, those in at.items() if level >= STATE for a in those for v in variables(a.value)]
+        late = [v for level, those in at.items() if level >= Level.STATE for a in those for v in variables(a.value)]
         exchanges = [e for level, e in self.exchanges.items() if level > 0]
         late += [v for e in exchanges for s in e.statistics for v in s.operands]
         late += [t.operand for e in exchanges for p in e.products for t in p.terms]
         late += [*results.values(), *outputs, *(s.value for s in sums)]
-        before = self.exchanges.get(NORMALIZED, _Exchange())
-        hoisted = unique(v for v in late if v not in states.values() and self._level(v) in (INPUT, NORMALIZED))
+        before = self.exchanges.get(Level.NORMALIZED, _Exchange())
+        hoisted = unique(v for v in late if v not in states.values()
+                         and self._level(v) in (Level.INPUT, Level.NORMALIZED))
         vectors = tuple(v for v in self.forward.vectors if v.var in wanted)
         exchanged_at = {p for p, e in self.exchanges.items() if e.products or e.statistics}
-        prologue, phases = at[STATE], list[Phase]()
+        prologue, phases = at[Level.STATE], list[Phase]()
         for p in range(1, last + 1):
             if p in exchanged_at:
                 phases.append(self._phase(p, at[p]))
@@ -373,9 +361,10 @@ class _Parts:
                 prologue += at[p]
         return StepGraph(
             cell=name, parameters=self.forward.parameters, states=dict(states), results=dict(results), output="",
-            x=None, vectors=vectors, invariants=(*invariants, *at[INVARIANT]), hoisted_products=(), hoisted=at[INPUT],
-            hoisted_outputs=hoisted, projected=hoisted, hoisted_statistics=before.statistics, normalized=at[NORMALIZED],
-            invariant_outputs=unique(v for v in late if self._level(v) == INVARIANT), prologue=prologue,
+            x=None, vectors=vectors, invariants=(*invariants, *at[Level.INVARIANT]), hoisted_products=(),
+            hoisted=at[Level.INPUT], hoisted_outputs=hoisted, projected=hoisted, hoisted_statistics=before.statistics,
+            normalized=at[Level.NORMALIZED],
+            invariant_outputs=unique(v for v in late if self._level(v) == Level.INVARIANT), prologue=prologue,
             phases=tuple(phases), given=given, outputs=outputs, sums=sums, outer_products=tuple(outer_products))
 
     def _phase(self, p: int, assigns: tuple[Assign, ...]) -> Phase:
@@ -387,7 +376,7 @@ class _Parts:
         """The level of a variable in the new graph, where forward values are inputs, or constant."""
         if var in self.own:
             return self.own[var]
-        return INVARIANT if self.level.get(var, INPUT) == INVARIANT else INPUT
+        return Level.INVARIANT if self.level.get(var, Level.INPUT) == Level.INVARIANT else Level.INPUT
 
     def _in_order(self, wanted: set[Var]) -> list[Var]:
         """Forward variables in the order of the forward step, then the others as they were made."""

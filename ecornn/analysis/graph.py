@@ -20,18 +20,7 @@ from ecornn.analysis.operators import operator_of
 from ecornn.analysis.row_reductions import RowReductions
 from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
 from ecornn.analysis.statistics import Statistics
-from ecornn.analysis.step import (
-    INPUT,
-    INVARIANT,
-    NORMALIZED,
-    STATE,
-    Assign,
-    Phase,
-    Product,
-    StepGraph,
-    Term,
-    Vector,
-)
+from ecornn.analysis.step import Assign, Level, Phase, Product, StepGraph, Term, Vector
 from ecornn.analysis.sums import summed
 from ecornn.analysis.te_forms import extent_of, is_load, is_sum, load_parts, placed
 from ecornn.errors import CellError
@@ -106,18 +95,18 @@ class _Walk(RowReductions):
         for name, state in zip(self.cell.states, self.state_tensors, strict=True):
             if tensor.same_as(state) or tensor == state:
                 self.at_own_unit(tensor, indices)
-                return self.leaf(("state", name), name, STATE)
+                return self.leaf(("state", name), name, Level.STATE)
         if tensor == self.x_tensor:
             self.at_own_unit(tensor, indices)
             if self.input != self.hidden:  # also of a layer whose x is y of two directions
                 raise self.fault(f"x{indices} outside a product needs an input size of H; here I = {self.input} and H "
                                  f"= {self.hidden}")
-            self.x = self.leaf(("x",), "x", INPUT)
+            self.x = self.leaf(("x",), "x", Level.INPUT)
             return self.x
         for name, given in self.input_tensors.items():
             if tensor == given:
                 self.at_own_unit(tensor, indices)
-                return self.leaf(("input", name), name, INPUT)
+                return self.leaf(("input", name), name, Level.INPUT)
         for name, parameter in self.parameter_tensors.items():
             if tensor == parameter:
                 gate = self.gate(indices[0], name)
@@ -125,7 +114,7 @@ class _Walk(RowReductions):
                     raise self.fault(f"{name}{indices} is neither part of a product nor a vector over the hidden axis")
                 key = ("vector", name, gate)
                 fresh = key not in self.leaves
-                var = self.leaf(key, f"{name}_{gate}", INVARIANT)
+                var = self.leaf(key, f"{name}_{gate}", Level.INVARIANT)
                 if fresh:
                     self.vectors.append(Vector(var, name, gate))
                 return var
@@ -264,10 +253,10 @@ class _Walk(RowReductions):
         if heads > 1 and (made, width) != (self.hidden, self.hidden):
             raise self.fault(f"product {name!r} has {heads} heads; heads are of products of H values by H rows")
         if operand == self.x_tensor:
-            source_var, level = None, INPUT
+            source_var, level = None, Level.INPUT
         else:
             source_var = self.operand(operand, width)
-            if self.level[source_var] < STATE:
+            if self.level[source_var] < Level.STATE:
                 raise self.fault(f"product {name!r} reads {operand.op.name}, which depends on no state; only x itself "
                                  "can be hoisted")
             level = self.level[source_var] + 1
@@ -295,7 +284,7 @@ class _Walk(RowReductions):
     def level_of(self, e: Expr) -> int:
         if type(e).__name__ == "Var":
             return self.level[e]
-        return max((self.level_of(c) for c in children(e)), default=INVARIANT)
+        return max((self.level_of(c) for c in children(e)), default=Level.INVARIANT)
 
     def name_of(self, e: Expr, name: str) -> Expr:
         """The variable that holds ``e``, assigned now unless it is known; constants stay."""
@@ -362,11 +351,11 @@ class _Walk(RowReductions):
         written = () if output in results and not others else tuple(returned[n] for n in (output, *others))
         check_read(self.cell, self.shapes, {(v.parameter, v.gate) for v in self.vectors}
                    | {p.term.source for _, p in self.products}, self.lines)
-        inputs = {n: self.leaf(("input", n), n, INPUT) for n in self.cell.inputs if ("input", n) in self.leaves}
+        inputs = {n: self.leaf(("input", n), n, Level.INPUT) for n in self.cell.inputs if ("input", n) in self.leaves}
         if missing := [n for n in self.cell.inputs if n not in inputs]:
             raise self.lines.declared(self.fault(f"step() does not read input {missing[0]!r}"),
                                       type(self.cell).step, missing[0])
-        states = {n: self.leaf(("state", n), n, STATE) for n in self.cell.states}
+        states = {n: self.leaf(("state", n), n, Level.STATE) for n in self.cell.states}
         at = lambda level: tuple(a for lv, a in self.assigns if lv == level)  # noqa: E731
         last = max((lv for lv in self.level.values()), default=0)
         self.products.sort(key=lambda p: (list(self.shapes).index(p[1].term.parameter), p[1].term.gate))
@@ -375,20 +364,20 @@ class _Walk(RowReductions):
             products = tuple(product for lv, product in self.products if lv == p)
             operands = tuple(dict.fromkeys(product.term.operand for product in products))
             phases += by_shape(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
-        read = self.read_since(STATE) | dict.fromkeys((*results.values(), *written))
-        hoisted = [v for v in read if self.level[v] in (INPUT, NORMALIZED)]
-        projected = [v for v in self.read_since(NORMALIZED) | read if self.level[v] == INPUT]
-        if not self.statistics.at(NORMALIZED, self.leaves):
+        read = self.read_since(Level.STATE) | dict.fromkeys((*results.values(), *written))
+        hoisted = [v for v in read if self.level[v] in (Level.INPUT, Level.NORMALIZED)]
+        projected = [v for v in self.read_since(Level.NORMALIZED) | read if self.level[v] == Level.INPUT]
+        if not self.statistics.at(Level.NORMALIZED, self.leaves):
             projected = hoisted
         most = max(len(projected), len(hoisted)) if hoisted else 0
         return StepGraph(
             cell=self.cell.name, parameters=self.shapes, states=states, results=results,
             output="" if written else output, outputs=written, x=self.x, vectors=tuple(self.vectors),
-            invariants=at(INVARIANT), hoisted_products=tuple(p for lv, p in self.products if lv == INPUT),
-            hoisted=at(INPUT), inputs=inputs, prologue=at(STATE), phases=tuple(phases),
+            invariants=at(Level.INVARIANT), hoisted_products=tuple(p for lv, p in self.products if lv == Level.INPUT),
+            hoisted=at(Level.INPUT), inputs=inputs, prologue=at(Level.STATE), phases=tuple(phases),
             hoisted_outputs=repeated(hoisted, most), projected=repeated(projected, most),
-            hoisted_statistics=self.statistics.at(NORMALIZED, self.leaves), normalized=at(NORMALIZED),
-            invariant_outputs=tuple(v for v in read if self.level[v] == INVARIANT))
+            hoisted_statistics=self.statistics.at(Level.NORMALIZED, self.leaves), normalized=at(Level.NORMALIZED),
+            invariant_outputs=tuple(v for v in read if self.level[v] == Level.INVARIANT))
 
     def read_since(self, level: int) -> dict[Var, None]:
         """Variables that are read at ``level`` or later, in order."""

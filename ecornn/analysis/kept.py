@@ -29,7 +29,7 @@ class Kept:
     ----------
     states : states whose values after every step, and before the first, are kept, y among them where it is read
     values : other variables of the forward step, which it has to write: one value for each unit
-    replay : from these and x, a pass over all steps: its ``outputs`` are what the adjoint reads besides
+    replay : a pass over all steps, from these and x; its ``outputs`` are the other values that the adjoint reads
     """
 
     states: tuple[str, ...]
@@ -57,8 +57,8 @@ def kept(adjoint: Adjoint, keep: str, by_steps: bool = False) -> Kept:
         others = tuple(v for v in values if v is not var)
         if not recompute(forward, (var,), known.union(others)).every_product:
             values = others
-    # a maximum is compared with what it is of: both are computed again, or both are kept, since what is computed again
-    # is rounded otherwise
+    # a maximum is compared with its operands: all are computed again, or all are kept, since values that are computed
+    # again are rounded otherwise
     again = {s.total for s in maxima if not known.union(values).issuperset(s.operands)}
     values = tuple(v for v in values if v not in again)
     replay = recompute(forward, tuple(v for v in wanted if v not in values), known.union(values))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import INPUT, INVARIANT, NORMALIZED, STATE, Assign, Product, Statistic, StepGraph
+from ecornn.analysis.step import Assign, Level, Product, Statistic, StepGraph
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -34,15 +34,15 @@ def statistics_of(graph: StepGraph, p: int) -> tuple[Statistic, ...]:
 
 def levels(graph: StepGraph) -> dict[Var, int]:
     """Every variable of the step -> its level, as in :mod:`ecornn.analysis.step`."""
-    level_of: dict[Var, int] = {v.var: INVARIANT for v in graph.vectors}
-    level_of.update((v, STATE) for v in graph.states.values())
+    level_of: dict[Var, int] = {v.var: Level.INVARIANT for v in graph.vectors}
+    level_of.update((v, Level.STATE) for v in graph.states.values())
     if graph.x is not None:
-        level_of[graph.x] = INPUT
-    level_of.update((v, INPUT) for v in graph.inputs.values())
-    level_of.update((v, NORMALIZED) for s in graph.hoisted_statistics for v in s.made)
+        level_of[graph.x] = Level.INPUT
+    level_of.update((v, Level.INPUT) for v in graph.inputs.values())
+    level_of.update((v, Level.NORMALIZED) for s in graph.hoisted_statistics for v in s.made)
     parts: list[tuple[int, tuple[Product, ...], tuple[Assign, ...]]] = [
-        (INVARIANT, (), graph.invariants), (INPUT, graph.hoisted_products, graph.hoisted),
-        (NORMALIZED, (), graph.normalized), (STATE, (), graph.prologue),
+        (Level.INVARIANT, (), graph.invariants), (Level.INPUT, graph.hoisted_products, graph.hoisted),
+        (Level.NORMALIZED, (), graph.normalized), (Level.STATE, (), graph.prologue),
         *((p, f.products, f.assigns) for p, f in enumerate(graph.phases, 1))]
     for level, products, assigns in parts:
         level_of.update((product.var, level) for product in products)

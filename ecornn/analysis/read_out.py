@@ -23,8 +23,8 @@ class ReadOut:
 
     Attributes
     ----------
-    loop : the step without what follows; its ``outputs`` are what that reads
-    after : a pass over all steps at once, from these and x to ``outputs``, those of the step
+    loop : the step without the pass that follows; its ``outputs`` are the values that the pass reads
+    after : that pass over all steps at once, from these and x to the ``outputs`` of the step
     """
 
     loop: StepGraph

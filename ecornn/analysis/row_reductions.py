@@ -20,7 +20,7 @@ from ecornn.analysis.declared import SHIFT, Source, fault
 from ecornn.analysis.narrow import value_of_zeros
 from ecornn.analysis.scalar import is_constant, variables
 from ecornn.analysis.statistics import Statistics
-from ecornn.analysis.step import INPUT, INVARIANT, NORMALIZED, STATE, Assign, Vector
+from ecornn.analysis.step import Assign, Level, Vector
 from ecornn.analysis.te_forms import every, extent_of, is_load, is_sum, load_parts, parts_of, reduces
 from ecornn.errors import CellError
 
@@ -73,7 +73,7 @@ class RowReductions(ABC):
     def unit(self) -> Var:
         """The number of the unit, a vector that the cell need not pass."""
         fresh = ("unit",) not in self.leaves
-        var = self.leaf(("unit",), "unit", INVARIANT)
+        var = self.leaf(("unit",), "unit", Level.INVARIANT)
         if fresh:
             self.vectors.append(Vector(var, "", self.hidden))
         return var
@@ -168,10 +168,10 @@ class RowReductions(ABC):
         if any(is_constant(o) for o in operands):
             raise self.fault(f"the {kind} {name!r} has a term that is a constant")
         level = max(self.level[o] for o in operands)
-        if level < INPUT:
+        if level < Level.INPUT:
             raise self.fault(f"the sum {name!r} depends on neither x nor a state")
         # a statistic of what needed one of x before is left to the step
-        after = NORMALIZED if level == INPUT else max(STATE, level) + 1
+        after = Level.NORMALIZED if level == Level.INPUT else max(Level.STATE, level) + 1
         key = ("largest", shift, operands, units) if largest else ("total", operands, units)
         total = self.leaf(key, f"{name}_{len(self.statistics.found)}", after)
         self.statistics.add(after, total, operands, units)
@@ -238,7 +238,7 @@ class RowReductions(ABC):
         return read
 
     def chosen(self, totals: Sequence[Var], size: int) -> Expr:
-        """For each unit the total of its own group of ``size`` units; beyond the last group that of the last."""
+        """The total of a unit's own group of ``size`` units; beyond the last group that of the last."""
         from tvm import tirx
 
         choice: Expr = totals[-1]

@@ -38,7 +38,7 @@ def variables(e: Expr) -> list[Var]:
 
 
 def rebuild(e: Expr, new: list[Expr]) -> Expr:
-    """The same operation on other operands."""
+    """Applies the operation of an expression to other operands."""
     kind = type(e).__name__
     if is_leaf(e):
         return e

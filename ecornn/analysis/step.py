@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from tvm.tirx import Var
 
 
-INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0  # the levels before the first exchange
+class Level:
+    """The levels before the first exchange."""
+
+    INVARIANT, INPUT, NORMALIZED, STATE = -3, -2, -1, 0
 
 
 @dataclass(frozen=True)

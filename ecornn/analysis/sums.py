@@ -73,7 +73,7 @@ def _apart(phase: Phase) -> Phase:
 
 def merged(products: Sequence[Product], assigns: Iterable[Assign],
            wanted: Iterable[Var]) -> tuple[tuple[Product, ...], tuple[Assign, ...]]:
-    """The same values of ``wanted`` from fewer products, where that is possible."""
+    """Products and assignments that give ``wanted``, with fewer products where that is possible."""
     wanted, assigns = list(wanted), tuple(assigns)
     if len({_operand(p) for p in products}) < 2:
         return tuple(products), assigns

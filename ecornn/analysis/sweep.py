@@ -30,7 +30,7 @@ class Partials:
         self._magnitudes: set[Var] = set()  # variables whose magnitude the assignment at hand reads
 
     def of(self, a: Assign) -> dict[Var, Factor]:
-        """The partial derivative of what is assigned by each variable that it reads."""
+        """The partial derivatives of an assigned value by each variable that it reads."""
         partials: dict[Var, Factor] = {}
         self._magnitudes = set(self._operands_of_fabs(a.value, a.var.name))
         self._walk(a.value, a.var, 1.0, partials, a.var.name)
@@ -157,7 +157,7 @@ class Sweep:
         return var
 
     def reverse(self, assigns: Iterable[Assign]) -> None:
-        """From the gradients of what ``assigns`` made to those of what they read."""
+        """Goes from the gradients of variables that ``assigns`` made to those of variables that they read."""
         for a in reversed(tuple(assigns)):
             gradient = self.total(a.var)
             if gradient is not None:
@@ -190,7 +190,7 @@ class Sweep:
 
     def statistics(self, statistics: Iterable[Statistic], gradients: dict[Var, Var],
                    level: int) -> tuple[Statistic, ...]:
-        """The sums that give gradients of operands: of the gradients, at each unit, of totals and squares."""
+        """The sums that give gradients of operands: they add up the gradients, at each unit, of totals and squares."""
         from tvm import tirx
 
         sums = []
@@ -227,8 +227,8 @@ class Sweep:
         return self.partials.named(tirx.Select(inside, *(tirx.const(v, "float32") for v in (1.0, 0.0))), "inside")
 
     def _maximum(self, s: Statistic, gradient: Var, level: int) -> Statistic:
-        """Shares the gradient of a maximum among the operands that have it, alike; how many these are. What is a little
-        less counts, too: it may be the same value, rounded in another way."""
+        """Shares the gradient of a maximum among the operands that have it, alike; returns their number as a statistic.
+        An operand that is a little less counts, too: it may be the same value, rounded in another way."""
         from tvm import tirx
 
         one, zero, close = (tirx.const(v, "float32") for v in (1.0, 0.0, TIE))

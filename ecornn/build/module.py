@@ -44,7 +44,10 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
 
 
 def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
-    """The same as a static library ``out``, of a CPU's program; returns its header. :mod:`ecornn.build.archive`"""
+    """Builds the static library ``out`` of a CPU's program and returns its header, see :mod:`ecornn.build.archive`.
+
+    Raises :class:`~ecornn.errors.BuildError`.
+    """
     return archive(_complete(program, manifest), out, f"{manifest.workload}, {manifest.device.arch}")
 
 

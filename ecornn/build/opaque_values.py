@@ -61,7 +61,7 @@ def _opaque(kind: str, value: Expr) -> bool:
 
 
 def _operations(value: Expr) -> Iterator[bool]:
-    """For each operation in the value True where it is one of ``OPAQUE``."""
+    """Yields for each operation in the value True where it is one of ``OPAQUE``."""
     yield type(value).__name__ in OPAQUE
     for name in ("a", "b", "value"):  # of sums and products, and of casts
         part = getattr(value, name, None)

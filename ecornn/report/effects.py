@@ -61,7 +61,7 @@ def effects(run: SearchRun, task: Task | None) -> list[Effect]:
 
 
 def explained(groups: list[list[float]]) -> float:
-    """Between groups / total sum of squares of the logs; 0 where all are equal."""
+    """The share of the groups in the total sum of squares of the logs; 0 where all are equal."""
     logs = [[math.log(t) for t in group] for group in groups]
     mean = statistics.fmean(v for group in logs for v in group)
     total = sum((v - mean) ** 2 for group in logs for v in group)
