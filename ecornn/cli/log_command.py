@@ -309,9 +309,9 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -
 
     written: list[dict[str, Any]] = []
     if output is not None:
-        log = collect(files)
-        one = write(output, merged(worth_keeping(log.lines, revisions(), keep)), log.newer)
-        written.append({**one, "before": len(log.lines)})
+        content = collect(files)
+        one = write(output, merged(worth_keeping(content.lines, revisions(), keep)), content.newer)
+        written.append({**one, "before": len(content.lines)})
     for path in files if output is None else ():
         if not path.exists():
             raise ArgumentError("FILES", str(path), "a log that exists")

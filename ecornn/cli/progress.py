@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ecornn.tune.tuner import Progress
 
+
 class Meter:
     """Shows how searches go on ``console``, of one layer or of many, some of them at the same time; a context manager
     around them. On a terminal each search has a line of the bar, and many layers one for all of them; elsewhere the

@@ -125,7 +125,8 @@ class Connection:
             raise NoServer(f"a server with the key {tracker.key} measures on {told(there)} and not "
                            f"{told(device)}; give it another key")
         self.run = self.session.get_function(MEASURE)
-        self.session.get_function(WARM)()
+        with contextlib.suppress(AttributeError):  # an older server
+            self.session.get_function(WARM)()
         self.uploaded: set[tuple[str, int]] = set()
 
     def measure(self, request: Measure) -> list[Outcome]:

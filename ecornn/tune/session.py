@@ -173,7 +173,6 @@ class Session:
                    only: Sequence[Choice] | None = None, **options: Any) -> Result:
         """Searches schedules and knobs for a layer, and for its backward pass where that has any. ``options`` are those
         of :meth:`tune_workload`."""
-
         limit = None if time_limit is None else seconds("time_limit", time_limit)
         search = partial(self.tune_workload, layer, schedule=schedule, **options)
         if not layer.training or not self.tunes_backward(layer, schedule):

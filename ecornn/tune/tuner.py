@@ -81,8 +81,7 @@ class Tuner:
             self.journal.add(Start(
                 run=self.journal.run, workload=self.task.workload, device=self.task.device,
                 schedules={s.name: s.revision for s in self.space.schedules.values()},
-                trials=self.settings.trials, seed=self.settings.seed, versions=self.environment.versions,
-                clocks=self.environment.clocks))
+                trials=self.settings.trials, seed=self.settings.seed, **structs.asdict(self.environment)))
         self.stage("building and measuring candidates")
         reason = self.loop()
         self.evaluator.drop()
@@ -180,8 +179,8 @@ class Tuner:
             run=self.journal.run, index=len(self.journal.trials), stage=stage,
             workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
             revision=self.space.schedules[candidate.schedule].revision, generation=GENERATION, config=candidate.config,
-            versions=self.environment.versions, clocks=self.environment.clocks, seed=self.settings.seed,
-            seconds=round(self.elapsed(), 3), **structs.asdict(outcome))
+            seed=self.settings.seed, seconds=round(self.elapsed(), 3), **structs.asdict(self.environment),
+            **structs.asdict(outcome))
         self.journal.add(trial)
         return trial
 

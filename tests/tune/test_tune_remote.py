@@ -28,7 +28,7 @@ from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.process import WorkerError
 from ecornn.tune.remote import NoServer, Tracker
-from ecornn.tune.serving import HANDSHAKE, outliving, require_loopback, start
+from ecornn.tune.serving import HANDSHAKE, WARM, outliving, require_loopback, start
 
 asked: list[str] = []  # in a worker process
 
@@ -166,6 +166,8 @@ def test_a_server_outlives_its_sessions_and_says_where_it_cannot_go_on(tracker):
     with servers(tracker, 1) as (server,):
         (listening,) = psutil.Process(server.pid).children()
         session = remote._request(tracker)
+        with pytest.raises(AttributeError):  # of an older server
+            session.get_function(WARM + "er")
         (serving,) = listening.children()
         folder = Path(serving.cwd())
         serving.kill()  # as the system does where memory ends
