@@ -134,8 +134,9 @@ class Forward(torch.autograd.Function):
         return None, None, None, *Backward.apply(ctx.kind, ctx.states, lengths, x, y, kept, *gradients[:-1], *rest)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
-        return each_call(Forward.apply, info, in_dims, args)
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Any, ...], ...]:
+        stacked, dims = each_call(Forward.apply, info, in_dims, args)
+        return tuple(stacked), tuple(dims)  # autograd takes a list for one output
 
 
 class Backward(torch.autograd.Function):
@@ -157,8 +158,9 @@ class Backward(torch.autograd.Function):
         refuse_again()
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
-        return each_call(Backward.apply, info, in_dims, args)
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Any, ...], ...]:
+        stacked, dims = each_call(Backward.apply, info, in_dims, args)
+        return tuple(stacked), tuple(dims)
 
 
 @recurrent.register_vmap

@@ -184,15 +184,15 @@ class Arithmetic:
         return self.reduced(self.mean(value, dim, node.name), keepdim, dim)
 
     def op_amax(self, node: torch.fx.Node, input: Any, dim: Any = (), keepdim: bool = False) -> Value:
-        found = self.summed(self.value(input), list(dim), node.name, largest, highest)
-        return self.reduced(found, keepdim, list(dim))
+        top = self.summed(self.value(input), list(dim), node.name, largest, highest)
+        return self.reduced(top, keepdim, list(dim))
 
     def op_amin(self, node: torch.fx.Node, input: Any, dim: Any = (), keepdim: bool = False) -> Value:
         value = self.value(input)
         negative = self.scalars(lambda v: 0.0 - v, [value], value.axes, f"{node.name}_negative")
-        found = self.summed(negative, list(dim), node.name, largest, highest)
-        found = self.scalars(lambda v: 0.0 - v, [found], found.axes, f"{node.name}_positive")
-        return self.reduced(found, keepdim, list(dim))
+        top = self.summed(negative, list(dim), node.name, largest, highest)
+        bottom = self.scalars(lambda v: 0.0 - v, [top], top.axes, f"{node.name}_positive")
+        return self.reduced(bottom, keepdim, list(dim))
 
     def op_log_sigmoid_forward(self, node: torch.fx.Node, input: Any) -> tuple[Value | None, ...]:
         return self.pointwise(node, lambda v: 0.0 - softplus(0.0 - v), [input], shape_of(input)), None
@@ -236,13 +236,13 @@ class Arithmetic:
         if ord == 2:
             squares = self.scalars(lambda v: v * v, [value], value.axes, f"{name}_squares")
             total = self.summed(squares, dim, name)
-            found = self.scalars(square_root, [total], total.axes, f"{name}_root")
+            norm = self.scalars(square_root, [total], total.axes, f"{name}_root")
         elif ord in (1, float("inf")):
             sizes = self.scalars(POINTWISE["abs"], [value], value.axes, f"{name}_absolute")
-            found = self.summed(sizes, dim, name) if ord == 1 else self.summed(sizes, dim, name, largest, highest)
+            norm = self.summed(sizes, dim, name) if ord == 1 else self.summed(sizes, dim, name, largest, highest)
         else:
             raise CellError(f"ord={ord}; there are 1, 2 and infinity")
-        return self.reduced(found, keepdim, dim)
+        return self.reduced(norm, keepdim, dim)
 
     def op_softmax(self, node: torch.fx.Node, input: Any, dim: int) -> Value:
         value = self.value(input)
@@ -273,10 +273,10 @@ class Arithmetic:
         tensor = stacked(value) if whole_row and (len(value.gates) == 1 or value.axes[-count:] != (UNITS,)) else None
         width = width_of(value, self.sizes)
         if tensor is not None and width != 1:
-            found = Value(value.axes, of_tensor(normalized(tensor, eps, node.name), len(value.gates), width))
+            normal = Value(value.axes, of_tensor(normalized(tensor, eps, node.name), len(value.gates), width))
         else:
-            found = self.normal(value, dims, eps, node.name)
-        return self.affine(node, found, weight, bias), None, None
+            normal = self.normal(value, dims, eps, node.name)
+        return self.affine(node, normal, weight, bias), None, None
 
     def normal(self, value: Value, dims: Sequence[int], eps: float, name: str) -> Value:
         """The value less its mean, divided by its standard deviation."""
@@ -307,9 +307,9 @@ class Arithmetic:
         value = self.value(input)
         axes, count, width = self.frame([value], value.shape(self.sizes))
         middle, variance = (self.weights(w, axes, count, width) for w in (running_mean, running_var))
-        found = self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
-                             axes, f"{node.name}_normal")
-        return self.affine(node, found, weight, bias), None, None
+        normal = self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
+                              axes, f"{node.name}_normal")
+        return self.affine(node, normal, weight, bias), None, None
 
     def affine(self, node: torch.fx.Node, value: Value, weight: Any, bias: Any) -> Value:
         """The value times a gain and plus a bias, if there are any."""
