@@ -72,12 +72,14 @@ def rows_table(rows: Sequence[Row]) -> list[str]:
 
 def groups_table(results: Results) -> list[str]:
     """A line for each group: geometric means of how many times as long each side takes as ours, and the worst row."""
-    rows, sides = results.good, [side for side in sides_of(results.good) if side != "ecornn"]
+    rows, sides = results.good, sides_of(results.good)
+    base = "ecornn" if "ecornn" in sides else sides[-1]
+    sides.remove(base)
     expected = [one.group for one in results.grid.expanded("grid")] if results.grid is not None else []
     lines = []
     for group in dict.fromkeys(r["group"] for r in rows):
         of = [r for r in rows if r["group"] == group]
-        means = [[r[f"{side}_us"] / r["ecornn_us"] for r in of if f"{side}_us" in r and "ecornn_us" in r]
+        means = [[r[f"{side}_us"] / r[f"{base}_us"] for r in of if f"{side}_us" in r and f"{base}_us" in r]
                  for side in sides]
         rated = [r for r in of if "ratio" in r]
         least = min(rated, key=lambda r: r["ratio"]) if rated else None
