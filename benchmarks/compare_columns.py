@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from compare_stacks import Shape, bound, check, library_of
+from compare_packed import Shape, bound, check, library_of
 from side_by_side import environment, graph_of, summary, take_turns
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 

@@ -11,7 +11,7 @@ backward pass, which is to be at most 1.1. ``cudnn_step`` is PyTorch's packed la
 columns are compared with PyTorch's in float64 first: within twice the error of PyTorch's own float16; and two runs have
 the same bits.
 
-``--issue``: the model of pytorch#149194 in training, as ``compare_stacks.py --packed`` has it: it packs padded x, calls
+``--issue``: the model of pytorch#149194 in training, as ``compare_packed.py`` has it: it packs padded x, calls
 the layer, pads y and takes the gradients of the mean of y, by ``ecornn.torch``, by PyTorch, and by PyTorch on padded
 rows (``padded``), as they are called, in float32. ``packing`` is what all but ``padded`` have of PyTorch: packing,
 padding and its gradient, around no layer.
@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from compare_columns import CASES, DTYPE, Shape
-from compare_stacks import CELLS, ISSUE, bound, library_of, packed_and_padded, timed, triangular
+from compare_packed import CELLS, ISSUE, bound, library_of, packed_and_padded, timed, triangular
 from side_by_side import environment, graph_of, relative, summary, take_turns
 from torch.nn.utils.rnn import pack_sequence
 

@@ -1,63 +1,54 @@
 """The hoisted input projection against cuBLAS, kernel against kernel, on a GPU.
 
     python benchmarks/compare_projection.py --output benchmarks/results/h100_projection.jsonl
-    python benchmarks/compare_projection.py --target sm_90a --compile-only     # no GPU needed
 
 Layers of the grid with at least 16 batch rows, with all of the projection done before the recurrence (`ahead=100`).
-cuBLAS computes x W^T through PyTorch, without a bias, to the type that ours writes: float32, or that of the layer. Ours
-adds biases, and deals the values out as the recurrence reads them. Times are those of the kernels alone, from CUPTI
-(torch.profiler), of calls in turns on fresh random inputs that were copied just before: µs a call, median, 20th and
-80th percentile. The layer's output is checked against float64, and cuBLAS's product as well.
+cuBLAS computes x W^T through PyTorch, without a bias, to the type that ours writes: float32, or that of the layer.
+Ours adds biases, and deals the values out as the recurrence reads them. Times are those of the kernels alone, from
+CUPTI (torch.profiler), of calls in turns on fresh random inputs that were copied just before: µs a call, median, 20th
+and 80th percentile. The layer's output is checked against float64, and cuBLAS's product as well. Every row is
+appended as soon as it is measured; the same command goes on.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from cases import Files, parser_of, run
-from compiled_case import Made, knobs
-from grid import GRID, Row
-from grid_log import GridLog
-from grid_tables import layer, table, times
-from measuring_process import Limits
+import torch
+from grid_summary import FILE, singles
+from measured_rows import Results, read
+from msgspec import structs
+from report import layer, table, times
+from side_by_side import CELLS, DEVICE, WARM, environment, float64_forward, relative, summary
 
-if TYPE_CHECKING:
-    from ecornn.compiler import LayerPlan
-    from ecornn.device import Device
+import ecornn
+from ecornn.bench.grid import Layer, read_grid, selected
+from ecornn.bench.measure import Plan
+from ecornn.bench.own import Own
+from ecornn.bench.processes import compiled
+from ecornn.bench.row_log import RowLog
+from ecornn.errors import ScheduleError
 
 ASKED = 0.7  # of cuBLAS's rate, at least
 
 
-@dataclass(frozen=True)
-class Hoisted(Made):
-    """The best known configuration, but with all of the projection before the recurrence."""
-
-    def _plan(self, device: Device) -> LayerPlan:
-        planned = super()._plan(device)
-        found = planned.found
-        if found.config.get("ahead", 100) == 100:
-            return planned
-        return replace(self, schedule=found.schedule.name, config=knobs({**found.config, "ahead": 100}))._plan(device)
+REPEATS = 20
+WHOLE = {"hoisted": Own(config={"ahead": 100})}
 
 
-@dataclass(frozen=True)
-class Case(Row):
-    """A layer of the grid."""
-
-    def sides(self) -> dict[str, Made]:
-        precision = "tf32" if self.arithmetic == "tf32" else None
-        return {"ecornn": Hoisted(self.cell, self.T, self.B, self.I, self.H, self.kind, precision=precision)}
-
-
-CASES = [Case(r.cell, r.T, r.B, r.I, r.H, r.dtype) for r in dict.fromkeys(GRID) if r.B >= 16 and r.dtype != "tf32"]
+def layers() -> list[Layer]:
+    """Those of the grid; a row in which cuDNN alone rounds has the projection of float32."""
+    wanted = {name for name in singles() if name.split()[-1] != "tf32"}
+    return [one for one in read_grid(FILE).expanded(FILE.name) if one.name in wanted and (one.case.batch or 0) >= 16]
 
 
 def kernels(function: Callable[[], object]) -> list[tuple[str, float]]:
     """Names and microseconds of the kernels that a call launches, in order."""
-    import torch
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -77,43 +68,38 @@ def of_calls(found: list[tuple[str, float]], names: set[str], calls: int) -> lis
     return [sum(taken[i * each:(i + 1) * each]) for i in range(calls)]
 
 
-def compare(case: Case, files: Files, limits: Limits) -> dict:
+def compare(asked: Layer, file: Path) -> dict[str, Any]:
     """One row: the layer and cuBLAS checked, their kernels timed."""
-    import torch
-    from side_by_side import CELLS, DEVICE, WARM, float64_forward, relative, summary
-
-    import ecornn
-
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = case.arithmetic == "tf32"
-    if isinstance(files["ecornn"], str):
-        return {"failed": files["ecornn"]}
-    kind = getattr(torch, case.kind)
-    library = CELLS[case.cell](case.I, case.H, device=DEVICE).to(kind)
+    case, dtype = asked.case, asked.name.split()[-1]
+    T, B, I, H = case.seq or 0, case.batch or 0, case.input or 0, case.hidden or 0
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32-both"
+    kind = getattr(torch, str(case.dtype))
+    library = CELLS[str(case.cell)](I, H, device=DEVICE).to(kind)
     weights = {k: v.detach() for k, v in library.named_parameters()}
-    module = ecornn.load(files["ecornn"])
+    module = ecornn.load(file)
     bound, manifest = module.bind(weights), module.manifest
-    x = torch.randn(case.T, case.B, case.I, device=DEVICE).to(kind)
-    y = torch.full((case.T, case.B, case.H), float("nan"), device=DEVICE, dtype=kind)
-    flat, matrix = x.view(-1, case.I), weights["weight_ih_l0"].T
-    output = case.kind if manifest.config.get("hoisted") == "same" else "float32"
-    asked = {"out_dtype": torch.float32} if output != case.kind else {}
+    x = torch.randn(T, B, I, device=DEVICE).to(kind)
+    y = torch.full((T, B, H), float("nan"), device=DEVICE, dtype=kind)
+    flat, matrix = x.view(-1, I), weights["weight_ih_l0"].T
+    output = str(case.dtype) if manifest.config.get("hoisted") == "same" else "float32"
+    wider = {"out_dtype": torch.float32} if output != case.dtype else {}
     calls: dict[str, Callable[[], object]] = {
-        "ecornn": lambda: bound(x, out=y), "cublas": lambda: torch.mm(flat, matrix, **asked)}
+        "ecornn": lambda: bound(x, out=y), "cublas": lambda: torch.mm(flat, matrix, **wider)}
 
     def turns() -> None:
-        for _ in range(limits.repeats):
+        for _ in range(REPEATS):
             for call in calls.values():
-                x.copy_(torch.randn(case.T, case.B, case.I, device=DEVICE))
+                x.copy_(torch.randn(T, B, I, device=DEVICE))
                 call()
 
     with torch.no_grad():
         bound(x, out=y)
-        reference = float64_forward(case.cell, x, weights)
+        reference = float64_forward(str(case.cell), x, weights)
         error, library_error = relative(y, reference), relative(library(x)[0], reference)
-        limit = 1e-5 if case.arithmetic == "float32" else 2 * library_error + 1e-6
+        limit = 1e-5 if dtype == "float32" else 2 * library_error + 1e-6
         if not error <= limit:
             return {"failed": f"error {error:.2e}, allowed {limit:.2e}"}
-        product_error = relative(torch.mm(flat, matrix, **asked), flat.double() @ matrix.double())
+        product_error = relative(torch.mm(flat, matrix, **wider), flat.double() @ matrix.double())
         del reference
         names = {name: {kernel for kernel, _ in kernels(call)} for name, call in calls.items()}
         names["ecornn"] = {name for name in names["ecornn"] if "project" in name}
@@ -122,19 +108,28 @@ def compare(case: Case, files: Files, limits: Limits) -> dict:
                 call()
         found = kernels(turns)
     row: dict[str, Any] = {
+        "cell": case.cell, "T": T, "B": B, "I": I, "H": H, "dtype": dtype,
         "sides": [*calls], "wrong": [], "output": output, "error": error, "cudnn_error": library_error,
         "cublas_error": product_error, "schedule": manifest.schedule, "config": manifest.config,
-        "kernels": {name: sorted(of) for name, of in names.items()}, "repetitions": limits.repeats}
-    work = 2.0 * case.T * case.B * case.I * matrix.shape[1]
+        "kernels": {name: sorted(of) for name, of in names.items()}, "repetitions": REPEATS}
+    work = 2.0 * T * B * I * matrix.shape[1]
     for name in calls:
-        row |= summary(name, of_calls(found, names[name], limits.repeats), 1)
+        row |= summary(name, of_calls(found, names[name], REPEATS), 1)
         row[f"{name}_tflops"] = work / row[f"{name}_us"] / 1e6
     return row | {"rate": row["cublas_us"] / row["ecornn_us"]}
 
 
-def report(path: Path, log: GridLog) -> list[str]:
+def file_of(folder: Path) -> Path:
+    """The module with all of the projection in front: the layer's own where that has it, or does not know the knob."""
+    for name in ("hoisted", "ecornn"):
+        if (folder / f"{name}.so").exists():
+            return folder / f"{name}.so"
+    raise ScheduleError("no module could be compiled")
+
+
+def report(results: Results) -> list[str]:
     """The table, in Markdown."""
-    env, rows = log.environment, [r for r in log.rows if "failed" not in r]
+    env, rows = results.environment, results.good
 
     def line(r: dict[str, Any]) -> list[str]:
         return [layer(r), r["dtype"], r["output"], times(r, "ecornn"), times(r, "cublas"), f"{r['ecornn_tflops']:.0f}",
@@ -145,14 +140,33 @@ def report(path: Path, log: GridLog) -> list[str]:
              "20th and 80th percentiles, in turns; both checked against float64. `output`: what both write. Asked "
              f"are {ASKED:.0%} of cuBLAS's rate. It is always our kernel that runs: it adds biases and writes values "
              "where the recurrence reads them, which after a library's product another pass over them would do. Data: "
-             f"`{path.name}`; `make bench`.", "",
+             f"`{results.path.name}`; `make bench`.", "",
              *table(("layer, T x B x I x H", "dtype", "output", "ecornn, µs", "cuBLAS, µs", "TFLOP/s", "cuBLAS", "rate",
                      ""), map(line, rows)), ""]
-    return lines + [f"- {r['name']}: {r['failed']}" for r in log.rows if "failed" in r]
+    return [*lines, *(f"- {r['name']}: {r['failed']}" for r in results.rows if r.get("failed"))]
 
 
 def main() -> None:
-    run(parser_of(__doc__).parse_args(), CASES, compare, report)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to append to; a table is written beside")
+    parser.add_argument("--only", action="append", default=[], metavar="WORDS", help="layers with all of these words")
+    parser.add_argument("--jobs", type=int, default=8, help="layers that are compiled at a time [%(default)s]")
+    arguments = parser.parse_args()
+    log = RowLog(arguments.output)
+    left = [one for one in selected(layers(), arguments.only) if not log.has(one.name)]
+    log.begin(environment())
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        for asked, own in compiled([structs.replace(one, own=WHOLE) for one in left], Plan(()), Path(folder),
+                                   arguments.jobs):
+            torch.manual_seed(0)
+            try:
+                row = compare(asked, file_of(Path(own.folder)))
+            except (ecornn.errors.EcornnError, RuntimeError) as error:
+                row = {"failed": f"{type(error).__name__}: {error}"}
+            log.add(asked.name, row)
+            print(asked.name, row.get("failed") or f"{row['rate']:.0%} of cuBLAS's rate", flush=True)
+    arguments.output.with_suffix(".md").write_text("\n".join(report(read(arguments.output))) + "\n")
+    sys.exit(any(row.get("failed") for row in log.rows))
 
 
 if __name__ == "__main__":

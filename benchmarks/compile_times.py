@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
-from compile_rows import file_of
-from grid import Row, select
-from grid_log import GridLog
-from grid_tables import layer, table
+from grid_summary import FILE
+from report import layer, table
 
 from ecornn import __version__
+from ecornn.bench.grid import Layer, read_grid
+from ecornn.bench.row_log import RowLog
 from ecornn.device import Device
 from ecornn.errors import EcornnError
 from ecornn.targets import resolve
@@ -34,23 +34,23 @@ from ecornn.targets import resolve
 MOST = 5.0  # seconds to build a persistent module
 
 
-def compile_cold(row: Row, device: Device, folder: Path) -> dict:
+def compile_cold(row: Layer, device: Device, folder: Path) -> dict:
     """Seconds of each part, and bytes; in a process that has done nothing else."""
     begin = time.perf_counter()
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
-    from ecornn.compiler import build
+    from ecornn.compiler import build, plan_layer
 
-    out, imported = file_of(row, folder), time.perf_counter()
-    planned = row.plan(device)
+    out, imported = folder / f"{row.name.replace(' ', '_')}.so", time.perf_counter()
+    planned = plan_layer(row.case.layer(), target=device)
     chosen = time.perf_counter()
     build(planned, out)
     return {"imports": imported - begin, "choice": chosen - imported, "build": time.perf_counter() - chosen,
             "module_bytes": out.stat().st_size, "schedule": planned.found.schedule.name}
 
 
-def in_new_process(row: Row, device: Device, folder: Path) -> dict:
+def in_new_process(row: Layer, device: Device, folder: Path) -> dict:
     """The same, or ``failed``."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
@@ -70,7 +70,7 @@ def environment(device: Device, jobs: int) -> dict:
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
 
 
-def report(path: Path, log: GridLog) -> list[str]:
+def report(path: Path, log: RowLog) -> list[str]:
     """The table, in Markdown."""
     env, rows = log.environment, [r for r in log.rows if "failed" not in r]
     lines = ["# Compilation of the grid's modules", "",
@@ -89,9 +89,16 @@ def report(path: Path, log: GridLog) -> list[str]:
         *(f"- {r['name']} failed: {r['failed']}" for r in log.rows if "failed" in r)]
 
 
-def modules() -> list[Row]:
-    """The rows of the grid, each module once."""
-    return list({row.file: row for row in reversed(select([]))}.values())[::-1]
+def modules() -> list[Layer]:
+    """The layers of the grid, each module once: rows in which only cuDNN rounds have that of float32."""
+    return [row for row in read_grid(FILE).expanded(FILE.name) if row.name.split()[-1] != "tf32"]
+
+
+def described(row: Layer) -> dict:
+    """What a row says of its layer."""
+    case = row.case
+    return {"cell": case.cell, "T": case.seq, "B": case.batch, "I": case.input, "H": case.hidden,
+            "dtype": row.name.split()[-1]}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -109,21 +116,21 @@ def main() -> None:
     arguments = parse()
     os.environ["ECORNN_CACHE"] = "off"
     try:
-        device, log = resolve(arguments.target), GridLog(arguments.output)
-        left = [row for row in modules() if log.of(row) is None][:arguments.limit]
+        device, log = resolve(arguments.target), RowLog(arguments.output)
+        left = [row for row in modules() if not log.has(row.name)][:arguments.limit]
         log.begin(environment(device, arguments.jobs))
     except (EcornnError, ValueError) as error:  # no GPU; a file that is no results
         sys.exit(str(error))
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, ThreadPoolExecutor(arguments.jobs) as threads:
-        def compile_one(row: Row) -> dict | None:
+        def compile_one(row: Layer) -> dict | None:
             late = time.monotonic() - begin > arguments.seconds
             return None if late else in_new_process(row, device, Path(folder))
 
         for row, result in zip(left, threads.map(compile_one, left), strict=True):
             if result is not None:
-                log.add(row, result)
-                print(f"{row!s:32} " + (result.get("failed") or f"{result['build']:.1f} s"), flush=True)
+                log.add(row.name, described(row) | result)
+                print(f"{row.name:32} " + (result.get("failed") or f"{result['build']:.1f} s"), flush=True)
     arguments.output.with_suffix(".md").write_text("\n".join(report(arguments.output, log)) + "\n")
     sys.exit(any("failed" in row for row in log.rows))
 

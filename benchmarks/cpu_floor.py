@@ -6,7 +6,7 @@ Measured: GFLOP/s of vector multiply-adds in registers, alone and with as many v
 (:mod:`ecornn.schedules.cpu.paired` lives on that); and GB/s of reading again and again what each thread has of a
 layer's recurrent weights, by a loop that does nothing else with them than a multiply-add. The floor of a layer is the
 products W x of all steps at the peak of the multiply-adds, and each step's weights at that rate: no pointwise part, no
-barrier, no latency. With results of compare_cpu.py (--rows), also where ecornn and the faster peer stand, and the ratio
+barrier, no latency. With results of grids/cpu.toml (--rows), also where ecornn and the faster peer stand, and the ratio
 to the peer that the floor would be.
 """
 
@@ -21,6 +21,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from measured_rows import read
 
 from ecornn.build.link import find_compiler
 from ecornn.host_cpu import detect
@@ -108,7 +110,7 @@ def measure(threads: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rows", type=Path, help="results of compare_cpu.py, to stand beside the floors")
+    parser.add_argument("--rows", type=Path, help="results of grids/cpu.toml, to stand beside the floors")
     parser.add_argument("--threads", type=int, default=detect().cores, help="default: physical cores")
     arguments = parser.parse_args()
     found = {"cpu": detect().name, "arch": detect().arch, "threads": arguments.threads, **measure(arguments.threads)}
@@ -116,8 +118,9 @@ def main() -> None:
           "additions")
     for size, speed in found["stream_gb_per_s"].items():
         print(f"{int(size) >> 10:6} KB a thread: {speed:.0f} GB/s")
-    rows = json.loads(arguments.rows.read_text())["rows"] if arguments.rows else []
-    at = {(r["cell"], r["H"]): r for r in rows if r["suite"] == "latency"}
+    rows = read(arguments.rows).good if arguments.rows else []
+    at = {(r["cell"], r["H"]): r | {"ecornn_ms": r["ecornn_us"] * r["T"] / 1e3}
+          for r in rows if r["group"] == "latency"}
     found["floors"] = []
     for cell, gates in GATES.items():
         for h in HIDDEN:

@@ -11,7 +11,7 @@ with requests of its own, call the same layer at the same time; each request has
 Nothing is set in the environment. Sides take turns in blocks of some calls, of which the first is not counted, after
 the threads of the other side have stopped spinning. A call's time is from its begin to its end, as is the operation's,
 which may wait for what a call leaves behind. Milliseconds: 50th and 99th percentile of all calls. The layers are those
-of compare_cpu.py (--suite). Outputs of both sides are compared first.
+of grids/cpu.toml (--suite: its groups). Outputs of both sides are compared first.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from compare_cpu import CELLS, SUITES, library_of
 
 import ecornn
 import ecornn.torch
+from ecornn.bench.grid import read_grid
 from ecornn.bench.host_turns import settle
 from ecornn.host_cpu import detect
 
+CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+FILE = Path(__file__).parent / "grids" / "cpu.toml"
 SINGLE = ("layers", "latency", "grid")  # the suites of single layers
 BLOCKS = 8  # turns of each side
 BUDGET = 3.0  # seconds of each side, about
@@ -106,10 +108,23 @@ def in_threads(program: Program, seconds: float) -> Times:
     return found
 
 
+def suite_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Cells and T, B, I, H of a group of the CPU's grid."""
+    return [(str(c.cell), (c.seq or 0, c.batch or 0, c.input or 0, c.hidden or 0))
+            for c in (layer.case for layer in read_grid(FILE).members(name))]
+
+
+def library_of(cell: str, input: int, hidden: int) -> torch.nn.RNNBase:
+    """The layer of torch.nn."""
+    if cell.startswith("rnn"):
+        return torch.nn.RNN(input, hidden, nonlinearity=cell[4:])
+    return {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell](input, hidden)
+
+
 def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: list[int],
             run: Callable[[Program, float], Times]) -> Iterator[dict]:
     """A row for each load: busy processes for each core."""
-    library = library_of(cell, shape[2], shape[3], "layers").eval()
+    library = library_of(cell, shape[2], shape[3]).eval()
     ours = copy.deepcopy(library)
     holder = torch.nn.Sequential(ours)
     ecornn.torch.replace(holder)
@@ -183,7 +198,7 @@ def main() -> None:
     if arguments.shape:
         layers = [(c, tuple(map(int, s.split("x")))) for s in arguments.shape for c in arguments.cell or CELLS]
     else:
-        layers = [layer for suite in arguments.suite or SINGLE for layer in SUITES[suite]]
+        layers = [layer for suite in arguments.suite or SINGLE for layer in suite_of(suite)]
     for cell, shape in layers:
         if cell not in (arguments.cell or CELLS) or "x".join(map(str, shape)) not in (
                 arguments.only or ["x".join(map(str, shape))]):

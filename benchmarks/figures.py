@@ -18,10 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
-from grid import PAST
-from grid_log import GridLog
-from grid_summary import Group, Summary
+from grid_summary import Group, Summary, members
+from measured_rows import mean as geometric
+from measured_rows import read
+
+from ecornn.bench.row_log import RowLog
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,9 +36,11 @@ def pages() -> list[Path]:
 
 @cache
 def rows(name: str) -> list[dict[str, Any]]:
-    """The rows of a file of results."""
+    """The rows of a file of results, in one form where they are layers beside others."""
     path = RESULTS / name
-    return GridLog(path).rows if path.suffix == ".jsonl" else json.loads(path.read_text())["rows"]
+    if name.startswith(("h100_grid", "h100_variants", "h100_training", "cpu_skylake", "h100_stacks", "h100_classes")):
+        return read(path).rows
+    return RowLog(path).rows if path.suffix == ".jsonl" else json.loads(path.read_text())["rows"]
 
 
 @cache
@@ -67,11 +70,11 @@ def memory(keep: str) -> str:
     """The peak of a training step, of cuDNN's in bfloat16 and in float16."""
     found = {r["dtype"]: r["ecornn_mib"] / r["cudnn_mib"] for r in rows("h100_training_memory.json")
              if r["keep"] == keep}
-    return f"{found['bf16']:.2f} and {found['f16']:.2f}"
+    return f"{found['bfloat16']:.2f} and {found['float16']:.2f}"
 
 
 def cpu(suite: str) -> list[dict[str, Any]]:
-    return [r for r in rows("cpu_skylake.json") if r["suite"] == suite]
+    return [r for r in rows("cpu_skylake.json") if r["group"] == suite]
 
 
 def in_programs(mode: str, ratio: str) -> list[float]:
@@ -100,17 +103,13 @@ def issue(H: int, fits: Callable[[int], bool]) -> Callable[[], str]:
 
 def variants(word: str, of: tuple[str, ...], sizes: tuple[int, ...] = (256, 1024)) -> list[float]:
     """Times of variants of a cell over those of the plain one, of those that a regular expression finds."""
-    return [r["variant_us"] / r["plain_us"] for r in rows("h100_variants.jsonl") if re.search(word, r["variant"])
-            and r["plain"] in of and r["H"] in sizes]
+    return [r["ecornn_us"] / r["plain_us"] for r in rows("h100_variants.jsonl") if re.search(word, r["cell"])
+            and r["group"] in of and r["H"] in sizes]
 
 
 def cost(values: Iterable[float]) -> str:
     """Of variants, in percent."""
     return span((100 * (v - 1) for v in values), "{:.0f}") + "%"
-
-
-def geometric(values: Iterable[float]) -> float:
-    return float(np.exp(np.mean(np.log(list(values)))))
 
 
 @cache
@@ -186,13 +185,13 @@ FIGURES: dict[str, Callable[[], str]] = {
     "grid.mean16": lambda: f"{group('float16 and bfloat16').mean:.1f}",
     "grid.least16": lambda: f"{group('float16 and bfloat16').least['ratio']:.2f}",
     "grid.least_tf32": lambda: f"{group('tf32').least['ratio']:.2f}",
-    "grid.past": lambda: span(grid().rows[str(row)]["ratio"] for row in PAST),
+    "grid.past": lambda: span(grid().rows[name]["ratio"] for name in members("past")),
     "cpu.layers": lambda: span((r["ratio"] for s in ("layers", "stacks", "latency") for r in cpu(s)), "{:.2f}"),
     "cpu.grid_rows": lambda: str(len(cpu("grid"))),
     "cpu.grid_mean": lambda: f"{geometric(r['ratio'] for r in cpu('grid')):.2f}x",
     "cpu.grid_least": lambda: f"{min(r['ratio'] for r in cpu('grid')):.2f}x",
     "cpu.grid_below": lambda: str(sum(r["ratio"] < 1 for r in cpu("grid"))),
-    "cpu.int21_least": lambda: f"{min(r['ratio_int21'] for r in cpu('latency')):.1f}",
+    "cpu.int21_least": lambda: f"{min(r['ratio'] * r['ecornn_us'] / r['int21_us'] for r in cpu('latency')):.1f}",
     "programs.turns_rows": lambda: str(len(in_programs("turns", "ms"))),
     "programs.turns_mean": lambda: f"{geometric(in_programs('turns', 'ms')):.1f}",
     "programs.turns_least": lambda: f"{min(in_programs('turns', 'ms')):.2f}",

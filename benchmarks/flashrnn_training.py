@@ -6,18 +6,16 @@ gradients of x and W, are its caller's. Ours is the whole layer with all of them
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
-import compare_training
+import msgspec
 import side_by_side
 import torch
 from compare_flashrnn import WAIT, B, Gpu, T, adapt, described, drawn, flashrnn_of, their_inputs
+from measured_rows import of_bench
 from side_by_side import DEVICE, WrongResultError, float64_forward, relative
-from training_rows import Row
 
+from ecornn.bench.case import Case
+from ecornn.bench.measure import Plan, measure
 from ecornn.cells import get
-from ecornn.errors import ScheduleError
 
 LIMIT = 5e-2  # relative error of FlashRNN's gradients: bfloat16 from step to step; another function is off by one
 
@@ -35,35 +33,38 @@ def exact_gradients(cell: str, gates: torch.Tensor, weight: torch.Tensor, bias: 
 
 
 def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> dict:
-    """One row: ours and cuDNN's as ``compare_training.py`` checks and times them, and FlashRNN's in the same turns, in
-    microseconds a step. Raises ScheduleError where nothing of ours serves the layer, WrongResultError where a side's
-    gradients are wrong."""
-    row, gates = Row(cell, T, B, hidden, hidden, "bf16"), described(cell)[1]
-    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        path = str(Path(folder, "layer.so"))
-        if fault := compare_training.build(row, path):
-            raise ScheduleError(fault)
-        side_by_side.WAIT = WAIT
-        adapt(gpu)
-        gpu.take()
-        gate_inputs = torch.randn(T, B, gates * hidden, device=DEVICE).bfloat16()
-        weight = drawn(cell, 1, hidden)["weight_hh_l0"]
-        wx, r, b, states = their_inputs(cell, gate_inputs, weight)
-        leaves = [t.requires_grad_() for t in (wx, r, b)]
-        dh = torch.randn(T, B, 1, hidden, device=DEVICE).bfloat16()
-        theirs = flashrnn_of(cell, hidden, B)
+    """One row: ours and cuDNN's as ``ecornn bench`` checks and times them, and FlashRNN's in the same turns, in
+    microseconds a step. Raises what ``ecornn bench`` does, and WrongResultError where gradients are wrong."""
+    gates = described(cell)[1]
+    side_by_side.WAIT = WAIT
+    adapt(gpu)
+    gpu.take()
+    gate_inputs = torch.randn(T, B, gates * hidden, device=DEVICE).bfloat16()
+    weight = drawn(cell, 1, hidden)["weight_hh_l0"]
+    wx, r, b, states = their_inputs(cell, gate_inputs, weight)
+    leaves = [t.requires_grad_() for t in (wx, r, b)]
+    dh = torch.randn(T, B, 1, hidden, device=DEVICE).bfloat16()
+    theirs = flashrnn_of(cell, hidden, B)
 
-        def step() -> tuple[torch.Tensor, ...]:
-            return torch.autograd.grad(theirs(*leaves, states)[0], leaves, dh)
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(theirs(*leaves, states)[0], leaves, dh)
 
-        exact = exact_gradients(cell, gate_inputs, weight, torch.zeros(gates * hidden, device=DEVICE), dh[:, :, 0])
-        error = max(relative(g, e) for g, e in zip(step(), exact, strict=True))
-        if not error <= LIMIT:
-            raise WrongResultError(f"FlashRNN's gradients have error {error:.2e}")
-        del exact, gate_inputs
-        torch.cuda.empty_cache()
-        found = compare_training.compare(row, path, repeats, seconds, {"flashrnn": step}, [wx, dh])
-    return found | {"flashrnn_error": error, "ratio_flashrnn": found["flashrnn_us"] / found["ecornn_us"]}
+    exact = exact_gradients(cell, gate_inputs, weight, torch.zeros(gates * hidden, device=DEVICE), dh[:, :, 0])
+    error = max(relative(g, e) for g, e in zip(step(), exact, strict=True))
+    if not error <= LIMIT:
+        raise WrongResultError(f"FlashRNN's gradients have error {error:.2e}")
+    del exact, gate_inputs
+    torch.cuda.empty_cache()
+    case = Case(cell=cell, hidden=hidden, batch=B, seq=T, dtype="bfloat16", target="cuda", training=True)
+    row = measure(case, Plan(("cudnn",), seconds, more={"flashrnn": step}))
+    if row.wrong:
+        raise WrongResultError(str(row.wrong))
+    found = of_bench(msgspec.to_builtins(row))
+    names = ("cell", "T", "B", "I", "H", "dtype", "ratio", "schedule", "keep")
+    times = {f"{side}_{end}": found[f"{side}_{end}"] for side in found["sides"] for end in ("us", "p20", "p80")}
+    return {name: found[name] for name in names} | times | {
+        "error": row.errors["ecornn"], "cudnn_error": row.errors["cudnn"], "flashrnn_error": error,
+        "ratio_flashrnn": found["flashrnn_us"] / found["ecornn_us"]}
 
 
 def line(row: dict) -> str:

@@ -1,16 +1,35 @@
-"""What the rows of the grid come to: means, rows below a bound, scaling, cliffs."""
+"""What the rows of the grid come to: means, rows below a bound, scaling, cliffs, floors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-from grid import CLIFF, GRID, LEAST, MOST, SCALING, TILES, Row
-from grid import rows as every_row
+from measured_rows import mean
+
+from ecornn.bench.grid import read_grid
+from ecornn.floor import floor, measured
 
 DTYPES = ("float16", "bfloat16", "tf32", "tf32-both", "float32")
 HIGH = 1.5  # times the floor that needs a reason
+CLIFF = 1.3  # how much longer a size off every tile may take than the next tile up
+FILE = Path(__file__).parent / "grids" / "grid.toml"
+
+
+@cache
+def members(group: str) -> tuple[str, ...]:
+    """The names of the layers of a group of the grid; without one of all layers."""
+    grid = read_grid(FILE)
+    return tuple(dict.fromkeys(layer.name for layer in (grid.members(group) if group else grid.expanded(FILE.name))))
+
+
+def singles() -> list[str]:
+    """The layers that geometric means are of, by data type."""
+    found = [*members("layers"), *members("sizes")]
+    return [name for dtype in DTYPES for name in dict.fromkeys(found) if name.split()[-1] == dtype]
 
 
 @dataclass(frozen=True)
@@ -18,16 +37,16 @@ class Group:
     """Rows of the grid in one data type."""
 
     dtype: str
-    rows: list[dict]
+    rows: list[dict[str, Any]]
     expected: int
 
     @property
     def mean(self) -> float:
         """Geometric mean of the ratios to cuDNN."""
-        return float(np.exp(np.mean(np.log([r["ratio"] for r in self.rows]))))
+        return mean(r["ratio"] for r in self.rows)
 
     @property
-    def least(self) -> dict:
+    def least(self) -> dict[str, Any]:
         return min(self.rows, key=lambda r: r["ratio"])
 
     @property
@@ -36,85 +55,66 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Point:
-    """A batch size of the Persistent RNNs case."""
-
-    B: int
-    us: float
-    cudnn_us: float
-    tflops: float  # of the recurrent product
-    share: float | None  # exchange floor over time
-
-
-@dataclass(frozen=True)
 class Pair:
     """A size off every tile, and the next tile up."""
 
-    off: dict
-    up: dict
+    off: dict[str, Any]
+    up: dict[str, Any]
 
     @property
     def cliff(self) -> float:
         return self.off["ecornn_us"] / self.up["ecornn_us"]
 
-    @property
-    def good(self) -> bool:
-        return self.cliff <= CLIFF
 
-
-@dataclass(frozen=True)
-class Bound:
-    """A row that must be fast enough."""
-
-    row: dict
-    most: float | None  # µs a step
-    least: float | None  # ratio
-
-    @property
-    def good(self) -> bool:
-        return (self.most is None or self.row["ecornn_us"] <= self.most) and (
-            self.least is None or self.row["ratio"] >= self.least)
+def with_floor(row: Mapping[str, Any], gpu: str) -> dict[str, Any]:
+    """A row with what `ecornn/floor.py` says is its floor, where the constants of its GPU were measured."""
+    device = measured(gpu)
+    if device is None or "floor_us" in row or row.get("failed"):
+        return dict(row)
+    arithmetic = {"tf32": "float32", "tf32-both": "tf32"}.get(row["dtype"], row["dtype"])
+    least = floor(device, row["cell"], row["B"], row["I"], row["H"], arithmetic)
+    return dict(row) | {"floor_us": least.total, "over_floor": row["ecornn_us"] / least.total,
+                        "floor": {"exchange": least.exchange}}
 
 
 class Summary:
     """Measured rows by name; what was not measured, or failed, is left out everywhere and counted."""
 
-    def __init__(self, rows: Iterable[Mapping]) -> None:
-        order = {str(row): number for number, row in enumerate(every_row())}
-        every = {row["name"]: dict(row) for row in sorted(rows, key=lambda r: order.get(r["name"], len(order)))}
-        self.failed = [row for row in every.values() if "failed" in row]
-        self.rows = {name: row for name, row in every.items() if "failed" not in row}
+    def __init__(self, rows: Iterable[Mapping[str, Any]], gpu: str = "") -> None:
+        order = {name: number for number, name in enumerate(members(""))}
+        every = {row["name"]: with_floor(row, gpu) for row in
+                 sorted(rows, key=lambda r: order.get(r["name"], len(order)))}
+        self.failed = [row for row in every.values() if row.get("failed")]
+        self.rows = {name: row for name, row in every.items() if not row.get("failed")}
 
-    def _of(self, row: Row) -> dict | None:
-        return self.rows.get(str(row))
-
-    def _measured(self, wanted: Iterable[Row]) -> list[dict]:
-        return [found for row in wanted if (found := self._of(row))]
+    def measured(self, wanted: Iterable[str]) -> list[dict[str, Any]]:
+        """Of these layers."""
+        return [self.rows[name] for name in wanted if name in self.rows]
 
     def groups(self) -> list[Group]:
         """By data type, and both 16-bit ones together first."""
         found = []
         for name, dtypes in (("float16 and bfloat16", DTYPES[:2]), *((d, (d,)) for d in DTYPES)):
-            wanted = [row for row in GRID if row.dtype in dtypes]
-            if measured := self._measured(wanted):
-                found.append(Group(name, measured, len(wanted)))
+            wanted = [layer for layer in singles() if layer.split()[-1] in dtypes]
+            if rows := self.measured(wanted):
+                found.append(Group(name, rows, len(wanted)))
         return found
 
-    def worst(self, count: int) -> list[dict]:
+    def worst(self, count: int) -> list[dict[str, Any]]:
         """Rows of the grid with the least ratios, worst first."""
-        return sorted(self._measured(GRID), key=lambda r: r["ratio"])[:count]
+        return sorted(self.measured(singles()), key=lambda r: r["ratio"])[:count]
 
-    def high(self) -> list[dict]:
+    def high(self) -> list[dict[str, Any]]:
         """Rows that take more than 1.5 times their floor, the furthest first."""
         return sorted((r for r in self.rows.values() if r.get("over_floor", 0) > HIGH), key=lambda r: -r["over_floor"])
 
-    def scaling(self) -> list[Point]:
-        return [Point(r["B"], r["ecornn_us"], r["cudnn_us"], 2e-6 * r["H"] ** 2 * r["B"] / r["ecornn_us"],
-                      r["floor"]["exchange"] / r["ecornn_us"] if "floor" in r else None)
-                for r in self._measured(SCALING)]
+    def scaling(self) -> list[dict[str, Any]]:
+        """Of the Persistent RNNs case, with TFLOP/s of the recurrent product, and the exchange floor over time."""
+        return [r | {"tflops": 2e-6 * r["H"] ** 2 * r["B"] / r["ecornn_us"],
+                     "share": r["floor"]["exchange"] / r["ecornn_us"] if "floor" in r else None}
+                for r in self.measured(members("scaling"))]
 
     def pairs(self) -> list[Pair]:
-        return [Pair(a, b) for off, up in TILES if (a := self._of(off)) and (b := self._of(up))]
-
-    def bounds(self) -> list[Bound]:
-        return [Bound(found, MOST.get(row), LEAST.get(row)) for row in {**MOST, **LEAST} if (found := self._of(row))]
+        """Sizes off every tile beside the next tile up."""
+        return [Pair(self.rows[off], self.rows[up]) for off, up in zip(members("off"), members("up"), strict=True)
+                if off in self.rows and up in self.rows]

@@ -1,18 +1,13 @@
 """Measures what docs say of speed, on the GPU at hand, and writes their tables; `make bench`.
 
-    python benchmarks/run_all.py
+    python benchmarks/run_all.py                 # everything: of a GPU, or without one of this CPU
+    python benchmarks/run_all.py grid classes    # some of it
+    python benchmarks/run_all.py --list          # which command makes which file of results
 
-On a GPU: the layers of docs/PERFORMANCE.md and the whole grid against cuDNN (compare_cudnn.py, compare_grid.py), LSTM
-and vanilla against FlashRNN where it is installed (compare_flashrnn.py), the hoisted projection against cuBLAS
-(compare_projection.py), stacks and rows of different lengths (compare_stacks.py, compare_columns.py), what fusion,
-layout and persistence gain (compare_ablation.py), what variants cost (compare_variants.py), published cells against
-PyTorch's loop over steps (compare_published.py), heads against whole matrices (compare_heads.py), why rows are above
-their floors (why_above_floor.py), how long modules take to compile (compile_times.py); with CSV, Markdown and plots of
-the grid (grid_report.py) and docs' tables (docs_tables.py), all in benchmarks/results, named after the GPU. What was
-interrupted goes on where it stopped.
-
-Without a GPU: layers, latencies and the grid on the CPU against PyTorch and ONNX Runtime (compare_cpu.py), into
-build/cpu.json.
+Layers are grids/NAME.toml, which `ecornn bench --grid` measures into benchmarks/results/DEVICE_NAME.jsonl; the other
+parts are programs of this folder. `report.py` makes a page of each file, beside it, and docs' tables. Results are
+named after the GPU, and take the place of older ones when they are complete; what was interrupted goes on where it
+stopped.
 """
 
 from __future__ import annotations
@@ -23,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from ecornn.device import Device
@@ -30,81 +26,113 @@ from ecornn.targets import resolve
 from ecornn.tune.choose import default_target
 
 HERE = Path(__file__).resolve().parent
-RESULTS = Path("benchmarks/results")  # docs' links are relative to the checkout
-CPU_SUITES = ("layers", "latency", "grid")
+RESULTS, BEGUN = Path("benchmarks/results"), Path("build/bench")  # docs' links are relative to the checkout
+ECORNN = ("-m", "ecornn", "bench", "--grid")
 
 
-def run(script: str, *arguments: object) -> bool:
-    """Runs a script of this folder, and says which; whether it succeeded."""
-    print(f"\n$ python benchmarks/{script} {' '.join(map(str, arguments))}", flush=True)
-    return subprocess.run([sys.executable, HERE / script, *map(str, arguments)]).returncode == 0
+@dataclass(frozen=True)
+class Part:
+    """A file of results: what makes it, ``{out}`` the file and ``{name}`` the device in the command; then what is made
+    of it: ``docs``, a table there; ``report``, a page beside it."""
+
+    name: str
+    command: tuple[str, ...]
+    report: bool = True
+    docs: bool = False
+    needs: str = ""  # a package
+
+    def file(self, device: str) -> Path:
+        """The results, beside ``begun`` while they are measured."""
+        return RESULTS / f"{device}_{self.name}.jsonl" if self.report else RESULTS / f"{device}_{self.name}.json"
+
+
+def grid(name: str, *more: str, docs: bool = False) -> Part:
+    """A grid of benchmarks/grids."""
+    return Part(name, (*ECORNN, f"benchmarks/grids/{name}.toml", "--output", "{out}", *more), docs=docs)
+
+
+def program(name: str, script: str, *more: str, report: bool = False, docs: bool = False, needs: str = "") -> Part:
+    """A program of this folder, which writes a page itself if there is one."""
+    return Part(name, (f"benchmarks/{script}", *more, "--output", "{out}"), report, docs, needs)
+
+
+JOBS = ("--jobs", str(max(1, len(os.sched_getaffinity(0)) - 1)), "--seconds", "0.5")
+GPU = [
+    grid("layers", *JOBS, docs=True), grid("grid", *JOBS, docs=True),
+    program("reasons", "why_above_floor.py", "benchmarks/results/{name}_grid.jsonl", report=True),
+    grid("stacks", *JOBS, docs=True), program("packed", "compare_packed.py"),
+    program("columns", "compare_columns.py"), program("columns_training", "compare_columns_training.py"),
+    program("packed_training", "compare_columns_training.py", "--issue"),
+    program("projection", "compare_projection.py", report=True), grid("ablation", *JOBS), grid("variants", *JOBS),
+    grid("published", *JOBS, docs=True), grid("heads", *JOBS, docs=True), grid("classes", *JOBS, docs=True),
+    grid("integer_weights", *JOBS, docs=True), grid("past_chip", *JOBS), grid("training", *JOBS),
+    program("compile_times", "compile_times.py", report=True),
+    program("flashrnn", "compare_flashrnn.py", docs=True, needs="flashrnn"),
+    program("flashrnn_training", "compare_flashrnn.py", "--training", docs=True, needs="flashrnn"),
+    program("models", "compare_models.py"), program("many_gpus", "run_many_gpus.py")]
+CPU = [grid("cpu"), grid("cpu_training"), program("cpu_cells", "compare_cells.py"),
+       program("cpu_in_programs", "cpu_in_programs.py", "turns"), program("serving", "serving.py"),
+       program("real_time", "real_time.py"), program("host_time", "host_time.py", "--cpu")]
+OWN_PAGE = ("reasons", "projection", "compile_times")
+
+
+def run(*arguments: object) -> bool:
+    """Runs Python with these arguments, and says which; whether it succeeded. Cells of tests/ can be named."""
+    print(f"\n$ python {' '.join(map(str, arguments))}", flush=True)
+    paths = [str(HERE), str(HERE.parent / "tests"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run([sys.executable, *map(str, arguments)],
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}).returncode == 0
 
 
 def short_name(device: Device) -> str:
     """``h100`` of NVIDIA H100 80GB HBM3: the first word with a letter and a number."""
     words = re.findall(r"[a-z0-9]+", device.name.lower())
-    return next((w for w in words if re.fullmatch(r"[a-z]+\d\w*", w)), "gpu")
+    return next((w for w in words if re.fullmatch(r"[a-z]+\d\w*", w)), "gpu" if device.kind == "cuda" else "cpu")
 
 
-def anew(result: Path, script: str, *arguments: object) -> bool:
-    """Measures into a file that takes the place of the result when it is complete; whether it succeeded."""
-    begun = Path("build/bench", result.name)
-    good = run(script, *arguments, "--output", begun)
+def measure(part: Part, device: str) -> bool:
+    """One part, into a file that takes the place of the result when it is complete, and what is made of it."""
+    if part.needs and not importlib.util.find_spec(part.needs):
+        print(f"\n{part.name} is left out: pip install {part.needs}")
+        return True
+    result = part.file(device)
+    begun = BEGUN / result.name
+    begun.parent.mkdir(parents=True, exist_ok=True)
+    good = run(*(word.format(out=begun, name=device) for word in part.command))
     for suffix in (result.suffix, ".md"):
         if begun.with_suffix(suffix).exists():
             result.parent.mkdir(parents=True, exist_ok=True)
             begun.with_suffix(suffix).replace(result.with_suffix(suffix))
+    if result.exists() and (part.docs or (part.report and part.name not in OWN_PAGE)):
+        more = ["--docs"] * part.docs + ["--plots"] * (part.name == "grid")
+        good &= run("benchmarks/report.py", result, *more)
+    if result.exists() and part.name == "grid":
+        good &= run("benchmarks/speed_plot.py", result, "docs/images/speed.svg")
     return good
-
-
-def on_gpu(device: Device) -> bool:
-    """Everything on this GPU; whether all of it succeeded."""
-    name = short_name(device)
-    layers, grid, flashrnn = (RESULTS / f"{name}{end}" for end in (".json", "_grid.jsonl", "_flashrnn.json"))
-    good = run("compare_cudnn.py", "--output", layers) and run("docs_tables.py", layers)
-    good &= anew(grid, "compare_grid.py")
-    if grid.exists():
-        good &= run("grid_report.py", grid) and run("docs_tables.py", grid)
-        good &= run("speed_plot.py", grid, "docs/images/speed.svg")
-        good &= anew(RESULTS / f"{name}_reasons.jsonl", "why_above_floor.py", grid)
-    stacks = RESULTS / f"{name}_stacks.json"
-    good &= run("compare_stacks.py", "--output", stacks) and run("docs_tables.py", stacks)
-    good &= run("compare_stacks.py", "--packed", "--output", RESULTS / f"{name}_packed.json")
-    good &= run("compare_columns.py", "--output", RESULTS / f"{name}_columns.json")
-    good &= anew(RESULTS / f"{name}_projection.jsonl", "compare_projection.py")
-    good &= anew(RESULTS / f"{name}_ablation.jsonl", "compare_ablation.py")
-    good &= anew(RESULTS / f"{name}_variants.jsonl", "compare_variants.py")
-    for what in ("published", "heads", "classes"):
-        result = RESULTS / f"{name}_{what}.jsonl"
-        good &= anew(result, f"compare_{what}.py") and run("docs_tables.py", result)
-    good &= anew(RESULTS / f"{name}_compile_times.jsonl", "compile_times.py", "--jobs",
-                 max(1, len(os.sched_getaffinity(0)) // 4))
-    if importlib.util.find_spec("flashrnn"):
-        trained = flashrnn.with_stem(f"{flashrnn.stem}_training")
-        good &= run("compare_flashrnn.py", "--output", flashrnn) and run("docs_tables.py", flashrnn)
-        good &= run("compare_flashrnn.py", "--training", "--output", trained) and run("docs_tables.py", trained)
-    else:
-        print("\nnot compared with FlashRNN, which is not installed: pip install flashrnn==1.0.8")
-    return good
-
-
-def on_cpu() -> bool:
-    print("There is no GPU here that ecornn serves. The GPU benchmarks need one of compute capability 8.0 or newer, "
-          "its driver, and a PyTorch with CUDA and cuDNN. What follows compares on this CPU.", flush=True)
-    return all([run("compare_cpu.py", "--suite", suite, "--output", "build/cpu.json") for suite in CPU_SUITES])
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="names of parts [all of this device]")
+    parser.add_argument("--list", action="store_true", help="say which command makes which file")
+    arguments = parser.parse_args()
+    every = {part.name: part for part in (*GPU, *CPU)}
+    if unknown := sorted(set(arguments.parts) - set(every)):
+        parser.error(f"PART: {', '.join(unknown)}; expected some of {', '.join(every)}")
+    if arguments.list:
+        for part in every.values():
+            print(f"{part.file('DEVICE')}: python {' '.join(part.command)}")
+        return
     if not importlib.util.find_spec("torch"):
         sys.exit("the benchmarks compare with PyTorch, which is not installed: pip install '.[bench]'")
-    if default_target() == "cpu":
-        sys.exit(not on_cpu())
-    import torch
-
-    if not torch.cuda.is_available():
-        sys.exit(f"PyTorch {torch.__version__} does not see the GPU: install one with CUDA")
-    sys.exit(not on_gpu(resolve("cuda")))
+    target = default_target()
+    if target == "cpu":
+        print("There is no GPU here that ecornn serves. The GPU benchmarks need one of compute capability 8.0 or "
+              "newer, its driver, and a PyTorch with CUDA and cuDNN. What follows compares on this CPU.", flush=True)
+    elif not importlib.import_module("torch").cuda.is_available():
+        sys.exit("PyTorch does not see the GPU: install one with CUDA")
+    parts = [every[name] for name in arguments.parts] or (CPU if target == "cpu" else GPU)
+    sys.exit(not all([measure(part, short_name(resolve(target))) for part in parts]))
 
 
 if __name__ == "__main__":

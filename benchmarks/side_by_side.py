@@ -1,8 +1,7 @@
-"""One layer on a GPU, ecornn's and cuDNN's through PyTorch: both checked against float64, then timed in turns.
+"""What programs share that measure a GPU by themselves: a layer in float64, and sides that take turns.
 
-Both run as CUDA graphs. Every repetition copies fresh random inputs into the buffer that both read, then replays one
-graph after the other; a kernel that waits goes first each time, so that a graph is queued before it starts and the
-time between its events is the GPU's alone. The turns and the clock are those of ``ecornn bench`` (ecornn/bench/).
+The turns and the clock are those of ``ecornn bench`` (ecornn/bench/): a kernel that waits goes first each time, so that
+a graph is queued before it starts and the time between its events is the GPU's alone.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ecornn.bench import cuda_graphs, turns
 from ecornn.bench.cuda_graphs import graph_of
 from ecornn.bench.turns import FEWEST, WARM
 
-__all__ = ["CELLS", "DEVICE", "FEWEST", "WAIT", "WARM", "WrongResultError", "clock", "compare", "environment",
-           "float64_forward", "graph_of", "relative", "summary", "take_turns"]
+__all__ = ["CELLS", "DEVICE", "FEWEST", "WAIT", "WARM", "WrongResultError", "clock", "environment", "float64_forward",
+           "graph_of", "relative", "summary", "take_turns"]
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 DEVICE = "cuda"
 WAIT = cuda_graphs.WAIT  # cycles before each run
@@ -82,52 +81,6 @@ def summary(name: str, times: list[float], steps: int) -> dict[str, float]:
     """Median, 20th and 80th percentile in microseconds a step, as a row has them."""
     p20, median, p80 = np.percentile(times, [20, 50, 80]) / steps
     return {f"{name}_us": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}
-
-
-def compare(cell: str, shape: tuple[int, int, int, int], dtype: str, module: ecornn.Module, *, tf32: bool = False,
-            repeats: int = 30, seconds: float = float("inf")) -> dict:
-    """One row: both sides checked and timed. ``shape`` is T, B, I, H; ``tf32``: cuDNN may round to TF32.
-
-    Raises :class:`WrongResultError` where ours is further from float64 than twice cuDNN's error (exact float32:
-    1e-5 relative), or differs between runs.
-    """
-    T, B, I, H = shape
-    kind = getattr(torch, dtype)
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, tf32
-    kwargs = {"nonlinearity": "tanh"} if cell == "rnn_tanh" else {}
-    library = CELLS[cell](I, H, device=DEVICE, **kwargs).to(kind)
-    weights = {k: v.detach() for k, v in library.named_parameters()}
-    layer = module.bind(weights)
-    x = torch.randn(T, B, I, device=DEVICE).to(kind)
-    ours = torch.full((T, B, H), float("nan"), device=DEVICE, dtype=kind)
-    with torch.no_grad():
-        run_ours = graph_of(lambda: layer(x, out=ours))
-        run_theirs = graph_of(lambda: library(x))
-        x.copy_(torch.randn(T, B, I, device=DEVICE))
-        ours.fill_(float("nan"))
-        run_ours.replay()
-        reference = float64_forward(cell, x, weights)
-        error, library_error = relative(ours, reference), relative(library(x)[0], reference)
-        repeat = ours.clone()
-        ours.fill_(float("nan"))
-        run_ours.replay()
-        identical = torch.equal(repeat, ours)
-    del reference, repeat
-    limit = 1e-5 if module.manifest.workload.arithmetic == "float32" else 2 * library_error + 1e-6
-    if not error <= limit:
-        raise WrongResultError(f"error {error:.2e}, allowed {limit:.2e}")
-    if not identical:
-        raise WrongResultError("two runs differ")
-    times = take_turns({"ecornn": run_ours.replay, "cudnn": run_theirs.replay},
-                       lambda: x.copy_(torch.randn(T, B, I, device=DEVICE)), repeats, seconds)
-    row: dict = {"cell": cell, "T": T, "B": B, "I": I, "H": H, "dtype": dtype, "error": error,
-                 "cudnn_error": library_error, "schedule": module.manifest.schedule,
-                 "config": module.manifest.config, "provenance": module.manifest.provenance}
-    for name, values in times.items():
-        row |= summary(name, values, T)
-    row["ratio"] = row["cudnn_us"] / row["ecornn_us"]
-    row["repetitions"] = len(times["ecornn"])
-    return row
 
 
 def environment() -> dict:

@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from grid import GRID
-from grid_log import GridLog
-from grid_summary import Summary
-from grid_tables import layer
+from grid_summary import Summary, singles
+from measured_rows import Results, read
+from report import layer
 
 WIDTH, HEIGHT = 520, 340  # words can still be read where a phone shows it
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 62, 44
@@ -58,10 +57,9 @@ def dots(rows: Iterable[dict], sizes: list[int]) -> list[str]:
     return lines
 
 
-def svg(log: GridLog) -> str:
+def svg(log: Results) -> str:
     """The whole picture of the rows that were measured."""
-    measured = Summary(log.rows).rows
-    rows = [measured[str(row)] for row in GRID if str(row) in measured]
+    rows = Summary(log.rows).measured(singles())
     sizes = sorted({r["H"] for r in rows})
     lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
              f'height="{HEIGHT}" role="img" aria-label="Times as fast as cuDNN, by hidden size">',
@@ -86,7 +84,7 @@ def main() -> None:
         sys.exit(__doc__)
     path = Path(sys.argv[2])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(svg(GridLog(Path(sys.argv[1]))))
+    path.write_text(svg(read(Path(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -23,15 +23,18 @@ class Bare(Cell):
     gates : recurrent products, and hoisted values, of a unit
     second : whether there is a state c, which never leaves its thread
     given : whether there is an input product; without it, x is not read
+    multiplied : False: recurrent weights are sampled as zeros, as kernels without recurrent products compute
     """
 
     gates: int
     second: bool = False
     given: bool = True
+    multiplied: bool = True
 
     @property
     def name(self) -> str:
-        return f"bare{self.gates}" + ("c" if self.second else "") + ("" if self.given else "_recurrence")
+        return f"bare{self.gates}" + "c" * self.second + "_recurrence" * (not self.given) + "_zero" * (
+            not self.multiplied)
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -59,31 +62,18 @@ class Bare(Cell):
         half = tirx.const(0.5, "float32")
         return [new, *(pointwise(lambda b, j: half * new[b, j], h, "kept") for _ in rest)]
 
-    def random(self, input: int, hidden: int, generator: Any) -> dict[str, Any]:
-        """Weights by PyTorch's names: small enough that the state stays near 1 over any number of steps."""
-        bound = {"weight_ih": 0.25 * input ** -0.5, "weight_hh": 0.25 * hidden ** -0.5, "bias_ih": 1.0}
-        return {self.parameter_name(name): bound[name] * generator.uniform(-1, 1, (shape[0] * shape[1], *shape[2:]))
-                for name, shape in self.parameters(input, hidden).items()}
+    def sample(self, name: str, shape: tuple[int, ...], rng: Any) -> Any:
+        """Weights so small that the state stays near 1 over any number of steps."""
+        bound = 1.0 if name == "bias_ih" else 0.25 * shape[2] ** -0.5
+        return bound * rng.uniform(-1, 1, shape) * (self.multiplied or name != "weight_hh")
 
 
-def bare_forward(cell: Bare, x: Any, p: Mapping[str, Any], multiplied: bool = True) -> Any:
-    """The layer in PyTorch float64 on x's device; x (T, B, I) to y (T, B, H), initial state zero.
+# By the names that `spec` has for them
+CELLS = {cell.name: cell for gates in (1, 3, 4) for second in (False, True) for cell in (
+    Bare(gates, second), Bare(gates, second, False), Bare(gates, second, False, False))}
+globals().update(CELLS)
 
-    Unless ``multiplied``, recurrent weights count as zero.
-    """
-    import torch
 
-    p = {k: v.double() for k, v in p.items()}
-    hidden = p["weight_hh_l0"].shape[1]
-    h = torch.zeros(x.shape[1], hidden, dtype=torch.float64, device=x.device)
-    c, out = torch.zeros_like(h), []
-    for row in x.double():
-        gates = h @ p["weight_hh_l0"].T * multiplied + p["bias_ih_l0"]
-        if cell.given:
-            gates = gates + row @ p["weight_ih_l0"].T
-        h = gates.reshape(-1, cell.gates, hidden).amax(1)
-        if cell.second:
-            h = torch.maximum(h, c)
-            c = h / 2
-        out.append(h)
-    return torch.stack(out)
+def spec(cell: Bare) -> str:
+    """The name under which other processes find one of ``CELLS``."""
+    return f"stage_cells:{cell.name}"

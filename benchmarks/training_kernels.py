@@ -1,8 +1,8 @@
 """Where a training step goes: the kernels of forward and backward of one layer, by the time that they take.
 
-    python benchmarks/training_kernels.py "lstm 1024x16x768x768 bf16"
+    python benchmarks/training_kernels.py "lstm 1024x16x768x768 bfloat16 training"
 
-Rows are those of ``training_rows.py``. Durations are of CUPTI, by way of PyTorch's profiler, of one step after some
+Rows are those of ``grids/training.toml``. Durations are of CUPTI, by way of PyTorch's profiler, of one step after some
 others; ``gaps`` is what is left of the time from the first kernel's start to the last one's end, where kernels of two
 streams count once.
 """
@@ -16,29 +16,32 @@ from pathlib import Path
 
 import torch
 from side_by_side import DEVICE
-from training_rows import ROWS
 
 import ecornn
+from ecornn.bench.grid import read_grid
+from ecornn.compiler import compile_layer
+
+FILE = Path(__file__).parent / "grids" / "training.toml"
 
 
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
+    layers = {layer.name: layer.case.layer() for layer in read_grid(FILE).expanded(FILE.name)}
     for name in sys.argv[1:]:
-        row = next((r for r in ROWS if str(r) == name), None)
-        if row is None:
-            sys.exit(f"no row {name!r}; there are: {', '.join(map(str, ROWS))}")
-        kind = {"f16": torch.float16, "bf16": torch.bfloat16}.get(row.kind, torch.float32)
+        if name not in layers:
+            sys.exit(f"no row {name!r}; there are: {', '.join(layers)}")
+        row = layers[name]
+        kind = getattr(torch, row.dtype)
         with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-            module = ecornn.compile(row.cell, **row.properties, target="cuda", training=True,  # type: ignore[arg-type]
-                                    out=Path(folder, "module.so"))
+            module = compile_layer(row, target="cuda", out=Path(folder, "module.so"))
             shapes = {p.name: p.shape for p in module.manifest.parameters}
-            layer = module.bind({n: (torch.rand(s, device=DEVICE) * 2 - 1).to(kind) / row.H ** 0.5
+            layer = module.bind({n: (torch.rand(s, device=DEVICE) * 2 - 1).to(kind) / row.hidden ** 0.5
                                  for n, s in shapes.items()})
-            x = torch.randn(row.T, row.B, row.I, device=DEVICE).to(kind)
-            dy = torch.randn(row.T, row.B, row.H * (1 + row.bidirectional), device=DEVICE).to(kind)
+            x = torch.randn(row.seq, row.batch, row.workload.input, device=DEVICE).to(kind)
+            dy = torch.randn(row.seq, row.batch, row.hidden * (1 + row.bidirectional), device=DEVICE).to(kind)
             for part in ("forward", "backward"):
-                show(f"{name}, {part}", part, layer, x, dy, row.T * row.layers)
+                show(f"{name}, {part}", part, layer, x, dy, row.seq * row.layers)
 
 
 def show(title: str, part: str, layer: ecornn.Layer, x: torch.Tensor, dy: torch.Tensor, steps: int) -> None:

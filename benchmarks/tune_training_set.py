@@ -1,4 +1,4 @@
-"""Searches the recurrences of the backward passes of the layers of ``training_rows.py``, on the GPU at hand.
+"""Searches the recurrences of the backward passes of the layers of ``grids/training.toml``, on the GPU at hand.
 
     python benchmarks/tune_training_set.py --time-limit 240 --log h100-training.jsonl
     python benchmarks/tune_training_set.py --time-limit 60 --log h100-training.jsonl --only "lstm 1024x16x768"
@@ -21,8 +21,8 @@ from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from msgspec import structs
-from training_rows import ROWS, Row
 
+from ecornn.bench.grid import Layer, read_grid
 from ecornn.layer_spec import LayerSpec
 from ecornn.workload import Workload
 
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from ecornn.tune.session import Result, Session
 
 # Recurrences, each with the first row that has it: layers of a stack, both directions and all I share one.
-Wanted = dict[Workload, tuple[Row, LayerSpec]]
+Wanted = dict[Workload, tuple[Layer, LayerSpec]]
+FILE = Path(__file__).parent / "grids" / "training.toml"
+ROWS = [layer for layer in read_grid(FILE).expanded(FILE.name) if not layer.group]
 LEAST = 5.0  # seconds: with less no layer begins
 WON = 1.02
 
@@ -42,9 +44,10 @@ def layers(only: Sequence[str], device: Device) -> dict[int, Wanted]:
 
     found: dict[int, Wanted] = {}
     for row in ROWS:
-        if not only or any(part in str(row) for part in only):
-            layer = LayerSpec(row.cell, **row.properties, training=True)  # type: ignore[arg-type]
-            cores = plan_layer(layer, target=device).task.device.cores if row.bidirectional else device.cores
+        if not only or any(part in row.name for part in only):
+            layer = row.case.layer()
+            both = row.case.bidirectional
+            cores = plan_layer(layer, target=device).task.device.cores if both else device.cores
             found.setdefault(cores, {}).setdefault(layer.workload.adjoint, (row, layer))
     return found
 
@@ -80,7 +83,7 @@ def search(session: Session, wanted: Wanted, log: Path, trials: int, limit: floa
             return
         except EcornnError as error:
             found[work] = str(error)
-            print(f"{row}: {error}", flush=True)
+            print(f"{row.name}: {error}", flush=True)
             return
         found[work] = result
         print(f"{time.monotonic() - begin:6.1f} s  {line(row, result)}", flush=True)
@@ -94,17 +97,17 @@ def search(session: Session, wanted: Wanted, log: Path, trials: int, limit: floa
     return found
 
 
-def line(row: Row, result: Result) -> str:
+def line(row: Layer, result: Result) -> str:
     """A layer for people: the default and the best, and in which knobs they differ."""
     finish, why = result.finish, "".join(f"; {count} failed: {reason}" for reason, count in result.failures.items())
     if finish.best is None or finish.best_us is None or finish.default is None:
-        return f"{row!s:40} none ran of {finish.trials}{why}"
+        return f"{row.name:40} none ran of {finish.trials}{why}"
     default, best, trials = finish.default, finish.best, f"{finish.trials:3} trials"
     of_default = f"{finish.default_us:7.3f}" if finish.default_us else " failed"
     changed = " ".join(f"{k}={v}" for k, v in best.config.items()
                        if best.schedule != default.schedule or v != default.config[k])
     gain = f"{finish.default_us / finish.best_us:5.3f}x" if finish.default_us else ""
-    return (f"{row!s:40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {trials}  "
+    return (f"{row.name:40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {trials}  "
             f"{best.schedule} {changed or '(the default)'}{why}")
 
 
@@ -140,7 +143,7 @@ def report(wanted: Wanted, found: dict[Workload, Result | str]) -> str:
     rows, gains = [], []
     for work, (row, _) in wanted.items():
         result = found.get(work, "not begun: the time had passed")
-        rows.append(f"{row!s:40} {result}" if isinstance(result, str) else line(row, result))
+        rows.append(f"{row.name:40} {result}" if isinstance(result, str) else line(row, result))
         if not isinstance(result, str) and result.finish.best_us and result.finish.default_us:
             gains.append(result.finish.default_us / result.finish.best_us)
     total = f"{len(gains)} of {len(wanted)} searched"

@@ -2,38 +2,22 @@
 
 Everything else stays: every block polls or copies all of h and waits until it is there, partial sums (zeros) are
 stored, added and synchronised, h' is sent. Weights that are kept are read once, before the first step, and none later.
-What such a module computes is the layer with recurrent weights of zero, so it is checked like any other.
+What such a module computes is the layer with recurrent weights of zero, with which it is checked like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
 from typing import Any
 from unittest.mock import patch
-
-from ecornn.compiler import LayerPlan
-from ecornn.program import Program
 
 SERVED = ("persistent", "persistent_wide")
 
 
-class Unmultiplied(LayerPlan):
-    """A plan whose programs have no recurrent products; of schedules that are ``SERVED``."""
-
-    @classmethod
-    def of(cls, planned: LayerPlan) -> Unmultiplied:
-        return cls(**{field.name: getattr(planned, field.name) for field in fields(planned)})
-
-    def programs(self) -> tuple[Program, ...]:
-        with _without_products():
-            return super().programs()
-
-
 @contextmanager
-def _without_products() -> Iterator[None]:
-    """While schedules make kernels in this thread."""
+def without_products() -> Iterator[None]:
+    """While schedules make kernels in this process; of those that are ``SERVED``."""
     from ecornn.schedules.persistent import products
     from ecornn.schedules.persistent_wide import products as wide
 

@@ -1,7 +1,6 @@
 """Why rows of the grid take more than 1.5 times their floor: each is timed again with stages left out; on a GPU.
 
-    python benchmarks/why_above_floor.py benchmarks/results/h100_grid.jsonl --output reasons.jsonl --seconds 240
-    python benchmarks/why_above_floor.py benchmarks/results/h100_grid.jsonl --target sm_90a --compile-only
+    python benchmarks/why_above_floor.py benchmarks/results/h100_grid.jsonl --output reasons.jsonl
 
 Every row is timed by itself. Its sides have its schedule and knobs, and one stage less each time:
 
@@ -27,125 +26,73 @@ as the stage `recurrence`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import argparse
+import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
-from cases import Files, parser_of, run
-from compiled_case import Knobs, Made, knobs
-from grid import Row
-from grid_log import GridLog
 from grid_summary import HIGH, Summary
-from grid_tables import layer, table, times
-from measuring_process import Limits
-from stage_cells import Bare
+from measured_rows import Results, read
+from report import layer, table, times
+from stage_cells import Bare, spec
 from unmultiplied import SERVED
 
+from ecornn.bench.case import Case
+from ecornn.bench.grid import Layer, selected
+from ecornn.bench.measure import Plan
+from ecornn.bench.own import Own
+from ecornn.bench.processes import measure_into
+from ecornn.bench.row_log import RowLog
 from ecornn.device import Device
-from ecornn.floor import GATES, floor, measured, polled
+from ecornn.floor import GATES, Floor, floor, measured, polled
 
 STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 STAGES = ("gate math", "projection", "products", "exchange", "recurrence")
 ALSO = 0.5  # of the largest excess: what else is named
-LONGEST = 20.0  # seconds that a row may take
+LONGEST = 60.0  # seconds that a row may take
 MORE = 1.05  # times as long as with products: what is then said of a step without
 
 
-@dataclass(frozen=True)
-class Case:
-    """A row of the grid as it was measured there."""
-
-    cell: str
-    T: int
-    B: int
-    I: int
-    H: int
-    dtype: str
-    schedule: str
-    config: Knobs
-
-    @property
-    def row(self) -> Row:
-        return Row(self.cell, self.T, self.B, self.I, self.H, self.dtype)
-
-    def sides(self) -> dict[str, Made]:
-        """The row's module, and those with stages left out."""
-        gates, second = GATES[self.cell], STATES[self.cell] > 1
-        alone = self._made(Bare(gates, second, False), self._without_input())
-        made = {"whole": self._made(self.cell, self.config), "bare": self._made(Bare(gates, second), self.config),
-                "recurrence": alone}
-        return made | ({"unmultiplied": replace(alone, multiplied=False)} if self.schedule in SERVED else {})
-
-    def _without_input(self) -> Knobs:
-        """Nothing can run beside a recurrence that has no projection, and there are no values of it to round."""
-        none = {"ahead": 100, "hoisted": "float32"}
-        return knobs(dict(self.config) | {name: none[name] for name in none if name in dict(self.config)})
-
-    def _made(self, cell: str | Bare, config: Knobs) -> Made:
-        return Made(cell, self.T, self.B, self.I, self.H, self.row.kind, self.schedule, config,
-                    precision="tf32" if self.row.arithmetic == "tf32" else None)
-
-    def __str__(self) -> str:
-        return str(self.row)
+def layers_of(path: Path) -> list[Layer]:
+    """The rows of a grid that exceed 1.5 times their floor, the furthest first, as they were measured there."""
+    results = read(path)
+    return [layer_of(row) for row in Summary(results.rows, results.environment["gpu"]).high()]
 
 
-def cases_of(path: Path) -> list[Case]:
-    """The rows of a grid that exceed 1.5 times their floor, the furthest first."""
-    return [Case(*(row[k] for k in ("cell", "T", "B", "I", "H", "dtype", "schedule")), knobs(row["config"]))
-            for row in Summary(GridLog(path).rows).high()]
+def layer_of(row: dict[str, Any]) -> Layer:
+    """A row with its sides: its module, and those with stages left out. Nothing can run beside a recurrence that has no
+    projection, and there are no values of it to round."""
+    gates, second = GATES[row["cell"]], STATES[row["cell"]] > 1
+    config = dict(row["config"])
+    alone = config | {name: value for name, value in {"ahead": 100, "hoisted": "float32"}.items() if name in config}
+    own = {"whole": Own(schedule=row["schedule"], config=config),
+           "bare": Own(cell=spec(Bare(gates, second)), schedule=row["schedule"], config=config),
+           "recurrence": Own(cell=spec(Bare(gates, second, False)), schedule=row["schedule"], config=alone)}
+    if row["schedule"] in SERVED:
+        own["unmultiplied"] = Own(cell=spec(Bare(gates, second, False, False)), schedule=row["schedule"], config=alone,
+                                  within="unmultiplied:without_products")
+    arithmetic = arithmetic_of(row)
+    case = Case(cell=row["cell"], seq=row["T"], batch=row["B"], input=row["I"], hidden=row["H"], target="cuda",
+                dtype="float32" if arithmetic == "tf32" else arithmetic,
+                precision="tf32" if arithmetic == "tf32" else None)
+    return Layer(name=row["name"], case=case, against=(), own=own)
 
 
-def row_of(entry: dict) -> Row:
-    """The row of the grid that an entry of a file is of."""
-    return Row(*(entry[name] for name in ("cell", "T", "B", "I", "H", "dtype")))
+def arithmetic_of(row: dict[str, Any]) -> str:
+    """What ours rounds the factors of products to."""
+    return {"tf32": "float32", "tf32-both": "tf32"}.get(row["dtype"], row["dtype"])
 
 
-def compare(case: Case, files: Files, limits: Limits) -> dict:
-    """One row: every side checked and timed, and what the stages take."""
-    import numpy as np
-    import torch
-    from many_sides import Sides
-    from side_by_side import CELLS, DEVICE, float64_forward, relative
-    from stage_cells import bare_forward
-
-    from ecornn.tune.tolerance import TOLERANCE
-
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = case.row.arithmetic == "tf32"
-    if isinstance(files["whole"], str):
-        return {"failed": files["whole"]}
-    kwargs = {"nonlinearity": "tanh"} if case.cell == "rnn_tanh" else {}
-    sides = Sides((case.T, case.B, case.I, case.H), case.row.kind)
-    library = CELLS[case.cell](case.I, case.H, device=DEVICE, **kwargs).to(sides.kind)
-    weights = {"whole": {k: v.detach() for k, v in library.named_parameters()}}
-    cells = {name: made.cell for name, made in case.sides().items()}
-    generator = np.random.default_rng(0)
-    for name, cell in cells.items():
-        if isinstance(cell, Bare):
-            weights[name] = {k: torch.from_numpy(v).to(DEVICE, sides.kind)
-                             for k, v in cell.random(case.I, case.H, generator).items()}
-    with torch.no_grad():
-        for name, file in files.items():
-            sides.add_module(name, file, weights[name])
-        sides.x.copy_(sides.random())
-        references = {name: float64_forward(case.cell, sides.x, weights[name]) if name == "whole"
-                      else bare_forward(cells[name], sides.x, weights[name], multiplied=name != "unmultiplied")
-                      for name in sides.row["sides"]}
-        near = 1e-5 if case.row.arithmetic == "float32" else (
-            2 * relative(library(sides.x)[0], references["whole"]) + 1e-6)
-        sides.check(references, dict.fromkeys(files, TOLERANCE[case.row.arithmetic]) | {"whole": near})
-        del references
-        if "whole" in sides.row["wrong"]:
-            return {"failed": sides.row["missing"]["whole"]}
-        row = sides.time(limits)
-    return row | {"stages": stages_of(row), "waits": waits(case)}
+def floor_of(row: dict[str, Any], gpu: Device) -> Floor:
+    return floor(gpu, row["cell"], row["B"], row["I"], row["H"], arithmetic_of(row))
 
 
-def waits(case: Case) -> int:
+def waits(row: dict[str, Any]) -> int:
     """How often in a step a warp of `persistent` waits for a part of h: what it multiplies at a time is limited by its
     registers. The parts come one after the other, each a trip."""
-    if case.schedule != "persistent":
+    config = knobs_of(row)
+    if config.pop("schedule") != "persistent":
         return 1
     from ecornn.cells import get
     from ecornn.schedules import all_schedules
@@ -153,10 +100,21 @@ def waits(case: Case) -> int:
     from ecornn.task import make_task
     from ecornn.workload import Workload
 
-    work = Workload(case.cell, case.H, case.I, case.B, case.T, case.row.kind,
-                    precision="tf32" if case.row.arithmetic == "tf32" else None)
-    plan = all_schedules()["persistent"].plan(make_task(get(case.cell), work, KNOWN["sm_90a"]), dict(case.config))
+    arithmetic = arithmetic_of(row)
+    work = Workload(row["cell"], row["H"], row["I"], row["B"], row["T"],
+                    "float32" if arithmetic == "tf32" else arithmetic,
+                    precision="tf32" if arithmetic == "tf32" else None)
+    plan = all_schedules()["persistent"].plan(make_task(get(row["cell"]), work, KNOWN["sm_90a"]), config)
     return sum(-(-phase.pairs // phase.polled_pairs) for phase in plan.phases)
+
+
+def knobs_of(row: dict[str, Any]) -> dict[str, Any]:
+    """The schedule and the knobs of the row's module; those of a new file are in words."""
+    if "configs" in row:
+        return dict(row["configs"]["whole"])
+    schedule, *knobs = row["about"]["whole"].split()
+    return {"schedule": schedule} | {name: int(value) if value.isdecimal() else value
+                                     for name, _, value in (knob.partition("=") for knob in knobs)}
 
 
 def stages_of(row: dict) -> dict[str, float]:
@@ -177,11 +135,11 @@ def stages_of(row: dict) -> dict[str, float]:
 
 def excess(entry: dict, gpu: Device) -> dict[str, tuple[float, float]]:
     """Of each stage that is known: microseconds a step, and its part of the row's floor."""
-    row = row_of(entry)
-    least = floor(gpu, row.cell, row.B, row.I, row.H, row.arithmetic)
+    least = floor_of(entry, gpu)
     floors = {"gate math": 0.0, "projection": least.projection, "products": least.recurrent + least.bytes,
               "exchange": least.exchange, "recurrence": least.recurrent + least.bytes + least.exchange}
-    return {name: (entry["stages"][name], floors[name]) for name in STAGES if name in entry["stages"]}
+    stages = entry.get("stages") or stages_of(entry)
+    return {name: (stages[name], floors[name]) for name in STAGES if name in stages}
 
 
 def reasons(entry: dict, gpu: Device) -> list[str]:
@@ -193,8 +151,7 @@ def reasons(entry: dict, gpu: Device) -> list[str]:
 
 def over(entry: dict, gpu: Device) -> float:
     """How many times its floor a row took, when its stages were timed."""
-    row = row_of(entry)
-    return entry["whole_us"] / floor(gpu, row.cell, row.B, row.I, row.H, row.arithmetic).total
+    return entry["whole_us"] / floor_of(entry, gpu).total
 
 
 def in_words(entry: dict, gpu: Device) -> str:
@@ -206,7 +163,7 @@ def in_words(entry: dict, gpu: Device) -> str:
 
 
 def _sentence(entry: dict, stage: str, us: float, least: float, gpu: Device) -> str:
-    row, config = row_of(entry), entry["configs"]["whole"]
+    config = knobs_of(entry)
     if stage == "gate math":
         return f"gate math on the critical path, {us:.2f}, which the floor leaves out"
     if stage == "projection":
@@ -217,19 +174,19 @@ def _sentence(entry: dict, stage: str, us: float, least: float, gpu: Device) -> 
         return f"products and partial sums, {us:.2f} where the tensor cores' rate and bytes allow {least:.2f}{where}"
     if stage == "recurrence":
         return f"products, exchange and synchronisation, {us:.2f} where the floor has {least:.2f}; not told apart"
-    cut = floor(gpu, row.cell, row.B, row.I, row.H, row.arithmetic)
+    cut = floor_of(entry, gpu)
     among = "one block" if cut.blocks == 1 else f"{cut.blocks} blocks" + (
         " of a cluster" if cut.blocks <= gpu.can.cluster else "")
     of_floor = f"the floor has {least:.2f} for {among}"
     if config["schedule"] not in ("persistent", "persistent_wide"):
         return f"a launch a step, and the state through memory, {us:.2f}; {of_floor}"
-    blocks = -(-row.H // config["units"])
+    blocks = -(-entry["H"] // config["units"])
     if config.get("carrier") == "cluster":
         return f"exchange and synchronisation, {us:.2f}, in clusters of {blocks} blocks; {of_floor}"
-    trip = polled(gpu, row.B, row.H, row.arithmetic, config["groups"], blocks)
+    trip = polled(gpu, entry["B"], entry["H"], arithmetic_of(entry), config["groups"], blocks)
     of_it = f"of which about {trip:.2f} is" if trip < us else "all of it"
     text = f"exchange and synchronisation, {us:.2f}, {of_it} the way through L2 between the {blocks} blocks of a group"
-    if (parts := entry.get("waits", 1)) > 1:
+    if (parts := entry.get("waits") or waits(entry)) > 1:
         text += f", and h comes in {parts} parts, one waited for after the other, for want of registers"
     if (sharers := config.get("parts", 1)) > 1:
         text += f", and partial sums go between the {sharers} blocks that share a unit's weights"
@@ -238,48 +195,52 @@ def _sentence(entry: dict, stage: str, us: float, least: float, gpu: Device) -> 
     return f"{text}; {of_floor}"
 
 
-def report(path: Path, log: GridLog, cases: Sequence[Case] = ()) -> list[str]:
-    """The table, in Markdown; ``cases`` that the file lacks are named."""
-    env, rows = log.environment, [r for r in log.rows if "failed" not in r]
-    gpu = measured(env["gpu"])
+def report(results: Results, layers: list[Layer]) -> list[str]:
+    """The table, in Markdown; ``layers`` that the file lacks are named."""
+    rows, gpu = results.good, measured(results.environment["gpu"])
     lines = [f"# Rows above {HIGH} times their floor", "",
-             f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; µs a step in CUDA graphs, interleaved, median "
-             "[p20, p80], outputs checked against float64. Stages are differences of medians between modules that have "
-             "the stage and modules that have not, in the row's configuration (`benchmarks/why_above_floor.py`); in "
-             f"brackets what the floor has for the stage. Data: `{path.name}`; `make bench`.", ""]
+             "Stages are differences of medians between modules that have the stage and modules that have not, in the "
+             "row's configuration (`benchmarks/why_above_floor.py`); in brackets what the floor has for the stage. "
+             f"{results.source}", ""]
     if gpu is None:
         lines += ["Nobody measured the constants of this GPU, so there are no floors, and no reasons.", ""]
     lines += [*table(("layer, T x B x I x H", "dtype", "configuration", "whole", "floor", "of its floor", *STAGES,
                       "reason"), (_line(r, gpu) for r in rows)), ""]
-    missing = [f"- {r['name']}, {side}: {why}" for r in rows for side, why in r["missing"].items()]
-    lines += ["## Sides that could not be made", "", *(missing or ["None."]), ""]
-    if failed := [r for r in log.rows if "failed" in r]:
-        lines += ["## Failed", "", *(f"- {r['name']}: {r['failed']}" for r in failed), ""]
-    if left := [str(case) for case in cases if str(case) not in {r["name"] for r in log.rows}]:
-        lines += ["## Not measured", "", *(f"- {name}" for name in left), ""]
-    return lines
+    missing = [f"- {r['name']}, {side}: {why}" for r in rows for side, why in r.get("missing", {}).items()]
+    failed = [f"- {r['name']}: {r['failed']}" for r in results.rows if r.get("failed")]
+    left = [f"- {one.name}: not measured" for one in layers if one.name not in {r["name"] for r in results.rows}]
+    return [*lines, "## Missing", "", *(missing + failed + left or ["Nothing."]), ""]
 
 
 def _line(r: dict, gpu: Device | None) -> list[str]:
-    known = excess(r, gpu) if gpu else {}
+    known, stages = excess(r, gpu) if gpu else {}, r.get("stages") or stages_of(r)
     cells = []
     for name in STAGES:
-        text = f"{r['stages'][name]:.2f}" if name in r["stages"] else ""
+        text = f"{stages[name]:.2f}" if name in stages else ""
         cells.append(text + (f" ({known[name][1]:.2f})" if name in known else ""))
     least = [f"{r['whole_us'] / over(r, gpu):.2f}", f"{over(r, gpu):.2f}"] if gpu else ["", ""]
-    config = " ".join(v if k == "schedule" else f"{k}={v}" for k, v in r["configs"]["whole"].items())
+    config = " ".join(v if k == "schedule" else f"{k}={v}" for k, v in knobs_of(r).items())
     return [layer(r), r["dtype"], config, times(r, "whole"), *least, *cells, in_words(r, gpu) if gpu else ""]
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("grid", type=Path, help="the file of compare_grid.py")
-    parser.set_defaults(longest=LONGEST)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("grid", type=Path, help="results of grids/grid.toml")
+    parser.add_argument("--output", type=Path, required=True, help="JSON lines to append to; a table is written beside")
+    parser.add_argument("--only", action="append", default=[], metavar="WORDS", help="rows with all of these words")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of timing each side [%(default)s]")
+    parser.add_argument("--jobs", type=int, default=8, help="rows that are compiled at a time [%(default)s]")
+    parser.add_argument("--report", action="store_true", help="only write the table of what --output has")
     arguments = parser.parse_args()
     if not arguments.grid.is_file():
-        parser.error(f"argument grid: {arguments.grid} is missing; compare_grid.py --output FILE measures it")
-    cases = cases_of(arguments.grid)
-    run(arguments, cases, compare, partial(report, cases=cases))
+        parser.error(f"argument grid: {arguments.grid} is missing; python benchmarks/run_all.py grid measures it")
+    layers, good = selected(layers_of(arguments.grid), arguments.only), True
+    if not arguments.report:
+        with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+            good = measure_into(RowLog(arguments.output), layers, Plan((), arguments.seconds), Path(folder),
+                                arguments.jobs, LONGEST)
+    arguments.output.with_suffix(".md").write_text("\n".join(report(read(arguments.output), layers)) + "\n")
+    sys.exit(not good)
 
 
 if __name__ == "__main__":

@@ -51,11 +51,6 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
     at_most: float | None = None
     at_least: float | None = None
 
-    @property
-    def row_name(self) -> str:
-        """What tells its row from those of the other layers."""
-        return f"{self.group} {self.name}" if self.group else self.name
-
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A file, as it is written.
@@ -66,21 +61,32 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     against : sides beside ours, as ``--against`` names them
     calls : of a short sequence that are timed as one, so that a graph's launch does not count
     sides : of ours, of every layer that does not name its own
+    means : geometric means of the ratios of a group, at least
     """
 
     title: str = ""
     about: str = ""
     against: list[str] | None = None
     calls: int = 1
+    means: dict[str, float] = {}
     sides: dict[str, Own] = {}
     all: dict[str, Any] = {}
     layers: list[dict[str, Any]]
 
     def expanded(self, where: str) -> list[Layer]:
-        """Every layer once, in the file's order."""
-        found = (layer for number, values in enumerate(self.layers, 1)
-                 for layer in self._combinations(self.all | values, f"{where}, layers {number}"))
-        return list({layer.row_name: layer for layer in found}.values())
+        """Every layer once, in the file's order; in the first of its groups."""
+        found: dict[str, Layer] = {}
+        for layer in self._every(where):
+            found.setdefault(layer.name, layer)
+        return [*found.values()]
+
+    def members(self, group: str) -> list[Layer]:
+        """The layers that the file names in a group, whether or not another has them before."""
+        return [layer for layer in self._every(group) if layer.group == group]
+
+    def _every(self, where: str) -> Iterator[Layer]:
+        for number, values in enumerate(self.layers, 1):
+            yield from self._combinations(self.all | values, f"{where}, layers {number}")
 
     def _combinations(self, values: dict[str, Any], where: str) -> Iterator[Layer]:
         if unknown := set(values) - {*FIELDS, *OF_LAYER}:
@@ -122,7 +128,7 @@ def name_of(case: Case, dtype: str = "") -> str:
     size = "x".join(str(v or "?") for v in (case.seq, case.batch, case.input or case.hidden, case.hidden))
     more = [f"{case.layers} layers" * (case.layers > 1), "both ways" * case.bidirectional, "reverse" * case.reverse,
             "training" * case.training, f"keep {case.keep}" if case.keep else "",
-            f"weights {case.weights}" if case.weights else ""]
+            f"weights {case.weights}" if case.weights else "", f"{case.threads} threads" if case.threads else ""]
     cell = (case.cell or case.module or "").rpartition(":")[2]
     return " ".join(filter(None, [cell, size, dtype or case.dtype or "", *more]))
 
@@ -143,7 +149,7 @@ def selected(layers: Sequence[Layer], only: Sequence[str]) -> list[Layer]:
     """Those of which one of ``only`` has all its words in the group and the name; all without any. Raises
     :class:`ArgumentError` where there are none."""
     found = [layer for layer in layers
-             if not only or any(all(word in layer.row_name for word in text.split()) for text in only)]
+             if not only or any(all(word in f"{layer.group} {layer.name}" for word in text.split()) for text in only)]
     if not found:
         raise ArgumentError("--only", ", ".join(only), "words of the name of a layer; --list shows them")
     return found

@@ -32,7 +32,8 @@ GRAPH = 300  # steps of the calls that are timed as one, at most
 class Plan:
     """How cases are measured: against whom (None: who is there), ``seconds`` of timing a side, ``seed`` of the weights
     and inputs; ``told`` is called with what comes next. ``own``: sides of ours beside ours; ``calls`` of a short
-    sequence are timed as one; ``folder``: where modules are, and are kept."""
+    sequence are timed as one; ``folder``: where modules are, and are kept; ``more`` is timed beside all sides as it is,
+    unchecked."""
 
     against: tuple[str, ...] | None
     seconds: float = 2.0
@@ -41,6 +42,7 @@ class Plan:
     own: Owns = field(default_factory=dict)
     calls: int = 1
     folder: Path | None = None
+    more: Mapping[str, Callable[[], object]] = field(default_factory=dict)
 
 
 def measure(case: Case, plan: Plan) -> Row:
@@ -70,7 +72,8 @@ def measure(case: Case, plan: Plan) -> Row:
         for name in against:
             _take(row, sides, name, peer(name, subject, weights, rng), plan)
         row.about = {name: side.about for name, side in sides.items()}
-        _time(row, subject, _checked(row, subject, sides, plan), plan)
+        more = {name: Ready(call, dict) for name, call in plan.more.items()}
+        _time(row, subject, _checked(row, subject, sides, plan) | more, plan)
         return row
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     untuned : as if there were no records; such a side is left out where records choose the same
     like : another cell, whose schedule and knobs at this size are taken
     module : a module's file, which is not compiled; the side is left out where there is none
+    within : ``MODULE:NAME`` of a function of no arguments that makes a context, in which the module is built
     """
 
     cell: str | None = None
@@ -41,6 +44,7 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     untuned: bool = False
     like: str | None = None
     module: str | None = None
+    within: str | None = None
 
     def case(self, case: Case) -> Case:
         """The layer of this side."""
@@ -77,8 +81,17 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         if not out.exists():
             from ecornn.compiler import build
 
-            build(self.planned(case), out)
+            with self.context():
+                build(self.planned(case), out)
         return out
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What the module is built in."""
+        if self.within is None:
+            return nullcontext()
+        where, _, name = self.within.partition(":")
+        made: AbstractContextManager[Any] = getattr(importlib.import_module(where), name)()
+        return made
 
 
 Owns = Mapping[str, Own]

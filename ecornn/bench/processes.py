@@ -16,7 +16,9 @@ from ecornn.bench.case import Case
 from ecornn.bench.grid import Layer
 from ecornn.bench.measure import Plan, failed, measure
 from ecornn.bench.own import Own
-from ecornn.bench.results import Row
+from ecornn.bench.results import Row, append
+from ecornn.bench.row_log import RowLog
+from ecornn.bench.shown import shown
 from ecornn.errors import EcornnError
 from ecornn.tune.process import Worker, WorkerError
 
@@ -37,7 +39,10 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ready(_: None) -> bool:
-    """What a process begins with."""
+    """What a process begins with: imports that take long are no layer's time."""
+    from ecornn.tune.quick_tvm import import_tvm
+
+    import_tvm()
     return True
 
 
@@ -57,8 +62,8 @@ def measure_alone(asked: Asked) -> Row:
                                     folder=Path(asked.folder)))
 
 
-def measured(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float) -> Iterator[Row]:
-    """Rows in the order of the layers, ``jobs`` of which are compiled at a time; each may take ``longest`` seconds."""
+def compiled(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int) -> Iterator[tuple[Layer, Asked]]:
+    """The layers in their order, each as soon as its modules are in its folder; ``jobs`` are compiled at a time."""
     every = [_asked(layer, plan, folder) for layer in layers]
     builders = [Worker(f"{HERE}:ready", gpu=True) for _ in range(jobs)]
     idle: SimpleQueue[Worker] = SimpleQueue()
@@ -73,24 +78,45 @@ def measured(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longe
         finally:
             idle.put(worker)
 
-    alone, pool = Worker(f"{HERE}:ready", gpu=True), ThreadPoolExecutor(jobs)
+    pool = ThreadPoolExecutor(jobs)
     try:
         futures = [pool.submit(build, asked) for asked in every]
         for layer, asked, future in zip(layers, every, futures, strict=True):
             future.result()
+            yield layer, asked
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in builders:
+            worker.stop()
+
+
+def measured(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float) -> Iterator[Row]:
+    """Rows in the order of the layers, ``jobs`` of which are compiled at a time; each may take ``longest`` seconds."""
+    alone = Worker(f"{HERE}:ready", gpu=True)
+    try:
+        for layer, asked in compiled(layers, plan, folder, jobs):
             try:
                 yield alone.call(f"{HERE}:measure_alone", asked, Row, longest)
             except WorkerError as error:
                 alone.kill()  # after an error of the GPU nothing runs in its process any more
                 yield failed(layer.case, plan, str(error))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in (alone, *builders):
-            worker.stop()
+        alone.stop()
+
+
+def measure_into(log: RowLog, layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float) -> bool:
+    """Appends the rows that a file lacks, and prints them; whether all of them were measured, and right."""
+    left, good = [layer for layer in layers if not log.has(layer.name)], True
+    for layer, row in zip(left, measured(left, plan, folder, jobs, longest), strict=True):
+        row.name, row.group = layer.name, layer.group
+        append(log, row)
+        good &= row.good
+        print("\n".join(shown(row)), flush=True)
+    return good
 
 
 def _asked(layer: Layer, plan: Plan, folder: Path) -> Asked:
-    own = folder / hashlib.sha256(layer.row_name.encode()).hexdigest()[:16]
+    own = folder / hashlib.sha256(layer.name.encode()).hexdigest()[:16]
     own.mkdir(parents=True, exist_ok=True)
     return Asked(case=layer.case, own=layer.own, against=plan.against if layer.against is None else layer.against,
                  seconds=plan.seconds, seed=plan.seed, calls=plan.calls, folder=str(own))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -10,6 +12,7 @@ from typing import IO, Any
 import msgspec
 
 from ecornn.bench.case import FIELDS, Case, case_of
+from ecornn.bench.row_log import RowLog
 from ecornn.bench.turns import Times
 from ecornn.errors import ArgumentError
 from ecornn.workload import Stack, Workload
@@ -95,6 +98,13 @@ def environment(row: Row | None = None) -> dict[str, Any]:
 
         found |= {"gpu": row.device, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     return found | {"time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+
+
+def append(log: RowLog, row: Row) -> None:
+    """Adds a row to a file, behind where it was measured if the file's last rows are of elsewhere, or of before."""
+    if log.fresh or (row.device and not log.environment.get("device")):
+        log.begin(environment(row) | {"device": row.device, "command": shlex.join(["ecornn", *sys.argv[1:]])})
+    log.add(row.name, row)
 
 
 class CsvFile:

@@ -24,6 +24,7 @@ class RowLog:
         self.environment: dict[str, Any] = {}
         self._rows: dict[str, dict[str, Any]] = {}
         self._end = 0
+        self.fresh = True  # nothing was appended yet
         for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else [], 1):
             if not line.endswith(b"\n"):
                 break
@@ -54,7 +55,7 @@ class RowLog:
         known, now = (of.get("gpu") or of.get("device") for of in (self.environment, environment))
         if known and now and known != now:
             raise ArgumentError("--output", str(self.path), f"a file with rows of {now}; this one has those of {known}")
-        self.environment = environment
+        self.environment, self.fresh = environment, False
         self._write({"environment": environment})
 
     def add(self, name: str, row: Any) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -102,7 +100,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     """
     from ecornn.bench.measure import Plan
     from ecornn.bench.peers import named
-    from ecornn.bench.results import CsvFile, environment, read_row
+    from ecornn.bench.results import CsvFile, append, environment, read_row
     from ecornn.bench.row_log import RowLog
     from ecornn.bench.shown import shown
 
@@ -120,7 +118,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
         click.echo("\n".join(" ".join(filter(None, (layer.group, layer.name))) for layer in layers))
         return
     log = RowLog(output) if output is not None else None
-    if log is not None and (known := [layer for layer in layers if log.has(layer.row_name)]):
+    if log is not None and (known := [layer for layer in layers if log.has(layer.name)]):
         click.echo(f"{len(known)} of {len(layers)} layers are in {output} already", err=True)
         layers = [layer for layer in layers if layer not in known]
     sides = named(against) if against is not None else earlier.against if earlier is not None else None
@@ -133,10 +131,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
             for row in measured(layers, plan, earlier, jobs, longest):
                 rows.append(row)
                 if log is not None:
-                    if len(rows) == 1:
-                        command = shlex.join(["ecornn", *sys.argv[1:]])
-                        log.begin(environment(row) | {"device": row.device, "command": command})
-                    log.add(row.name, row)
+                    append(log, row)
                 if file is not None:
                     file.add(row)
                 if not json:
@@ -188,7 +183,7 @@ def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int
     """Rows as they are done, with what the grid says of their layers."""
     rows = in_processes(layers, plan, jobs, longest) if jobs else in_this_process(layers, plan)
     for layer, row in zip(layers, rows, strict=True):
-        row.name, row.group, row.at_most, row.at_least = layer.row_name, layer.group, layer.at_most, layer.at_least
+        row.name, row.group, row.at_most, row.at_least = layer.name, layer.group, layer.at_most, layer.at_least
         if earlier is not None:
             row.earlier = earlier.medians
             for what in ("device", "schedule"):

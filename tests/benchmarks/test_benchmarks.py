@@ -5,83 +5,110 @@ from __future__ import annotations
 import csv
 import json
 import math
-import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import compile_phases
-import grid
-import grid_report
-import grid_tables
+import grid_summary
 import numpy as np
 import pytest
-from grid_log import GridLog
-from grid_summary import Summary
+import report
+from grid_summary import Summary, members, singles
+from measured_rows import Results, mean, of_bench, read
 from rooms import ROOT
 
 from ecornn import floor as floors
+from ecornn.bench.case import Case
+from ecornn.bench.grid import Layer, read_grid
+from ecornn.bench.own import ALIKE, Own
+from ecornn.bench.results import Row
+from ecornn.bench.row_log import RowLog
+from ecornn.bench.turns import Times
+from ecornn.errors import ScheduleError
 from ecornn.schedules.rates import gpu_rates
-from ecornn.targets import KNOWN
 
-ENVIRONMENT = {"gpu": "NVIDIA H100 80GB HBM3", "cuda": "13.0", "cudnn": 91900, "torch": "2.11.0"}
-
-
-def result(us: float, ratio: float) -> dict:
-    """A measurement, as `compare` returns it."""
-    return {"ecornn_us": us, "ecornn_p20": us - 0.01, "ecornn_p80": us + 0.01, "cudnn_us": us * ratio,
-            "cudnn_p20": us * ratio, "cudnn_p80": us * ratio, "ratio": ratio, "error": 1e-4, "cudnn_error": 1e-4,
-            "schedule": "persistent", "config": {"groups": 2}, "provenance": "record a.jsonl:1 of today: same",
-            "repetitions": 9}
+GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.toml"))
+ENVIRONMENT = {"gpu": "NVIDIA H100 80GB HBM3", "cuda": "13.0", "cudnn": 91900, "torch": "2.11.0",
+               "device": "NVIDIA H100 80GB HBM3"}
+FAILED = "rnn_tanh 300x20x800x800 float32"
 
 
-def with_floor(row: grid.Row, us: float, ratio: float) -> dict:
-    least = floors.floor(floors.H100, row.cell, row.B, row.I, row.H, row.kind)
-    return result(us, ratio) | {"floor_us": least.total, "floor": asdict(least), "over_floor": us / least.total}
+def layers() -> list[Layer]:
+    return read_grid(grid_summary.FILE).expanded("grid.toml")
+
+
+def result(layer: Layer, us: float, ratio: float) -> Row:
+    """A measurement, as `ecornn bench` has it."""
+    work = replace(layer.case.layer()).workload
+    times = {side: Times(us * f, us * f - 0.01, us * f + 0.01, us * f, us * f, us * f, 9)
+             for side, f in (("ecornn", 1.0), (layer.against[0], ratio))}
+    return Row(case=layer.case, command="", device=ENVIRONMENT["gpu"], workload=work, seq=work.seq, batch=work.batch,
+               schedule="persistent", config={"groups": 2}, provenance="record a.jsonl:1 of today: same",
+               name=layer.name, us_per_step=times, ratios={layer.against[0]: ratio})
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> GridLog:
-    """Every row measured; ratio 4 in float16, 2 in the others."""
-    made = GridLog(tmp_path / "grid.jsonl")
-    made.begin(ENVIRONMENT)
-    for row in grid.rows():
-        made.add(row, with_floor(row, 1.0 + row.B / 64, 4.0 if row.dtype == "float16" else 2.0))
-    return made
+def results(tmp_path: Path) -> Results:
+    """Every row measured but one that failed; ratio 4 in float16, 2 in the others."""
+    log = RowLog(tmp_path / "h100_grid.jsonl")
+    log.begin(ENVIRONMENT)
+    for one in layers():
+        half = one.case.dtype == "float16"
+        row = result(one, 1.0 + one.case.batch / 64, 4.0 if half else 2.0)
+        log.add(one.name, Row(case=one.case, command="", failed="took longer") if one.name == FAILED else row)
+    return read(log.path)
 
 
 def test_the_grid():
-    rows = grid.rows()
-    assert len(rows) == len(set(rows)) == 115
-    assert len(set(grid.GRID)) == 88, "the single layers of the grid"
-    pairs = {row for pair in grid.TILES for row in pair}
-    assert set(rows) == {*grid.GRID, *grid.SCALING, *grid.MOST, *grid.PAST, *pairs}
-    assert {p.dtype for p in grid.GRID} == {"float16", "bfloat16", "tf32", "tf32-both", "float32"}
-    for off, up in grid.TILES:
-        assert (off.B, off.H) < (up.B, up.H) and replace(off, B=up.B, I=up.I, H=up.H) == up
+    assert len(layers()) == len(members("")) == 115 and len(singles()) == 88, "the single layers of the grid"
+    parts = {name for group in ("layers", "sizes", "scaling", "off", "up", "past") for name in members(group)}
+    assert parts == {*members("")} and len(members("scaling")) == 7 and len(members("past")) == 6
+    for off, up in zip(members("off"), members("up"), strict=True):
+        (cell, small, *_), (other, large, *_) = off.split(), up.split()
+        assert cell == other and [*map(int, small.split("x"))] < [*map(int, large.split("x"))]
 
 
-@pytest.mark.parametrize(("only", "count"), [
-    (["lstm 1024x16x768x768 float16"], 1), (["gru tf32"], 2), (["tf32", "float32"], 14), (["x2816x2816"], 6),
-    (["tf32-both"], 6), ([], 115)])
-def test_filters(only: list[str], count: int):
-    assert len(grid.select(only)) == count
-    assert grid.select(only, 1) == grid.select(only)[:1]
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in GRIDS])
+def test_every_grid_names_layers_that_there_are(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each layer can be asked for, as can each side of ours that is another cell; whom it is compared with is known."""
+    monkeypatch.chdir(ROOT)
+    grid = read_grid(path)
+    for one in grid.expanded(path.name):
+        spec = one.case.layer()
+        assert spec.training == one.case.training and one.against is not None
+        for own in one.own.values():
+            assert own.case(one.case).layer().hidden == one.case.hidden
 
 
 def test_who_rounds_to_tf32():
-    """A row of TF32 on both sides has a module, a floor and a plan of its own; the others share float32's."""
-    exact, theirs, both = (grid.Row("lstm", 100, 4, 64, 64, d) for d in ("float32", "tf32", "tf32-both"))
-    assert exact.file == theirs.file != both.file
-    assert [r.kind for r in (exact, theirs, both)] == ["float32"] * 3
-    assert [r.arithmetic for r in (exact, theirs, both)] == ["float32", "float32", "tf32"]
-    assert [r.plan(KNOWN["sm_90a"]).workload.precision for r in (exact, theirs, both)] == [None, None, "tf32"]
+    """Of a row of TF32 on both sides ours rounds, too; of the others cuDNN alone may."""
+    found = {one.name.split()[-1]: one for one in layers() if one.name.startswith("lstm 1024x16")}
+    assert [found[d].case.dtype for d in ("float32", "tf32", "tf32-both")] == ["float32"] * 3
+    assert [found[d].case.precision for d in ("float32", "tf32", "tf32-both")] == [None, None, "tf32"]
+    assert [found[d].against for d in ("float32", "tf32", "tf32-both")] == [("cudnn",), ("cudnn-tf32",), ("cudnn",)]
+    row = of_bench(json.loads(json.dumps(rows_as_json(result(found["tf32"], 2.0, 3.0)))))
+    assert (row["dtype"], row["sides"], row["cudnn_us"], row["ratio"]) == ("tf32", ["ecornn", "cudnn"], 6.0, 3.0)
 
 
-def test_a_filter_without_rows_is_an_error():
-    done = subprocess.run([sys.executable, ROOT / "benchmarks" / "compare_grid.py", "--list", "--only", "gru7"],
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and "no row has 'gru7'" in done.stderr
+def rows_as_json(row: Row) -> Any:
+    import msgspec
+
+    return msgspec.to_builtins(row)
+
+
+def test_sides_of_ours_are_compiled_otherwise():
+    """Knobs that are changed, those of another cell, and what is chosen without records."""
+    case = Case(cell="lstm", hidden=64, batch=4, seq=20, dtype="float16", target="sm_90a")
+    plain = Own(schedule="layout_transform").planned(case).found
+    turned = Own(schedule="layout_transform", config={"layout": "hidden"}).planned(case).found
+    assert dict(turned.config) == dict(plain.config) | {"layout": "hidden"} != dict(plain.config)
+    alike = Own(like="lstm", cell="lstm(peepholes)").planned(case)
+    assert alike.workload.cell == "lstm(peepholes)"
+    assert dict(alike.found.config) == dict(Own().planned(case).found.config)
+    with pytest.raises(ScheduleError, match=ALIKE):
+        Own(untuned=True).planned(Case(cell="lstm", hidden=77, batch=3, seq=20, dtype="float16", target="sm_90a"))
 
 
 def test_a_floor_by_hand():
@@ -110,11 +137,12 @@ def test_few_clusters_are_on_the_chip_at_once():
 
 def test_floors_grow():
     """With the batch, the size and the data type, all else equal."""
-    for row in grid.rows():
-        least = floors.floor(floors.H100, row.cell, row.B, row.I, row.H, row.arithmetic).total
-        for more in ({"B": row.B + 1}, {"I": row.I + 64}, {"H": row.H + 64}):
-            size = {"B": row.B, "I": row.I, "H": row.H} | more
-            assert floors.floor(floors.H100, row.cell, **size, dtype=row.arithmetic).total >= least, (row, more)
+    for layer in layers():
+        work = layer.case.layer().workload
+        least = floors.floor(floors.H100, work.cell, work.batch, work.input, work.hidden, work.arithmetic).total
+        for more in ({"B": work.batch + 1}, {"I": work.input + 64}, {"H": work.hidden + 64}):
+            size = {"B": work.batch, "I": work.input, "H": work.hidden} | more
+            assert floors.floor(floors.H100, work.cell, **size, dtype=work.arithmetic).total >= least, (work, more)
     by_type = [floors.floor(floors.H100, "gru", 8, 512, 512, d).total for d in ("float16", "tf32", "float32")]
     assert by_type == sorted(by_type)
 
@@ -132,88 +160,51 @@ def test_no_floor_for_a_gpu_that_was_not_measured():
     assert floors.measured("NVIDIA H100 80GB HBM3") is floors.H100
 
 
-def test_an_interrupted_file_goes_on(tmp_path: Path):
-    path = tmp_path / "grid.jsonl"
-    first, second, third = grid.rows()[:3]
-    begun = GridLog(path)
-    begun.begin(ENVIRONMENT)
-    begun.add(first, result(1.0, 2.0))
-    begun.add(second, result(1.5, 2.0))
-    path.write_bytes(path.read_bytes()[:-20])  # the last line was being written
-    resumed = GridLog(path)
-    assert resumed.of(first)["ecornn_us"] == 1.0
-    assert resumed.of(second) is None
-    resumed.begin(ENVIRONMENT | {"time": "later"})
-    resumed.add(second, {"failed": "WrongResultError: error 1"})
-    resumed.add(second, result(1.6, 2.0))
-    resumed.add(third, {"failed": "nothing after 30 s"})
-    read = GridLog(path)
-    assert [r["name"] for r in read.rows] == [str(first), str(second), str(third)]
-    assert read.of(second)["ecornn_us"] == 1.6
-    assert read.of(third) is None, "it is measured again"
-    assert read.environment["time"] == "later"
-    assert all(json.loads(line) for line in path.read_text().splitlines())
-
-
-@pytest.mark.parametrize("line", ["[]", "{}", '{"row": {}}', "nonsense", '{"row": 3}'])
-def test_a_damaged_file_is_refused(tmp_path: Path, line: str):
-    path = tmp_path / "grid.jsonl"
-    path.write_text(f"{json.dumps({'environment': ENVIRONMENT})}\n{line}\n")
-    with pytest.raises(ValueError, match=r"grid\.jsonl:2 is no line of results"):
-        GridLog(path)
-
-
-def test_rows_of_another_gpu_are_refused(log: GridLog):
-    with pytest.raises(ValueError, match="H100"):
-        GridLog(log.path).begin(ENVIRONMENT | {"gpu": "NVIDIA H200"})
-
-
-def test_summary(log: GridLog):
-    slow = grid.TILES[0][0]
-    log.add(slow, with_floor(slow, 3.0, 0.5))
-    log.add(grid.LAYERS[-1], {"failed": "nothing after 30 s"})
-    s = Summary(log.rows)
+def test_summary(results: Results):
+    rows = {row["name"]: row for row in results.rows}
+    slow = members("off")[0]
+    rows[slow] |= {"ecornn_us": 3.0, "ratio": 0.5}
+    s = Summary(rows.values(), ENVIRONMENT["gpu"])
     both, half, brain, tf32, _, single = s.groups()
     assert (half.mean, brain.mean, tf32.mean) == pytest.approx((4, 2, 2))
     assert both.mean == pytest.approx(math.sqrt(8))
     assert (len(both.rows), both.expected, len(single.rows), single.expected) == (70, 70, 5, 6)
-    assert [r["name"] for r in s.failed] == [str(grid.LAYERS[-1])]
+    assert [r["name"] for r in s.failed] == [FAILED]
     pair = s.pairs()[0]
-    assert pair.cliff == pytest.approx(3.0 / (1 + 20 / 64)) and not pair.good
-    assert all(p.good for p in s.pairs()[1:])
-    four = next(p for p in s.scaling() if p.B == 4)
-    assert four.tflops == pytest.approx(2 * 1152 ** 2 * 4 / (1 + 4 / 64) / 1e6)
-    assert four.share == pytest.approx(floors.floor(floors.H100, "rnn_tanh", 4, 1152, 1152, "float16").exchange
-                                       / (1 + 4 / 64))
-    assert {b.row["name"]: b.good for b in s.bounds()} == {
-        str(row): most >= 1 + row.B / 64 for row, most in grid.MOST.items()}
+    assert pair.cliff == pytest.approx(3.0 / (1 + 20 / 64)) > grid_summary.CLIFF
+    assert all(p.cliff <= grid_summary.CLIFF for p in s.pairs()[1:]) and len(s.pairs()) == 8
+    four = next(p for p in s.scaling() if p["B"] == 4)
+    assert four["tflops"] == pytest.approx(2 * 1152 ** 2 * 4 / (1 + 4 / 64) / 1e6)
+    assert four["share"] == pytest.approx(floors.floor(floors.H100, "rnn_tanh", 4, 1152, 1152, "float16").exchange
+                                          / (1 + 4 / 64))
+    assert all(r["over_floor"] == r["ecornn_us"] / r["floor_us"] > grid_summary.HIGH for r in s.high())
 
 
-def test_tables(log: GridLog, monkeypatch: pytest.MonkeyPatch):
-    log.add(grid.LAYERS[-1], {"failed": "nothing after 30 s"})
-    short = grid_tables.short(log.path, log)
-    assert len(short) < 30 and "in rows `tf32-both` TF32 too" in short[-1]
-    assert "| float16 | 35 | 4.00x | 4.00x, LSTM 1024x16x768x768 | 0 |" in short
+def test_tables(results: Results, monkeypatch: pytest.MonkeyPatch):
+    short = report.short_grid(results)
+    assert len(short) < 30 and "| float16 | 35 | 4.00x | 4.00x, LSTM 1024x16x768x768 | 0 |" in short
     assert "| float32 | 5 of 6 | 2.00x | 2.00x, LSTM 1024x16x768x768 | 0 |" in short
-    assert "1 rows failed: vanilla tanh 300x20x800x800 float32." in short
-    monkeypatch.setattr(sys, "argv", ["grid_report.py", str(log.path)])
-    monkeypatch.setattr(grid_report.importlib.util, "find_spec", lambda name: None)
-    grid_report.main()
-    long = log.path.with_suffix(".md").read_text()
-    assert long.count("| persistent | groups=2 | record a.jsonl |") == 114
-    with log.path.with_suffix(".csv").open() as file:
+    assert f"1 rows failed: {FAILED}." in short
+    monkeypatch.setattr(sys, "argv", ["report.py", str(results.path)])
+    report.main()
+    page = results.path.with_suffix(".md").read_text()
+    assert page.count("| persistent | groups=2 | record a.jsonl |") == 114 and f"- {FAILED}: took longer" in page
+    assert "| LSTM 256x1x256x256 | float16 | 1.02 [1.01, 1.03] | 1.3 | 4.00x |  | holds |" in page
+    report.write_csv(results.path.with_suffix(".csv"), results)
+    with results.path.with_suffix(".csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 115 and rows[0]["config"] == "groups=2"
-    assert float(rows[0]["floor_exchange"]) == pytest.approx(0.149 + 512 / 212e3)
-    assert sum(bool(r["failed"]) for r in rows) == 1
+    assert len(rows) == 115 and rows[0]["config"] == "groups=2" and sum(bool(r["failed"]) for r in rows) == 1
+    (group,) = report.groups_table(Results(results.path, ENVIRONMENT, [r | {"group": "a_b"} for r in results.good[:3]],
+                                           None))[2:]
+    assert group.startswith("| a b | 3 | 4.00x |") and mean([2.0, 8.0]) == pytest.approx(4.0)
 
 
-def test_plots(log: GridLog):
+def test_plots(results: Results):
     from grid_plots import plot_rows, plot_scaling
 
     for plot, name in ((plot_rows, "rows.png"), (plot_scaling, "scaling.png")):
-        path = log.path.with_name(name)
-        plot(log, path)
+        path = results.path.with_name(name)
+        plot(results, path)
         assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,7 +11,7 @@ import torch
 
 def test_the_model_of_the_issue(monkeypatch: pytest.MonkeyPatch):
     """pytorch#149194 at a small size on this CPU, and its row; times are made up, since events are a GPU's."""
-    import compare_stacks
+    import compare_packed
 
     calls: list[str] = []
 
@@ -26,22 +26,22 @@ def test_the_model_of_the_issue(monkeypatch: pytest.MonkeyPatch):
         made = {"ecornn": 2.0, "cudnn": 8.0, "cudnn_padded": 1.0, "packing": 0.5}
         return {f"{name}_{end}": value for name, value in made.items() for end in ("us", "p20", "p80")}
 
-    monkeypatch.setattr(compare_stacks, "timed", timed)
-    row = compare_stacks.compare_issue(("lstm", 9, 4, 5, 6, 2, False), 20, "cpu")
+    monkeypatch.setattr(compare_packed, "timed", timed)
+    row = compare_packed.compare_issue(("lstm", 9, 4, 5, 6, 2, False), 20, "cpu")
     assert calls == ["ecornn", "cudnn", "packing"]
     assert (row["case"], row["T"], row["layers"], row["ratio"]) == ("pytorch#149194", 9, 2, 4.0)
     assert row["dtype"] == "float32"
     assert row["valid"] == 5 / 9 and 0 < row["error"] < 1e-6 and 0 < row["cudnn_error"] < 1e-6
-    assert "pytorch#149194, 0.56 valid" in compare_stacks.told(row) and "4.00x" in compare_stacks.told(row)
+    assert "pytorch#149194, 0.56 valid" in compare_packed.told(row) and "4.00x" in compare_packed.told(row)
 
 
 def test_lengths_of_the_issue():
-    import compare_stacks
+    import compare_packed
 
-    assert compare_stacks.triangular(9, 4).tolist() == [1, 4, 6, 9]
-    lengths = compare_stacks.triangular(4000, 32)
+    assert compare_packed.triangular(9, 4).tolist() == [1, 4, 6, 9]
+    lengths = compare_packed.triangular(4000, 32)
     assert (int(lengths[0]), int(lengths[-1])) == (1, 4000) and lengths.dtype == torch.int64
-    assert not set(compare_stacks.ISSUE) & set(compare_stacks.PACKED)
+    assert not set(compare_packed.ISSUE) & set(compare_packed.PACKED)
 
 
 def test_cases_of_columns():

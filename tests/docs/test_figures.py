@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import docs_tables
 import figures
 import pytest
+import report
 import speed_plot
-from grid_log import GridLog
+from measured_rows import read
 from rooms import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -22,17 +22,17 @@ SLOW = "search."  # figures of whole searches take ten seconds to read
 
 def test_tables():
     """Every file of these has its place in the pages, and the tables there are those of the files."""
-    text = "".join((ROOT / page).read_text() for page in docs_tables.PAGES)
+    text = "".join((ROOT / page).read_text() for page in report.PAGES)
     marks = set(re.findall(r"<!-- (measured[\w-]*): begin -->", text))
     for name in TABLES:
-        mark, lines = docs_tables.section((RESULTS / name).relative_to(ROOT))
+        mark, lines = report.section((RESULTS / name).relative_to(ROOT))
         assert text.count("\n".join([f"<!-- {mark}: begin -->", "", *lines, "", f"<!-- {mark}: end -->"])) == 1, mark
         marks.remove(mark)
     assert not marks, "tables of no file"
 
 
 def test_the_plot():
-    log = GridLog(RESULTS / "h100_grid.jsonl")
+    log = read(RESULTS / "h100_grid.jsonl")
     picture = speed_plot.svg(log)
     assert (ROOT / "docs" / "images" / "speed.svg").read_text() == picture
     assert picture.count("<title>") == 88, "a dot for each layer of the grid"

@@ -21,6 +21,8 @@ from test_tune_lookup import trial
 
 import ecornn
 from ecornn.analysis import backpropagation
+from ecornn.bench.case import Case
+from ecornn.bench.grid import Layer, name_of
 from ecornn.build import c_tables
 from ecornn.cells import get
 from ecornn.cli import main as cli
@@ -263,12 +265,17 @@ def test_on_a_cpu_there_is_one_search_and_it_says_so(tmp_path, monkeypatch):
 
 
 def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, capsys, monkeypatch):
-    both = tune_training_set.Row("gru", 300, 20, 64, 64, "f16", 1, True)  # side by side, on a half each
+    def row(cell: str, seq: int, batch: int, input: int, hidden: int, dtype: str, both: bool = False) -> Layer:
+        case = Case(cell=cell, seq=seq, batch=batch, input=input, hidden=hidden, dtype=dtype, bidirectional=both,
+                    training=True, target="cuda")
+        return Layer(name=name_of(case), case=case)
+
+    both = row("gru", 300, 20, 64, 64, "float16", True)  # side by side, on a half each
     monkeypatch.setattr(tune_training_set, "ROWS", [both])
     assert {c: [*map(str, of)] for c, of in tune_training_set.layers([], H100).items()} == {
         H100.cores // 2: ["gru T=300 B=20 H=64 float16, backward"]}
-    small = [tune_training_set.Row("rnn_tanh", 9, 2, width, 64, "f16") for width in (64, 24)]
-    monkeypatch.setattr(tune_training_set, "ROWS", [*small, tune_training_set.Row("gru", 9, 2, 32, 32, "f32")])
+    small = [row("rnn_tanh", 9, 2, width, 64, "float16") for width in (64, 24)]
+    monkeypatch.setattr(tune_training_set, "ROWS", [*small, row("gru", 9, 2, 32, 32, "float32")])
     (cores, wanted), = tune_training_set.layers(["rnn_tanh 9x2", "gru"], H100).items()
     assert cores == H100.cores and len(wanted) == 2  # one for both I
     log = tmp_path / "set.jsonl"

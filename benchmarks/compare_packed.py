@@ -1,15 +1,13 @@
-"""Stacks of layers and both directions against cuDNN through PyTorch, both in CUDA graphs, interleaved in one run.
+"""Packed sequences: ``ecornn.torch``'s layer and PyTorch's, on the same PackedSequence, in turns.
 
-    python benchmarks/compare_stacks.py --output benchmarks/results/h100_stacks.json
+    python benchmarks/compare_packed.py --output benchmarks/results/h100_packed.json
 
-Outputs of all sides are compared with PyTorch in float64 first: ours must be within twice cuDNN's own error. A row
-is a median with its 20th and 80th percentile, in microseconds per layer and time step (of both directions together).
-Ours is timed twice: ``serial``, one sequence after the other, and ``overlapped``, sequences at the same time;
-``chosen`` says which of the two a compilation takes by itself, and ``ecornn`` is that one.
-``--packed`` times packed sequences instead, lengths uniform in 1..T: ``ecornn.torch``'s layer and PyTorch's on the
-same PackedSequence, as they are called (no graph: lengths are read on the host); and our own module with ``lengths``,
-by them and with all rows at full length, on padded rows. ``columns`` are those that the first of these lays them in.
-Its rows with ``case`` "pytorch#149194" are that issue's: a model that packs padded x, calls the layer and pads y, all
+Lengths are uniform in 1..T, in float16. Both are called as they are (no graph: lengths are read on the host); so is
+our own module with ``lengths``, by them and with all rows at full length, on padded rows. ``columns`` are those that
+the first of these lays them in. Outputs are compared with PyTorch in float64 first: ours must be within twice cuDNN's
+own error. A row is a median with its 20th and 80th percentile, in microseconds per layer and time step.
+
+Rows with ``case`` "pytorch#149194" are that issue's: a model that packs padded x, calls the layer and pads y, all
 of it timed, in float32 (cuDNN may round to TF32 there, as PyTorch sets it; ours does not), with lengths from 1 to T in
 even steps. B, I and H are ours: those of the issue are not known to us. ``packing`` is PyTorch's packing and padding of
 as much data without a layer, which both sides have; ``cudnn_padded`` is PyTorch's layer on padded x, all rows to the
@@ -32,38 +30,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from side_by_side import graph_of, relative
+from side_by_side import relative
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn
 import ecornn.torch
-from ecornn.errors import ScheduleError
 from ecornn.torch.packed import columns_for
 
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 Shape = tuple[str, int, int, int, int, int, bool]
-ROWS: list[Shape] = [  # cell, T, B, I, H, layers, bidirectional
-    ("lstm", 300, 20, 800, 800, 5, True), ("gru", 300, 20, 800, 800, 5, True),
-    ("lstm", 35, 32, 650, 650, 2, False), ("lstm", 35, 20, 1500, 1500, 2, False),
-    *(("lstm", 256, B, H, H, 4, False) for H in (512, 1024) for B in (1, 16, 64))]
 PACKED: list[Shape] = [
     ("lstm", 300, 32, 512, 512, 1, False), ("lstm", 300, 32, 512, 512, 2, True), ("gru", 300, 32, 800, 800, 1, True)]
 
 ISSUE: list[Shape] = [("lstm", T, 32, 64, H, 2, False) for H in (64, 256) for T in (100, 500, 2000, 4000)]
 
 
-def build(shape: Shape, dtype: str, lengths: bool, overlap: str, schedule: str | None, folder: str) -> str:
-    """Compiles a module of a row and returns its file; for ``auto`` only the kind of overlap that it would be."""
-    from ecornn.compiler import plan
-
+def build(shape: Shape, dtype: str, folder: str) -> str:
+    """Compiles the module of a row, and returns its file."""
     cell, T, B, I, H, layers, both = shape
-    options: dict[str, Any] = {
-        "hidden": H, "input": I, "batch": B, "seq": T, "dtype": dtype, "target": "cuda", "layers": layers,
-        "bidirectional": both, "lengths": lengths, "schedule": schedule, "overlap": overlap}
-    if overlap == "auto":
-        return plan(cell, **options).overlap.kind
-    out = f"{folder}/{'-'.join(map(str, shape))}-{overlap}.so"
-    ecornn.compile(cell, **options, out=out)
+    out = f"{folder}/{'-'.join(map(str, shape))}.so"
+    ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=layers,
+                   bidirectional=both, lengths=True, out=out)
     return out
 
 
@@ -107,44 +94,11 @@ def timed(sides: dict[str, Any], repeats: int, fresh: Any, scale: float) -> dict
     return row
 
 
-def compare(shape: Shape, dtype: str, repeats: int, files: dict[str, str]) -> dict[str, Any]:
-    """One row of full sequences; ``files``: of what is forced, and as ``auto`` the kind that is chosen."""
-    _, T, B, I, H, layers, both = shape
-    library = library_of(shape, dtype)
-    chosen = "serial" if files.pop("auto") == "none" else "overlapped"
-    x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
-    layers_of = {"serial" if kind == "none" else "overlapped": bound(file, library) for kind, file in files.items()}
-    outs = {name: torch.full((T, B, H * (1 + both)), float("nan"), device="cuda", dtype=x.dtype) for name in layers_of}
-    with torch.inference_mode():
-        graphs = {name: graph_of(lambda layer=layer, out=outs[name]: layer(x, out=out))
-                  for name, layer in layers_of.items()}
-        theirs = graph_of(lambda: library(x))
-        x.copy_(torch.randn(T, B, I, device="cuda"))
-        cudnn, exact = library(x)[0], copy.deepcopy(library).double()(x.double())[0]
-        errors = {}
-        for name, graph in graphs.items():
-            outs[name].fill_(float("nan"))
-            graph.replay()
-            errors[name] = check(f"{shape} {name}", outs[name], cudnn, exact)
-        row = timed({name: graph.replay for name, graph in graphs.items()} | {"cudnn": theirs.replay}, repeats,
-                    lambda: x.copy_(torch.randn(T, B, I, device="cuda")), 1 / (T * layers))
-    chosen = chosen if chosen in graphs else "serial"
-    row |= {f"ecornn_{end}": row[f"{chosen}_{end}"] for end in ("us", "p20", "p80")}
-    for name, layer in layers_of.items():
-        manifest = layer.manifest
-        row[name] = {"schedule": manifest.schedule, "config": manifest.config, "provenance": manifest.provenance,
-                     "overlap": str(manifest.overlap), "error": errors[name][0]}
-    row |= {"gain": row["serial_us"] / row["overlapped_us"]} if "overlapped" in graphs else {}
-    row |= {"chosen": chosen, "ratio": row["cudnn_us"] / row["ecornn_us"]}
-    return describe(shape, dtype, errors[chosen]) | row
-
-
-def compare_packed(shape: Shape, dtype: str, repeats: int, files: dict[str, str]) -> dict[str, Any]:
+def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[str, Any]:
     """One row of packed sequences."""
     _, T, B, I, _, layers, _ = shape
-    kind = files["auto"]
     library = library_of(shape, dtype)
-    layer = bound(files[kind if kind in files else "none"], library)
+    layer = bound(file, library)
     ours = copy.deepcopy(library)
     ecornn.torch.replace(ours)
     lengths = torch.randint(1, T + 1, (B,))
@@ -202,18 +156,9 @@ def told(row: dict[str, Any]) -> str:
         extra += f", padded {row['padded_us']:.2f}, full {row['full_us']:.2f}"
     if "packing_us" in row:
         extra += f", {row['packing_us']:.2f} of it packing, cuDNN on padded rows {row['cudnn_padded_us']:.2f}"
-    if "gain" in row:
-        both = (f"{name} {row[f'{name}_us']:.2f} [{row[f'{name}_p20']:.2f}, {row[f'{name}_p80']:.2f}]"
-                for name in ("serial", "overlapped"))
-        extra = f" = {row['chosen']}; {' '.join(both)} gain {row['gain']:.2f}x"
     return (f"{row['dtype']} ecornn {row['ecornn_us']:.2f} [{row['ecornn_p20']:.2f}, {row['ecornn_p80']:.2f}]{extra}  "
             f"cuDNN {row['cudnn_us']:.2f} [{row['cudnn_p20']:.2f}, {row['cudnn_p80']:.2f}] us  {row['ratio']:.2f}x  "
             f"error {row['error']:.1e} / {row['cudnn_error']:.1e}")
-
-
-def kinds(shape: Shape) -> list[str]:
-    """How the sequences of a row can overlap."""
-    return ["directions"] if shape[-1] else ["wavefront"] if shape[-2] > 1 else []
 
 
 def describe(shape: Shape, dtype: str, error: tuple[float, float]) -> dict[str, Any]:
@@ -226,34 +171,23 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="float16")
-    parser.add_argument("--packed", action="store_true", help="packed sequences")
-    parser.add_argument("--schedule", help="this schedule only, in all of ours")
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows, counted from 0")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows, shapes = [], PACKED + ISSUE if arguments.packed else ROWS
+    rows, shapes = [], PACKED + ISSUE
     shapes = [shapes[n] for n in arguments.rows or range(len(shapes))]
-    one = compare_packed if arguments.packed else compare
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        built = [{kind: pool.submit(build, shape, arguments.dtype, arguments.packed, kind, arguments.schedule, folder)
-                  for kind in ("auto", "none", *kinds(shape))} if shape not in ISSUE else {} for shape in shapes]
-        wait([one for files in built for one in files.values()])  # nothing else runs while a row is timed
-        for shape, found in zip(shapes, built, strict=True):
-            files = {}
-            for kind, file in found.items():
-                if isinstance(file.exception(), ScheduleError) and kind not in ("auto", "none"):
-                    print(f"{shape} {kind}: {file.exception()}", flush=True)
-                else:
-                    files[kind] = file.result()
-            row = (compare_issue(shape, arguments.repeats) if shape in ISSUE
-                   else one(shape, arguments.dtype, arguments.repeats, files))
-            rows.append(row)
-            print(f"{shape} {told(row)}", flush=True)
+        built = {shape: pool.submit(build, shape, arguments.dtype, folder) for shape in shapes if shape not in ISSUE}
+        wait(built.values())  # nothing else runs while a row is timed
+        for shape in shapes:
+            rows.append(compare_issue(shape, arguments.repeats) if shape in ISSUE
+                        else compare_packed(shape, arguments.dtype, arguments.repeats, built[shape].result()))
+            print(f"{shape} {told(rows[-1])}", flush=True)
     if arguments.output:
         environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
                        "cudnn": torch.backends.cudnn.version(), "ecornn": ecornn.__version__,
                        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                       "command": "python benchmarks/compare_stacks.py " + " ".join(sys.argv[1:])}
+                       "command": "python benchmarks/compare_packed.py " + " ".join(sys.argv[1:])}
         arguments.output.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
 
 

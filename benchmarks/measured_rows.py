@@ -1,0 +1,156 @@
+"""Rows of files of results, of ``ecornn bench --output`` and of the programs that were before it, in one form.
+
+A row is a dict: ``name``, ``group``, ``cell``, ``T``, ``B``, ``I``, ``H``, ``dtype``, ``sides`` (ours, ``ecornn``,
+first), of each side ``SIDE_us``, ``SIDE_p20`` and ``SIDE_p80`` in microseconds a step, ``ratio``, how many times as
+long the fastest library takes as ours, and what else the file says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ecornn.bench.grid import Grid, read_grid
+from ecornn.bench.row_log import RowLog
+
+LIBRARIES = ("cudnn", "cudnn-tf32", "torch", "onnxruntime")
+# Sides as files have them that were written before grids.
+FORMER = {"chosen": "ecornn", "variant": "ecornn", "heads": "ecornn", "ours": "ecornn", "per_cell": "loop",
+          "unfused": "loop", "ecornn_int21": "int21", "ecornn_int16": "int16", "ecornn_bfloat16": "bfloat16",
+          "ecornn_int8": "int8", "ecornn_1_thread": "1 thread"}
+GROUPS = ("kind", "paper", "plain", "suite")  # names of the group in these
+KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "tf32": "tf32-both"}  # in those of training
+PUBLISHED = {"published": {"torch": "loop"}}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A file: where it was measured, its rows, and the grid whose layers they are, if there is one of that name."""
+
+    path: Path
+    environment: Mapping[str, Any]
+    rows: list[Row]
+    grid: Grid | None
+
+    @property
+    def good(self) -> list[Row]:
+        """Rows that were measured."""
+        return [row for row in self.rows if not row.get("failed")]
+
+    @property
+    def source(self) -> str:
+        """Where the figures are from."""
+        env = self.environment
+        if "gpu" in env:
+            where = f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']}"
+            how = "in CUDA graphs, interleaved"
+        else:
+            where = f"{env.get('cpu', env.get('device'))}, PyTorch {env.get('torch')}, ONNX Runtime " \
+                    f"{env.get('onnxruntime')}"
+            how = "interleaved, as many threads on every side"
+        return (f"µs a step, median [p20, p80], and times ours; {where}; whole passes {how}, outputs checked against "
+                f"float64. Data: `{self.path.as_posix()}`; `{self.command}`.")
+
+    @property
+    def command(self) -> str:
+        """What measures such a file."""
+        if self.grid is None:
+            return str(self.environment.get("command", "make bench"))
+        return f"python benchmarks/run_all.py {name_of(self.path)}"
+
+
+def name_of(path: Path) -> str:
+    """The grid of a file of results: ``h100_classes.jsonl`` has the rows of ``classes``."""
+    return {"h100": "layers", "cpu_skylake": "cpu"}.get(path.stem, path.stem.partition("_")[2] or path.stem)
+
+
+def read(path: Path) -> Results:
+    """A file of results. Raises :class:`~ecornn.errors.ArgumentError` where it is none."""
+    if path.suffix == ".jsonl":
+        log = RowLog(path)
+        environment, rows = log.environment, log.rows
+    else:
+        data = json.loads(path.read_text())
+        environment, rows = data["environment"], data["rows"]
+    renamed = FORMER | PUBLISHED.get(name_of(path), {})
+    toml = Path(__file__).parent / "grids" / f"{name_of(path)}.toml"
+    return Results(path, environment, [of_bench(row) if "case" in row else of_former(row, renamed) for row in rows],
+                   read_grid(toml) if toml.exists() else None)
+
+
+def of_bench(row: Row) -> Row:
+    """A row of ``ecornn bench``."""
+    case, work = row["case"], row.get("workload") or {}
+    found = {name: value for name, value in row.items() if name not in ("case", "workload", "us_per_step")} | {
+        "cell": (case.get("cell") or work.get("cell", "")).rpartition(":")[2], "T": row["seq"], "B": row["batch"],
+        "I": work.get("input", 0), "H": work.get("hidden", 0), "dtype": case.get("dtype", ""),
+        "layers": case.get("layers", 1), "bidirectional": case.get("bidirectional", False), "keep": case.get("keep"),
+        "sides": list(row.get("us_per_step", {})), "missing": row.get("left_out", {}) | row.get("wrong", {})}
+    if work.get("precision") == "tf32":
+        found["dtype"] = "tf32-both"
+    elif "cudnn-tf32" in found["sides"]:
+        found["dtype"] = "tf32"
+        found["sides"] = ["cudnn" if side == "cudnn-tf32" else side for side in found["sides"]]
+    for side, times in row.get("us_per_step", {}).items():
+        name = side.removesuffix("-tf32")
+        found |= {f"{name}_us": times["median"], f"{name}_p20": times["p20"], f"{name}_p80": times["p80"]}
+    found |= {f"{side}_mib": value for side, value in row.get("peak_mib", {}).items()}
+    return with_ratio(found)
+
+
+def of_former(row: Row, renamed: Mapping[str, str]) -> Row:
+    """A row as programs wrote it before there were grids; ``renamed``: what its sides are called now."""
+    found = dict(row)
+    for name in [name for name in row if name.endswith("_ms")]:  # milliseconds of a pass
+        side = name.removesuffix("_ms")
+        found |= {f"{side}_us": found.pop(name) * 1e3 / row["T"],
+                  **{f"{side}_{p}": found[f"{side}_{p}"] * 1e3 / row["T"] for p in ("p20", "p80")}}
+    sides = [name.removesuffix("_us") for name in found if name.endswith("_us") and f"{name[:-3]}_p20" in found]
+    if "ours" in sides or not {"int8", "ecornn"} & {*sides}:
+        taken = {old: new for old, new in renamed.items() if old in sides}
+    else:
+        taken = {old: new for old, new in renamed.items() if old in sides and new != "ecornn"}
+    for old, new in taken.items():
+        for end in ("us", "p20", "p80"):
+            found[f"{new}_{end}"] = found.pop(f"{old}_{end}")
+    sides = [taken.get(side, side) for side in sides]
+    for name in ("configs", "provenance", "errors", "missing"):
+        if isinstance(value := found.get(name), dict):
+            found[name] = {renamed.get(side, side): v for side, v in value.items()}
+    if "variant" in row:
+        found["cell"] = row["variant"]
+    found["group"] = next((row[name] for name in GROUPS if name in row), "")
+    dtype = row.get("dtype", "float32")
+    found["dtype"] = KINDS.get(dtype, dtype) if "row" in row else dtype
+    found.setdefault("I", row.get("H"))
+    if found["group"] == "stacks":
+        found |= {"layers": 5, "bidirectional": True}
+    found.setdefault("name", row.get("row") or f"{found.get('cell')} {size(found)} {found['dtype']}")
+    found["sides"] = sorted(sides, key=lambda side: side != "ecornn")
+    if isinstance(configs := found.get("configs"), dict) and "ecornn" in configs:
+        config = dict(configs["ecornn"])
+        found |= {"schedule": config.pop("schedule"), "config": config}
+    return with_ratio(found)
+
+
+def with_ratio(row: Row) -> Row:
+    """With how many times as long the fastest library takes as ours, or, without one, the loop."""
+    times = [row[f"{side}_us"] for side in LIBRARIES if f"{side}_us" in row] or [
+        row[f"{side}_us"] for side in ("loop",) if f"{side}_us" in row]
+    return row | {"ratio": min(times) / row["ecornn_us"]} if times and row.get("ecornn_us") else row
+
+
+def size(row: Row) -> str:
+    """T x B x I x H."""
+    return "x".join(str(row.get(name)) for name in ("T", "B", "I", "H"))
+
+
+def mean(values: Iterable[float]) -> float:
+    """Geometric."""
+    return float(np.exp(np.mean(np.log(list(values)))))

@@ -1,0 +1,291 @@
+"""Tables of files of results: each file's page beside it, and its part of docs.
+
+    python benchmarks/report.py benchmarks/results/h100_classes.jsonl          # writes h100_classes.md
+    python benchmarks/report.py benchmarks/results/h100_grid.jsonl --plots     # also .csv, .png and _scaling.png
+    python benchmarks/report.py benchmarks/results/h100_classes.jsonl --docs   # writes the table of docs/PERFORMANCE.md
+
+Rows are those of a grid (benchmarks/grids/) that `ecornn bench --grid` measured, or of compare_flashrnn.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from grid_summary import CLIFF, HIGH, Summary
+from measured_rows import Results, mean, name_of, read, size
+
+PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"), Path("docs/CELLS.md"))  # from the checkout
+NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu", "slstm": "sLSTM",
+         "slstm(heads=8)": "sLSTM with 8 heads,", "slstm8": "sLSTM", "block_gru8": "block GRU"}
+COLUMNS = ("name", "group", "cell", "T", "B", "I", "H", "dtype", "layers", "bidirectional", "ratio", "floor_us",
+           "over_floor", "schedule", "config", "provenance", "failed")
+Row = dict[str, Any]
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table."""
+    return [f"| {' | '.join(map(str, cells))} |" for cells in (heads, ["---"] * len(heads), *rows)]
+
+
+def layer(r: Row) -> str:
+    """A row's layer, as tables name it."""
+    more = [f"{r.get('layers')} layers" * ((r.get("layers") or 1) > 1),
+            "both directions" * bool(r.get("bidirectional"))]
+    return ", ".join(filter(None, [f"{NAMES.get(r['cell'], r['cell'])} {size(r)}", *more]))
+
+
+def times(r: Row, side: str) -> str:
+    """Median [p20, p80]."""
+    return f"{r[f'{side}_us']:.2f} [{r[f'{side}_p20']:.2f}, {r[f'{side}_p80']:.2f}]"
+
+
+def knobs(config: Row) -> str:
+    return " ".join(f"{k}={v}" for k, v in config.items())
+
+
+def sides_of(rows: Iterable[Row]) -> list[str]:
+    """All sides of rows, ours first."""
+    return list(dict.fromkeys(side for row in rows for side in row["sides"]))
+
+
+def cell(r: Row, side: str, base: str) -> str:
+    """A side's time, and how many times as long as ``base`` it takes."""
+    if f"{side}_us" not in r:
+        return ""
+    return times(r, side) + ("" if side == base or f"{base}_us" not in r else
+                             f", {r[f'{side}_us'] / r[f'{base}_us']:.2f}x")
+
+
+def rows_table(rows: Sequence[Row]) -> list[str]:
+    """A line for each layer, a column for each side."""
+    sides = sides_of(rows)
+    base = sides[0] if sides[0] == "ecornn" else sides[-1]
+    return table(("layer, T x B x I x H", "dtype", *sides),
+                 ((layer(r), r["dtype"], *(cell(r, side, base) for side in sides)) for r in rows))
+
+
+def groups_table(results: Results) -> list[str]:
+    """A line for each group: geometric means of how many times as long each side takes as ours, and the worst row."""
+    rows, sides = results.good, sides_of(results.good)
+    base = "ecornn" if "ecornn" in sides else sides[-1]
+    sides.remove(base)
+    expected = [one.group for one in results.grid.expanded("grid")] if results.grid is not None else []
+    lines = []
+    for group in dict.fromkeys(r["group"] for r in rows):
+        of = [r for r in rows if r["group"] == group]
+        means = [[r[f"{side}_us"] / r[f"{base}_us"] for r in of if f"{side}_us" in r and f"{base}_us" in r]
+                 for side in sides]
+        rated = [r for r in of if "ratio" in r]
+        least = min(rated, key=lambda r: r["ratio"]) if rated else None
+        count = len(of) if not expected or len(of) == expected.count(group) else f"{len(of)} of {expected.count(group)}"
+        bound = results.grid.means.get(group) if results.grid is not None else None
+        lines.append((group.replace("_", " "), count, *(f"{mean(m):.2f}x" if m else "" for m in means),
+                      f"{least['ratio']:.2f}x, {layer(least)} {least['dtype']}" if least else "",
+                      sum(r["ratio"] < 1 for r in rated), "" if bound is None else bound_text(rated, bound)))
+    heads = ("layers", "rows", *(f"{side}, geometric mean" for side in sides), "least ratio", "below 1x", "at least")
+    return table(heads, lines) if any(line[-1] for line in lines) else table(heads[:-1], (ln[:-1] for ln in lines))
+
+
+def bound_text(rated: Sequence[Row], bound: float) -> str:
+    """What a group's mean must be at least, and whether it is."""
+    return f"{bound}x {'holds' if mean(r['ratio'] for r in rated) >= bound else '**missed**'}"
+
+
+def whole(results: Results) -> list[str]:
+    """The page: what was measured, groups, every row with its configuration and bounds, and what is missing."""
+    grid = results.grid
+    lines = [f"# {grid.title if grid else results.path.stem}", "", *((grid.about.strip(), "") if grid else ()),
+             results.source, ""]
+    groups = list(dict.fromkeys(r["group"] for r in results.good))
+    if any(groups):
+        lines += [*groups_table(results), ""]
+    for group in groups:
+        rows = [r for r in results.good if r["group"] == group]
+        lines += [f"## {group.replace('_', ' ')}", ""] if any(groups) else []
+        lines += [*rows_table(rows), ""]
+    bounds = {one.name: one for one in grid.expanded("grid") if one.at_most or one.at_least} if grid else {}
+    if bounds:
+        lines += ["## Bounds", "", *table(("layer", "dtype", "ours", "at most", "ratio", "at least", ""), (
+            bound_line(r, bounds[name]) for r in results.good if (name := f"{r['cell']} {size(r)} {r['dtype']}")
+            in bounds)), ""]
+    lines += ["## Configurations", "", *table(("layer", "dtype", "schedule", "knobs", "from"), (
+        (layer(r), r["dtype"], r["schedule"], knobs(r.get("config", {})), provenance(r)) for r in results.good
+        if r.get("schedule"))), "", "## Not measured or not right", ""]
+    missing = [f"- {r['name']}: {r['failed']}" for r in results.rows if r.get("failed")]
+    missing += [f"- {r['name']}, {side}: {why}" for r in results.good for side, why in r.get("missing", {}).items()]
+    return [*lines, *(missing or ["None."]), ""]
+
+
+def bound_line(r: Row, bound: Any) -> tuple[object, ...]:
+    """A row that must be fast enough."""
+    good = (bound.at_most is None or r["ecornn_us"] <= bound.at_most) and (
+        bound.at_least is None or r["ratio"] >= bound.at_least)
+    return (layer(r), r["dtype"], times(r, "ecornn"), bound.at_most or "", f"{r['ratio']:.2f}x", bound.at_least or "",
+            "holds" if good else "**missed**")
+
+
+def provenance(r: Row) -> str:
+    """Where ours has its configuration from, in short."""
+    found = r.get("provenance", "")
+    return str(found.get("ecornn", "") if isinstance(found, dict) else found).split(":")[0]
+
+
+def of_grid(results: Results) -> list[str]:
+    """What the grid has besides: floors, scaling, cliffs."""
+    s = Summary(results.rows, results.environment.get("gpu", ""))
+    lines = ["## Floors", "", "What `ecornn/floor.py` computes: exchange, products and bytes of the best cut.", "",
+             *table(("layer", "dtype", "ecornn", "floor", "times the floor"), (
+                 (layer(r), r["dtype"], times(r, "ecornn"), f"{r['floor_us']:.2f}", f"{r['over_floor']:.2f}")
+                 for r in s.rows.values() if "floor_us" in r))]
+    lines += ["", f"Above {HIGH} times the floor: " + (", ".join(
+        f"{layer(r)} {r['dtype']} ({r['over_floor']:.2f})" for r in s.high()) or "none") + ".",
+        "`benchmarks/why_above_floor.py` says which stage of a step is the reason."]
+    lines += ["", "## Vanilla tanh, H = 1152, float16 (Persistent RNNs)", "",
+              "TFLOP/s are those of the recurrent product alone, over the time of the whole layer.", "",
+              *table(("B", "ecornn", "cuDNN", "TFLOP/s", "exchange floor / time"), (
+                  (p["B"], f"{p['ecornn_us']:.2f}", f"{p['cudnn_us']:.2f}", f"{p['tflops']:.2f}",
+                   "" if p["share"] is None else f"{p['share']:.0%}") for p in s.scaling()))]
+    return [*lines, "", "## Off every tile", "", *table(("layer", "ecornn", "next tile up", "ecornn", "cliff", ""), (
+        (layer(p.off), times(p.off, "ecornn"), layer(p.up), times(p.up, "ecornn"), f"{p.cliff:.2f}",
+         "holds" if p.cliff <= CLIFF else f"**above {CLIFF}**") for p in s.pairs())), ""]
+
+
+def short_grid(results: Results) -> list[str]:
+    """The grid for docs: means by data type, the worst rows, cliffs."""
+    s = Summary(results.rows, results.environment.get("gpu", ""))
+    lines = table(("single layers against cuDNN", "rows", "geometric mean", "least", "below 1x"), (
+        (g.dtype, len(g.rows) if len(g.rows) == g.expected else f"{len(g.rows)} of {g.expected}", f"{g.mean:.2f}x",
+         f"{g.least['ratio']:.2f}x, {layer(g.least)}", g.below) for g in s.groups()))
+    lines += ["", "The rows with the least ratio:", "", *table(
+        ("layer, T x B x I x H", "dtype", "ecornn", "cuDNN", "ratio", "floor", "times the floor"), (
+            (layer(r), r["dtype"], times(r, "ecornn"), times(r, "cudnn"), f"{r['ratio']:.2f}x",
+             f"{r.get('floor_us', 0):.2f}", f"{r.get('over_floor', 0):.2f}") for r in s.worst(6))), ""]
+    if pairs := s.pairs():
+        worst = max(pairs, key=lambda p: p.cliff)
+        lines.append(f"Sizes off every tile take at most {worst.cliff:.2f} times as long as the next tile up "
+                     f"({layer(worst.off)} against {layer(worst.up)}; {len(pairs)} pairs).")
+    if s.failed:
+        lines.append(f"{len(s.failed)} rows failed: " + "; ".join(r["name"] for r in s.failed) + ".")
+    return lines
+
+
+def cpu_table(results: Results) -> list[str]:
+    """A CPU's layers one by one, but for its grid, of which a line says what it comes to."""
+    single = [r for r in results.good if r["group"] != "grid"]
+    lines = []
+    for group in dict.fromkeys(r["group"] for r in single):
+        lines += [f"{group.capitalize()}:", "", *rows_table([r for r in single if r["group"] == group]), ""]
+    rounded = {side: [error_of(r, side) for r in single if f"{side}_us" in r] for side in sides_of(single)
+               if side.startswith(("int", "bfloat"))}
+    lines += ["Errors of rounded weights, at most: " + ", ".join(
+        f"{side} {max(errors):.1e}" for side, errors in rounded.items()) + ".", ""] if rounded else []
+    return [*lines, *groups_table(results)]
+
+
+def error_of(r: Row, side: str) -> float:
+    """Relative, against float64 with weights that are not rounded."""
+    return float(r["errors"][side] if "errors" in r else r[f"ecornn_{side}_error"])
+
+
+def published_table(results: Results) -> list[str]:
+    """Published cells with where they are from."""
+    return table(("cell", "what it is", "schedule", "ecornn", "PyTorch's loop", "ratio"), (
+        (f"`{r['cell']}`", r.get("source") or described(r["cell"]), r["schedule"], times(r, "ecornn"),
+         times(r, "loop") + f" ({r.get('torch_dtype')})" * (r.get("torch_dtype", r["dtype"]) != r["dtype"]),
+         f"{r['ratio']:.0f}x") for r in results.good))
+
+
+def described(name: str) -> str:
+    """The docstring of a cell of tests/published, up to who published it."""
+    for path in Path(__file__).parent.parent.joinpath("tests/published").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                text = " ".join((ast.get_docstring(node) or "").split())
+                return text[:text.find(")") + 1] if ")" in text else text
+    return ""
+
+
+def flashrnn_table(results: Results) -> list[str]:
+    """Of ``compare_flashrnn.py``, forward or in training; ours and cuDNN's are the whole layer, FlashRNN is given
+    W x + b."""
+    env, lines = results.environment, []
+    training = "cudnn" in results.rows[0]["sides"]
+    for r in results.rows:
+        theirs = min((s for s in ("flashrnn", "flashrnn_triton") if f"{s}_us" in r), key=lambda s: r[f"{s}_us"])
+        ours = ("ecornn", "cudnn") if training else ("ecornn_recurrence", "ecornn")
+        ratio = [f"{r['ratio']:.2f}x", f"{r['ratio_flashrnn']:.2f}x"] if training else [f"{r['ratio_recurrence']:.2f}x"]
+        lines.append((layer(r), *(times(r, side) for side in ours),
+                      times(r, theirs) + " (Triton)" * (theirs == "flashrnn_triton"), *ratio))
+    heads = ("ecornn", "cuDNN", "FlashRNN, recurrence", "to cuDNN", "to FlashRNN") if training else (
+        "ecornn, recurrence", "ecornn, whole layer", "FlashRNN, recurrence", "ratio")
+    return [*table((f"bfloat16{', forward and backward' * training}, µs/step [p20, p80]", *heads), lines), "",
+            f"FlashRNN {env['flashrnn']} through its own API, its launches queued behind a kernel that waits. "
+            f"{env['recurrence']}"]
+
+
+SECTIONS = {"grid": short_grid, "cpu": cpu_table, "published": published_table, "classes": groups_table,
+            "flashrnn": flashrnn_table, "flashrnn_training": flashrnn_table}
+
+
+def section(path: Path) -> tuple[str, list[str]]:
+    """The name of the part of ``PAGES`` that a file belongs to, and its lines."""
+    results = read(path)
+    name = name_of(path)
+    lines = SECTIONS[name](results) if name in SECTIONS else rows_table(results.good)
+    if (page := path.with_suffix(".md")).exists():
+        lines = [*lines, "", f"Every row, with its configuration: [{page.as_posix()}](../{page.as_posix()})."]
+    mark = "measured" if name == "layers" else f"measured-{name.replace('flashrnn_', 'flashrnn-')}"
+    return mark, [*lines, "", results.source]
+
+
+def write_docs(path: Path) -> None:
+    """The file's table, in the page that has a place for it."""
+    mark, lines = section(path)
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    (page,) = (page for page in PAGES if begin in page.read_text())
+    text = page.read_text()
+    page.write_text(text.split(begin)[0] + "\n".join([begin, "", *lines, "", end]) + text.split(end)[1])
+
+
+def write_csv(path: Path, results: Results) -> None:
+    """Every row, failed ones too."""
+    sides = [f"{side}_{end}" for side in sides_of(results.good) for end in ("us", "p20", "p80")]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *sides), extrasaction="ignore")
+        writer.writeheader()
+        for row in results.rows:
+            writer.writerow(row | {"config": knobs(row.get("config", {})), "provenance": provenance(row)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="of the results, from the checkout")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs")
+    parser.add_argument("--plots", action="store_true", help="of the grid: CSV and plots, which need matplotlib")
+    arguments = parser.parse_args()
+    if not arguments.path.is_file():
+        sys.exit(f"{arguments.path} is missing; python benchmarks/run_all.py {name_of(arguments.path)} measures it")
+    path, results = arguments.path, read(arguments.path)
+    if not results.good:
+        sys.exit(f"no row of {path} was measured")
+    if path.suffix == ".jsonl":
+        lines = whole(results) + (of_grid(results) if name_of(path) == "grid" else [])
+        path.with_suffix(".md").write_text("\n".join(lines))
+    if arguments.plots:
+        from grid_plots import plot_rows, plot_scaling
+
+        write_csv(path.with_suffix(".csv"), results)
+        plot_rows(results, path.with_suffix(".png"))
+        plot_scaling(results, path.with_name(f"{path.stem}_scaling.png"))
+    if arguments.docs:
+        write_docs(path)
+
+
+if __name__ == "__main__":
+    main()
