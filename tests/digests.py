@@ -225,7 +225,7 @@ def code_of(program: Program, device: Device) -> tuple[str, str]:
     """What runs, as CUDA or TIR; and what is generated of the host code that calls it."""
     if device.kind == "cuda":
         kernels, source = cuda.lower(program, device.arch)
-        return source, cuda.host_sources(program, kernels, device.arch)["program.cc"]
+        return source, cuda.host_program(program, kernels, device.arch).hex()
     return "\n".join(f.script() for f in program.functions.values()), llvm.tables(program)
 
 

@@ -7,18 +7,13 @@
 #include "c_call.h"
 #include "c_layer.h"
 #include "c_tables.h"
-
-extern "C" {
-extern const unsigned char ecornn_c_tables[];
-extern const unsigned long long ecornn_c_tables_size;
-extern const unsigned char ecornn_manifest[];
-}
+#include "ecornn_blob.h"
 
 namespace ecornn_c {
 namespace {
 
 const Tables& TheTables() {
-  static const Tables made(ecornn_c_tables, reinterpret_cast<const char*>(ecornn_manifest));  // with a zero behind it
+  static const Tables made(ecornn_c_tables.data, reinterpret_cast<const char*>(ecornn_manifest.data));
   return made;
 }
 
@@ -35,7 +30,7 @@ int32_t Guarded(const Failure& fail, Body body) {
 }
 
 int32_t Packs(const Failure& fail) {
-  return ecornn_c_tables_size ? ECORNN_OK : fail(ECORNN_UNSUPPORTED, "the module packs weights in a way that is not known");
+  return ecornn_c_tables.size ? ECORNN_OK : fail(ECORNN_UNSUPPORTED, "the module packs weights in a way that is not known");
 }
 
 int32_t IsLayer(const Failure& fail) {

@@ -6,10 +6,10 @@ padded.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Container, Iterable, Iterator
 from importlib import resources
 
+from ecornn.build.number_tables import NumberTables
 from ecornn.device import Device
 from ecornn.dtypes import DLPACK, DTYPES
 from ecornn.host_cpu import FLAGS
@@ -31,7 +31,7 @@ from ecornn.program import (
 from ecornn.workload import summed
 
 SYMBOL = "ecornn_c_tables"
-FILES = ("c_api.cc", "c_call.h", "c_device_pack.h", "c_layer.h", "c_pack.h", "c_tables.h", "c_tensor.h")
+FILES = ("c_api.cc", "c_call.h", "c_device_pack.h", "c_layer.h", "c_pack.h", "c_tables.h", "c_tensor.h", "ecornn_blob.h")
 HEADERS = ("ecornn.h", "ecornn_checksum.h")
 # the functions that c_api.cc calls, in its order; 0 stands for one that a module does not have
 FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchronize")
@@ -82,7 +82,7 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
         _kind(b) in POINTERS for each in taken.values() for b in each)
     optional = {*(manifest.packed_for_optional or ())}
     always = {b.packing for b in manifest.buffers if b.name not in optional}
-    table = _Tables()
+    table = NumberTables()
     cuda = device.kind == "cuda"
     table.numbers(layer, 2 if cuda else 1, *DLPACK[work.dtype], *DLPACK[summed(work.dtype)], work.input, work.hidden,
                   work.batch, manifest.longest, manifest.y_width, stack.layers, stack.directions, stack.lengths,
@@ -97,7 +97,7 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
     table.numbers(len(packings))
     for packing in packings:
         table.numbers(packing not in always)
-        table.packing(packing, of)
+        _packing(table, packing, of)
     kept = [b for b in manifest.buffers
             if b.role == KEPT and any(b in taken.get(name, ()) for name in (FORWARD, BACKWARD))]
     table.numbers(len(kept), *(n for b in kept for n in (b.extent.fixed, b.extent.per_step, b.itemsize)))
@@ -129,27 +129,10 @@ def _flags(features: Iterable[str]) -> Iterator[str]:
         yield names.get(feature, feature)
 
 
-class _Tables:
-    """Numbers and strings, one after the other."""
-
-    def __init__(self) -> None:
-        self.content = bytearray()
-
-    def numbers(self, *values: int) -> None:
-        self.content += struct.pack(f"<{len(values)}q", *values)
-
-    def strings(self, *values: str, counted: bool = False) -> None:
-        if counted:
-            self.numbers(len(values))
-        for value in values:
-            text = value.encode()
-            self.numbers(len(text))
-            self.content += text + bytes(8 - len(text) % 8)  # with a zero behind it
-
-    def packing(self, packing: Packing, of: dict[str, int]) -> None:
-        """Its kind, sources, and axes; a source of zeros has parameter -1, a whole parameter gate -1."""
-        self.numbers(PACKINGS.index(packing.dtype), len(packing.sources))
-        for name, gate in packing.sources:
-            self.numbers(of[name] if name else -1, gate)
-        for axes in (packing.pad, packing.split, packing.order):
-            self.numbers(len(axes), *axes)
+def _packing(table: NumberTables, packing: Packing, of: dict[str, int]) -> None:
+    """Its kind, sources, and axes; a source of zeros has parameter -1, a whole parameter gate -1."""
+    table.numbers(PACKINGS.index(packing.dtype), len(packing.sources))
+    for name, gate in packing.sources:
+        table.numbers(of[name] if name else -1, gate)
+    for axes in (packing.pad, packing.split, packing.order):
+        table.numbers(len(axes), *axes)

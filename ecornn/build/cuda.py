@@ -10,7 +10,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
 from ecornn.build.generated import Generated, Texts
-from ecornn.build.host_cuda import COOPERATIVE, PACK, SCALARS, Kernel, host_sources, image
+from ecornn.build.host_cuda import COOPERATIVE, FILES, PACK, SCALARS, Kernel, host_program
 from ecornn.build.nvcc import compile_cubin, ptx
 from ecornn.build.nvcc_source import as_variables
 from ecornn.build.readable import readable_text, without_notes
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 PROJECTION = "project"  # in the names of functions that project a sequence's input
 PACK_SYMBOL = "ecornn_pack_weights"  # of pack_weights.cu
+CUBIN = "ecornn_cubin"  # and its number
 LARGE = 64_000  # characters of a kernel's source
 _COMPILE_HOOK = "tvm_callback_cuda_compile"
 
@@ -44,13 +45,13 @@ def generate(program: Program, device: Device) -> Generated:
     if packs(program):
         kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(texts))
         texts.append(resources.files("ecornn.build").joinpath("pack_weights.cu").read_text())
-    sources = host_sources(program, kernels, device.arch)
+    host = host_program(program, kernels, device.arch)
     with ThreadPoolExecutor(len(texts)) as threads:  # that wait for compilers
         compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
     used = {symbol: report for _, each in compiled for symbol, report in each.items()}
     return Generated(
-        sources=sources,
-        binaries={image(number): cubin for number, (cubin, _) in enumerate(compiled)},
+        shared={name: resources.files("ecornn.build").joinpath(name).read_text() for name in FILES}, program=host,
+        binaries={f"{CUBIN}{number}": cubin for number, (cubin, _) in enumerate(compiled)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
                       cuda=lambda: readable(program, device.arch),
                       ptx=lambda: ptx(lower(program, device.arch)[1], device.arch)),

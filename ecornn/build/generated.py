@@ -33,18 +33,21 @@ class Generated:
     ----------
     sources : file name -> C++ text, compiled by the host compiler against tvm-ffi's headers
     objects : file name -> bytes of an object file
-    binaries : symbol -> bytes embedded as read-only data (``extern "C" const unsigned char symbol[]``
-        and ``extern "C" const unsigned long long symbol_size``), such as a cubin
+    binaries : symbol -> bytes embedded as read-only data (``extern "C" ecornn_blob symbol``, see ecornn_blob.h), such
+        as the manifest
     shared : file name -> C++ text, as ``sources``, that is the same for all modules and compiled apart from these
     functions : symbols, empty for none, whose addresses are in ``extern "C" void* const ecornn_functions[]``
+    program : of a CUDA module, what the host code, all of which is ``shared``, reads of the program: it lies behind the
+        library with the binaries, and nothing is compiled or linked
     emitted : ``cuda``, ``ptx``, ``tir``, ``asm`` -> text for people (``--emit``)
     resources : function -> what the compiler reports (registers, spilled bytes, shared memory)
     """
 
-    sources: dict[str, str]
+    sources: dict[str, str] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
     binaries: dict[str, bytes] = field(default_factory=dict)
     emitted: Mapping[str, str] = field(default_factory=dict)
     resources: dict[str, dict[str, int]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     functions: tuple[str, ...] = ()
+    program: bytes | None = None

@@ -12,11 +12,7 @@
 
 #include "cpu_pack.h"
 #include "cpu_team.h"
-
-extern "C" {
-extern const unsigned char ecornn_manifest[];
-extern const unsigned long long ecornn_manifest_size;
-}
+#include "ecornn_blob.h"
 
 namespace {
 
@@ -82,7 +78,7 @@ extern "C" __attribute__((visibility("hidden"))) int64_t ecornn_take(int64_t tot
 // manifest() -> str
 ECORNN_EXPORT int __tvm_ffi_manifest(void*, const TVMFFIAny*, int32_t count, TVMFFIAny* result) {
   if (count != 0) return Fail("TypeError", "manifest() takes no arguments");
-  TVMFFIByteArray text{reinterpret_cast<const char*>(ecornn_manifest), ecornn_manifest_size};
+  TVMFFIByteArray text{reinterpret_cast<const char*>(ecornn_manifest.data), ecornn_manifest.size};
   return TVMFFIStringFromByteArray(&text, result);
 }
 

@@ -6,6 +6,7 @@ import functools
 import os
 import shlex
 import shutil
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -14,10 +15,13 @@ from ecornn import checksum, temporary
 from ecornn.build import cache
 from ecornn.build.commands import ANSWER, WORK, first_lines, run
 from ecornn.build.generated import Generated
+from ecornn.build.number_tables import NumberTables
 from ecornn.errors import BuildError
 
 COMPILERS = ("c++", "g++", "clang++")
 SOURCE_SUFFIXES = (".cc", ".cpp", ".c", ".s")  # other files are headers
+MARK = 0x6E72726F63652E31  # kMark of host_cuda.h
+ALIGNMENT = 64  # bytes, of what lies behind a library
 
 
 def link(generated: Generated, out: Path) -> None:
@@ -26,25 +30,60 @@ def link(generated: Generated, out: Path) -> None:
     It depends on ``libtvm_ffi.so`` and the C and C++ libraries. Raises :class:`BuildError` with the
     compiler's message, with what to install where there is no C++ compiler, or where ``out`` is there and no file.
     """
-    from tvm_ffi import libinfo
-
     compiler = find_compiler()
     out = Path(out).absolute()  # the compiler runs in a folder of its own
     if out.exists() and not out.is_file():
         raise BuildError(f"{out} is no regular file: it would be lost if a module took its place")
     out.parent.mkdir(parents=True, exist_ok=True)
+    if generated.program is None:
+        content = _linked(compiler, objects_of(compiler, generated), generated.binaries, generated.functions)
+    else:
+        library = _host_library(tuple(compiler), tuple(generated.shared.items()))
+        content = library + behind(len(library), *generated.binaries.values(), program=generated.program)
+    try:
+        with temporary.replacing(out) as beside:
+            beside.write_bytes(content)
+            beside.chmod(0o755)
+            checksum.append(beside)
+    except OSError as error:
+        raise BuildError(f"{out} cannot be written: {error}") from error
+
+
+def _linked(compiler: Sequence[str], objects: dict[str, bytes], binaries: dict[str, bytes],
+            functions: Sequence[str]) -> bytes:
+    """A shared library of these."""
+    from tvm_ffi import libinfo
+
     runtime = Path(libinfo.find_libtvm_ffi())
-    objects = objects_of(compiler, generated)
     with temporary.folder() as folder:
-        inputs = write_inputs({}, objects, generated.binaries, folder, generated.functions)
-        try:
-            with temporary.replacing(out) as beside:
-                run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
-                          "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o",
-                          str(beside)], folder)
-                checksum.append(beside)
-        except OSError as error:
-            raise BuildError(f"{out} cannot be written: {error}") from error
+        inputs = write_inputs({}, objects, binaries, folder, functions)
+        run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
+                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o", "made.so"],
+                 folder)
+        return (folder / "made.so").read_bytes()
+
+
+@functools.lru_cache(maxsize=2)
+def _host_library(compiler: tuple[str, ...], shared: tuple[tuple[str, str], ...]) -> bytes:
+    """The library that all CUDA modules are: from the cache, once it has been compiled."""
+    texts = [text for pair in shared for text in pair]
+    return cache.entry("host", (_version(compiler), version("apache-tvm-ffi"), *texts),
+                       lambda: _linked(compiler, _compiled(compiler, dict(shared)), {}, ()))
+
+
+def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: bytes) -> bytes:
+    """What lies behind a library of ``size`` bytes, as HostProgram::Read() of host_cuda.h finds it from the end."""
+    blobs, first = (manifest, tables, program, *cubins), NumberTables()
+    made, places = bytearray(), []
+    start = 8 * (1 + 2 * len(blobs))
+    start += -(size + start) % ALIGNMENT
+    for blob in blobs:
+        places += [start + len(made), len(blob)]
+        made += blob + bytes(1 + -(len(blob) + 1) % ALIGNMENT)  # with a zero behind it
+    first.numbers(len(blobs), *places)
+    content = bytes(first.content).ljust(start, b"\0") + made
+    content += bytes(-len(content) % 8)
+    return content + struct.pack("<2q", len(content) + 16, MARK)
 
 
 def objects_of(compiler: Sequence[str], generated: Generated) -> dict[str, bytes]:
@@ -143,13 +182,14 @@ def write_inputs(sources: dict[str, str], objects: dict[str, bytes], binaries: d
 
 
 def _assembler(binaries: dict[str, bytes], functions: Sequence[str]) -> str:
-    """Read-only data ``symbol`` and ``symbol_size``; the assembler takes megabytes at once, as a C
-    compiler does not. And the addresses of functions."""
+    """Read-only data of each ``symbol``, an ecornn_blob; the assembler takes megabytes at once, as a C compiler does
+    not. And the addresses of functions."""
     lines = ['.section .rodata,"a",%progbits']
+    for symbol in binaries:
+        lines += [".balign 64", f"{symbol}_data:", f'.incbin "{symbol}.bin"', ".byte 0"]
+    lines += ['.section .data.rel.ro,"aw",%progbits']
     for symbol, content in binaries.items():
-        lines += [f".global {symbol}", f".hidden {symbol}", ".balign 64", f"{symbol}:",
-                  f'.incbin "{symbol}.bin"', ".byte 0",
-                  f".global {symbol}_size", f".hidden {symbol}_size", ".balign 8", f"{symbol}_size:",
+        lines += [f".global {symbol}", f".hidden {symbol}", ".balign 8", f"{symbol}:", f".quad {symbol}_data",
                   f".quad {len(content)}"]
     if functions:
         lines += ['.section .data.rel.ro,"aw",%progbits', ".global ecornn_functions", ".hidden ecornn_functions",

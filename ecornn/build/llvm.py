@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tvm.runtime import Module
     from tvm.tirx import PrimFunc
 
-HEADERS = ("cpu_openmp.h", "cpu_pack.h", "cpu_team.h", "cpu_waiting.h", "host_cpu.h")
+HEADERS = ("cpu_openmp.h", "cpu_pack.h", "cpu_team.h", "cpu_waiting.h", "ecornn_blob.h", "host_cpu.h")
 SCALARS = 4  # thread, threads, T, B come before the pointers
 
 

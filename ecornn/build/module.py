@@ -59,5 +59,5 @@ def _complete(program: Program, manifest: Manifest) -> Generated:
                          "the object file of its code with --emit object")
     generated = generate(program, device)
     own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest, program.entries)}
-    return replace(generated, binaries={**generated.binaries, **own}, shared=c_tables.sources(),
+    return replace(generated, binaries={**own, **generated.binaries}, shared={**generated.shared, **c_tables.sources()},
                    functions=c_tables.functions(program, device))

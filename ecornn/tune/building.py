@@ -87,6 +87,7 @@ def generate(request: Build) -> tuple[str, bytes]:
         module = out.read_bytes()
     # The packing and the sizes of buffers are code too: a loader acts on them.
     digest = hashlib.sha256(msgspec.json.encode((program.buffers, sorted(generated.sources.items()))))
+    digest.update(generated.program or b"")
     if generated.objects:  # which may name temporary files
         digest.update(generated.emitted["tir"].encode())
     else:

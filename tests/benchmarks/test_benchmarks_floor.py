@@ -14,6 +14,7 @@ from grid_summary import Summary
 from limits import limit, relative
 from measured_rows import of_bench, read
 from msgspec import structs, to_builtins
+from rooms import ROOT
 from stage_cells import Bare, bare_forward, spec
 from unmultiplied import without_products
 

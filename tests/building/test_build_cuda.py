@@ -16,7 +16,7 @@ from driver_notes import child, raised
 
 from ecornn.build import Generated, build_module, nvcc_source
 from ecornn.build.cuda import lower
-from ecornn.build.host_cuda import Kernel, host_sources
+from ecornn.build.host_cuda import Kernel, host_program
 from ecornn.errors import BuildError
 from ecornn.host_gpu import detect, driver_version
 from ecornn.manifest import decode
@@ -92,7 +92,7 @@ def test_tvm_keeps_its_own_compile_hook():
 ])
 def test_calls_that_do_not_fit_are_refused(kernels: dict[str, Kernel], calls: tuple, message: str):
     with pytest.raises(BuildError, match=message):
-        host_sources(Program.running({}, cuda_sample.BUFFERS, calls), kernels, "sm_90a")
+        host_program(Program.running({}, cuda_sample.BUFFERS, calls), kernels, "sm_90a")
 
 
 def test_functions_that_do_not_fit_are_refused():

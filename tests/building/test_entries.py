@@ -13,7 +13,7 @@ from msgspec import structs
 
 from ecornn.build import build_module
 from ecornn.build.cuda import lower
-from ecornn.build.host_cuda import host_sources
+from ecornn.build.host_cuda import host_program
 from ecornn.build.llvm import tables
 from ecornn.errors import BuildError, ModuleError
 from ecornn.host_cpu import detect
@@ -42,9 +42,9 @@ LAST = Launch("last", grid=2, threads=64, shared=256, cluster=2)
 
 
 def with_entry(*calls: Call, takes: tuple[str, ...]) -> Program:
-    """The CUDA sample with an entry ``end`` beside ``run``."""
+    """The CUDA sample with an entry ``backward`` beside ``run``."""
     program = cuda_sample.program()
-    return replace(program, entries={**program.entries, "end": Entry(calls, takes)})
+    return replace(program, entries={**program.entries, "backward": Entry(calls, takes)})
 
 
 @pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
@@ -54,14 +54,14 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
                          takes=("mask", "h_out", "y", "h_in"))
     out = tmp_path / "two.so"
     build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
-    code = "m['end'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
-    done = child(code + raised("m['end'](1, 1, 0, 7)"), out, fake, FAKE_MAJOR="9")
+    code = "m['backward'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
+    done = child(code + raised("m['backward'](1, 1, 0, 7)"), out, fake, FAKE_MAJOR="9")
     notes = [note for note in done.calls if note.startswith(("cuLaunchKernelEx", "cuMemset"))]
     launched = [note.split("arguments ")[1] for note in notes if "arguments" in note]  # h_in, h_out, y, T
     assert launched[0] == "4000 2000 3000 16" and notes[1].startswith("cuMemsetD8Async 1000 byte=3 size=4")
     # the second chunk: of y from step 8 on, and from the state that the first one left
     assert sorted(launched[1:]) == sorted(2 * ["4000 2000 3000 8", f"2000 2000 {3000 + 8 * 4} 8"])
-    assert done.stdout.startswith("TypeError end(T, B, device, queue, *pointers) takes 8 arguments, not 4")
+    assert done.stdout.startswith("TypeError backward(T, B, device, queue, *pointers) takes 8 arguments, not 4")
     everything = child(f"m['run'](2, 1, 0, 7, *{tuple(range(1000, 9000, 1000))})", out, fake, FAKE_MAJOR="9").calls
     assert sum(note.startswith("cuLaunchKernelEx") for note in everything) == 4
 
@@ -72,7 +72,7 @@ def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: P
     out = tmp_path / "wanted.so"
     build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
     for pointers, launches in (("2000, 3000", 2), ("2000, 0", 2), ("0, 3000", 2), ("0, 0", 1)):
-        done = child(f"m['end'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
+        done = child(f"m['backward'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
         assert sum(note.startswith("cuLaunchKernelEx") for note in done.calls) == launches, pointers
 
 
@@ -90,7 +90,7 @@ def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
             (1, 2000, apart), (1, given, copied), (1, given + 255, copied), (1, given + 256, apart),
             (1, given - 255, copied), (1, given - 256, apart),
             (4, given, [(given, other), (other, one), (one, other), (other, one)])):
-        code = f"m['end']({steps}, 2, 0, 7, {one}, {other}, {written}, 9000, {given})\n"
+        code = f"m['backward']({steps}, 2, 0, 7, {one}, {other}, {written}, 9000, {given})\n"
         notes = child(code, out, fake, FAKE_MAJOR="9").calls
         launched = [note.split("arguments ")[1].split() for note in notes if note.startswith("cuLaunchKernelEx")]
         found = [(int(first), int(then)) for first, _, then, _ in launched]  # of h_in, h_out, y, T
@@ -120,17 +120,17 @@ def test_a_cuda_module_packs(tmp_path: Path, fake: Path):
     assert "count=0" in done.stdout
     for other in (cuda_sample.program(), with_packing("int8")):
         build_module(other, cuda_sample.manifest(KNOWN["sm_90a"]), out)
-        assert "pack" in child(raised("m['pack']"), out).stdout
+        assert "no kernel that packs" in child(raised("m['pack'](0)"), out).stdout
 
 
 @pytest.mark.parametrize(("calls", "takes", "message"), [
     ((LAST,), ("h_in", "h_out"), "launch of 'last' that reads 'y', which is no buffer that the entry takes"),
     ((Fill("mask", 0, Extent(1)),), ("y",), "Fill of 'mask'"),
-    ((Fill("mask", 0, Extent(1)),), ("mask", "other"), "entry 'end': the program has no buffer other")])
+    ((Fill("mask", 0, Extent(1)),), ("mask", "other"), "entry 'backward': the program has no buffer other")])
 def test_a_call_uses_only_what_its_entry_takes(calls: tuple[Call, ...], takes: tuple[str, ...], message: str):
     program = with_entry(*calls, takes=takes)
     with pytest.raises(BuildError, match=message):
-        host_sources(program, lower(program, "sm_90a")[0], "sm_90a")
+        host_program(program, lower(program, "sm_90a")[0], "sm_90a")
 
 
 def scaled(name: str, factor: float) -> Program:

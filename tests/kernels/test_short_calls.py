@@ -14,8 +14,7 @@ from msgspec.structs import replace
 from test_persistent_emulated import SMALL, cut
 
 from ecornn.build.cuda import lower
-from ecornn.build.host_cuda import host_sources
-from ecornn.program import Program
+from ecornn.program import Program, launches
 from ecornn.schedules.base import Task
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.rows_wgmma import shape_of
@@ -47,16 +46,16 @@ class ForFewSteps(Persistent):
         return super().program(changed(task, workload=replace(task.workload, seq=SHORT)), plan)
 
 
-def texts(task: Task, **change: Any) -> tuple[str, dict[str, str]]:
-    """The host's text, and those of kernels by name, of `persistent`."""
+def texts(task: Task, **change: Any) -> tuple[list[str], dict[str, str]]:
+    """The functions whose launches are early, and the texts of kernels by name, of `persistent`."""
     return texts_of(SCHEDULE.program(task, SCHEDULE.plan(task, cut(task, **change))), task)
 
 
-def texts_of(program: Program, task: Task) -> tuple[str, dict[str, str]]:
-    kernels, source = lower(program, task.device.arch)
+def texts_of(program: Program, task: Task) -> tuple[list[str], dict[str, str]]:
+    _, source = lower(program, task.device.arch)
     parts = re.split(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)_kernel', source)
-    host = host_sources(program, kernels, task.device.arch)["program.cc"]
-    return host, dict(zip(parts[1::2], parts[2::2], strict=True))
+    early = [one.function for one in launches(program.calls) if one.early]
+    return early, dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def buffers(text: str) -> set[str]:
@@ -67,8 +66,8 @@ def buffers(text: str) -> set[str]:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_launches_begin_early_and_wait(dtype: str):
-    host, kernels = texts(task_of("lstm", (SHORT, 3, 24, 40), dtype, SMALL))
-    assert re.findall(r"kLaunchEarly.*// (\w+)", host) == ["start", "persistent"]
+    early, kernels = texts(task_of("lstm", (SHORT, 3, 24, 40), dtype, SMALL))
+    assert early == ["start", "persistent"]
     leave, wait = (f"tvm_builtin_ptx_griddepcontrol_{what}();" for what in ("launch_dependents", "wait"))
     for name, leaves, waits in (("project", 1, 0), ("start", 1, 1), ("persistent", 0, 2)):
         # the definitions of these two, which stand before the first kernel that uses them, are no statements
@@ -93,16 +92,16 @@ def test_launches_begin_early_and_wait(dtype: str):
 ], ids=str)
 def test_others_do_not(cell: str, steps: int, device: str, change: dict[str, Any], traversal: Traversal):
     task = task_of(cell, (steps, 3, 24, 40), "float16", replace(KNOWN[device], cores=6), traversal)
-    host, kernels = texts(task, **change)
-    assert "persistent" in kernels and "kLaunchEarly" not in host
+    early, kernels = texts(task, **change)
+    assert "persistent" in kernels and not early
     assert not any("griddepcontrol" in text for text in kernels.values())
 
 
 @pytest.mark.parametrize(("cell", "dtype"), [("lstm", "float32"), ("gru", "float16")])
 def test_a_block_loads_weights_until_the_projection_has_ended(cell: str, dtype: str):
     task, schedule = task_of(cell, (40, 3, 24, 40), dtype, KNOWN["sm_90a"]), PersistentBlock()
-    host, kernels = texts_of(schedule.program(task, schedule.plan(task, schedule.default(task))), task)
-    assert re.findall(r"kLaunchEarly.*// (\w+)", host) == ["persistent_block"]
+    early, kernels = texts_of(schedule.program(task, schedule.plan(task, schedule.default(task))), task)
+    assert early == ["persistent_block"]
     leave, wait = (f"tvm_builtin_ptx_griddepcontrol_{what}();" for what in ("launch_dependents", "wait"))
     assert not buffers(kernels["project"].partition(leave)[0]) and leave in kernels["project"]
     before, after = kernels["persistent_block"].split(f"{wait}\n")
@@ -111,18 +110,18 @@ def test_a_block_loads_weights_until_the_projection_has_ended(cell: str, dtype: 
         keep = None if other.arch == "sm_80" else "states"
         task = task_of(cell, (40, 3, 24, 40), dtype, other, Traversal(keep=keep))
         plan = schedule.plan(task, schedule.default(task))
-        assert "kLaunchEarly" not in texts_of(schedule.program(task, plan), task)[0]
+        assert not texts_of(schedule.program(task, plan), task)[0]
 
 
 def test_clusters_of_blocks_wait_for_whole_multiprocessors():
     """Two of their blocks that came to one while the projection had the others would be there for all steps."""
     task, schedule = task_of("lstm", (40, 8, 64, 64), "float16", KNOWN["sm_90a"]), PersistentBlock()
-    for cluster, early in ((1, ["persistent_block"]), (2, [])):
+    for cluster, wanted in ((1, ["persistent_block"]), (2, [])):
         config = {"products": "mma", "rows": 8, "units": 1, "lanes": 1, "cluster": cluster, "resident": 1,
                   "registers": 100, "hoisted": "same", "math": "fast"}
         assert schedule.check(task, config) is None
-        host, kernels = texts_of(schedule.program(task, schedule.plan(task, config)), task)
-        assert re.findall(r"kLaunchEarly.*// (\w+)", host) == early
+        early, kernels = texts_of(schedule.program(task, schedule.plan(task, config)), task)
+        assert early == wanted
         assert any("griddepcontrol" in text for text in kernels.values()) is bool(early)
 
 
