@@ -198,7 +198,7 @@ class _Writer:
         self.lines += [f"      {between}"] * bool(between) + ["    }", "  }"]
 
     def relay(self, call: Relay) -> None:
-        """Writes a loop between whose steps two workspaces change places, of which the first step has another one."""
+        """Writes a loop between whose steps two workspaces change places; the first step reads the caller's memory."""
         names = (call.before, call.after, call.given, call.written)
         before, after, given, written = (self.place(name, "Relay of") for name in names)
         bytes_ = f"INT64_C({call.row * self.itemsize[call.given]}) * B"
@@ -277,7 +277,7 @@ def shape(number: int, launch: Launch) -> str:
 
 
 def check_launch(launch: Launch, kernel: Kernel) -> None:
-    """Raises :class:`BuildError` where a launch is not what the kernel was compiled for."""
+    """Raises :class:`BuildError` where a launch does not fit the kernel as it was compiled."""
     def refuse(reason: str) -> None:
         raise BuildError(f"launch of {launch.function!r}: {reason}")
 
