@@ -44,8 +44,8 @@ def public(function: F) -> F:
 
 
 def refuse_untyped(error: Exception, layer: Callable[[], str]) -> None:
-    """Raises :class:`~ecornn.errors.InternalError` from an error that the package has made itself and did not mean to;
-    ``layer`` says what was called with what.
+    """Raises :class:`~ecornn.errors.InternalError` from an error that the package raised itself, and not on purpose;
+    ``layer`` gives the call as text.
 
     Returns where the error is one of :mod:`ecornn.errors`, of a kind that is raised on purpose, or another's: the last
     frame that is not a library's decides whose it is. A step or a hook that a user wrote is so told from a fault here.
@@ -89,8 +89,8 @@ def call_text(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def shown(value: object) -> str:
-    """A value in few words. It may be what the fault is of, and must not fail here: of arrays, whose memory may be
-    gone, the type and shape."""
+    """A value in few words; arrays, whose memory may be gone, by type and shape. It may be the cause of the fault, and
+    must not fail here."""
     try:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             return f"<{value.dtype} {tuple(value.shape)}>"

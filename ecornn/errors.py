@@ -98,7 +98,7 @@ class RecordError(EcornnError, ValueError):
 
 class InternalError(EcornnError, RuntimeError):
     """A fault of ecornn's own, at a layer that it should have served or refused. ``__cause__`` is the error that showed
-    it, ``layer`` what was called with what, and ``versions`` those of all that took part."""
+    it, ``layer`` the call as text, and ``versions`` those of all packages that took part."""
 
     def __init__(self, error: BaseException | str, layer: str, versions: str) -> None:
         what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"

@@ -49,8 +49,8 @@ class StepSummary(msgspec.Struct, frozen=True):
 
 
 class Alternative(msgspec.Struct, frozen=True):
-    """A schedule for the device: ``refuses`` is its reason where it does not serve the layer; ``expected_us`` what its
-    default is expected to take a step, None where nobody can say."""
+    """A schedule for the device: ``refuses`` is its reason where it does not serve the layer; ``expected_us`` the time
+    that is expected of a step of its default, None where nobody can say."""
 
     schedule: str
     refuses: str | None
@@ -59,7 +59,7 @@ class Alternative(msgspec.Struct, frozen=True):
 
 
 class RecordUsed(msgspec.Struct, frozen=True):
-    """The record that was used: where it is, and what was measured when, on which device, with which B, I and T."""
+    """The record that was used: its place, time, device, B, I and T, and the times of a step that it has."""
 
     file: str
     line: int
@@ -178,7 +178,7 @@ def _part(labels: list[str], task: Task, found: Found, entry: str) -> Part:
 
 
 def chip_of(features: Mapping[str, float], device: Device) -> dict[str, float]:
-    """The features of a configuration that say what it takes on the chip, by the names of :data:`CHIP`."""
+    """The parts of the chip that a configuration takes, from its features, by the names of :data:`CHIP`."""
     names = CHIP | (ON_A_CPU if device.kind == "llvm" else {})
     return {names[n]: float(v) for n, v in features.items() if n in names}
 

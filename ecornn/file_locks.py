@@ -18,8 +18,8 @@ LOOK = 1.0  # seconds between two looks whether there is still something to wait
 
 @contextlib.contextmanager
 def held(path: str | Path, limit: float, otherwise: str, done: Callable[[], bool] | None = None) -> Iterator[bool]:
-    """The lock of the file ``path``; False where another process has not given it back within ``limit`` seconds, or
-    what it does is ``done``.
+    """Holds the lock of the file ``path``: yields True; or False where another process has not given it back within
+    ``limit`` seconds, or has ``done`` its work.
 
     The logger ``ecornn`` is told who waits for what, and what happens ``otherwise``, after that time. Raises
     :class:`OSError` where there can be no such file.

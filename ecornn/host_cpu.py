@@ -69,7 +69,7 @@ def promised(name: str, triple: str) -> set[str]:
 
 
 def used(name: str, triple: str, attributes: Sequence[str] = ()) -> set[str]:
-    """Returns what LLVM uses for a CPU that it knows, with ``+`` and ``-`` of some features in this order."""
+    """The instruction sets that LLVM uses for a CPU that it knows, with ``+`` and ``-`` of some features in order."""
     from tvm.target import Target, codegen
 
     target = Target({"kind": "llvm", "mcpu": name, "mtriple": triple, "mattr": [*attributes]})

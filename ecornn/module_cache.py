@@ -98,7 +98,7 @@ def _logs() -> bytes:
 
 @cache
 def _code() -> bytes:
-    """A digest of ecornn's files and the versions of what they use."""
+    """A digest of ecornn's files and the versions of the packages that they use."""
     import ecornn.schedules
     from ecornn.task import versions
 

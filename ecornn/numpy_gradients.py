@@ -66,7 +66,7 @@ def reference_gradients(cell: str, x: Any, weights: Mapping[str, Any], state: Se
 
 
 class Traced(NDArrayOperatorsMixin):
-    """An array with a tape: ``value``, and after :func:`backward` of what was computed from it ``gradient``.
+    """An array with a tape: its ``value``, and after :func:`backward` of a result of it its ``gradient``.
 
     Where there is no derivative: ``maximum`` and ``minimum`` share it between equal values but give none to one that is
     equal to a number; ``clip`` counts its bounds to its inside; ``abs`` has 0 at 0.

@@ -65,7 +65,8 @@ class Call:
 
 def checked(formula: Formula, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None, lengths: Any,
             resets: Any) -> Call:
-    """Checks the arguments of :func:`~ecornn.numpy_reference.reference`, which says what is raised; float64."""
+    """Checks the arguments of :func:`~ecornn.numpy_reference.reference`, which lists the errors, and makes them
+    float64."""
     count = formula.states
     layers, directions = _extent(formula, weights)
     x = shaped("x", np.asarray(x, dtype=np.float64), (None, None, None))

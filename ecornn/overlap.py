@@ -40,7 +40,7 @@ GAIN = 0.9  # of the time one after the other: more is within the error of expec
 
 @dataclass(frozen=True)
 class Arrangement:
-    """The sequences of a stack, each with its task, on its share of the GPU, and what was chosen for it.
+    """The sequences of a stack, each with its task, on its share of the GPU, and the choice for it.
 
     ``expected``: nanoseconds of a call of the length to expect; infinity where nobody can say.
     """
@@ -53,7 +53,7 @@ class Arrangement:
 
 def arrange(cell: Cell, stack: Stack, whole: Workload, device: Device, wish: str,
             choose: Callable[[Task], Found], expect: Callable[[Task], float]) -> Arrangement:
-    """The arrangement for ``wish``, one of :data:`WISHES`; ``auto``: what is expected to take the least time.
+    """The arrangement for ``wish``, one of :data:`WISHES`; ``auto``: the one that is expected to take the least time.
 
     ``choose`` finds the schedule and configuration of a task, ``expect`` the nanoseconds of its step. Raises
     :class:`ArgumentError` where the stack cannot be arranged so, :class:`ScheduleError` where no schedule serves a

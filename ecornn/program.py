@@ -415,7 +415,7 @@ def packs(program: Program) -> bool:
 
 
 def packed_for_left_out(program: Program) -> tuple[str, ...]:
-    """The packed buffers that no launch reads but those that a call may leave out: such a call does without them."""
+    """The packed buffers that are read only by launches that a call may leave out: such a call does without them."""
     read: dict[str, bool] = {}  # by name, whether all that read it may be left out
     for one in launches(program.calls):
         for parameter in program.functions[one.function].params:

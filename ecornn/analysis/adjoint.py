@@ -167,7 +167,7 @@ class _Builder:
 
     def finish_recurrence(self, tail: Sweep, body: Sweep, results: dict[str, Var | None],
                           outer: list[OuterProduct]) -> None:
-        """Builds the graphs of the recurrence and of what follows its last step."""
+        """Builds the graph of the recurrence, and ``finish``, which follows its last step."""
         forward = self.forward
         read = unique((*forward.hoisted_outputs, *((forward.x,) if forward.x is not None else ()),
                        *forward.inputs.values()))

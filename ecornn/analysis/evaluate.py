@@ -38,7 +38,7 @@ def assign(assigns: Iterable[Assign], values: Values) -> None:
 
 def multiply(products: Iterable[Product], values: Values, weights: Weights, hidden: int,
              x: Array | None = None) -> None:
-    """Adds the variables of ``products``, of H = ``hidden`` units each; those of x where an operand is None."""
+    """Adds the variables of ``products``, of H = ``hidden`` units each; an operand None is ``x``."""
     for product in products:
         parts = []
         for term in product.terms:
@@ -119,5 +119,5 @@ def step(graph: StepGraph, weights: Weights, values: Values, shape: tuple[int, .
 
 
 def at(values: Mapping[Var, Array], t: int, names: Iterable[Var]) -> Values:
-    """Step t of those of ``values`` that have steps, the others as they are."""
+    """The values of these names at step t; a value without steps is as it is."""
     return {v: values[v][t] if np.ndim(values[v]) == 3 else values[v] for v in names if v in values}

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 
 def heads_at(place: Expr, j: Var, k: Var, hidden: int, own: int) -> int:
-    """The heads of a product that reads its operand, of ``hidden`` values, at ``place``, and a parameter, whose rows
-    have ``own`` values, at [j, k]; 0 where it is none."""
+    """The number of heads of a product; 0 where it is no product.
+
+    It reads its operand, of ``hidden`` values, at ``place``, and a parameter, whose rows have ``own`` values, at [j,
+    k].
+    """
     from tvm import sym, tirx
 
     if hasattr(place, "same_as") and place.same_as(k):

@@ -32,7 +32,7 @@ MOST_GROUPS = 64  # each is a statistic, in code that is written out
 
 
 class RowReductions(ABC):
-    """The part of the walk that is about these; the members of the others that it needs are declared here."""
+    """The part of the walk that finds reductions; members of the other part that it needs are declared here."""
 
     cell: Source
     hidden: int
@@ -132,7 +132,7 @@ class RowReductions(ABC):
         return read
 
     def over_rows(self, body: Reduce, where: dict[Var, Expr], largest: bool) -> Expr | None:
-        """A reduction of values that are one a row, as those of groups are, as arithmetic; None for others."""
+        """A reduction of values that are one a row, such as statistics of groups, as arithmetic; None for others."""
         from tvm import tirx
 
         places = [extent_of(axis) or 0 for axis in body.axis]
@@ -162,7 +162,7 @@ class RowReductions(ABC):
 
     def total(self, name: str, terms: Sequence[Expr], largest: bool, shift: bool,
               units: tuple[int, int] | None) -> Var:
-        """The statistic of these terms, of those units."""
+        """The statistic of these terms over ``units``."""
         kind = "maximum" if largest else "sum"
         operands = tuple(self.name_of(self.level_by_level(t, name), name) for t in terms)
         if any(is_constant(o) for o in operands):

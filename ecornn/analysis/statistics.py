@@ -59,8 +59,8 @@ class Statistics:
             parts, total, total, self.hidden)), None)
 
     def squares_of_own(self, terms: list[Expr], size: int) -> tuple[Var, ...] | None:
-        """The totals, of ``size`` units each, from the mean of whose own one these are squared deviations in each unit;
-        or None."""
+        """The totals, of ``size`` units each, of which ``terms`` in each unit are the squared deviations from the mean
+        of its own; or None."""
         parts = [p for p in map(self._deviation, terms) if p is not None]
         if len(parts) < len(terms):
             return None

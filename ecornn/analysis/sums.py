@@ -28,7 +28,8 @@ def summed(graph: StepGraph) -> StepGraph:
 
 
 def _fewest(phase: Phase, wanted: list[Var]) -> Phase:
-    """Two products become one, and two of these, until there are no more, or one would multiply a value twice."""
+    """The phase with pairs of products as one, and pairs of these, until none is left or one would multiply a value
+    twice."""
     while True:
         products, assigns = merged(phase.products, phase.assigns, wanted)
         twice = any(len({t.operand for t in p.terms}) < len(p.terms) for p in products)

@@ -143,7 +143,7 @@ class Sweep:
         return self._totals.get(var)
 
     def named(self, parts: list[tuple[Factor, Var]], name: str) -> Var:
-        """A variable for a weighted sum, of which what is known first is added first; the same one for the same sum."""
+        """A variable for a weighted sum, parts that are known first first; the same variable for the same sum."""
         from tvm import tirx
 
         (factor, gradient), *others = parts = sorted(parts, key=lambda part: self.level[part[1]])
@@ -165,7 +165,7 @@ class Sweep:
                     self.add(var, self.factor(factor), gradient)
 
     def products(self, products: Iterable[Product], gradients: dict[Var, Var], level: int) -> tuple[Product, ...]:
-        """The products that give gradients of operands; those of x, whose variable is called ``x``, are not added."""
+        """The products that give gradients of operands. Each is added to its operand's gradient, but for those of x."""
         from tvm import tirx
 
         by_operand: list[tuple[Var | None, list[Term]]] = []

@@ -12,8 +12,11 @@ from ecornn.workload import Part, Stack, Workload
 
 
 class StepLoop:
-    """y (T, B, D*O*H) of x (T, B, I), from zero states; every layer and direction of a stack. Its operations are
-    PyTorch's, so that autograd has the gradients. Nothing is taken out of the loop but what the weights alone say.
+    """A function from x (T, B, I) and weights to y (T, B, D*O*H), from zero states; every layer and direction of a
+    stack.
+
+    Its operations are PyTorch's, so that autograd has the gradients. Only values of the weights alone are computed
+    outside the loop.
 
     Raises :class:`~ecornn.errors.CellError` for a step that uses what PyTorch has no operation for.
     """

@@ -69,7 +69,7 @@ def _groups(lowered: list[_Lowered]) -> list[tuple[list[_Lowered], str]]:
 
 
 def readable(program: Program, arch: str) -> str:
-    """CUDA source of the program's kernels for people, that does what is compiled."""
+    """CUDA source of the program's kernels for people; it does the same as the source that is compiled."""
     return readable_text(_printed([simplified(one.code) for one in _lower(program, arch)], arch))
 
 

@@ -20,7 +20,7 @@ def simplified(code: Any) -> Any:
 
 def _named(statement: Any, known: dict[Any, Any]) -> Any:
     """``statement`` with a variable for each expression that one in scope is bound to. ``known``: structure of an
-    expression -> that variable; what ``statement`` binds is added."""
+    expression -> that variable; variables that ``statement`` binds are added."""
     import tvm_ffi
     from tvm import ir, tirx
 
@@ -68,8 +68,8 @@ def _may_stand_for(bound: Any) -> bool:
 
 
 def _needed(statement: Any, uses: Counter[Any]) -> Any:
-    """``statement`` without variables and arrays that nothing uses; None where nothing is left. ``uses`` of what
-    follows it, to which its own are added."""
+    """``statement`` without variables and arrays that nothing uses; None where nothing is left. ``uses``: counts of the
+    statements that follow, to which its own are added."""
     import tvm_ffi
     from tvm import tirx
 

@@ -112,7 +112,7 @@ class Cell(ABC):
         return rng.uniform(-bound, bound, shape)
 
     def row_width(self, input: int, hidden: int) -> int:
-        """Values of a row of what a module reads: the I of x itself, behind them H of each of ``inputs``, in order."""
+        """Values of a row that a module reads: the I of x itself, behind them H of each of ``inputs``, in order."""
         return input + len(self.inputs) * hidden
 
     def own_input(self, width: int, hidden: int) -> int:
@@ -124,7 +124,7 @@ class Cell(ABC):
         return f"{name}_l{layer}" + ("_reverse" if reverse else "")
 
     def output_names(self) -> tuple[str, ...]:
-        """Names of the outputs: of states, or of what ``step`` returns behind these."""
+        """Names of the outputs: of states, or of tensors that ``step`` returns behind these."""
         if isinstance(self.output, str):
             return (self.output or self.states[0],)
         return tuple(self.output)
@@ -252,7 +252,7 @@ def largest(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
 
 def softmax(source: Tensor, name: str = "", groups: int = 1) -> Tensor:
     """exp(source) / sum(exp(source)) over the hidden units of each batch row of ``source``, (B, H); with ``groups``
-    over each group of H / groups units. Also of what is narrower than H.
+    over each group of H / groups units. The source may be narrower than H.
 
     The row's maximum is subtracted before, so that no exponential is too large: a maximum, and a sum that waits for it.
     """

@@ -122,7 +122,7 @@ def _value(text: str) -> Value:
 
 
 def check_activation(where: str, text: Any) -> tuple[str, tuple[float, ...]]:
-    """Name and numbers of an activation; :class:`ArgumentError` where it is none."""
+    """The name and numbers of an activation. Raises :class:`ArgumentError` for a text that names none."""
     name, *numbers = text.split(":") if isinstance(text, str) else ("",)
     try:
         values = tuple(float(n) for n in numbers)

@@ -30,8 +30,8 @@ BITS: dict[str, int | Fraction] = {
 
 
 def step_text(graph: StepGraph, work: Workload, stack: Stack) -> str:
-    """The step of one layer: what is computed once, for all steps at once, and in each step between two exchanges of
-    values between units; what lives from one exchange to a later one; and bytes."""
+    """The step of one layer in words: values that are computed once, those for all steps at once, and those in each
+    step between two exchanges of units; values that live from one exchange to a later one; and bytes."""
     names = Names(graph)
     beside = f" beside {', '.join(graph.inputs)}" if graph.inputs else ""
     own = graph.own_input(work.input, work.hidden)

@@ -58,7 +58,7 @@ class Scope:
             waiting += reversed([Scope(graph, scope.opsets, scope) for node in scope.nodes for graph in bodies(node)])
 
     def constant(self, name: str) -> Any:
-        """The value of a tensor as an array, or None where it depends on what a call brings.
+        """The value of a tensor as an array, or None where it depends on inputs of a call.
 
         Raises :class:`ModuleError` where it is defined twice, needs itself, or cannot be read or computed.
         """

@@ -47,7 +47,7 @@ def _names(graph: Any) -> Iterator[str]:
 
 
 class Tensors:
-    """Initializers of a graph, of which equal ones are one."""
+    """The initializers of a graph, each value once."""
 
     def __init__(self, names: Names) -> None:
         self.made: list[Any] = []

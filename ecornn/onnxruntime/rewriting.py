@@ -171,7 +171,7 @@ class Sizes:
 
 
 def _meaning(scope: Scope, node: Any, weights: Shared) -> Node:
-    """The meaning of a node. Raises what reading a node raises."""
+    """The meaning of a node. Raises the errors of :func:`ecornn.onnx.model.from_proto`."""
     if not node.input or not node.input[0]:
         raise ModuleError(f"node {title(node)}: it has no X")
     return from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name}, weights)

@@ -74,7 +74,7 @@ def step_of(task: Task | None) -> StepSummary | None:
 
 
 def schedule_of(trial: Trial, task: Task | None) -> Schedule | None:
-    """The schedule of a trial; None where it, or the task, is not what it was."""
+    """The schedule of a trial; None where it has changed since, or there is no task."""
     from ecornn.schedules import all_schedules
 
     schedule = all_schedules().get(trial.schedule)

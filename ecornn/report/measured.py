@@ -50,7 +50,7 @@ class Measured:
         return dict(sorted(peers.items(), key=lambda one: one[1]))
 
     def stages(self, trial: Trial) -> dict[str, float]:
-        """µs of the stages of a step, where those of this very configuration were measured."""
+        """µs of the stages of a step, where they were measured with this very configuration."""
         row = self.rows.get(key(trial.workload, trial.device.name), Beside())
         return row.stages if (row.schedule, row.config) == (trial.schedule, trial.config) else {}
 

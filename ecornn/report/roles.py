@@ -107,7 +107,7 @@ def _kernel(name: str, function: PrimFunc) -> Kernel:
 
 
 def _told(role: str, phases: list[Phase]) -> Iterator[Phase]:
-    """Phases without what they say of their role."""
+    """The phases, without the role in their notes."""
     for phase in phases:
         match = _ROLE.fullmatch(phase.note)
         if match and match[1] == role:
@@ -196,7 +196,7 @@ class _Reader:
 
 
 class _At(dict[Any, int]):
-    """The variables of a thread that follow from where it is; others are a KeyError."""
+    """Values of the variables that follow from a thread's place; others raise KeyError."""
 
     bound: dict[Any, Any]
 
@@ -268,7 +268,7 @@ def _role(notes: Iterable[str]) -> str:
 
 
 def _value(expr: Any, at: Mapping[Any, int]) -> int:
-    """An expression of block and thread; raises KeyError where it is of something else."""
+    """The value of an expression of block and thread. Raises KeyError where it reads another variable."""
     kind = type(expr).__name__
     if kind == "IntImm":
         return int(expr.value)

@@ -24,7 +24,7 @@ class SearchRun:
 
     @property
     def any(self) -> Trial:
-        """A trial, for what all of them have: workload and device."""
+        """One of the trials, which all have the same workload and device."""
         return (self.search or self.finals)[0]
 
     @property
