@@ -19,6 +19,7 @@ BEGIN = "<!-- files: written by docs/site/site_architecture.py -->\n"
 END = "<!-- files: end -->\n"
 
 FOLDERS = "ecornn", "schedules", "tuning_logs", "benchmarks", "docs/site", "tests"
+LEFT_OUT = "tests/data", "tests/packages", "tests/published"  # what tests read, and test cases of their own
 LANGUAGES = ".py", ".cc", ".h", ".hpp", ".cu", ".c"
 ROLE = re.compile(r":\w+:`~?(?:[\w.]+\.)?(\w+)`")
 COMMENT = re.compile(r"\A\s*(?:/\*(?P<block>.*?)\*/|(?P<lines>(?://[^\n]*\n)+))", re.DOTALL)
@@ -47,7 +48,8 @@ def first_sentence(text: str) -> str:
 def listed(folder: Path) -> list[Path]:
     """The files of a folder that the tables have: of tests what several tests share, not the tests themselves."""
     return [path for path in sorted(folder.iterdir()) if path.is_file() and path.suffix in LANGUAGES
-            and path.name != "__init__.py" and not (folder == ROOT / "tests" and path.name.startswith("test_"))]
+            and path.name not in ("__init__.py", "conftest.py")
+            and not (folder.is_relative_to(ROOT / "tests") and path.name.startswith("test_"))]
 
 
 def folders() -> Iterator[Path]:
@@ -58,8 +60,8 @@ def folders() -> Iterator[Path]:
             folder = waiting.pop(0)
             if listed(folder) or (folder / "__init__.py").exists():
                 yield folder
-            if name != "tests":
-                waiting[:0] = [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.is_symlink()]
+            waiting[:0] = [p for p in sorted(folder.iterdir()) if p.is_dir() and not p.is_symlink()
+                           and p.relative_to(ROOT).as_posix() not in LEFT_OUT]
 
 
 def tables() -> str:
