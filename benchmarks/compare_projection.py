@@ -78,6 +78,8 @@ def compare(asked: Layer, file: Path) -> dict[str, Any]:
     weights = {k: v.detach() for k, v in library.named_parameters()}
     module = ecornn.load(file)
     bound, manifest = module.bind(weights), module.manifest
+    if manifest.config.get("ahead", 100) != 100:
+        raise ScheduleError("no module with all of the projection before the recurrence could be compiled")
     x = torch.randn(T, B, I, device=DEVICE).to(kind)
     y = torch.full((T, B, H), float("nan"), device=DEVICE, dtype=kind)
     flat, matrix = x.view(-1, I), weights["weight_ih_l0"].T

@@ -72,9 +72,10 @@ def test_which_command_makes_which_file(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--list"])
     run_all.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(run_all.GPU) + len(run_all.CPU)
+    every = [*run_all.GPU, *run_all.CPU, *run_all.NAMED]
+    assert len(lines) == len(every) == len({part.name for part in every})
     grids = {path.stem for path in (run_all.HERE / "grids").glob("*.toml")}
-    assert grids == {part.name for part in (*run_all.GPU, *run_all.CPU) if "--grid" in part.command}
+    assert grids == {part.name for part in every if "--grid" in part.command}
     monkeypatch.setattr(sys, "argv", ["run_all.py", "nothing"])
     with pytest.raises(SystemExit):
         run_all.main()
