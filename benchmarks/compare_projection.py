@@ -42,7 +42,7 @@ WHOLE = {"hoisted": Own(config={"ahead": 100})}
 
 
 def layers() -> list[Layer]:
-    """Those of the grid; a row in which cuDNN alone rounds has the projection of float32."""
+    """The grid's layers of enough rows; a row in which cuDNN alone rounds has the projection of float32."""
     wanted = {name for name in singles() if name.split()[-1] != "tf32"}
     return [one for one in read_grid(FILE).expanded(FILE.name) if one.name in wanted and (one.case.batch or 0) >= 16]
 

@@ -93,7 +93,7 @@ def groups_table(results: Results) -> list[str]:
 
 
 def bound_text(rated: Sequence[Row], bound: float) -> str:
-    """What a group's mean must be at least, and whether it is."""
+    """The bound of a group's mean, and whether it holds."""
     return f"{bound}x {'holds' if mean(r['ratio'] for r in rated) >= bound else '**missed**'}"
 
 
@@ -131,13 +131,13 @@ def bound_line(r: Row, bound: Any) -> tuple[object, ...]:
 
 
 def provenance(r: Row) -> str:
-    """Where ours has its configuration from, in short."""
+    """The origin of our configuration, in short."""
     found = r.get("provenance", "")
     return str(found.get("ecornn", "") if isinstance(found, dict) else found).split(":")[0]
 
 
 def of_grid(results: Results) -> list[str]:
-    """What the grid has besides: floors, scaling, cliffs."""
+    """The rest of the grid's page: floors, scaling, cliffs."""
     s = Summary(results.rows, results.environment.get("gpu", ""))
     lines = ["## Floors", "", "What `ecornn/floor.py` computes: exchange, products and bytes of the best cut.", "",
              *table(("layer", "dtype", "ecornn", "floor", "times the floor"), (
@@ -212,7 +212,7 @@ def described(name: str) -> str:
 
 
 def flashrnn_table(results: Results) -> list[str]:
-    """Of ``compare_flashrnn.py``, forward or in training; ours and cuDNN's are the whole layer, FlashRNN is given
+    """Results of ``compare_flashrnn.py``, forward or in training; ours and cuDNN's are the whole layer, FlashRNN is given
     W x + b."""
     env, lines = results.environment, []
     training = "cudnn" in results.rows[0]["sides"]

@@ -1,4 +1,4 @@
-"""What programs share that measure a GPU by themselves: a layer in float64, and sides that take turns.
+"""Tools of programs that time a GPU by themselves: a layer in float64, and sides that take turns.
 
 The turns and the clock are those of ``ecornn bench`` (ecornn/bench/): a kernel that waits goes first each time, so that
 a graph is queued before it starts and the time between its events is the GPU's alone.

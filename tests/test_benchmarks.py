@@ -83,7 +83,7 @@ def test_every_grid_names_layers_that_there_are(path: Path, monkeypatch: pytest.
 
 
 def test_who_rounds_to_tf32():
-    """Of a row of TF32 on both sides ours rounds, too; of the others cuDNN alone may."""
+    """Ours rounds in rows of TF32 on both sides alone; cuDNN may in those of TF32, too."""
     found = {one.name.split()[-1]: one for one in layers() if one.name.startswith("lstm 1024x16")}
     assert [found[d].case.dtype for d in ("float32", "tf32", "tf32-both")] == ["float32"] * 3
     assert [found[d].case.precision for d in ("float32", "tf32", "tf32-both")] == [None, None, "tf32"]
