@@ -212,7 +212,7 @@ def described(name: str) -> str:
 
 
 def flashrnn_table(results: Results) -> list[str]:
-    """Results of ``compare_flashrnn.py``, forward or in training; ours and cuDNN's are the whole layer, FlashRNN is given
+    """Results of ``compare_flashrnn.py``, forward or in training: ours and cuDNN's are the whole layer, FlashRNN has
     W x + b."""
     env, lines = results.environment, []
     training = "cudnn" in results.rows[0]["sides"]
