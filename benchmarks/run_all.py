@@ -106,8 +106,7 @@ def measure(part: Part, device: str) -> bool:
             result.parent.mkdir(parents=True, exist_ok=True)
             begun.with_suffix(suffix).replace(result.with_suffix(suffix))
     if result.exists() and (part.docs or (part.report and part.name not in OWN_PAGE)):
-        more = ["--docs"] * part.docs + ["--plots"] * (part.name == "grid")
-        good &= run("benchmarks/report.py", result, *more)
+        good &= run("benchmarks/report.py", result, *["--docs"] * part.docs)
     if result.exists() and part.name == "grid":
         good &= run("benchmarks/speed_plot.py", result, "docs/images/speed.svg")
     return good

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import sys
@@ -190,22 +189,9 @@ def test_tables(results: Results, monkeypatch: pytest.MonkeyPatch):
     page = results.path.with_suffix(".md").read_text()
     assert page.count("| persistent | groups=2 | record a.jsonl |") == 114 and f"- {FAILED}: took longer" in page
     assert "| LSTM 256x1x256x256 | float16 | 1.02 [1.01, 1.03] | 1.3 | 4.00x |  | holds |" in page
-    report.write_csv(results.path.with_suffix(".csv"), results)
-    with results.path.with_suffix(".csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 115 and rows[0]["config"] == "groups=2" and sum(bool(r["failed"]) for r in rows) == 1
     (group,) = report.groups_table(Results(results.path, ENVIRONMENT, [r | {"group": "a_b"} for r in results.good[:3]],
                                            None))[2:]
     assert group.startswith("| a b | 3 | 4.00x |") and mean([2.0, 8.0]) == pytest.approx(4.0)
-
-
-def test_plots(results: Results):
-    from grid_plots import plot_rows, plot_scaling
-
-    for plot, name in ((plot_rows, "rows.png"), (plot_scaling, "scaling.png")):
-        path = results.path.with_name(name)
-        plot(results, path)
-        assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_float64_forward_is_the_reference():

@@ -62,7 +62,7 @@ def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch
     assert "grids/classes.toml" in results["h100_classes.jsonl"] and "compare_packed" in results["h100_packed.json"]
     assert not list((tmp_path / "build" / "bench").iterdir())
     said = [" ".join(words) for words in calls]
-    assert "benchmarks/report.py benchmarks/results/h100_grid.jsonl --docs --plots" in said
+    assert "benchmarks/report.py benchmarks/results/h100_grid.jsonl --docs" in said
     assert [s for s in said if "why_above_floor" in s] and not [s for s in said if "report.py" in s and "reasons" in s]
 
 
