@@ -173,6 +173,7 @@ sanitize: $(VENV)/installed-bench
 	$(BIN)/python tests/sanitize.py
 
 # What docs say of speed, measured on the GPU at hand, with their tables and plots; without a GPU, on this CPU.
+# `$(BIN)/python benchmarks/run_all.py --list` says which command makes which file of results, and `run_all.py NAME` is one.
 bench: $(VENV)/installed-bench
 	$(BIN)/python benchmarks/run_all.py
 

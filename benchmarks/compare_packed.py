@@ -12,6 +12,10 @@ of it timed, in float32 (cuDNN may round to TF32 there, as PyTorch sets it; ours
 even steps. B, I and H are ours: those of the issue are not known to us. ``packing`` is PyTorch's packing and padding of
 as much data without a layer, which both sides have; ``cudnn_padded`` is PyTorch's layer on padded x, all rows to the
 end, which the issue compares with.
+
+``--training``: that model in training, the gradients of the mean of y, by ``ecornn.torch``, by PyTorch, and by
+PyTorch on padded rows (``padded``), as they are called, in float32. ``packing`` is what all but ``padded`` have of
+PyTorch: packing, padding and its gradient, around no layer.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import argparse
 import copy
 import datetime
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -149,6 +154,42 @@ def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str,
         "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
 
 
+def train_issue(shape: Shape, repeats: int) -> dict[str, Any]:
+    """One row of pytorch#149194 in training: the gradients of the mean of y, by both, and by PyTorch on padded rows."""
+    cell, T, B, I, H, layers, both = shape
+    library = CELLS[cell](I, H, layers, bidirectional=both).cuda()
+    ours = copy.deepcopy(library)
+    ecornn.torch.replace(ours)
+    x, lengths = torch.randn(T, B, I, device="cuda"), triangular(T, B)
+
+    def step(layer: Any) -> list[torch.Tensor]:
+        kind = next(layer.parameters()).dtype
+        y = packed_and_padded(layer, x.to(kind), lengths)
+        return list(torch.autograd.grad(y.mean(), [*layer.parameters()]))
+
+    def padded() -> Any:
+        return torch.autograd.grad(library(x)[0].mean(), [*library.parameters()])
+
+    def packing() -> Any:
+        leaves: list[torch.Tensor] = []
+
+        def nothing(packed: Any) -> tuple[Any]:
+            leaves.append(packed.data[:, :H].clone().requires_grad_())
+            return (packed._replace(data=leaves[0]),)
+
+        return torch.autograd.grad(packed_and_padded(nothing, x, lengths).mean(), leaves)
+
+    exact = step(copy.deepcopy(library).double())
+    errors = [max(map(relative, step(layer), exact)) for layer in (ours, library)]
+    if not errors[0] <= max(2e-5, 2 * errors[1]):
+        sys.exit(f"{shape}: error {errors[0]:.2e}, PyTorch's {errors[1]:.2e}")
+    row = timed({"ecornn": lambda: step(ours), "cudnn": lambda: step(library), "padded": padded,
+                 "packing": packing},
+                max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
+    return {"T": T, "B": B, "I": I, "H": H, "layers": layers, "error": errors[0], "cudnn_error": errors[1], **row,
+            "ratio": row["cudnn_us"] / row["ecornn_us"], "packing_costs": row["ecornn_us"] / row["padded_us"]}
+
+
 def told(row: dict[str, Any]) -> str:
     """A row in a line."""
     extra = f" {row['case']}, {row['valid']:.2f} valid" if "case" in row else ""
@@ -166,23 +207,34 @@ def describe(shape: Shape, dtype: str, error: tuple[float, float]) -> dict[str, 
     return dict(zip(names, shape, strict=True)) | {"dtype": dtype, "error": error[0], "cudnn_error": error[1]}
 
 
+def trained(r: dict[str, Any]) -> str:
+    """A row of training in a line."""
+    return (f"ecornn {r['ecornn_us']:.2f}, cuDNN {r['cudnn_us']:.2f}, cuDNN padded {r['padded_us']:.2f} us/step; "
+            f"{r['ratio']:.2f}x, {r['packing_costs']:.2f} of padded, {r['packing_us']:.2f} of it packing; error "
+            f"{r['error']:.1e} / {r['cudnn_error']:.1e}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="float16")
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows, counted from 0")
+    parser.add_argument("--training", action="store_true", help="pytorch#149194 in training")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rows, shapes = [], PACKED + ISSUE
+    if arguments.training:
+        os.environ["ECORNN_STRICT"] = "1"  # never PyTorch against itself
+    rows, shapes = [], ISSUE if arguments.training else PACKED + ISSUE
     shapes = [shapes[n] for n in arguments.rows or range(len(shapes))]
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         built = {shape: pool.submit(build, shape, arguments.dtype, folder) for shape in shapes if shape not in ISSUE}
         wait(built.values())  # nothing else runs while a row is timed
         for shape in shapes:
-            rows.append(compare_issue(shape, arguments.repeats) if shape in ISSUE
+            rows.append((train_issue if arguments.training else compare_issue)(shape, arguments.repeats)
+                        if shape in ISSUE
                         else compare_packed(shape, arguments.dtype, arguments.repeats, built[shape].result()))
-            print(f"{shape} {told(rows[-1])}", flush=True)
+            print(f"{shape} {trained(rows[-1]) if arguments.training else told(rows[-1])}", flush=True)
     if arguments.output:
         environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
                        "cudnn": torch.backends.cudnn.version(), "ecornn": ecornn.__version__,

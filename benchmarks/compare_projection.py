@@ -24,7 +24,7 @@ from grid_summary import FILE, singles
 from measured_rows import Results, read
 from msgspec import structs
 from report import layer, table, times
-from side_by_side import CELLS, DEVICE, WARM, environment, float64_forward, relative, summary
+from side_by_side import CELLS, DEVICE, WARM, environment, float64_forward, kernels, relative, summary
 
 import ecornn
 from ecornn.bench.grid import Layer, read_grid, selected
@@ -42,21 +42,9 @@ WHOLE = {"hoisted": Own(config={"ahead": 100})}
 
 
 def layers() -> list[Layer]:
-    """Those of the grid; a row in which cuDNN alone rounds has the projection of float32."""
+    """The grid's layers of enough rows; a row in which cuDNN alone rounds has the projection of float32."""
     wanted = {name for name in singles() if name.split()[-1] != "tf32"}
     return [one for one in read_grid(FILE).expanded(FILE.name) if one.name in wanted and (one.case.batch or 0) >= 16]
-
-
-def kernels(function: Callable[[], object]) -> list[tuple[str, float]]:
-    """Names and microseconds of the kernels that a call launches, in order."""
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        function()
-        torch.cuda.synchronize()
-    events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return [(e.name, e.time_range.elapsed_us()) for e in sorted(events, key=lambda e: e.time_range.start)]
 
 
 def of_calls(found: list[tuple[str, float]], names: set[str], calls: int) -> list[float]:
@@ -78,6 +66,8 @@ def compare(asked: Layer, file: Path) -> dict[str, Any]:
     weights = {k: v.detach() for k, v in library.named_parameters()}
     module = ecornn.load(file)
     bound, manifest = module.bind(weights), module.manifest
+    if manifest.config.get("ahead", 100) != 100:
+        raise ScheduleError("no module with all of the projection before the recurrence could be compiled")
     x = torch.randn(T, B, I, device=DEVICE).to(kind)
     y = torch.full((T, B, H), float("nan"), device=DEVICE, dtype=kind)
     flat, matrix = x.view(-1, I), weights["weight_ih_l0"].T
@@ -101,12 +91,12 @@ def compare(asked: Layer, file: Path) -> dict[str, Any]:
             return {"failed": f"error {error:.2e}, allowed {limit:.2e}"}
         product_error = relative(torch.mm(flat, matrix, **wider), flat.double() @ matrix.double())
         del reference
-        names = {name: {kernel for kernel, _ in kernels(call)} for name, call in calls.items()}
+        names = {name: {kernel for kernel, *_ in kernels(call)} for name, call in calls.items()}
         names["ecornn"] = {name for name in names["ecornn"] if "project" in name}
         for _ in range(WARM):
             for call in calls.values():
                 call()
-        found = kernels(turns)
+        found = [(name, end - begin) for name, begin, end in kernels(turns)]
     row: dict[str, Any] = {
         "cell": case.cell, "T": T, "B": B, "I": I, "H": H, "dtype": dtype,
         "sides": [*calls], "wrong": [], "output": output, "error": error, "cudnn_error": library_error,

@@ -95,7 +95,7 @@ def modules() -> list[Layer]:
 
 
 def described(row: Layer) -> dict:
-    """What a row says of its layer."""
+    """The layer, as a row has it."""
     case = row.case
     return {"cell": case.cell, "T": case.seq, "B": case.batch, "I": case.input, "H": case.hidden,
             "dtype": row.name.split()[-1]}

@@ -1,4 +1,4 @@
-"""What the rows of the grid come to: means, rows below a bound, scaling, cliffs, floors."""
+"""The grid's rows summed up: means, rows below a bound, scaling, cliffs, floors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Summary:
         self.rows = {name: row for name, row in every.items() if not row.get("failed")}
 
     def measured(self, wanted: Iterable[str]) -> list[dict[str, Any]]:
-        """Of these layers."""
+        """The rows of these layers, as far as there are any."""
         return [self.rows[name] for name in wanted if name in self.rows]
 
     def groups(self) -> list[Group]:
@@ -109,7 +109,7 @@ class Summary:
         return sorted((r for r in self.rows.values() if r.get("over_floor", 0) > HIGH), key=lambda r: -r["over_floor"])
 
     def scaling(self) -> list[dict[str, Any]]:
-        """Of the Persistent RNNs case, with TFLOP/s of the recurrent product, and the exchange floor over time."""
+        """The Persistent RNNs case, with TFLOP/s of the recurrent product, and the exchange floor over time."""
         return [r | {"tflops": 2e-6 * r["H"] ** 2 * r["B"] / r["ecornn_us"],
                      "share": r["floor"]["exchange"] / r["ecornn_us"] if "floor" in r else None}
                 for r in self.measured(members("scaling"))]

@@ -1,10 +1,18 @@
-"""The models that ``run_many_gpus.py`` trains on several GPUs, and what of them is compiled before."""
+"""The models that ``run_many_gpus.py`` trains on several GPUs, and what of them is compiled before.
+
+    python benchmarks/many_gpus_models.py FILE      # compiles it into the build cache, on all cores
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,6 +21,7 @@ import ecornn.torch
 from ecornn.layer_spec import LayerSpec
 from ecornn.torch.compiling import KEPT
 from ecornn.torch.kind import kind_of, text_of
+from ecornn.torch.preparing import compile_all
 
 LETTERS, BLANK = 29, 0
 GPU = torch.cuda.is_available()
@@ -119,3 +128,13 @@ def modules() -> Iterator[LayerSpec]:
     sizes = MODELS["speech"]
     stack = ecornn.torch.LSTM(sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional, device="meta")
     yield kind_of(text_of(stack)).spec(sizes.rows[-1], sizes.T, dtype, "")  # for inference
+
+
+def main() -> None:
+    begun, wanted = time.perf_counter(), [*modules()]
+    compile_all([(spec, "cuda" if GPU else "cpu") for spec in wanted], len(os.sched_getaffinity(0)))
+    Path(sys.argv[1]).write_text(json.dumps({"modules": len(wanted), "seconds": time.perf_counter() - begun}))
+
+
+if __name__ == "__main__":
+    main()

@@ -45,7 +45,7 @@ class Results:
 
     @property
     def source(self) -> str:
-        """Where the figures are from."""
+        """The origin of the figures."""
         env = self.environment
         if "gpu" in env:
             where = f"{env['gpu']}, CUDA {env['cuda']}, cuDNN {env['cudnn']} through PyTorch {env['torch']}"
@@ -59,7 +59,7 @@ class Results:
 
     @property
     def command(self) -> str:
-        """What measures such a file."""
+        """The command that measures such a file."""
         if self.grid is None:
             return str(self.environment.get("command", "make bench"))
         return f"python benchmarks/run_all.py {name_of(self.path)}"

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from compare_models import COMPILED, KINDS, Case, language, side_by_side
 from compiled_step import CompiledStep
+from side_by_side import kernels
 from torch import nn
 from training_steps import DEVICE, Step, middle, take_turns
 
@@ -64,18 +65,12 @@ class Through(nn.Module):
         return _Through.apply(x, *self.layers.parameters()), state
 
 
-def kernels(run: Any) -> dict[str, tuple[float, float]]:
-    """Microseconds and launches a step."""
+def times_of(run: Any) -> dict[str, tuple[float, float]]:
+    """Microseconds and launches a step of each kernel."""
     run()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(STEPS):
-            run()
-        torch.cuda.synchronize()
     found: defaultdict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found[event.name].append(event.time_range.elapsed_us())
+    for name, begin, end in kernels(lambda: [run() for _ in range(STEPS)]):
+        found[name].append(end - begin)
     return {name: (sum(values) / STEPS, len(values) / STEPS)
             for name, values in sorted(found.items(), key=lambda each: -sum(each[1]))}
 
@@ -118,7 +113,7 @@ def compared(case: Case, way: str, of: type[Step], seconds: float) -> dict[str, 
     row |= {"ratio": row["torch_ms"] / row["ecornn_ms"], "bound": row["torch_ms"] / row["rest_ms"],
             "layers_ms": {name: row[f"{name}_ms"] - row["rest_ms"] for name in ("ecornn", "torch")},
             "left_ms": row["torch_ms"] / case.wanted - row["rest_ms"]}
-    found = {name: kernels(graph) for name, graph in graphs.items()}
+    found = {name: times_of(graph) for name, graph in graphs.items()}
     return row | {"stages_us": stages(found["ecornn"]),
                   "kernels_us": {name: shortened(each) for name, each in found.items()}}
 

@@ -4,7 +4,7 @@
     python benchmarks/prebuilding.py pack cache.tar.xz        # what modules the cache has, in pieces of at most 45 MB
     python benchmarks/prebuilding.py unpack cache.tar.xz*     # into the cache
 
-`tune_h100_set.py build` and `search_tables.py build` fill the cache (`ECORNN_CACHE`). A module is found by what it is
+`tune_h100_set.py build` fills the cache (`ECORNN_CACHE`). A module is found by what it is
 made of: workload, device, schedule and configuration, the sources of ecornn that make modules, and the versions of TVM
 and of the CUDA compiler. Packed are whole modules; the cubins and objects in them need not travel.
 """

@@ -1,8 +1,7 @@
 """Tables of files of results: each file's page beside it, and its part of docs.
 
-    python benchmarks/report.py benchmarks/results/h100_classes.jsonl          # writes h100_classes.md
-    python benchmarks/report.py benchmarks/results/h100_grid.jsonl --plots     # also .csv, .png and _scaling.png
-    python benchmarks/report.py benchmarks/results/h100_classes.jsonl --docs   # writes the table of docs/PERFORMANCE.md
+    python benchmarks/report.py benchmarks/results/h100_classes.jsonl         # writes h100_classes.md
+    python benchmarks/report.py benchmarks/results/h100_classes.jsonl --docs  # and the table of docs/PERFORMANCE.md
 
 Rows are those of a grid (benchmarks/grids/) that `ecornn bench --grid` measured, or of compare_flashrnn.py.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import csv
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,8 +21,6 @@ from measured_rows import Results, mean, name_of, read, size
 PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"), Path("docs/CELLS.md"))  # from the checkout
 NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu", "slstm": "sLSTM",
          "slstm(heads=8)": "sLSTM with 8 heads,", "slstm8": "sLSTM", "block_gru8": "block GRU"}
-COLUMNS = ("name", "group", "cell", "T", "B", "I", "H", "dtype", "layers", "bidirectional", "ratio", "floor_us",
-           "over_floor", "schedule", "config", "provenance", "failed")
 Row = dict[str, Any]
 
 
@@ -93,7 +89,7 @@ def groups_table(results: Results) -> list[str]:
 
 
 def bound_text(rated: Sequence[Row], bound: float) -> str:
-    """What a group's mean must be at least, and whether it is."""
+    """The bound of a group's mean, and whether it holds."""
     return f"{bound}x {'holds' if mean(r['ratio'] for r in rated) >= bound else '**missed**'}"
 
 
@@ -131,13 +127,13 @@ def bound_line(r: Row, bound: Any) -> tuple[object, ...]:
 
 
 def provenance(r: Row) -> str:
-    """Where ours has its configuration from, in short."""
+    """The origin of our configuration, in short."""
     found = r.get("provenance", "")
     return str(found.get("ecornn", "") if isinstance(found, dict) else found).split(":")[0]
 
 
 def of_grid(results: Results) -> list[str]:
-    """What the grid has besides: floors, scaling, cliffs."""
+    """The rest of the grid's page: floors, scaling, cliffs."""
     s = Summary(results.rows, results.environment.get("gpu", ""))
     lines = ["## Floors", "", "What `ecornn/floor.py` computes: exchange, products and bytes of the best cut.", "",
              *table(("layer", "dtype", "ecornn", "floor", "times the floor"), (
@@ -212,7 +208,7 @@ def described(name: str) -> str:
 
 
 def flashrnn_table(results: Results) -> list[str]:
-    """Of ``compare_flashrnn.py``, forward or in training; ours and cuDNN's are the whole layer, FlashRNN is given
+    """Results of ``compare_flashrnn.py``, forward or in training: ours and cuDNN's are the whole layer, FlashRNN has
     W x + b."""
     env, lines = results.environment, []
     training = "cudnn" in results.rows[0]["sides"]
@@ -253,21 +249,10 @@ def write_docs(path: Path) -> None:
     page.write_text(text.split(begin)[0] + "\n".join([begin, "", *lines, "", end]) + text.split(end)[1])
 
 
-def write_csv(path: Path, results: Results) -> None:
-    """Every row, failed ones too."""
-    sides = [f"{side}_{end}" for side in sides_of(results.good) for end in ("us", "p20", "p80")]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *sides), extrasaction="ignore")
-        writer.writeheader()
-        for row in results.rows:
-            writer.writerow(row | {"config": knobs(row.get("config", {})), "provenance": provenance(row)})
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="of the results, from the checkout")
     parser.add_argument("--docs", action="store_true", help="write the table into docs")
-    parser.add_argument("--plots", action="store_true", help="of the grid: CSV and plots, which need matplotlib")
     arguments = parser.parse_args()
     if not arguments.path.is_file():
         sys.exit(f"{arguments.path} is missing; python benchmarks/run_all.py {name_of(arguments.path)} measures it")
@@ -277,12 +262,6 @@ def main() -> None:
     if path.suffix == ".jsonl":
         lines = whole(results) + (of_grid(results) if name_of(path) == "grid" else [])
         path.with_suffix(".md").write_text("\n".join(lines))
-    if arguments.plots:
-        from grid_plots import plot_rows, plot_scaling
-
-        write_csv(path.with_suffix(".csv"), results)
-        plot_rows(results, path.with_suffix(".png"))
-        plot_scaling(results, path.with_name(f"{path.stem}_scaling.png"))
     if arguments.docs:
         write_docs(path)
 

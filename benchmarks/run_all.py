@@ -61,18 +61,20 @@ GPU = [
     grid("layers", *JOBS, docs=True), grid("grid", *JOBS, docs=True),
     program("reasons", "why_above_floor.py", "benchmarks/results/{name}_grid.jsonl", report=True),
     grid("stacks", *JOBS, docs=True), program("packed", "compare_packed.py"),
-    program("columns", "compare_columns.py"), program("columns_training", "compare_columns_training.py"),
-    program("packed_training", "compare_columns_training.py", "--issue"),
+    program("columns", "compare_columns.py"),
     program("projection", "compare_projection.py", report=True), grid("ablation", *JOBS), grid("variants", *JOBS),
     grid("published", *JOBS, docs=True), grid("heads", *JOBS, docs=True), grid("classes", *JOBS, docs=True),
-    grid("integer_weights", *JOBS, docs=True), grid("past_chip", *JOBS), grid("training", *JOBS),
-    program("compile_times", "compile_times.py", report=True),
+    grid("integer_weights", *JOBS, docs=True), program("compile_times", "compile_times.py", report=True),
     program("flashrnn", "compare_flashrnn.py", docs=True, needs="flashrnn"),
-    program("flashrnn_training", "compare_flashrnn.py", "--training", docs=True, needs="flashrnn"),
-    program("models", "compare_models.py"), program("many_gpus", "run_many_gpus.py")]
-CPU = [grid("cpu"), grid("cpu_training"), program("cpu_cells", "compare_cells.py"),
-       program("cpu_in_programs", "cpu_in_programs.py", "turns"), program("serving", "serving.py"),
-       program("real_time", "real_time.py"), program("host_time", "host_time.py", "--cpu")]
+    program("flashrnn_training", "compare_flashrnn.py", "--training", docs=True, needs="flashrnn")]
+CPU = [grid("cpu"), grid("cpu_training")]
+NAMED = [  # what is measured where it is asked for
+    grid("training", *JOBS), grid("past_chip", *JOBS), program("models", "compare_models.py"),
+    program("packed_training", "compare_packed.py", "--training"),
+    program("columns_training", "compare_columns.py", "--training"),
+    program("many_gpus", "run_many_gpus.py"), program("cpu_cells", "compare_cells.py"),
+    program("cpu_in_programs", "cpu_in_programs.py", "turns"), program("serving", "serving.py"),
+    program("real_time", "real_time.py"), program("host_time", "host_time.py")]
 OWN_PAGE = ("reasons", "projection", "compile_times")
 
 
@@ -104,8 +106,7 @@ def measure(part: Part, device: str) -> bool:
             result.parent.mkdir(parents=True, exist_ok=True)
             begun.with_suffix(suffix).replace(result.with_suffix(suffix))
     if result.exists() and (part.docs or (part.report and part.name not in OWN_PAGE)):
-        more = ["--docs"] * part.docs + ["--plots"] * (part.name == "grid")
-        good &= run("benchmarks/report.py", result, *more)
+        good &= run("benchmarks/report.py", result, *["--docs"] * part.docs)
     if result.exists() and part.name == "grid":
         good &= run("benchmarks/speed_plot.py", result, "docs/images/speed.svg")
     return good
@@ -113,10 +114,10 @@ def measure(part: Part, device: str) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="names of parts [all of this device]")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="names of parts [GPU's or CPU's, as the device is]")
     parser.add_argument("--list", action="store_true", help="say which command makes which file")
     arguments = parser.parse_args()
-    every = {part.name: part for part in (*GPU, *CPU)}
+    every = {part.name: part for part in (*GPU, *CPU, *NAMED)}
     if unknown := sorted(set(arguments.parts) - set(every)):
         parser.error(f"PART: {', '.join(unknown)}; expected some of {', '.join(every)}")
     if arguments.list:

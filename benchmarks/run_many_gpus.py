@@ -19,8 +19,8 @@ inference (15)      calls of a stack on all GPUs by a thread each, and all by al
 
 Weights and gradients are float32, products bfloat16 by autocast. Times are medians with 20th and 80th percentiles in
 milliseconds a step, both sides in turns, of the slowest process. Results go to benchmarks/results, named after the GPU,
-after each part; parts that are there already stay unless they are measured again. `scaling_model.py` makes
-docs/SCALING.md's tables of them. Exits with 1 where a part failed, or its results are wrong.
+after each part; parts that are there already stay unless they are measured again. `scaling_model.py` prints them, and
+makes docs/SCALING.md's tables of them. Exits with 1 where a part failed, or its results are wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,7 @@ def main() -> None:
             where = environment(arguments.gpus)
             parts[part] = found | {"took": time.monotonic() - begun} | ({"fault": fault} if fault else {})
             parts[part] |= {"command": where["command"], "time": where["time"]}
-            said = [f"{parts[part]['took']:.0f} s", *lines(part, found), *([fault] if fault else [])]
-            print(*said, sep="\n  ", flush=True)
+            print(f"{parts[part]['took']:.0f} s", *([fault] if fault else []), sep="\n  ", flush=True)
             output.parent.mkdir(parents=True, exist_ok=True)
             whole = {"environment": where | {name: known[name] for name in ("command", "time") if name in known},
                      "parts": parts}
@@ -101,7 +100,7 @@ def commands(part: str, arguments: argparse.Namespace, result: Path) -> list[tup
     """What a part runs at the same time: commands with their variables."""
     gpus, seconds = str(arguments.gpus), str(arguments.seconds)
     if part == "build":
-        return [([str(HERE / "many_gpus_build.py"), str(result)], {})]
+        return [([str(HERE / "many_gpus_models.py"), str(result)], {})]
     if part == "tune":
         limit = str(min(PARTS[part], arguments.limit))
         return [([str(HERE / "many_gpus_tuning.py"), gpus, str(arguments.trials), str(result), limit], {})]
@@ -152,68 +151,6 @@ def wrong(part: str, found: Mapping[str, Any]) -> str:
             if run["failed"] or run["trials"] != run["wanted"]:
                 return f"{run['failed']} trials failed, {run['trials']} of {run['wanted']} were made"
     return ""
-
-
-def lines(part: str, found: Mapping[str, Any]) -> list[str]:
-    """A part's results for people, as far as they came."""
-    shown: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
-        "data_parallel": data_parallel_lines, "tune": tune_lines, "inference": inference_lines,
-        **dict.fromkeys(("speech", "deep"), scaling_lines)}
-    try:
-        return shown[part](found) if part in shown else []
-    except KeyError as missing:
-        return [f"without {missing}"]
-
-
-def scaling_lines(found: Mapping[str, Any]) -> list[str]:
-    rows = []
-    for count, times in found["one"].items():
-        text = f"{count:>3} rows  1 GPU: ecornn {times['ecornn']['ms']:7.2f} ms, torch {times['torch']['ms']:7.2f} ms"
-        if many := found.get("many", {}).get(count):
-            for side in ("ecornn", "torch"):
-                share = 1 - many[f"{side}_alone"]["ms"] / many[side]["ms"]
-                text += f";  all, {side} {many[side]['ms']:7.2f} ms, communication {share:.1%}"
-        rows.append(text)
-    return rows
-
-
-def data_parallel_lines(found: Mapping[str, Any]) -> list[str]:
-    gradients, overlap = found["gradients"], found["overlap"]
-    rows = [f"gradients: error {gradients['many']:.2e}, of one process {gradients['one']:.2e}, same bits everywhere: "
-            f"{gradients['same_bits_everywhere']}"]
-    for how, ready in found["ready"].items():
-        rows.append(f"{how}: {len(ready['buckets_ms'])} buckets leave from {ready['buckets_ms'][0]:.2f} to "
-                    f"{ready['buckets_ms'][-1]:.2f} ms of a backward pass of {ready['backward_ms']:.2f} ms; step "
-                    f"{overlap[how]['ms']:.2f} ms, without communication {overlap[f'{how}_alone']['ms']:.2f} ms")
-    rows.append(f"all-reduce of {found['gradient_bytes'] / 1e6:.0f} MB alone {overlap['all_reduce']['ms']:.2f} ms")
-    if "fault" not in (few := found.get("few_blocks", {"fault": ""})):
-        rows.append(f"with few blocks of NCCL's: step {few['layer_by_layer']['ms']:.2f} ms, with all "
-                    f"{few['all_blocks']['ms']:.2f} ms; all-reduce alone {few['all_reduce']['ms']:.2f} ms")
-    sharded = found["sharded"]
-    rows.append(f"FSDP2: {sharded['fault']}" if "fault" in sharded else
-                f"FSDP2: step {sharded['step']['ms']:.2f} ms, {sharded['held']:.0%} of the weights held between calls, "
-                f"gradients differ by {sharded['largest_difference']:.1e}")
-    return rows
-
-
-def tune_lines(found: Mapping[str, Any]) -> list[str]:
-    rows = [f"{run['servers']} server(s), {run['cores']} cores: {run['trials']} trials, {run['failed']} failed, "
-            f"{run['trials_per_minute']:.0f} a minute, best {run['best_us']}" for run in map(found.get, TUNED) if run]
-    if "killed" in found:
-        run = found["killed"]
-        rows.append(f"with a server killed: {run['trials']} of {run['wanted']} trials, {run['failed']} failed")
-    for name, over in (("gain", "all cores"), ("gain_of_share", "its share of the cores")):
-        if name in found:
-            rows.append(f"gain {found[name]:.2f}x over one server with {over}")
-    if "best_to_one" in found:
-        ratios = found["best_to_one"].values()
-        rows.append(f"best found {min(ratios):.3f} to {max(ratios):.3f} of one server's")
-    return rows
-
-
-def inference_lines(found: Mapping[str, Any]) -> list[str]:
-    return [f"one {found['one']:.0f}, all {found['all']:.0f} calls a second, {found['gain']:.2f}x; in turns the same "
-            f"bits: {found['same_bits']}"]
 
 
 def short_name() -> str:

@@ -53,11 +53,6 @@ class Live:
     report: str = ""  # where it is
 
     @property
-    def kind(self) -> str:
-        """As the plot has it."""
-        return f"{self.records}, {self.found['trials']} trials, {self.device}"
-
-    @property
     def curve(self) -> list[float]:
         """Best so far after each trial, relative to the best of the table."""
         so_far = itertools.accumulate((us or math.inf for us in self.found["trials_us"]), min)

@@ -14,12 +14,9 @@ end.
     warmed   the tuner, whose model has seen the shipped records of other workloads, as in `ecornn tune`
 
 Random searches begin with the defaults of all schedules; where schedules have estimates the others begin with the
-preferred one's alone, and rank the rest with everything else. `--live` are reports of `search_rate.py`, of searches
-that may propose anything: `--records none` is from nothing, `others` is warmed; they are set against the best of the
-table as their own GPU measured it, which the `--again` in the same place, and what that lacks those before it, tell
-of another GPU than the table's (`search_tables.py run --fastest`; two GPUs of one name may differ by 7%). The tuner
-is the real one, with as many candidates under way at a time as on a machine with 16 processors; what a replayed
-search may find outside the table does not count, so a table should be much larger than the budget.
+preferred one's alone, and rank the rest with everything else. The tuner is the real one, with as many candidates under
+way at a time as on a machine with 16 processors; what a replayed search may find outside the table does not count, so a
+table should be much larger than the budget. `search_live.py` has searches that may propose anything.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from search_live import NEAR, lives, needed
+from search_live import NEAR, needed
 from search_replays import Table, replay, tables_of
 
 Curves = dict[str, list[list[float]]]  # kind of search -> best so far of each seed
@@ -134,32 +131,19 @@ def main() -> None:
     parser.add_argument("--table", type=Path, nargs="+", required=True)
     parser.add_argument("--budget", type=int, default=256, help="trials of a search [%(default)s]")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--live", type=Path, nargs="+", default=[], help="reports of search_rate.py")
-    parser.add_argument("--again", type=Path, nargs="+", default=[], help="the fastest of the tables on another GPU")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--output", type=Path, required=True, help="without its suffix")
     arguments = parser.parse_args()
-    if len(arguments.again) not in (0, len(arguments.live)):
-        parser.error("--again: as many files as --live, or none")
     tables, data, rows = tables_of(arguments.table), {}, []
-    again = [tables_of([path]) for path in arguments.again] or [[]] * len(arguments.live)
-    live = lives([(tables, []), *((own, [report]) for own, report in zip(again, arguments.live, strict=True))])
     with ProcessPoolExecutor(arguments.processes) as pool:
         for table in tables:
             work = str(table.work)
             data[work] = curves(table, arguments.seeds, arguments.budget, pool)
-            for one in live:
-                if one.workload == work:
-                    data[work].setdefault(one.kind, []).append(one.curve)
             rows += rows_of(work, data[work])
             for row in rows_of(work, data[work]):
                 print(f"{work}  {row['search']:7} {row['trials']:4} trials: {row['median']:.3f} "
                       f"[{row['best']:.3f}, {row['worst']:.3f}] of the best of {len(table.times)}", flush=True)
     print("\n".join(summary(rows)))
-    for row in (one.row for one in live):
-        print(f"{row['workload']} on {row['device']}, seed {row['seed']}: {row['trials']} trials in the whole space, "
-              f"records of {row['records']}: {row['ratio']:.3f} of the table's best, within 5% after "
-              f"{row['near'] or 'none'}")
     quarters = [reached(work, found) for work, found in data.items()]
     for one in quarters:
         near = ", ".join(f"{kind} {one[kind] or 'not reached'}" for kind in KINDS)
@@ -171,7 +155,7 @@ def main() -> None:
         "device": tables[0].device.name, "seeds": arguments.seeds,
         "configurations": {str(t.work): len(t.times) for t in tables}, "best_us": {str(t.work): t.best for t in tables},
         "noisy": {str(t.work): sum(each.noisy for each in t.trials) for t in tables}, "rows": rows,
-        "live": [one.row for one in live], "needed": quarters,
+        "needed": quarters,
         "budgets_behind_random": {work: behind(found) for work, found in data.items()},
         "command": "python benchmarks/search_quality.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
     plot(data, tables[0].device.name, {str(t.work): len(t.times) for t in tables}, arguments.output.with_suffix(".png"))

@@ -1,4 +1,4 @@
-"""What programs share that measure a GPU by themselves: a layer in float64, and sides that take turns.
+"""Tools of programs that time a GPU by themselves: a layer in float64, and sides that take turns.
 
 The turns and the clock are those of ``ecornn bench`` (ecornn/bench/): a kernel that waits goes first each time, so that
 a graph is queued before it starts and the time between its events is the GPU's alone.
@@ -20,7 +20,7 @@ from ecornn.bench.cuda_graphs import graph_of
 from ecornn.bench.turns import FEWEST, WARM
 
 __all__ = ["CELLS", "DEVICE", "FEWEST", "WAIT", "WARM", "WrongResultError", "clock", "environment", "float64_forward",
-           "graph_of", "relative", "summary", "take_turns"]
+           "graph_of", "kernels", "relative", "summary", "take_turns"]
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 DEVICE = "cuda"
 WAIT = cuda_graphs.WAIT  # cycles before each run
@@ -81,6 +81,16 @@ def summary(name: str, times: list[float], steps: int) -> dict[str, float]:
     """Median, 20th and 80th percentile in microseconds a step, as a row has them."""
     p20, median, p80 = np.percentile(times, [20, 50, 80]) / steps
     return {f"{name}_us": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}
+
+
+def kernels(function: Callable[[], object]) -> list[tuple[str, float, float]]:
+    """Names, begins and ends, in microseconds, of the kernels that a call launches, in order; by CUPTI."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        function()
+        torch.cuda.synchronize()
+    events = [e for e in found.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(((e.name, e.time_range.start, e.time_range.end) for e in events), key=lambda e: e[1])
 
 
 def environment() -> dict:

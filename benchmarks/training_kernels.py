@@ -15,7 +15,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from side_by_side import DEVICE
+from side_by_side import DEVICE, kernels
 
 import ecornn
 from ecornn.bench.grid import read_grid
@@ -52,16 +52,11 @@ def show(title: str, part: str, layer: ecornn.Layer, x: torch.Tensor, dy: torch.
     for _ in range(3):
         step()
     _, _, kept = layer.forward(x)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        _ = layer.forward(x) if part == "forward" else layer.backward(kept, dy)
-        torch.cuda.synchronize()
+    found = kernels(lambda: layer.forward(x) if part == "forward" else layer.backward(kept, dy))
     times: defaultdict[str, list[float]] = defaultdict(list)
-    spans = []
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name].append(event.time_range.elapsed_us())
-            spans.append((event.time_range.start, event.time_range.end))
+    for name, begin, end in found:
+        times[name].append(end - begin)
+    spans = [(begin, end) for _, begin, end in found]
     print(f"{title}: microseconds, launches, microseconds a step and layer")
     for kernel, values in sorted(times.items(), key=lambda each: -sum(each[1])):
         print(f"  {kernel[:44]:44} {sum(values):9.1f} {len(values):5} {sum(values) / steps:8.3f}")

@@ -154,7 +154,7 @@ def prebuild(path: Path, processes: int, limit: float) -> None:
         fill(pool, every, limit)
 
 
-def run(path: Path, limit: float, at_once: int, timeout: float) -> None:
+def run(path: Path, limit: float, at_once: int, timeout: float, target: str = "cuda") -> None:
     """``run``: measures; one line a workload."""
     from ecornn.errors import EcornnError
     from ecornn.tune.pool import Closed
@@ -188,7 +188,7 @@ def run(path: Path, limit: float, at_once: int, timeout: float) -> None:
         seconds = time.monotonic() - begin
         print(f"{seconds:6.1f} s {trials / seconds:5.2f} trials/s  {name}: {text}{why}", flush=True)
 
-    with Session("cuda", timeout=timeout) as session:
+    with Session(target, timeout=timeout) as session:
         session.environment  # noqa: B018  before threads ask for it
         threads = ThreadPoolExecutor(at_once)
         try:
@@ -210,6 +210,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=1e9, help="build, run: seconds after which nothing new begins")
     parser.add_argument("--at-once", type=int, default=8, help="run: workloads in preparation [%(default)s]")
     parser.add_argument("--timeout", type=float, default=60.0, help="run: seconds of a build or measurement")
+    parser.add_argument("--target", choices=("cuda", "cpu"), default="cuda", help="run: [%(default)s]")
     args = parser.parse_args()
     if args.action == "list":
         write_list(args.file, args.workloads, args.candidates)
@@ -218,7 +219,7 @@ def main() -> None:
     else:
         if args.logs:
             os.environ["ECORNN_TUNING_LOGS"] = str(args.logs)
-        run(args.file, args.limit, args.at_once, args.timeout)
+        run(args.file, args.limit, args.at_once, args.timeout, args.target)
 
 
 if __name__ == "__main__":

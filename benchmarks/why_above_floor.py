@@ -80,7 +80,7 @@ def layer_of(row: dict[str, Any]) -> Layer:
 
 
 def arithmetic_of(row: dict[str, Any]) -> str:
-    """What ours rounds the factors of products to."""
+    """The type that our products round their factors to."""
     return {"tf32": "float32", "tf32-both": "tf32"}.get(row["dtype"], row["dtype"])
 
 

@@ -146,7 +146,7 @@ def read_grid(path: Path) -> Grid:
 
 
 def selected(layers: Sequence[Layer], only: Sequence[str]) -> list[Layer]:
-    """Those of which one of ``only`` has all its words in the group and the name; all without any. Raises
+    """The layers of which one of ``only`` has all its words in the group and the name; all without any. Raises
     :class:`ArgumentError` where there are none."""
     found = [layer for layer in layers
              if not only or any(all(word in f"{layer.group} {layer.name}" for word in text.split()) for text in only)]

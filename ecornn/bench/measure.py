@@ -28,6 +28,7 @@ from ecornn.runtime.loader import Module, load
 
 GRAPH = 300  # steps of the calls that are timed as one, at most
 
+
 @dataclass(frozen=True)
 class Plan:
     """How cases are measured: against whom (None: who is there), ``seconds`` of timing a side, ``seed`` of the weights
@@ -72,8 +73,11 @@ def measure(case: Case, plan: Plan) -> Row:
         for name in against:
             _take(row, sides, name, peer(name, subject, weights, rng), plan)
         row.about = {name: side.about for name, side in sides.items()}
-        more = {name: Ready(call, dict) for name, call in plan.more.items()}
-        _time(row, subject, _checked(row, subject, sides, plan) | more, plan)
+        ready = _checked(row, subject, sides, plan)
+        ready |= {name: Ready(call, dict) for name, call in plan.more.items()}
+        row.about |= dict.fromkeys(plan.more, "as it is called")
+        row.errors |= dict.fromkeys(plan.more)
+        _time(row, subject, ready, plan)
         return row
 
 

@@ -52,7 +52,7 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         return structs.replace(case, module=self.module, **changed)
 
     def planned(self, case: Case) -> LayerPlan:
-        """What is built for a case. Raises what :func:`ecornn.compiler.plan_layer` raises, and
+        """The plan of what is built for a case. Raises what :func:`ecornn.compiler.plan_layer` raises, and
         :class:`~ecornn.errors.ScheduleError` where it is the same as without records."""
         from ecornn.compiler import plan_layer
         from ecornn.tune.choose import serving_or_raise
@@ -86,7 +86,7 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         return out
 
     def context(self) -> AbstractContextManager[Any]:
-        """What the module is built in."""
+        """The context that the module is built in."""
         if self.within is None:
             return nullcontext()
         where, _, name = self.within.partition(":")

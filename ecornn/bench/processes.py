@@ -39,7 +39,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ready(_: None) -> bool:
-    """What a process begins with: imports that take long are no layer's time."""
+    """Imports what takes long, before a process is asked for anything: that is no layer's time."""
     from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()

@@ -77,7 +77,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 def environment(row: Row | None = None) -> dict[str, Any]:
-    """Of this machine; with a row of a GPU also what its libraries are."""
+    """This machine, and versions of libraries; with a row of a GPU also those of the GPU's."""
     import datetime
     import importlib.metadata
     import importlib.util

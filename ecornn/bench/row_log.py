@@ -47,7 +47,7 @@ class RowLog:
         return list(self._rows.values())
 
     def has(self, name: str) -> bool:
-        """Whether a row was measured; one that failed was not."""
+        """Tells whether a row was measured; one that failed was not."""
         return not self._rows.get(name, {"failed": True}).get("failed")
 
     def begin(self, environment: dict[str, Any]) -> None:

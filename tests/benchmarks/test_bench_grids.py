@@ -128,6 +128,7 @@ def test_rows_of_another_device_go_to_another_file(tmp_path: Path):
         RowLog(tmp_path / "rows.jsonl").begin({"device": "that"})
 
 
+@pytest.mark.slow
 def test_layers_in_processes_of_their_own(tmp_path: Path):
     """A layer that fails costs no other one anything."""
     text = SMALL.replace('"gru"', '"lstm(nothing)"').replace('"torch", "loop"', '"none"')

@@ -65,9 +65,9 @@ def test_cases_of_columns():
 
 def test_a_row_of_training_in_columns():
     """The median of its draws, and whether it is as fast as it is to be."""
-    import compare_columns_training as benchmark
+    import compare_columns as benchmark
 
-    sides = [f"{side}{part}_us" for side in benchmark.SIDES for part in ("", "_step")]
+    sides = [f"{side}{part}_us" for side in benchmark.TRAINED for part in ("", "_step")]
     draws = [{name: seed + 1.0 for name in (*sides, "cudnn_step_us", "share", "step_share")} | {"error": 1e-4}
              for seed in range(3)]
     row = benchmark.described(*benchmark.CASES[0], draws)

@@ -49,7 +49,6 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[byte
     monkeypatch.setattr(Worker, "call", watched)
     monkeypatch.setattr(sessions, "present", lambda target: H100)
     monkeypatch.setattr(sessions, "Session", Pretended)
-    monkeypatch.setattr(search_tables, "Session", Pretended)
     monkeypatch.setenv(PRETEND, json.dumps([0.001, 0.001]))
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     yield requests
@@ -72,17 +71,6 @@ def test_a_list_is_built_as_it_is_run_whatever_the_order_of_its_knobs(asked: lis
     asked.clear()
     tune_h100_set.run(path, 60.0, 2, 60.0)
     assert len(before) == 12 and set(asked) == set(before)
-
-
-@pytest.mark.exhaustive
-def test_tables_are_built_as_they_are_run(asked: list[bytes], tmp_path: Path):
-    search_tables.prebuild(SMALL, 10, 60.0, 4, 2)
-    before = asked.copy()
-    asked.clear()
-    search_tables.measure(SMALL, "cuda", tmp_path / "table.jsonl", 10, 60.0, 4)
-    assert sorted(asked) == sorted(before) and len(before) == 20
-    cells = [json.loads(one)["cell"] for one in before[:8]]
-    assert sorted(cells) == ["gru"] * 4 + ["lstm"] * 4  # a turn of each: what is cut off leaves tables of equal size
 
 
 def test_modules_are_packed_in_pieces_and_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

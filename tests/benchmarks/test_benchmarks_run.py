@@ -62,7 +62,7 @@ def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch
     assert "grids/classes.toml" in results["h100_classes.jsonl"] and "compare_packed" in results["h100_packed.json"]
     assert not list((tmp_path / "build" / "bench").iterdir())
     said = [" ".join(words) for words in calls]
-    assert "benchmarks/report.py benchmarks/results/h100_grid.jsonl --docs --plots" in said
+    assert "benchmarks/report.py benchmarks/results/h100_grid.jsonl --docs" in said
     assert [s for s in said if "why_above_floor" in s] and not [s for s in said if "report.py" in s and "reasons" in s]
 
 
@@ -72,9 +72,10 @@ def test_which_command_makes_which_file(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(sys, "argv", ["run_all.py", "--list"])
     run_all.main()
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(run_all.GPU) + len(run_all.CPU)
+    every = [*run_all.GPU, *run_all.CPU, *run_all.NAMED]
+    assert len(lines) == len(every) == len({part.name for part in every})
     grids = {path.stem for path in (run_all.HERE / "grids").glob("*.toml")}
-    assert grids == {part.name for part in (*run_all.GPU, *run_all.CPU) if "--grid" in part.command}
+    assert grids == {part.name for part in every if "--grid" in part.command}
     monkeypatch.setattr(sys, "argv", ["run_all.py", "nothing"])
     with pytest.raises(SystemExit):
         run_all.main()

@@ -7,7 +7,6 @@ import lzma
 import random
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ import search_quality
 import search_rate
 import search_replays
 import search_tables
+import tune_h100_set
 from rooms import ROOT
 
 from ecornn.device import Device
@@ -40,11 +40,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "present", lambda target: H100)
 
     class Pretended(sessions.Session):
-        def __init__(self, target: str) -> None:
-            super().__init__(target, entries=ENTRIES)
+        def __init__(self, target: str, **options: float) -> None:
+            super().__init__(target, entries=ENTRIES, **options)
             self._pool = Pool(ENTRIES, 2, poisoned=True)
 
-    monkeypatch.setattr(search_tables, "Session", Pretended)
+    monkeypatch.setattr(sessions, "Session", Pretended)
 
 
 def space_of(text: str, device: Device = H100) -> ConfigSpace:
@@ -73,101 +73,28 @@ def test_a_table_is_a_prefix_of_one_uniform_order():
 
 
 @pytest.mark.exhaustive
-def test_tables_go_on_where_they_were_stopped_and_searches_are_replayed_on_them(
-        pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    path = tmp_path / "table.jsonl"
-    search_tables.measure(SMALL, "cuda", path, 20, 1e6, 8)
-    before = read(path)
-    assert len(before.trials()) == 40 and not before.problems
-    search_tables.measure(SMALL, "cuda", path, 20, 1e6, 8)
-    assert len(read(path).trials()) == 40
-    search_tables.measure(SMALL, "cuda", path, 48, 1e6, 8)
-    trials = read(path).trials()
+def test_searches_are_replayed_on_tables_that_were_measured(pretended: None, tmp_path: Path,
+                                                            monkeypatch: pytest.MonkeyPatch):
+    listed, path, output = (tmp_path / name for name in ("list.jsonl", "table.jsonl", "quality"))
+    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
+    search_tables.write_list(listed, SMALL, H100, 48)
+    tune_h100_set.run(listed, 1e6, 2, 60.0)
+    path.write_bytes(b"".join(log.read_bytes() for log in sorted((tmp_path / "logs").glob("*.jsonl"))))
+    trials = [t for t in read(path).trials() if t.stage == "search"]
     for text in SMALL:
         mine = [t for t in trials if t.workload == search_tables.workload_of(text)]
         assert {Candidate.of(t.schedule, t.config) for t in mine} == set(search_tables.first(space_of(text), 48))
-        assert len(mine) == 48 and all(t.device == H100 for t in mine)
-    assert "96 trials" not in capsys.readouterr().out  # each run says what it made itself
-
-    output, live = tmp_path / "quality", tmp_path / "live.json"
-    work = str(search_tables.workload_of(SMALL[0]))
-    found = {work: {"best_us": 3.0, "trials": 32, "trials_us": [9.0, None, *[3.0] * 30]}}
-    reports = [{"device": name, "records": "none", "rows": [{"found": found, "seed": 1}]} for name in (H100.name, "it")]
-    live.write_text(json.dumps(reports[0]))
-    (elsewhere := tmp_path / "elsewhere.json").write_text(json.dumps(reports[1]))
+        best = search_tables.fastest(path, search_tables.workload_of(text), 3)
+        assert len(best) == 3 and best[0] in {Candidate.of(t.schedule, t.config) for t in mine}
     monkeypatch.setattr(sys, "argv", ["search_quality.py", "--table", str(path), "--seeds", "2", "--budget", "32",
-                                      "--live", str(live), str(elsewhere), "--output", str(output)])
+                                      "--output", str(output)])
     search_quality.main()
     report = json.loads(output.with_suffix(".json").read_text())
     assert list(report["configurations"].values()) == [48, 48] and output.with_suffix(".png").stat().st_size > 10_000
     at = {(r["workload"], r["search"], r["trials"]): r for r in report["rows"]}
-    assert len(at) == 2 * 3 * 3 + 3
-    assert [r["ratio"] for r in report["live"]] == [3.0 / report["best_us"][work]]  # none of a device without a table
-    assert at[work, f"none, 32 trials, {H100.name}", 8]["median"] == 3.0 / report["best_us"][work]
+    assert len(at) == 2 * 3 * 3
     assert all(report["budgets_behind_random"][w]["random"] == [0, 1] for w in report["configurations"])
     assert all(1 <= r["best"] <= r["median"] <= r["worst"] for r in at.values())
-
-
-@pytest.mark.exhaustive
-def test_parts_of_a_table_are_the_table_and_its_fastest_are_measured_again(pretended: None, tmp_path: Path):
-    parts, again = [tmp_path / f"{part}.jsonl" for part in range(3)], tmp_path / "again.jsonl"
-    for part, path in enumerate(parts):
-        search_tables.measure(SMALL[:1], "cuda", path, 20, 1e6, 8, part=(part, 3))
-    trials = [trial for path in parts for trial in read(path).trials()]
-    found = {Candidate.of(t.schedule, t.config): t for t in trials}
-    assert list(found) != (wanted := search_tables.first(space_of(SMALL[0]), 20)) and set(found) == set(wanted)
-    assert len(trials) == 20 and sorted(t.index for t in trials) == list(range(20))
-    search_tables.measure(SMALL[:1], "cuda", tmp_path / "rest.jsonl", 24, 1e6, 8, known=parts)
-    assert len(list(read(tmp_path / "rest.jsonl").trials())) == 4
-    given = search_tables.fastest(parts[0], SMALL[:1], 3)
-    search_tables.measure(SMALL[:1], "cuda", again, 20, 1e6, 8, given=given)
-    fastest = sorted(read(parts[0]).trials(), key=lambda t: t.times.median if t.times else 1e9)[:3]
-    assert {str(t.config) for t in fastest} == {str(t.config) for t in read(again).trials()}
-
-
-def test_what_time_is_left_is_shared(pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The time is over 80 trials after both tables have begun."""
-    path, over, keep, kept = tmp_path / "table.jsonl", list[Any](), search_tables.Table.keep, list[Any]()
-
-    class Timer(SimpleNamespace):
-        def __init__(self, seconds: float, end: Any) -> None:
-            assert seconds == 12.0
-            over.append(end)
-
-        def start(self) -> None:
-            pass
-
-    def keeping(table: search_tables.Table, *trial: Any) -> None:
-        keep(table, *trial)
-        kept.append(table.task.workload)
-        if len(set(kept)) == 1:
-            kept.clear()
-            kept.append(table.task.workload)
-        if len(kept) == 80:
-            over[0]()
-
-    monkeypatch.setattr(search_tables.Table, "keep", keeping)
-    monkeypatch.setattr(search_tables, "threading", SimpleNamespace(Event=threading.Event, Timer=Timer))
-    search_tables.measure(SMALL, "cuda", path, 10_000, 12.0, 4)
-    counts = [kept[:80].count(search_tables.workload_of(text)) for text in SMALL]
-    assert min(counts) * 2 > max(counts) > 0 and len(read(path).trials()) >= 80
-
-
-def test_no_lane_waits_for_ever(pretended: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                capsys: pytest.CaptureFixture[str]):
-    search_tables.measure(SMALL, "cuda", tmp_path / "none.jsonl", 20, 0.0, 8)  # over before there is a table
-    assert not (tmp_path / "none.jsonl").exists() and capsys.readouterr().out.startswith("0 trials in ")
-
-    keep = search_tables.Table.keep
-
-    def full(table: search_tables.Table, *trial: Any) -> None:
-        if table.task.workload == search_tables.workload_of(SMALL[1]):
-            raise OSError("no space left")
-        keep(table, *trial)
-
-    monkeypatch.setattr(search_tables.Table, "keep", full)  # while the lane of the other table waits
-    with pytest.raises(OSError, match="no space left"):
-        search_tables.measure(SMALL, "cuda", tmp_path / "full.jsonl", 20, 1e6, 8)
 
 
 def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
