@@ -197,7 +197,7 @@ def _client(tracker: Tracker, limit: float) -> Any:
 
     from tvm.rpc import base, client
 
-    class Client(client.TrackerSession):  # type: ignore[misc]  # TVM has no types
+    class Client(client.TrackerSession):
         def _connect(self) -> None:
             self._sock = socket.create_connection(self._addr, limit)
             magic = struct.pack("<i", base.RPC_TRACKER_MAGIC)

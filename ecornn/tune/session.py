@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +173,10 @@ class Session:
         """Searches schedules and knobs for a layer, and for its backward pass where that has any. ``options`` are those
         of :meth:`tune_workload`."""
         limit = None if time_limit is None else seconds("time_limit", time_limit)
-        search = partial(self.tune_workload, layer, schedule=schedule, **options)
+
+        def search(workload: Workload, **more: Any) -> Result:
+            return self.tune_workload(layer, workload, schedule=schedule, **options, **more)
+
         if not layer.training or not self.tunes_backward(layer, schedule):
             return search(layer.workload, only=only, time_limit=limit)
         forward = search(layer.workload, only=only, time_limit=None if limit is None else limit * FORWARD)

@@ -86,6 +86,12 @@ def servers(tracker: Tracker, count: int, target: str = "cpu") -> Iterator[list[
             process.stdout.close()
 
 
+def the_child_of(process: psutil.Process) -> psutil.Process:
+    """The only child of a process, once it is there."""
+    wait_for(lambda: len(process.children()) == 1)
+    return process.children()[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(target: str, tracker, tmp_path):
@@ -164,11 +170,11 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
 @pytest.mark.slow
 def test_a_server_outlives_its_sessions_and_says_where_it_cannot_go_on(tracker):
     with servers(tracker, 1) as (server,):
-        (listening,) = psutil.Process(server.pid).children()
+        listening = the_child_of(psutil.Process(server.pid))
         session = remote._request(tracker)
         with pytest.raises(AttributeError):  # of an older server
             session.get_function(WARM + "er")
-        (serving,) = listening.children()
+        serving = the_child_of(listening)
         folder = Path(serving.cwd())
         serving.kill()  # as the system does where memory ends
         serving.wait()
