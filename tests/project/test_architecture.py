@@ -99,7 +99,7 @@ MAY_IMPORT["report"] = BASE | {"bench", "cells", "explain", "floor", "schedules"
 # What stands beside ours, and what both are checked against, as the tuner checks: never from schedules.
 MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpreter", "layer_spec", "numpy_gradients",
                                       "numpy_layers", "numpy_reference", "runtime", "tune"}
-MAY_IMPORT["module_folders"] = {"boundary", "errors", "layer_spec", "manifest", "runtime"}
+MAY_IMPORT["module_folders"] = {"boundary", "errors", "layer_spec", "manifest", "program", "runtime"}
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
                               "tune"} | HOSTS
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
