@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from grid_summary import HIGH, Summary
-from measured_rows import Results, read
+from measured_rows import Results, of_bench, read
+from msgspec import to_builtins
 from report import layer, table, times
 from stage_cells import Bare, spec
 from unmultiplied import SERVED
@@ -43,6 +44,7 @@ from ecornn.bench.grid import Layer, selected
 from ecornn.bench.measure import Plan
 from ecornn.bench.own import Own
 from ecornn.bench.processes import measure_into
+from ecornn.bench.results import Row
 from ecornn.bench.row_log import RowLog
 from ecornn.device import Device
 from ecornn.floor import GATES, Floor, floor, measured, polled
@@ -77,6 +79,12 @@ def layer_of(row: dict[str, Any]) -> Layer:
                 dtype="float32" if arithmetic == "tf32" else arithmetic,
                 precision="tf32" if arithmetic == "tf32" else None)
     return Layer(name=row["name"], case=case, against=(), own=own)
+
+
+def described(layer: Layer, row: Row) -> dict[str, Any]:
+    """The stages of a row, with the configuration that they are of, as `ecornn report` reads them."""
+    found, whole = of_bench(to_builtins(row)), layer.own["whole"]
+    return {"stages": stages_of(found), "waits": waits(found), "schedule": whole.schedule, "config": whole.config}
 
 
 def arithmetic_of(row: dict[str, Any]) -> str:
@@ -238,7 +246,7 @@ def main() -> None:
     if not arguments.report:
         with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
             good = measure_into(RowLog(arguments.output), layers, Plan((), arguments.seconds), Path(folder),
-                                arguments.jobs, LONGEST)
+                                arguments.jobs, LONGEST, described)
     arguments.output.with_suffix(".md").write_text("\n".join(report(read(arguments.output), layers)) + "\n")
     sys.exit(not good)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import msgspec
 
@@ -104,12 +105,14 @@ def measured(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longe
         alone.stop()
 
 
-def measure_into(log: RowLog, layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float) -> bool:
-    """Appends the rows that a file lacks, and prints them; whether all of them were measured, and right."""
+def measure_into(log: RowLog, layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float,
+                 more: Callable[[Layer, Row], Mapping[str, Any]] = lambda layer, row: {}) -> bool:
+    """Appends the rows that a file lacks, with what ``more`` says of each, and prints them; whether all of them were
+    measured, and right."""
     left, good = [layer for layer in layers if not log.has(layer.name)], True
     for layer, row in zip(left, measured(left, plan, folder, jobs, longest), strict=True):
         row.name, row.group = layer.name, layer.group
-        append(log, row)
+        append(log, row, {} if row.failed else more(layer, row))
         good &= row.good
         print("\n".join(shown(row)), flush=True)
     return good

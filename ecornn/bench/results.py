@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -100,11 +100,12 @@ def environment(row: Row | None = None) -> dict[str, Any]:
     return found | {"time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
 
 
-def append(log: RowLog, row: Row) -> None:
-    """Adds a row to a file, behind where it was measured if the file's last rows are of elsewhere, or of before."""
+def append(log: RowLog, row: Row, more: Mapping[str, Any] | None = None) -> None:
+    """Adds a row to a file, behind where it was measured if the file's last rows are of elsewhere, or of before;
+    ``more``: what else it says."""
     if log.fresh or (row.device and not log.environment.get("device")):
         log.begin(environment(row) | {"device": row.device, "command": shlex.join(["ecornn", *sys.argv[1:]])})
-    log.add(row.name, row)
+    log.add(row.name, msgspec.to_builtins(row) | dict(more or {}))
 
 
 class CsvFile:

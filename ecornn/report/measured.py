@@ -106,10 +106,17 @@ def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
     if several or any(_yes(case.get(name)) for name in ("training", "bidirectional")):
         return
     times = {side: float(us) for side in PEERS if (us := median_of(values, side)) not in ("", None)}
-    if times:
+    stages = stages_of(values) if isinstance(values.get("stages"), dict) else {}
+    if times or stages:
         work = msgspec.structs.replace(work, seq=int(values.get("seq") or work.seq),
                                        batch=int(values.get("batch") or work.batch))
-        yield key(work, values.get("device", "")), Beside(times)
+        yield key(work, values.get("device", "")), (
+            Beside(times, stages, values["schedule"], dict(values["config"])) if stages else Beside(times))
+
+
+def stages_of(row: dict[str, Any]) -> dict[str, float]:
+    """µs a step of stages, by the names that estimates have."""
+    return {STAGES.get(name, name): max(0.0, us) for name, us in row.get("stages", {}).items()}
 
 
 def _yes(value: object) -> bool:
@@ -134,6 +141,5 @@ def _grid(path: Path) -> Iterator[tuple[tuple[object, ...], Beside]]:
         if kind is None or not {"cell", "T", "B", "I", "H"} <= set(row):
             continue
         work = Workload(row["cell"], row["H"], row["I"], row["B"], row["T"], kind[0], precision=kind[1])
-        stages = {STAGES.get(name, name): max(0.0, us) for name, us in row.get("stages", {}).items()}
-        yield key(work, device), Beside({side: row[f"{side}_us"] for side in PEERS if row.get(f"{side}_us")}, stages,
-                                        row.get("schedule", ""), dict(row.get("config", {})))
+        times = {side: row[f"{side}_us"] for side in PEERS if row.get(f"{side}_us")}
+        yield key(work, device), Beside(times, stages_of(row), row.get("schedule", ""), dict(row.get("config", {})))

@@ -22,10 +22,13 @@ import ecornn
 from ecornn import floor as floors
 from ecornn.bench import host_turns
 from ecornn.bench.measure import Plan, measure
+from ecornn.bench.results import append
+from ecornn.bench.row_log import RowLog
 from ecornn.build.cuda import lower
 from ecornn.cells.naming import load_cell
 from ecornn.compiler import plan
 from ecornn.errors import ScheduleError
+from ecornn.report.measured import measured
 from ecornn.schedules import all_schedules
 from ecornn.targets import KNOWN
 
@@ -39,7 +42,7 @@ def row_of(cell: str, dtype: str, schedule: str, config: dict, size: tuple[int, 
         "config": config}
 
 
-def test_reasons(monkeypatch: pytest.MonkeyPatch):
+def test_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Stages of real kernels, on this CPU, add up."""
     monkeypatch.setattr(host_turns, "foreign", lambda: 0.0)
     monkeypatch.setattr(host_turns, "settle", lambda: None)
@@ -50,6 +53,11 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch):
     assert max(found.errors.values()) < 1e-5
     assert sum(why_above_floor.stages_of(row).values()) == pytest.approx(row["whole_us"])
     assert why_above_floor.knobs_of(row)["schedule"] == "cpu_sequence"
+    log = RowLog(tmp_path / "reasons.jsonl")
+    append(log, found, why_above_floor.described(layer, found))
+    (beside,) = measured([log.path]).rows.values()
+    assert beside.schedule == "cpu_sequence" and {"gates", "product of x", "recurrence"} == {*beside.stages}
+    assert why_above_floor.reasons(log.rows[0] | row, floors.H100)
 
 
 def test_stages_by_hand():
