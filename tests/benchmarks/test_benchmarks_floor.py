@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import compare_projection
 import numpy as np
@@ -15,7 +16,7 @@ from limits import limit, relative
 from measured_rows import of_bench, read
 from msgspec import structs, to_builtins
 from rooms import ROOT
-from stage_cells import Bare, bare_forward, spec
+from stage_cells import Bare, spec
 from unmultiplied import without_products
 
 import ecornn
@@ -121,6 +122,27 @@ def test_stages_are_left_out_in_the_same_configuration(cell: str, dtype: str, sc
         graph, gates = found.task.graph, why_above_floor.GATES[cell]
         assert [len(p.products) for p in graph.phases] == [gates]
         assert len(graph.hoisted_products) == (0 if alone else gates)
+
+
+def bare_forward(cell: Bare, x: Any, p: dict[str, Any], multiplied: bool = True) -> Any:
+    """The layer in PyTorch float64; x (T, B, I) to y (T, B, H), initial state zero. Unless ``multiplied``, recurrent
+    weights count as zero."""
+    import torch
+
+    p = {k: v.double() for k, v in p.items()}
+    hidden = p["weight_hh_l0"].shape[1]
+    h = torch.zeros(x.shape[1], hidden, dtype=torch.float64)
+    c, out = torch.zeros_like(h), []
+    for row in x.double():
+        gates = h @ p["weight_hh_l0"].T * multiplied + p["bias_ih_l0"]
+        if cell.given:
+            gates = gates + row @ p["weight_ih_l0"].T
+        h = gates.reshape(-1, cell.gates, hidden).amax(1)
+        if cell.second:
+            h = torch.maximum(h, c)
+            c = h / 2
+        out.append(h)
+    return torch.stack(out)
 
 
 def test_parts_of_h_that_are_waited_for():
