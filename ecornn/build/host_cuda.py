@@ -151,7 +151,7 @@ class _Writer:
         return [CALLS.index(type(call)), 2 + len(words), *words]
 
     def together(self, branches: Sequence[Words]) -> Words:
-        """What runs at the same time, each with its length before it."""
+        """Branches that run at the same time, each with its length before it."""
         if not 2 <= len(branches) <= LANES:
             raise BuildError(f"{len(branches)} branches at the same time; from 2 to {LANES} are possible")
         return [word for branch in branches for word in (len(branch), *branch)]

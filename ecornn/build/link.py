@@ -72,7 +72,7 @@ def _host_library(compiler: tuple[str, ...], shared: tuple[tuple[str, str], ...]
 
 
 def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: bytes) -> bytes:
-    """What lies behind a library of ``size`` bytes, as HostProgram::Read() of host_cuda.h finds it from the end."""
+    """The bytes behind a library of ``size`` bytes, which HostProgram::Read() of host_cuda.h finds from the end."""
     blobs, first = (manifest, tables, program, *cubins), NumberTables()
     made, places = bytearray(), []
     start = 8 * (1 + 2 * len(blobs))
