@@ -91,7 +91,8 @@ def written(text: str) -> str:
 
 def differences(text: str) -> list[str]:
     """The lines in which the page's tables differ from the files."""
-    return [line for line in difflib.ndiff(text.splitlines(), written(text).splitlines()) if line[0] in "+-"]
+    lines = difflib.unified_diff(text.splitlines(), written(text).splitlines(), n=0, lineterm="")
+    return [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
 
 
 def main() -> None:
