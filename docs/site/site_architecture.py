@@ -11,6 +11,7 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,6 +27,7 @@ COMMENT = re.compile(r"\A\s*(?:/\*(?P<block>.*?)\*/|(?P<lines>(?://[^\n]*\n)+))"
 SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z`])")
 
 
+@cache
 def said(path: Path) -> str:
     """The text at the top of a file: its docstring, or its first comment in C, C++ and CUDA."""
     text = path.read_text(encoding="utf-8")
@@ -92,7 +94,8 @@ def written(text: str) -> str:
 
 def differences(text: str) -> list[str]:
     """The lines in which the page's tables differ from the files."""
-    return [line for line in difflib.ndiff(text.splitlines(), written(text).splitlines()) if line[0] in "+-"]
+    lines = difflib.unified_diff(text.splitlines(), written(text).splitlines(), n=0, lineterm="")
+    return [line for line in lines if line[0] in "+-" and not line.startswith(("+++", "---"))]
 
 
 def main() -> None:
