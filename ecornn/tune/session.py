@@ -174,14 +174,14 @@ class Session:
         of :meth:`tune_workload`."""
         limit = None if time_limit is None else seconds("time_limit", time_limit)
 
-        def search(workload: Workload, **more: Any) -> Result:
-            return self.tune_workload(layer, workload, schedule=schedule, **options, **more)
+        def search(workload: Workload, time_limit: float | None, only: Sequence[Choice] | None = None) -> Result:
+            return self.tune_workload(layer, workload, time_limit=time_limit, only=only, schedule=schedule, **options)
 
         if not layer.training or not self.tunes_backward(layer, schedule):
-            return search(layer.workload, only=only, time_limit=limit)
-        forward = search(layer.workload, only=only, time_limit=None if limit is None else limit * FORWARD)
+            return search(layer.workload, limit, only)
+        forward = search(layer.workload, None if limit is None else limit * FORWARD, only)
         left = None if limit is None else max(limit * (1 - FORWARD), limit - forward.finish.seconds)
-        return replace(forward, backward=search(layer.workload.adjoint, time_limit=left))
+        return replace(forward, backward=search(layer.workload.adjoint, left))
 
     def tunes_backward(self, layer: LayerSpec, schedule: str | None = None) -> bool:
         """True where the adjoint of a layer that trains has something to search on this device. Raises, before anything
