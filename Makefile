@@ -157,8 +157,9 @@ release: $(VENV)/installed-test
 	@! git rev-parse --quiet --verify refs/tags/v$(VERSION) || { echo "v$(VERSION) has a tag: raise the version"; exit 1; }
 	@git diff --quiet HEAD || { echo "commit what has changed: a release is of a commit"; exit 1; }
 	rm -rf build/release && mkdir -p build/release/source
-	git archive HEAD | tar --extract --directory build/release/source
-	@echo "building both files of $$(git rev-parse --short HEAD); what setuptools says is in build/release/build.log"
+	@git rev-parse --short HEAD >build/release/commit
+	git archive "$$(cat build/release/commit)" | tar --extract --directory build/release/source
+	@echo "building both files of $$(cat build/release/commit); what setuptools says is in build/release/build.log"
 	$(BIN)/python -m build --outdir build/release/dist build/release/source >build/release/build.log 2>&1 || \
 		{ tail -n 30 build/release/build.log; exit 1; }
 	@if $(BIN)/python -c 'import twine' 2>/dev/null; then $(BIN)/python -m twine check --strict build/release/dist/*; \
@@ -166,7 +167,7 @@ release: $(VENV)/installed-test
 	$(call released,wheel,$(DIST)-py3-none-any.whl)
 	$(call released,archive,$(DIST).tar.gz)
 	@echo "Upload $(DIST).tar.gz and $(DIST)-py3-none-any.whl: python -m twine upload build/release/dist/*"
-	@echo "Tag $$(git rev-parse --short HEAD): git tag --annotate v$(VERSION) --message 'ecornn $(VERSION)'"
+	@echo "Tag: git tag --annotate v$(VERSION) --message 'ecornn $(VERSION)' $$(cat build/release/commit)"
 
 # compute-sanitizer over small layers of every schedule, on the GPU at hand.
 sanitize: $(VENV)/installed-bench
