@@ -285,8 +285,8 @@ def test_a_training_step_allocates_and_waits_for_nothing(monkeypatch: pytest.Mon
     def refuse(*args: Any) -> None:
         raise AssertionError("memory of a module's own, or a wait for it")
 
-    monkeypatch.setattr(binding, "_on_device", refuse)
-    monkeypatch.setattr(binding, "DeviceMemory", refuse)
+    for place, name in ((binding, "DeviceMemory"), (binding, "PackedWeights"), (binding.PackedWeights, "pack")):
+        monkeypatch.setattr(place, name, refuse)
     torch.cuda.synchronize()
     names = ("segment.all.allocated", "num_device_alloc", "num_alloc_retries")
     before = [torch.cuda.memory_stats().get(name) for name in names]
