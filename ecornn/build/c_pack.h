@@ -196,7 +196,10 @@ class Packer {
   // Of a row, NaN where one is in it.
   float Scale(const double* row) const {
     double most = 0;
-    for (int64_t k = 0; k < row_; ++k) most = std::isnan(row[k]) ? NAN : std::fabs(row[k]) <= most ? most : std::fabs(row[k]);
+    for (int64_t k = 0; k < row_; ++k) {
+      if (std::isnan(row[k])) return NAN;
+      most = std::max(most, std::fabs(row[k]));
+    }
     return static_cast<float>(most / UnitsOf(packing_.kind));
   }
 

@@ -99,6 +99,18 @@ def test_what_is_no_number(packed_by_code: Any):
             np.testing.assert_array_equal(found.astype(np.float64), wanted.astype(np.float64))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in CASES if kind not in ("float16", "bfloat16", "tf32", "float64")])
+def test_not_a_number_stays_in_its_row(packed_by_code: Any, kind: str):
+    """Not the last of a row, so that a maximum that forgets it is found."""
+    values = {"W": np.random.default_rng(0).standard_normal((G, H, K)).astype(np.float32)}
+    values["W"][0, 1, 2] = np.nan
+    _, tables = tables_of([Parameter("weight_l0", "W", (G * H, K), G)], [Packing(dtype=kind, **CASES[kind])])
+    wanted = pack(Packing(dtype=kind, **CASES[kind]), values)
+    found = np.empty(wanted.shape, wanted.dtype)
+    packed_by_code(tables, (ctypes.c_void_p * 1)(values["W"].ctypes.data), 2, 32, 0, ctypes.c_void_p(found.ctypes.data))
+    np.testing.assert_allclose(found, wanted, 2e-7)
+
+
 def test_a_module_whose_c_interface_is_older():
     api = c_interface._Api(version=1, size=88)
     file = SimpleNamespace(ecornn_module_api=lambda version: ctypes.pointer(api))
