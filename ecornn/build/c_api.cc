@@ -202,7 +202,8 @@ int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_optio
       if (const int32_t code = Known(fail, options, "ecornn_bind_options", &room, &given)) return code;
     }
     const ecornn_bind_options& known = *given;
-    if (const int32_t code = known.pack_only ? 0 : IsLayer(fail)) return code;
+    const bool only_packs = known.reserve == -1;
+    if (const int32_t code = only_packs ? 0 : IsLayer(fail)) return code;
     const Tables& tables = TheTables();
     if (known.threads < 0 || known.threads > 1024) {
       return fail(ECORNN_ARGUMENT, "threads is %d; expected 1 to 1024, or 0 for one", known.threads);
@@ -211,7 +212,7 @@ int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_optio
       return fail(ECORNN_DEVICE, "device is %d; expected %s", known.device, tables.cuda() ? "a GPU's number" : "0");
     }
     const int64_t reserve = known.reserve ? known.reserve : 1;
-    if (reserve < 0 || reserve > tables.description.longest) {
+    if (!only_packs && (reserve < 0 || reserve > tables.description.longest)) {
       return fail(ECORNN_ARGUMENT, "reserve is %" PRId64 "; expected 0 to %" PRId64, reserve, tables.description.longest);
     }
     if (const int32_t code = CheckHost(fail, tables)) return code;
@@ -220,7 +221,7 @@ int32_t Bind(const ecornn_named* weights, int32_t count, const ecornn_bind_optio
     auto made = std::make_unique<Layer>(tables, &kApi, known.device, std::max(1, known.threads));
     if (const int32_t code = read.Pack(fail, made.get(), known.stream)) return code;
     for (const auto& memory : made->packed) made->addresses.push_back(memory->at());
-    if (known.pack_only) {
+    if (only_packs) {
       *layer = made.release();
       return ECORNN_OK;
     }

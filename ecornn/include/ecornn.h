@@ -89,9 +89,9 @@ typedef struct ecornn_bind_options {
   size_t size;      /* sizeof(ecornn_bind_options) */
   int32_t device;   /* number of the GPU; 0 for a CPU */
   int32_t threads;  /* CPU threads of a call, 1 to 1024; 0: one */
-  int64_t reserve;  /* T for which the layer makes a workspace now; 0: 1. A call within it allocates nothing */
+  int64_t reserve;  /* T for which the layer makes a workspace now; 0: 1. A call within it allocates nothing. -1: the layer
+                       only packs, for a caller of the file's entries, and cannot be called */
   void* stream;     /* cudaStream_t that weights on the GPU are read on, and waited for; NULL: the default stream */
-  int32_t pack_only; /* 1: for a caller of the file's entries, who has no need of run, forward, backward and their memory */
 } ecornn_bind_options;
 
 /* One call. States are one tensor for each state of the cell, (B, H), or (L*D, B, H) where L*D > 1; with `sequences` they

@@ -17,6 +17,7 @@ from ecornn.runtime.memory import address
 
 NEEDED, OPTIONAL = 1, 2  # ecornn_parts
 _VERSION, _UNSUPPORTED = 1, 9
+_ONLY_PACKS = -1  # of ecornn_bind_options.reserve
 _RAISED: dict[int, type[Exception]] = {12: MemoryError, 13: RuntimeError}  # of memory and of the CUDA driver
 
 
@@ -30,7 +31,7 @@ class _Named(ctypes.Structure):
 
 class _Options(ctypes.Structure):
     _fields_ = [("size", ctypes.c_size_t), ("device", ctypes.c_int32), ("threads", ctypes.c_int32),
-                ("reserve", ctypes.c_int64), ("stream", ctypes.c_void_p), ("pack_only", ctypes.c_int32)]
+                ("reserve", ctypes.c_int64), ("stream", ctypes.c_void_p)]
 
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int32
@@ -77,7 +78,7 @@ class PackedWeights:
             raise ModuleError("the module was compiled by another version of ecornn: compile it again")
         self._api = api = found.contents
         layer, error = _POINTER(), _Error()
-        options = _Options(ctypes.sizeof(_Options), device, threads or 0, 0, stream, 1)
+        options = _Options(ctypes.sizeof(_Options), device, threads or 0, _ONLY_PACKS, stream)
         named, _kept = _named(weights)
         code = api.bind(named, len(weights), ctypes.byref(options), ctypes.byref(layer), ctypes.byref(error))
         self._check(code, error)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import runtime_sample
 from c_abi_sample import HERE, check_gradients, close, compiled, read, run, training_arrays, weights_of, write
 from rooms import ROOT
 
@@ -180,8 +179,11 @@ def test_versions(folder: Path, lstm: Module, program: Path):
     function.restype = ctypes.POINTER(ctypes.c_int32 * 2)
     assert not function(2) and not function(0)
     assert function(1).contents[0] == 1
-    result = subprocess.run([program, runtime_sample.build(runtime_sample.manifest()), folder, "1", "1", "1"],
-                            capture_output=True, text=True, check=False)
+    older = folder / "older.so"
+    subprocess.run(["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", older], input="int before;", text=True,
+                   check=True)
+    checksum.append(older)
+    result = subprocess.run([program, older, folder, "1", "1", "1"], capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert "open: 11 " in result.stderr and "before modules had a C interface" in result.stderr
 

@@ -164,7 +164,7 @@ def test_what_calls_of_a_graph_share():
     one, other = Loop(ours)(x), Loop(ours)(x)  # both at the same time
     found = torch.autograd.grad(one.sum(), x)[0]  # no weights
     shared = engine.engine_of(ours).shared()
-    assert shared is not None and not shared.sums._found
+    assert shared is not None and not shared.sums._passes
     exact_x = x.detach().double().requires_grad_()
     agree(found, torch.autograd.grad(Loop(theirs)(exact_x).sum(), exact_x)[0], 2e-6)
     agree(torch.autograd.grad(other.sum(), [*ours.parameters()]),
