@@ -65,7 +65,7 @@ class FakeGPU:
         return ctypes.string_at(at, self.held[at][1])
 
     def _alloc(self, device: int, nbytes: int) -> int:
-        memory = ctypes.create_string_buffer(nbytes + 256)
+        memory = ctypes.create_string_buffer(b"\xff" * (nbytes + 256))
         start = ctypes.addressof(memory) + -ctypes.addressof(memory) % 256
         self.held[start] = (memory, nbytes)
         return start

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import step_cells
 import tune_training_set
+from c_interface_sample import FakeGPU
 from click.testing import CliRunner
 from cuda_on_cpu import DTYPES, Emulated
 from msgspec import structs
@@ -52,25 +53,11 @@ class Device:
     """The library of a module: device memory that is the host's, and kernels in the emulation."""
 
     emulated: Emulated
+    gpu: FakeGPU
     runs: int = 0
 
-    def __post_init__(self) -> None:
-        self.memory: dict[int, Any] = {}
-
-    def alloc(self, device: int, nbytes: int) -> int:
-        raw = np.full(nbytes + 256, 0xFF, np.uint8)
-        pointer = raw.ctypes.data + -raw.ctypes.data % 256
-        self.memory[pointer] = raw, nbytes
-        return pointer
-
-    def free(self, device: int, pointer: int) -> None:
-        del self.memory[pointer]
-
-    def copy(self, device: int, to: int, source: int, nbytes: int, queue: int) -> None:
-        ctypes.memmove(to, source, nbytes)
-
-    def synchronize(self, device: int, queue: int) -> None:
-        pass
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.gpu.library, name)
 
     def run(self, steps: int, batch: int, device: int, queue: int, *pointers: int) -> None:
         self.runs += 1
@@ -78,8 +65,8 @@ class Device:
         takes = program.entries[RUN].takes
         assert len(takes) == len(pointers) and all(pointers)
         for buffer, pointer in zip((b for n in takes for b in program.buffers if b.name == n), pointers, strict=True):
-            first = max(p for p in self.memory if p <= pointer)
-            room = first + self.memory[first][1] - pointer
+            first = max(p for p in self.gpu.held if p <= pointer)
+            room = first + self.gpu.held[first][1] - pointer
             assert room >= buffer.nbytes(steps), buffer.name
             raw = (ctypes.c_char * room).from_address(pointer)
             given[buffer.name] = np.frombuffer(raw, np.uint8)[:room // buffer.itemsize * buffer.itemsize].view(
@@ -94,7 +81,7 @@ def module_of(cell: Any, task: Task, schedule: str, change: dict[str, Any], fold
     assert found.check(task, config) is None
     program = found.program(task, found.plan(task, config))
     manifest = make_manifest(cell, task, found, config, program, "test")
-    return SimpleNamespace(manifest=manifest, library=Device(Emulated(program, folder)))
+    return SimpleNamespace(manifest=manifest, library=Device(Emulated(program, folder), FakeGPU(manifest, folder, None)))
 
 
 @pytest.mark.parametrize(("name", "sizes", "dtype", "schedule", "change"), [
@@ -131,13 +118,13 @@ def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, sched
 
 
 def test_a_recurrence_alone_has_no_c_interface():
-    """It is no layer, though its program has an entry of the usual name; a trial's module has this in it."""
+    """It is no layer, though its program has an entry of the usual name. Its tables say so, and how it packs."""
     workload = Workload("lstm", 128, 128, 8, 40, "bfloat16").adjoint
     task = make_task(get("lstm"), workload, H100)
     schedule = all_schedules()["persistent"]
     program = schedule.program(task, schedule.plan(task, config := schedule.default(task)))
     manifest = make_manifest(get("lstm"), task, schedule, config, program, "by a test")
-    assert c_tables.tables(manifest, program.entries) == b""
+    assert c_tables.tables(manifest, program.entries).startswith(bytes(8) + b"\2")
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_relu", "lstm(layer_norm)", "lstm(peepholes,clip=0.75)", "slstm",
