@@ -81,7 +81,8 @@ def module_of(cell: Any, task: Task, schedule: str, change: dict[str, Any], fold
     assert found.check(task, config) is None
     program = found.program(task, found.plan(task, config))
     manifest = make_manifest(cell, task, found, config, program, "test")
-    return SimpleNamespace(manifest=manifest, library=Device(Emulated(program, folder), FakeGPU(manifest, folder, None)))
+    device = Device(Emulated(program, folder), FakeGPU(manifest, folder, None))
+    return SimpleNamespace(manifest=manifest, library=device)
 
 
 @pytest.mark.parametrize(("name", "sizes", "dtype", "schedule", "change"), [
