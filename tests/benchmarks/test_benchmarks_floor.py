@@ -81,7 +81,7 @@ def test_stages_by_hand():
     ({"gate math": 0.0, "projection": 0.3, "products": 0.0, "exchange": 0.1}, ["projection"], "0.30 where")])
 def test_reasons_by_hand(stages: dict, found: list[str], words: str):
     row = {"cell": "lstm", "T": 256, "B": 1, "I": 256, "H": 256, "dtype": "float16", "stages": stages, "whole_us": 9.0,
-           "configs": {"whole": {"schedule": "persistent", "groups": 1, "units": 16, "registers": 100}}}
+           "waits": 1, "configs": {"whole": {"schedule": "persistent", "groups": 1, "units": 16, "registers": 100}}}
     assert why_above_floor.reasons(row, floors.H100) == found
     assert words in why_above_floor.in_words(row, floors.H100)
     least = floors.floor(floors.H100, "lstm", 1, 256, 256, "float16").total
