@@ -53,7 +53,8 @@ def test_whose_memory_is_written():
     size = own.kept_bytes(512, 16)
     takes = manifest.entries[BACKWARD]
     found = []
-    for memory in (HostMemory(size), GivenMemory(None, HostMemory(size).pointer, size)):
+    callers = HostMemory(size)
+    for memory in (HostMemory(size), GivenMemory(callers, callers.pointer, size)):
         kept = Kept(own._caller, arrays, (np.empty(0), 0), (None, 0), [(None, 0)] * 2, {}, memory, 512, 16, 16)
         own.backward(kept, (None, 0), [(None, 0)] * 2, (None, 0), [(None, 0)] * 2,
                      [(None, 0)] * len(manifest.parameters))
