@@ -16,7 +16,7 @@ from ecornn.device import Device
 from ecornn.report import page, svg
 from ecornn.report.code import marked
 from ecornn.report.layers import cut_of, stages_of, task_of
-from ecornn.report.pictures import chip_map, chip_words, rooflines
+from ecornn.report.pictures import TERMS, chip_map, chip_words, rooflines
 from ecornn.report.searches import searches
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Cut
@@ -93,7 +93,7 @@ def test_stages_are_those_of_the_estimate(shipped):  # noqa: F811
             schedule = all_schedules()[one.schedule]
             stages = stages_of(one, task)
             if stages and "hoisted" in one.config and one.config.get("ahead", 100) == 100:
-                assert set(stages) <= set(page.TERMS) and all(us >= 0 for us in stages.values())
+                assert set(stages) <= set(TERMS) and all(us >= 0 for us in stages.values())
                 more = schedule.features(task, schedule.plan(task, one.config))["estimate"] / 1e3
                 gained = sum(stages.values()) - more  # by hoisted values of 16 bits, which the estimate takes off
                 if one.config["hoisted"] == "float32":
