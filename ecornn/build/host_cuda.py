@@ -3,8 +3,9 @@ numbers. The code is the same for all modules, so that it is compiled once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ecornn.build.number_tables import NumberTables
 from ecornn.errors import BuildError
@@ -88,6 +89,7 @@ def host_program(program: Program, kernels: Mapping[str, Kernel], arch: str) -> 
 
 
 Words = list[int]
+T = TypeVar("T")
 
 
 class _Writer:
@@ -132,13 +134,13 @@ class _Writer:
                 words = [*places, call.row * self.itemsize[call.given], self.names[call.given],
                          *self.calls(call.calls, loop=True, chunks=chunks)]
             case Concurrent():
-                branches = self.together([self.calls(branch, chunks=chunks) for branch in call.branches])
-                words = [len(call.branches), *branches]
+                words = [len(call.branches),
+                         *self.together(call.branches, lambda branch: self.calls(branch, chunks=chunks))]
             case Wave():
                 if min(call.chunks, call.least) < 1:
                     raise BuildError(f"a wave of {call.chunks} chunks, of {call.least} steps at least")
                 words = [call.chunks, call.least, *self.together(
-                    [[*self.changing(layer), *self.calls(layer.calls, chunks=chunks)] for layer in call.layers])]
+                    call.layers, lambda layer: [*self.changing(layer), *self.calls(layer.calls, chunks=chunks)])]
             case Chunks():
                 if call.steps < 1:
                     raise BuildError(f"chunks of {call.steps} steps")
@@ -150,11 +152,11 @@ class _Writer:
                 raise BuildError(f"a CUDA program cannot carry out {call}")
         return [CALLS.index(type(call)), 2 + len(words), *words]
 
-    def together(self, branches: Sequence[Words]) -> Words:
-        """Branches that run at the same time, each with its length before it."""
+    def together(self, branches: Sequence[T], words: Callable[[T], Words]) -> Words:
+        """The ``words`` of branches that run at the same time, each with its length before it."""
         if not 2 <= len(branches) <= LANES:
             raise BuildError(f"{len(branches)} branches at the same time; from 2 to {LANES} are possible")
-        return [word for branch in branches for word in (len(branch), *branch)]
+        return [word for branch in map(words, branches) for word in (len(branch), *branch)]
 
     def changing(self, call: WaveLayer | Chunks) -> Words:
         """The pointers that a chunk changes: those of buffers with rows of time, with the bytes of a row for each row
