@@ -35,7 +35,7 @@ TRAINED = [f"{name} training" for name in (
     "gru 1024x16x768x768 float16", "rnn_tanh 300x20x800x800 tf32-both", "lstm 256x64x256x256 float16",
     "lstm 256x64x1024x1024 bfloat16", "gru 256x32x2048x2048 float16", "rnn_tanh 256x32x2560x2560 float16",
     "lstm 365x256x30x256 bfloat16", "lstm 128x512x256x256 tf32-both", "lstm 35x32x650x650 bfloat16 2 layers")]
-# What either version does: modules of the layers of a list, by number; nothing where one cannot be compiled.
+# Either version runs this. It writes a module for each layer of a list, by number, and none where that cannot be.
 BUILD = """
 import json, sys
 from concurrent.futures import ProcessPoolExecutor

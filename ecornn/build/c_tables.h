@@ -7,6 +7,7 @@
 
 #include "c_kinds.h"
 #include "ecornn.h"
+#include "number_tables.h"
 
 namespace ecornn_c {
 
@@ -29,10 +30,10 @@ struct Kept {
   int64_t fixed, per_step, itemsize;  // elements, for the compiled batch
 };
 
-class Tables {
+class Tables : ecornn::NumberTables {
  public:
   // `data`: what c_tables.py made, which stays.
-  Tables(const unsigned char* data, const char* manifest) : at_(data) {
+  Tables(const unsigned char* data, const char* manifest) : NumberTables(data) {
     auto& d = description;
     layer = Number() != 0;
     d.size = sizeof d;
@@ -92,20 +93,6 @@ class Tables {
   std::vector<Pointer> entries[3];  // run, forward, backward
 
  private:
-  int64_t Number() {
-    int64_t value;
-    memcpy(&value, at_, sizeof value);
-    at_ += sizeof value;
-    return value;
-  }
-
-  const char* String() {
-    const int64_t length = Number();
-    const char* text = reinterpret_cast<const char*>(at_);
-    at_ += length / 8 * 8 + 8;
-    return text;
-  }
-
   DLDataType Type() {
     const auto code = static_cast<uint8_t>(Number());
     return {code, static_cast<uint8_t>(Number()), 1};
@@ -124,8 +111,6 @@ class Tables {
     }
     return p;
   }
-
-  const unsigned char* at_;
 };
 
 }  // namespace ecornn_c

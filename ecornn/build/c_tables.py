@@ -32,7 +32,7 @@ from ecornn.workload import summed
 
 SYMBOL = "ecornn_c_tables"
 FILES = ("c_api.cc", "c_call.h", "c_device_pack.h", "c_layer.h", "c_pack.h", "c_tables.h", "c_tensor.h",
-         "ecornn_blob.h")
+         "ecornn_blob.h", "number_tables.h")
 HEADERS = ("ecornn.h", "ecornn_checksum.h")
 # the functions that c_api.cc calls, in its order; 0 stands for one that a module does not have
 FUNCTIONS = (RUN, FORWARD, BACKWARD, "pack", "alloc", "free", "copy", "synchronize")

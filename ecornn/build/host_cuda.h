@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ecornn_blob.h"
+#include "number_tables.h"
 
 namespace ecornn {
 
@@ -56,8 +57,10 @@ struct EntryCalls {
   const int64_t *begin = nullptr, *end = nullptr;
 };
 
-class HostProgram {
+class HostProgram : NumberTables {
  public:
+  HostProgram() : NumberTables(nullptr) {}
+
   // What is wrong with the file, or null.
   const char* Read() {
     Dl_info library;
@@ -131,22 +134,6 @@ class HostProgram {
       if (entry.pointers > most) most = entry.pointers;
     }
   }
-
-  int64_t Number() {
-    int64_t value;
-    memcpy(&value, at_, sizeof value);
-    at_ += sizeof value;
-    return value;
-  }
-
-  const char* String() {
-    const int64_t length = Number();
-    const char* text = reinterpret_cast<const char*>(at_);
-    at_ += length / 8 * 8 + 8;
-    return text;
-  }
-
-  const unsigned char* at_ = nullptr;
 };
 
 #define ECORNN_TRY(expression)   \

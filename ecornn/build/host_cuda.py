@@ -25,7 +25,7 @@ from ecornn.program import (
     WaveLayer,
 )
 
-FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h", "ecornn_blob.h")
+FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h", "ecornn_blob.h", "number_tables.h")
 ENTRIES = RUN, FORWARD, BACKWARD  # that host_cuda.cc exports
 LANES = 32  # kMaxLanes of cuda_streams.h
 CHUNK = ("first_step", "all_steps")

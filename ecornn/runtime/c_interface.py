@@ -87,7 +87,7 @@ class PackedWeights:
         weakref.finalize(self, api.release, layer).atexit = False
 
     def addresses(self, count: int) -> list[int]:
-        """Of the packed buffers, ``count`` in all, in the order in which the manifest's buffers have their packings."""
+        """The addresses of the ``count`` packed buffers, in the order of their packings in the manifest."""
         return self._api.packed(self._layer)[:count]
 
     def pack(self, weights: Mapping[str, Any], stream: int = 0) -> None:
@@ -97,8 +97,10 @@ class PackedWeights:
 
     def pack_at(self, pointers: Sequence[int], dtype: str = "float32", changed: Collection[int] | None = None,
                 parts: int = NEEDED | OPTIONAL, stream: int = 0) -> bool:
-        """As ``pack_at`` of ecornn.h: contiguous weights at these addresses; ``changed``: numbers of those that are not
-        as they were, default: all. False, and nothing done, where the module's code cannot."""
+        """Packs contiguous weights at these addresses, in the manifest's order, by ``pack_at`` of ecornn.h.
+
+        ``changed``: the numbers of those that are not as they were, default: all. Returns False, and does nothing,
+        where the module's own code cannot pack them."""
         flags = None if changed is None else bytes(n in changed for n in range(len(pointers)))
         at, kind, error = (ctypes.c_int64 * len(pointers))(*pointers), DLDataType(*DLPACK[dtype], 1), _Error()
         code = self._api.pack_at(self._layer, at, kind, flags, parts, stream, ctypes.byref(error))

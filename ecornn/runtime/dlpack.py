@@ -17,13 +17,13 @@ _NAME = b"dltensor"
 
 
 class DLDataType(ctypes.Structure):
-    """As DLPack's header has it."""
+    """A data type, laid out as in DLPack's header."""
 
     _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
 
 
 class DLTensor(ctypes.Structure):
-    """As DLPack's header has it."""
+    """An array, laid out as in DLPack's header; strides are in elements."""
 
     _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
                 ("ndim", ctypes.c_int32), ("dtype", DLDataType), ("shape", ctypes.POINTER(ctypes.c_int64)),

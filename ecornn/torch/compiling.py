@@ -23,7 +23,7 @@ from ecornn.torch.kind import Kind
 from ecornn.workload import FEW, KEEPS
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
-# What a training step keeps, by kind of device, at any T, which graphs leave open. PyTorch keeps about as much.
+# A training step keeps these, by kind of device, at any T, which graphs leave open. PyTorch keeps about as much.
 KEPT = {"cpu": "gates", "cuda": "gates"}
 
 

@@ -292,7 +292,7 @@ def require_compilers(device: Device) -> None:
 
 
 def result(run: Journal, workload: Workload, device: Device, before: int) -> Result:
-    """The result of a run that is finished, and had ``before`` trials when this session began."""
+    """The result of a run that is finished, and had ``before`` trials when it was gone on with."""
     from ecornn.tune.journal import gain_of
     from ecornn.tune.record import first_line
 

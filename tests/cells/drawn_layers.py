@@ -47,12 +47,12 @@ class Drawn:
         return y, [last[n] for n in self.cell.states]
 
     def loss(self, **moved: Any) -> float:
-        """What :meth:`gradients` are of."""
+        """The names of the arrays whose gradients :meth:`gradients` gives."""
         y, last = self.run(**moved)
         return float(sum((v * d).sum() for v, d in zip((y, *last), (self.dy, *self.dlast), strict=True)))
 
     def gradients(self, **options: Any) -> tuple[Any, dict[str, Any], tuple[Any, ...]]:
-        """Of x, of parameters and of first states."""
+        """The gradients of x, of parameters and of first states."""
         made = adjoint(analyse(self.cell, self.width, self.hidden), self.hidden)
         return backpropagate(made, self.x, self.parameters, self.first, self.dy, self.dlast, **options)
 

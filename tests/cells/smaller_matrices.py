@@ -65,6 +65,7 @@ def check_adjoint(cell: Cell, hidden: int, call: Call, wanted: Mapping[str, Any]
     dx, weights, (first,) = backpropagate(own, call.x, call.parameters, call.states, call.dy, call.dstates)
     found = {"dx": dx, "dh_in": first, **{f"gradient_{n}": v for n, v in weights.items()}}
     for name, value in wanted.items():
+        # both are float64, with sums in another order: some thousand roundings of 1e-16
         np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
 
 
