@@ -51,7 +51,7 @@ class Seconds:
 def compile_once(layer: dict[str, Any], target: str, times: Path) -> dict[str, Any]:
     """One compilation, in this process. The phases are those of `ecornn.compiler.build`; ``times`` is for nvcc."""
     begin = Seconds.now()
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     from ecornn.build import link, module

@@ -37,7 +37,7 @@ MOST = 5.0  # seconds to build a persistent module
 def compile_cold(row: Layer, device: Device, folder: Path) -> dict:
     """Seconds of each part, and bytes; in a process that has done nothing else."""
     begin = time.perf_counter()
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     from ecornn.compiler import build, plan_layer

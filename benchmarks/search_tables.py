@@ -116,7 +116,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if (arguments.fastest is None) != (arguments.of is None):
         parser.error("--fastest and --of go together")
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     texts = arguments.workloads or list(WORKLOADS[arguments.target])

@@ -118,7 +118,7 @@ def read(path: Path) -> list[Item]:
 def write_list(path: Path, count: int, candidates: int) -> None:
     """``list``: goes on behind the lines that the file has."""
     from ecornn.errors import ScheduleError
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     done = {(i.cell, i.hidden, i.batch, i.dtype) for i in (read(path) if path.exists() else [])}
@@ -157,8 +157,8 @@ def prebuild(path: Path, processes: int, limit: float) -> None:
 def run(path: Path, limit: float, at_once: int, timeout: float, target: str = "cuda") -> None:
     """``run``: measures; one line a workload."""
     from ecornn.errors import EcornnError
+    from ecornn.quick_tvm import import_tvm
     from ecornn.tune.pool import Closed
-    from ecornn.tune.quick_tvm import import_tvm
     from ecornn.tune.session import Session
 
     import_tvm()

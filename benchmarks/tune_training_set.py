@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8, help="layers at a time [%(default)s]")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a build or measurement [%(default)s]")
     arguments = parser.parse_args()
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     from ecornn.tune.at_hand import present

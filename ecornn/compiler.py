@@ -103,7 +103,7 @@ def device_of(target: str | Device | None) -> Device:
 def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule: str | None = None,
                config: Mapping[str, Value] | None = None, overlap: str = "auto") -> LayerPlan:
     """Analyses the cell and chooses schedules and configurations; arguments as :func:`compile`."""
-    from ecornn.tune.quick_tvm import require_tvm
+    from ecornn.quick_tvm import require_tvm
 
     require_tvm()  # nothing below is worth a message without it
     from ecornn.overlap import arrange

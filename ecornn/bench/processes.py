@@ -41,7 +41,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 def ready(_: None) -> bool:
     """Imports what takes long, before a process is asked for anything: that is no layer's time."""
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     return True

@@ -130,7 +130,7 @@ def told_aloud() -> Iterator[Callable[[str], None]]:
 
 def load_tvm() -> None:
     """Imports TVM; the first time in an environment that takes many seconds."""
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     with said_while("loading TVM"):
         import_tvm()

@@ -40,7 +40,7 @@ def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, 
     Other nodes stay as they are, and so do those that cannot be compiled, which are named with the reason.
     """
     from ecornn.onnxruntime import rewrite
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     rewritten = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype)

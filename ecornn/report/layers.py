@@ -48,8 +48,8 @@ def order(trial: Trial) -> tuple[object, ...]:
 def task_of(trial: Trial) -> Task | None:
     """The task of a trial; None where its cell is nobody's here."""
     from ecornn.cells import get
+    from ecornn.quick_tvm import import_tvm
     from ecornn.task import make_task
-    from ecornn.tune.quick_tvm import import_tvm
 
     import_tvm()
     try:

@@ -48,7 +48,7 @@ def task_of(cell: str, workload: Workload, device: Device) -> Task:
 def ready(_: None) -> bool:
     """Imports what a build needs, before the clock runs; and lets measurements go before builds."""
     os.nice(10)
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     from ecornn.schedules import all_schedules

@@ -137,7 +137,7 @@ _search: Search | None = None  # of this process
 
 def ready(_: None) -> bool:
     """Imports what a search needs, and reads the records, before there is one."""
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     import xgboost  # noqa: F401

@@ -152,7 +152,7 @@ _connection: Connection | None = None  # of this process
 def ready(_: None) -> bool:
     """Imports what a measurement needs, and has a server get ready, before the clock runs."""
     global _connection
-    from ecornn.tune.quick_tvm import import_tvm
+    from ecornn.quick_tvm import import_tvm
 
     import_tvm()
     with contextlib.suppress(NoServer, LostServer):  # a measurement will say so, if it finds none either

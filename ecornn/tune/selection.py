@@ -62,9 +62,9 @@ def _grouped(lines: Iterable[TrialLine]) -> dict[Subject, dict[Candidate, list[T
 def before(name: str) -> dict[str, Value]:
     """The values of a schedule's later knobs that say what was done before it had them: the same for all layers."""
     from ecornn.cells import get
+    from ecornn.quick_tvm import import_tvm
     from ecornn.schedules import all_schedules
     from ecornn.task import make_task
-    from ecornn.tune.quick_tvm import import_tvm
 
     schedule = all_schedules().get(name)
     if schedule is None:

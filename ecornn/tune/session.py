@@ -89,8 +89,8 @@ class Session:
     def __init__(self, target: str | Device | None = None, *, timeout: float = TIMEOUT, seed: int = 0,
                  tracker: Tracker | None = None, entries: Entries | None = None) -> None:
         from ecornn.cells.naming import importing
+        from ecornn.quick_tvm import require_tvm
         from ecornn.tune.process import MARK
-        from ecornn.tune.quick_tvm import require_tvm
         from ecornn.tune.remote import Tracker
 
         require_tvm()

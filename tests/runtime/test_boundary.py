@@ -77,7 +77,7 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
     "ecornn.tune.Session": ("ecornn.tune.session", "present", lambda m, _: ecornn.tune.Session("cpu")),
     "ecornn.explain.explain": ("ecornn.explain", "measured", lambda m, _: explaining.explain(
         compiler.plan("lstm", **LAYER))),
-    "Module.bind": ("ecornn.runtime.loader", "read_weights", lambda m, _: spare(m)),
+    "Module.bind": ("ecornn.runtime.binding", "read_weights", lambda m, _: spare(m)),
     "Module.save": ("shutil", "copyfile", lambda m, folder: m.save(folder / "copy.so")),
     "Layer.__call__": ("ecornn.runtime.caller", "arrays_of", lambda m, _: spare(m)(sample.inputs())),
     "Layer.repack": ("ecornn.runtime.binding.Bound", "repack", lambda m, _: spare(m).repack(sample.weights())),

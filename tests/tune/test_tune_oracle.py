@@ -312,5 +312,5 @@ def test_a_builder_imports_tvm_without_pytorch_which_a_users_file_may_import_lat
     later = "import torch" if importlib.util.find_spec("torch") else "pass"
     program = (f"from ecornn.tune.building import ready; import sys; ready(None); "
                f"assert 'tvm' in sys.modules and 'torch' not in sys.modules; {later}; "
-               "from ecornn.tune.quick_tvm import import_tvm; import_tvm()")
+               "from ecornn.quick_tvm import import_tvm; import_tvm()")
     subprocess.run([sys.executable, "-c", program], check=True)
