@@ -28,8 +28,8 @@ from ecornn.build.nvcc import identity
 from ecornn.device import Device
 from ecornn.tune.building import Build, Built, own_code
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.process import WorkerError
 from ecornn.tune.space import Candidate
+from ecornn.worker import WorkerError
 from ecornn.workload import Workload
 
 LIMIT = 300.0  # seconds of a build

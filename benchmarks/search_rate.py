@@ -192,8 +192,8 @@ def main() -> None:
     import_tvm()
     from ecornn.tune import session as sessions
     from ecornn.tune.pool import Entries, Pool
-    from ecornn.tune.process import Worker
     from ecornn.tune.search import Search
+    from ecornn.worker import Worker
 
     spans, entries = Spans(), Entries()
     call: Any = Worker.call

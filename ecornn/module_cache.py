@@ -6,12 +6,11 @@ ecornn, its dependencies and compilers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
-import json
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -25,6 +24,7 @@ from ecornn.layer_spec import LayerSpec
 if TYPE_CHECKING:
     from ecornn.runtime.loader import Module
 
+NICENESS = "ECORNN_NICENESS"  # of a worker process
 _told: list[str] = []
 
 
@@ -110,9 +110,33 @@ def _code() -> bytes:
     return digest.digest()
 
 
-def main() -> None:
-    """Compiles the layer that stdin describes, a JSON list of the fields of its LayerSpec and the target: for another
-    process, which finds it in the cache."""
-    fields, target = json.load(sys.stdin)
-    _told.append("by the other one")
-    compiled_layer(LayerSpec(**fields), target)
+# -- in a worker process ------------------------------------------------------------------------
+class Asked(msgspec.Struct, frozen=True):
+    """A layer of a built-in cell to compile, as the fields of its LayerSpec, and the target."""
+
+    fields: dict[str, Any]
+    target: str
+
+    @classmethod
+    def of(cls, layer: LayerSpec, target: str) -> Asked:
+        """The message that says this."""
+        fields = {name: getattr(layer, name) for name in layer.__dataclass_fields__}
+        return cls(fields | {"cell": layer.workload.cell}, target)
+
+
+def ready(_: None) -> None:
+    """Imports the compiler, and has this process and what it starts take only the time that ``ECORNN_NICENESS``
+    leaves."""
+    from ecornn.quick_tvm import import_tvm
+
+    niceness = int(os.environ.get(NICENESS, "0"))
+    os.nice(niceness)
+    with contextlib.suppress(OSError):  # where each of Linux's sessions has its own share, niceness counts within it
+        Path("/proc/self/autogroup").write_text(str(niceness))
+    _told.append("by the other process")
+    import_tvm()
+
+
+def compile_for_another(asked: Asked) -> None:
+    """Compiles a layer for another process, which finds it in the cache."""
+    compiled_layer(LayerSpec(**asked.fields), asked.target)

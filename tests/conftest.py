@@ -25,6 +25,8 @@ from hypothesis import settings
 # the arguments of operators, not by what they do.
 INDUCTOR = tempfile.TemporaryDirectory(prefix="inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR.name
+# What is tested is what is compiled, from the first call on: torch/test_torch_background.py tests the calls before.
+os.environ["ECORNN_WAIT"] = "1"
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.load_profile("any machine")
@@ -148,7 +150,7 @@ def short_if_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers' calls that never end have a hundredth of the limit that a run sets; others may be slow."""
     from events import endless
 
-    from ecornn.tune.process import Worker
+    from ecornn.worker import Worker
 
     call = Worker.call
     monkeypatch.setattr(Worker, "call", lambda self, function, argument, kind, limit: call(

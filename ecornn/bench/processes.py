@@ -21,7 +21,7 @@ from ecornn.bench.results import Row, append
 from ecornn.bench.row_log import RowLog
 from ecornn.bench.shown import shown
 from ecornn.errors import EcornnError
-from ecornn.tune.process import Worker, WorkerError
+from ecornn.worker import Worker, WorkerError
 
 HERE = __name__
 COMPILING = 600.0  # seconds of the modules of a layer, at most

@@ -6,15 +6,17 @@ Weights that have changed are read where torch has them, and packed where the la
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 
 from ecornn.errors import ArgumentError, DeviceError, NotFiniteError
+from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Layer, Module
+from ecornn.torch import background
+from ecornn.torch.background import PendingError
 from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, fitting, precision_of, serves
 from ecornn.torch.kind import Kind
 from ecornn.torch.parameters import parameters
@@ -129,6 +131,9 @@ class BoundLayers:
         self._kind, self._trains = kind, trains
         # the kind of a call and where it runs -> the batch that was compiled for -> the layer
         self._bound: dict[tuple[Any, ...], dict[int, BoundLayer]] = {}
+        # the kind of a call -> the batch -> the module, wherever it runs; and what is compiled in the background
+        self._modules: dict[tuple[Any, ...], dict[int, Module]] = {}
+        self._pending: dict[tuple[Any, ...], dict[int, LayerSpec]] = {}
         self._lock = threading.Lock()
 
     @contextmanager
@@ -182,8 +187,8 @@ class BoundLayers:
         precision = precision_of(self._kind, x)
         few = 0 if self._trains or x.is_cpu else few_steps(steps)
         alike, where = (x.device, x.dtype, masks, precision, few), _where(x) if self._trains or x.is_cpu else None
-        bound = self._bound.setdefault((*alike, where), {})
-        room = fitting(bound, batch, _most(batch, masks))
+        bound, modules = self._bound.setdefault((*alike, where), {}), self._modules.setdefault(alike, {})
+        room = fitting(bound if where == GRAPHS else modules, batch, _most(batch, masks))
         known = bound.get(room)
         if known is None and where == GRAPHS:
             room, known = self._for_graphs(alike, batch)
@@ -192,19 +197,44 @@ class BoundLayers:
             return known
         if wrong := [w for w in weights if w.device != x.device]:
             raise DeviceError("weights.device", str(wrong[0].device), f"{x.device}, as the input's")
+        if known is None and background.accepts() and not x.is_cpu and torch.cuda.is_current_stream_capturing():
+            raise PendingError(None)  # a graph keeps what is called in it
         target = "cpu" if x.is_cpu else "cuda"
         keep = (self._kind.keep or KEPT[target]) if self._trains else None
+
         # made only to compile: the identity of a cell of a user's own takes its analysis, 50 ms
-        spec = partial(self._kind.spec, room, few or steps, NAMES[x.dtype], masks, keep, precision)
+        def spec(room: int) -> LayerSpec:
+            return self._kind.spec(room, few or steps, NAMES[x.dtype], masks, keep, precision)
+
         try:
             if known is not None and not known.busy and where is not None:
                 known.pack(weights)
                 return known
-            module = compiled(spec(), target) if known is None else known.layer.module
+            if known is not None:
+                module = known.layer.module
+            elif room in modules:
+                module = modules[room]
+            elif background.accepts():
+                room, module = self._compiled_behind(alike, batch, spec, target)
+            else:
+                module = modules[room] = compiled(spec(room), target)
             one = bound[room] = BoundLayer(self._kind, module, weights, x)
         except NotFiniteError:
-            one = bound[room] = BoundLayer(self._kind, compiled(spec(), target, infinite=True), weights, x)
+            one = bound[room] = BoundLayer(self._kind, compiled(spec(room), target, infinite=True), weights, x)
         return one
+
+    def _compiled_behind(self, alike: tuple[Any, ...], batch: int, spec: Callable[[int], LayerSpec],
+                         target: str) -> tuple[int, Module]:
+        """The room and the module for a batch that none of the modules takes, if it is compiled.
+
+        Raises :class:`PendingError` if it is not, and :class:`ScheduleError` where no schedule serves the layer."""
+        modules, pending = self._modules[alike], self._pending.setdefault(alike, {})
+        room = fitting({*modules, *pending}, batch, _most(batch, alike[2]))
+        if room not in pending:
+            pending[room] = spec(room)
+        modules[room] = background.start(pending[room], target).module()
+        del pending[room]
+        return room, modules[room]
 
     def _for_graphs(self, alike: tuple[Any, ...], batch: int) -> tuple[int, BoundLayer]:
         """Takes a layer from a stream that it was bound for, and gives it to CUDA graphs."""
@@ -214,6 +244,8 @@ class BoundLayers:
                 one = bound.pop(room)
                 one.snapshot.outdate()
                 return room, one
+        if background.accepts():
+            raise PendingError(None)
         raise ArgumentError("x", "an input of the first call", "a call that no CUDA graph captures: run a training "
                             "step before the capture, as PyTorch asks for")
 

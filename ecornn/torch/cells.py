@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ecornn.boundary import refuse_untyped, shown
-from ecornn.torch import engine, like_before, stepping_training
+from ecornn.torch import background, engine, like_before, stepping_training
 from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
 from ecornn.torch.kind import CELLS, text_of
@@ -53,6 +53,16 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
         if state is None or not _fits(self, weights[0], input, state):
             return by_torch(self, input, hx)
+        if compiling or background.waits(self):
+            return self._compiled(input, hx, state, weights, compiling)
+        kind = "cell", input.shape, input.dtype, input.device, torch.is_grad_enabled()
+        return background.meanwhile(engine.engine_of(self), kind,
+                                    lambda: self._compiled(input, hx, state, weights, False),
+                                    lambda why: by_torch(self, input, hx, why))
+
+    def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
+                  compiling: bool) -> Any:
+        """Does what :meth:`forward` does by a compiled module, if one can."""
         after = None if compiling else _with_gradients(self, weights, input, state)
         if after is not None:
             like_before.remember(engine.engine_of(self), self, input, weights, True)
@@ -61,7 +71,7 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
             if why:
                 return by_torch(self, input, hx, why)
             rows = [t.reshape(1, -1, t.shape[-1]) for t in (input, *state)]
-            operands = rows[0], rows[1:], None, weights, text_of(self)
+            operands = rows[0], rows[1:], None, [*weights], text_of(self)
             _, *after = trained(self, *operands) if asked else inferred(self, *operands)
             after = [s.reshape(*input.shape[:-1], -1) for s in after]
             if not asked and not compiling:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Collection
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ecornn.workload import FEW, KEEPS
 NAMES = {getattr(torch, name): name for name in DTYPES}
 # A training step keeps these, by kind of device, at any T, which graphs leave open. PyTorch keeps about as much.
 KEPT = {"cpu": "gates", "cuda": "gates"}
+MOST = 256  # layers whose outcomes a process keeps
 
 
 def checked_keep(keep: str | None) -> str | None:
@@ -42,20 +42,16 @@ def serves(place: torch.device, dtype: torch.dtype) -> bool:
     return NAMES.get(dtype) in SERVED.get("llvm" if place.type == "cpu" else place.type, ())
 
 
-@lru_cache(maxsize=256)
-def outcome_of(layer: LayerSpec, target: str, infinite: bool) -> Module | ScheduleError:
-    """The module of a layer, or the error that no schedule serves it."""
-    from ecornn.module_cache import compiled_layer
+# of a process: the layer, the kind of device, and whether it is right for infinite weights -> its module, or the error
+# that no schedule serves it, which is as sure, and takes as long to find
+outcomes: dict[tuple[LayerSpec, str, bool], Module | ScheduleError] = {}
 
-    without_pairs = {"pairs": 0, "project_pairs": 0} if infinite else None
-    try:
-        return compiled_layer(layer, target, without_pairs)
-    except ScheduleError as error:  # as sure as a module, and it takes as long to find
-        return error
-    finally:
-        # TVM leaves frames in cycles, and these hold all that called them: the graph of this training step, whose
-        # streams would be those of a later step that a CUDA graph captures
-        gc.collect()
+
+def keep(layer: LayerSpec, target: str, infinite: bool, outcome: Module | ScheduleError) -> None:
+    """Notes an outcome for all torch modules of the process, in place of the oldest if there are many."""
+    while len(outcomes) >= MOST:
+        outcomes.pop(next(iter(outcomes)), None)
+    outcomes[layer, target, infinite] = outcome
 
 
 def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
@@ -63,10 +59,22 @@ def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
 
     Raises :class:`ScheduleError` where no schedule serves the layer.
     """
-    module = outcome_of(layer, target, infinite)
-    if isinstance(module, ScheduleError):
-        raise module.with_traceback(None)
-    return module
+    known = outcomes.get((layer, target, infinite))
+    if known is None:
+        from ecornn.module_cache import compiled_layer
+
+        try:
+            known = compiled_layer(layer, target, {"pairs": 0, "project_pairs": 0} if infinite else None)
+        except ScheduleError as error:
+            known = error
+        finally:
+            # TVM leaves frames in cycles, and these hold all that called them: the graph of this training step, whose
+            # streams would be those of a later step that a CUDA graph captures
+            gc.collect()
+        keep(layer, target, infinite, known)
+    if isinstance(known, ScheduleError):
+        raise known.with_traceback(None)
+    return known
 
 
 def few_steps(steps: int) -> int:

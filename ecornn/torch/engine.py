@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ecornn.cells import Cell, derive
 from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.loader import Layer
+from ecornn.torch.background import Job
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.compiling import KEPT
 from ecornn.torch.dispatching import watched
@@ -40,13 +41,15 @@ class Engine:
     Attributes
     ----------
     kind : the kind of the module
-    refused : columns that no schedule serves, see packed.py
+    refused : kinds of calls, and columns of packed sequences, that no schedule serves
+    pending : kinds of calls whose modules are compiled in the background, see background.py
     calls, shared : values kept between calls, see like_before.py and stepping_training.py
     """
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.refused: set[tuple[Any, ...]] = set()
+        self.pending: dict[tuple[Any, ...], Job] = {}
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self.inference, self.trained = BoundLayers(kind, trains=False), BoundLayers(kind)
         self.training = self.trained.layer

@@ -44,22 +44,29 @@ def exporting_to_onnx() -> bool:
 exporting_to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@torch._disable_dynamo  # torch.compiler.disable() would import the whole of torch._dynamo here
 def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
     """Runs PyTorch's own forward, into which torch.compile looks as little as into ``torch.nn``'s.
 
     Warns if there is a reason. Raises :class:`FallbackError` with ``ECORNN_STRICT=1`` in the environment, and if
     PyTorch has no such layer.
     """
+    # elsewhere the decorator has nothing to do, and imports the whole of torch._dynamo, for seconds
+    return (_apart if torch.compiler.is_compiling() else _by_torch)(module, input, hx, why)
+
+
+def _by_torch(module: Any, input: Any, hx: Any, why: str) -> Any:
     if why:
         if module.TORCH is None:
             raise FallbackError(f"PyTorch has no layer of this cell: {why}")
         if os.environ.get("ECORNN_STRICT", "0") not in ("", "0"):
             raise FallbackError(f"PyTorch's own layer would have to run: {why}; ecornn.torch.restore(model) has it run")
-        warnings.warn(f"PyTorch's own layer runs: {why}", stacklevel=3)
+        warnings.warn(f"PyTorch's own layer runs: {why}", stacklevel=4)
     if torch.is_grad_enabled():
         suspect(engine.weights_of(module))
     return module.TORCH.forward(module, input, hx)
+
+
+_apart = torch._disable_dynamo(_by_torch)  # torch.compiler.disable() would import the whole of torch._dynamo here
 
 
 def tensors_of(hx: Any) -> tuple[Any, ...]:

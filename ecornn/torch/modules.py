@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.boundary import refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
-from ecornn.torch import direct, engine, like_before, packed, training
-from ecornn.torch.compiling import KEPT, checked_keep, serves
+from ecornn.torch import background, direct, engine, like_before, packed, training
+from ecornn.torch.compiling import KEPT, checked_keep, few_steps, serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import keeping, text_of
@@ -29,6 +29,7 @@ class CompiledModule(torch.nn.Module):
     cell_name : a colon and the name of a cell that is not torch's
     tf32 : whether products of float32 on a GPU may be in TF32; None: they may if cuDNN's RNNs may, see compiling.py
     keep : the values that a training step keeps, ``gates`` or ``states``; None: ``gates``
+    wait : whether a first call waits until its module is compiled; False: PyTorch's own layer runs until it is
     one_step : True for a cell, whose states are all that a call returns
     """
 
@@ -38,6 +39,7 @@ class CompiledModule(torch.nn.Module):
     cell_name = ""
     tf32: bool | None = None
     keep: str | None = None
+    wait = False
     one_step = False
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +91,10 @@ class Sequences(CompiledModule):
         given = (input, hx)
         if torch.is_autocast_enabled("cuda"):
             given = autocasted(given)
+        if not (torch.compiler.is_compiling() or background.waits(self)):
+            return background.meanwhile(engine.engine_of(self), call_kind(self, input, asked),
+                                        lambda: self._compiled(*given, asked),
+                                        lambda why: by_torch(self, input, hx, why))
         if not asked:
             return self._compiled(*given, False)
         try:
@@ -239,6 +245,16 @@ class RNN(Compiled):
         if self.nonlinearity not in ("tanh", "relu"):
             raise ArgumentError("nonlinearity", self.nonlinearity, "'tanh' or 'relu'")
         super().__init__(f"RNN_{self.nonlinearity.upper()}", *args[:3], *args[4:], **kwargs)
+
+
+def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
+    """What the modules for a call with a tensor or a PackedSequence depend on; ``asked``: gradients are."""
+    if isinstance(input, PackedSequence):
+        data, sizes, lengths = input.data, input.batch_sizes, True
+        steps, batch = len(sizes), int(sizes[0]) if len(sizes) else 0
+    else:
+        data, lengths, (steps, batch) = input, False, module.call_sizes(input)
+    return "call", batch, few_steps(steps), data.dtype, data.device, lengths, asked
 
 
 def leaf(module: Any, input: Any, hx: Any) -> Any:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +19,12 @@ from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
 from ecornn.torch import training
+from ecornn.torch.background import Compilers
 from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, precision_of
 from ecornn.torch.engine import weights_of
 from ecornn.torch.falling_back import obstacle
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.replacing import COMPILED, base_of, original_class, reclass
-
-SAYS = "from ecornn.module_cache import main; main()"
 
 
 @public
@@ -118,19 +114,17 @@ def specs(module: Any, call: Call) -> list[LayerSpec]:
 @safe_interrupts()
 def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None:
     """Compiles all layers, in processes of their own if there is a cache that hands modules on."""
-    def one(spec: LayerSpec, target: str) -> None:
-        built_in = spec.workload.cell.partition("(")[0] in BUILTIN
-        if built_in and len(wanted) > 1 and processes > 1 and cache.folder() is not None and not known(spec, target):
-            fields = {name: getattr(replace(spec, cell=spec.workload.cell), name) for name in spec.__dataclass_fields__}
-            try:
-                subprocess.run([sys.executable, "-c", SAYS], input=json.dumps([fields, target]), text=True, check=True,
-                               capture_output=True, timeout=WORK)
-            except subprocess.SubprocessError as error:  # compiled here, where its error is one
-                print(getattr(error, "stderr", None) or error, file=sys.stderr)
+    def apart(spec: LayerSpec, target: str) -> bool:
+        return spec.workload.cell.partition("(")[0] in BUILTIN and not known(spec, target)
 
-    with ThreadPoolExecutor(processes) as pool:
-        running = [pool.submit(one, *asked) for asked in wanted]
-        for number, (asked, future) in enumerate(zip(wanted, running, strict=True), 1):
-            future.result()
+    alone = len(wanted) == 1 or processes == 1 or cache.folder() is None
+    compilers = Compilers(0 if alone else min(processes, len(wanted)))
+    try:
+        jobs = [None if alone or not apart(*asked) else compilers.submit(*asked) for asked in wanted]
+        for number, (asked, job) in enumerate(zip(wanted, jobs, strict=True), 1):
+            if job is not None:
+                job.wait(WORK)  # what it could not compile is compiled here, where its error is one
             compiled(*asked)
             print(f"ecornn: {number} of {len(wanted)} layers are compiled, {asked[0].workload}", file=sys.stderr)
+    finally:
+        compilers.stop()

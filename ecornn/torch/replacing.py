@@ -49,7 +49,7 @@ class Report:
 
 @public
 def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | None = None,
-            keep: str | None = None) -> Report:
+            keep: str | None = None, wait: bool = False) -> Report:
     """Makes every ``torch.nn.LSTM``, ``GRU`` and ``RNN`` of a model a compiled one, in place, and every ``LSTMCell``,
     ``GRUCell`` and ``RNNCell``.
 
@@ -69,10 +69,17 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
     ``keep``: the values that a training step keeps for its backward pass: ``gates``, or ``states``, which takes less
     memory and more time; None: ``gates``. A layer has it as ``keep``; cells have their own way.
 
-    Raises :class:`ArgumentError` for another ``tf32`` or ``keep``.
+    ``wait``: True has the first call of each kind wait until its module is compiled, which takes seconds. By default
+    PyTorch's own layer runs until then, forward and backward, and a process of low priority compiles the module. A
+    layer has it as ``wait``. ``ECORNN_WAIT=1`` and ``torch.use_deterministic_algorithms(True)`` have all layers wait;
+    :func:`ecornn.torch.prepare` compiles ahead.
+
+    Raises :class:`ArgumentError` for another ``tf32``, ``keep`` or ``wait``.
     """
     if tf32 is not None and not isinstance(tf32, bool):
         raise ArgumentError("tf32", tf32, "None, True or False")
+    if not isinstance(wait, bool):
+        raise ArgumentError("wait", wait, "True or False")
     checked_keep(keep)
 
     def ours(kind: Any) -> type[Any]:
@@ -86,7 +93,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
         if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
             if (why := obstacle(module)) is None:
                 reclass(module, ours)
-                module.tf32 = tf32
+                module.tf32, module.wait = tf32, wait
                 if isinstance(module, torch.nn.RNNBase):
                     module.keep = keep
                 swapped.append(name)
@@ -103,7 +110,7 @@ def restore(model: torch.nn.Module) -> tuple[str, ...]:
     for name, module in model.named_modules():
         if isinstance(module, COMPILED):
             reclass(module, original_class)
-            for option in ("tf32", "keep"):
+            for option in ("tf32", "keep", "wait"):
                 module.__dict__.pop(option, None)
             names.append(name or type(module).__name__)
     return tuple(names)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from ecornn import temporary
 from ecornn.errors import EcornnError, ServerError
-from ecornn.tune.process import Worker, WorkerError
+from ecornn.worker import Worker, WorkerError
 
 T = TypeVar("T")
 LOSSES, REST, ABSENCE = 3, 2.0, 90.0  # of servers; seconds

@@ -15,9 +15,9 @@ import msgspec
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
 from ecornn.tune.pool import Pool
-from ecornn.tune.process import WorkerError
 from ecornn.tune.record import Choice
 from ecornn.tune.space import PARTS, ConfigSpace, Scan
+from ecornn.worker import WorkerError
 from ecornn.workload import Workload
 
 T = TypeVar("T")

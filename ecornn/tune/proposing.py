@@ -17,10 +17,10 @@ from ecornn.tune import preparing
 from ecornn.tune.journal import Journal
 from ecornn.tune.pool import Pool
 from ecornn.tune.preparing import Question
-from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Choice
 from ecornn.tune.search import Search
 from ecornn.tune.space import Candidate, ConfigSpace
+from ecornn.worker import Worker, WorkerError
 
 T = TypeVar("T")
 Parts = Mapping[str, Sequence[bytes]]  # of the scans of a space, by schedule, as ``preparing.scan_parts`` has them

@@ -22,8 +22,8 @@ from ecornn.errors import ArgumentError
 from ecornn.tune.at_hand import Environment, environment
 from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Outcome
+from ecornn.worker import Worker, WorkerError
 
 if TYPE_CHECKING:
     from tvm.rpc import Server

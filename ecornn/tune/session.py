@@ -90,8 +90,8 @@ class Session:
                  tracker: Tracker | None = None, entries: Entries | None = None) -> None:
         from ecornn.cells.naming import importing
         from ecornn.quick_tvm import require_tvm
-        from ecornn.tune.process import MARK
         from ecornn.tune.remote import Tracker
+        from ecornn.worker import MARK
 
         require_tvm()
         if os.environ.get(MARK) or importing():

@@ -19,8 +19,8 @@ from ecornn.targets import resolve
 from ecornn.tune import session as sessions
 from ecornn.tune.building import Build, Built
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.process import Worker
 from ecornn.tune.record import Choice
+from ecornn.worker import Worker
 
 H100 = resolve(search_tables.H100)
 ENTRIES = Entries("search_rate:nothing", "search_rate:pretended_build", "search_rate:nothing",

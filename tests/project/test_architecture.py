@@ -31,6 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "file_locks": set(),
     "temporary": {"errors"},
     "interrupts": set(),
+    "quick_tvm": {"errors"},
+    "worker": {"errors", "temporary"},
     "dtypes": set(),
     "workload": {"dtypes", "errors"},
     "device": set(),
@@ -88,23 +90,24 @@ MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("sched
 MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "file_locks", "interpreter", "layer_spec",
                                      "numpy_gradients", "numpy_reference", "runtime", "schedules",
                                      "schedules.backward", "schedules.base", "schedules.hoisted", "targets", "task",
-                                     "temporary", "tuning_logs"}
+                                     "temporary", "tuning_logs", "quick_tvm", "worker"}
 MAY_IMPORT["overlap"] = BASE | {"analysis", "cells", "schedules.base", "schedules.rates", "task", "tune"}
 MAY_IMPORT["compiler"] = BASE | {"build", "cells", "compose", "layer_spec", "overlap", "runtime", "schedules.base",
-                                 "schedules.keeping", "targets", "task", "temporary", "tune"}
+                                 "schedules.keeping", "targets", "task", "temporary", "tune", "quick_tvm"}
 MAY_IMPORT["floor"] = {"device", "schedules.rates", "targets"}
 MAY_IMPORT["explain"] = BASE | {"analysis", "compiler", "floor", "schedules", "schedules.base", "task", "tune"}
 MAY_IMPORT["report"] = BASE | {"bench", "cells", "explain", "floor", "schedules", "schedules.base", "schedules.builder",
-                              "schedules.rates", "task", "tune"}
+                              "schedules.rates", "task", "tune", "quick_tvm"}
 # What stands beside ours, and what both are checked against, as the tuner checks: never from schedules.
 MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpreter", "layer_spec", "numpy_gradients",
-                                      "numpy_layers", "numpy_reference", "runtime", "tune"}
+                                      "numpy_layers", "numpy_reference", "quick_tvm", "runtime", "tune", "worker"}
 MAY_IMPORT["module_folders"] = {"boundary", "errors", "layer_spec", "manifest", "program", "runtime"}
-MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "runtime", "schedules", "task",
-                              "tune"} | HOSTS
+MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "quick_tvm", "runtime", "schedules",
+                              "task", "tune"} | HOSTS
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
 MAY_IMPORT["torch"] = {"analysis", "boundary", "build", "cells", "dtypes", "errors", "interpreter", "interrupts",
-                       "layer_spec", "module_cache", "module_folders", "program", "runtime", "outputs", "workload"}
+                       "layer_spec", "module_cache", "module_folders", "program", "runtime", "outputs", "worker",
+                       "workload"}
 MAY_IMPORT["jax"] = {"boundary", "build", "checksum", "errors", "host_cpu", "program", "runtime", "temporary",
                      "workload"}
 MAY_IMPORT["onnx"] = {"boundary", "cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}

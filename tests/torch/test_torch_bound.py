@@ -228,10 +228,10 @@ def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPat
         times.append(args)
         raise ScheduleError("too large")
 
-    compiling.outcome_of.cache_clear()
+    compiling.outcomes.clear()
     monkeypatch.setattr(ecornn.compiler, "compile_layer", refuses)
     for _ in range(3):
         with pytest.raises(ScheduleError, match="too large"):
             compiling.compiled(KIND.spec(2, 3, "float32", "", "states"), "cuda")
     assert len(times) == 1
-    compiling.outcome_of.cache_clear()
+    compiling.outcomes.clear()

@@ -16,7 +16,7 @@ import ecornn.torch
 from ecornn import module_folders
 from ecornn.errors import ModuleError
 from ecornn.layer_spec import LayerSpec
-from ecornn.torch.compiling import outcome_of
+from ecornn.torch.compiling import outcomes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.torch.jit.script")
 T, B, I, H = 6, 4, 5, 11
@@ -58,7 +58,7 @@ class Saved:
         dims = {0: torch.export.Dim("T", min=2, max=99), 1: torch.export.Dim("B", min=2, max=99)}
         with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(module_folders, "_had", {})
-            outcome_of.cache_clear()  # which another test may have filled
+            outcomes.clear()  # which another test may have filled
             model(x)
             self.program = torch.export.export(model.eval(), (x,), dynamic_shapes=(dims,))
             self.modules = ecornn.torch.save_modules(folder / "modules")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ import ecornn.torch
 from ecornn import module_cache
 from ecornn.errors import ArgumentError
 from ecornn.torch import preparing
-from ecornn.torch.compiling import outcome_of
+from ecornn.torch.compiling import outcomes
+from ecornn.worker import Worker
 
 PROGRAM = """
 import sys, torch, ecornn.torch
@@ -66,7 +69,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     plain = ecornn.compiler.compile_layer
     monkeypatch.setattr(ecornn.compiler, "compile_layer", lambda layer, **k: (found.append(str(layer.workload)),
                                                                               plain(layer, **k))[1])
-    outcome_of.cache_clear()
+    outcomes.clear()
     return found
 
 
@@ -142,7 +145,8 @@ def test_a_first_call_leaves_nothing_of_its_step_behind(monkeypatch: pytest.Monk
 
 def test_a_process_that_stops_while_it_compiles_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path))
-    monkeypatch.setattr(preparing, "SAYS", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    monkeypatch.setattr(Worker, "call", lambda worker, *_: (worker.wake(), os.kill(worker.process.pid, signal.SIGSTOP),
+                                                            threading.Event().wait()))
     monkeypatch.setattr(preparing, "WORK", 0.2)
     here: list[str] = []
     monkeypatch.setattr(preparing, "compiled", lambda spec, target: here.append(target))

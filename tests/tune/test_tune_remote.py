@@ -26,9 +26,9 @@ from ecornn.errors import ArgumentError, DeviceError, ScheduleError, ServerError
 from ecornn.tune import Session, pool, remote
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.process import WorkerError
 from ecornn.tune.remote import NoServer, Tracker
 from ecornn.tune.serving import HANDSHAKE, WARM, outliving, require_loopback, start
+from ecornn.worker import WorkerError
 
 asked: list[str] = []  # in a worker process
 

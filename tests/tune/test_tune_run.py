@@ -33,13 +33,13 @@ from ecornn.tune.journal import RESERVED, Journal, digest_of
 from ecornn.tune.log import Line, read
 from ecornn.tune.model import CostModel
 from ecornn.tune.pool import YOUNG, Closed, Pool, Scratch
-from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Finish, Outcome, Start, Times, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import CONFIDENCE, RATE, Settings, Tuner, stop_after
 from ecornn.tune.verify import verify
+from ecornn.worker import Worker, WorkerError
 from ecornn.workload import Workload
 
 TASK = make()

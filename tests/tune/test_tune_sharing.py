@@ -14,12 +14,12 @@ from ecornn.tune.journal import Journal, digest_of
 from ecornn.tune.log import read
 from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Closed, Pool
-from ecornn.tune.process import Worker, WorkerError
 from ecornn.tune.record import Choice
 from ecornn.tune.search import Search
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import Settings, Tuner
+from ecornn.worker import Worker, WorkerError
 
 
 def candidate(behaviour: str, a: int = 1) -> Candidate:

@@ -60,11 +60,12 @@ class Worker:
     """One worker process, started when first called and again after it was lost.
 
     ``ready`` ("module:function") is called first in a new process with ``null``; it does not count against a call's
-    limit. With ``gpu`` False the process sees no GPU. ``environment``: variables that it sees besides this process's
-    own."""
+    limit, and may take ``start_limit`` seconds. With ``gpu`` False the process sees no GPU. ``environment``: variables
+    that it sees besides this process's own."""
 
-    def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None) -> None:
-        self.ready, self.gpu, self.environment = ready, gpu, dict(environment or {})
+    def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None,
+                 start_limit: float = START_LIMIT) -> None:
+        self.ready, self.gpu, self.environment, self.start_limit = ready, gpu, dict(environment or {}), start_limit
         self.process: subprocess.Popen[bytes] | None = None
         self.stopped = False
         self.turn = threading.RLock()  # held for the length of a call
@@ -82,7 +83,7 @@ class Worker:
             if self.process is None or self.process.poll() is not None:
                 self.release()
                 self.start()
-                self.exchange(self.ready, None, START_LIMIT)
+                self.exchange(self.ready, None, self.start_limit)
 
     def start(self) -> None:
         """Starts the process, in a process group of its own."""
@@ -98,7 +99,7 @@ class Worker:
         lifeline, self.lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from ecornn.tune.process import serve; serve()", str(lifeline)],
+                [sys.executable, "-c", "from ecornn.worker import serve; serve()", str(lifeline)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment,
                 start_new_session=True, pass_fds=[lifeline])
         finally:
@@ -174,6 +175,12 @@ class Worker:
         with self.turn:  # that call may still be reading
             self.kill()
             self.release()
+
+    def disown(self) -> None:
+        """Lets go of the process in a forked child: it ends with the parent, whether the child still runs or not."""
+        if self.process is not None:
+            os.close(self.lifeline)
+            self.process = None
 
     def release(self) -> None:
         """Closes the pipes of a process that is gone."""

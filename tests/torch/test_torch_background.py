@@ -1,0 +1,356 @@
+"""Calls before their module is compiled: PyTorch's own layer computes them, forward and backward, and nobody waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+import ecornn.torch
+from ecornn import module_cache
+from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.torch import background, compiling
+from ecornn.worker import WorkerError
+
+
+class Compilers:
+    """Compile in this process, and not before :meth:`go`; ``fault``: raised in place of that."""
+
+    def __init__(self) -> None:
+        self.asked: list[background.Job] = []
+        self.fault: Exception | None = None
+
+    def submit(self, spec: Any, target: str) -> background.Job:
+        self.asked.append(background.Job(spec, target))
+        return self.asked[-1]
+
+    def go(self) -> int:
+        """Does all that was asked for, and says how much that was."""
+        waiting = [job for job in self.asked if job.pending]
+        for job in waiting:
+            job.run(self)  # type: ignore[arg-type]
+        return len(waiting)
+
+    def call(self, function: str, argument: Any, kind: Any, limit: float) -> None:
+        """Stands for that of a worker process."""
+        if self.fault is not None:
+            raise self.fault
+        assert function == "ecornn.module_cache:compile_for_another"
+        module_cache.compile_for_another(argument)
+
+
+@pytest.fixture(autouse=True)
+def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
+    found = Compilers()
+    monkeypatch.delenv("ECORNN_WAIT")
+    monkeypatch.setattr(background, "_compilers", found)
+    monkeypatch.setattr(background, "_jobs", {})
+    monkeypatch.setattr(background, "_told", [])
+    compiling.outcomes.clear()
+    yield found
+    compiling.outcomes.clear()
+
+
+def by_torch(call: Callable[[], Any]) -> bool:
+    """Tells whether PyTorch's own layer makes this call."""
+    calls = []
+    plain = {kind: kind.forward for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN, torch.nn.LSTMCell)}
+    try:
+        for kind, forward in plain.items():
+            kind.forward = lambda *a, forward=forward: (calls.append(1), forward(*a))[1]  # type: ignore[method-assign]
+        call()
+    finally:
+        for kind, forward in plain.items():
+            kind.forward = forward  # type: ignore[method-assign]
+    return bool(calls)
+
+
+def pair(kind: Any, *sizes: int, **options: Any) -> tuple[Any, Any]:
+    """A layer of PyTorch's, and one that was replaced, with the same weights."""
+    theirs, ours = kind(*sizes, **options), kind(*sizes, **options)
+    ours.load_state_dict(theirs.state_dict())
+    assert ecornn.torch.replace(ours).swapped
+    return theirs, ours
+
+
+def gradients(layer: Any, *given: Any) -> list[torch.Tensor]:
+    """y and the gradients of a step of training."""
+    layer.zero_grad()
+    y = layer(*given)[0]
+    y = y.data if hasattr(y, "batch_sizes") else y
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in layer.parameters())]
+
+
+CALLS = {"padded": lambda: torch.randn(5, 3, 6), "batch of none": lambda: torch.randn(5, 6),
+         "packed": lambda: pack_sequence([torch.randn(n, 6) for n in (4, 2, 2)])}
+
+
+@pytest.mark.parametrize("given", CALLS)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.0, "bidirectional": True}], ids=["one", "four"])
+def test_pytorch_computes_until_the_module_is_there(given: str, options: dict[str, Any], compilers: Compilers):
+    theirs, ours = pair(torch.nn.GRU, 6, 7, **options)
+    x = CALLS[given]()
+
+    def same() -> None:
+        for one, other in zip(gradients(theirs, x), gradients(ours, x), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+        with torch.no_grad():
+            torch.testing.assert_close(theirs(x)[1], ours(x)[1], rtol=1e-5, atol=1e-5)
+
+    assert by_torch(lambda: gradients(ours, x)) and by_torch(lambda: ours(x))
+    same()
+    assert compilers.go() == 2  # with gradients, and without
+    same()
+    with torch.no_grad():
+        assert not by_torch(lambda: ours(x))
+    assert not by_torch(lambda: gradients(ours, x))
+
+
+def test_a_cell_goes_over_within_a_sequence(compilers: Compilers):
+    theirs, ours = pair(torch.nn.LSTMCell, 6, 7)
+    inputs = torch.randn(4, 3, 6)
+
+    def steps(cell: Any) -> list[torch.Tensor]:
+        cell.zero_grad()
+        state = None
+        for number, x in enumerate(inputs):
+            if cell is ours and number == 2:
+                compilers.go()
+            state = cell(x, state)
+        state[0].square().sum().backward()
+        return [state[0].detach(), *(p.grad for p in cell.parameters())]
+
+    for one, other in zip(steps(theirs), steps(ours), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+    assert not by_torch(lambda: ours(inputs[0]))
+
+
+def test_calls_that_one_module_serves_have_it_compiled_once(compilers: Compilers):
+    _, ours = pair(torch.nn.GRU, 6, 7)
+    with torch.no_grad():
+        for steps, batch in ((3, 4), (9, 4), (2, 3), (5, 1)):
+            assert by_torch(lambda steps=steps, batch=batch: ours(torch.randn(steps, batch, 6)))
+        assert [job.spec.batch for job in compilers.asked] == [4]
+        _, other = pair(torch.nn.GRU, 6, 7)
+        other(torch.randn(3, 4, 6))
+        assert len(compilers.asked) == 1
+        # a larger batch has a module of its own; what fits in the one that is there does not wait for it
+        compilers.go()
+        assert by_torch(lambda: ours(torch.randn(3, 20, 6))) and not by_torch(lambda: ours(torch.randn(3, 2, 6)))
+        assert [job.spec.batch for job in compilers.asked] == [4, 32]
+
+
+def test_it_is_said_once(compilers: Compilers, caplog: pytest.LogCaptureFixture):
+    _, ours = pair(torch.nn.GRU, 6, 11)
+    compilers.fault = OSError()
+    with caplog.at_level(logging.INFO, "ecornn"), torch.no_grad():
+        for batch in (1, 1, 9):
+            ours(torch.randn(3, batch, 6))
+    assert compilers.go() == 2
+    (said,) = caplog.messages
+    assert "in the background, from gru T=3 B=1 I=6 H=11 float32 on" in said and "prepare(model, *example)" in said
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch, how: str) -> Any:
+    """A layer that waits, by one of the ways to say so."""
+    layer = torch.nn.GRU(6, 7)
+    ecornn.torch.replace(layer, wait=how == "wait")
+    if how.startswith("ECORNN"):
+        monkeypatch.setenv(how, "1")
+    if how == "ECORNN_CACHE":
+        monkeypatch.setenv(how, "off")
+    if how == "deterministic":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    return layer
+
+
+@pytest.mark.parametrize("how", ["wait", "ECORNN_WAIT", "ECORNN_STRICT", "ECORNN_CACHE", "deterministic"])
+def test_a_call_waits_where_that_is_asked_for(how: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
+    layer = waiting(monkeypatch, how)
+    assert not by_torch(lambda: layer(torch.randn(3, 2, 6))) and not compilers.asked
+
+
+def test_cells_that_pytorch_lacks_wait(compilers: Compilers):
+    ecornn.torch.Recurrent("indrnn", 6, 7)(torch.randn(3, 2, 6))
+    assert not compilers.asked
+
+
+def test_transforms_and_graphs_have_the_operator(compilers: Compilers):
+    _, ours = pair(torch.nn.GRU, 6, 7)
+    x = torch.randn(3, 2, 6)
+    torch.func.grad(lambda x: ours(x)[0].sum())(x)
+    program = torch.export.export(ours, (x,))
+    assert "ecornn.recurrent" in str(program.graph) and not compilers.asked
+
+
+def test_a_checkpoint_computes_the_same_again(compilers: Compilers):
+    """The module would be there between a forward pass and what the checkpoint computes once more in the backward pass,
+    where PyTorch expects the tensors of the first time."""
+    from torch.utils.checkpoint import checkpoint
+
+    theirs, ours = pair(torch.nn.GRU, 6, 7)
+    x = torch.randn(3, 2, 6, requires_grad=True)
+    y, wanted = (checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=False) for layer in (ours, theirs))
+    compilers.go()
+    (gradient,), (right,) = (torch.autograd.grad(one.square().sum(), [x]) for one in (y, wanted))
+    torch.testing.assert_close(gradient, right, rtol=2e-5, atol=2e-5)
+    assert not compilers.asked
+
+
+def test_prepare_compiles_first(compilers: Compilers):
+    _, ours = pair(torch.nn.GRU, 6, 7)
+    x = torch.randn(3, 2, 6)
+    assert by_torch(lambda: gradients(ours, x))
+    ecornn.torch.prepare(ours, x)
+    _, other = pair(torch.nn.GRU, 6, 7)
+    assert not by_torch(lambda: gradients(other, x))
+
+
+@pytest.mark.parametrize("fault", [WorkerError("the process crashed with signal SIGKILL", lost=True),
+                                   WorkerError("ScheduleError: no schedule serves this", lost=False),
+                                   OSError("no space")], ids=["crash", "schedule", "disk"])
+def test_what_cannot_be_compiled_stays_pytorchs_and_says_so_once(fault: Exception, compilers: Compilers):
+    theirs, ours = pair(torch.nn.GRU, 6, 13)  # no other test has it compiled
+    compilers.fault, x = fault, torch.randn(3, 2, 6)
+    ours(x)
+    compilers.go()
+    with pytest.warns(UserWarning, match=f"PyTorch's own layer runs: .*{str(fault).rpartition(': ')[2]}") as said:
+        for _ in range(3):
+            assert by_torch(lambda: ours(x))
+    assert len(said) == 1 and len(compilers.asked) == 1
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(x)[0], ours(x)[0])
+
+
+def test_an_argument_that_is_neither_is_refused():
+    with pytest.raises(ArgumentError, match="wait=1 is not allowed; expected True or False"):
+        ecornn.torch.replace(torch.nn.GRU(6, 7), wait=1)  # type: ignore[arg-type]
+    layer = torch.nn.GRU(6, 7)
+    ecornn.torch.replace(layer, wait=True)
+    ecornn.torch.restore(layer)
+    assert "wait" not in vars(layer)
+
+
+# -- with processes -----------------------------------------------------------------------------
+PROGRAM = """
+import os, sys, threading, torch, ecornn.torch
+from ecornn.torch import background
+background.NICENESS = 1  # on a busy machine ten times as many would take minutes
+layer, x = torch.nn.GRU(6, 7), torch.randn(3, 2, 6)
+ecornn.torch.replace(layer)
+def compiled():
+    return "RecurrentForward" in type(layer(x)[0].grad_fn).__name__
+assert not compiled()
+(job,) = background._jobs.values()
+"""
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "ECORNN_WAIT"} | {
+        "ECORNN_CACHE": str(tmp_path / "cache")}
+
+
+def test_a_worker_process_compiles_and_the_next_process_loads(tmp_path: Path, start: Any):
+    for tvm in (True, False):
+        program = PROGRAM + f"""
+job.wait()
+assert compiled(), job.error
+worker = background._compilers._workers[0]
+assert (worker.process is not None) is {tvm}
+if {tvm}:
+    assert os.getpriority(os.PRIO_PROCESS, worker.process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+assert "tvm" not in sys.modules
+"""
+        done = start([sys.executable, "-c", program], env=environment(tmp_path), text=True, stderr=-1)
+        _, said = done.communicate()
+        assert done.returncode == 0, said
+        assert ("in the background" in said) is tvm and said.count("\n") == int(tvm)
+
+
+def test_a_forked_child_goes_on_without_its_parents_worker(tmp_path: Path, start: Any):
+    program = PROGRAM + """
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    assert not compiled()
+    (own,) = background._jobs.values()
+    assert own is not job and own.pending
+    own.wait()
+    os._exit(0 if compiled() else 1)
+assert os.waitpid(child, 0)[1] == 0
+job.wait()
+assert compiled()
+"""
+    done = start([sys.executable, "-c", program], env=environment(tmp_path), text=True, stderr=-1)
+    _, said = done.communicate()
+    assert done.returncode == 0, said
+
+
+@pytest.mark.parametrize("how", ["ends", "SIGINT", "SIGKILL"])
+def test_nothing_is_left_when_a_process_ends(how: str, tmp_path: Path, start: Any):
+    """Neither processes nor half an entry, and it ends at once."""
+    program = PROGRAM + """
+while background._compilers._workers[0].process is None:
+    job.wait(0.01)
+print(background._compilers._workers[0].process.pid, flush=True)
+if sys.argv[1] != "ends":
+    threading.Event().wait()
+"""
+    one = start([sys.executable, "-c", program, how], env=environment(tmp_path), stdout=-1, text=True, stderr=-1)
+    group = int(one.stdout.readline())
+    if how != "ends":
+        one.send_signal(getattr(signal, how))
+    one.communicate()
+    psutil.wait_procs([p for p in psutil.process_iter() if group_of(p) == group])
+    assert not [p for p in psutil.process_iter() if group_of(p) == group]
+    root = tmp_path / "cache"
+    assert not [path for path in root.glob("??/*") if len(path.name) != 64]
+
+
+def group_of(process: psutil.Process) -> int:
+    """The process group; 0 for a process that is gone."""
+    try:
+        return os.getpgid(process.pid) if process.status() != psutil.STATUS_ZOMBIE else 0
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return 0
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_keeps_what_ran_before_it(compilers: Compilers):
+    """A graph that is captured before the module is there is PyTorch's; one captured later is the compiled layer's."""
+    theirs, ours = (layer.cuda() for layer in pair(torch.nn.LSTM, 64, 64))
+    x = torch.randn(16, 8, 64, device="cuda")
+    with torch.no_grad():
+        for module_is_there in (False, True):
+            ours(x), theirs(x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = ours(x)[0]
+            graph.replay()
+            torch.testing.assert_close(theirs(x)[0], y, rtol=1e-4, atol=1e-4)
+            if not module_is_there:
+                compilers.go()
+                ours(x)
+
+
+def test_schedule_errors_go_to_those_who_wait(compilers: Compilers):
+    _, ours = pair(torch.nn.GRU, 6, 13)
+    x = torch.randn(3, 2, 6)
+    compilers.fault = WorkerError("ScheduleError: no schedule serves this", lost=False)
+    with torch.no_grad():
+        ours(x)
+        compilers.go()
+        ours.wait = True
+        with pytest.raises(ScheduleError, match="no schedule serves this"):
+            ours(x)
