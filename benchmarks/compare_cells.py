@@ -76,7 +76,7 @@ def compare(name: str, batch: int, hidden: int, kind: str, arguments: argparse.N
     library = getattr(torch.nn, name)(hidden, hidden)
     exact, library = copy.deepcopy(library).double(), library.to(device)
     ours = copy.deepcopy(library)
-    ecornn.torch.replace(ours)
+    ecornn.torch.replace(ours, wait=True)
     sides = {"ecornn": ours, "torch": library}
     row: dict = {"cell": name, "B": batch, "H": hidden, "kind": kind, "steps": arguments.steps, "device": device,
                  "threads": torch.get_num_threads()}

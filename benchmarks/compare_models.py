@@ -186,7 +186,7 @@ def compare(case: Case, dtype: str, ways: list[str], seconds: float, together: i
     kind = KINDS[dtype]
     models = {"torch": case.model.to(DEVICE)}
     models["ecornn"] = copy.deepcopy(models["torch"])
-    ecornn.torch.replace(models["ecornn"], fullgraph=True)
+    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
     start = time.perf_counter()
     errors = checked(case, models, kind)
     row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": dtype, "unit": case.unit, "wanted": case.wanted,

@@ -105,7 +105,7 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[st
     library = library_of(shape, dtype)
     layer = bound(file, library)
     ours = copy.deepcopy(library)
-    ecornn.torch.replace(ours)
+    ecornn.torch.replace(ours, wait=True)
     lengths = torch.randint(1, T + 1, (B,))
     lengths[0] = T
     x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
@@ -139,7 +139,7 @@ def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str,
     cell, T, B, I, H, layers, both = shape
     library = CELLS[cell](I, H, layers, bidirectional=both).to(device).eval()
     ours = copy.deepcopy(library)
-    ecornn.torch.replace(ours)
+    ecornn.torch.replace(ours, wait=True)
     x, lengths = torch.randn(T, B, I, device=device), triangular(T, B)
     with torch.inference_mode():
         exact = packed_and_padded(copy.deepcopy(library).double(), x.double(), lengths)
@@ -159,7 +159,7 @@ def train_issue(shape: Shape, repeats: int) -> dict[str, Any]:
     cell, T, B, I, H, layers, both = shape
     library = CELLS[cell](I, H, layers, bidirectional=both).cuda()
     ours = copy.deepcopy(library)
-    ecornn.torch.replace(ours)
+    ecornn.torch.replace(ours, wait=True)
     x, lengths = torch.randn(T, B, I, device="cuda"), triangular(T, B)
 
     def step(layer: Any) -> list[torch.Tensor]:

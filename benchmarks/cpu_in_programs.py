@@ -127,7 +127,7 @@ def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: l
     library = library_of(cell, shape[2], shape[3]).eval()
     ours = copy.deepcopy(library)
     holder = torch.nn.Sequential(ours)
-    ecornn.torch.replace(holder)
+    ecornn.torch.replace(holder, wait=True)
     torch.manual_seed(0)
     theirs_program, program = Program(library, shape), Program(holder[0], shape)
     program.x, program.weight = theirs_program.x, theirs_program.weight

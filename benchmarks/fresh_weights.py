@@ -48,7 +48,7 @@ def main() -> None:
     for hidden in arguments.hidden:
         theirs = torch.nn.LSTM(hidden, hidden)
         ours = copy.deepcopy(theirs)
-        ecornn.torch.replace(ours)
+        ecornn.torch.replace(ours, wait=True)
         base, x = {k: v.detach() for k, v in theirs.named_parameters()}, torch.randn(
             arguments.seq, arguments.batch, hidden)
         for training in (False, True):

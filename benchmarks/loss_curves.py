@@ -45,6 +45,7 @@ def curves(task: Task, seed: int) -> tuple[list[float], list[float]]:
     """The losses of each step: ours, and torch.nn's."""
     torch.manual_seed(seed)
     ours, head = ecornn.torch.LSTM(2, task.hidden, task.layers), torch.nn.Linear(task.hidden, 2)
+    ours.wait = True  # until it is compiled
     theirs = torch.nn.LSTM(2, task.hidden, task.layers)
     theirs.load_state_dict(ours.state_dict())
     models = [torch.nn.ModuleList([layer, copy.deepcopy(head)]).to(task.device) for layer in (ours, theirs)]

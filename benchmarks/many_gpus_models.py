@@ -59,6 +59,7 @@ class Model(nn.Module):
         super().__init__()
         width = sizes.H * (1 + sizes.bidirectional)
         self.stack = SIDES[side](sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional)
+        self.stack.wait = True  # else other processes would have it compiled at other times
         self.last = nn.Linear(width, LETTERS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

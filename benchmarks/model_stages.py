@@ -97,7 +97,7 @@ def compared(case: Case, way: str, of: type[Step], seconds: float) -> dict[str, 
     """A row: the three models in turns, and their kernels."""
     models = {"torch": copy.deepcopy(case.model).to(DEVICE)}
     models |= {name: copy.deepcopy(models["torch"]) for name in ("ecornn", "rest")}
-    ecornn.torch.replace(models["ecornn"], fullgraph=True)
+    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
     rest: Any = models["rest"]
     rest.recurrent = Through(rest.recurrent)
     batches = itertools.cycle([case.draw() for _ in range(8)])

@@ -53,6 +53,7 @@ def issued(step: Callable[[], None], count: int = 100) -> float:
 def packing(hidden: int, kind: str) -> str:
     """Microseconds of the GPU, and how fast memory is read and written."""
     layer = ecornn.torch.LSTM(hidden, hidden, device="cuda")
+    layer.wait = True
     with torch.autocast("cuda", getattr(torch, kind)):
         layer(torch.randn(8, 16, hidden, device="cuda"))[0].sum().backward()
     weights = weights_of(layer)

@@ -105,7 +105,7 @@ def main() -> int:
     for model, inputs in models:
         model = model.to(device).eval()
         before = copy.deepcopy(model)
-        report = ecornn.torch.replace(model)
+        report = ecornn.torch.replace(model, wait=True)  # by default PyTorch's layers run until theirs are compiled
         with torch.inference_mode():
             expected, found = before(*inputs), model(*inputs)
             error = float((found.double() - expected).norm() / expected.double().norm())

@@ -122,7 +122,7 @@ def main(text: str, hidden: int, steps: int, batch: int, vocabulary: int, dropou
         torch.manual_seed(seed)
         theirs = LanguageModel(len(names), hidden, batch, dropout).to(DEVICE)
         ours = copy.deepcopy(theirs)
-        ecornn.torch.replace(ours, fullgraph=True)
+        ecornn.torch.replace(ours, fullgraph=True, wait=True)
         for name, model in (("torch.nn", theirs), ("ecornn", ours)):
             pairs[name] = step = Step(model, cross_entropy, *batch_at(seen, 0, steps), rate)
             torch.manual_seed(seed)

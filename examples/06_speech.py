@@ -152,7 +152,7 @@ def main(hidden: int, layers: int, frames: int, batch: int, updates: int, rate: 
     test, seen = batches[:HELD_BACK], batches[HELD_BACK:]
     theirs = Recognizer(hidden, layers).to(DEVICE)
     ours = copy.deepcopy(theirs)
-    print(f"replaced: {ecornn.torch.replace(ours)}")
+    print(f"replaced: {ecornn.torch.replace(ours, wait=True)}")
 
     def step_of(model: nn.Module) -> Step:
         return Step(model, ctc, test[0][:1], test[0][1:], rate)

@@ -141,7 +141,7 @@ def main(hidden: int, dates: int, batch: int, updates: int, rate: float, limit: 
     source, other = random.Random(0), random.Random(1)
     theirs = Reader(hidden).to(DEVICE)
     ours = copy.deepcopy(theirs)
-    print(f"replaced:\n{ecornn.torch.replace(ours)}")
+    print(f"replaced:\n{ecornn.torch.replace(ours, wait=True)}")
     test = batch_of(100, dates, other)
     steps = {name: Step(model, cross_entropy, *given(*batch_of(batch, dates, source)), rate)
              for name, model in (("torch.nn", theirs), ("ecornn", ours))}

@@ -84,7 +84,7 @@ def main(layers: int, hidden: int, steps: int, batch: int, updates: int, rate: f
     starts = torch.randint(len(columns) - steps - 1, (updates,)).tolist()
     theirs = Deep(len(names), hidden, layers).to(DEVICE)
     ours = copy.deepcopy(theirs)
-    swapped = len(ecornn.torch.replace(ours).swapped)
+    swapped = len(ecornn.torch.replace(ours, wait=True).swapped)
     print(f"{swapped} layers compiled, {sum(p.numel() for p in ours.parameters()) / 1e6:.1f} million weights")
 
     def batch_at(first: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
