@@ -63,7 +63,17 @@ def known(layer: LayerSpec, target: str) -> bool:
     """True where the module is in a folder or the cache already."""
     from ecornn.build import cache
 
-    return module_folders.find(layer, target) is not None or cache.known("layer", _parts(layer, target, None))
+    return (module_folders.find(layer, target) is not None
+            or cache.file_of("layer", _parts(layer, target, None)) is not None)
+
+
+def from_entry(file: str) -> Module | None:
+    """The module of an entry that another process has made; None where it cannot be read."""
+    from ecornn.build import cache
+    from ecornn.runtime.loader import from_bytes
+
+    content = cache.read(Path(file)) if file else None
+    return None if content is None else module_folders.had(from_bytes("layer.so", content))
 
 
 def _parts(layer: LayerSpec, target: str, config: Mapping[str, Any] | None) -> tuple[bytes, ...]:
@@ -125,18 +135,26 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def ready(_: None) -> None:
-    """Imports the compiler, and has this process and what it starts take only the time that ``ECORNN_NICENESS``
-    leaves."""
-    from ecornn.quick_tvm import import_tvm
-
+    """Has this process and what it starts take only the time that ``ECORNN_NICENESS`` leaves."""
     niceness = int(os.environ.get(NICENESS, "0"))
     os.nice(niceness)
     with contextlib.suppress(OSError):  # where each of Linux's sessions has its own share, niceness counts within it
         Path("/proc/self/autogroup").write_text(str(niceness))
     _told.append("by the other process")
-    import_tvm()
 
 
-def compile_for_another(asked: Asked) -> None:
-    """Compiles a layer for another process, which finds it in the cache."""
+def find_for_another(asked: Asked) -> str:
+    """The file of the cache's entry of a layer; empty if there is none."""
+    from ecornn.build import cache
+
+    return str(cache.file_of("layer", _parts(LayerSpec(**asked.fields), asked.target, None)) or "")
+
+
+def compile_for_another(asked: Asked) -> str:
+    """Compiles a layer; the file of its entry, empty if the cache keeps none."""
+    from ecornn.quick_tvm import import_tvm
+
+    if importlib.util.find_spec("tvm") is not None:
+        import_tvm()
     compiled_layer(LayerSpec(**asked.fields), asked.target)
+    return find_for_another(asked)

@@ -55,20 +55,21 @@ def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) ->
         return make()
     name = _name(kind, parts)
     path = root / name[:2] / name
-    content = _read(path)
+    content = read(path)
     if content is None:
-        with _alone(root, f"{kind}-{name[:3]}", lambda: _read(path) is not None):
-            content = _read(path)
+        with _alone(root, f"{kind}-{name[:3]}", lambda: read(path) is not None):
+            content = read(path)
             if content is None:
                 content = make()
                 _write(root, path, content)
     return content
 
 
-def known(kind: str, parts: Iterable[str | bytes]) -> bool:
-    """True where there is such an entry."""
+def file_of(kind: str, parts: Iterable[str | bytes]) -> Path | None:
+    """The file of an entry, for another process, which reads it by :func:`read`; None where there is none."""
     root, name = folder(), _name(kind, parts)
-    return root is not None and (root / name[:2] / name).is_file()
+    path = root / name[:2] / name if root is not None else None
+    return path if path is not None and path.is_file() else None
 
 
 def _name(kind: str, parts: Iterable[str | bytes]) -> str:
@@ -79,8 +80,8 @@ def _name(kind: str, parts: Iterable[str | bytes]) -> str:
     return digest.hexdigest()
 
 
-def _read(path: Path) -> bytes | None:
-    """An entry's content; None where it is missing or damaged."""
+def read(path: Path) -> bytes | None:
+    """The content of an entry's file; None where it is missing or damaged."""
     try:
         data = path.read_bytes()
     except OSError:

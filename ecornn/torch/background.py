@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ecornn import module_cache
+from ecornn import module_cache, module_folders
 from ecornn.build import cache
 from ecornn.errors import ScheduleError
 from ecornn.layer_spec import LayerSpec
@@ -72,12 +72,19 @@ class Job:
     def run(self, worker: Worker) -> None:
         """Compiles the layer in a worker process, and loads it here. Raises nothing: ``error`` says what went wrong."""
         try:
-            if not self._load():
-                _tell(self.spec)
-                worker.call("ecornn.module_cache:compile_for_another", module_cache.Asked.of(self.spec, self.target),
-                            type(None), LIMIT)
-                if not self._load():
-                    self.error = f"nothing can be kept in {cache.folder()}, see ECORNN_CACHE"
+            asked = module_cache.Asked.of(self.spec, self.target)
+            with _loading:
+                self.outcome = module_folders.find(self.spec, self.target)
+            if self.outcome is None:
+                # a look at the cache takes a tenth of a second of Python's time, which the calls here would not have
+                entry = worker.call("ecornn.module_cache:find_for_another", asked, str, LIMIT)
+                if not entry:
+                    _tell(self.spec)
+                    entry = worker.call("ecornn.module_cache:compile_for_another", asked, str, LIMIT)
+                with _loading:
+                    self.outcome = module_cache.from_entry(entry)
+            if self.outcome is None:
+                self.error = f"nothing can be kept in {cache.folder()}, see ECORNN_CACHE"
         except WorkerError as error:
             kind, _, said = str(error).partition(": ")
             if kind == ScheduleError.__name__:
@@ -89,13 +96,6 @@ class Job:
         if self.outcome is not None:
             keep(self.spec, self.target, False, self.outcome)
         self._done.set()
-
-    def _load(self) -> bool:
-        """Loads the module if it is compiled; tells whether it is."""
-        with _loading:
-            if module_cache.known(self.spec, self.target):
-                self.outcome = module_cache.compiled_layer(self.spec, self.target)
-        return self.outcome is not None
 
     def wait(self, limit: float | None = None) -> bool:
         """Waits until it has ended, for ``limit`` seconds at most; tells whether it has."""
