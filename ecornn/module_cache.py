@@ -6,7 +6,6 @@ ecornn, its dependencies and compilers.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -24,7 +23,6 @@ from ecornn.layer_spec import LayerSpec
 if TYPE_CHECKING:
     from ecornn.runtime.loader import Module
 
-NICENESS = "ECORNN_NICENESS"  # of a worker process
 _told: list[str] = []
 
 
@@ -135,11 +133,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def ready(_: None) -> None:
-    """Has this process and what it starts take only the time that ``ECORNN_NICENESS`` leaves."""
-    niceness = int(os.environ.get(NICENESS, "0"))
-    os.nice(niceness)
-    with contextlib.suppress(OSError):  # where each of Linux's sessions has its own share, niceness counts within it
-        Path("/proc/self/autogroup").write_text(str(niceness))
+    """The first call of a worker process."""
     _told.append("by the other process")
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 import typing
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
 import msgspec
@@ -28,6 +29,8 @@ from ecornn.errors import EcornnError
 
 T = TypeVar("T")
 MARK = "ECORNN_WORKER"  # set in workers: a user's script that is imported there must not tune
+# niceness comes first: what is imported takes most of a second
+PROGRAM = "import os, sys; os.nice(int(sys.argv[2])); from ecornn.worker import serve; serve()"
 START_LIMIT = 300.0  # seconds for the first call, which imports TVM or opens the GPU
 MAX_MESSAGE = 64 << 20  # bytes
 
@@ -61,11 +64,12 @@ class Worker:
 
     ``ready`` ("module:function") is called first in a new process with ``null``; it does not count against a call's
     limit, and may take ``start_limit`` seconds. With ``gpu`` False the process sees no GPU. ``environment``: variables
-    that it sees besides this process's own."""
+    that it sees besides this process's own. ``niceness``: how far it and what it starts stand behind other programs."""
 
     def __init__(self, ready: str, gpu: bool, environment: Mapping[str, str] | None = None,
-                 start_limit: float = START_LIMIT) -> None:
-        self.ready, self.gpu, self.environment, self.start_limit = ready, gpu, dict(environment or {}), start_limit
+                 start_limit: float = START_LIMIT, niceness: int = 0) -> None:
+        self.ready, self.gpu, self.environment = ready, gpu, dict(environment or {})
+        self.start_limit, self.niceness = start_limit, niceness
         self.process: subprocess.Popen[bytes] | None = None
         self.stopped = False
         self.turn = threading.RLock()  # held for the length of a call
@@ -99,7 +103,7 @@ class Worker:
         lifeline, self.lifeline = os.pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", "from ecornn.worker import serve; serve()", str(lifeline)],
+                [sys.executable, "-c", PROGRAM, str(lifeline), str(self.niceness)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=environment,
                 start_new_session=True, pass_fds=[lifeline])
         finally:
@@ -241,8 +245,11 @@ def guard(lifeline: int) -> None:
 
 
 def serve() -> None:
-    """The program of a worker: serves calls until stdin ends. Its argument is the file descriptor of the lifeline."""
+    """The program of a worker: serves calls until stdin ends. Its arguments are the file descriptor of the lifeline and
+    the niceness that it has."""
     guard(int(sys.argv[1]))
+    with contextlib.suppress(OSError):  # where each of Linux's sessions has its own share, niceness counts within it
+        Path("/proc/self/autogroup").write_text(sys.argv[2])
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

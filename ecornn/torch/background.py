@@ -29,6 +29,7 @@ from ecornn.worker import MARK, Worker, WorkerError
 T = TypeVar("T")
 _hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 VARIABLE = "ECORNN_WAIT"
+OFF = "", "0"
 LIMIT = 3600.0  # seconds of one compilation, which has only the time that others leave
 IDLE = 20.0  # seconds without work after which a worker process ends
 NICENESS = 10  # of worker processes: on a busy core they have a tenth of what a program has
@@ -131,8 +132,8 @@ class Compilers:
 
     def __init__(self, processes: int, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        set_apart = {module_cache.NICENESS: str(niceness)}
-        self._workers = [Worker("ecornn.module_cache:ready", True, set_apart, LIMIT) for _ in range(processes)]
+        self._workers = [Worker("ecornn.module_cache:ready", gpu=True, start_limit=LIMIT, niceness=niceness)
+                         for _ in range(processes)]
         for number, worker in enumerate(self._workers):
             threading.Thread(target=self._serve, args=(worker,), name=f"ecornn-compiles-{number}", daemon=True).start()
 
@@ -216,11 +217,11 @@ def waits(module: Any) -> bool:
     so (``module.wait``, ``ECORNN_WAIT``, ``ECORNN_STRICT``, deterministic algorithms), a transform of torch.func has to
     see the operator, hooks of saved tensors may be those of a checkpoint, which computes the call again and expects
     the same tensors, or no cache can hand a module from one process to another."""
+    set_to = os.environ.get
     return bool(
-        module.TORCH is None or module.wait or torch.are_deterministic_algorithms_enabled()
-        or any(os.environ.get(name, "0") not in ("", "0") for name in (VARIABLE, "ECORNN_STRICT", MARK))
-        or torch._C._functorch.maybe_current_level() is not None or _hooks(True) is not None
-        or cache.folder() is None)
+        module.TORCH is None or module.wait or torch.are_deterministic_algorithms_enabled() or _hooks(True) is not None
+        or torch._C._functorch.maybe_current_level() is not None or set_to(cache.VARIABLE) == cache.OFF
+        or set_to(VARIABLE, "0") not in OFF or set_to("ECORNN_STRICT", "0") not in OFF or set_to(MARK) is not None)
 
 
 def meanwhile(engine: Any, kind: tuple[Any, ...], compiled: Callable[[], T], by_torch: Callable[[str], T]) -> T:
