@@ -88,7 +88,8 @@ class PackedWeights:
 
     def addresses(self, count: int) -> list[int]:
         """The addresses of the ``count`` packed buffers, in the order of their packings in the manifest."""
-        return self._api.packed(self._layer)[:count]
+        found: list[int] = self._api.packed(self._layer)[:count]
+        return found
 
     def pack(self, weights: Mapping[str, Any], stream: int = 0) -> None:
         """Packs others, as given to the constructor, in the same memory; tensors on this stream, without waiting."""
@@ -106,7 +107,7 @@ class PackedWeights:
         code = self._api.pack_at(self._layer, at, kind, flags, parts, stream, ctypes.byref(error))
         if code != _UNSUPPORTED:
             self._check(code, error)
-        return code == 0
+        return not code
 
     @staticmethod
     def _check(code: int, error: _Error) -> None:

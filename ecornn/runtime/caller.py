@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -21,12 +20,11 @@ from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
 from ecornn.runtime.outputs import named
 from ecornn.runtime.plan import MASKS, make_plan
-from ecornn.runtime.training import Training, TrainingCalls
 
 _COPIES = "copies"  # key of the device memory for host arrays
 
 
-class Caller(TrainingCalls):
+class Caller:
     """Packed weights and what every call needs, made once.
 
     Parameters
@@ -208,11 +206,6 @@ class Caller(TrainingCalls):
                 self._addressed.clear()
             found = self._addressed[key] = AddressedCall(self, *key)
         return found
-
-    @cached_property
-    def training(self) -> Training:
-        """The entries of a training step; :class:`~ecornn.errors.ModuleError` where the module has none."""
-        return Training(self)
 
     def prepared(self, x: Any, state: Sequence[Any] | None, lengths: Any, resets: Any,
                  sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed] | None, int, int, int]:

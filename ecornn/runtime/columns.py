@@ -203,7 +203,7 @@ def _wrapped(lengths: list[int], groups: list[Group], steps: int) -> Begin:
 
 def _steps(first: NDArray[Any]) -> NDArray[Any]:
     """0, 1, ... for each sequence, one sequence after the other."""
-    return np.arange(first[-1]) - np.repeat(first[:-1], np.diff(first))
+    return np.asarray(np.arange(first[-1]) - np.repeat(first[:-1], np.diff(first)))
 
 
 def _integers(name: str, value: Any) -> NDArray[Any]:

@@ -114,7 +114,8 @@ class ForeignArrays(Arrays):
             raise DTypeError(f"{name}.dtype", view.dtype, f"one of {', '.join(ITEMSIZE)}")
         bits = view.bits() if view.device[0] == CPU else _download(view, name, library)
         if view.dtype == "bfloat16":  # the upper half of a float32
-            return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            wide: np.ndarray[Any, Any] = bits.astype(np.uint32) << np.uint32(16)
+            return wide.view(np.float32)
         return np.array(bits, order="C").view(view.dtype)
 
     def workspace(self, nbytes: int, like: View | Block, library: Library) -> Memory:
@@ -145,14 +146,11 @@ def _no_copy(name: str, view: View) -> ShapeError:
 def _from_dlpack(example: Any) -> Callable[[Any], Any] | None:
     """The framework's ``from_dlpack``: of its array namespace, else of a package that holds the type or
     one of its base classes, the outermost first."""
+    found: Callable[[Any], Any] | None = None
     if hasattr(example, "__array_namespace__"):
         found = getattr(example.__array_namespace__(), "from_dlpack", None)
-        if found is not None:
-            return found
-    for base in type(example).__mro__:
+    for base in type(example).__mro__ if found is None else ():
         parts = base.__module__.split(".")
         for depth in range(1, len(parts) + 1):
-            found = getattr(sys.modules.get(".".join(parts[:depth])), "from_dlpack", None)
-            if found is not None:
-                return found
-    return None
+            found = found or getattr(sys.modules.get(".".join(parts[:depth])), "from_dlpack", None)
+    return found

@@ -140,4 +140,4 @@ def _complete(content: bytes) -> bool:
         at = segments + index * segment_size
         offset, _, _, size = struct.unpack_from("<4Q", content, at + 8)  # p_offset to p_filesz
         ends.append(offset + size)
-    return max(ends) <= len(content)
+    return bool(max(ends) <= len(content))

@@ -14,9 +14,9 @@ from ecornn import temporary
 from ecornn.boundary import public
 from ecornn.errors import ArgumentError, CopyError, ModuleError
 from ecornn.manifest import Manifest, decode
-from ecornn.runtime.caller import Caller
 from ecornn.runtime.host_check import check_host
 from ecornn.runtime.library import Library, open_library
+from ecornn.runtime.training_calls import TrainingCalls
 
 _MOST_THREADS = 1024
 
@@ -119,7 +119,7 @@ class Module:
         return Layer(self, weights, device, threads)
 
 
-class Layer(Caller):
+class Layer(TrainingCalls):
     """One recurrent layer, ready to run; made by :meth:`Module.bind`.
 
     Attributes

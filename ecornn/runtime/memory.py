@@ -51,7 +51,8 @@ class DeviceMemory:
 
 def address(array: np.ndarray[Any, Any]) -> int:
     """Where an array's first element lies."""
-    return array.__array_interface__["data"][0]
+    at: int = array.__array_interface__["data"][0]
+    return at
 
 
 class Pool:

@@ -69,7 +69,8 @@ class NumPyArrays(Arrays):
         return made, pointer
 
     def swapped(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return array.swapaxes(0, 1)
+        swapped: np.ndarray[Any, Any] = array.swapaxes(0, 1)
+        return swapped
 
     def clear(self, array: np.ndarray[Any, Any], steps: int) -> bool:
         array[steps:] = 0

@@ -187,8 +187,10 @@ class TorchArrays(Arrays):
 
     def queue(self, device: int) -> int:
         if self._raw_stream is not None:
-            return self._raw_stream(device)
-        return self._torch.cuda.current_stream(device).cuda_stream
+            stream: int = self._raw_stream(device)
+        else:
+            stream = self._torch.cuda.current_stream(device).cuda_stream
+        return stream
 
     def over(self, memory: Memory, like: Any, shape: Shape) -> Placed | None:
         return (memory.array(like.dtype, shape), memory.pointer) if isinstance(memory, TorchMemory) else None

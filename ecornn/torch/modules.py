@@ -248,7 +248,8 @@ class RNN(Compiled):
 
 
 def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
-    """What the modules for a call with a tensor or a PackedSequence depend on; ``asked``: gradients are."""
+    """The properties of a call with a tensor or a PackedSequence that its modules depend on; ``asked``: whether gradients
+    are asked for."""
     if isinstance(input, PackedSequence):
         data, sizes, lengths = input.data, input.batch_sizes, True
         steps, batch = len(sizes), int(sizes[0]) if len(sizes) else 0
