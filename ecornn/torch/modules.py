@@ -248,8 +248,9 @@ class RNN(Compiled):
 
 
 def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
-    """The properties of a call with a tensor or a PackedSequence that its modules depend on; ``asked``: whether gradients
-    are asked for."""
+    """The properties of a call with a tensor or a PackedSequence that its modules depend on.
+
+    ``asked``: whether gradients are asked for."""
     if isinstance(input, PackedSequence):
         data, sizes, lengths = input.data, input.batch_sizes, True
         steps, batch = len(sizes), int(sizes[0]) if len(sizes) else 0
