@@ -23,6 +23,8 @@ FLAGS = ("-shared", "-fPIC", "-O2", "-std=c++17", "-pthread", "-fvisibility=hidd
 # modules need libtvm_ffi, which lies beside them; the library must bring it though it has no use for it
 LINKED = ("-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-ltvm_ffi", "-Wl,--as-needed", "-ldl", "-Wl,-z,noexecstack")
 THREADS = "ecornn.threads"  # the entry of session options that operators.cc reads
+# ONNX Runtime's threads go on spinning after a node of theirs, on the cores that the next compiled one needs
+SPINNING = "session.intra_op.allow_spinning"
 _MOST = 1024
 
 
@@ -66,7 +68,9 @@ def session_options(model: str | os.PathLike[str], options: Any = None, *, threa
     Parameters
     ----------
     model : the model's file, which has its folder beside it
-    options : ``onnxruntime.SessionOptions`` for this model alone, to which the library is added; default: new ones
+    options : ``onnxruntime.SessionOptions`` for this model alone, to which the library is added; default: new ones.
+        Those that say nothing of ``session.intra_op.allow_spinning`` get ``0``: else threads of ONNX Runtime and those
+        of compiled nodes compete for cores
     threads : CPU threads of a compiled node; default: ``options.intra_op_num_threads``, and where that is 0 the
         physical cores that this process may use
 
@@ -88,5 +92,15 @@ def session_options(model: str | os.PathLike[str], options: Any = None, *, threa
     threads = threads or options.intra_op_num_threads
     if threads:
         options.add_session_config_entry(THREADS, str(min(threads, _MOST)))
+    if not _has(options, SPINNING):
+        options.add_session_config_entry(SPINNING, "0")
     options.register_custom_ops_library(str(library.resolve()))
     return options
+
+
+def _has(options: Any, entry: str) -> bool:
+    """Tells whether session options have an entry: they raise where they have none."""
+    try:
+        return bool(options.get_session_config_entry(entry))
+    except RuntimeError:
+        return False

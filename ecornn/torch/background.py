@@ -217,6 +217,8 @@ def waits(module: Any) -> bool:
     so (``module.wait``, ``ECORNN_WAIT``, ``ECORNN_STRICT``, deterministic algorithms), a transform of torch.func has to
     see the operator, hooks of saved tensors may be those of a checkpoint, which computes the call again and expects
     the same tensors, or no cache can hand a module from one process to another."""
+    if torch.compiler.is_compiling():  # also where a graph is broken around the call, and this function has its own
+        return True
     set_to = os.environ.get
     return bool(
         module.TORCH is None or module.wait or torch.are_deterministic_algorithms_enabled() or _hooks(True) is not None

@@ -53,7 +53,7 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
         if state is None or not _fits(self, weights[0], input, state):
             return by_torch(self, input, hx)
-        if compiling or background.waits(self):
+        if background.waits(self):
             return self._compiled(input, hx, state, weights, compiling)
         kind = "cell", input.shape, input.dtype, input.device, torch.is_grad_enabled()
         return background.meanwhile(engine.engine_of(self), kind,

@@ -91,7 +91,7 @@ class Sequences(CompiledModule):
         given = (input, hx)
         if torch.is_autocast_enabled("cuda"):
             given = autocasted(given)
-        if not (torch.compiler.is_compiling() or background.waits(self)):
+        if not background.waits(self):
             return background.meanwhile(engine.engine_of(self), call_kind(self, input, asked),
                                         lambda: self._compiled(*given, asked),
                                         lambda why: by_torch(self, input, hx, why))

@@ -454,6 +454,14 @@ def test_arguments(fast: Path, recognizer: Path, tmp_path: Path):
     assert missing.exit_code == 2 and "cannot be read as an ONNX model" in missing.output
 
 
+def test_threads_of_the_session_do_not_spin_unless_the_user_says_so(tmp_path: Path):
+    (made, _), entry = rewritten(model_of("RNN"), tmp_path), "session.intra_op.allow_spinning"
+    assert ecornn.onnxruntime.session_options(made.model).get_session_config_entry(entry) == "0"
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry(entry, "1")
+    assert ecornn.onnxruntime.session_options(made.model, options).get_session_config_entry(entry) == "1"
+
+
 def test_large_weights_are_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rewriting, "EXTERNAL", 1000)
     model = model_of("RNN")

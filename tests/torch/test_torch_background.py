@@ -193,6 +193,24 @@ def test_transforms_and_graphs_have_the_operator(compilers: Compilers):
     assert "ecornn.recurrent" in str(program.graph) and not compilers.asked
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("given", ["padded", "packed"])
+def test_around_and_within_graphs_of_torch_compile(given: str, fullgraph: bool):
+    """The compiler looks into no step of the wait, whether a graph is broken around the layer or has it."""
+    theirs, ours = pair(torch.nn.GRU, 6, 7)
+    ecornn.torch.restore(ours)
+    ecornn.torch.replace(ours, fullgraph=fullgraph)
+    torch._dynamo.reset()
+    x = CALLS[given]()
+
+    def of(layer: Any) -> Callable[[Any], torch.Tensor]:
+        return (lambda x: layer(x)[0].data.sin()) if given == "packed" else lambda x: layer(x)[0].sin()
+
+    fast = torch.compile(of(ours), backend="aot_eager")
+    for _ in range(2):
+        torch.testing.assert_close(fast(x), of(theirs)(x))
+
+
 def test_a_checkpoint_computes_the_same_again(compilers: Compilers):
     """The module would be there between a forward pass and what the checkpoint computes once more in the backward pass,
     where PyTorch expects the tensors of the first time."""
