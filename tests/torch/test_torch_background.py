@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,7 +209,9 @@ def test_around_and_within_graphs_of_torch_compile(given: str, fullgraph: bool):
 
     fast = torch.compile(of(ours), backend="aot_eager")
     for _ in range(2):
-        torch.testing.assert_close(fast(x), of(theirs)(x))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's compiler asks for gradients of rows that are no leaf
+            torch.testing.assert_close(fast(x), of(theirs)(x))
 
 
 def test_a_checkpoint_computes_the_same_again(compilers: Compilers):
