@@ -96,7 +96,7 @@ MUTANTS = (
            "const int64_t first = std::max<int64_t>(gate, 0) * rows;", "const int64_t first = 0 * rows;",
            "interfaces/test_c_pack.py"),
     Mutant("loading: a file cut short is complete", "ecornn/runtime/library.py",
-           "return max(ends) <= len(content)", "return True", "runtime/test_runtime_loader.py"),
+           "return bool(max(ends) <= len(content))", "return True", "runtime/test_runtime_loader.py"),
     Mutant("loading: any checksum will do", "ecornn/runtime/library.py", "if not whole:", "if False:",
            "runtime/test_runtime_loader.py -k one_bit"),
     Mutant("lookup: any time is believed", "ecornn/tune/lookup.py", "return times is None or times.median >=",
