@@ -54,7 +54,8 @@ class Journal:
         log = read(path) if path.exists() else None
         strange = [problem for problem in log.problems if not problem.endswith(TORN)] if log else []
         if log and strange and not log.lines and not log.newer:
-            raise RecordError(f"{path} is no tuning log: {strange[0]}")
+            raise RecordError(f"{path} is no tuning log: {strange[0]}; move it away, or name another file (--output): "
+                              "nothing is added to what cannot be read")
         records = [line.record for line in log.lines] if log else []
         runs = {r.run for r in records if isinstance(r, Start) and r.run.startswith(digest + "-")}
         number = max((int(r.rpartition("-")[2]) for r in runs if r.rpartition("-")[2].isdecimal()),
