@@ -34,6 +34,14 @@ TOLERANCE = {"cpu": 1e-3, "cuda": 2e-2}  # relative, of one number for a call: t
 
 
 # -- programs: each yields one function for each of its calls, which returns a number to compare --------------------
+def learn(optimizer: Any, loss: Any) -> Any:
+    """Takes a step of training; returns the loss, a tensor without axes."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 def tagger(device: str, packed: bool = False) -> Iterator[Callable[[], Any]]:
     """Two bidirectional LSTMs that tag words, trained over 40 shapes."""
     import torch
@@ -59,10 +67,7 @@ def tagger(device: str, packed: bool = False) -> Iterator[Callable[[], Any]]:
             else:
                 y = net["lstm"](x)[0]
             loss = torch.nn.functional.cross_entropy(net["tags"](y).flatten(0, 1), tags.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
+            return learn(optimizer, loss)
 
         yield call
 
@@ -110,10 +115,7 @@ def policy(device: str) -> Iterator[Callable[[], Any]]:
                     y, state = net["lstm"](seen, state)
                     return net["action"](y).norm()
             loss = net["action"](net["lstm"](seen)[0]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
+            return learn(optimizer, loss)
 
         yield call
 
@@ -141,10 +143,7 @@ def decoder(device: str) -> Iterator[Callable[[], Any]]:
                 outputs.append(h)
             y = net["out"](torch.stack(outputs))
             loss = torch.nn.functional.cross_entropy(y[:-1].flatten(0, 1), words[1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
+            return learn(optimizer, loss)
 
         yield call
 
@@ -165,10 +164,7 @@ def language_model(device: str) -> Iterator[Callable[[], Any]]:
         def call(words: Any = words) -> Any:
             y = net["out"](net["lstm"](net["words"](words[:-1]))[0])
             loss = torch.nn.functional.cross_entropy(y.flatten(0, 1), words[1:].flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
+            return learn(optimizer, loss)
 
         yield call
 
@@ -190,10 +186,7 @@ def speech(device: str) -> Iterator[Callable[[], Any]]:
         def call(spectra: Any = spectra, letters: Any = letters, frames: int = frames) -> Any:
             log = net["out"](net["gru"](spectra)[0]).log_softmax(-1)
             loss = torch.nn.functional.ctc_loss(log, letters, (frames,) * 8, (letters.shape[1],) * 8)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss
+            return learn(optimizer, loss)
 
         yield call
 
@@ -214,11 +207,7 @@ def evaluated(device: str) -> Iterator[Callable[[], Any]]:
         def call(hours: Any = hours, wanted: Any = wanted, trains: bool = trains) -> Any:
             with torch.set_grad_enabled(trains):
                 loss = (net["out"](net["gru"](hours)[0][:, -1]) - wanted).square().mean()
-            if trains:
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            return loss
+            return learn(optimizer, loss) if trains else loss
 
         yield call
 

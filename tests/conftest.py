@@ -25,7 +25,7 @@ from hypothesis import settings
 # the arguments of operators, not by what they do.
 INDUCTOR = tempfile.TemporaryDirectory(prefix="inductor-")
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = INDUCTOR.name
-# What is tested is what is compiled, from the first call on: torch/test_torch_background.py tests the calls before.
+# Tests call compiled layers, from the first call on: torch/test_torch_background.py tests the calls before that.
 os.environ["ECORNN_WAIT"] = "1"
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure

@@ -30,7 +30,7 @@ class TrainingCalls(Caller):
     def forward(self, x: Any, state: Sequence[Any] | None = None, *, lengths: Any = None, resets: Any = None,
                 sequences: Any = None, inputs: Mapping[str, Any] | None = None,
                 memory: Any = None) -> tuple[Any, tuple[Any, ...], Kept]:
-        """As a call of the layer, and keeps what the gradients need. For modules compiled with ``training=True``.
+        """Computes a call of the layer, and keeps what its gradients need. For modules compiled with ``training=True``.
 
         Parameters
         ----------
@@ -62,9 +62,9 @@ class TrainingCalls(Caller):
     @public
     def kept_in(self, memory: Any, x: Any, y: Any, state: Sequence[Any] | None = None, *, lengths: Any = None,
                 resets: Any = None, sequences: Any = None, inputs: Mapping[str, Any] | None = None) -> Kept:
-        """What a call of :meth:`forward` with these arguments kept in ``memory``, for :meth:`backward`, for callers
-        that hold arrays alone. ``memory`` may be a copy; :meth:`backward` leaves it as it is. Of several outputs ``y``
-        is the rows of all."""
+        """Returns what a call of :meth:`forward` with these arguments kept in ``memory``, for :meth:`backward` and for
+        callers that hold arrays alone. ``memory`` (:meth:`kept_bytes`,) uint8 may be a copy; :meth:`backward` leaves it
+        as it is. ``y`` has the rows of all outputs, if there are several."""
         x, widths = self._with_inputs(x, inputs)
         arrays, placed, masks, states, steps, batch, rows = self._first(x, state, lengths, resets, sequences)
         result = self._gradient(arrays, y, "y", (steps, batch, self.width), placed[0])
