@@ -255,7 +255,8 @@ def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
         data, sizes, lengths = input.data, input.batch_sizes, True
         steps, batch = len(sizes), int(sizes[0]) if len(sizes) else 0
     else:
-        data, lengths, (steps, batch) = input, False, module.call_sizes(input)
+        data, lengths = input, False
+        steps, batch = module.call_sizes(input) if input.dim() in (2, 3) else (0, 0)  # of others the call says so
     return "call", batch, few_steps(steps), data.dtype, data.device, lengths, asked
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import ecornn.torch
 from ecornn import module_cache
-from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.errors import ArgumentError, ScheduleError, ShapeError
 from ecornn.torch import background, compiling
 from ecornn.worker import WorkerError
 
@@ -256,6 +256,14 @@ def test_what_cannot_be_compiled_stays_pytorchs_and_says_so_once(fault: Exceptio
     assert len(said) == 1 and len(compilers.asked) == 1
     with torch.no_grad():
         torch.testing.assert_close(theirs(x)[0], ours(x)[0])
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 2, 3, 6), (3, 2, 5), (0, 2, 6)])
+def test_inputs_that_do_not_fit_are_refused_as_ever(shape: tuple[int, ...], compilers: Compilers):
+    _, ours = pair(torch.nn.GRU, 6, 7)
+    with pytest.raises(ShapeError, match=r"input\.shape"):
+        ours(torch.zeros(shape))
+    assert not compilers.asked
 
 
 def test_an_argument_that_is_neither_is_refused():
