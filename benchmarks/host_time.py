@@ -36,6 +36,7 @@ def sides_of(cell: str, steps: int, device: str) -> dict[str, Callable[[], Any]]
     made = ecornn.compile(cell, hidden=H, input=H, batch=1, seq=steps, target=device)
     theirs = getattr(torch.nn, cell.upper())(H, H, device=device)
     ours = getattr(ecornn.torch, cell.upper())(H, H, device=device)
+    ours.wait = True  # a first call is not PyTorch's
     layer = made.bind({name: value.detach() for name, value in theirs.named_parameters()},
                       threads=1 if device == "cpu" else None)
     x = torch.randn(steps, 1, H, device=device)

@@ -1,8 +1,7 @@
-"""Compiling in the background: PyTorch's own layer computes a call until the module for it is there.
+"""Compiling in the background: worker processes of low priority, and what they compile.
 
-:func:`meanwhile` makes a call. Where that finds no module, a worker process of low priority compiles one, and
-:class:`PendingError` ends the attempt before anything is computed: PyTorch's layer does it, forward and backward. The
-first call once the module is there has the compiled layer. Where :func:`waits` says so a call waits for its module.
+Where a call that :func:`accepts` that finds no module, :class:`PendingError` ends it before anything is computed, and
+one is compiled for later calls.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
-
-import torch
+from collections.abc import Iterator
 
 from ecornn import module_cache, module_folders
 from ecornn.build import cache
@@ -24,18 +20,13 @@ from ecornn.errors import ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
 from ecornn.torch.compiling import keep, outcomes
-from ecornn.worker import MARK, Worker, WorkerError
+from ecornn.worker import Worker, WorkerError
 
-T = TypeVar("T")
-_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-VARIABLE = "ECORNN_WAIT"
-OFF = "", "0"
 LIMIT = 3600.0  # seconds of one compilation, which has only the time that others leave
 IDLE = 20.0  # seconds without work after which a worker process ends
 NICENESS = 10  # of worker processes: on a busy core they have a tenth of what a program has
-MOST = 64  # kinds of calls that an engine notes as pending
 
-_thread = threading.local()  # `accepts`: within meanwhile()
+_thread = threading.local()  # `accepts`: within accepting()
 # held by a thread that imports and loads: a child that was forked meanwhile would wait for its import lock for ever
 _loading = threading.Lock()
 _told: list[str] = []
@@ -212,54 +203,9 @@ def accepts() -> bool:
     return getattr(_thread, "accepts", False)
 
 
-def waits(module: Any) -> bool:
-    """Tells whether a call of a layer waits until its module is compiled: PyTorch has no such layer, the user wants it
-    so (``module.wait``, ``ECORNN_WAIT``, ``ECORNN_STRICT``, deterministic algorithms), a transform of torch.func has to
-    see the operator, hooks of saved tensors may be those of a checkpoint, which computes the call again and expects
-    the same tensors, or no cache can hand a module from one process to another."""
-    if torch.compiler.is_compiling():  # also where a graph is broken around the call, and this function has its own
-        return True
-    set_to = os.environ.get
-    return bool(
-        module.TORCH is None or module.wait or torch.are_deterministic_algorithms_enabled() or _hooks(True) is not None
-        or torch._C._functorch.maybe_current_level() is not None or set_to(cache.VARIABLE) == cache.OFF
-        or set_to(VARIABLE, "0") not in OFF or set_to("ECORNN_STRICT", "0") not in OFF or set_to(MARK) is not None)
-
-
-def meanwhile(engine: Any, kind: tuple[Any, ...], compiled: Callable[[], T], by_torch: Callable[[str], T]) -> T:
-    """The results of ``compiled()``, or of PyTorch's layer where the module of that is pending.
-
-    ``kind``: what the modules of a call depend on, so that later calls of this kind need not look for them. If there
-    will be none, ``by_torch`` is given the reason once, of which it warns.
-    """
-    if kind in engine.refused:
-        return by_torch("")
-    job = engine.pending.get(kind)
-    if job is not None and job.pending:
-        return by_torch("")
-    try:
-        with _accepting():
-            return compiled()
-    except PendingError as pending:
-        job, why = pending.job, ""
-    except ScheduleError as error:
-        job, why = None, f"no compiled layer serves this: {error}"
-    if job is None and not why:
-        return by_torch("a CUDA graph captures this call, and no module was compiled for it before; "
-                        "ecornn.torch.prepare(model, *example) compiles ahead")
-    if job is not None and job.error:
-        why = f"{job.spec.workload} could not be compiled: {job.error}"
-    if why:
-        engine.refused.add(kind)
-        return by_torch(why)
-    if len(engine.pending) >= MOST:
-        engine.pending.clear()
-    engine.pending[kind] = job
-    return by_torch("")
-
-
 @contextlib.contextmanager
-def _accepting() -> Iterator[None]:
+def accepting() -> Iterator[None]:
+    """Has the calls within the context accept that their module is not there, by :class:`PendingError`."""
     before, _thread.accepts = accepts(), True
     try:
         yield

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ecornn.boundary import refuse_untyped, shown
-from ecornn.torch import background, engine, like_before, stepping_training
+from ecornn.torch import engine, like_before, meanwhile, stepping_training
 from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
 from ecornn.torch.kind import CELLS, text_of
@@ -53,12 +53,10 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
         if state is None or not _fits(self, weights[0], input, state):
             return by_torch(self, input, hx)
-        if background.waits(self):
+        if meanwhile.waits(self):
             return self._compiled(input, hx, state, weights, compiling)
         kind = "cell", input.shape, input.dtype, input.device, torch.is_grad_enabled()
-        return background.meanwhile(engine.engine_of(self), kind,
-                                    lambda: self._compiled(input, hx, state, weights, False),
-                                    lambda why: by_torch(self, input, hx, why))
+        return meanwhile.call(self, input, hx, kind, lambda: self._compiled(input, hx, state, weights, False))
 
     def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
                   compiling: bool) -> Any:

@@ -42,7 +42,7 @@ class Engine:
     ----------
     kind : the kind of the module
     refused : kinds of calls, and columns of packed sequences, that no schedule serves
-    pending : kinds of calls whose modules are compiled in the background, see background.py
+    pending : kinds of calls whose modules are compiled in the background, see meanwhile.py
     calls, shared : values kept between calls, see like_before.py and stepping_training.py
     """
 

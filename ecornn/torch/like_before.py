@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from ecornn.program import RUN
 from ecornn.runtime.memory import Memory
 from ecornn.runtime.torch_arrays import TorchMemory
-from ecornn.torch import stepping_training
+from ecornn.torch import meanwhile, stepping_training
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.compiling import precision_of
 from ecornn.torch.dispatching import PLAIN, watched, watching
@@ -37,6 +37,8 @@ def again(module: Any, x: Any, hx: Any) -> Any:
     engine = known_engine(module)
     if engine is None or type(x) not in PLAIN:
         return None
+    if engine.pending and (results := meanwhile.again(engine, module, x, hx)) is not None:
+        return results
     call: Call | None = engine.calls.get(_key(module, x))
     if (call is None or x.layout is not torch.strided or forward_ad._current_level >= 0 or watching() or _tracing()
             or _autocasts(call.kind) or (call.queue is not None and _capturing())):

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.boundary import refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
-from ecornn.torch import background, direct, engine, like_before, packed, training
+from ecornn.torch import direct, engine, like_before, meanwhile, packed, training
 from ecornn.torch.compiling import KEPT, checked_keep, few_steps, serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
@@ -91,10 +91,9 @@ class Sequences(CompiledModule):
         given = (input, hx)
         if torch.is_autocast_enabled("cuda"):
             given = autocasted(given)
-        if not background.waits(self):
-            return background.meanwhile(engine.engine_of(self), call_kind(self, input, asked),
-                                        lambda: self._compiled(*given, asked),
-                                        lambda why: by_torch(self, input, hx, why))
+        if not meanwhile.waits(self):
+            return meanwhile.call(self, input, hx, call_kind(self, input, asked),
+                                  lambda: self._compiled(*given, asked))
         if not asked:
             return self._compiled(*given, False)
         try:
