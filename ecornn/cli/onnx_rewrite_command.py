@@ -30,24 +30,35 @@ Examples:
               "float32 for those of 16 bits]")
 @click.option("--target", metavar="cuda|cpu|ARCH", help="As of `ecornn compile`; for a GPU the session needs the CUDA "
               "execution provider.  [default: cuda if there is a GPU, else cpu]")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Time ONNX Runtime's own nodes and "
+              "compiled ones, in turns, and leave alone what does not gain. A model for another machine is not timed.")
 @JSON
 @plain_errors
 @safe_interrupts(*ENDING)
 def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, dtype: str | None, target: str | None,
-                 json: bool) -> None:
+                 measure: bool, json: bool) -> None:
     """Writes an ONNX model for ONNX Runtime whose LSTM, GRU and RNN nodes are compiled.
 
-    Other nodes stay as they are, and so do those that cannot be compiled, which are named with the reason.
+    Other nodes stay as they are, and so do those that cannot be compiled or do not gain, which are named with the
+    reason.
     """
     from ecornn.onnxruntime import rewrite
+    from ecornn.onnxruntime.rewriting import milliseconds
     from ecornn.quick_tvm import import_tvm
 
     import_tvm()
-    rewritten = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype)
+    rewritten = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype, measure=measure)
     for taken in rewritten.taken:
-        click.echo(f"compiled {taken.node} ({taken.op}): {taken.layer.workload} in {taken.module.name}", err=True)
+        gain = f": {milliseconds(taken.times[1])} a call, before {milliseconds(taken.times[0])}" if taken.times else ""
+        click.echo(f"compiled {taken.node} ({taken.op}): {taken.layer.workload} in {taken.module.name}{gain}", err=True)
     for left in rewritten.left:
         click.echo(f"stays {left.node} ({left.op}): {left.reason}", err=True)
+    if rewritten.times:
+        before, after = rewritten.times
+        click.echo(f"the model: {milliseconds(after)} a call, before {milliseconds(before)}, "
+                   f"{before / after:.2f}x as fast", err=True)
+    elif not rewritten.taken:
+        click.echo("nothing is gained: the new model is as the old one", err=True)
     options = f'ecornn.onnxruntime.session_options("{rewritten.model}")'
     click.echo(f"wrote {rewritten.model} and {rewritten.library.parent}\n"
                f'use it: onnxruntime.InferenceSession("{rewritten.model}", {options})\n'
@@ -55,5 +66,6 @@ def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, 
     if json:
         as_json({"model": str(rewritten.model), "library": str(rewritten.library),
                  "taken": [{"node": t.node, "op": t.op, "workload": t.layer.workload, "stack": t.layer.stack,
-                            "module": str(t.module)} for t in rewritten.taken],
-                 "left": [{"node": x.node, "op": x.op, "reason": x.reason} for x in rewritten.left]})
+                            "module": str(t.module), "seconds": t.times} for t in rewritten.taken],
+                 "left": [{"node": x.node, "op": x.op, "reason": x.reason} for x in rewritten.left],
+                 "seconds": rewritten.times})

@@ -80,7 +80,7 @@ def session_options(model: str | os.PathLike[str], options: Any = None, *, threa
     ModuleError : the folder has no library
     """
     try:
-        import onnxruntime
+        import onnxruntime  # noqa: F401
     except ImportError as error:
         raise ArgumentError("model", str(model), "onnxruntime installed: pip install onnxruntime") from error
     if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MOST):
@@ -88,6 +88,13 @@ def session_options(model: str | os.PathLike[str], options: Any = None, *, threa
     library = folder_of(model) / NAME
     if not library.is_file():
         raise ModuleError(f"there is no {library}: ecornn onnx-rewrite writes it beside {Path(model).name}")
+    return with_library(library, options, threads)
+
+
+def with_library(library: Path, options: Any = None, threads: int | None = None) -> Any:
+    """Does what :func:`session_options` does, with a library that is there."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions() if options is None else options
     threads = threads or options.intra_op_num_threads
     if threads:

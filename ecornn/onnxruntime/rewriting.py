@@ -18,26 +18,29 @@ from ecornn.layer_spec import LayerSpec
 from ecornn.onnx.constants import DOMAINS, Scope
 from ecornn.onnx.layer import spec_of
 from ecornn.onnx.model import from_proto, load, recurrent, title
-from ecornn.onnx.node import Node, Shared
+from ecornn.onnx.node import LENGTHS, Node, Shared
 from ecornn.onnxruntime import library
+from ecornn.onnxruntime.measuring import Times, alone, feeds_of, measured, provider
 from ecornn.onnxruntime.replacing import DOMAIN, Names, Replacement, Tensors, apply
-from ecornn.runtime.loader import Module
 from ecornn.workload import BATCH, SEQ
 
 DEEPEST = 31  # bodies in bodies: protobuf reads 100 messages in one another; a body is the third of three
 FORMAT = 4  # of the file; before that, all initializers had to be inputs, which no call brought
+OWN_OPSET, IR = 14, 8  # of models of one node: the operators' version that has layouts, and all that is served knows
 OPSET = 7  # the recurrent operators are as they are since then
 EXTERNAL = 1 << 30  # bytes of weights above which they are in a file of their own: a protobuf has room for 2 GiB
 
 
 @dataclass(frozen=True)
 class Taken:
-    """A node that is compiled: its name, its operator, the layer, and the module's file."""
+    """A node that is compiled: its name, its operator, the layer, the module's file, and ``times``, seconds of a call
+    of ONNX Runtime's node and of the compiled one, None if they were not taken."""
 
     node: str
     op: str
     layer: LayerSpec
     module: Path
+    times: Times | None = None
 
 
 @dataclass(frozen=True)
@@ -51,17 +54,19 @@ class Left:
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The files that :func:`rewrite` wrote, and the nodes that are compiled, and those that are not."""
+    """The files that :func:`rewrite` wrote, the nodes that are compiled, and those that are not; and ``times``, seconds
+    of a call of the model before and after, None if they were not taken."""
 
     model: Path
     library: Path
     taken: tuple[Taken, ...]
     left: tuple[Left, ...]
+    times: Times | None = None
 
 
 @public
 def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None, seq: int | None = None,
-            target: str | Device | None = None, dtype: str | None = None) -> Rewritten:
+            target: str | Device | None = None, dtype: str | None = None, measure: bool = True) -> Rewritten:
     """Writes a model whose LSTM, GRU and RNN nodes are compiled, for :func:`ecornn.onnxruntime.session_options`.
 
     Beside ``out``, for example fast.onnx, is a folder, fast.modules, with the operator library and the modules, which
@@ -76,6 +81,9 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     seq : the length T to expect, of which every one is served; default: the model's, and 300 where it leaves it open
     target : as of :func:`ecornn.compile`. Nodes for a GPU run where the session has the CUDA execution provider
     dtype : the type that the nodes compute in; default: their own, but on a CPU float32 for those of 16 bits
+    measure : whether ONNX Runtime's own nodes and compiled ones are timed, in turns, at these B and T: nodes that do
+        not gain stay as they are, and all of them if the model as a whole does not. It takes ONNX Runtime, and the
+        machine that the nodes are for; elsewhere, and where ONNX Runtime cannot run a node, nothing is timed
 
     Raises
     ------
@@ -97,6 +105,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
         raise ModuleError(f"the model's graphs are nested {depth} deep: a file that can be read has at most {DEEPEST}")
     names = Names(scopes)
     nodes, inside = recurrent(changed, {value.name for value in changed.graph.input})
+    where = provider(device) if measure else None
     taken: list[tuple[Scope, Replacement, Taken]] = []
     left = [Left(title(n), n.op_type, f"it is in the function {name}: inline the model's functions (onnx.inliner)")
             for name, n in inside]
@@ -106,68 +115,150 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
         try:
             meaning = _meaning(scope, node, weights)
             rows, steps = sizes.of(meaning, node.input[0])
-            layer = spec_of(meaning, device, rows, steps, dtype, lengths="sequence_lens" in meaning.inputs)
-            module, path, digest = modules.of(layer)
+            layer = spec_of(meaning, device, rows, steps, dtype, lengths=LENGTHS in meaning.inputs)
+            compiled = modules.of(layer)
+            times = None if where is None else modules.times(compiled, scope, node, meaning, (rows, steps), where)
+            if times is not None and times[0] <= times[1]:
+                left.append(Left(title(node), node.op_type, "ONNX Runtime's own takes {}, compiled {}".format(
+                    *map(milliseconds, times))))
+                continue
             replacement = Replacement(node, meaning, names, tensors[scope])
-            parameters = [p.name for p in module.manifest.parameters]
-            replacement.make(device.kind, layer.workload.dtype, path.name, digest, parameters)
-            taken.append((scope, replacement, Taken(title(node), node.op_type, layer, path)))
+            replacement.make(*compiled.arguments)
+            taken.append((scope, replacement, Taken(title(node), node.op_type, layer, compiled.path, times)))
         except BuildError:
             raise
         except EcornnError as error:
             left.append(Left(title(node), node.op_type, str(error)))
-    if not taken:
+    if not modules.known:
         reasons = "; ".join(f"{one.node} ({one.op}): {one.reason}" for one in left) or "it has none"
         raise ArgumentError("model", _title(model), f"one with an LSTM, GRU or RNN that can be compiled; {reasons}")
+    own = changed.SerializeToString() if where and taken and not _large(changed) else b""
     apply(changed, [(scope, replacement) for scope, replacement, _ in taken], tensors)
     made = library.write(modules.folder)
-    _save(changed, out)
-    return Rewritten(out, made, tuple(one for *_, one in taken), tuple(left))
+    _save(changed, out, bool(taken))
+    times = None
+    if own and where and (feeds := feeds_of(changed, sizes.axes, {n.input[4] for _, n in nodes if len(n.input) > 4},
+                                            sizes.steps)) is not None:
+        times = measured(own, str(out), feeds, modules.folder, where)
+    if times is not None and times[0] <= times[1]:
+        reason = "the model takes {} with nodes of its own, {} with compiled ones".format(*map(milliseconds, times))
+        left += [Left(one.node, one.op, reason) for *_, one in taken]
+        taken, times = [], None
+        changed.ParseFromString(own)
+        _save(changed, out, False)
+    modules.remove_all_but({one.module for *_, one in taken})
+    return Rewritten(out, made, tuple(one for *_, one in taken), tuple(left), times)
+
+
+def milliseconds(seconds: float) -> str:
+    """A time as it is shown."""
+    return f"{seconds * 1e3:.3g} ms"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A module in a rewritten model's folder: its file, and what :meth:`Replacement.make` is told of it."""
+
+    path: Path
+    arguments: tuple[str, str, str, str, list[str]]
 
 
 class Modules:
-    """The modules of a rewritten model for one device, in its folder; a layer of several nodes is compiled once."""
+    """The modules of a rewritten model for one device, in its folder; a layer of several nodes is compiled once.
+
+    Attributes
+    ----------
+    folder, device : where they lie, and what they are for
+    known : by the names of their layers
+    """
 
     def __init__(self, folder: Path, device: Device) -> None:
         self.folder, self.device = folder, device
-        self._known: dict[str, tuple[Module, Path, str]] = {}
+        self.known: dict[str, Compiled] = {}
+        self._times: dict[tuple[Any, ...], Times | None] = {}
 
-    def of(self, layer: LayerSpec) -> tuple[Module, Path, str]:
-        """The module, its file, and the digest at the file's end. Raises what :func:`ecornn.compile` raises."""
+    def of(self, layer: LayerSpec) -> Compiled:
+        """The module of a layer. Raises what :func:`ecornn.compile` raises."""
         key = f"{layer.workload} {layer.stack}"
-        if key not in self._known:
+        if key not in self.known:
             module = compile_layer(layer, target=self.device)
             digest = checksum.said(module.path.read_bytes()).hex()
             cell = re.sub(r"\W+", "-", layer.workload.cell)[:40].strip("-")
             path = self.folder / f"{cell}-{digest[:16]}.so"
             self.folder.mkdir(parents=True, exist_ok=True)
             module.save(path)
-            self._known[key] = module, path, digest
-        return self._known[key]
+            self.known[key] = Compiled(path, (self.device.kind, layer.workload.dtype, path.name, digest,
+                                              [p.name for p in module.manifest.parameters]))
+        return self.known[key]
+
+    def times(self, compiled: Compiled, scope: Scope, node: Any, meaning: Node, sizes: tuple[int, int],
+              where: str) -> Times | None:
+        """Seconds of a call of a node and of its module by itself, taken once of nodes alike; None: it cannot be."""
+        key = compiled.path, meaning.dtype, meaning.batch_first, sizes, tuple(meaning.outputs), tuple(meaning.inputs)
+        if key not in self._times:
+            if not self._times:
+                library.write(self.folder)
+            graph, feeds = alone(node, meaning, scope, *sizes)
+            own, changed = (_model(graph) for _ in range(2))
+            inner = Scope(changed.graph, changed.opset_import)
+            names = Names([inner])
+            tensors = Tensors(names)
+            replacement = Replacement(inner.nodes[0], meaning, names, tensors)
+            replacement.make(*compiled.arguments)
+            apply(changed, [(inner, replacement)], {inner: tensors})
+            self._times[key] = measured(own.SerializeToString(), changed.SerializeToString(), feeds, self.folder, where)
+        return self._times[key]
+
+    def remove_all_but(self, paths: set[Path]) -> None:
+        """Removes modules that no node needs."""
+        for compiled in self.known.values():
+            if compiled.path not in paths:
+                compiled.path.unlink(missing_ok=True)
+
+
+def _model(graph: Any) -> Any:
+    """A model of one node, which may become one of ours."""
+    from onnx import helper
+
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OWN_OPSET), helper.make_opsetid(DOMAIN, 1)],
+                             ir_version=IR)
 
 
 class Sizes:
-    """T and B of recurrent nodes: as given, else as the model says, else the defaults."""
+    """T and B of recurrent nodes: as given, else as the model says, else the defaults.
+
+    Attributes
+    ----------
+    axes : T or B by the names that the model has for open axes
+    steps : T of the last node that was asked for
+    """
 
     def __init__(self, model: Any, batch: int | None, seq: int | None) -> None:
         import onnx
 
         self._batch, self._seq = batch, seq
-        self._shapes: dict[str, list[int]] = {}
+        self._shapes: dict[str, list[Any]] = {}
+        self.axes: dict[str, int] = {}
+        self.steps = seq or SEQ
         with contextlib.suppress(Exception):  # a model that is wrong, or too large for it, says nothing
             model = onnx.shape_inference.infer_shapes(model)
         for scope in Scope(model.graph, model.opset_import).inner():
             for value in (*scope.graph.input, *scope.graph.value_info):
                 if value.type.HasField("tensor_type"):
-                    self._shapes[value.name] = [d.dim_value for d in value.type.tensor_type.shape.dim]
+                    self._shapes[value.name] = [*value.type.tensor_type.shape.dim]
 
     def of(self, node: Node, x: str) -> tuple[int, int]:
         """(B, T) of a node whose X has that name."""
         shape = self._shapes.get(x, [])
-        steps, rows = shape[:2] if len(shape) == 3 else (0, 0)  # 0: open
+        axes = shape[:2] if len(shape) == 3 else []
+        steps, rows = (axis.dim_value for axis in axes) if axes else (0, 0)  # 0: open
         if node.batch_first:
             steps, rows = rows, steps
-        return self._batch or rows or BATCH, self._seq or steps or SEQ
+        rows, steps = self._batch or rows or BATCH, self._seq or steps or SEQ
+        found = (rows, steps) if node.batch_first else (steps, rows)
+        self.axes.update((axis.dim_param, size) for axis, size in zip(axes, found, strict=False) if axis.dim_param)
+        self.steps = steps
+        return rows, steps
 
 
 def _meaning(scope: Scope, node: Any, weights: Shared) -> Node:
@@ -196,14 +287,19 @@ def _own(model: Any) -> Any:
     return own
 
 
-def _save(model: Any, out: Path) -> None:
-    """Writes the model, complete or not at all, but for weights in a file of their own."""
+def _large(model: Any) -> bool:
+    return sum(len(t.raw_data) for t in model.graph.initializer) > EXTERNAL
+
+
+def _save(model: Any, out: Path, ours: bool) -> None:
+    """Writes the model, complete or not at all, but for weights in a file of their own; ``ours``: it has nodes of
+    ours."""
     import onnx
     from onnx import helper
 
-    if all(o.domain != DOMAIN for o in model.opset_import):
+    if ours and all(o.domain != DOMAIN for o in model.opset_import):
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
-    large = sum(len(t.raw_data) for t in model.graph.initializer) > EXTERNAL
+    large = _large(model)
     more: dict[str, Any] = {"save_as_external_data": True, "location": f"{out.name}.data"} if large else {}
     with temporary.replacing(out) as beside:
         if large:

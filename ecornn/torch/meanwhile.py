@@ -102,5 +102,5 @@ def _captured(device: torch.device) -> bool:
 
 
 def _like(x: torch.Tensor) -> tuple[Any, ...]:
-    """What calls that go by :func:`again` have in common."""
+    """The properties that calls by :func:`again` have in common."""
     return x.shape, x.dtype, x.device, torch.is_grad_enabled()

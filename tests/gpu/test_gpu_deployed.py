@@ -217,7 +217,7 @@ def test_onnxruntime_on_its_cuda_provider(tmp_path: Path, providers: list[Any]):
 
     model, fast = tmp_path / "speech.onnx", tmp_path / "fast.onnx"
     speech(model)
-    made = ecornn.onnxruntime.rewrite(model, fast, batch=4, seq=40, target="cuda")
+    made = ecornn.onnxruntime.rewrite(model, fast, batch=4, seq=40, target="cuda", measure=False)
     assert not made.left and operators(fast).count("CudaRecurrent") == 4
     ours, theirs = on_gpu(fast, providers, ecornn.onnxruntime.session_options(fast)), session(model)
     for steps, rows in ((40, 3), (11, 4), (1, 1), (40, 3)):
@@ -237,7 +237,7 @@ def test_nodes_of_16_bits_on_its_cuda_provider(tmp_path: Path, providers: list[A
 
     half, fast = model_of(op, inputs, dtype="float16", **attributes), tmp_path / "fast.onnx"
     onnx.save(half, tmp_path / "half.onnx")
-    made = ecornn.onnxruntime.rewrite(half, fast, batch=3, seq=7, target="cuda")
+    made = ecornn.onnxruntime.rewrite(half, fast, batch=3, seq=7, target="cuda", measure=False)
     assert not made.left
     feeds = feeds_of(half)
     wide = {n: v if v.dtype == np.int32 else v.astype(np.float32) for n, v in feeds.items()}

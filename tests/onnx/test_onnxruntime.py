@@ -39,7 +39,7 @@ def fast(recognizer: Path) -> Path:
     """The recognizer, rewritten by the command."""
     out = recognizer.with_name("speech.fast.onnx")
     result = CliRunner().invoke(main, ["onnx-rewrite", str(recognizer), "-o", str(out), "--batch", "4", "--seq", "40",
-                                       "--target", "cpu"])
+                                       "--target", "cpu", "--no-measure"])
     assert result.exit_code == 0, result.output
     for words in ("compiled", "(LSTM)", "(GRU)", "(RNN)", "speech.fast.modules", "register_custom_ops_library"):
         assert words in result.output
@@ -259,11 +259,11 @@ def test_bodies_in_bodies(depth: int, tmp_path: Path):
     graph.CopyFrom(model_of("RNN").graph)
     assert ecornn.onnx.read(model).hidden == H
     if depth == 31:
-        made = ecornn.onnxruntime.rewrite(model, tmp_path / "x.onnx", target="cpu")
+        made = ecornn.onnxruntime.rewrite(model, tmp_path / "x.onnx", target="cpu", measure=False)
         assert onnx.ModelProto.FromString(made.model.read_bytes()).ir_version == 10
     else:
         with pytest.raises(ModuleError, match=f"nested {depth} deep: a file that can be read has at most 31"):
-            ecornn.onnxruntime.rewrite(model, tmp_path / "x.onnx", target="cpu")
+            ecornn.onnxruntime.rewrite(model, tmp_path / "x.onnx", target="cpu", measure=False)
 
 
 def test_what_cannot_be_taken_stays(tmp_path: Path):

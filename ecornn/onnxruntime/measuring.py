@@ -1,0 +1,123 @@
+"""Times of ONNX Runtime's own nodes and of compiled ones, by which :func:`ecornn.onnxruntime.rewrite` leaves alone what
+does not gain."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ecornn.compiler import device_of
+from ecornn.device import Device
+from ecornn.errors import EcornnError
+from ecornn.onnx.constants import Scope
+from ecornn.onnx.model import INPUTS
+from ecornn.onnx.node import LENGTHS, Node
+from ecornn.onnxruntime import library
+
+PROVIDERS = {"llvm": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+ROUNDS, BLOCK, MOST = 7, 0.01, 3.0  # blocks of each side, and the seconds that one lasts at least, and all at most
+PAUSE = 0.005  # seconds between blocks, in which threads of the last one stop to spin
+
+Times = tuple[float, float]  # seconds of a call with ONNX Runtime's own nodes, and with compiled ones
+
+
+def provider(device: Device) -> str | None:
+    """The execution provider that runs nodes for this device here; None: nodes for it cannot be timed here."""
+    try:
+        import onnxruntime
+
+        here = device_of("cpu" if device.kind == "llvm" else "cuda")
+    except (ImportError, EcornnError):
+        return None
+    name = PROVIDERS[device.kind]
+    return name if here == device and name in onnxruntime.get_available_providers() else None
+
+
+def alone(node: Any, meaning: Node, scope: Scope, rows: int, steps: int) -> tuple[Any, dict[str, Any]]:
+    """A graph of this node of ``scope`` alone, with its weights, and random feeds of B ``rows`` and T ``steps``."""
+    from onnx import helper, numpy_helper
+
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(meaning.dtype))
+    directions = 1 + (meaning.direction == "bidirectional")
+    x, state = [steps, rows, meaning.input], [directions, rows, meaning.hidden]
+    if meaning.batch_first:
+        x, state = [rows, steps, meaning.input], [rows, directions, meaning.hidden]
+    feeds, given = {}, dict(zip(INPUTS, node.input, strict=False))
+    for key, name in given.items():
+        if name and key == LENGTHS:
+            feeds[name] = np.full(rows, steps, np.int32)
+        elif name and key not in "WRBP":
+            feeds[name] = np.random.default_rng().standard_normal(x if key == "X" else state).astype(meaning.dtype)
+    weights = [numpy_helper.from_array(scope.constant(given[key]), given[key]) for key in "WRBP" if given.get(key)]
+    graph = helper.make_graph(
+        [type(node).FromString(node.SerializeToString())], "alone",
+        [helper.make_tensor_value_info(name, element if value.dtype == meaning.dtype else helper.TensorProto.INT32,
+                                       value.shape) for name, value in feeds.items()],
+        [helper.make_tensor_value_info(name, element, None) for name in node.output if name], weights)
+    return graph, feeds
+
+
+def feeds_of(model: Any, sizes: Mapping[str, int], lengths: set[str], steps: int) -> dict[str, Any] | None:
+    """Feeds for the inputs of a model: random numbers; T for ``lengths``; zeros for other integers, which are indices
+    into any table. None: the model does not say enough.
+
+    ``sizes``: B or T by the name of an axis.
+    """
+    from onnx import helper
+
+    feeds, random = {}, np.random.default_rng()
+    constants = {tensor.name for tensor in model.graph.initializer}
+    for value in model.graph.input:
+        if value.name in constants:
+            continue
+        axes = value.type.tensor_type.shape.dim
+        shape = [axis.dim_value or sizes.get(axis.dim_param, 0) for axis in axes]
+        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        if not all(shape) or not shape:  # an open axis, or a number, of loops perhaps
+            return None
+        values = (np.full(shape, steps) if value.name in lengths else
+                  random.standard_normal(shape) if dtype.kind not in "iub" else np.zeros(shape))
+        feeds[value.name] = values.astype(dtype)
+    return feeds if lengths - {""} <= feeds.keys() else None
+
+
+def measured(own: Any, compiled: Any, feeds: Mapping[str, Any], folder: Path, where: str) -> Times | None:
+    """Medians of blocks of calls of two models, in turns; None if ONNX Runtime cannot run one of them so.
+
+    ``own``, ``compiled``: files or serialized models; ``folder``: that of the library and the modules of ``compiled``;
+    ``where``: the execution provider.
+    """
+    import onnxruntime
+
+    try:
+        options = [onnxruntime.SessionOptions() for _ in range(2)]
+        for one in options:
+            one.log_severity_level = 4  # what ONNX Runtime cannot run is no news
+        library.with_library(folder / library.NAME, options[1])
+        sessions = [onnxruntime.InferenceSession(model, one, providers=[where])
+                    for model, one in zip((own, compiled), options, strict=True)]
+        calls = [lambda session=session: session.run(None, feeds) for session in sessions]
+        first = [min(_seconds(call, 1) for _ in range(2)) for call in calls]
+    except Exception:  # ONNX Runtime raises types of its own: for feeds that do not fit, and for nodes that it lacks
+        return None
+    counts = [max(1, min(int(BLOCK / max(taken, 1e-6)), 1000)) for taken in first]
+    blocks: list[list[float]] = [[], []]
+    end = time.monotonic() + MOST
+    while len(blocks[0]) < ROUNDS and (len(blocks[0]) < 2 or time.monotonic() < end):
+        for call, count, found in zip(calls, counts, blocks, strict=True):
+            time.sleep(PAUSE)
+            call()  # wakes its threads
+            found.append(_seconds(call, count))
+    before, after = map(float, map(np.median, blocks))
+    return before, after
+
+
+def _seconds(call: Callable[[], Any], count: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - begin) / count
