@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ecornn.bench.machines import Results
 from ecornn.bench.sides import Side, Subject, Weights
+from ecornn.bench.turns import Results
 from ecornn.cells import Cell
 from ecornn.errors import CellError, MissingPackageError
 from ecornn.tune.oracle import has_formula, norm
@@ -72,7 +72,7 @@ def _by_torch(subject: Subject, cell: Cell, x: Any, weights: Weights, dy: Any) -
     """Gradients of x and the weights; x and dy in the order in which they are read."""
     import torch
 
-    from ecornn.bench.torch_layers import exact_layer
+    from ecornn.bench.peers import exact_layer
 
     run, parameters, device = exact_layer(subject, cell, weights)
     rows, above = (torch.as_tensor(np.ascontiguousarray(value)).to(device) for value in (x, dy))
