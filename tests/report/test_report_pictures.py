@@ -14,9 +14,8 @@ from test_report import logged, shipped, trial  # noqa: F401  (a fixture)
 
 from ecornn.device import Device
 from ecornn.report import page, svg
-from ecornn.report.code import marked
-from ecornn.report.layers import cut_of, stages_of, task_of
-from ecornn.report.pictures import TERMS, chip_map, chip_words, rooflines
+from ecornn.report.layers import cut_of, marked, stages_of, task_of
+from ecornn.report.page import TERMS, chip_map, chip_words, rooflines
 from ecornn.report.searches import searches
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Cut
