@@ -18,10 +18,10 @@ with what each is compared with, and what must come of it.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import itertools
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,17 +166,9 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         if not out.exists():
             from ecornn.compiler import build
 
-            with self.context():
+            with pkgutil.resolve_name(self.within)() if self.within is not None else contextlib.nullcontext():
                 build(self.planned(case), out)
         return out
-
-    def context(self) -> AbstractContextManager[Any]:
-        """The context that the module is built in."""
-        if self.within is None:
-            return nullcontext()
-        where, _, name = self.within.partition(":")
-        made: AbstractContextManager[Any] = getattr(importlib.import_module(where), name)()
-        return made
 
 
 OF_LAYER = ("size", "group", "against", "sides", "at_most", "at_least")

@@ -177,26 +177,21 @@ def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
 
 def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int, longest: float) -> Iterator[Row]:
     """Rows as they are done, with what the grid says of their layers."""
-    rows = in_processes(layers, plan, jobs, longest) if jobs else in_this_process(layers, plan)
-    for layer, row in zip(layers, rows, strict=True):
-        row.name, row.group, row.at_most, row.at_least = layer.name, layer.group, layer.at_most, layer.at_least
-        if earlier is not None:
-            row.earlier = earlier.medians
-            for what in ("device", "schedule"):
-                then, now = getattr(earlier, what), getattr(row, what)
-                if then != now:
-                    click.echo(f"the {what} was {then} then, and is {now} now", err=True)
-        yield row
-
-
-def in_processes(layers: list[Layer], plan: Plan, jobs: int, longest: float) -> Iterator[Row]:
-    """Rows that other processes measure."""
     from ecornn.bench import measure
 
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        for number, row in enumerate(measure.measured(layers, plan, Path(folder), jobs, longest), 1):
+        rows = (measure.measured(layers, plan, Path(folder), jobs, longest) if jobs else
+                in_this_process(layers, plan))
+        for number, (layer, row) in enumerate(zip(layers, rows, strict=True), 1):
             if row.failed:
                 click.echo(f"[{number}/{len(layers)}] error: {row.failed}", err=True)
+            row.name, row.group, row.at_most, row.at_least = layer.name, layer.group, layer.at_most, layer.at_least
+            if earlier is not None:
+                row.earlier = earlier.medians
+                for what in ("device", "schedule"):
+                    then, now = getattr(earlier, what), getattr(row, what)
+                    if then != now:
+                        click.echo(f"the {what} was {then} then, and is {now} now", err=True)
             yield row
 
 
@@ -216,5 +211,4 @@ def in_this_process(layers: list[Layer], plan: Plan) -> Iterator[Row]:
         except EcornnError as error:
             if len(layers) == 1:
                 raise
-            click.echo(f"[{number}/{len(layers)}] error: {error}", err=True)
             yield failed(layer.case, plan, str(error))

@@ -172,10 +172,9 @@ def _other(schedule: Schedule, task: Task, config: Config, knob: Knob) -> Value 
     """The nearest other value that is possible with the rest."""
     values = list(knob.values)
     here = values.index(config[knob.name]) if config.get(knob.name) in values else 0
-    for value in sorted(values, key=lambda one: abs(values.index(one) - here)):
-        if value != config.get(knob.name) and schedule.check(task, {**config, knob.name: value}) is None:
-            return value
-    return None
+    near = sorted(values, key=lambda one: abs(values.index(one) - here))
+    return next((value for value in near if value != config.get(knob.name)
+                 and schedule.check(task, {**config, knob.name: value}) is None), None)
 
 
 def _made(lines: list[str], other: list[str]) -> list[int]:

@@ -70,9 +70,8 @@ def time_picture(floor: FloorTerms | None, stages: dict[str, float], left_out: d
     whole is all there is."""
     rows: list[Any] = []
     if floor is not None:
-        rows.append(("floor", [
-            (TERMS["exchange"], "exchange", floor.exchange_us), (TERMS["products"], "products", floor.products_us),
-            (TERMS["product of x"], "product of x", floor.hoisted_us), (TERMS["bytes"], "bytes", floor.bytes_us)]))
+        rows.append(("floor", terms({"exchange": floor.exchange_us, "products": floor.products_us,
+                                     "product of x": floor.hoisted_us, "bytes": floor.bytes_us})))
     if stages:
         rows.append(("estimate", terms(stages)))
     if left_out:

@@ -12,7 +12,7 @@ from ecornn.errors import EcornnError
 from ecornn.schedules.base import Task, Value
 from ecornn.tune.journal import Gain, Journal, gain_of
 from ecornn.tune.log import Log
-from ecornn.tune.record import Choice, Finish, Start, Trial, first_line
+from ecornn.tune.record import Choice, Finish, Trial, first_line
 
 
 @dataclass
@@ -21,15 +21,9 @@ class SearchRun:
 
     path: Path
     run: str
-    start: Start | None = None
     search: list[Trial] = field(default_factory=list)
     finals: list[Trial] = field(default_factory=list)
     finish: Finish | None = None
-
-    @property
-    def any(self) -> Trial:
-        """One of the trials, which all have the same workload and device."""
-        return (self.search or self.finals)[0]
 
     @property
     def time(self) -> str:
@@ -84,8 +78,6 @@ def searches(log: Log) -> list[SearchRun]:
             (run.finals if record.stage == "final" else run.search).append(record)
         elif isinstance(record, Finish):
             run.finish = record
-        else:
-            run.start = record
     return sorted((r for r in runs.values() if any(t.times for t in r.search)), key=lambda r: r.time, reverse=True)
 
 
@@ -94,7 +86,6 @@ class AtValue:
     """Trials with one value of a knob, µs a step; ``chosen``: the best has it."""
 
     value: Value
-    count: int
     fastest: float
     median: float
     chosen: bool
@@ -117,12 +108,15 @@ class Effect:
 
 def effects(run: SearchRun, task: Task | None) -> list[Effect]:
     """The effects of knobs that took more than one value, the one that explains most first."""
+    from ecornn.schedules import all_schedules
+
     best = run.best
     if best is None:
         return []
+    schedule = all_schedules().get(best.schedule)
+    trades = {knob.name: knob.trades for knob in schedule.knobs(task)} if task is not None and schedule else {}
     timed = [t for t in run.search if t.times is not None and t.schedule == best.schedule]
-    weights, lines = importance(run, task), trades(best, task)
-    every = []
+    weights, every = importance(run, task), []
     for knob in best.config:
         groups: dict[tuple[str, Value], list[float]] = {}  # True is 1, as a key
         for trial in timed:
@@ -131,9 +125,9 @@ def effects(run: SearchRun, task: Task | None) -> list[Effect]:
                 groups.setdefault((type(value).__name__, value), []).append(trial.times.median)
         if len(groups) < 2:
             continue
-        values = [AtValue(value, len(times), min(times), statistics.median(times), value == best.config[knob])
+        values = [AtValue(value, min(times), statistics.median(times), value == best.config[knob])
                   for (_, value), times in sorted(groups.items(), key=lambda g: (g[0][0], g[0][1]))]
-        every.append(Effect(knob, explained(list(groups.values())), weights.get(knob), lines.get(knob, ""), values))
+        every.append(Effect(knob, explained(list(groups.values())), weights.get(knob), trades.get(knob, ""), values))
     return sorted(every, key=lambda e: (-(e.importance or 0.0), -e.share, e.knob))
 
 
@@ -173,13 +167,3 @@ def importance(run: SearchRun, task: Task | None) -> dict[str, float]:
     if not total:
         return {}
     return {name[len(prefix):]: gain / total for name, gain in gains.items() if name.startswith(prefix)}
-
-
-def trades(best: Trial, task: Task | None) -> dict[str, str]:
-    """The schedule's lines about its knobs."""
-    from ecornn.schedules import all_schedules
-
-    schedule = all_schedules().get(best.schedule)
-    if task is None or schedule is None:
-        return {}
-    return {knob.name: knob.trades for knob in schedule.knobs(task)}

@@ -87,7 +87,7 @@ def test_stages_are_those_of_the_estimate(shipped):  # noqa: F811
     """Their sum is the estimate, where nothing runs beside the recurrence; all of a search's configurations."""
     seen = set()
     for run in searches(shipped):
-        task = task_of(run.any)
+        task = task_of(run.search[0])
         for one in run.search:
             schedule = all_schedules()[one.schedule]
             stages = stages_of(one, task)
