@@ -12,7 +12,7 @@ from ecornn.bench.sides import Side, Subject, Weights
 from ecornn.bench.turns import Results
 from ecornn.cells import Cell
 from ecornn.errors import CellError, MissingPackageError
-from ecornn.tune.oracle import has_formula, norm
+from ecornn.tune.oracle import has_formula, norm, relative_error
 from ecornn.tune.tolerance import GRADIENTS, INTEGERS, TOLERANCE
 
 Exact = Mapping[str, np.ndarray]  # as a side's results
@@ -78,23 +78,16 @@ def _by_torch(subject: Subject, cell: Cell, x: Any, weights: Weights, dy: Any) -
     rows, above = (torch.as_tensor(np.ascontiguousarray(value)).to(device) for value in (x, dy))
     rows.requires_grad_()
     y = run(rows, parameters)
-    if relative(y.detach().cpu().numpy(), _forward(subject, cell, x, weights)) > AGREE:
+    if relative_error(y.detach().cpu().numpy(), _forward(subject, cell, x, weights)) > AGREE:
         raise CellError(f"cell {cell.name!r}: PyTorch and NumPy, both in float64, do not agree on what its step is")
     dx, *others = (g.cpu().numpy() for g in torch.autograd.grad(y, [rows, *parameters.values()], above))
     return dx, dict(zip(parameters, others, strict=True))
 
 
-def relative(value: Any, exact: Any, least: float = 0.0) -> float:
-    """||value - exact|| / ||exact||, or to ``least`` if that is more; infinite where value has what is no number."""
-    if value.shape != exact.shape or not np.isfinite(value).all():
-        return float("inf")
-    return norm(value - exact) / max(norm(exact), least, 1e-300)
-
-
 def errors_of(subject: Subject, found: Results, exact: Exact) -> dict[str, float]:
     """Of each result."""
-    least = FAINT * max(map(norm, exact.values()))
-    return {name: relative(subject.machine.arrays.get(found[name]), value, least) for name, value in exact.items()}
+    get, least = subject.machine.arrays.get, max(FAINT * max(map(norm, exact.values())), 1e-300)
+    return {name: relative_error(get(found[name]), value, least) for name, value in exact.items()}
 
 
 def own_limit(subject: Subject) -> float:

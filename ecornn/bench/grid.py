@@ -35,6 +35,10 @@ from ecornn.layer_spec import LayerSpec, usual_dtype
 if TYPE_CHECKING:
     from ecornn.compiler import LayerPlan
 
+ALIKE = "the same as is compiled anyway"
+OF_CASE = ("cell", "weights", "precision", "keep")
+OF_LAYER = ("size", "group", "against", "sides", "at_most", "at_least")
+
 
 class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One of ``ecornn bench``'s layers, its fields named as the options. What is None the device or the module says.
@@ -102,10 +106,6 @@ def case_of(values: Mapping[str, Any], where: str) -> Case:
 FIELDS = Case.__struct_fields__
 
 
-ALIKE = "the same as is compiled anyway"
-OF_CASE = ("cell", "weights", "precision", "keep")
-
-
 class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """How a side is compiled; what is left open is the layer's.
 
@@ -169,9 +169,6 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
             with pkgutil.resolve_name(self.within)() if self.within is not None else contextlib.nullcontext():
                 build(self.planned(case), out)
         return out
-
-
-OF_LAYER = ("size", "group", "against", "sides", "at_most", "at_least")
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):

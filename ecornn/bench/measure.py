@@ -32,6 +32,8 @@ from ecornn.runtime.loader import Module, load
 from ecornn.worker import Worker, WorkerError
 
 GRAPH = 300  # steps of the calls that are timed as one, at most
+HERE = __name__
+COMPILING = 600.0  # seconds of the modules of a layer, at most
 
 
 @dataclass(frozen=True)
@@ -244,10 +246,6 @@ def _time(row: Row, subject: Subject, ready: Mapping[str, Ready], plan: Plan) ->
 def failed(case: Case, plan: Plan, why: str) -> Row:
     """A row of a case that could not be measured."""
     return Row(case=case, command=shlex.join(case.command(plan.against or ())), failed=why)
-
-
-HERE = __name__
-COMPILING = 600.0  # seconds of the modules of a layer, at most
 
 
 class Asked(msgspec.Struct, frozen=True):

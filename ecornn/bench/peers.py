@@ -23,6 +23,14 @@ from ecornn.workload import Stack, Workload
 PACKAGES = {"cudnn": ("torch",), "cudnn-tf32": ("torch",), "torch": ("torch",), "loop": ("torch",),
             "onnxruntime": ("onnxruntime", "onnx")}
 NONE = "none"
+TORCH: dict[str, tuple[str, dict[str, str]]] = {
+    "lstm": ("LSTM", {}), "gru": ("GRU", {}), "rnn_tanh": ("RNN", {"nonlinearity": "tanh"}),
+    "rnn_relu": ("RNN", {"nonlinearity": "relu"})}
+PRODUCTS = {"lstm": 4, "gru": 3, "rnn_tanh": 1}  # with (H, H) a step, of cells that others may be near
+OPERATORS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {  # with the gates in ONNX's order
+    "lstm": ("LSTM", {}, (0, 3, 1, 2)), "gru": ("GRU", {"linear_before_reset": 1}, (1, 0, 2)),
+    "gru_reset_before": ("GRU", {"linear_before_reset": 0}, (1, 0, 2)),
+    "rnn_tanh": ("RNN", {"activations": ["Tanh"]}, (0,)), "rnn_relu": ("RNN", {"activations": ["Relu"]}, (0,))}
 
 
 def named(text: str) -> tuple[str, ...]:
@@ -65,12 +73,6 @@ def peer(name: str, subject: Subject, weights: Weights, rng: np.random.Generator
         return loop_side(name, subject, weights) if name == "loop" else torch_side(subject, weights)
     except CellError as error:  # an operation that the loop over the step has not
         return str(error)
-
-
-TORCH: dict[str, tuple[str, dict[str, str]]] = {
-    "lstm": ("LSTM", {}), "gru": ("GRU", {}), "rnn_tanh": ("RNN", {"nonlinearity": "tanh"}),
-    "rnn_relu": ("RNN", {"nonlinearity": "relu"})}
-PRODUCTS = {"lstm": 4, "gru": 3, "rnn_tanh": 1}  # with (H, H) a step, of cells that others may be near
 
 
 def layer_of(work: Workload, stack: Stack, kind: str) -> Any:
@@ -201,12 +203,6 @@ def _side(name: str, subject: Subject, run: Callable[..., Any], parameters: dict
             yield
 
     return Side(name, step if subject.training else forward, about, cell, weights)
-
-
-OPERATORS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {  # with the gates in ONNX's order
-    "lstm": ("LSTM", {}, (0, 3, 1, 2)), "gru": ("GRU", {"linear_before_reset": 1}, (1, 0, 2)),
-    "gru_reset_before": ("GRU", {"linear_before_reset": 0}, (1, 0, 2)),
-    "rnn_tanh": ("RNN", {"activations": ["Tanh"]}, (0,)), "rnn_relu": ("RNN", {"activations": ["Relu"]}, (0,))}
 
 
 def onnx_side(subject: Subject, weights: Weights) -> Side | str:

@@ -18,6 +18,11 @@ from ecornn.bench.turns import Times
 from ecornn.errors import ArgumentError
 from ecornn.workload import Stack, Workload
 
+SIDES = ("ecornn", "cudnn", "cudnn-tf32", "torch", "loop", "onnxruntime")
+COLUMNS = ("median", "p20", "p80", "p95", "p99", "runs", "error")
+OURS = "ecornn"
+SETTLED = 1.2  # p80 / p20, up to which a ratio of medians is worth its digits
+
 
 class RowLog:
     """Rows that a file has, and more as they are measured.
@@ -82,11 +87,6 @@ class RowLog:
             file.flush()
             os.fsync(file.fileno())
         self._end += len(line)
-
-
-SIDES = ("ecornn", "cudnn", "cudnn-tf32", "torch", "loop", "onnxruntime")
-COLUMNS = ("median", "p20", "p80", "p95", "p99", "runs", "error")
-OURS = "ecornn"
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -260,9 +260,6 @@ def lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ArgumentError("file", str(path), f"a first line with names such as {','.join(FIELDS[:5])}, and a "
                                 "layer on each of the others; or a file that ends in .json")
     yield from enumerate(rows, 1)
-
-
-SETTLED = 1.2  # p80 / p20, up to which a ratio of medians is worth its digits
 
 
 def shown(row: Row) -> list[str]:

@@ -227,29 +227,20 @@ class Checks:
     # -- GPUs -----------------------------------------------------------------------------------
     def on_gpu(self, device: Device) -> Iterator[Row]:
         """A row for each schedule and type, whose code is generated."""
-        from ecornn.task import make_task
-        from ecornn.tune.choose import candidates
+        from ecornn.task import adjoint_task, make_task
+        from ecornn.tune.choose import candidates, serving_or_raise
+
+        def training(schedule: Schedule, forward: Task) -> Outcome:
+            """A training step whose recurrence this schedule carries out; the layer may have another one."""
+            task = make_task(self.cell, forward.workload, forward.device, Traversal(keep="states"))
+            return generated(serving_or_raise(task)[0], task, (schedule, adjoint_task(task)))
 
         types: list[tuple[str, str | None]] = [("float32", None), ("float32", "tf32")]
         for schedule in candidates(device):
             for dtype, precision in types + [(d, None) for d in SERVED["cuda"][1:]]:
                 task = make_task(self.cell, self.work(dtype, None, precision), device)
                 yield Row(device.arch, schedule.name, precision or dtype, attempt(partial(generated, schedule, task)),
-                          self.on_gpu_backward(schedule, task))
-
-    def on_gpu_backward(self, schedule: Schedule, forward: Task) -> Outcome:
-        """The outcome of a training step whose recurrence this schedule carries out; the layer may have another one."""
-        from ecornn.task import adjoint_task, make_task
-        from ecornn.tune.choose import serving_or_raise
-
-        if not self.derivable:
-            return UNTRIED
-
-        def training() -> Outcome:
-            task = make_task(self.cell, forward.workload, forward.device, Traversal(keep="states"))
-            return generated(serving_or_raise(task)[0], task, (schedule, adjoint_task(task)))
-
-        return attempt(training)
+                          attempt(partial(training, schedule, task)) if self.derivable else UNTRIED)
 
 
 def generated(schedule: Schedule, task: Task, backward: tuple[Schedule, Task] | None = None) -> Outcome:
@@ -278,8 +269,6 @@ def compared(pairs: Any, limit: float, least: float = 0.0) -> Outcome:
         if not np.isfinite(wanted).all():
             raise CellError("from random states the te step has values in float64 that are not finite: name states "
                             "that are never below 0 in `nonnegative`")
-        scale = max(oracle.norm(wanted), least, 1e-30)
-        error = oracle.norm(np.asarray(result, np.float64) - wanted) / scale
-        worst = max(worst, error if np.isfinite(error) else float("inf"))
+        worst = max(worst, oracle.relative_error(result, wanted, max(least, 1e-30)))
     return Outcome(RIGHT if worst <= limit else WRONG, worst, limit,
                    "" if worst <= limit else f"relative error {worst:.1e}, limit {limit:.1e}")

@@ -206,12 +206,7 @@ def layer_options(required: bool = True, many: bool = False, target: bool = True
 
 def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
     """A decorator that adds all of the options, which the help text lists in this order."""
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+    return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
 def folded(paragraph: str, room: int) -> Iterator[str]:

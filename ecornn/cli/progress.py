@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from ecornn.device import Device
     from ecornn.tune.tuner import Progress
 
+SECONDS = 1.0  # of runs
+PATIENCE = 20.0  # seconds, with the import of PyTorch
+
 
 class Meter:
     """Shows how searches go on ``console``, of one layer or of many, some of them at the same time; a context manager
@@ -130,10 +133,6 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
-
-
-SECONDS = 1.0  # of runs
-PATIENCE = 20.0  # seconds, with the import of PyTorch
 
 
 def torch_us(work: Workload, device: Device) -> float | None:

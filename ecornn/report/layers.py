@@ -18,6 +18,7 @@ from ecornn.tune.record import Trial
 from ecornn.tune.selection import best_lines
 
 T = TypeVar("T")
+MOST = 3000  # lines that are compared
 
 
 @dataclass(frozen=True)
@@ -120,9 +121,6 @@ def teraflops(trial: Trial, step: StepSummary | None) -> float | None:
         return None
     of_x = step.hoisted * work.hidden * work.input * work.batch
     return 2 * (step.multiplications + of_x) / trial.times.median / 1e6
-
-
-MOST = 3000  # lines that are compared
 
 
 @dataclass(frozen=True)

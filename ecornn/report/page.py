@@ -26,6 +26,10 @@ LEAST = 3  # different operations a byte that make a roofline
 TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4",
          "recurrence": "fill5", "memory": "fill3"}  # memory is to a step what bytes are to the floor
 SERIES, LINES = 3, 4  # sizes that make a line, and lines of a picture, those of most sizes
+SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
+CODES = 2  # searches whose code is shown, the latest
+FEW = 24  # layers in a table that is open
+NAMES = {"cudnn": "cuDNN", "torch": "PyTorch", "onnxruntime": "ONNX Runtime"}
 
 
 def chip_map(cut: Cut, device: Device) -> str:
@@ -140,12 +144,6 @@ def rooflines(best: list[layers.Layer]) -> list[tuple[str, str]]:
             pictures.append((f"{arithmetic} on {device}",
                              svg.roofline(points, slopes, bounds.tensor * gpu.cores / SLOWER[arithmetic] / 1e3)))
     return pictures
-
-
-SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
-CODES = 2  # searches whose code is shown, the latest
-FEW = 24  # layers in a table that is open
-NAMES = {"cudnn": "cuDNN", "torch": "PyTorch", "onnxruntime": "ONNX Runtime"}
 
 
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report", results: Measured = NOTHING,

@@ -33,6 +33,9 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "EQ": operator.eq, "NE": operator.ne, "And": operator.and_, "Or": operator.or_}
 _WARP = 32
 _MARK = re.compile(r"_\d+\b")  # what tells variables of one name apart
+GAP, PAD, LINE = 20.0, 8.0, 16.0  # px between lanes, within a box, of a line of text
+LETTER = 6.7  # px, in the mean, of a font of 12 px
+VERBS = {"wait": "waits", "multiply": "multiplies", "copy": "copies", "send": "sends"}
 
 
 @dataclass(frozen=True)
@@ -274,10 +277,6 @@ def _role(notes: Iterable[str]) -> str:
     """The role that the first note with one names; ``all threads`` if none does."""
     return next((match[1] for note in notes if (match := _ROLE.fullmatch(note))), "all threads")
 
-
-GAP, PAD, LINE = 20.0, 8.0, 16.0  # px between lanes, within a box, of a line of text
-LETTER = 6.7  # px, in the mean, of a font of 12 px
-VERBS = {"wait": "waits", "multiply": "multiplies", "copy": "copies", "send": "sends"}
 
 Line = tuple[str, str, Act | None]  # words, class, and what they are of
 
