@@ -8,10 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from ecornn.bench.peers import exact_layer
 from ecornn.bench.sides import Side, Subject, Weights
 from ecornn.bench.turns import Results
 from ecornn.cells import Cell
 from ecornn.errors import CellError, MissingPackageError
+from ecornn.interpreter import formula_of_cell
+from ecornn.numpy_gradients import reference_gradients
+from ecornn.numpy_layers import checked, run
+from ecornn.numpy_reference import formula_of
 from ecornn.tune.oracle import has_formula, norm, relative_error
 from ecornn.tune.tolerance import GRADIENTS, INTEGERS, TOLERANCE
 
@@ -42,8 +47,6 @@ def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
     if importlib.util.find_spec("torch") is not None:
         dx, found = _by_torch(subject, cell, x, weights, dy)
     elif has_formula(cell):
-        from ecornn.numpy_gradients import reference_gradients
-
         dx, found, _ = reference_gradients(cell.identity(), x, weights, dy=dy)
     else:
         raise MissingPackageError(f"torch is not installed, by which the gradients of cell {cell.name!r} are checked: "
@@ -53,17 +56,12 @@ def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
 
 def _forward(subject: Subject, cell: Cell, x: Any, weights: Weights) -> Any:
     """y (T, B, D*O*H) of x."""
-    from ecornn.numpy_layers import checked, run
-    from ecornn.numpy_reference import formula_of
-
     work, count = subject.work, subject.stack.count
     shape = (count, subject.rows, work.hidden) if count > 1 else (subject.rows, work.hidden)
     state = [np.zeros(shape) for _ in cell.states]  # which says how large H is
     if has_formula(cell):
         formula = formula_of(cell.identity())
     else:
-        from ecornn.interpreter import formula_of_cell
-
         formula = formula_of_cell(cell, x, weights, state)
     return run(checked(formula, x, weights, state, None, None))[0]
 
@@ -71,8 +69,6 @@ def _forward(subject: Subject, cell: Cell, x: Any, weights: Weights) -> Any:
 def _by_torch(subject: Subject, cell: Cell, x: Any, weights: Weights, dy: Any) -> tuple[Any, dict[str, Any]]:
     """Gradients of x and the weights; x and dy in the order in which they are read."""
     import torch
-
-    from ecornn.bench.peers import exact_layer
 
     run, parameters, device = exact_layer(subject, cell, weights)
     rows, above = (torch.as_tensor(np.ascontiguousarray(value)).to(device) for value in (x, dy))

@@ -25,8 +25,11 @@ from ecornn.bench.peers import installed, peer, usual
 from ecornn.bench.results import OURS, Row, RowLog, append, shown
 from ecornn.bench.sides import Side, Subject, Weights, ours, random_weights, uniform_weights
 from ecornn.bench.turns import Ready, Results, Times, machine_of
-from ecornn.cells import Cell
+from ecornn.cells import BUILTIN, Cell, get
+from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError, EcornnError
+from ecornn.host_cpu import physical_cores
+from ecornn.quick_tvm import import_tvm
 from ecornn.runtime.host_check import check_host
 from ecornn.runtime.loader import Module, load
 from ecornn.worker import Worker, WorkerError
@@ -92,8 +95,6 @@ def measure(case: Case, plan: Plan) -> Row:
 def _own_side(name: str, own: Own, case: Case, subject: Subject, weights: Weights, rng: np.random.Generator,
               out: Path) -> Side | str:
     """A side of ours beside ours: with the same weights where it is the same cell; or why there is none."""
-    from ecornn.cells.naming import load_cell
-
     try:
         module = load(own.build(case, out))
         cell = subject.cell if own.cell is None else load_cell(own.cell)
@@ -136,7 +137,6 @@ def _threads(case: Case, kind: str) -> int | None:
         if case.threads is not None:
             raise ArgumentError("--threads", case.threads, "none on a GPU")
         return None
-    from ecornn.host_cpu import physical_cores
 
     return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
 
@@ -161,9 +161,6 @@ def _against(plan: Plan, kind: str) -> tuple[str, ...]:
 
 def _cell_of(module: Module, case: Case) -> Cell | None:
     """A module's cell: a built-in one, or the one that is named, if the module is of that."""
-    from ecornn.cells import BUILTIN, get
-    from ecornn.cells.naming import load_cell
-
     name = module.manifest.workload.cell
     if case.cell is None:
         return get(name) if "@" not in name and name.partition("(")[0] in BUILTIN else None
@@ -260,8 +257,6 @@ class Asked(msgspec.Struct, frozen=True):
 
 def ready(_: None) -> bool:
     """Imports what takes long, before a process is asked for anything: that is no layer's time."""
-    from ecornn.quick_tvm import import_tvm
-
     import_tvm()
     return True
 

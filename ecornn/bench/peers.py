@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
+from ecornn.analysis import analyse
 from ecornn.bench.sides import Side, Subject, Weights, random_weights
 from ecornn.bench.step_loop import StepLoop
 from ecornn.bench.turns import Results
@@ -133,8 +134,6 @@ def cudnn_side(side: str, subject: Subject, weights: Weights, rng: np.random.Gen
 def nearest(cell: Cell, work: Workload) -> str | None:
     """The cell of cuDNN with about as many recurrent products, one more or less at most; None without one. An LSTM has
     two states."""
-    from ecornn.analysis import analyse
-
     graph = analyse(cell, work.input, work.hidden)
     count = sum(len(product.terms) for phase in graph.product_phases for product in phase.products)
     found = min((name for name in PRODUCTS if name != "lstm" or len(graph.states) > 1),

@@ -8,10 +8,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ecornn.cells import get
 from ecornn.errors import EcornnError
 from ecornn.explain import CHIP_WORDS, FloorTerms, StepSummary, chip_of, floor_terms, summary
+from ecornn.floor import measured
+from ecornn.quick_tvm import import_tvm
 from ecornn.report.roles import Kernel, kernel_of
+from ecornn.schedules import all_schedules, revisions
 from ecornn.schedules.base import Config, Cut, Knob, Schedule, Task, Value
+from ecornn.task import make_task
 from ecornn.tune.log import Log
 from ecornn.tune.lookup import up_to_date
 from ecornn.tune.record import Trial
@@ -32,8 +37,6 @@ class Layer:
 
 def layers(log: Log) -> list[Layer]:
     """The best layers of a log, by device, cell, type, B and H."""
-    from ecornn.schedules import revisions
-
     best = []
     for line in best_lines(log, revisions()):
         assert isinstance(line.record, Trial)
@@ -50,10 +53,6 @@ def order(trial: Trial) -> tuple[object, ...]:
 
 def task_of(trial: Trial) -> Task | None:
     """The task of a trial; None where its cell is nobody's here."""
-    from ecornn.cells import get
-    from ecornn.quick_tvm import import_tvm
-    from ecornn.task import make_task
-
     import_tvm()
     try:
         return make_task(get(trial.workload.cell), trial.workload, trial.device)
@@ -63,8 +62,6 @@ def task_of(trial: Trial) -> Task | None:
 
 def floor_of(trial: Trial) -> FloorTerms | None:
     """The floor of a layer's step; None of a backward pass, and where it is not known."""
-    from ecornn.floor import measured
-
     if trial.workload.backward or measured(trial.device.name) is None:
         return None
     task = task_of(trial)
@@ -79,8 +76,6 @@ def step_of(task: Task | None) -> StepSummary | None:
 def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task, Config], T]) -> T | None:
     """A schedule's answer on the configuration of a trial, with the knobs that it has got since then; None without a
     task, and where the schedule is not there, or has changed."""
-    from ecornn.schedules import all_schedules
-
     schedule = all_schedules().get(trial.schedule)
     if task is None or schedule is None or schedule.revision != trial.revision:
         return None

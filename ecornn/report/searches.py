@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ecornn.errors import EcornnError
+from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task, Value
 from ecornn.tune.journal import Gain, Journal, gain_of
 from ecornn.tune.log import Log
@@ -108,8 +109,6 @@ class Effect:
 
 def effects(run: SearchRun, task: Task | None) -> list[Effect]:
     """The effects of knobs that took more than one value, the one that explains most first."""
-    from ecornn.schedules import all_schedules
-
     best = run.best
     if best is None:
         return []
@@ -143,7 +142,6 @@ def explained(groups: list[list[float]]) -> float:
 def importance(run: SearchRun, task: Task | None) -> dict[str, float]:
     """Knobs of the best's schedule by their share of the total gain of the cost model's trees, trained on this run
     alone. A schedule's other features of a candidate have the rest. {} where there is too little to learn."""
-    from ecornn.schedules import all_schedules
     from ecornn.tune.model import CostModel, features
     from ecornn.tune.space import Candidate
 
