@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs, to_builtins
 
 from ecornn.cli.common import JSON, PATH, PROPERTIES, TARGET, as_json, every, plain_errors, told_aloud
-from ecornn.errors import ArgumentError
+from ecornn.errors import ArgumentError, EcornnError, MissingPackageError
 from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
@@ -138,8 +139,6 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     if stopped:
         click.echo(f"stopped: {len(rows)} of {len(layers)} layers were done", err=True)
     if json:
-        from msgspec import to_builtins
-
         whole = {"environment": environment(rows[0] if rows else None)}
         as_json(whole | ({"rows": rows} if grid is not None or not rows else to_builtins(rows[0])))
     if stopped or not all(row.good for row in rows):
@@ -161,7 +160,6 @@ def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
     if grid is not None:
         if module is not None:
             raise ArgumentError("--grid", str(grid), "none beside a module's file")
-        from msgspec import structs, to_builtins
 
         def whole(case: Case) -> Case:
             return structs.replace(Case(**given), **to_builtins(case))
@@ -198,7 +196,6 @@ def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int
 def in_this_process(layers: list[Layer], plan: Plan) -> Iterator[Row]:
     """Rows of the layers. One layer of a grid that cannot be measured does not end the others."""
     from ecornn.bench.measure import failed, measure
-    from ecornn.errors import EcornnError, MissingPackageError
 
     for number, layer in enumerate(layers, 1):
         if len(layers) > 1:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
 from ecornn.boundary import public
 from ecornn.dtypes import DTYPES
@@ -143,8 +144,6 @@ JSON = click.option("--json", is_flag=True, help="The result as JSON on standard
 
 def as_json(value: Any) -> None:
     """Prints a result for programs: one object, indented."""
-    import msgspec
-
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 

@@ -25,12 +25,12 @@ from ecornn.cli.common import (
 from ecornn.dtypes import DTYPES
 from ecornn.errors import ArgumentError
 from ecornn.interrupts import ENDING, safe_interrupts
+from ecornn.layer_spec import LayerSpec, usual_dtype
 from ecornn.workload import OVERLAPS, SERIAL, Workload
 
 if TYPE_CHECKING:
     from ecornn.compiler import LayerPlan
     from ecornn.explain import Explanation, Part
-    from ecornn.layer_spec import LayerSpec
 
 WISHES = ("auto", "none", *OVERLAPS)
 
@@ -52,7 +52,6 @@ class Asked:
     def layer(self) -> tuple[LayerSpec, str, dict[str, Any]]:
         """The layer, its target, and the weights that come with a model or a file of weights, by name. Raises
         :class:`ArgumentError` where arguments do not go together, and the errors of LayerSpec."""
-        from ecornn.layer_spec import LayerSpec, usual_dtype
         from ecornn.tune.choose import default_target
 
         given = {name: value for name, value in self.properties.items() if value not in (None, False)}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ecornn.cli.common import JSON, PATH, Commands, as_json, plain_errors, said_while
+from ecornn.errors import ArgumentError, RecordError
 from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ NEW = click.option("-o", "--output", required=True, type=PATH, metavar="LOG.json
 def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
     """The content of the given files, or of every log there is; problems go to stderr. ``strict``: raises
     :class:`~ecornn.errors.RecordError` for a file that has text, but no record."""
-    from ecornn.errors import RecordError
     from ecornn.tune.folders import read_all
     from ecornn.tune.log import Log, read
 
@@ -197,7 +197,6 @@ def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str,
     """Writes a new log, with these lines of a newer ecornn as they are; the result for programs.
 
     Raises :class:`ArgumentError` where the file exists."""
-    from ecornn.errors import ArgumentError
     from ecornn.tune.log import rewrite
 
     if output.exists():
@@ -302,7 +301,6 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -
     Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped; those of a newer ecornn
     stay.
     """
-    from ecornn.errors import ArgumentError
     from ecornn.schedules import revisions
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import worth_keeping
@@ -416,7 +414,6 @@ def report(files: tuple[Path, ...], output: Path, searches: int, only: str, resu
     Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
     layers the best. Needs Jinja: pip install jinja2.
     """
-    from ecornn.errors import ArgumentError
     from ecornn.report.measured import measured
     from ecornn.report.page import render
     from ecornn.tune.folders import read_all, user_folder

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from ecornn.cli.common import JSON, PATH, STOPPED, as_json, layer_options, load_tvm, plain_errors, said_while
-from ecornn.errors import ArgumentError
+from ecornn.errors import ArgumentError, CellError, DTypeError, ScheduleError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import Workload
 
@@ -159,7 +159,6 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
     from rich.console import Console
 
     from ecornn.cli.progress import Meter, torch_us
-    from ecornn.errors import CellError, DTypeError, ScheduleError
 
     progress = Console(stderr=True, soft_wrap=True, highlight=False)
     if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told
