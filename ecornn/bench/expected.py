@@ -59,10 +59,7 @@ def _forward(subject: Subject, cell: Cell, x: Any, weights: Weights) -> Any:
     work, count = subject.work, subject.stack.count
     shape = (count, subject.rows, work.hidden) if count > 1 else (subject.rows, work.hidden)
     state = [np.zeros(shape) for _ in cell.states]  # which says how large H is
-    if has_formula(cell):
-        formula = formula_of(cell.identity())
-    else:
-        formula = formula_of_cell(cell, x, weights, state)
+    formula = formula_of(cell.identity()) if has_formula(cell) else formula_of_cell(cell, x, weights, state)
     return run(checked(formula, x, weights, state, None, None))[0]
 
 
