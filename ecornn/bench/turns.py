@@ -189,7 +189,7 @@ class Host:
             inputs[name] = self.arrays.put(values)
 
     def ready(self, function: Callable[[], Results]) -> Ready:
-        """Of a side's call."""
+        """A side, by its call."""
         return Ready(function, function)
 
     def peak(self, function: Callable[[], Results]) -> int | None:
