@@ -29,7 +29,7 @@ import torch
 
 import ecornn
 import ecornn.torch
-from ecornn.bench.host_turns import settle
+from ecornn.bench.turns import settle
 from ecornn.host_cpu import detect
 from ecornn.torch import cells
 

@@ -27,11 +27,9 @@ from report import layer, table, times
 from side_by_side import CELLS, DEVICE, WARM, environment, float64_forward, kernels, relative, summary
 
 import ecornn
-from ecornn.bench.grid import Layer, read_grid, selected
-from ecornn.bench.measure import Plan
-from ecornn.bench.own import Own
-from ecornn.bench.processes import compiled
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.grid import Layer, Own, read_grid, selected
+from ecornn.bench.measure import Plan, compiled
+from ecornn.bench.results import RowLog
 from ecornn.errors import ScheduleError
 
 ASKED = 0.7  # of cuBLAS's rate, at least

@@ -23,11 +23,9 @@ from statistics import geometric_mean
 from grid_summary import FILE, singles
 from msgspec import structs, to_builtins
 
-from ecornn.bench.grid import Layer, read_grid
+from ecornn.bench.grid import Layer, Own, read_grid
 from ecornn.bench.measure import Plan, failed, measure
-from ecornn.bench.own import Own
-from ecornn.bench.results import append
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.results import RowLog, append
 from ecornn.errors import EcornnError
 
 TRAINED = [f"{name} training" for name in (

@@ -26,7 +26,7 @@ from report import layer, table
 
 from ecornn import __version__
 from ecornn.bench.grid import Layer, read_grid
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.results import RowLog
 from ecornn.device import Device
 from ecornn.errors import EcornnError
 from ecornn.targets import resolve

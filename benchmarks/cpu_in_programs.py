@@ -35,7 +35,7 @@ import torch
 import ecornn
 import ecornn.torch
 from ecornn.bench.grid import read_grid
-from ecornn.bench.host_turns import settle
+from ecornn.bench.turns import settle
 from ecornn.host_cpu import detect
 
 CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -22,7 +22,7 @@ from grid_summary import Group, Summary, members
 from measured_rows import mean as geometric
 from measured_rows import read
 
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.results import RowLog
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

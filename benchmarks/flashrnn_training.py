@@ -13,7 +13,7 @@ from compare_flashrnn import WAIT, B, Gpu, T, adapt, described, drawn, flashrnn_
 from measured_rows import of_bench
 from side_by_side import DEVICE, WrongResultError, float64_forward, relative
 
-from ecornn.bench.case import Case
+from ecornn.bench.grid import Case
 from ecornn.bench.measure import Plan, measure
 from ecornn.cells import get
 

@@ -19,7 +19,7 @@ import torch
 from torch.func import functional_call
 
 import ecornn.torch
-from ecornn.bench.host_turns import settle
+from ecornn.bench.turns import settle
 from ecornn.host_cpu import detect
 
 

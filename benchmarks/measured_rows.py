@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.bench.grid import Grid, read_grid
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.results import RowLog
 
 LIBRARIES = ("cudnn", "cudnn-tf32", "torch", "onnxruntime")
 # Sides as files have them that were written before grids.

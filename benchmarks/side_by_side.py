@@ -15,15 +15,13 @@ import numpy as np
 import torch
 
 import ecornn
-from ecornn.bench import cuda_graphs, turns
-from ecornn.bench.cuda_graphs import graph_of
-from ecornn.bench.turns import FEWEST, WARM
+from ecornn.bench import turns
+from ecornn.bench.turns import FEWEST, WAIT, WARM, graph_of
 
 __all__ = ["CELLS", "DEVICE", "FEWEST", "WAIT", "WARM", "WrongResultError", "clock", "environment", "float64_forward",
            "graph_of", "kernels", "relative", "summary", "take_turns"]
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 DEVICE = "cuda"
-WAIT = cuda_graphs.WAIT  # cycles before each run
 
 
 class WrongResultError(Exception):
@@ -68,7 +66,7 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
 
 def clock(run: Callable[[], object]) -> float:
     """Microseconds of a run on an idle GPU."""
-    return cuda_graphs.clock(run, WAIT) * 1e6
+    return turns.gpu_clock(run, WAIT) * 1e6
 
 
 def take_turns(sides: Mapping[str, Callable[[], object]], fresh: Callable[[], object], repeats: int,

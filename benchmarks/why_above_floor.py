@@ -39,13 +39,9 @@ from report import layer, table, times
 from stage_cells import Bare, spec
 from unmultiplied import SERVED
 
-from ecornn.bench.case import Case
-from ecornn.bench.grid import Layer, selected
-from ecornn.bench.measure import Plan
-from ecornn.bench.own import Own
-from ecornn.bench.processes import measure_into
-from ecornn.bench.results import Row
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.grid import Case, Layer, Own, selected
+from ecornn.bench.measure import Plan, measure_into
+from ecornn.bench.results import Row, RowLog
 from ecornn.device import Device
 from ecornn.floor import GATES, Floor, floor, measured, polled
 

@@ -1,7 +1,7 @@
 """A cell's te graph carried out as it was written: a walk, whose back end is NumPy in float64.
 
 :func:`interpret` is the reference of cells that have no formula in NumPy, for users, the tuner and
-``ecornn check-cell``. ``bench/torch_step.py`` is the other back end, Python that calls PyTorch. Neither knows anything
+``ecornn check-cell``. ``bench/step_loop.py`` is the other back end, Python that calls PyTorch. Neither knows anything
 of ``ecornn.analysis``, from which kernels are made: an error there must not be in both.
 """
 

@@ -28,8 +28,7 @@ STYLE = """
 def picture() -> str:
     """That of an LSTM on an H100 by the default of ``persistent``."""
     from ecornn.layer_spec import LayerSpec
-    from ecornn.report.roles import kernel_of
-    from ecornn.report.step_picture import drawn, label
+    from ecornn.report.roles import drawn, kernel_of, label
     from ecornn.schedules import all_schedules
     from ecornn.targets import resolve
     from ecornn.task import make_task

@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from ecornn.bench.machines import Results
+from ecornn.bench.peers import exact_layer
 from ecornn.bench.sides import Side, Subject, Weights
+from ecornn.bench.turns import Results
 from ecornn.cells import Cell
 from ecornn.errors import CellError, MissingPackageError
-from ecornn.tune.oracle import has_formula, norm
+from ecornn.interpreter import formula_of_cell
+from ecornn.numpy_gradients import reference_gradients
+from ecornn.numpy_layers import checked, run
+from ecornn.numpy_reference import formula_of
+from ecornn.tune.oracle import has_formula, norm, relative_error
 from ecornn.tune.tolerance import GRADIENTS, INTEGERS, TOLERANCE
 
 Exact = Mapping[str, np.ndarray]  # as a side's results
@@ -42,8 +47,6 @@ def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
     if importlib.util.find_spec("torch") is not None:
         dx, found = _by_torch(subject, cell, x, weights, dy)
     elif has_formula(cell):
-        from ecornn.numpy_gradients import reference_gradients
-
         dx, found, _ = reference_gradients(cell.identity(), x, weights, dy=dy)
     else:
         raise MissingPackageError(f"torch is not installed, by which the gradients of cell {cell.name!r} are checked: "
@@ -53,18 +56,10 @@ def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
 
 def _forward(subject: Subject, cell: Cell, x: Any, weights: Weights) -> Any:
     """y (T, B, D*O*H) of x."""
-    from ecornn.numpy_layers import checked, run
-    from ecornn.numpy_reference import formula_of
-
     work, count = subject.work, subject.stack.count
     shape = (count, subject.rows, work.hidden) if count > 1 else (subject.rows, work.hidden)
     state = [np.zeros(shape) for _ in cell.states]  # which says how large H is
-    if has_formula(cell):
-        formula = formula_of(cell.identity())
-    else:
-        from ecornn.interpreter import formula_of_cell
-
-        formula = formula_of_cell(cell, x, weights, state)
+    formula = formula_of(cell.identity()) if has_formula(cell) else formula_of_cell(cell, x, weights, state)
     return run(checked(formula, x, weights, state, None, None))[0]
 
 
@@ -72,29 +67,20 @@ def _by_torch(subject: Subject, cell: Cell, x: Any, weights: Weights, dy: Any) -
     """Gradients of x and the weights; x and dy in the order in which they are read."""
     import torch
 
-    from ecornn.bench.torch_layers import exact_layer
-
     run, parameters, device = exact_layer(subject, cell, weights)
     rows, above = (torch.as_tensor(np.ascontiguousarray(value)).to(device) for value in (x, dy))
     rows.requires_grad_()
     y = run(rows, parameters)
-    if relative(y.detach().cpu().numpy(), _forward(subject, cell, x, weights)) > AGREE:
+    if relative_error(y.detach().cpu().numpy(), _forward(subject, cell, x, weights)) > AGREE:
         raise CellError(f"cell {cell.name!r}: PyTorch and NumPy, both in float64, do not agree on what its step is")
     dx, *others = (g.cpu().numpy() for g in torch.autograd.grad(y, [rows, *parameters.values()], above))
     return dx, dict(zip(parameters, others, strict=True))
 
 
-def relative(value: Any, exact: Any, least: float = 0.0) -> float:
-    """||value - exact|| / ||exact||, or to ``least`` if that is more; infinite where value has what is no number."""
-    if value.shape != exact.shape or not np.isfinite(value).all():
-        return float("inf")
-    return norm(value - exact) / max(norm(exact), least, 1e-300)
-
-
 def errors_of(subject: Subject, found: Results, exact: Exact) -> dict[str, float]:
     """Of each result."""
-    least = FAINT * max(map(norm, exact.values()))
-    return {name: relative(subject.machine.arrays.get(found[name]), value, least) for name, value in exact.items()}
+    get, least = subject.machine.arrays.get, max(FAINT * max(map(norm, exact.values())), 1e-300)
+    return {name: relative_error(get(found[name]), value, least) for name, value in exact.items()}
 
 
 def own_limit(subject: Subject) -> float:

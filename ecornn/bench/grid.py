@@ -1,9 +1,10 @@
-"""Grids in TOML: many layers in few lines, what each is compared with, and what must come of it.
+"""What is timed: cases, sides of ours that are compiled otherwise, and grids of them in TOML, many layers in few lines,
+with what each is compared with, and what must come of it.
 
     title = "Layers outside the grid"
     against = ["cudnn"]
     calls = 16                        # of a short sequence that are timed as one, of 300 steps at most
-    [sides.default]                   # ours once more, compiled otherwise: see :class:`ecornn.bench.own.Own`
+    [sides.default]                   # ours once more, compiled otherwise: see :class:`Own`
     untuned = true
     [all]                             # what layers have in common
     target = "cuda"
@@ -17,19 +18,157 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import pkgutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
-from ecornn.bench.case import FIELDS, Case, case_of
-from ecornn.bench.own import Own
 from ecornn.bench.peers import named
-from ecornn.errors import ArgumentError, MissingPackageError
+from ecornn.errors import ArgumentError, MissingPackageError, ScheduleError
+from ecornn.layer_spec import LayerSpec, usual_dtype
 
+if TYPE_CHECKING:
+    from ecornn.compiler import LayerPlan
+
+ALIKE = "the same as is compiled anyway"
+OF_CASE = ("cell", "weights", "precision", "keep")
 OF_LAYER = ("size", "group", "against", "sides", "at_most", "at_least")
+
+
+class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """One of ``ecornn bench``'s layers, its fields named as the options. What is None the device or the module says.
+
+    Attributes
+    ----------
+    cell : its name, or ``FILE.py:NAME``; of a module with a cell of one's own what its output is held against
+    module : a module's file, in place of the properties but ``seq`` and ``batch``
+    training : whether forward and backward are timed, with the gradients of x and all weights
+    threads : of every side, on a CPU; None: the physical cores that the process may use
+    """
+
+    cell: str | None = None
+    hidden: int | None = None
+    input: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+    dtype: str | None = None
+    weights: str | None = None
+    precision: str | None = None
+    layers: int = 1
+    bidirectional: bool = False
+    reverse: bool = False
+    training: bool = False
+    keep: str | None = None
+    target: str | None = None
+    threads: int | None = None
+    module: str | None = None
+
+    def layer(self) -> LayerSpec:
+        """The layer, where it is not a module's. Raises what a layer raises; of one of a grid, too, where a property
+        that it needs is missing."""
+        from ecornn.tune.choose import default_target
+
+        for name in ("cell", "hidden"):
+            if getattr(self, name) is None:
+                raise ArgumentError(f"--{name}", None, "a value; or give a module's file")
+        target = self.target or default_target()
+        dtype = self.dtype or usual_dtype("cuda" if target == "cuda" or target.startswith("sm_") else "llvm",
+                                          self.precision)
+        given = {name: value for name in LayerSpec.__dataclass_fields__
+                 if (value := getattr(self, name, None)) is not None}
+        return LayerSpec(**given | {"dtype": dtype})
+
+    def command(self, against: tuple[str, ...]) -> list[str]:
+        """The words that time it again beside these sides."""
+        words = ["ecornn", "bench", *([self.module] if self.module else [])]
+        for name, value in msgspec.to_builtins(self).items():
+            if name != "module":
+                words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return [*words, "--against", ",".join(against) or "none"]
+
+
+def case_of(values: Mapping[str, Any], where: str) -> Case:
+    """A case of a file's values, which may be text; what is empty is left out. Raises :class:`ArgumentError`, with
+    ``where`` they stand, for names and values that a case has not."""
+    given = {name: value for name, value in values.items() if value not in ("", None)}
+    try:
+        return msgspec.convert(given, Case, strict=False)
+    except msgspec.ValidationError as error:
+        raise ArgumentError("case", f"{where}: {dict(given)}", f"options of ecornn bench as {', '.join(FIELDS)} "
+                            f"({error})") from None
+
+
+FIELDS = Case.__struct_fields__
+
+
+class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """How a side is compiled; what is left open is the layer's.
+
+    Attributes
+    ----------
+    cell, weights, precision, keep, overlap, schedule : as of :func:`ecornn.compile`
+    config : knobs that are set to something else than what is chosen
+    untuned : as if there were no records; such a side is left out where records choose the same
+    like : another cell, whose schedule and knobs at this size are taken
+    module : a module's file, which is not compiled; the side is left out where there is none
+    within : ``MODULE:NAME`` of a function of no arguments that makes a context, in which the module is built
+    """
+
+    cell: str | None = None
+    weights: str | None = None
+    precision: str | None = None
+    keep: str | None = None
+    schedule: str | None = None
+    config: dict[str, Any] = {}
+    overlap: str = "auto"
+    untuned: bool = False
+    like: str | None = None
+    module: str | None = None
+    within: str | None = None
+
+    def case(self, case: Case) -> Case:
+        """The layer of this side."""
+        changed = {name: value for name in OF_CASE if (value := getattr(self, name)) is not None}
+        return structs.replace(case, module=self.module, **changed)
+
+    def planned(self, case: Case) -> LayerPlan:
+        """The plan of what is built for a case. Raises what :func:`ecornn.compiler.plan_layer` raises, and
+        :class:`~ecornn.errors.ScheduleError` where it is the same as without records."""
+        from ecornn.compiler import plan_layer
+        from ecornn.tune.choose import serving_or_raise
+
+        own = self.case(case)
+
+        def plan(case: Case, schedule: str | None, config: Mapping[str, Any] | None) -> LayerPlan:
+            return plan_layer(case.layer(), target=case.target, schedule=schedule, config=config, overlap=self.overlap)
+
+        whole = plan(own if self.like is None else structs.replace(own, cell=self.like), self.schedule, None)
+        found = whole.found
+        if self.untuned:
+            first = serving_or_raise(whole.task)[0]
+            config = first.default(whole.task)
+            if (first.name, config) == (found.schedule.name, dict(found.config)):
+                raise ScheduleError(ALIKE)
+            return plan(own, first.name, config)
+        if self.like is None and not self.config:
+            return whole
+        return plan(own, found.schedule.name, {**found.config, **self.config})
+
+    def build(self, case: Case, out: Path) -> Path:
+        """The module's file, built unless it is there."""
+        if self.module is not None:
+            return Path(self.module)
+        if not out.exists():
+            from ecornn.compiler import build
+
+            with pkgutil.resolve_name(self.within)() if self.within is not None else contextlib.nullcontext():
+                build(self.planned(case), out)
+        return out
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):

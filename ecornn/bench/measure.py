@@ -1,32 +1,42 @@
-"""A case measured: ours made ready, every side checked, and those that are right timed in turns."""
+"""A case measured: ours made ready, every side checked, and those that are right timed in turns. Layers of a grid in
+processes of their own: some compile ahead, one measures and is replaced where it hangs or breaks the GPU for itself."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import structs
 
-from ecornn.bench.case import Case
 from ecornn.bench.expected import errors_of, expected, limits_of
-from ecornn.bench.machines import Ready, Results, machine_of
-from ecornn.bench.own import Own, Owns
+from ecornn.bench.grid import Case, Layer, Own
 from ecornn.bench.peers import installed, peer, usual
-from ecornn.bench.results import OURS, Row
+from ecornn.bench.results import OURS, Row, RowLog, append, shown
 from ecornn.bench.sides import Side, Subject, Weights, ours, random_weights, uniform_weights
-from ecornn.bench.turns import Times
-from ecornn.cells import Cell
+from ecornn.bench.turns import Ready, Results, Times, machine_of
+from ecornn.cells import BUILTIN, Cell, get
+from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError, EcornnError
+from ecornn.host_cpu import physical_cores
+from ecornn.quick_tvm import import_tvm
 from ecornn.runtime.host_check import check_host
 from ecornn.runtime.loader import Module, load
+from ecornn.worker import Worker, WorkerError
 
 GRAPH = 300  # steps of the calls that are timed as one, at most
+HERE = __name__
+COMPILING = 600.0  # seconds of the modules of a layer, at most
 
 
 @dataclass(frozen=True)
@@ -40,19 +50,16 @@ class Plan:
     seconds: float = 2.0
     seed: int = 0
     told: Callable[[str], object] = lambda text: None
-    own: Owns = field(default_factory=dict)
+    own: Mapping[str, Own] = field(default_factory=dict)
     calls: int = 1
     folder: Path | None = None
     more: Mapping[str, Callable[[], object]] = field(default_factory=dict)
 
 
 def measure(case: Case, plan: Plan) -> Row:
-    """Times a case.
-
-    Raises what :func:`ecornn.compile` and ``ecornn.load`` raise; :class:`~ecornn.errors.MissingPackageError` where a
-    side that was asked for is not installed; :class:`~ecornn.errors.ArgumentError` for what a module was not compiled
-    for.
-    """
+    """Times a case. Raises what :func:`ecornn.compile` and ``ecornn.load`` raise;
+    :class:`~ecornn.errors.MissingPackageError` where a side that was asked for is not installed;
+    :class:`~ecornn.errors.ArgumentError` for what a module was not compiled for."""
     with tempfile.TemporaryDirectory(prefix="ecornn-") as temporary:
         folder = plan.folder or Path(temporary)
         asked = case
@@ -68,10 +75,14 @@ def measure(case: Case, plan: Plan) -> Row:
                   calls=max(1, min(plan.calls, GRAPH // subject.steps)),
                   schedule=manifest.schedule, config=manifest.config, provenance=manifest.provenance)
         sides = {OURS: ours(subject, weights)}
-        for name, own in plan.own.items():
-            _take(row, sides, name, _own_side(name, own, asked, subject, weights, rng, folder / f"{name}.so"), plan)
-        for name in against:
-            _take(row, sides, name, peer(name, subject, weights, rng), plan)
+        others = {name: _own_side(name, own, asked, subject, weights, rng, folder / f"{name}.so")
+                  for name, own in plan.own.items()}
+        for name, found in (others | {name: peer(name, subject, weights, rng) for name in against}).items():
+            if isinstance(found, str):  # why there is none
+                row.left_out[name] = found
+                plan.told(f"{name} is left out: {found}")
+            else:
+                sides[name] = found
         row.about = {name: side.about for name, side in sides.items()}
         ready = _checked(row, subject, sides, plan)
         ready |= {name: Ready(call, dict) for name, call in plan.more.items()}
@@ -81,20 +92,9 @@ def measure(case: Case, plan: Plan) -> Row:
         return row
 
 
-def _take(row: Row, sides: dict[str, Side], name: str, found: Side | str, plan: Plan) -> None:
-    """Among the sides, or why not."""
-    if isinstance(found, str):
-        row.left_out[name] = found
-        plan.told(f"{name} is left out: {found}")
-    else:
-        sides[name] = found
-
-
 def _own_side(name: str, own: Own, case: Case, subject: Subject, weights: Weights, rng: np.random.Generator,
               out: Path) -> Side | str:
     """A side of ours beside ours: with the same weights where it is the same cell; or why there is none."""
-    from ecornn.cells.naming import load_cell
-
     try:
         module = load(own.build(case, out))
         cell = subject.cell if own.cell is None else load_cell(own.cell)
@@ -137,7 +137,6 @@ def _threads(case: Case, kind: str) -> int | None:
         if case.threads is not None:
             raise ArgumentError("--threads", case.threads, "none on a GPU")
         return None
-    from ecornn.host_cpu import physical_cores
 
     return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
 
@@ -162,9 +161,6 @@ def _against(plan: Plan, kind: str) -> tuple[str, ...]:
 
 def _cell_of(module: Module, case: Case) -> Cell | None:
     """A module's cell: a built-in one, or the one that is named, if the module is of that."""
-    from ecornn.cells import BUILTIN, get
-    from ecornn.cells.naming import load_cell
-
     name = module.manifest.workload.cell
     if case.cell is None:
         return get(name) if "@" not in name and name.partition("(")[0] in BUILTIN else None
@@ -247,3 +243,98 @@ def _time(row: Row, subject: Subject, ready: Mapping[str, Ready], plan: Plan) ->
 def failed(case: Case, plan: Plan, why: str) -> Row:
     """A row of a case that could not be measured."""
     return Row(case=case, command=shlex.join(case.command(plan.against or ())), failed=why)
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A layer, and how it is measured; modules are in ``folder``."""
+
+    layer: Layer
+    seconds: float
+    seed: int
+    calls: int
+    folder: str
+
+
+def ready(_: None) -> bool:
+    """Imports what takes long, before a process is asked for anything: that is no layer's time."""
+    import_tvm()
+    return True
+
+
+def compile_ahead(asked: Asked) -> int:
+    """Builds a layer's modules; how many there are. What cannot be built the process that measures says."""
+    layer, count = asked.layer, 0
+    for name, own in {OURS: Own(), **layer.own}.items():
+        with contextlib.suppress(EcornnError):
+            own.build(own.case(layer.case), Path(asked.folder) / f"{name}.so")
+            count += 1
+    return count
+
+
+def measure_alone(asked: Asked) -> Row:
+    """A layer's row, in this process."""
+    layer = asked.layer
+    return measure(layer.case, Plan(layer.against, asked.seconds, asked.seed, own=layer.own, calls=asked.calls,
+                                    folder=Path(asked.folder)))
+
+
+def compiled(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int) -> Iterator[tuple[Layer, Asked]]:
+    """The layers in their order, each as soon as its modules are in its folder; ``jobs`` are compiled at a time."""
+    every = [_asked(layer, plan, folder) for layer in layers]
+    builders = [Worker(f"{HERE}:ready", gpu=True) for _ in range(jobs)]
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    for builder in builders:
+        idle.put(builder)
+
+    def build(asked: Asked) -> None:
+        worker = idle.get()
+        try:
+            with contextlib.suppress(WorkerError):  # the process that measures tries again, and says why
+                worker.call(f"{HERE}:compile_ahead", asked, int, COMPILING)
+        finally:
+            idle.put(worker)
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        futures = [pool.submit(build, asked) for asked in every]
+        for layer, asked, future in zip(layers, every, futures, strict=True):
+            future.result()
+            yield layer, asked
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in builders:
+            worker.stop()
+
+
+def measured(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float) -> Iterator[Row]:
+    """Rows in the order of the layers, ``jobs`` of which are compiled at a time; each may take ``longest`` seconds."""
+    alone = Worker(f"{HERE}:ready", gpu=True)
+    try:
+        for layer, asked in compiled(layers, plan, folder, jobs):
+            try:
+                yield alone.call(f"{HERE}:measure_alone", asked, Row, longest)
+            except WorkerError as error:
+                alone.kill()  # after an error of the GPU nothing runs in its process any more
+                yield failed(layer.case, plan, str(error))
+    finally:
+        alone.stop()
+
+
+def measure_into(log: RowLog, layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float,
+                 more: Callable[[Layer, Row], Mapping[str, Any]] = lambda layer, row: {}) -> bool:
+    """Appends the rows that a file lacks, with what ``more`` says of each, and prints them; whether all of them were
+    measured, and right."""
+    left, good = [layer for layer in layers if not log.has(layer.name)], True
+    for layer, row in zip(left, measured(left, plan, folder, jobs, longest), strict=True):
+        row.name, row.group = layer.name, layer.group
+        append(log, row, {} if row.failed else more(layer, row))
+        good &= row.good
+        print("\n".join(shown(row)), flush=True)
+    return good
+
+
+def _asked(layer: Layer, plan: Plan, folder: Path) -> Asked:
+    own = folder / hashlib.sha256(layer.name.encode()).hexdigest()[:16]
+    own.mkdir(parents=True, exist_ok=True)
+    layer = structs.replace(layer, against=plan.against if layer.against is None else layer.against)
+    return Asked(layer, plan.seconds, plan.seed, plan.calls, str(own))

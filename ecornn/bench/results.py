@@ -1,8 +1,9 @@
-"""Rows of results: what was measured of a case, in JSON and CSV, and read again."""
+"""Rows of results: what was measured of a case; in JSON, CSV and words, and read again."""
 
 from __future__ import annotations
 
 import csv
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+from msgspec import structs
 
-from ecornn.bench.case import FIELDS, Case, case_of
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.grid import FIELDS, Case, case_of
 from ecornn.bench.turns import Times
 from ecornn.errors import ArgumentError
 from ecornn.workload import Stack, Workload
@@ -20,6 +21,72 @@ from ecornn.workload import Stack, Workload
 SIDES = ("ecornn", "cudnn", "cudnn-tf32", "torch", "loop", "onnxruntime")
 COLUMNS = ("median", "p20", "p80", "p95", "p99", "runs", "error")
 OURS = "ecornn"
+SETTLED = 1.2  # p80 / p20, up to which a ratio of medians is worth its digits
+
+
+class RowLog:
+    """Rows that a file has, and more as they are measured.
+
+    A line is ``{"environment": ...}``, which holds for what follows, or ``{"row": ...}``, of which ``name`` says what
+    was measured. A last line that was cut is measured again; anything else that is no such line is an
+    :class:`ArgumentError`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.environment: dict[str, Any] = {}
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._end = 0
+        self.fresh = True  # nothing was appended yet
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True) if path.exists() else [], 1):
+            if not line.endswith(b"\n"):
+                break
+            self._end += len(line)
+            self._take(line, number)
+
+    def _take(self, line: bytes, number: int) -> None:
+        try:
+            entry: dict[str, Any] = msgspec.json.decode(line)
+            if "environment" in entry:
+                self.environment = dict(entry["environment"])
+            else:
+                self._rows[entry["row"]["name"]] = entry["row"]
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            raise ArgumentError("file", f"{self.path}:{number}", f"a line of results, not {line[:80]!r}") from None
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The latest measurement of every row, in the order of the file."""
+        return list(self._rows.values())
+
+    def has(self, name: str) -> bool:
+        """Tells whether a row was measured; one that failed was not."""
+        return not self._rows.get(name, {"failed": True}).get("failed")
+
+    def begin(self, environment: dict[str, Any]) -> None:
+        """Appends where the rows to come are measured; refuses another device than the file's."""
+        known, now = (of.get("gpu") or of.get("device") for of in (self.environment, environment))
+        if known and now and known != now:
+            raise ArgumentError("--output", str(self.path), f"a file with rows of {now}; this one has those of {known}")
+        self.environment, self.fresh = environment, False
+        self._write({"environment": environment})
+
+    def add(self, name: str, row: Any) -> dict[str, Any]:
+        """Appends a row, and returns it as the file has it."""
+        entry: dict[str, Any] = msgspec.to_builtins(row) | {"name": name}
+        self._rows[name] = entry
+        self._write({"row": entry})
+        return entry
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = msgspec.json.encode(entry) + b"\n"
+        with self.path.open("ab") as file:
+            file.truncate(self._end)  # a line that was cut
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+        self._end += len(line)
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -194,3 +261,37 @@ def lines_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                                 "layer on each of the others; or a file that ends in .json")
     yield from enumerate(rows, 1)
 
+
+def shown(row: Row) -> list[str]:
+    """The lines for people."""
+    if row.failed:
+        return [f"{' '.join(row.command.split()[2:])}: {row.failed}"]
+    assert row.workload is not None and row.stack is not None
+    work = structs.replace(row.workload, seq=row.seq, batch=row.batch)
+    stack = structs.replace(row.stack, keep=None)
+    words = [str(work), str(stack), "forward and backward" if row.case.training else ""]
+    lines = [f"{', '.join(filter(None, words))} on {row.device}, {row.schedule}"]
+    for name in row.about:
+        if name in row.wrong:
+            lines.append(f"{name:11} wrong, not timed: {row.wrong[name]}")
+        if name not in row.us_per_step:
+            continue
+        t, error = row.us_per_step[name], row.errors[name]
+        lines.append(f"{name:11} {t.median:10.4g} µs/step  p20 {t.p20:.4g}  p80 {t.p80:.4g}  p95 {t.p95:.4g}  "
+                     f"p99 {t.p99:.4g}  {t.median * row.seq / 1e3:.4g} ms in all, {t.runs} runs, "
+                     + (f"error {error:.1e}" if error is not None else "not checked"))
+    if row.disturbed:
+        lines.append(f"{row.disturbed} rounds were made again: other processes used the processors")
+    lines += [f"{name} ({row.about[name]}) takes {compared(row, name)}" for name in row.ratios]
+    lines += [f"{name} took {before:.4g} µs/step then, {row.us_per_step[name].median / before:.2f} times as long now"
+              for name, before in row.earlier.items() if name in row.us_per_step]
+    return lines
+
+
+def compared(row: Row, name: str) -> str:
+    """How many times as long a side takes as ours: the ratio where the times of both settled, otherwise its range."""
+    ours, other = row.us_per_step[OURS], row.us_per_step[name]
+    if all(t.p80 <= SETTLED * t.p20 for t in (ours, other)):
+        return f"{row.ratios[name]:.2f} times as long as ecornn"
+    low, high = other.p20 / ours.p80, other.p80 / ours.p20
+    return f"{low:.2f} to {high:.2f} times as long as ecornn; times did not settle"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ecornn.bench.machines import Inputs, Machine, Results
+from ecornn.bench.turns import Inputs, Machine, Results
 from ecornn.cells import Cell
 from ecornn.errors import ArgumentError
 from ecornn.runtime.loader import Module

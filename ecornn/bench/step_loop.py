@@ -1,14 +1,284 @@
-"""A layer as a loop over its step, an operation of PyTorch after the other, as those write it who have no kernel."""
+"""A layer as a loop over its step, an operation of PyTorch after the other, as those write it who have no kernel.
+
+The step is a cell's te step as Python that calls PyTorch, an operation a line. What writes it walks the te graph as the
+cell wrote it (``interpreter.py``), never its analysis: what runs beside kernels shares nothing with them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import re
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ecornn.bench.sides import Weights
-from ecornn.bench.torch_step import torch_step
 from ecornn.cells import Cell
-from ecornn.interpreter import output_numbers
+from ecornn.errors import CellError
+from ecornn.interpreter import BINARY, OPERATORS, Step, output_numbers
 from ecornn.workload import Part, Stack, Workload
+
+if TYPE_CHECKING:
+    from tvm.te import Tensor
+
+CLAMP = {"Max": "torch.clamp({0}, min={1})", "Min": "torch.clamp({0}, max={1})"}  # where one side is a number
+NUMBERS = {"pow", *BINARY} - {"And", "Or"}  # those that take Python's numbers beside tensors
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Term:
+    """A tensor of the program, by its name; ``fixed``: computed from parameters alone, so the same in every step."""
+
+    name: str
+    shape: Shape
+    fixed: bool
+
+
+Value = Term | np.ndarray  # an array is known before anything runs
+
+
+@dataclass(frozen=True)
+class TorchStep:
+    """Python source of a step.
+
+    ``source`` defines ``prepare(parameters)``, which computes once a sequence what steps need of the parameters alone,
+    and ``step(x, states, prepared)``, which returns the new states and other outputs behind them; x (B, I) has the
+    cell's inputs behind it. Parameters are in te shape, in the cell's order. ``constants`` are arrays that the source
+    names.
+    """
+
+    source: str
+    constants: Mapping[str, np.ndarray]
+
+    def functions(self, device: str, dtype: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """``prepare`` and ``step``, for tensors of a device and a data type."""
+        import torch
+
+        def tensor(value: np.ndarray) -> Any:
+            on_device = torch.from_numpy(np.ascontiguousarray(value)).to(device)
+            return on_device.to(dtype) if on_device.is_floating_point() else on_device
+
+        names: dict[str, Any] = {"torch": torch, "kind": dtype}
+        names |= {name: tensor(value) for name, value in self.constants.items()}
+        exec(compile(self.source, "<te step>", "exec"), names)
+        return names["prepare"], names["step"]
+
+
+def torch_step(cell: Cell, input: int, hidden: int, batch: int) -> TorchStep:
+    """The step for rows of ``input`` values, the cell's inputs among them. Raises :class:`~ecornn.errors.CellError` for
+    an operation that is not known here."""
+    return _Writer(cell, (batch, input), (batch, hidden)).written()
+
+
+class _Writer(Step):
+    """Writes the lines. A value is a tensor of the program, or an array that is known before anything runs."""
+
+    NOTHING = "PyTorch has nothing for"
+    UNKNOWN = "for which no operation of PyTorch is known here"
+
+    def __init__(self, cell: Cell, x: Shape, state: Shape) -> None:
+        super().__init__(cell, x, state)
+        self.lines: dict[str, Term] = {}  # code -> the tensor that it makes; each line once
+        self.constants: dict[str, np.ndarray] = {}
+        self.flattened: dict[str, Term] = {}  # name of a reshaped tensor -> that tensor before
+
+    def written(self) -> TorchStep:
+        """The source of both functions."""
+        (rows, hidden), width = (int(n) for n in self.states[0].shape), self.own
+        x = Term("x", (rows, width), False)
+        self.given(self.x, self.line(f"x[:, :{width}]", x.shape, [x]) if self.inputs else x)
+        for n, tensor in enumerate(self.inputs):
+            at = width + n * hidden
+            self.given(tensor, self.line(f"x[:, {at}:{at + hidden}]", (rows, hidden), [x]))
+        states = [f"s{n}" for n in range(len(self.states))]
+        for name, tensor in zip(states, self.states, strict=True):
+            self.given(tensor, Term(name, (rows, hidden), False))
+        parameters = [f"p{n}" for n in range(len(self.parameters))]
+        for name, tensor in zip(parameters, self.parameters.values(), strict=True):
+            self.given(tensor, Term(name, tuple(int(s) for s in tensor.shape), True))
+        results = [self.named(self.tensor(tensor)) for tensor in self.results]
+        lines = self.needed(results)
+        late = [f"    {t.name} = {code}" for code, t in lines.items() if not t.fixed]
+        read = words(" ".join([*late, *results]))
+        early = [f"    {t.name} = {code}" for code, t in lines.items() if t.fixed]
+        passed = [name for name in (*parameters, *(t.name for t in lines.values() if t.fixed)) if name in read]
+        return TorchStep("\n".join([
+            "def prepare(parameters):", f"    {_tuple(parameters)} = parameters", *early,
+            f"    return {_tuple(passed)}", "", "", "def step(x, states, prepared):",
+            f"    {_tuple(states)} = states", f"    {_tuple(passed)} = prepared", *late,
+            f"    return {_tuple(results)}", ""]), self.constants)
+
+    def needed(self, results: Sequence[str]) -> dict[str, Term]:
+        """The lines that the results of these names come from."""
+        names, lines = set(results), dict[str, Term]()
+        for code, term in reversed(self.lines.items()):
+            if term.name in names:
+                lines[code] = term
+                names |= words(code)
+        return dict(reversed(lines.items()))
+
+    def given(self, tensor: Tensor, value: Value) -> None:
+        self.known[tensor.op, 0] = value
+
+    def line(self, code: str, shape: Shape, of: Sequence[Value]) -> Term:
+        """The tensor that ``code`` makes of these values; an earlier line of the same code serves."""
+        if code not in self.lines:
+            fixed = all(not isinstance(v, Term) or v.fixed for v in of)
+            self.lines[code] = Term(f"v{len(self.lines)}", shape, fixed)
+        return self.lines[code]
+
+    def constant(self, value: np.ndarray) -> str:
+        """The name of an array."""
+        for name, other in self.constants.items():
+            if other.dtype == value.dtype and np.array_equal(other, value):
+                return name
+        name = f"k{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def named(self, value: Value) -> str:
+        """A value in code, as a tensor."""
+        return value.name if isinstance(value, Term) else self.constant(value)
+
+    def written_as(self, value: Value) -> str:
+        """A value in code: as a number if it is one, else as a tensor."""
+        return repr(value.item()) if isinstance(value, np.ndarray) and value.size == 1 else self.named(value)
+
+    # -- values ---------------------------------------------------------------------------------
+    def expanded(self, value: Value, shape: Shape) -> Value:
+        if value.shape == shape:
+            return value
+        if isinstance(value, np.ndarray):
+            return np.broadcast_to(value, shape)
+        return self.line(f"{value.name}.expand({_tuple(map(str, shape))})", shape, [value])
+
+    def largest(self, value: Value, extents: Shape, kept: int) -> Value:
+        whole, over = self.expanded(value, extents), _tuple(map(str, range(kept, len(extents))))
+        return self.line(f"torch.amax({self.named(whole)}, {over})", extents[:kept], [whole])
+
+    def plus(self, total: Value, start: Value) -> Value:
+        if isinstance(start, np.ndarray) and not start.any():
+            return total
+        return self.line(f"{self.named(total)} + {self.written_as(start)}", total.shape, [total, start])
+
+    def product(self, values: Sequence[Value], extents: Shape, kept: int) -> Value:
+        shared = [any(v.shape[n] > 1 for v in values) for n in range(len(extents))]
+        alike = float(np.prod([n for i, n in enumerate(extents) if i >= kept and not shared[i]]))
+        numbers = [v for v in values if isinstance(v, np.ndarray) and v.size == 1]
+        factor = float(np.prod([v.item() for v in numbers])) * alike
+        others = [v for v in values if not any(v is n for n in numbers)]
+        own = [tuple(n for n, size in enumerate(v.shape) if size > 1) for v in others]
+        operands = [self.flat(v, tuple(v.shape[n] for n in axes)) for v, axes in zip(others, own, strict=True)]
+        out = tuple(n for n in range(kept) if shared[n])
+        total = self.flat(self.linear(operands, own, out) or self.einsum(operands, own, out),
+                          tuple(e if shared[n] else 1 for n, e in enumerate(extents[:kept])))
+        return total if factor == 1 else self.line(f"{self.named(total)} * {factor!r}", total.shape, [total])
+
+    def linear(self, operands: Sequence[Value], own: Sequence[Shape], out: Shape) -> Value | None:
+        """Rows times a matrix, as ``torch.nn`` multiplies; None for any other product. ``own``: each operand's axes."""
+        for n, m in ((0, 1), (1, 0)) if len(own) == 2 else ():
+            rows, matrix = own[n], own[m]
+            if len(rows) in (1, 2) and rows[-1] in matrix[-1:] and rows[-1] not in out and (
+                    out == (*rows[:-1], *matrix[:-1])):
+                units, width = operands[m].shape[:-1], operands[m].shape[-1]
+                flat = self.flat(operands[m], (math.prod(units), width))
+                multiplied = self.line(f"torch.nn.functional.linear({self.named(operands[n])}, {self.named(flat)})",
+                                       (*operands[n].shape[:-1], math.prod(units)), [operands[n], flat])
+                return self.flat(multiplied, (*operands[n].shape[:-1], *units))
+        return None
+
+    def einsum(self, operands: Sequence[Value], own: Sequence[Shape], out: Shape) -> Value:
+        """Any other sum of products."""
+        axes, shape = string.ascii_letters, {n: s for v, o in zip(operands, own, strict=True)
+                                             for n, s in zip(o, v.shape, strict=True)}
+        sums = f"{','.join(''.join(axes[n] for n in o) for o in own)}->{''.join(axes[n] for n in out)}"
+        return self.line(f"torch.einsum({sums!r}, {', '.join(map(self.named, operands))})",
+                         tuple(shape[n] for n in out), operands)
+
+    def flat(self, value: Value, shape: Shape) -> Value:
+        """``value`` with axes of one entry left out or added, or neighbouring ones as one."""
+        if tuple(value.shape) == shape:
+            return value
+        if isinstance(value, np.ndarray):
+            return value.reshape(shape)
+        value = self.flattened.get(value.name, value)
+        if value.shape == shape:
+            return value
+        reshaped = self.line(f"{value.name}.reshape({_tuple(map(str, shape))})", shape, [value])
+        self.flattened[reshaped.name] = value
+        return reshaped
+
+    def applied(self, name: str, arguments: Sequence[Value]) -> Value:
+        if all(isinstance(a, np.ndarray) for a in arguments):
+            return super().applied(name, arguments)
+        number = [isinstance(a, np.ndarray) and a.size == 1 for a in arguments]
+        code, numbers = OPERATORS[name].torch, name in NUMBERS - {*CLAMP}
+        if name in CLAMP and any(number):
+            code, numbers, arguments = CLAMP[name], True, arguments[::-1] if number[0] else arguments
+        elif name == "if_then_else":  # of two numbers PyTorch would make its default type
+            numbers = not all(number[1:])
+        shape = tuple(np.broadcast_shapes(*(a.shape for a in arguments)))
+        return self.line(code.format(*map(self.written_as if numbers else self.named, arguments)), shape, arguments)
+
+    def cast(self, value: Value, kind: str) -> Value:
+        """``value`` as ``kind`` has it; to float32 and float64: the layer's type."""
+        if isinstance(value, np.ndarray):
+            return super().cast(value, kind)
+        if kind in ("float32", "float64"):
+            return self.line(f"{value.name}.to(kind)", value.shape, [value])
+        back = ".to(kind)" if kind.startswith("float") else ""
+        return self.line(f"{value.name}.to(torch.{kind}){back}", value.shape, [value])
+
+    def load(self, source: Value, indices: Sequence[Value], axes: int) -> Value:
+        at = [i for i in indices if isinstance(i, np.ndarray)]
+        if len(at) < len(indices):
+            raise CellError("the cell reads a tensor at a place that it computes, for which PyTorch has nothing here")
+        if isinstance(source, np.ndarray):
+            return super().load(source, at, axes)
+        along = [[n for n, size in enumerate(i.shape) if size > 1] for i in at]
+        moving = [own[0] for own in along if own]
+        if any(len(own) > 1 for own in along) or len(set(moving)) < len(moving):
+            shape = tuple(np.broadcast_shapes(*(i.shape for i in at)))
+            return self.line(f"{source.name}[{', '.join(map(self.constant, at))}]", shape, [source])
+        subscripts = []
+        for d, i in enumerate(at):
+            line = i.reshape(-1)
+            low, high, size = int(line[0]), int(line[-1]) + 1, source.shape[d]
+            if len(line) == 1:
+                subscripts.append(str(low))
+            elif low >= 0 and high <= size and (np.diff(line) == 1).all():
+                subscripts.append(":" if (low, high) == (0, size) else f"{low}:{high}")
+            else:
+                source = self.line(f"torch.index_select({source.name}, {d}, {self.constant(line)})",
+                                   (*source.shape[:d], len(line), *source.shape[d + 1:]), [source])
+                subscripts.append(":")
+        shape = tuple(i.size for i in at if i.size > 1)
+        if set(subscripts) != {":"}:
+            source = self.line(f"{source.name}[{', '.join(subscripts)}]", shape, [source])
+        order = sorted(range(len(moving)), key=lambda n: moving[n])
+        if order != list(range(len(moving))):
+            shape = tuple(shape[n] for n in order)
+            source = self.line(f"{source.name}.permute({_tuple(map(str, order))})", shape, [source])
+        whole = [1] * axes
+        for i in at:
+            for n, size in enumerate(i.shape):
+                whole[n] = max(whole[n], size)
+        return self.flat(source, tuple(whole))
+
+
+def words(code: str) -> set[str]:
+    """The names in code."""
+    return set(re.findall(r"\w+", code))
+
+
+def _tuple(names: Iterable[str]) -> str:
+    """A tuple in Python."""
+    return f"({''.join(f'{name}, ' for name in names).rstrip()})"
 
 
 class StepLoop:

@@ -1,14 +1,61 @@
-"""Sides that take turns on one input, which is new in each round; and what a list of times comes to."""
+"""Where sides run, what they read, and how they take turns, on inputs that are new in each round."""
 
 from __future__ import annotations
 
+import gc
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
+from ecornn.tune.arrays import Arrays, TorchArrays, arrays_for
+
+if TYPE_CHECKING:
+    import torch
+
+    from ecornn.runtime.loader import Module
+
+ROUNDS = 100  # at most
+FEWEST, WARM = 7, 3  # rounds on a GPU
+WAIT = 400_000  # cycles, about 0.2 ms: longer than a launch takes
+LAUNCHED = 4_000_000  # cycles, about 2 ms: longer than it takes to launch a graph of thousands of kernels
+FEWEST_HERE = 3  # rounds on a CPU
+LONG = 1.0  # seconds; longer runs are not preceded by one that is not timed
+SAMPLE = 2e-3  # seconds that a side runs at least in its turn: shorter runs are made several times
+MOST = 50  # times, at most
+PAUSE = 0.005  # seconds in which no thread of this process must run before a side's turn
+FOREIGN = 0.03  # seconds of other processes in a round that are too many, and share of its time
+AGAIN = 4  # times as many rounds as asked for, at most, where others disturb them
 Run = Callable[[], object]
-FEWEST, WARM = 7, 3  # rounds
+Results = Mapping[str, Any]
+Inputs = dict[str, Any]  # by name: x, and dy of a training step
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Percentiles of a side's runs, in microseconds a step; ``p50`` is the median, ``runs`` how many there were.
+
+    A percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest.
+    """
+
+    median: float
+    p20: float
+    p80: float
+    p50: float
+    p95: float
+    p99: float
+    runs: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], steps: int) -> Times:
+        """Of runs of ``steps`` steps."""
+        p20, p50, p80, p95, p99 = (float(v) for v in np.percentile(seconds, (20, 50, 80, 95, 99)) * 1e6 / steps)
+        return cls(p50, p20, p80, p50, p95, p99, len(seconds))
 
 
 def take_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: int, seconds: float,
@@ -30,24 +77,187 @@ def take_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: i
     return times
 
 
-class Times(msgspec.Struct, frozen=True):
-    """Percentiles of a side's runs, in microseconds a step; ``p50`` is the median, ``runs`` how many there were.
+def settle() -> None:
+    """Waits until no thread of this process spins any more; ONNX Runtime's do for some 40 ms."""
+    for _ in range(100):
+        before = time.process_time()
+        time.sleep(PAUSE)
+        if time.process_time() - before < PAUSE / 5:
+            return
 
-    A percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest.
+
+def foreign() -> float:
+    """Seconds of processor time that other processes, and other machines on this host, have used so far."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def host_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: int, seconds: float,
+               clock: Callable[[Run], float]) -> tuple[dict[str, list[list[float]]], int]:
+    """:func:`take_turns` on a CPU, which has other work, too: what ``clock`` says of each side's runs, by its turns,
+    and how many rounds were made again. ``repeats`` rounds, or as many as ``seconds`` allow, ``FEWEST_HERE`` at least.
+
+    ``fresh`` makes the next round's input. In its turn a side waits until the threads of the one before have stopped
+    spinning; then come as many runs that are not timed, which wake threads and bring weights back to the caches, as
+    timed ones. A round in which other processes used the processors is made again, within ``seconds``, and up to
+    ``AGAIN`` times as many in all.
     """
+    counts, long = {}, {}
+    for name, run in sides.items():
+        clock(run)
+        took = clock(run)
+        counts[name], long[name] = max(1, min(MOST, int(SAMPLE / max(took, 1e-7)))), took > LONG
+    turns: dict[str, list[list[float]]] = {name: [] for name in sides}
+    made, kept, end = 0, 0, time.monotonic() + seconds
+    while kept < repeats and (kept < FEWEST_HERE or time.monotonic() < end):
+        start, before, round_ = time.perf_counter(), foreign(), {}
+        fresh()
+        for name, run in sides.items():
+            settle()
+            for _ in range(0 if long[name] else counts[name]):
+                run()
+            round_[name] = [clock(run) for _ in range(counts[name])]
+        used, made = foreign() - before, made + 1
+        if (used > max(FOREIGN, FOREIGN * (time.perf_counter() - start)) and made <= AGAIN * repeats
+                and time.monotonic() < end):
+            continue
+        kept += 1
+        for name, turn in round_.items():
+            turns[name].append(turn)
+    return turns, made - kept
 
-    median: float
-    p20: float
-    p80: float
-    p50: float
-    p95: float
-    p99: float
-    runs: int
 
-    @classmethod
-    def of(cls, seconds: Sequence[float], steps: int) -> Times:
-        """Of runs of ``steps`` steps."""
-        import numpy as np
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of one call, captured after warm-up, and what the call returned: each replay writes it anew."""
+    import torch
 
-        p20, p50, p80, p95, p99 = (float(v) for v in np.percentile(seconds, (20, 50, 80, 95, 99)) * 1e6 / steps)
-        return cls(p50, p20, p80, p50, p95, p99, len(seconds))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+def graph_of(function: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """The graph alone."""
+    return captured(function)[0]
+
+
+def gpu_clock(run: Run, wait: int = WAIT) -> float:
+    """Seconds of a run on an idle GPU. A kernel that waits so many cycles goes first, so that the run is queued before
+    it starts and the time between its events is the GPU's alone."""
+    import torch
+
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(wait)  # type: ignore[attr-defined]
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) * 1e-3
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A side that can be run: ``run`` is what is timed, ``results`` runs it and has what came of it, by name; ``kept``
+    is what a graph reads, which must stay as long."""
+
+    run: Callable[[], object]
+    results: Callable[[], Results]
+    kept: object = None
+
+
+class Host:
+    """A CPU; or a GPU in a process without PyTorch, of which the host's clock times a call and the wait for it."""
+
+    def __init__(self, arrays: Arrays, seed: int) -> None:
+        self.arrays, self.rng = arrays, np.random.default_rng(seed)
+
+    def refill(self, inputs: Inputs, shapes: Mapping[str, tuple[int, ...]], positive: Sequence[slice]) -> None:
+        """New random values, from the normal distribution, where sides read them; of x those in the slices of rows
+        that are ``positive`` never below 0."""
+        for name, shape in shapes.items():
+            values = self.rng.standard_normal(shape, np.float32)
+            for part in positive if name == "x" else ():
+                values[..., part] = abs(values[..., part])
+            inputs[name] = self.arrays.put(values)
+
+    def ready(self, function: Callable[[], Results]) -> Ready:
+        """A side, by its call."""
+        return Ready(function, function)
+
+    def peak(self, function: Callable[[], Results]) -> int | None:
+        """Bytes of a GPU's memory that a call takes at most, beside what is there before it; None on a CPU."""
+        return None
+
+    def take_turns(self, sides: Mapping[str, Ready], fresh: Callable[[], object],
+                   seconds: float) -> tuple[dict[str, list[float]], int]:
+        """Seconds of every run of each side, ``seconds`` for all of them together, and how many rounds were made
+        again."""
+        found, again = host_turns({name: side.run for name, side in sides.items()}, fresh, ROUNDS, seconds,
+                                  self.arrays.clock)
+        return {name: [*chain(*runs)] for name, runs in found.items()}, again
+
+
+class Gpu:
+    """A GPU through PyTorch: every side is a CUDA graph, which reads inputs where they lay when it was captured."""
+
+    def __init__(self, arrays: TorchArrays, seed: int, device: str = "cuda") -> None:
+        import torch
+
+        self.arrays, self.torch, self.device = arrays, torch, device
+        torch.manual_seed(seed)
+
+    def refill(self, inputs: Inputs, shapes: Mapping[str, tuple[int, ...]], positive: Sequence[slice]) -> None:
+        for name, shape in shapes.items():
+            values = self.torch.randn(shape, device=self.device)
+            for part in positive if name == "x" else ():
+                values[..., part].abs_()
+            if name not in inputs:
+                inputs[name] = self.torch.empty(shape, dtype=self.arrays.dtype, device=self.device)
+            inputs[name].copy_(values)
+
+    def ready(self, function: Callable[[], Results]) -> Ready:
+        graph, found = captured(function)
+
+        def results() -> Results:
+            with self.torch.no_grad():
+                for tensor in found.values():
+                    tensor.fill_(float("nan"))  # what a replay does not write is seen
+            graph.replay()
+            return found
+
+        return Ready(graph.replay, results, function)
+
+    def peak(self, function: Callable[[], Results]) -> int | None:
+        cuda = self.torch.cuda
+        if not cuda.is_available():
+            return None
+        gc.collect()
+        cuda.synchronize()
+        cuda.empty_cache()
+        before = int(cuda.memory_allocated())
+        cuda.reset_peak_memory_stats()
+        function()
+        cuda.synchronize()
+        return int(cuda.max_memory_allocated()) - before
+
+    def take_turns(self, sides: Mapping[str, Ready], fresh: Callable[[], object],
+                   seconds: float) -> tuple[dict[str, list[float]], int]:
+        return take_turns({name: side.run for name, side in sides.items()}, fresh, ROUNDS, seconds,
+                          lambda run: gpu_clock(run, LAUNCHED)), 0
+
+
+Machine = Host | Gpu
+
+
+def machine_of(module: Module, seed: int) -> Machine:
+    """The one that runs a module."""
+    arrays = arrays_for(module)
+    return Gpu(arrays, seed) if isinstance(arrays, TorchArrays) else Host(arrays, seed)

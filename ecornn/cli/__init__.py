@@ -6,15 +6,10 @@ import click
 
 from ecornn.cli.bench_command import bench
 from ecornn.cli.check_cell_command import check_cell
-from ecornn.cli.compile_command import compile
-from ecornn.cli.config_command import config
-from ecornn.cli.doctor_command import doctor
-from ecornn.cli.explain_command import explain
-from ecornn.cli.help_text import Commands
-from ecornn.cli.log_command import log
-from ecornn.cli.onnx_rewrite_command import onnx_rewrite
-from ecornn.cli.report_command import report
-from ecornn.cli.serve_command import serve
+from ecornn.cli.common import Commands
+from ecornn.cli.compile_commands import compile, explain, onnx_rewrite
+from ecornn.cli.log_commands import log, report
+from ecornn.cli.machine_commands import config, doctor, serve
 from ecornn.cli.tune_command import tune
 
 __all__ = ["compile", "main", "tune"]

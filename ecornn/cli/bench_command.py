@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import structs, to_builtins
 
-from ecornn.cli.common import JSON, PROPERTIES, TARGET, as_json, every, plain_errors, told_aloud
-from ecornn.errors import ArgumentError
+from ecornn.cli.common import JSON, PATH, PROPERTIES, TARGET, as_json, every, plain_errors, told_aloud
+from ecornn.errors import ArgumentError, EcornnError, MissingPackageError
 from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
-    from ecornn.bench.case import Case
-    from ecornn.bench.grid import Layer
+    from ecornn.bench.grid import Case, Layer
     from ecornn.bench.measure import Plan
     from ecornn.bench.results import Earlier, Row
 
@@ -55,7 +55,7 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 
 
 @click.command(epilog=EPILOG)
-@click.argument("module", required=False, type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("module", required=False, type=PATH)
 @every([click.option(f"--{name}", **PROPERTIES[name] | CHANGED.get(name, {})) for name in LAYER])
 @TARGET
 @click.option("--threads", type=click.IntRange(1, 1024),
@@ -64,13 +64,13 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
     "Whom to compare with: cudnn, torch, onnxruntime, or none. torch is torch.nn's layer, on a GPU without cuDNN; of a "
     "cell that torch.nn has not a loop over its step. cudnn is, of such a cell, its nearest.  [default: cudnn on a "
     "GPU, torch on a CPU, if PyTorch is installed]"))
-@click.option("--grid", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--grid", type=PATH, metavar="FILE",
               help="Many layers: CSV, or a JSON list of objects, with the options' names, or TOML, which has lists of "
                    "values, and sides of ours that are compiled otherwise. What a line leaves open the options say.")
 @click.option("--only", multiple=True, metavar="WORDS",
               help="Layers of the grid with all of these words in their name; may repeat.")
 @click.option("--list", "listed", is_flag=True, help="Say the grid's layers, measure nothing.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.jsonl",
+@click.option("--output", type=PATH, metavar="FILE.jsonl",
               help="Append each layer's row to this file; those that it has are not measured again, so that the same "
                    "command goes on where it was stopped.")
 @click.option("--jobs", type=click.IntRange(0, 1024), default=0, show_default=True,
@@ -83,7 +83,7 @@ OF_CALL = ("cell", "batch", "seq", "training", "threads")  # what a module's fil
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=2.0, show_default=True,
               help="Of timing each side, about; a few runs at least.")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights and inputs.")
-@click.option("--csv", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+@click.option("--csv", type=PATH, metavar="FILE",
               help="Also write a line for each layer to this file, as they are done.")
 @JSON
 @plain_errors
@@ -100,9 +100,7 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     """
     from ecornn.bench.measure import Plan
     from ecornn.bench.peers import named
-    from ecornn.bench.results import CsvFile, append, environment, read_row
-    from ecornn.bench.row_log import RowLog
-    from ecornn.bench.shown import shown
+    from ecornn.bench.results import CsvFile, RowLog, append, environment, read_row, shown
 
     given = {name: value for name, value in (layer | {"target": target, "threads": threads}).items()
              if value not in (None, False)}
@@ -141,8 +139,6 @@ def bench(module: Path | None, target: str | None, threads: int | None, against:
     if stopped:
         click.echo(f"stopped: {len(rows)} of {len(layers)} layers were done", err=True)
     if json:
-        from msgspec import to_builtins
-
         whole = {"environment": environment(rows[0] if rows else None)}
         as_json(whole | ({"rows": rows} if grid is not None or not rows else to_builtins(rows[0])))
     if stopped or not all(row.good for row in rows):
@@ -153,8 +149,7 @@ def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
           given: dict[str, Any]) -> tuple[int, list[Layer]]:
     """How many calls of a short sequence are timed as one, and the layers. Raises :class:`ArgumentError` for options
     that do not go together."""
-    from ecornn.bench.case import Case
-    from ecornn.bench.grid import Layer, name_of, read_grid
+    from ecornn.bench.grid import Case, Layer, name_of, read_grid
     from ecornn.bench.results import read_cases
 
     def layers(cases: Iterable[Case]) -> list[Layer]:
@@ -165,7 +160,6 @@ def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
     if grid is not None:
         if module is not None:
             raise ArgumentError("--grid", str(grid), "none beside a module's file")
-        from msgspec import structs, to_builtins
 
         def whole(case: Case) -> Case:
             return structs.replace(Case(**given), **to_builtins(case))
@@ -181,33 +175,27 @@ def asked(module: Path | None, grid: Path | None, earlier: Earlier | None,
 
 def measured(layers: list[Layer], plan: Plan, earlier: Earlier | None, jobs: int, longest: float) -> Iterator[Row]:
     """Rows as they are done, with what the grid says of their layers."""
-    rows = in_processes(layers, plan, jobs, longest) if jobs else in_this_process(layers, plan)
-    for layer, row in zip(layers, rows, strict=True):
-        row.name, row.group, row.at_most, row.at_least = layer.name, layer.group, layer.at_most, layer.at_least
-        if earlier is not None:
-            row.earlier = earlier.medians
-            for what in ("device", "schedule"):
-                then, now = getattr(earlier, what), getattr(row, what)
-                if then != now:
-                    click.echo(f"the {what} was {then} then, and is {now} now", err=True)
-        yield row
-
-
-def in_processes(layers: list[Layer], plan: Plan, jobs: int, longest: float) -> Iterator[Row]:
-    """Rows that other processes measure."""
-    from ecornn.bench import processes
+    from ecornn.bench import measure
 
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
-        for number, row in enumerate(processes.measured(layers, plan, Path(folder), jobs, longest), 1):
+        rows = (measure.measured(layers, plan, Path(folder), jobs, longest) if jobs else
+                in_this_process(layers, plan))
+        for number, (layer, row) in enumerate(zip(layers, rows, strict=True), 1):
             if row.failed:
                 click.echo(f"[{number}/{len(layers)}] error: {row.failed}", err=True)
+            row.name, row.group, row.at_most, row.at_least = layer.name, layer.group, layer.at_most, layer.at_least
+            if earlier is not None:
+                row.earlier = earlier.medians
+                for what in ("device", "schedule"):
+                    then, now = getattr(earlier, what), getattr(row, what)
+                    if then != now:
+                        click.echo(f"the {what} was {then} then, and is {now} now", err=True)
             yield row
 
 
 def in_this_process(layers: list[Layer], plan: Plan) -> Iterator[Row]:
     """Rows of the layers. One layer of a grid that cannot be measured does not end the others."""
     from ecornn.bench.measure import failed, measure
-    from ecornn.errors import EcornnError, MissingPackageError
 
     for number, layer in enumerate(layers, 1):
         if len(layers) > 1:
@@ -220,5 +208,4 @@ def in_this_process(layers: list[Layer], plan: Plan) -> Iterator[Row]:
         except EcornnError as error:
             if len(layers) == 1:
                 raise
-            click.echo(f"[{number}/{len(layers)}] error: {error}", err=True)
             yield failed(layer.case, plan, str(error))

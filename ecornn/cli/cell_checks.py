@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from ecornn.analysis import analyse
+from ecornn.analysis.adjoint import adjoint
+from ecornn.analysis.backpropagation import Backpropagated, carry_out
+from ecornn.build.cuda import lower
 from ecornn.cells import Cell
+from ecornn.compiler import compile
 from ecornn.device import Device
 from ecornn.dtypes import SERVED
 from ecornn.errors import CellError, EcornnError, InternalError
 from ecornn.interpreter import interpret
 from ecornn.schedules import Config, Schedule
+from ecornn.schedules.base import Task
+from ecornn.task import adjoint_task, make_program, make_task
 from ecornn.tune import adjoint_oracle, oracle
+from ecornn.tune.choose import candidates, serving_or_raise
 from ecornn.tune.tolerance import GRADIENTS, tolerance
 from ecornn.workload import Traversal, Workload
-
-if TYPE_CHECKING:
-    from ecornn.analysis.backpropagation import Backpropagated
-    from ecornn.schedules.base import Task
 
 RIGHT, WRONG, YES, NO, FAILS = "right", "wrong", "yes", "no", "fails"
 EXACT = 1e-12  # of gradients in float64
@@ -107,7 +111,6 @@ def check_cell(spec: str, cell: Cell, hidden: int, input: int | None, batch: int
                told: Callable[[str], None] = lambda _: None) -> Report:
     """Carries out all checks. ``input`` None: another size than H where the cell takes one; ``told`` is called with
     words that say what comes next."""
-    from ecornn.analysis import analyse
 
     def analysed(size: int) -> Outcome:
         analyse(cell, cell.row_width(size, hidden), hidden)
@@ -153,10 +156,6 @@ class Checks:
 
     def derived(self, given: oracle.Inputs, upstream: adjoint_oracle.Upstream) -> Backpropagated:
         """The gradients that the analysis derives, in float64."""
-        from ecornn.analysis import analyse
-        from ecornn.analysis.adjoint import adjoint
-        from ecornn.analysis.backpropagation import carry_out
-
         width = self.cell.row_width(self.input, self.hidden)
         backward = adjoint(analyse(self.cell, width, self.hidden), self.hidden)
         return carry_out(backward, given.x, given.shaped, given.states, *upstream)
@@ -173,8 +172,6 @@ class Checks:
     # -- CPUs -----------------------------------------------------------------------------------
     def on_cpu(self, device: Device) -> Iterator[Row]:
         """A row for each schedule and type, built and run."""
-        from ecornn.tune.choose import candidates
-
         for schedule in candidates(device):
             types: list[tuple[str, str | None]] = [(dtype, None) for dtype in SERVED["llvm"]]
             for dtype, weights in types + [("float32", w) for w in schedule.weights]:
@@ -184,8 +181,6 @@ class Checks:
     def run_one(self, device: Device, schedule: Schedule, dtype: str,
                 weights: str | None) -> tuple[Outcome, Outcome]:
         """The outcomes of forward and of gradients."""
-        from ecornn.compiler import compile
-
         training = weights is None and self.derivable
         work = self.work(dtype, weights)
         given, upstream = self.inputs(work)
@@ -227,36 +222,22 @@ class Checks:
     # -- GPUs -----------------------------------------------------------------------------------
     def on_gpu(self, device: Device) -> Iterator[Row]:
         """A row for each schedule and type, whose code is generated."""
-        from ecornn.task import make_task
-        from ecornn.tune.choose import candidates
+
+        def training(schedule: Schedule, forward: Task) -> Outcome:
+            """A training step whose recurrence this schedule carries out; the layer may have another one."""
+            task = make_task(self.cell, forward.workload, forward.device, Traversal(keep="states"))
+            return generated(serving_or_raise(task)[0], task, (schedule, adjoint_task(task)))
 
         types: list[tuple[str, str | None]] = [("float32", None), ("float32", "tf32")]
         for schedule in candidates(device):
             for dtype, precision in types + [(d, None) for d in SERVED["cuda"][1:]]:
                 task = make_task(self.cell, self.work(dtype, None, precision), device)
                 yield Row(device.arch, schedule.name, precision or dtype, attempt(partial(generated, schedule, task)),
-                          self.on_gpu_backward(schedule, task))
-
-    def on_gpu_backward(self, schedule: Schedule, forward: Task) -> Outcome:
-        """The outcome of a training step whose recurrence this schedule carries out; the layer may have another one."""
-        from ecornn.task import adjoint_task, make_task
-        from ecornn.tune.choose import serving_or_raise
-
-        if not self.derivable:
-            return UNTRIED
-
-        def training() -> Outcome:
-            task = make_task(self.cell, forward.workload, forward.device, Traversal(keep="states"))
-            return generated(serving_or_raise(task)[0], task, (schedule, adjoint_task(task)))
-
-        return attempt(training)
+                          attempt(partial(training, schedule, task)) if self.derivable else UNTRIED)
 
 
 def generated(schedule: Schedule, task: Task, backward: tuple[Schedule, Task] | None = None) -> Outcome:
     """The CUDA code of a layer, by the schedule's default; ``backward``: with that of its gradients."""
-    from ecornn.build.cuda import lower
-    from ecornn.task import make_program
-
     chosen: list[tuple[Schedule, Config]] = []
     for one, of in filter(None, ((schedule, task), backward)):
         why = one.serves(of)
@@ -278,8 +259,6 @@ def compared(pairs: Any, limit: float, least: float = 0.0) -> Outcome:
         if not np.isfinite(wanted).all():
             raise CellError("from random states the te step has values in float64 that are not finite: name states "
                             "that are never below 0 in `nonnegative`")
-        scale = max(oracle.norm(wanted), least, 1e-30)
-        error = oracle.norm(np.asarray(result, np.float64) - wanted) / scale
-        worst = max(worst, error if np.isfinite(error) else float("inf"))
+        worst = max(worst, oracle.relative_error(result, wanted, max(least, 1e-30)))
     return Outcome(RIGHT if worst <= limit else WRONG, worst, limit,
                    "" if worst <= limit else f"relative error {worst:.1e}, limit {limit:.1e}")

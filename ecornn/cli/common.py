@@ -1,4 +1,4 @@
-"""Parts of all commands: options of a layer, errors without a traceback, and words on what takes long."""
+"""Parts of all commands: options of a layer, errors without a traceback, words on what takes long, help that fits."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ import contextlib
 import functools
 import io
 import os
-import shlex
+import re
 import sys
+import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+import msgspec
 
 from ecornn.boundary import public
 from ecornn.dtypes import DTYPES
 from ecornn.errors import EcornnError, InternalError
-from ecornn.layer_spec import usual_dtype
 from ecornn.workload import BATCH, KEEPS, PRECISIONS, SEQ, WEIGHTS, Workload
 
 F = TypeVar("F", bound=Callable[..., Any])
 EVERY = 5.0  # seconds of silence, at most, while something goes on
 STOPPED = 130  # as shells say of a program that SIGINT has ended
 SIZE = click.IntRange(min=1, max=1 << 20)
+PATH = click.Path(dir_okay=False, path_type=Path)
+NARROW, NAMES = 70, 12  # columns; below NARROW names of options have so many, and stand above what they mean if longer
+GAP = re.compile(r"( *)(\S.*?) {2,}(\S.*)")  # a command, or a word, and what it does
+TOGETHER = re.compile(r"(?<= )--?[a-z][a-z-]* (?!-)|'[^']*'")  # an option with its value, and what is quoted
 
 
 def plain_errors(function: F) -> F:
@@ -45,11 +51,8 @@ def plain_errors(function: F) -> F:
                 traceback.print_exception(error)
             click.echo(f"error: {error} (ECORNN_TRACEBACK=1 shows the traceback)", err=True)
             raise SystemExit(1) from None
-        except EcornnError as error:
-            click.echo(f"error: {error}", err=True)
-            raise SystemExit(2) from None
-        except OSError as error:
-            if error.filename is None:
+        except (EcornnError, OSError) as error:
+            if isinstance(error, OSError) and error.filename is None:
                 raise
             click.echo(f"error: {error}", err=True)
             raise SystemExit(2) from None
@@ -141,8 +144,6 @@ JSON = click.option("--json", is_flag=True, help="The result as JSON on standard
 
 def as_json(value: Any) -> None:
     """Prints a result for programs: one object, indented."""
-    import msgspec
-
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
@@ -202,35 +203,59 @@ def layer_options(required: bool = True, many: bool = False, target: bool = True
     return every(options)
 
 
-def stack_options() -> Callable[[F], F]:
-    """A decorator that adds the options of a stack."""
-    return every([click.option(f"--{name}", **settings) for name, settings in PROPERTIES.items()
-                  if name not in Workload.__struct_fields__])
-
-
 def every(options: list[Callable[[F], F]]) -> Callable[[F], F]:
     """A decorator that adds all of the options, which the help text lists in this order."""
-    def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+    return lambda function: functools.reduce(lambda made, option: option(made), reversed(options), function)
 
 
-def command_line(program: str, options: dict[str, object]) -> str:
-    """A command to be pasted into a shell. Options that are None or False are left out, True makes a flag."""
-    words = [program]
-    for name, value in options.items():
-        if value is not None and value is not False:
-            words += [name] if value is True else [name, str(value)]
-    return shlex.join(words)
+def folded(paragraph: str, room: int) -> Iterator[str]:
+    """Lines of a paragraph that stands as it is, in ``room`` columns. Lines of text are wrapped; commands, which are
+    indented, go on behind a backslash, so that they can still be pasted, and what they do goes below all of them."""
+    lines = paragraph.splitlines()
+    below = any(len(line) > room for line in lines if GAP.fullmatch(line))
+    for line in lines:
+        parts = GAP.fullmatch(line) if below else None
+        indent, text, does = parts.groups() if parts else (" " * (len(line) - len(line.lstrip())), line.strip(), "")
+        command, glued = bool(indent), TOGETHER.sub(lambda m: m[0].replace(" ", "\0"), text)
+        wrapped = textwrap.wrap(glued, room - 2 * command, break_long_words=False, break_on_hyphens=False,
+                                initial_indent=indent, subsequent_indent=indent + "    " * command) or [line]
+        yield "\n".join(part + " \\" * (command and part is not wrapped[-1]) for part in wrapped).replace("\0", " ")
+        yield from textwrap.wrap(does, room, initial_indent=indent + "    ", subsequent_indent=indent + "    ")
 
 
-def default_dtype(dtype: str | None, precision: str | None, target: str | None) -> tuple[str, str]:
-    """The data type and the target, with defaults filled in."""
-    from ecornn.tune.choose import default_target
+class Formatter(click.HelpFormatter):
+    """Click's, for narrow terminals, too."""
 
-    chosen = target or default_target()
-    gpu = chosen == "cuda" or chosen.startswith("sm_")
-    return dtype or usual_dtype("cuda" if gpu else "llvm", precision), chosen
+    def write_dl(self, rows: Iterable[tuple[str, str]], col_max: int = 30, col_spacing: int = 2) -> None:
+        """Options or commands with what they mean."""
+        super().write_dl(rows, col_max if self.width >= NARROW else NAMES, col_spacing)
+
+    def write_text(self, text: str) -> None:
+        """Paragraphs; those that begin with a backspace stand as they are."""
+        room = self.width - self.current_indent
+        super().write_text("\n\n".join("\n".join(folded(part, room)) if part.startswith("\b") else part
+                                       for part in text.split("\n\n")))
+
+
+class Context(click.Context):
+    """The context of a command whose help fits its terminal."""
+
+    formatter_class = Formatter
+
+
+class Commands(click.Group):
+    """A group whose commands' help fits, and whose own says of each what it does in a whole sentence."""
+
+    context_class = Context
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        """Adds a command, whose help is made to fit."""
+        cmd.context_class = Context
+        super().add_command(cmd, name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table of commands."""
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)

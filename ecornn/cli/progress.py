@@ -1,19 +1,30 @@
-"""Showing how a tuning run goes: a bar on a terminal, a line now and then elsewhere."""
+"""Showing how a tuning run goes: a bar on a terminal, a line now and then elsewhere; PyTorch's layer as a mark."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from ecornn.bench.peers import TORCH, layer_of
 from ecornn.cli.common import Heartbeat
+from ecornn.workload import SINGLE, Workload
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
+    from ecornn.device import Device
     from ecornn.tune.tuner import Progress
+
+SECONDS = 1.0  # of runs
+PATIENCE = 20.0  # seconds, with the import of PyTorch
 
 
 class Meter:
@@ -122,3 +133,39 @@ def duration(seconds: float) -> str:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
     return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
+
+
+def torch_us(work: Workload, device: Device) -> float | None:
+    """µs a step of PyTorch's layer, timed in a process of its own, which this one need not import PyTorch for; None
+    where there is no such layer, no PyTorch for the device, or no time within ``PATIENCE``."""
+    if importlib.util.find_spec("torch") is None or work.cell not in TORCH or work.weights or work.backward:
+        return None
+    asked = msgspec.json.encode((device.kind, work)).decode()
+    try:
+        done = subprocess.run([sys.executable, "-m", __name__, asked], capture_output=True, text=True, timeout=PATIENCE)
+        return float(done.stdout) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+def _main(asked: str) -> None:
+    """Prints the median of a few runs."""
+    import statistics
+
+    import torch
+
+    from ecornn.tune.timing import Contestant, event_clock, race, wall_clock
+
+    kind, work = msgspec.json.decode(asked, type=tuple[str, Workload])
+    if kind == "cuda":
+        torch.backends.cudnn.allow_tf32 = work.precision == "tf32"  # exact float32 against exact float32
+    layer = layer_of(work, SINGLE, kind)
+    x = torch.rand(work.seq, work.batch, work.input).to(device="cuda" if kind == "cuda" else "cpu",
+                                                        dtype=getattr(torch, work.dtype))
+    with torch.inference_mode():
+        (times,) = race([Contestant(lambda: layer(x), event_clock if kind == "cuda" else wall_clock)], seconds=SECONDS)
+    print(statistics.median(times) / work.seq * 1e6)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ecornn.cli.common import (
-    JSON,
-    STOPPED,
-    as_json,
-    command_line,
-    layer_options,
-    load_tvm,
-    plain_errors,
-    said_while,
-)
-from ecornn.errors import ArgumentError
+from ecornn.cli.common import JSON, PATH, STOPPED, as_json, layer_options, load_tvm, plain_errors, said_while
+from ecornn.errors import ArgumentError, CellError, DTypeError, ScheduleError
 from ecornn.interrupts import ENDING, safe_interrupts
 from ecornn.workload import Workload
 
@@ -89,7 +80,7 @@ ONE_SEARCH = "A CPU's backward pass has no knobs: what was found is the forward 
               help="Of the search and of the random data.")
 @click.option("--resume/--no-resume", default=True, show_default=True,
               help="Go on with the run that the log has.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG.jsonl",
+@click.option("--output", type=PATH, metavar="LOG.jsonl",
               help="Log file.  [default: one for each layer and device in your data folder]")
 @click.option("--schedule", help="Search this schedule only.")
 @click.option("--torch/--no-torch", default=True, show_default=True,
@@ -167,9 +158,7 @@ def run(console: Console, session: Session, asked: Sequence[dict[str, Any]], tar
     best. One that no schedule serves does not end the rest."""
     from rich.console import Console
 
-    from ecornn.cli.progress import Meter
-    from ecornn.cli.torch_peer import torch_us
-    from ecornn.errors import CellError, DTypeError, ScheduleError
+    from ecornn.cli.progress import Meter, torch_us
 
     progress = Console(stderr=True, soft_wrap=True, highlight=False)
     if session.tracker is not None:  # a compilation, which has no tracker, is for this machine unless it is told
@@ -302,11 +291,12 @@ def show(console: Console, result: Result) -> None:
 
 
 def use_of(result: Result, layer: LayerSpec, target: str | None) -> str:
-    """The command that compiles what was tuned."""
+    """The command that compiles what was tuned, to be pasted into a shell."""
     work, name = result.workload, result.workload.cell.split("@")[0]
-    options = {f"--{key}": getattr(work, key) for key in NAMES}
-    return command_line("ecornn-compile", {**options, "--cell": str(layer.cell), "--training": layer.training,
-                                           "--target": target, "-o": f"{name}{work.hidden}.so"})
+    options = {key: getattr(work, key) for key in NAMES} | {"cell": str(layer.cell)}
+    words = [word for key, value in options.items() if value is not None for word in (f"--{key}", str(value))]
+    words += ["--training"] * layer.training + (["--target", target] if target is not None else [])
+    return shlex.join(["ecornn-compile", *words, "-o", f"{name}{work.hidden}.so"])
 
 
 def combinations(given: Mapping[str, Any]) -> list[dict[str, Any]]:

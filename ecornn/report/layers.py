@@ -1,21 +1,29 @@
-"""The best of every layer of a log beside its floor."""
+"""The best of every layer of a log beside its floor; what its schedule says of it, and the lines of code that each knob
+makes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ecornn.cells import get
 from ecornn.errors import EcornnError
 from ecornn.explain import CHIP_WORDS, FloorTerms, StepSummary, chip_of, floor_terms, summary
+from ecornn.floor import measured
+from ecornn.quick_tvm import import_tvm
 from ecornn.report.roles import Kernel, kernel_of
-from ecornn.schedules.base import Config, Cut, Schedule, Task
+from ecornn.schedules import all_schedules, revisions
+from ecornn.schedules.base import Config, Cut, Knob, Schedule, Task, Value
+from ecornn.task import make_task
 from ecornn.tune.log import Log
 from ecornn.tune.lookup import up_to_date
 from ecornn.tune.record import Trial
 from ecornn.tune.selection import best_lines
 
 T = TypeVar("T")
+MOST = 3000  # lines that are compared
 
 
 @dataclass(frozen=True)
@@ -29,8 +37,6 @@ class Layer:
 
 def layers(log: Log) -> list[Layer]:
     """The best layers of a log, by device, cell, type, B and H."""
-    from ecornn.schedules import revisions
-
     best = []
     for line in best_lines(log, revisions()):
         assert isinstance(line.record, Trial)
@@ -47,10 +53,6 @@ def order(trial: Trial) -> tuple[object, ...]:
 
 def task_of(trial: Trial) -> Task | None:
     """The task of a trial; None where its cell is nobody's here."""
-    from ecornn.cells import get
-    from ecornn.quick_tvm import import_tvm
-    from ecornn.task import make_task
-
     import_tvm()
     try:
         return make_task(get(trial.workload.cell), trial.workload, trial.device)
@@ -60,8 +62,6 @@ def task_of(trial: Trial) -> Task | None:
 
 def floor_of(trial: Trial) -> FloorTerms | None:
     """The floor of a layer's step; None of a backward pass, and where it is not known."""
-    from ecornn.floor import measured
-
     if trial.workload.backward or measured(trial.device.name) is None:
         return None
     task = task_of(trial)
@@ -73,19 +73,11 @@ def step_of(task: Task | None) -> StepSummary | None:
     return summary(task) if task is not None else None
 
 
-def schedule_of(trial: Trial, task: Task | None) -> Schedule | None:
-    """The schedule of a trial; None where it has changed since, or there is no task."""
-    from ecornn.schedules import all_schedules
-
-    schedule = all_schedules().get(trial.schedule)
-    return schedule if task is not None and schedule is not None and schedule.revision == trial.revision else None
-
-
 def asked(trial: Trial, task: Task | None, question: Callable[[Schedule, Task, Config], T]) -> T | None:
-    """A schedule's answer on the configuration of a trial, with the knobs that it has got since then; None where the
-    schedule is not there, or has changed."""
-    schedule = schedule_of(trial, task)
-    if schedule is None or task is None:
+    """A schedule's answer on the configuration of a trial, with the knobs that it has got since then; None without a
+    task, and where the schedule is not there, or has changed."""
+    schedule = all_schedules().get(trial.schedule)
+    if task is None or schedule is None or schedule.revision != trial.revision:
         return None
     try:
         return question(schedule, task, up_to_date(trial, schedule, task).config)
@@ -124,3 +116,63 @@ def teraflops(trial: Trial, step: StepSummary | None) -> float | None:
         return None
     of_x = step.hoisted * work.hidden * work.input * work.batch
     return 2 * (step.multiplications + of_x) / trial.times.median / 1e6
+
+
+@dataclass(frozen=True)
+class MarkedCode:
+    """The function of a program that knobs change most: its lines, each with the knobs that would change it, and the
+    other values that these were compared with; ``alone``: knobs without another value that goes with the rest."""
+
+    name: str
+    lines: list[tuple[str, list[str]]]
+    others: dict[str, Value]
+    alone: list[str]
+
+
+def marked(trial: Trial, task: Task | None) -> MarkedCode | None:
+    """The code of a trial; None where its schedule has changed since, or its code is too long to compare."""
+    return asked(trial, task, _marked)
+
+
+def _marked(schedule: Schedule, task: Task, config: Config) -> MarkedCode | None:
+    functions = _functions(schedule, task, config)
+    if sum(map(len, functions.values())) > MOST:
+        return None
+    knobs: dict[str, list[list[str]]] = {name: [[] for _ in lines] for name, lines in functions.items()}
+    others: dict[str, Value] = {}
+    alone = []
+    for knob in schedule.knobs(task):
+        other = _other(schedule, task, config, knob)
+        if other is None:
+            alone.append(knob.name)
+            continue
+        others[knob.name] = other
+        changed = _functions(schedule, task, {**config, knob.name: other})
+        for name, lines in functions.items():
+            for number in _made(lines, changed.get(name, [])):
+                knobs[name][number].append(knob.name)
+    name = max(functions, key=lambda one: sum(map(bool, knobs[one])))
+    return MarkedCode(name, list(zip(functions[name], knobs[name], strict=True)), others, alone)
+
+
+def _functions(schedule: Schedule, task: Task, config: Config) -> Mapping[str, list[str]]:
+    """TVM's text of each function."""
+    program = schedule.program(task, schedule.plan(task, config))
+    return {name: function.script().splitlines() for name, function in program.functions.items()}
+
+
+def _other(schedule: Schedule, task: Task, config: Config, knob: Knob) -> Value | None:
+    """The nearest other value that is possible with the rest."""
+    values = list(knob.values)
+    here = values.index(config[knob.name]) if config.get(knob.name) in values else 0
+    near = sorted(values, key=lambda one: abs(values.index(one) - here))
+    return next((value for value in near if value != config.get(knob.name)
+                 and schedule.check(task, {**config, knob.name: value}) is None), None)
+
+
+def _made(lines: list[str], other: list[str]) -> list[int]:
+    """The numbers of lines that the other code has not, in its order."""
+    compared = difflib.SequenceMatcher(None, [line.strip() for line in other], [line.strip() for line in lines],
+                                       autojunk=False)
+    return [number for what, _, _, first, last in compared.get_opcodes() if what in ("replace", "insert")
+            for number in range(first, last)]

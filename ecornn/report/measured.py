@@ -70,7 +70,8 @@ def measured(paths: Iterable[Path]) -> Measured:
     rows: dict[tuple[object, ...], Beside] = {}
     names = []
     for path in paths:
-        results = list(_grid(path) if path.suffix == ".jsonl" else _bench(path))
+        results = list(_grid(path) if path.suffix == ".jsonl" else
+                       (found for _, values in lines_of(path) for found in _of(values)))
         if not results:
             raise ArgumentError("--results", str(path), "results of `ecornn bench --json` or --csv, or JSON lines of "
                                 "benchmarks/, with times of single layers")
@@ -81,12 +82,6 @@ def measured(paths: Iterable[Path]) -> Measured:
                 known.stages, known.schedule, known.config = one.stages, one.schedule, one.config
         names.append(path.name)
     return Measured(rows, tuple(names))
-
-
-def _bench(path: Path) -> Iterator[tuple[tuple[object, ...], Beside]]:
-    """Rows of ``ecornn bench`` that are one sequence, forward."""
-    for _, values in lines_of(path):
-        yield from _of(values)
 
 
 def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
@@ -103,7 +98,7 @@ def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
         several = int(case.get("layers") or 1) > 1
     except (KeyError, ValueError, TypeError, msgspec.ValidationError):  # not a row of results
         return
-    if several or any(_yes(case.get(name)) for name in ("training", "bidirectional")):
+    if several or any(str(case.get(name)) == "True" for name in ("training", "bidirectional")):  # CSV has words
         return
     times = {side: float(us) for side in PEERS if (us := median_of(values, side)) not in ("", None)}
     stages = stages_of(values) if isinstance(values.get("stages"), dict) else {}
@@ -117,11 +112,6 @@ def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
 def stages_of(row: dict[str, Any]) -> dict[str, float]:
     """µs a step of stages, by the names that estimates have."""
     return {STAGES.get(name, name): max(0.0, us) for name, us in row.get("stages", {}).items()}
-
-
-def _yes(value: object) -> bool:
-    """True for a value of JSON, or a word of CSV, that is true."""
-    return value is True or str(value) == "True"
 
 
 def _grid(path: Path) -> Iterator[tuple[tuple[object, ...], Beside]]:

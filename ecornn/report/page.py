@@ -1,51 +1,149 @@
-"""The page itself, by a template of Jinja that escapes all that it is given."""
+"""The page itself, by a template of Jinja that escapes all that it is given, and its pictures of what the log and the
+schedules say: layers on a chip, times of a step, lines by size, rooflines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+from ecornn.device import Device
 from ecornn.errors import MissingPackageError
-from ecornn.explain import FloorTerms, StepSummary
-from ecornn.report import step_picture, svg
-from ecornn.report.code import MarkedCode, marked
-from ecornn.report.effects import Effect, effects
-from ecornn.report.layers import chip, cut_of, floor_of, layers, roles_of, stages_of, step_of, task_of, teraflops
+from ecornn.explain import FloorTerms
+from ecornn.floor import SLOWER, measured
+from ecornn.report import layers, svg
 from ecornn.report.measured import NOTHING, Measured
-from ecornn.report.pictures import chip_map, chip_words, plots, rooflines, time_picture
-from ecornn.report.searches import SearchRun, searches
+from ecornn.report.roles import picture
+from ecornn.report.searches import SearchRun, effects, searches
+from ecornn.schedules.base import Cut
+from ecornn.schedules.rates import gpu_rates
 from ecornn.tune.journal import words
 from ecornn.tune.log import Log
 
+COLOURS = 6  # of groups; a seventh has that of the first
+LEAST = 3  # different operations a byte that make a roofline
+TERMS = {"exchange": "fill0", "products": "fill1", "product of x": "fill2", "bytes": "fill3", "gates": "fill4",
+         "recurrence": "fill5", "memory": "fill3"}  # memory is to a step what bytes are to the floor
+SERIES, LINES = 3, 4  # sizes that make a line, and lines of a picture, those of most sizes
 SEARCHES, LAYERS = 12, 200  # shown of each, the latest and the first
 CODES = 2  # searches whose code is shown, the latest
 FEW = 24  # layers in a table that is open
 NAMES = {"cudnn": "cuDNN", "torch": "PyTorch", "onnxruntime": "ONNX Runtime"}
 
 
-@dataclass(frozen=True)
-class Section:
-    """A search with all that is drawn of it; pictures are SVG."""
+def chip_map(cut: Cut, device: Device) -> str:
+    """A square for each multiprocessor, in the order of blocks, which the GPU places as it likes."""
+    return svg.squares(list(_squares(cut, device.cores)))
 
-    run: SearchRun
-    title: str
-    gain: str
-    peers: dict[str, float]
-    curve: str
-    effects: list[tuple[Effect, str]]
-    step: StepSummary | None
-    teraflops: float | None
-    chip: dict[str, float]
-    map: str
-    map_words: str
-    roles: str
-    floor: FloorTerms | None
-    stages: dict[str, float]
-    left_out: dict[str, float]
-    time_picture: str
-    code: MarkedCode | None
+
+def _squares(cut: Cut, cores: int) -> Iterator[tuple[str, str]]:
+    for group in range(cut.groups):
+        for block in range(cut.blocks):
+            first = block // cut.parts * cut.units
+            part = f", part {block % cut.parts + 1} of {cut.parts} of K" if cut.parts > 1 else ""
+            units = f"units {first} to {first + cut.units - 1}"
+            yield f"fill{group % COLOURS}", f"group {group}, block {block}: {units}{part}"
+    for worker in range(cut.workers):
+        yield "worker", f"worker {worker}: products of x"
+    for _ in range(cores - cut.groups * cut.blocks - cut.workers):
+        yield "idle", "idle"
+
+
+def chip_words(cut: Cut, device: Device) -> str:
+    """The caption of :func:`chip_map`."""
+    idle = device.cores - cut.groups * cut.blocks - cut.workers
+    heads = f", for one of {cut.heads} heads" if cut.heads > 1 else ""
+    rows = f"{cut.rows} row{'s' * (cut.rows != 1)}"
+    several = f"{cut.groups} groups (a colour each)" if cut.groups > 1 else "One group"
+    owner = "a block" if cut.parts == 1 else f"a set of {cut.parts} blocks, each with its part of K,"
+    waits = (f"In every step a block waits for the state of the {cut.blocks - 1} others of its group, through "
+             f"{'L2' if cut.by == 'L2' else 'the shared memory of their cluster'}" if cut.blocks > 1 else
+             "No block waits for another one")
+    places = ", ".join(f"{size / 1024:,.0f} KiB in {where}" for where, size in cut.held.items() if size)
+    others = [f"{cut.workers} blocks multiply x (outlined)" if cut.workers else "",
+              f"{idle} idle (grey)" if idle else ""]
+    beside = "".join(f"; {one}" for one in others if one)
+    return (f"{several} of {cut.blocks} blocks, each group with all recurrent weights{heads} and {rows} "
+            f"of the batch; {owner} owns {cut.units} hidden units{beside}. {waits}. Weights of a block: {places}.")
+
+
+def time_picture(floor: FloorTerms | None, stages: dict[str, float], left_out: dict[str, float],
+                 whole: float) -> str:
+    """The floor, the estimate by its stages, these as measured, and the whole, µs, on one scale; nothing where the
+    whole is all there is."""
+    rows: list[Any] = []
+    if floor is not None:
+        rows.append(("floor", terms({"exchange": floor.exchange_us, "products": floor.products_us,
+                                     "product of x": floor.hoisted_us, "bytes": floor.bytes_us})))
+    if stages:
+        rows.append(("estimate", terms(stages)))
+    if left_out:
+        rows.append(("stages", terms(left_out)))
+    return svg.stacked([*rows, ("measured", [("measured", "measured", whole)])], "µs") if rows else ""
+
+
+def terms(stages: dict[str, float]) -> list[tuple[str, str, float]]:
+    """The terms of a row of :func:`time_picture`, in the order of :data:`TERMS`."""
+    return [(TERMS[name], name, stages[name]) for name in TERMS if name in stages]
+
+
+def plots(best: list[layers.Layer], results: Measured = NOTHING) -> list[tuple[str, str]]:
+    """µs a step against H, a line for each B, beside the floor and the fastest other library; one picture for each
+    device, cell and type that has lines."""
+    groups: dict[str, dict[int, dict[int, layers.Layer]]] = {}
+    for one in best:
+        work = one.trial.workload
+        if work.input == work.hidden and not work.backward and one.trial.times:
+            of = " ".join(filter(None, (work.cell, work.dtype, work.precision, work.weights)))
+            sizes = groups.setdefault(f"{of} on {one.trial.device.name}", {}).setdefault(work.batch, {})
+            other = sizes.get(work.hidden)  # of several T the longest is nearest to a step of many
+            if other is None or other.trial.workload.seq < work.seq:
+                sizes[work.hidden] = one
+    pictures = []
+    for name, batches in groups.items():
+        series: list[Any] = []
+        for batch, sizes in sorted(batches.items()):
+            points = [(float(h), one.trial.times.median) for h, one in sorted(sizes.items()) if one.trial.times]
+            floors = [(float(h), one.floor.total_us) for h, one in sorted(sizes.items()) if one.floor]
+            others = [(float(h), min(peers.values())) for h, one in sorted(sizes.items())
+                      if (peers := results.peers(one.trial))]
+            if len(points) >= SERIES:
+                series.append((f"B={batch}", points, floors, others))
+        if series:
+            most = sorted(series, key=lambda one: -len(one[1]))[:LINES]
+            pictures.append((name, svg.lines([one for one in series if one in most])))
+    return pictures
+
+
+def rooflines(best: list[layers.Layer]) -> list[tuple[str, str]]:
+    """A picture for each device and arithmetic that has a few layers, and whose rates are known.
+
+    Operations a byte are those of a step for each byte of recurrent weights: a kernel that reads these in every step
+    cannot be above the line of the memory that they come from.
+    """
+    groups: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    for one in best:
+        trial, work = one.trial, one.trial.workload
+        arithmetic = "tf32" if work.precision == "tf32" else work.dtype
+        if measured(trial.device.name) is None or arithmetic not in SLOWER:
+            continue
+        step = layers.step_of(layers.task_of(trial))
+        rate = layers.teraflops(trial, step)
+        if step is not None and rate is not None and step.weight_bytes:
+            assert trial.times is not None
+            groups.setdefault((trial.device.name, arithmetic), []).append((
+                2 * step.multiplications / step.weight_bytes, rate,
+                f"{work}: {rate:.3g} TFLOP/s, {trial.times.median:.4g} µs"))
+    pictures = []
+    for (device, arithmetic), points in sorted(groups.items()):
+        gpu = measured(device)
+        if gpu is not None and len({x for x, _, _ in points}) >= LEAST:
+            bounds = gpu_rates(gpu).bounds
+            slopes = [("L2", bounds.l2 / 1e3), ("memory", bounds.memory / 1e3)]
+            pictures.append((f"{arithmetic} on {device}",
+                             svg.roofline(points, slopes, bounds.tensor * gpu.cores / SLOWER[arithmetic] / 1e3)))
+    return pictures
 
 
 def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report", results: Measured = NOTHING,
@@ -61,7 +159,7 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
     except ImportError as error:
         raise MissingPackageError("jinja2 is not installed, by which pages are written: pip install 'jinja2>=3.1'"
                                   ) from error
-    runs, best = searches(log), layers(log)
+    runs, best = searches(log), layers.layers(log)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                      lstrip_blocks=True)
     environment.filters["us"] = lambda value: f"{value:.4g}"
@@ -77,21 +175,23 @@ def render(log: Log, *, most: int = SEARCHES, title: str = "ecornn tuning report
                            problems=log.problems, results=results.files, names=NAMES, few=FEW)
 
 
-def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> Section:
-    """The page's section on one search. ``code``: True adds the generated code and the picture of a step."""
+def section(run: SearchRun, code: bool = False, results: Measured = NOTHING) -> dict[str, Any]:
+    """The section on one search, as the template reads it; pictures are SVG. ``code``: True adds the generated code and
+    the picture of a step."""
     best, default, gain = run.best, run.default, run.gain
     assert best is not None and best.times is not None
-    task = task_of(best)
-    floor, step = floor_of(best), step_of(task)
-    cut, stages, left_out = cut_of(best, task), stages_of(best, task), results.stages(best)
-    kernel = roles_of(best, task) if code and cut else None
-    shown = [(one, svg.ranges([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
-             for one in effects(run, task)]
+    task = layers.task_of(best)
+    floor, step = layers.floor_of(best), layers.step_of(task)
+    cut, stages, left_out = layers.cut_of(best, task), layers.stages_of(best, task), results.stages(best)
+    kernel = layers.roles_of(best, task) if code and cut else None
     default_us = default.times.median if default is not None and default.times else None
-    return Section(run, str(best.workload), words(gain, default_us) if gain and default_us else "",
-                   results.peers(best),
-                   svg.curve(run.curve(), default_us), shown, step, teraflops(best, step), chip(best, task),
-                   chip_map(cut, best.device) if cut else "", chip_words(cut, best.device) if cut else "",
-                   step_picture.picture(kernel) if kernel else "",
-                   floor, stages, left_out, time_picture(floor, stages, left_out, best.times.median),
-                   marked(best, task) if code else None)
+    return {
+        "run": run, "title": str(best.workload), "gain": words(gain, default_us) if gain and default_us else "",
+        "peers": results.peers(best), "curve": svg.curve(run.curve(), default_us),
+        "effects": [(one, svg.ranges([(str(v.value), v.fastest, v.median, v.chosen) for v in one.values[:24]], "µs"))
+                    for one in effects(run, task)],
+        "step": step, "teraflops": layers.teraflops(best, step), "chip": layers.chip(best, task),
+        "map": chip_map(cut, best.device) if cut else "", "map_words": chip_words(cut, best.device) if cut else "",
+        "roles": picture(kernel) if kernel else "", "floor": floor, "stages": stages, "left_out": left_out,
+        "time_picture": time_picture(floor, stages, left_out, best.times.median),
+        "code": layers.marked(best, task) if code else None}

@@ -7,7 +7,7 @@ that its words can be read there; elsewhere the page makes it a little larger.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -58,6 +58,14 @@ class Axis:
         step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= span)
         first = math.ceil(self.low / step)
         return [n * step for n in range(first, math.floor(self.high / step) + 1)]
+
+    def apart(self, values: Iterable[float], gap: float) -> list[float]:
+        """Values to mark, in order, each more than ``gap`` pixels from the one before."""
+        marks: list[float] = []
+        for value in sorted({*values}):
+            if not marks or self(value) - self(marks[-1]) > gap:
+                marks.append(value)
+        return marks
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "middle") -> str:
@@ -165,10 +173,7 @@ def roofline(points: Sequence[tuple[float, float, str]], slopes: Sequence[tuple[
     least = min(rate for _, rate, _ in points)
     x = Axis.of([i for i, _, _ in points], LEFT, WIDTH - RIGHT - 80, log=True)
     y = Axis.of([least, roof], HEIGHT - BOTTOM, TOP + 8, log=True)
-    marks: list[float] = []
-    for i in sorted({i for i, _, _ in points}):
-        if not marks or x(i) - x(marks[-1]) > 26:
-            marks.append(i)
+    marks = x.apart([i for i, _, _ in points], 26)
     parts = list(grid(x, y, "operations a byte of recurrent weights", "TFLOP/s", marks))
     parts.append(f'<line class="default" x1="{x.begin}" x2="{x.end}" y1="{y(roof)}" y2="{y(roof)}"/>')
     parts += [f'<circle class="layer" cx="{x(i)}" cy="{y(rate)}" r="3"><title>{escape(title)}</title></circle>'
@@ -190,11 +195,8 @@ def lines(series: Sequence[tuple[str, Points, Points, Points]]) -> str:
     every = [p for _, *several in series for points in several for p in points]
     x = Axis.of([h for h, _ in every], LEFT, WIDTH - RIGHT - 46, log=True)
     y = Axis.of([us for _, us in every], HEIGHT - BOTTOM, TOP, log=True)
-    marks: list[float] = []
-    for h in sorted({h for h, _ in every}):
-        if not marks or x(h) - x(marks[-1]) > 34:
-            marks.append(h)
-    parts, places = list(grid(x, y, "hidden units H", "µs a step", marks)), beside([y(p[-1][1]) for _, p, *_ in series])
+    parts = list(grid(x, y, "hidden units H", "µs a step", x.apart([h for h, _ in every], 34)))
+    places = beside([y(points[-1][1]) for _, points, *_ in series])
     for number, (name, points, floors, others) in enumerate(series):
         kind = f"series{number % 6}"
         if len(floors) > 1:

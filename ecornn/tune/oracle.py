@@ -132,12 +132,13 @@ def save(path: Path, x: Array, y: Array, first: Sequence[Array], last: Sequence[
         np.savez(file, **arrays)  # type: ignore[arg-type]  # names of arrays, and none of its own options
 
 
-def relative_error(got: Any, expected: Any) -> float:
-    """||got - expected|| / ||expected||; infinite where ``got`` has a NaN or another shape."""
+def relative_error(got: Any, expected: Any, least: float = 1e-30) -> float:
+    """||got - expected|| / ||expected||, or to ``least`` if that is more; infinite where ``got`` has what is no number,
+    or another shape."""
     got = np.asarray(got, np.float64)
     if got.shape != expected.shape or not np.isfinite(got).all():
         return float("inf")
-    return norm(got - expected) / max(norm(expected), 1e-30)
+    return norm(got - expected) / max(norm(expected), least)
 
 
 def norm(values: Any) -> float:

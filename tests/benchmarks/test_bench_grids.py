@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from ecornn.bench import host_turns
+from ecornn.bench import turns
 from ecornn.bench.grid import read_grid, selected
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.results import RowLog
 from ecornn.cli import main
 from ecornn.errors import ArgumentError
 from ecornn.report.measured import measured
@@ -40,8 +40,8 @@ at_most = 100.0
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(host_turns, "foreign", lambda: 0.0)
-    monkeypatch.setattr(host_turns, "settle", lambda: None)
+    monkeypatch.setattr(turns, "foreign", lambda: 0.0)
+    monkeypatch.setattr(turns, "settle", lambda: None)
     yield
 
 

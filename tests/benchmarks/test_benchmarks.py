@@ -19,11 +19,8 @@ from measured_rows import Results, mean, of_bench, read
 from rooms import ROOT
 
 from ecornn import floor as floors
-from ecornn.bench.case import Case
-from ecornn.bench.grid import Layer, read_grid
-from ecornn.bench.own import ALIKE, Own
-from ecornn.bench.results import Row
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.grid import ALIKE, Case, Layer, Own, read_grid
+from ecornn.bench.results import Row, RowLog
 from ecornn.bench.turns import Times
 from ecornn.errors import ScheduleError
 from ecornn.schedules.rates import gpu_rates

@@ -21,10 +21,9 @@ from unmultiplied import without_products
 
 import ecornn
 from ecornn import floor as floors
-from ecornn.bench import host_turns
+from ecornn.bench import turns
 from ecornn.bench.measure import Plan, measure
-from ecornn.bench.results import append
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.results import RowLog, append
 from ecornn.build.cuda import lower
 from ecornn.cells.naming import load_cell
 from ecornn.compiler import plan
@@ -45,8 +44,8 @@ def row_of(cell: str, dtype: str, schedule: str, config: dict, size: tuple[int, 
 
 def test_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Stages of real kernels, on this CPU, add up."""
-    monkeypatch.setattr(host_turns, "foreign", lambda: 0.0)
-    monkeypatch.setattr(host_turns, "settle", lambda: None)
+    monkeypatch.setattr(turns, "foreign", lambda: 0.0)
+    monkeypatch.setattr(turns, "settle", lambda: None)
     layer = why_above_floor.layer_of(row_of("lstm", "float32", "cpu_sequence", {}, (5, 3, 8, 8)))
     found = measure(structs.replace(layer.case, target="cpu", threads=1), Plan((), 0.02, own=layer.own))
     row = of_bench(to_builtins(found))

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ecornn.bench.case import Case
-from ecornn.bench.grid import Layer
-from ecornn.bench.row_log import RowLog
+from ecornn.bench.grid import Case, Layer
+from ecornn.bench.results import RowLog
 from ecornn.targets import KNOWN
 
 CPU = {"hidden": 8, "batch": 2, "seq": 3, "dtype": "float32", "target": "cpu"}

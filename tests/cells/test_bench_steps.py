@@ -13,9 +13,8 @@ import step_cells
 import torch
 from tvm import te, tirx
 
-from ecornn.bench.step_loop import StepLoop
-from ecornn.bench.torch_layers import nearest
-from ecornn.bench.torch_step import torch_step
+from ecornn.bench.peers import nearest
+from ecornn.bench.step_loop import StepLoop, torch_step
 from ecornn.cells import BUILTIN, Cell, get, pointwise, product
 from ecornn.errors import CellError
 from ecornn.interpreter import interpret

@@ -13,7 +13,7 @@ from tvm import te, tirx, topi
 
 import ecornn
 from ecornn.analysis import analyse
-from ecornn.bench.torch_step import torch_step
+from ecornn.bench.step_loop import torch_step
 from ecornn.cells import Cell, get, pointwise, product
 from ecornn.cli.step_text import step_text
 from ecornn.compiler import plan_layer

@@ -18,17 +18,17 @@ from click.testing import CliRunner, Result
 from rooms import ROOT
 
 import ecornn
-from ecornn.bench import cuda_graphs, host_turns, machines, measure
-from ecornn.bench.case import Case
+from ecornn.bench import measure, turns
 from ecornn.bench.expected import limits_of
+from ecornn.bench.grid import Case
 from ecornn.bench.measure import Plan
-from ecornn.bench.results import CsvFile, Row, read_cases, read_row
-from ecornn.bench.shown import compared
+from ecornn.bench.results import CsvFile, Row, compared, read_cases, read_row
 from ecornn.bench.sides import Side
 from ecornn.bench.turns import Times
 from ecornn.cli import common, main
 from ecornn.errors import ArgumentError, MissingPackageError
 from ecornn.tune.arrays import TorchArrays
+from ecornn.tune.timing import wall_clock
 from ecornn.workload import Workload
 
 SMALL = ["--hidden", "8", "--batch", "2", "--seq", "4", "--target", "cpu", "--threads", "1", "--seconds",
@@ -41,8 +41,8 @@ OWN = f"{ROOT / 'examples' / '02_own_cell.py'}:MinimalGatedUnit"
 def still() -> Any:
     """Other tests run beside these: no round is made again for that, and nobody waits for threads."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_turns, "foreign", lambda: 0.0)
-        patch.setattr(host_turns, "settle", lambda: None)
+        patch.setattr(turns, "foreign", lambda: 0.0)
+        patch.setattr(turns, "settle", lambda: None)
         yield
 
 
@@ -216,9 +216,9 @@ def test_a_graph_s_results_are_those_of_its_replays(module: Path, monkeypatch: p
 
         return SimpleNamespace(replay=replay), found
 
-    monkeypatch.setattr(cuda_graphs, "captured", captured)
-    monkeypatch.setattr(cuda_graphs, "clock", lambda run, wait: host_turns.seconds_of(run))
-    monkeypatch.setattr(measure, "machine_of", lambda module, seed: machines.Gpu(OnCpu("float32"), seed, "cpu"))
+    monkeypatch.setattr(turns, "captured", captured)
+    monkeypatch.setattr(turns, "gpu_clock", lambda run, wait: wall_clock(run))
+    monkeypatch.setattr(measure, "machine_of", lambda module, seed: turns.Gpu(OnCpu("float32"), seed, "cpu"))
     row = measure.measure(Case(module=str(module), cell=OWN, training=True), Plan(("torch",), 0.02))
     assert row.good and not row.wrong and row.us_per_step["torch"].runs >= 7
     assert max(error or 0 for error in row.errors.values()) < 1e-6
@@ -236,12 +236,12 @@ def test_limits_of_16_bits_are_twice_a_library_s_error():
 
 def test_rounds_that_others_disturb_are_made_again(monkeypatch: pytest.MonkeyPatch):
     used, rounds = iter([0.0, 9.0, 9.0, 9.0, 9.0, 9.0]), []
-    monkeypatch.setattr(host_turns, "foreign", lambda: next(used))
-    found = host_turns.take_turns({"a": lambda: time.sleep(0.003)}, lambda: rounds.append(1), 2)
-    assert found.disturbed == 1 and len(rounds) == 3 and len(found.means("a")) == 2
-    monkeypatch.setattr(host_turns, "foreign", lambda: 9.0 * len(rounds))
-    assert len(host_turns.take_turns({"a": lambda: None}, lambda: rounds.append(1), 2).turns["a"]) == 2
-    assert len(rounds) == 3 + host_turns.AGAIN * 2 + 2
+    monkeypatch.setattr(turns, "foreign", lambda: next(used))
+    found, again = turns.host_turns({"a": lambda: time.sleep(0.003)}, lambda: rounds.append(1), 2, 60.0, wall_clock)
+    assert again == 1 and len(rounds) == 3 and len(found["a"]) == 2
+    monkeypatch.setattr(turns, "foreign", lambda: 9.0 * len(rounds))
+    found, _ = turns.host_turns({"a": lambda: None}, lambda: rounds.append(1), 2, 60.0, wall_clock)
+    assert len(found["a"]) == 2 and len(rounds) == 3 + turns.AGAIN * 2 + 2
 
 
 def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -19,7 +19,7 @@ from test_records import trial
 
 import ecornn
 from ecornn.cli import main
-from ecornn.cli.planning import knob
+from ecornn.cli.compile_commands import knob
 from ecornn.compiler import plan
 from ecornn.errors import ArgumentError
 from ecornn.tune.log import append, read
@@ -33,7 +33,7 @@ LAYER = ["--cell", "lstm", "--hidden", "24", "--batch", "3", "--seq", "12", "--t
 def folder(tmp_path, monkeypatch):
     """A user's folder of its own for each test."""
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
-    monkeypatch.setattr("ecornn.cli.torch_peer.torch_us", lambda work, device: None)  # seconds for each search
+    monkeypatch.setattr("ecornn.cli.progress.torch_us", lambda work, device: None)  # seconds for each search
     return tmp_path / "logs"
 
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from ecornn.cli import main
-from ecornn.cli.help_text import folded
+from ecornn.cli.common import folded
 
 
 def every(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:

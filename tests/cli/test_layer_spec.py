@@ -13,7 +13,7 @@ import ecornn.compiler
 import ecornn.onnx
 from ecornn.cells import Cell, get
 from ecornn.cli.common import PROPERTIES
-from ecornn.cli.compile_command import compile as compile_command
+from ecornn.cli.compile_commands import compile as compile_command
 from ecornn.cli.tune_command import tune as tune_command
 from ecornn.errors import ArgumentError, DTypeError
 from ecornn.layer_spec import LayerSpec

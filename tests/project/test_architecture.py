@@ -188,7 +188,7 @@ def test_imports_go_down_the_layers():
 def test_what_outputs_are_checked_against_is_apart_from_what_makes_kernels():
     modules = sources()
     for name in ("ecornn.tune.oracle", "ecornn.interpreter", "ecornn.numpy_layers", "ecornn.numpy_reference",
-                 "ecornn.bench.torch_step", "ecornn.bench.step_loop", "ecornn.bench.expected"):
+                 "ecornn.bench.step_loop", "ecornn.bench.expected"):
         for target in imports(ast.parse(modules[name].read_text()), modules):
             assert layer(target) not in ("analysis", "schedules", "task", "build", "compiler"), f"{name}: {target}"
 

@@ -17,9 +17,8 @@ from click.testing import CliRunner
 from ecornn.cli import main
 from ecornn.device import Device
 from ecornn.report import page, svg
-from ecornn.report.effects import effects, explained
-from ecornn.report.layers import layers, task_of, teraflops
-from ecornn.report.searches import searches
+from ecornn.report.layers import layers, step_of, task_of, teraflops
+from ecornn.report.searches import effects, explained, searches
 from ecornn.tune.folders import shipped_folder
 from ecornn.tune.log import Line, Log, read
 from ecornn.tune.record import Choice, Finish, Times, Trial
@@ -98,8 +97,8 @@ def test_a_search_is_told_as_it_went():
     assert run.best.times.median == 2.5 and run.default.times.median == 5.0 and run.gain.ratio == 2.0
     assert run.failures == [("run: wrong output", 1)]
     (effect,) = effects(run, None)
-    assert [(v.value, v.count, v.fastest, v.median, v.chosen) for v in effect.values] == [
-        (0, 1, 4.0, 4.0, False), (1, 2, 2.0, 2.5, True)]
+    assert [(v.value, v.fastest, v.median, v.chosen) for v in effect.values] == [
+        (0, 4.0, 4.0, False), (1, 2.0, 2.5, True)]
 
 
 def test_a_run_whose_best_trial_is_gone_shows_the_fastest_that_is_left():
@@ -121,7 +120,7 @@ def test_the_share_of_a_knob_is_that_of_an_analysis_of_variance():
 
 def test_operations_of_a_step_are_counted():
     one = trial(0, 10.0, workload=Workload("lstm", 64, 32, 4, 10, "float32"))
-    found = page.step_of(task_of(one))
+    found = step_of(task_of(one))
     assert teraflops(one, found) == pytest.approx(2 * 4 * (4 * 64 * 64 + 4 * 64 * 32) / 10e-6 / 1e12)
 
 

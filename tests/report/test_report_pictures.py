@@ -14,9 +14,8 @@ from test_report import logged, shipped, trial  # noqa: F401  (a fixture)
 
 from ecornn.device import Device
 from ecornn.report import page, svg
-from ecornn.report.code import marked
-from ecornn.report.layers import cut_of, stages_of, task_of
-from ecornn.report.pictures import TERMS, chip_map, chip_words, rooflines
+from ecornn.report.layers import cut_of, marked, stages_of, task_of
+from ecornn.report.page import TERMS, chip_map, chip_words, rooflines
 from ecornn.report.searches import searches
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Cut
@@ -88,7 +87,7 @@ def test_stages_are_those_of_the_estimate(shipped):  # noqa: F811
     """Their sum is the estimate, where nothing runs beside the recurrence; all of a search's configurations."""
     seen = set()
     for run in searches(shipped):
-        task = task_of(run.any)
+        task = task_of(run.search[0])
         for one in run.search:
             schedule = all_schedules()[one.schedule]
             stages = stages_of(one, task)

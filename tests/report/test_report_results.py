@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from test_report import logged, trial
 
-from ecornn.bench.case import Case
+from ecornn.bench.grid import Case
 from ecornn.bench.results import CsvFile, Row
 from ecornn.bench.turns import Times
 from ecornn.cli import main

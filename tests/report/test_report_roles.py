@@ -10,8 +10,7 @@ import site_step
 from test_readable import CASES, kernels, made, notes, text_of
 from test_report_pictures import read
 
-from ecornn.report import step_picture
-from ecornn.report.roles import Kernel, kernel_of
+from ecornn.report.roles import Kernel, kernel_of, picture
 
 PERSISTENT = [name for name, case in CASES.items() if case[0].startswith("persistent")]
 ROLES = {"persistent": {"MMA warps", "gate warps", "projection CTAs"}, "persistent_block": {"all warps"},
@@ -31,7 +30,7 @@ def words(picture: str) -> str:
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_each_note_of_a_step_is_in_the_picture(name: str):
     """The notes of the text that people read, at the indentation of the loop over steps and deeper."""
-    own, shown = kernel(name), words(step_picture.picture(kernel(name)))
+    own, shown = kernel(name), words(picture(kernel(name)))
     assert {role.name for role in own.roles} <= ROLES[own.name]
     (text,) = (text for function, text in kernels(text_of(name)).items() if function == own.name)
     for note in notes(text):
@@ -42,7 +41,7 @@ def test_each_note_of_a_step_is_in_the_picture(name: str):
 
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_its_words_can_be_read(name: str):
-    read(step_picture.picture(kernel(name)))
+    read(picture(kernel(name)))
 
 
 def test_roles_are_those_of_the_plan():
@@ -79,11 +78,11 @@ def test_what_warps_wait_for_and_send():
 
 
 def test_lanes_meet_and_what_is_sent_arrives():
-    picture = step_picture.picture(kernel("statistics"))
-    meets = {float(d) for d in re.findall(r'class="meets" d="M0 ([\d.]+)H', picture)}
-    assert len(meets) == 2 and picture.count('class="sent"') == 1
-    assert step_picture.picture(kernel("l2")).count('class="meets"') == 1
-    assert 'class="meets"' not in step_picture.picture(kernel("mma"))  # one role
+    drawn = picture(kernel("statistics"))
+    meets = {float(d) for d in re.findall(r'class="meets" d="M0 ([\d.]+)H', drawn)}
+    assert len(meets) == 2 and drawn.count('class="sent"') == 1
+    assert picture(kernel("l2")).count('class="meets"') == 1
+    assert 'class="meets"' not in picture(kernel("mma"))  # one role
 
 
 @pytest.mark.parametrize("name", ["elementwise", "fused_step", "whole_step"])

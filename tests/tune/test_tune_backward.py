@@ -22,8 +22,7 @@ from test_tune_lookup import trial
 
 import ecornn
 from ecornn.analysis import backpropagation
-from ecornn.bench.case import Case
-from ecornn.bench.grid import Layer, name_of
+from ecornn.bench.grid import Case, Layer, name_of
 from ecornn.build import c_tables
 from ecornn.cells import get
 from ecornn.cli import main as cli

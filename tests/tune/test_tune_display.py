@@ -13,7 +13,7 @@ from test_tune_run import HERE, TASK, ConfigSpace, CostModel, Instant, Search, T
 from tune_fakes import DEVICE, Fake, cost
 
 from ecornn.cli import common, progress
-from ecornn.cli.torch_peer import torch_us
+from ecornn.cli.progress import torch_us
 from ecornn.schedules.base import GENERATION
 from ecornn.tune.journal import Gain, Journal, gain_of, words
 from ecornn.tune.record import Choice, Finish, Times, Trial

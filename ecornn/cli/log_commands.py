@@ -1,18 +1,19 @@
-"""``ecornn log``: shows, shares and checks tuning logs. With ``--json`` results are objects on standard output; what
-was written, skipped or left out is said on standard error."""
+"""``ecornn log``: shows, shares and checks tuning logs; ``ecornn report``: a page of them. With ``--json`` results are
+objects on standard output; what was written, skipped or left out is said on standard error."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ecornn.cli.common import JSON, as_json, plain_errors, said_while
-from ecornn.cli.help_text import Commands
+from ecornn.cli.common import JSON, PATH, Commands, as_json, plain_errors, said_while
+from ecornn.errors import ArgumentError, RecordError
 from ecornn.interrupts import ENDING, safe_interrupts
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from ecornn.tune.selection import Merged
     from ecornn.tune.verify import Check
 
-EPILOG = """\b
+SHARING = """\b
 Without FILES the commands read your data folder and the logs that ship:
   ecornn log ls                           files, runs, trials
   ecornn log best                         fastest of each layer and device
@@ -40,21 +41,20 @@ Examples:
 NONE = "no records; make some with: ecornn tune --cell lstm --hidden 800"
 
 
-@click.group(cls=Commands, epilog=EPILOG)
+@click.group(cls=Commands, epilog=SHARING)
 def log() -> None:
     """Shows, shares and checks tuning records."""
 
 
 FILES = click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 GIVEN = click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-NEW = click.option("-o", "--output", required=True, type=click.Path(dir_okay=False, path_type=Path),
-                   metavar="LOG.jsonl", help="File to write; must not exist.")
+NEW = click.option("-o", "--output", required=True, type=PATH, metavar="LOG.jsonl",
+                   help="File to write; must not exist.")
 
 
 def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
     """The content of the given files, or of every log there is; problems go to stderr. ``strict``: raises
     :class:`~ecornn.errors.RecordError` for a file that has text, but no record."""
-    from ecornn.errors import RecordError
     from ecornn.tune.folders import read_all
     from ecornn.tune.log import Log, read
 
@@ -197,7 +197,6 @@ def write(output: Path, union: Merged, newer: Iterable[bytes] = ()) -> dict[str,
     """Writes a new log, with these lines of a newer ecornn as they are; the result for programs.
 
     Raises :class:`ArgumentError` where the file exists."""
-    from ecornn.errors import ArgumentError
     from ecornn.tune.log import rewrite
 
     if output.exists():
@@ -292,7 +291,7 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
 @GIVEN
 @click.option("--keep", type=click.IntRange(min=1), default=16, show_default=True,
               help="Configurations of each workload and device, the fastest ones.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="LOG.jsonl",
+@click.option("-o", "--output", type=PATH, metavar="LOG.jsonl",
               help="File to write; must not exist.  [default: each file in place]")
 @JSON
 @plain_errors
@@ -302,7 +301,6 @@ def prune(files: tuple[Path, ...], keep: int, output: Path | None, json: bool) -
     Runs that are not finished stay whole, so that they can go on. Damaged lines are dropped; those of a newer ecornn
     stay.
     """
-    from ecornn.errors import ArgumentError
     from ecornn.schedules import revisions
     from ecornn.tune.log import rewrite
     from ecornn.tune.selection import worth_keeping
@@ -388,3 +386,54 @@ def now(check: Check) -> str:
     assert check.outcome.times is not None
     return (f"now {check.outcome.times.median:.4g} µs/step, {100 * (check.drift - 1):+.1f}%"
             + " (noisy)" * check.outcome.noisy)
+
+
+REPORTING = """\b
+Examples:
+  ecornn report -o report.html     what was tuned on this machine
+  ecornn report theirs.jsonl --only "lstm T=300" -o page.html
+  ecornn report --results times.json     beside other libraries
+"""
+
+
+@click.command(epilog=REPORTING)
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path), metavar="[LOG]...")
+@click.option("-o", "--output", type=PATH, default=Path("report.html"),
+              show_default=True, metavar="PAGE.html", help="File to write; what is there is replaced.")
+@click.option("--searches", type=click.IntRange(1, 1000), default=12, show_default=True,
+              help="Searches that have a section, the latest ones.")
+@click.option("--only", default="", metavar="TEXT", help="Layers whose name has this in it, as 'lstm T=300 B=20'.")
+@click.option("--results", multiple=True, type=PATH, metavar="FILE",
+              help="Also show times of other libraries, as `ecornn bench --json` or --csv wrote them; several times.")
+@JSON
+@plain_errors
+def report(files: tuple[Path, ...], output: Path, searches: int, only: str, results: tuple[Path, ...],
+           json: bool) -> None:
+    """Makes one HTML page of tuning logs, by default those of your folder, to be read without a network.
+
+    Of each search its curve, what each knob did, and what was found, held against the default and the floor; of all
+    layers the best. Needs Jinja: pip install jinja2.
+    """
+    from ecornn.report.measured import measured
+    from ecornn.report.page import render
+    from ecornn.tune.folders import read_all, user_folder
+
+    log = collect(files, strict=True) if files else read_all([user_folder()])
+    if not log.trials():
+        raise ArgumentError("LOG", ", ".join(map(str, files)) or str(user_folder()),
+                            "logs with trials: `ecornn tune` makes one")
+    runs = {trial.run for trial in log.trials() if only in str(trial.workload)}
+    if not runs:
+        raise ArgumentError("--only", only, "a part of the name of a layer in these logs, as "
+                            f"{str(log.trials()[-1].workload)!r}")
+    log = replace(log, lines=[line for line in log.lines if line.record.run in runs])
+    beside = measured(results)
+    with said_while("the best of all layers") as told:
+        page = render(log, most=searches, results=beside, told=told)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page, encoding="utf-8")
+    size = output.stat().st_size
+    click.echo(f"wrote {output} ({size / 1024:.0f} KiB)", err=True)
+    if json:
+        as_json({"page": str(output), "bytes": size, "logs": sorted({str(line.path) for line in log.lines}),
+                 "trials": len(log.trials()), "problems": log.problems})

@@ -1,0 +1,460 @@
+"""``ecornn compile``, ``ecornn explain``, ``ecornn onnx-rewrite``: their arguments, and the plan that comes of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ecornn.cli.common import (
+    JSON,
+    PATH,
+    PROPERTIES,
+    SIZE,
+    as_json,
+    every,
+    layer_options,
+    load_tvm,
+    plain_errors,
+    said_while,
+)
+from ecornn.dtypes import DTYPES
+from ecornn.errors import ArgumentError
+from ecornn.interrupts import ENDING, safe_interrupts
+from ecornn.layer_spec import LayerSpec, usual_dtype
+from ecornn.workload import OVERLAPS, SERIAL, Workload
+
+if TYPE_CHECKING:
+    from ecornn.compiler import LayerPlan
+    from ecornn.explain import Explanation, Part
+
+WISHES = ("auto", "none", *OVERLAPS)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments, by their options' names; ``properties`` are a layer's."""
+
+    model: Path | None
+    node: str | None
+    target: str | None
+    weights_from: Path | None
+    prefix: str
+    schedule: str | None
+    config: tuple[str, ...]
+    overlap: str
+    properties: dict[str, Any]
+
+    def layer(self) -> tuple[LayerSpec, str, dict[str, Any]]:
+        """The layer, its target, and the weights that come with a model or a file of weights, by name. Raises
+        :class:`ArgumentError` where arguments do not go together, and the errors of LayerSpec."""
+        from ecornn.tune.choose import default_target
+
+        given = {name: value for name, value in self.properties.items() if value not in (None, False)}
+        stated, bound = layer_of(self.model, self.node, self.weights_from, self.prefix)
+        for name, value in stated.items():
+            if given.get(name, value) != value:
+                raise ArgumentError(f"--{name}", given[name], f"{value}, as {self.model or self.weights_from} says")
+        layer = given | stated
+        for name in ("cell", "hidden"):
+            if name not in layer:
+                raise ArgumentError(f"--{name}", None, "a value" + (", or MODEL.onnx" if name == "cell" else
+                                                                   ", or --weights-from FILE, or MODEL.onnx"))
+        target = self.target or default_target()
+        kind = "cuda" if target == "cuda" or target.startswith("sm_") else "llvm"
+        layer.setdefault("dtype", "float32" if self.model is not None else usual_dtype(kind, layer.get("precision")))
+        return LayerSpec(**layer), target, bound
+
+    def plan(self, spec: LayerSpec, target: str, weights: dict[str, Any]) -> LayerPlan:
+        """The plan of what :meth:`layer` returns. Raises what :func:`ecornn.compile` raises."""
+        from ecornn.compiler import plan_layer
+
+        planned = plan_layer(spec, target=target, schedule=self.schedule,
+                             config=dict(knob(c) for c in self.config), overlap=self.overlap)
+        if self.weights_from is not None:
+            from ecornn.weight_files import check_shapes
+
+            hidden = planned.workload.hidden
+            parameters = planned.cell.parameters(planned.cell.own_input(planned.workload.input, hidden), hidden)
+            check_shapes(weights, {planned.cell.parameter_name(name): (shape[0] * shape[1], *shape[2:])
+                                         for name, shape in parameters.items()})
+        return planned
+
+
+def plan_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of :class:`Asked`, which the function gets as its first argument."""
+
+    @functools.wraps(function)
+    def wrapper(**given: Any) -> Any:
+        layer = {name: given.pop(name) for name in list(given) if name in PROPERTIES}
+        own = {field.name: given.pop(field.name) for field in fields(Asked) if field.name in given}
+        return function(Asked(**own, properties=layer), **given)
+
+    return every([
+        click.argument("model", required=False, metavar="[MODEL.onnx]", type=PATH),
+        click.option("--node", metavar="NAME", help="With MODEL.onnx: the LSTM, GRU or RNN node, if it has several. "
+                     "It is compiled in float32 unless --dtype says otherwise."),
+        layer_options(required=False),
+        click.option("--weights-from", type=PATH, metavar="FILE",
+                     help="A safetensors file or PyTorch checkpoint: sizes, layers and directions are taken from it."),
+        click.option("--prefix", default="",
+                     help="With --weights-from: what stands before the layer's names, as encoder.rnn."),
+        *(click.option(f"--{name}", **settings) for name, settings in PROPERTIES.items()
+          if name not in Workload.__struct_fields__),
+        click.option("--schedule", help="This schedule instead of the best record's."),
+        click.option("--config", multiple=True, metavar="KNOB=VALUE",
+                     help="With --schedule: change this knob of its default; may be repeated."),
+        click.option("--overlap", type=click.Choice(WISHES), default="auto", show_default=True,
+                     help="What of a stack runs at the same time on a GPU, each sequence on its share of it. "
+                     "directions: the two of a layer side by side. wavefront: several layers, each a chunk of time "
+                     "behind the one before it. auto: what is expected to be fastest, as it tells you."),
+    ])(wrapper)
+
+
+def layer_of(model: Path | None, node: str | None, weights: Path | None,
+             prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The properties of a layer that a model or a file of weights has, and its weights. Raises :class:`ArgumentError`
+    for options that do not go together."""
+    if model is not None and weights is not None:
+        raise ArgumentError("--weights-from", str(weights), "none with MODEL.onnx, which has its own")
+    if prefix and weights is None:
+        raise ArgumentError("--prefix", prefix, "none without --weights-from")
+    if model is not None:
+        from ecornn.onnx import read
+
+        layer = read(model, node)
+        own = [name for name, value in layer.inputs.items() if value is not None]
+        if own:
+            click.echo(f"the files do not hold the node's constant {', '.join(own)}: give them at each call", err=True)
+        return {"cell": layer.cell.identity(), "hidden": layer.hidden, "input": layer.input, "layers": 1,
+                "bidirectional": layer.direction == "bidirectional", "reverse": layer.direction == "reverse",
+                "lengths": True}, layer.weights
+    if node is not None:
+        raise ArgumentError("--node", node, "none without MODEL.onnx")
+    if weights is None:
+        return {}, {}
+    from ecornn.weight_files import WeightFile, sizes_of
+
+    values = WeightFile(weights, prefix).layer()
+    return sizes_of(values), values
+
+
+def knob(text: str) -> tuple[str, int | str | bool]:
+    """The name and value of ``NAME=VALUE``: an integer, true or false, or a word. Raises :class:`ArgumentError` for
+    another text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise ArgumentError("--config", text, "KNOB=VALUE")
+    if value.lower() in ("true", "false"):
+        return name, value.lower() == "true"
+    return name, int(value) if value.removeprefix("-").isdecimal() else value
+
+
+COMPILING = """\b
+Examples:
+  ecornn-compile --cell lstm --hidden 800 --batch 20 -o lstm800.so
+  ecornn-compile --cell gru --hidden 256 --dtype bfloat16 --target sm_90a -o gru256.so
+  ecornn-compile --cell lstm --hidden 512 --layers 4 --bidirectional --lengths -o lstm4x512.so
+  ecornn-compile --cell gru --weights-from model.safetensors --prefix encoder. -o encoder.so
+  ecornn-compile model.onnx --node encoder_lstm --batch 8 -o encoder.so
+  ecornn-compile --cell mine.py:Mine --hidden 512 --emit step      what a step does
+  ecornn-compile --cell lstm --hidden 128 --target cpu --emit asm --emit-to lstm.s
+  ecornn-compile --cell lstm --hidden 128 --target neoverse-v1 --emit object --emit-to lstm.o
+  ecornn-compile --cell lstm --hidden 64 --target cpu --emit archive --emit-to lstm64.a      and lstm64.h
+  ecornn-compile --cell lstm --hidden 800 --schedule fused_step --config units=32 -o lstm800.so
+"""
+EMIT = ("step", "cuda", "tir", "ptx", "asm", "object", "archive")
+FILES = {"object": "an object file", "archive": "a static library"}  # of those, what is no text
+EMITTED = {"cuda": ("step", "cuda", "tir", "ptx"), "llvm": ("step", "tir", "asm", "object", "archive")}  # by device
+
+
+@click.command(epilog=COMPILING, context_settings={"help_option_names": ["-h", "--help"]})
+@plan_options
+@click.option("-o", "--output", type=PATH, metavar="FILE.so", help="The module file. May be left out with --emit.")
+@click.option("--emit", type=click.Choice(EMIT),
+              help="step: print what a step of the cell computes once, for all steps at once and between exchanges, "
+              "in formulas, and its bytes. Else print the code that was generated; an object file, of a CPU's code, "
+              "needs --emit-to, and so does an archive, a static library for C and C++ with a header beside it.")
+@click.option("--emit-to", type=PATH, metavar="FILE", help="Write it to this file instead.")
+@JSON
+@click.version_option(package_name="ecornn")
+@plain_errors
+@safe_interrupts(*ENDING)
+def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path | None, json: bool) -> None:
+    """Compiles a layer, or a stack of them, to one .so file, with the best tuning records that apply.
+
+    The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
+    weights of an ONNX node are written beside it, as FILE.safetensors.
+    """
+    from ecornn.build.archive import name_of
+    from ecornn.compiler import build, build_archive, generate
+
+    load_tvm()
+    if output is None and emit is None:
+        raise ArgumentError("--output", None, "a file name, or --emit to see the code only")
+    if emit_to is not None and emit is None:
+        raise ArgumentError("--emit-to", str(emit_to), f"--emit {'|'.join(EMIT)} beside it")
+    if emit in FILES and emit_to is None:
+        raise ArgumentError("--emit-to", None, f"a file name: {FILES[emit]} is not text")
+    if emit == "archive" and emit_to is not None:
+        name_of(emit_to)
+    if json and emit is not None and emit_to is None:
+        raise ArgumentError("--json", True, "--emit-to beside --emit: both would go to standard output")
+    check_files(asked.model, asked.weights_from, output, emit_to)
+    spec, target, bound = asked.layer()
+    if emit == "step" and output is None:  # also of a step that no schedule serves
+        show(step_of(spec), emit_to)
+        return
+    planned = asked.plan(spec, target, bound)
+    kind = planned.device.kind
+    if emit is not None and emit not in EMITTED[kind]:  # before anything is written
+        raise ArgumentError("--emit", emit, f"one of {', '.join(EMITTED[kind])} for {kind}")
+    words = [str(planned.workload), str(planned.stack), str(planned.overlap) if planned.overlap != SERIAL else ""]
+    click.echo(", ".join(filter(None, words)) + f" on {planned.device.name}", err=True)
+    for labels, chosen, why in planned.why():
+        of = f" of {labels}" if labels else ""
+        click.echo(f"schedule{of}: {chosen}\nwhy: {why}", err=True)
+    written: list[Path | None] = []
+    with said_while("compiling"):
+        generated = build(planned, output) if output is not None else generate(planned)
+    if output is not None:
+        click.echo(f"wrote {output} ({output.stat().st_size / 1024:.0f} KiB)", err=True)
+        weights_from = asked.weights_from
+        if asked.model is not None:
+            from ecornn.weight_files import save
+
+            weights_from = output.with_suffix(".safetensors")
+            save(weights_from, bound)
+            click.echo(f"wrote {weights_from}", err=True)
+        written = [output, weights_from] if asked.model is not None else [output]
+        if weights_from is not None:
+            more = f", prefix={asked.prefix!r}" if asked.prefix else ""
+            click.echo(f'use it: ecornn.load("{output}").bind("{weights_from}"{more})', err=True)
+    if emit == "object" and emit_to is not None:
+        (code,) = generated.objects.values()
+        emit_to.write_bytes(code)
+    elif emit == "archive" and emit_to is not None:
+        click.echo(f"wrote {emit_to} and {build_archive(planned, emit_to)}", err=True)
+    elif emit is not None:
+        show(step_of(spec) if emit == "step" else generated.emitted[emit], emit_to)
+    if json:
+        as_json({"workload": planned.workload, "stack": planned.stack, "overlap": str(planned.overlap),
+                 "device": planned.device.name, "arch": planned.device.arch,
+                 "chosen": [{"of": of, "schedule": text, "why": why} for of, text, why in planned.why()],
+                 "written": [str(path) for path in (*written, emit_to) if path is not None]})
+
+
+def show(text: str, file: Path | None) -> None:
+    """Prints a text, or writes it to a file."""
+    if file is None:
+        click.echo(text)
+    else:
+        file.write_text(text + "\n" * (not text.endswith("\n")))
+
+
+def step_of(layer: LayerSpec) -> str:
+    """The analysed step of the first layer, in words."""
+    from ecornn.analysis import analyse
+    from ecornn.cli.step_text import step_text
+
+    work = layer.workload
+    return step_text(analyse(layer.loaded, work.input, work.hidden), work, layer.stack)
+
+
+def check_files(model: Path | None, weights: Path | None, output: Path | None, code: Path | None) -> None:
+    """Raises :class:`ArgumentError` where a file that is written would replace one that is read, one that is written
+    beside it, or one that is no earlier module."""
+    beside = output.with_suffix(".safetensors") if output is not None and model is not None else None
+    if code is not None and any(same(code, other) for other in (model, weights, output, beside)):
+        raise ArgumentError("--emit-to", str(code), "a file name of its own")
+    if output is None:
+        return
+    if output.suffix.lower() == ".safetensors" or any(same(output, given) for given in (model, weights)):
+        raise ArgumentError("--output", str(output), "a file name of its own, such as FILE.so")
+    if beside is not None:
+        from ecornn.weight_files import check_place
+
+        check_place(beside)
+
+
+def same(path: Path, other: Path | None) -> bool:
+    """True where both name one file, which need not exist."""
+    if other is None:
+        return False
+    return path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other))
+
+
+EXPLAINING = """\b
+Examples:
+  ecornn explain --cell lstm --hidden 800
+  ecornn explain --cell gru --hidden 2816 --batch 32 --dtype float16 --target sm_90a
+  ecornn explain --cell my_cell.py:MinimalGatedUnit --hidden 512 --target sm_90a --json
+"""
+CHIP = {"blocks": "{:.0f} blocks", "threads": "{:.0f} threads a block", "registers": "about {:.0f} registers a thread",
+        "shared_bytes": "{:,.0f} bytes of shared memory a block", "threads_of_a_call": "{:.0f} threads",
+        "weight_bytes_of_a_thread": "{:,.0f} bytes of weights a thread"}
+
+
+@click.command(epilog=EXPLAINING)
+@plan_options
+@JSON
+@plain_errors
+@safe_interrupts(*ENDING)
+def explain(asked: Asked, json: bool) -> None:
+    """Says what a layer is compiled to, and why: takes what `ecornn compile` takes, and builds nothing.
+
+    What the step is, which schedules serve it and which do not, what was chosen by which record, what it takes on the
+    chip, and how long a step should take beside the least that it can. A GPU by its name needs none.
+    """
+    from ecornn.explain import explain as explained
+
+    load_tvm()
+    explanation = explained(asked.plan(*asked.layer()))
+    if json:
+        as_json(explanation)
+    else:
+        click.echo("\n".join(text(explanation)))
+
+
+def text(explanation: Explanation) -> Iterator[str]:
+    """The lines for people."""
+    of = ", ".join(filter(None, (explanation.layer, explanation.stack, explanation.overlap)))
+    cores = f"{explanation.cores} {'SMs' if explanation.arch[:3] == 'sm_' else 'cores'}"
+    yield f"{of} on {explanation.device} ({explanation.arch}, {cores})"
+    for part in explanation.parts:
+        yield ""
+        if len(explanation.parts) > 1:
+            yield f"{', '.join(part.labels) or 'layer'}{', backward' * (part.entry == 'backward')}: {part.workload}"
+        yield from _step(part)
+        yield from _choice(part)
+        yield from _time(part, explanation.no_floor)
+
+
+def _step(part: Part) -> Iterator[str]:
+    step = part.step
+    yield "step"
+    if step.hoisted:
+        yield f"  {_many(step.hoisted, 'product')} of x, for all steps at once, before the recurrence or beside it"
+    if step.travels:
+        each = "; then ".join(", ".join(names) or "nothing" for names in step.travels)
+        yield (f"  {_many(step.products, 'product')} in {_many(len(step.travels), 'exchange')} between units a step, "
+               f"of {each}")
+    else:
+        yield "  no product of a state: units need nothing of each other"
+    if step.statistics:
+        yield f"  {_many(step.statistics, 'statistic')} over the units of a row"
+    if step.stays:
+        yield f"  {', '.join(step.stays)}: with the unit that owns it, never travels"
+    if step.weights:
+        yield (f"  {step.weights:,} recurrent weights, {step.weight_bytes / 1e6:.3g} MB; "
+               f"{step.multiplications / 1e6:.4g} million multiply-adds a step")
+
+
+def _choice(part: Part) -> Iterator[str]:
+    yield "schedules"
+    for one in part.schedules:
+        mark = "->" if one.chosen else "  "
+        if one.refuses is not None:
+            yield f"  {mark} {one.schedule:16} no: {one.refuses}"
+        else:
+            said = f"{one.expected_us:.3g} µs a step expected of its default" if one.expected_us else "serves"
+            yield f"  {mark} {one.schedule:16} {said}"
+    yield f"chosen: {part.schedule} {' '.join(f'{k}={v}' for k, v in part.config.items())}"
+    yield f"why: {part.why}"
+    chip = [form.format(part.chip[name]) for name, form in CHIP.items() if name in part.chip]
+    if chip:
+        yield f"on the chip: {', '.join(chip)}"
+    if part.held_bytes:
+        held = ", ".join(f"{size:,} bytes in {where}" for where, size in part.held_bytes.items())
+        yield f"weights of a block: {held}"
+
+
+def _time(part: Part, no_floor: str | None) -> Iterator[str]:
+    words = []
+    if part.record is not None:
+        r = part.record
+        words.append(f"{r.us:.4g} µs a step by the record [{r.p20_us:.4g}, {r.p80_us:.4g}] on {r.device} "
+                     f"with B={r.batch} T={r.seq}")
+    if part.expected_us is not None:
+        words.append(f"{part.expected_us:.3g} by the schedule's estimate")
+    yield f"expected: {'; '.join(words) or 'nobody can say before it is measured'}"
+    if part.stages_us:
+        yield f"the estimate: {', '.join(f'{name} {us:.2g}' for name, us in part.stages_us.items())}"
+    if part.floor is not None:
+        f = part.floor
+        yield (f"floor: {f.total_us:.3g} µs a step: exchange {f.exchange_us:.2g}, products {f.products_us:.2g}, "
+               f"hoisted product {f.hoisted_us:.2g}, bytes {f.bytes_us:.2g}; no kernel that hides none of them behind "
+               "another is faster")
+    elif no_floor is not None:
+        yield f"floor: not known; {no_floor}"
+    if part.sequence_us is not None:
+        yield f"a sequence: {part.sequence_us / 1e3:.4g} ms"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+REWRITING = """\b
+Examples:
+  ecornn onnx-rewrite speech.onnx -o speech.fast.onnx
+  ecornn onnx-rewrite speech.onnx -o speech.fast.onnx --batch 8 --seq 500
+  ecornn onnx-rewrite speech.onnx -o speech.gpu.onnx --target cuda
+"""
+
+
+@click.command("onnx-rewrite", epilog=REWRITING)
+@click.argument("model", metavar="MODEL.onnx", type=PATH)
+@click.option("-o", "--output", required=True, type=PATH, metavar="FILE.onnx",
+              help="The new model. Its modules and the operator library come into a folder beside it, FILE.modules.")
+@click.option("--batch", type=SIZE, help="Largest batch B to serve at once.  [default: the model's; 20 where it is "
+              "open]")
+@click.option("--seq", type=SIZE, help="Sequence length T to expect; every T is served.  [default: the model's; 300 "
+              "where it is open]")
+@click.option("--dtype", type=click.Choice(DTYPES), help="What the nodes compute in.  [default: their own; on a CPU "
+              "float32 for those of 16 bits]")
+@click.option("--target", metavar="cuda|cpu|ARCH", help="As of `ecornn compile`; for a GPU the session needs the CUDA "
+              "execution provider.  [default: cuda if there is a GPU, else cpu]")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Time ONNX Runtime's own nodes and "
+              "compiled ones, in turns, and leave alone what does not gain. A model for another machine is not timed.")
+@JSON
+@plain_errors
+@safe_interrupts(*ENDING)
+def onnx_rewrite(model: Path, output: Path, batch: int | None, seq: int | None, dtype: str | None, target: str | None,
+                 measure: bool, json: bool) -> None:
+    """Writes an ONNX model for ONNX Runtime whose LSTM, GRU and RNN nodes are compiled.
+
+    Other nodes stay as they are, and so do those that cannot be compiled or do not gain, which are named with the
+    reason.
+    """
+    from ecornn.onnxruntime import rewrite
+    from ecornn.onnxruntime.rewriting import milliseconds
+    from ecornn.quick_tvm import import_tvm
+
+    import_tvm()
+    rewritten = rewrite(model, output, batch=batch, seq=seq, target=target, dtype=dtype, measure=measure)
+    for taken in rewritten.taken:
+        gain = f": {milliseconds(taken.times[1])} a call, before {milliseconds(taken.times[0])}" if taken.times else ""
+        click.echo(f"compiled {taken.node} ({taken.op}): {taken.layer.workload} in {taken.module.name}{gain}", err=True)
+    for left in rewritten.left:
+        click.echo(f"stays {left.node} ({left.op}): {left.reason}", err=True)
+    if rewritten.times:
+        before, after = rewritten.times
+        click.echo(f"the model: {milliseconds(after)} a call, before {milliseconds(before)}, "
+                   f"{before / after:.2f}x as fast", err=True)
+    elif not rewritten.taken:
+        click.echo("nothing is gained: the new model is as the old one", err=True)
+    options = f'ecornn.onnxruntime.session_options("{rewritten.model}")'
+    click.echo(f"wrote {rewritten.model} and {rewritten.library.parent}\n"
+               f'use it: onnxruntime.InferenceSession("{rewritten.model}", {options})\n'
+               f'without ecornn: SessionOptions.register_custom_ops_library("{rewritten.library}")', err=True)
+    if json:
+        as_json({"model": str(rewritten.model), "library": str(rewritten.library),
+                 "taken": [{"node": t.node, "op": t.op, "workload": t.layer.workload, "stack": t.layer.stack,
+                            "module": str(t.module), "seconds": t.times} for t in rewritten.taken],
+                 "left": [{"node": x.node, "op": x.op, "reason": x.reason} for x in rewritten.left],
+                 "seconds": rewritten.times})

@@ -1,0 +1,204 @@
+"""``ecornn doctor``, ``ecornn serve`` and ``ecornn config``: this machine, what it has, and what it does for others."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from ecornn.cli.common import JSON, as_json, plain_errors, said_while
+from ecornn.errors import EcornnError
+from ecornn.interrupts import ENDING, safe_interrupts
+
+
+@click.command()
+@JSON
+@plain_errors
+def doctor(json: bool) -> None:
+    """Says what this machine can compile for, tune and run, and what to install for the rest."""
+    from ecornn.host_gpu import detect
+    from ecornn.targets import resolve
+    from ecornn.tune.folders import read_all, shipped_folder, user_folder
+    from ecornn.tune.record import Trial
+
+    said: dict[str, str] = {}
+    missing: list[str] = []
+    with said_while("looking at what is here"):
+        for name, examine in examined().items():
+            try:
+                said[name], advice = examine()
+            except EcornnError as error:
+                said[name], advice = "unusable", str(error)
+            if advice:
+                missing.append(f"{name}: {advice}")
+        said["build cache"] = cached()
+        log = read_all()
+        here = [resolve("cpu")]
+        with contextlib.suppress(EcornnError):
+            here += filter(None, [detect()])
+    trials = [line.record for line in log.lines if isinstance(line.record, Trial)]
+    mine = {(device.kind, device.arch) for device in here}
+    apply = {t.workload for t in trials if (t.device.kind, t.device.arch) in mine and t.times}
+    said["records"] = f"{len(trials)} trials; {len(apply)} workloads tuned for this machine's devices"
+    missing += [f"records: skipped {problem}" for problem in log.problems]
+    if json:
+        as_json({"found": said, "to_do": missing, "logs": [str(user_folder()), str(shipped_folder())]})
+        return
+    click.echo("\n".join(f"{name:14}{found}" for name, found in said.items()))
+    click.echo(f"{'':14}yours: {user_folder()}\n{'':14}shipped: {shipped_folder()}")
+    click.echo("\n".join(["", "to do:", *(f"  {m}" for m in missing)]) if missing else "nothing is missing")
+
+
+def cached() -> str:
+    """The folder of the build cache, and its size."""
+    from ecornn.build import cache
+
+    folder = cache.folder()
+    if folder is None:
+        return f"off, by {cache.VARIABLE}={cache.OFF}"
+    every = cache.entries(folder)
+    return (f"{folder}: {len(every)} entries, {sum(size for _, size, _ in every) / 1e6:.0f} MB of at most "
+            f"{cache.CAP / 1e6:.0f}; {cache.VARIABLE}=FOLDER moves it, {cache.VARIABLE}={cache.OFF} does without")
+
+
+Finding = tuple[str, str | None]  # what there is, and what to do about it
+
+
+def examined() -> dict[str, Callable[[], Finding]]:
+    """Functions that look at the machine, by what each looks for. They raise :class:`EcornnError`."""
+    from ecornn.build.link import find_compiler
+    from ecornn.build.nvcc import INSTALL
+    from ecornn.host_gpu import detect, driver_version
+    from ecornn.targets import resolve
+    from ecornn.tune.at_hand import cuda_compiler
+
+    def cpu() -> Finding:
+        found = resolve("cpu")
+        return f"{found.name} ({found.arch}), {found.cores} cores", None
+
+    def gpu() -> Finding:
+        driver, found = driver_version(), detect()
+        if found is None:
+            what = "none" if driver is None else f"none (driver {driver})"
+            return what, ("no CUDA driver; modules can be built for one (--target sm_90a), not run or tuned"
+                          if driver is None else "the driver is there, but it shows no GPU")
+        return f"{found.name} ({found.arch}), {found.cores} multiprocessors, driver {driver}", None
+
+    def cuda() -> Finding:
+        compiler = cuda_compiler()
+        return compiler or "none", None if compiler else f"to build for GPUs, {INSTALL}"
+
+    def package(name: str, use: str) -> Callable[[], Finding]:
+        """``use`` says how to install it, and what for."""
+        def find() -> Finding:
+            try:
+                return version(name), None
+            except PackageNotFoundError:
+                return "none", use
+
+        return find
+
+    return {
+        "CPU": cpu, "GPU": gpu, "CUDA compiler": cuda, "C++ compiler": lambda: (" ".join(find_compiler()), None),
+        "TVM": package("apache-tvm", "pip install apache-tvm: needed to compile and tune"),
+        "tvm-ffi": package("apache-tvm-ffi", "pip install apache-tvm-ffi: needed to run modules"),
+        "XGBoost": package("xgboost-cpu", "pip install xgboost-cpu: needed to tune"),
+        "tornado": package("tornado", "pip install tornado cloudpickle: optional; `ecornn serve` and TVM's RPC tracker "
+                           "measure with it on other machines' devices"),
+        "PyTorch": package("torch", "pip install torch: optional; `ecornn bench` compares with it, and tuning for a "
+                           "GPU times with its CUDA events")}
+
+
+SERVING = """\
+One tracker, a server on each GPU or CPU, and a tuner, which has all servers of its key until it ends:
+
+\b
+  python -m tvm.exec.rpc_tracker --host 127.0.0.1 --port 9190
+  CUDA_VISIBLE_DEVICES=0 ecornn serve --tracker 127.0.0.1:9190 --key h100
+  CUDA_VISIBLE_DEVICES=1 ecornn serve --tracker 127.0.0.1:9190 --key h100
+  ecornn tune --cell lstm --hidden 800 --tracker 127.0.0.1:9190 --key h100
+
+Between machines, tunnels keep all ports on loopback (ssh -L and -R); or, on a network where everybody may
+run any program on these machines, --host and --allow-remote.
+"""
+
+
+@click.command(epilog=SERVING)
+@click.option("--tracker", required=True, metavar="HOST:PORT", help="The TVM RPC tracker to register at.")
+@click.option("--key", default="ecornn", show_default=True,
+              help="What tuners ask for. Servers with the same key must measure on equal devices.")
+@click.option("--target", type=click.Choice(["cuda", "cpu"]),
+              help="What to measure on.  [default: cuda if there is a GPU, else cpu]")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--port", type=click.IntRange(1, 65_000), default=9200, show_default=True,
+              help="First port to try, of 100.")
+@click.option("--address", help="What tuners connect to, where that is not --host.")
+@click.option("--allow-remote", is_flag=True,
+              help="Other addresses than this machine's own. Whoever reaches them can run any code here.")
+@JSON
+@plain_errors
+def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
+          allow_remote: bool, json: bool) -> None:
+    """Measures candidates for tuners elsewhere, through TVM's RPC. Ctrl-C ends it."""
+    from ecornn.tune.at_hand import present
+    from ecornn.tune.choose import default_target
+    from ecornn.tune.remote import Tracker
+    from ecornn.tune.serving import is_loopback, require_loopback, start
+
+    registry = Tracker.parse(tracker, key, allow_remote)
+    for name, value in (("host", host), ("address", address)):
+        if value is not None:
+            require_loopback(name, value, allow_remote)
+    if not is_loopback(host):
+        click.echo(f"warning: whoever reaches {host} can run any program here as this user; RPC is remote execution",
+                   err=True)
+    chosen = target or default_target()
+    device = present(chosen)
+    registry.servers()  # or say at once that there is no tracker
+    server = start(chosen, (registry.host, registry.port), key, host, port, address)
+    try:
+        with safe_interrupts(*ENDING):
+            if json:
+                as_json({"device": device.name, "arch": device.arch, "host": host, "port": server.port, "key": key,
+                         "tracker": str(registry)})
+            else:
+                click.echo(f"{device.name} ({device.arch}) at {host}:{server.port}, key {key}, tracker {registry}")
+            while server.proc.is_alive():
+                time.sleep(0.5)
+        click.echo("error: the server ended by itself", err=True)
+        raise SystemExit(1)
+    except KeyboardInterrupt:
+        click.echo("stopped", err=True)
+    finally:
+        server.terminate()
+
+
+@click.command()
+@click.option("--cflags", is_flag=True, help="Flags of a compiler: where ecornn.h, ecornn.hpp and DLPack's header are.")
+@click.option("--libs", is_flag=True, help="Flags of a linker: libtvm_ffi, and where it is when the program runs.")
+@plain_errors
+def config(cflags: bool, libs: bool) -> None:
+    """Prints the flags with which C and C++ programs that open module files are compiled and linked.
+
+    \b
+      cc main.c $(ecornn config --cflags --libs) -o main
+    """
+    if not (cflags or libs):
+        raise click.UsageError("say --cflags, --libs or both")
+    from tvm_ffi import libinfo
+
+    flags = []
+    if cflags:
+        folders = [str(resources.files("ecornn").joinpath("include")), libinfo.find_dlpack_include_path()]
+        flags += [f"-I{folder}" for folder in folders]
+    if libs:
+        library = Path(libinfo.find_libtvm_ffi())
+        # the module needs it, the program does not: the linker must keep it all the same
+        flags += [f"-L{library.parent}", f"-Wl,-rpath,{library.parent}", "-Wl,--no-as-needed", "-ltvm_ffi",
+                  "-Wl,--as-needed", "-ldl"]
+    click.echo(" ".join(flags))
