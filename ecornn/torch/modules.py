@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.boundary import refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
-from ecornn.torch import background, direct, engine, like_before, packed, training
+from ecornn.torch import background, engine, like_before, packed, training
 from ecornn.torch.compiling import KEPT, checked_keep, few_steps, serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import keeping, text_of
-from ecornn.torch.operator import forward, recurrent
+from ecornn.torch.operator import directly, forward, recurrent
 
 
 class CompiledModule(torch.nn.Module):
@@ -286,7 +286,7 @@ def trained(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: to
     """y and the states of a module, or of one ``layer`` of it, with gradients; see :func:`recurrent`."""
     if torch.compiler.is_compiling() or watched((x, *state, *weights)):
         return forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
-    return direct.forward(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
+    return directly(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
 
 
 def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],

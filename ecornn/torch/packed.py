@@ -28,9 +28,9 @@ from ecornn.runtime.columns import Columns, steps_of
 from ecornn.runtime.loader import Layer
 from ecornn.runtime.torch_arrays import TorchArrays
 from ecornn.torch import training
-from ecornn.torch.engine import Engine, engine_of, weights_of
+from ecornn.torch.engine import engine_of, weights_of
 from ecornn.torch.kind import text_of
-from ecornn.torch.operator import refuse_again
+from ecornn.torch.operator import directly
 
 LEAST = 16  # columns; fewer do not make steps shorter
 FIXED = 32  # columns whose work takes as long as the way of the state between blocks, in each step
@@ -202,7 +202,7 @@ def train(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> lis
     there, back, _ = layout.index_on(data)
     y, after = _Gather.apply(data, there, back).view(*layout.shape, -1), []
     for part, its, first in parts:
-        y, *states = _Layer.apply(part, layout.columns, len(first), y, *first, *its)
+        y, *states = directly(part, y, first, layout.columns, its)
         after.append(states)
     last = after[0] if len(parts) == 1 else [torch.cat(states) for states in zip(*after, strict=True)]
     return [_Gather.apply(y.flatten(0, 1), back, there), *last]
@@ -220,36 +220,3 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         index, inverse = ctx.saved_tensors
         return _Gather.apply(gradients[0], inverse, index), None, None
-
-
-class _Layer(torch.autograd.Function):
-    """Computes y (T, C, D*H) of x in ``columns`` and the states after it, by number of the sequence; ``tensors``: first
-    states, as many as ``count``, and the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, engine: Engine, columns: Columns, count: int, x: torch.Tensor,
-                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y, *after, kept = training.forward(engine, tensors[count:], x, tensors[:count], columns)
-        ctx.engine, ctx.columns, ctx.count = engine, columns, count
-        ctx.save_for_backward(x, y, kept, *tensors)
-        return y, *after
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        computed = _Backward.apply(ctx.engine, ctx.columns, ctx.count, len(gradients), *gradients, *ctx.saved_tensors)
-        needed = ctx.needs_input_grad[3:]
-        return None, None, None, *(g if need else None for g, need in zip(computed, needed, strict=True))
-
-
-class _Backward(torch.autograd.Function):
-    """Computes the gradients of :class:`_Layer`, which have none themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, engine: Engine, columns: Columns, count: int, outputs: int,
-                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gradients, (x, y, kept, *rest) = tensors[:outputs], tensors[outputs:]
-        return tuple(training.backward(engine, rest[count:], x, rest[:count], columns, y, kept, gradients))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
-        refuse_again()

@@ -18,9 +18,8 @@ from torch.autograd import Variable
 from ecornn.errors import ArgumentError
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.torch.bound import BoundLayer
-from ecornn.torch.direct import each, is_batched
 from ecornn.torch.engine import Engine
-from ecornn.torch.operator import recurrent_backward
+from ecornn.torch.operator import each, is_batched, recurrent_backward
 from ecornn.torch.snapshot import suspect
 
 ALIGNMENT = 16  # bytes, of what modules read
