@@ -13,7 +13,7 @@ from ecornn.torch import background, engine, like_before, stepping_training
 from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
 from ecornn.torch.kind import CELLS, text_of
-from ecornn.torch.modules import CompiledModule, inferred, leaf, trained
+from ecornn.torch.modules import CompiledModule, called, leaf
 from ecornn.torch.snapshot import suspect
 
 SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
@@ -71,8 +71,7 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
             if why:
                 return by_torch(self, input, hx, why)
             rows = [t.reshape(1, -1, t.shape[-1]) for t in (input, *state)]
-            operands = rows[0], rows[1:], None, [*weights], text_of(self)
-            _, *after = trained(self, *operands) if asked else inferred(self, *operands)
+            _, *after = called(self, rows[0], rows[1:], None, [*weights], text_of(self), asked)
             after = [s.reshape(*input.shape[:-1], -1) for s in after]
             if not asked and not compiling:
                 like_before.remember(engine.engine_of(self), self, input, weights, False)

@@ -151,11 +151,9 @@ class Sequences(CompiledModule):
             engine.check_type(x, weights[0])
         if self._drops or (asked and training.by_layer(self, weights)):
             return run_layers(self, weights, x, state, lengths, asked)
-        if asked:
-            return trained(self, x, state, lengths, weights, text_of(self))
-        if not state and torch.compiler.is_exporting():
+        if not (asked or state) and torch.compiler.is_exporting():
             state = self._zeros(x)  # AOTInductor would make None of an empty list
-        return inferred(self, x, state, lengths, weights, text_of(self))
+        return called(self, x, state, lengths, weights, text_of(self), asked)
 
     def _zeros(self, x: torch.Tensor) -> list[torch.Tensor]:
         """First states of zeros for x (T, B, I)."""
@@ -272,21 +270,19 @@ def leaf(module: Any, input: Any, hx: Any) -> Any:
     raise ArgumentError("input", type(input), "a tensor or a PackedSequence")
 
 
-def inferred(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
-             weights: list[torch.Tensor], kind: str) -> list[torch.Tensor]:
-    """y and the states of a module without gradients; see :func:`recurrent` for the arguments."""
-    if torch.compiler.is_compiling() or watched((x, *state, *weights)):
+def called(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
+           weights: list[torch.Tensor], kind: str, asked: bool, layer: int | None = None) -> list[torch.Tensor]:
+    """y and the states of a module, or of one ``layer`` of it, with gradients if they are ``asked`` for; see
+    :func:`recurrent` for the other arguments."""
+    by_operator = torch.compiler.is_compiling() or watched((x, *state, *weights))
+    if asked and by_operator:
+        return forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
+    if asked:
+        return directly(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
+    if by_operator or layer is not None:
         results: list[torch.Tensor] = recurrent(x, state, lengths, weights, kind)
         return results
     return engine.engine_of(module).run(weights, x, state, lengths)
-
-
-def trained(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
-            weights: list[torch.Tensor], kind: str, layer: int | None = None) -> list[torch.Tensor]:
-    """y and the states of a module, or of one ``layer`` of it, with gradients; see :func:`recurrent`."""
-    if torch.compiler.is_compiling() or watched((x, *state, *weights)):
-        return forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
-    return directly(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
 
 
 def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],
@@ -302,8 +298,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
         else:
             rows = pack_padded_sequence(x, lengths)
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
-        operands = x, given, lengths, [*its], text_of(module, layer)
-        x, *after = trained(module, *operands, layer) if asked else recurrent(*operands)
+        x, *after = called(module, x, given, lengths, [*its], text_of(module, layer), asked, layer)
         last.append(after)
     return [x, *(torch.cat(states) for states in zip(*last, strict=True))]
 
