@@ -253,16 +253,6 @@ def _(info: Any, in_dims: Any, x: torch.Tensor, state: Tensors, lengths: torch.T
     return [t.unflatten(1, (count, -1)) for t in results], [1] * len(results)
 
 
-@recurrent_forward.register_vmap
-def _(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
-    return each_call(recurrent_forward, info, in_dims, args)
-
-
-@recurrent_backward.register_vmap
-def _(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
-    return each_call(recurrent_backward, info, in_dims, args)
-
-
 def each_call(operator: Any, info: Any, in_dims: Any, args: Any) -> tuple[Tensors, list[int]]:
     """A batching rule: a call for each element of the batch, whose results are stacked along axis 0."""
     def one(value: Any, dim: Any, number: int) -> Any:
@@ -273,6 +263,10 @@ def each_call(operator: Any, info: Any, in_dims: Any, args: Any) -> tuple[Tensor
     calls = [operator(*(one(v, d, n) for v, d in zip(args, in_dims, strict=True))) for n in range(info.batch_size)]
     stacked = [torch.stack(parts) for parts in zip(*calls, strict=True)]
     return stacked, [0] * len(stacked)
+
+
+for _operator in (recurrent_forward, recurrent_backward):
+    _operator.register_vmap(lambda info, in_dims, *args, _call=_operator: each_call(_call, info, in_dims, args))
 
 
 # -- floating-point operations ------------------------------------------------------------------

@@ -7,7 +7,8 @@ import copy
 import inspect
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ecornn.cells.deriving import parameters_of
 from ecornn.errors import ArgumentError, CellError
 from ecornn.torch.traced_cell import TracedCell
-from ecornn.torch.traced_graph import Learned, Traced, lines_of, operator_name, place_of, pointed
+from ecornn.torch.traced_graph import Learned, Traced, lines_of, operator_name, place_of, pointed, reached
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Sizes, Value
 from ecornn.torch.traced_weights import carried_out
 
@@ -122,11 +123,9 @@ def hold(cell: TracedCell) -> None:
     derivative = _derivative(graph, cell.own.hidden)
     exact = _double(cell)
     if exact is not None:
-        try:
+        with suppress(CellError):  # constants may be other ones in float64, such as the least epsilon
             _hold(cell, derivative, exact, torch.float64)
             return
-        except CellError:  # constants may be other ones in float64, such as the least epsilon
-            pass
     _hold(cell, derivative, cell.traced.step, torch.float32)
 
 
@@ -313,7 +312,7 @@ def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: floa
     """The error that names the first operator whose te value is not PyTorch's."""
     from ecornn.interpreter import Step
 
-    batch = cell.graph.batch
+    batch = cell.own.batch
     again = torch.arange(batch) % len(draw.x)  # constants of the graph have its own number of rows
     rows = Draw(draw.x[again].double(), [s[again].double() for s in draw.states], [])
     states = [np.zeros((batch, cell.own.hidden))] * cell.shown + [_array(s) for s in rows.states]
@@ -352,27 +351,17 @@ def _assembled(step: Any, value: Value, sizes: Sizes) -> Array:
 
 def _other_gradient(cell: TracedCell, name: str, returned: list[torch.Tensor]) -> CellError:
     """The error that says what may have dropped or replaced a gradient."""
+    own = [node._forward_cls for node in _backwards(returned) if isinstance(
+        node, torch.autograd.function.BackwardCFunction)]
     reasons = [(f"{kind.__name__}, a torch.autograd.Function, has a backward of its own", tuple(place_of(kind)))
-               for kind in _functions(returned)]
+               for kind in own]
     reasons += [(f"{what} drops a gradient", where) for what, where in cell.graph.suspects]
     why, where = reasons[0] if reasons else ("a hook of a tensor, or an operator with a derivative of its own", ())
     return pointed(f"cell {cell.name!r}: the gradient of {name} is not the module's: {why}; a cell's gradients are "
                    "those of its forward", where)
 
 
-def _functions(returned: list[torch.Tensor]) -> Iterator[type]:
-    """The classes of torch.autograd.Function that results have come through."""
-    for node in _backwards(returned):
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            yield node._forward_cls
-
-
-def _backwards(returned: list[torch.Tensor]) -> Iterator[Any]:
+def _backwards(returned: list[torch.Tensor]) -> Iterable[Any]:
     """The nodes of PyTorch's graph behind results."""
-    pending, seen = [t.grad_fn for t in returned if t.grad_fn is not None], set()
-    while pending:
-        node = pending.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            pending += [after for after, _ in node.next_functions if after is not None]
+    return reached([t.grad_fn for t in returned if t.grad_fn is not None],
+                   lambda node: [after for after, _ in node.next_functions if after is not None])

@@ -11,7 +11,7 @@ import torch
 
 from ecornn.cells import largest, normalized, pointwise, softmax
 from ecornn.errors import CellError
-from ecornn.torch.traced_graph import Graph, Traced, shape_of
+from ecornn.torch.traced_graph import Graph, shape_of
 from ecornn.torch.traced_operators import POINTWISE, added, highest, select, softplus, square_root
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Sizes, Value, Width
 from ecornn.torch.traced_weights import Use, Vector, alike_in_rows, number
@@ -24,10 +24,8 @@ class Arithmetic:
     depends on x or a state.
     """
 
-    def __init__(self, traced: Traced, graph: Graph, x: Any, states: Sequence[Any],
-                 parameter: Callable[[Use], Any]) -> None:
-        self.graph, self.parameter, self.like = graph, parameter, states[0]
-        self.sizes = Sizes(graph.batch, traced.input, traced.hidden)
+    def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
+        self.graph, self.sizes, self.parameter, self.like = graph, graph.sizes, parameter, states[0]
         self.known: dict[torch.fx.Node, Any] = {
             node: Value((BATCH, UNITS), (Gate(tensor, 0, width),)) for node, tensor, width in zip(
                 graph.given, (x, *states), ("I", *["H"] * len(states)), strict=True)}

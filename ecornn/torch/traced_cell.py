@@ -26,7 +26,7 @@ class TracedCell(Cell):
         from tvm import te
 
         self.traced, self.graph = traced, export(traced)
-        self.own = Sizes(self.graph.batch, traced.input, traced.hidden)
+        self.own = self.graph.sizes
         uses: dict[Use, Any] = {}
 
         def parameter(use: Use) -> Any:
@@ -35,8 +35,8 @@ class TracedCell(Cell):
 
         x = te.placeholder((3, traced.input), "float32", name="x")
         before = [te.placeholder((3, traced.hidden), "float32", name=n) for n in traced.states]
-        results = Walk(traced, self.graph, x, before, parameter).results(len(before))
-        self.read = Weights(self.graph, self.own, list(uses))
+        results = Walk(self.graph, x, before, parameter).results(len(before))
+        self.read = Weights(self.graph, list(uses))
         self.states, self.shown = traced.states, len(results) - len(before)  # 1: y is none of the states
         if self.shown:
             self.states, self.output = ("y", *traced.states), "y"
@@ -50,7 +50,7 @@ class TracedCell(Cell):
 
     def walk(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Walk:
         """The step on te tensors, at any I and H."""
-        return Walk(self.traced, self.graph, x, states[self.shown:], lambda use: parameters[self.read.names[use]])
+        return Walk(self.graph, x, states[self.shown:], lambda use: parameters[self.read.names[use]])
 
     def step(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
         """The module's step on te tensors; see :meth:`ecornn.Cell.step`."""

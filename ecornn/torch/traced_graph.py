@@ -12,19 +12,20 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from traceback import StackSummary, walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from ecornn.errors import CellError
+from ecornn.torch.traced_values import Sizes
 
 OTHERS = str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent.parent), "<"  # not the user's files
 FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -39,6 +40,7 @@ BRANCH = "the step reads values of a tensor in Python, which a cell's cannot: us
 _one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole process
 
 Place = tuple[str, int]
+Node = TypeVar("Node")
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Graph:
     learned : placeholder -> the tensor of the step that it stands for
     given : the placeholders of x and of the states
     returned : the nodes of the results, y or not and the new states
-    batch : B of the example it was exported with, a size that no other axis has
+    sizes : those of the example it was exported with; no other axis has its B
     data : the nodes that depend on x or a state
     suspects : operators of the step, before it was decomposed, that make its gradients others than its values', with
     lines
@@ -82,7 +84,7 @@ class Graph:
     learned: dict[torch.fx.Node, Learned]
     given: tuple[torch.fx.Node, ...]
     returned: tuple[torch.fx.Node, ...]
-    batch: int
+    sizes: Sizes
     data: frozenset[torch.fx.Node]
     suspects: tuple[tuple[str, tuple[Place, ...]], ...]
 
@@ -170,12 +172,7 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
                         "not do: make it a state, or call the module's eval() before where that ends it")
     if not all(isinstance(node, torch.fx.Node) for node in returned):
         raise CellError(f"the step returns {[n for n in returned if not isinstance(n, torch.fx.Node)]} beside tensors")
-    needed, pending = set(), list(returned)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
+    needed = reached(returned, lambda node: node.all_input_nodes)
     inner = tuple(node for node in nodes if node.op == "call_function" and node in needed)
     for node in inner:
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -185,7 +182,19 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
         if not data.isdisjoint(node.all_input_nodes) and operator_name(node) not in CONSTANT:
             data.add(node)
     learned = {node: weights for node, weights in learned.items() if node in needed}
-    return Graph(inner, learned, tuple(given), tuple(returned), batch, frozenset(data), suspects)
+    sizes = Sizes(batch, traced.input, traced.hidden)
+    return Graph(inner, learned, tuple(given), tuple(returned), sizes, frozenset(data), suspects)
+
+
+def reached(first: Iterable[Node], after: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
+    """The first nodes and all that are reached from these, each once."""
+    pending, seen = list(first), dict[Node, None]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen[node] = None
+            pending += after(node)
+    return seen
 
 
 @lru_cache(maxsize=1)

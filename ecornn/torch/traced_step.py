@@ -13,7 +13,7 @@ import torch
 from ecornn.cells import product
 from ecornn.errors import CellError
 from ecornn.torch.traced_arithmetic import Arithmetic
-from ecornn.torch.traced_graph import Graph, Traced, arguments, lines_of, operator_name, pointed, shape_of
+from ecornn.torch.traced_graph import Graph, arguments, lines_of, operator_name, pointed, shape_of
 from ecornn.torch.traced_operators import POINTWISE, SAME, number_of, refused
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Value
 from ecornn.torch.traced_weights import Matrix, Use
@@ -26,9 +26,8 @@ ANYWHERE = ("layout", "device", "pin_memory", "non_blocking", "memory_format", "
 class Walk(Arithmetic):
     """One walk through the graph: products, shapes and all results."""
 
-    def __init__(self, traced: Traced, graph: Graph, x: Any, states: Sequence[Any],
-                 parameter: Callable[[Use], Any]) -> None:
-        super().__init__(traced, graph, x, states, parameter)
+    def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
+        super().__init__(graph, x, states, parameter)
         for node in graph.nodes:
             if node in graph.data:
                 try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ecornn.errors import CellError
-from ecornn.torch.traced_graph import CONSTANT, Graph, Learned, operator_name, shape_of
+from ecornn.torch.traced_graph import CONSTANT, Graph, Learned, operator_name, reached, shape_of
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Sizes, Width
 
 Shape = tuple[int, ...]
@@ -105,8 +105,8 @@ class Weights:
     Raises :class:`CellError` if two parameters would have one name.
     """
 
-    def __init__(self, graph: Graph, sizes: Sizes, uses: Sequence[Use]) -> None:
-        self.graph, self.sizes = graph, sizes
+    def __init__(self, graph: Graph, uses: Sequence[Use]) -> None:
+        self.graph, self.sizes = graph, graph.sizes
         self.names: dict[Use, str] = {}
         self.direct: dict[str, Source] = {}
         self.derived: dict[str, Use] = {}
@@ -180,12 +180,8 @@ class Weights:
 
 def below(graph: Graph, nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
     """The nodes and all nodes that they depend on, in the graph's order."""
-    pending, needed = list(nodes), set()
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += [] if node.op == "placeholder" or operator_name(node) in CONSTANT else node.all_input_nodes
+    needed = reached(nodes, lambda node: [] if node.op == "placeholder" or operator_name(
+        node) in CONSTANT else node.all_input_nodes)
     return [node for node in (*graph.learned, *graph.given, *graph.nodes) if node in needed]
 
 
