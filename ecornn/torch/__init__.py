@@ -38,7 +38,7 @@ from ecornn.torch.modules import GRU, LSTM, RNN
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, prepare, rebind, replace, restore
 from ecornn.torch.traced import cell as traced_cell
-from ecornn.torch.traced_cell import TracedCell
+from ecornn.torch.traced_step import TracedCell
 
 cell = public(traced_cell)
 

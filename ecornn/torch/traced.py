@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from ecornn.cells.deriving import parameters_of
 from ecornn.errors import ArgumentError, CellError
-from ecornn.torch.traced_cell import TracedCell
-from ecornn.torch.traced_graph import Learned, Traced, lines_of, operator_name, place_of, pointed, reached
-from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Sizes, Value
-from ecornn.torch.traced_weights import carried_out
+from ecornn.torch.traced_graph import Learned, Sizes, Traced, carried_out, operator_name, place_of, pointed, reached
+from ecornn.torch.traced_step import TracedCell
+from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Value
 
 # B, where x and states come from, and the scale of gradients: also values in (0, 1), where all functions have one,
 # zeros, with which sequences begin and where many have kinks, and large gradients, which backward passes may clip.
@@ -305,7 +304,7 @@ def _at_its_operator(cell: TracedCell, error: CellError) -> CellError:
     words = {word.rstrip("0123456789").rstrip("_") if cut else word for word in re.findall(r"\w+", text)
              for cut in (False, True)}
     named = [node for node in cell.graph.nodes if node in cell.graph.data and node.name in words]
-    return pointed(text, lines_of(named[0])) if named else CellError(text)
+    return pointed(text, named[0]) if named else CellError(text)
 
 
 def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: float) -> CellError:
@@ -327,7 +326,7 @@ def _differs(cell: TracedCell, draw: Draw, arrays: dict[str, Array], limit: floa
         value = walk.known.get(node)
         if isinstance(value, Value) and _far(_assembled(step, value, cell.own), _array(wanted[node] * 1.0), limit):
             return pointed(f"cell {cell.name!r}: {operator_name(node)} computes another value than PyTorch's: a fault "
-                           "of ecornn, please report it", lines_of(node))
+                           "of ecornn, please report it", node)
     return CellError(f"cell {cell.name!r}: the step returns something else than what its graph computes: it depends on "
                      "what changes between calls, such as an attribute that it sets or the number of rows")
 

@@ -11,10 +11,9 @@ import torch
 
 from ecornn.cells import largest, normalized, pointwise, softmax
 from ecornn.errors import CellError
-from ecornn.torch.traced_graph import Graph, shape_of
+from ecornn.torch.traced_graph import Graph, Sizes, Width, shape_of
 from ecornn.torch.traced_operators import POINTWISE, added, highest, select, softplus, square_root
-from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Sizes, Value, Width
-from ecornn.torch.traced_weights import Use, Vector, alike_in_rows, number
+from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Use, Value, Vector
 
 
 class Arithmetic:
@@ -147,12 +146,12 @@ class Arithmetic:
 
     def weights(self, node: torch.fx.Node, axes: tuple[str, ...], count: int, width: Width | None) -> Any:
         """A node of weights as an operand beside values on these axes: a number, or vectors."""
-        one = number(self.graph, node)
+        one = self.graph.number(node)
         if one is not None:
             return one
         shape = shape_of(node)
         own = axes[len(axes) - len(shape):]
-        if BATCH in own and shape[own.index(BATCH)] > 1 and not alike_in_rows(self.graph, node, own.index(BATCH)):
+        if BATCH in own and shape[own.index(BATCH)] > 1 and not self.graph.alike_in_rows(node, own.index(BATCH)):
             raise CellError(f"a tensor {shape} of the module that differs between rows of the batch")
         wide = {axis for axis, size in zip(own, shape, strict=True) if size > 1}
         gates = count if wide & {GATES, COLUMNS} else 1
