@@ -127,8 +127,7 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
 
 
 def _too_small(cell: Any, input: Any) -> bool:
-    """Tells whether PyTorch's own cell trains this step; then bound layers read the weights again: an optimizer
-    follows."""
+    """Tells whether PyTorch's own cell trains this step. Then bound layers read weights again: an optimizer follows."""
     weight, hidden = cell._parameters.get("weight_hh"), cell.hidden_size
     if weight is None or not weight.requires_grad or not isinstance(input, torch.Tensor):
         return False
@@ -158,8 +157,7 @@ def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> 
 
 def _with_gradients(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,
                     state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-    """The states after x with gradients, if these are asked for and no operator is needed to compute them; else
-    None."""
+    """The states after x with gradients; None if these are not asked for, or need an operator."""
     if (x.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
             or watched((x, *state, *weights)) or derivatives(lambda: (x, *state, *weights)) != "gradients"):
         return None

@@ -94,8 +94,7 @@ class Kind:
 
     @cached_property
     def options(self) -> tuple[Any, ...]:
-        """``mode``, ``input_size``, ``hidden_size``, ``num_layers``, ``bias``, ``bidirectional``, ``proj_size`` and
-        ``tf32`` of a module of this kind."""
+        """The attributes of a module of this kind that ``engine._options_of`` reads."""
         return (self.mode, self.input, self.hidden, self.layers, self.bias, self.bidirectional, self.projection,
                 self.tf32)
 
@@ -128,19 +127,15 @@ class Kind:
     def names(self) -> tuple[str, ...]:
         """The names of the weights, in the order of torch's ``_flat_weights``, or of the cell's parameters."""
         if self.name:
-            return tuple(self.shapes)
+            return tuple(self.flat(get(self.cell).parameters))
         kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else []),
                  *(["weight_hr"] if self.projection else [])]
         ends = [f"_l{layer}{end}" for layer in range(self.layers) for end in ("", "_reverse")[:self.directions]]
         return tuple(kind + end for end in ends for kind in kinds)
 
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a cell's parameters by name; gates are folded into the first axis."""
-        return self.flat(get(self.cell).parameters)
-
     def flat(self, of: Callable[[int, int], Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-        """Shapes in all layers by a user's names; ``of`` gives those of one layer from its I and H."""
+        """Shapes in all layers by a user's names, gates folded into the first axis; ``of`` gives those of one layer for
+        I and H."""
         cell, shapes = get(self.cell), {}
         for layer in range(self.layers):
             for second in (False, True)[:self.directions]:
@@ -185,10 +180,7 @@ def name_of(cell: Cell) -> str:
 
 
 def cell_of(name: str) -> Cell:
-    """The cell of a name by :func:`name_of`, perhaps of another process.
-
-    Raises :class:`ArgumentError` if there is none.
-    """
+    """The cell of a name by :func:`name_of`, perhaps of another process. Raises :class:`ArgumentError` without one."""
     identity, _, where = name.partition("=") if not _builtin(name) else (name, "", "")
     if identity not in _here and (where or _builtin(identity)):
         cell = load_cell(where or identity)

@@ -16,7 +16,6 @@ import torch
 from torch.autograd import forward_ad
 
 from ecornn.program import RUN
-from ecornn.runtime.memory import Memory
 from ecornn.runtime.torch_arrays import TorchMemory
 from ecornn.torch import stepping_training
 from ecornn.torch.bound import BoundLayer
@@ -122,9 +121,6 @@ class Call:
         call._zeros = (one.layer.zero_state(self._batch)[1],) * self.count
         return call
 
-    def _workspace(self, nbytes: int) -> Memory:
-        return TorchMemory(torch, nbytes, self._device)
-
     def takes(self, state: Sequence[Any]) -> bool:
         """Tells whether such a call may have these states."""
         if len(state) != self.count:
@@ -146,7 +142,7 @@ class Call:
         y = None if self.one_step and self.queue is None else x.new_empty(self._y)
         pointers = rows.data_ptr(), to[0] if y is None else y.data_ptr(), *start, *to
         if self.queue is not None:
-            self._run.on(self.queue(), pointers, self._workspace)
+            self._run.on(self.queue(), pointers, lambda nbytes: TorchMemory(torch, nbytes, self._device))
         else:
             self._run(pointers)
         if y is None or self.one_step:

@@ -246,9 +246,7 @@ class RNN(Compiled):
 
 
 def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
-    """The properties of a call with a tensor or a PackedSequence that its modules depend on.
-
-    ``asked``: whether gradients are asked for."""
+    """The properties of a call that its modules depend on; ``asked``: whether gradients are asked for."""
     if isinstance(input, PackedSequence):
         data, sizes, lengths = input.data, input.batch_sizes, True
         steps, batch = len(sizes), int(sizes[0]) if len(sizes) else 0
@@ -259,10 +257,8 @@ def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
 
 
 def leaf(module: Any, input: Any, hx: Any) -> Any:
-    """A node of torch.fx's graph that calls the module, whose layers it does not look into, as with torch.nn's.
-
-    Raises :class:`ArgumentError` if ``input`` is none of torch.fx's symbols either.
-    """
+    """A node of torch.fx's graph that calls the module, whose layers it does not look into, as with torch.nn's. Raises
+    :class:`ArgumentError` if ``input`` is none of torch.fx's symbols either."""
     if isinstance(input, torch.fx.Proxy):
         given = (input,) if hx is None else (input, hx)
         tracer: Any = input.tracer

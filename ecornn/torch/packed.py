@@ -78,10 +78,8 @@ class Layout:
 
 @lru_cache(maxsize=16)
 def rows_of(batch_sizes: bytes) -> int:
-    """The number of rows of packed data with int64 ``batch_sizes``.
-
-    Raises :class:`ShapeError` for sizes that pack_padded_sequence() does not make: kernels would read memory beside x.
-    """
+    """The number of rows of packed data with int64 ``batch_sizes``. Raises :class:`ShapeError` for sizes that
+    pack_padded_sequence() does not make: kernels would read memory beside x."""
     sizes = np.frombuffer(batch_sizes, np.int64)
     if not len(sizes) or sizes[-1] < 0 or (np.diff(sizes) > 0).any():
         raise ShapeError("input.batch_sizes", sizes.tolist(), "one for each step, none larger than the one before "
@@ -90,10 +88,8 @@ def rows_of(batch_sizes: bytes) -> int:
 
 
 def checked(packed: PackedSequence) -> PackedSequence:
-    """The sequence without rows of data beyond its ``batch_sizes``.
-
-    Raises :class:`ShapeError` and :class:`DTypeError` where its parts do not fit each other.
-    """
+    """The sequence without rows of data beyond its ``batch_sizes``. Raises :class:`ShapeError` and :class:`DTypeError`
+    where its parts do not fit each other."""
     data, sizes, *orders = packed
     if sizes.dtype != torch.int64 or not sizes.is_cpu:
         raise DTypeError("input.batch_sizes", f"{sizes.dtype} on {sizes.device}", "torch.int64 on the host")

@@ -339,10 +339,9 @@ def _empty(kind: Any) -> Any:
 # one, by its name or its own class, becomes torch.nn's, which PyTorch then quantizes. A layer that is given None stays
 # as it is; it warns, since torch.nn.LSTM among the classes may have meant it.
 def _qconfig(module: Any) -> Any:
-    try:
-        return vars(module)["qconfig"]
-    except KeyError:
-        raise AttributeError("qconfig") from None
+    if "qconfig" not in vars(module):
+        raise AttributeError("qconfig")
+    return vars(module)["qconfig"]
 
 
 def _set_qconfig(module: Any, value: Any) -> None:
@@ -355,9 +354,5 @@ def _set_qconfig(module: Any, value: Any) -> None:
                   "qconfig_spec", stacklevel=2)
 
 
-def _delete_qconfig(module: Any) -> None:
-    vars(module).pop("qconfig", None)
-
-
 for _kind in COMPILED:
-    _kind.qconfig = property(_qconfig, _set_qconfig, _delete_qconfig)
+    _kind.qconfig = property(_qconfig, _set_qconfig, lambda module: vars(module).pop("qconfig", None))

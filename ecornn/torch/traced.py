@@ -77,8 +77,7 @@ def cell(step: Any, *, input_size: int | None = None, hidden_size: int | None = 
 
 
 def states_of(step: Any, states: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of the states: those given, or of the step's arguments. Raises :class:`ArgumentError` if there are
-    none."""
+    """The names of the states, given or of the step's arguments. Raises :class:`ArgumentError` if there are none."""
     if states is not None:
         if isinstance(states, str) or not states or not all(isinstance(s, str) for s in states):
             raise ArgumentError("states", states, "a tuple of names, such as ('h', 'c')")
@@ -114,12 +113,15 @@ def hold(cell: TracedCell) -> None:
     and if its step cannot be analysed.
     """
     from ecornn.analysis import analyse
+    from ecornn.analysis.adjoint import adjoint
 
     try:
         graph = analyse(cell, cell.own.input, cell.own.hidden)
     except CellError as error:
         raise _at_its_operator(cell, error) from error
-    derivative = _derivative(graph, cell.own.hidden)
+    derivative = None
+    with suppress(CellError, NotImplementedError):  # of a step that has none, which an error says when it is to train
+        derivative = adjoint(graph, cell.own.hidden)
     exact = _double(cell)
     if exact is not None:
         with suppress(CellError):  # constants may be other ones in float64, such as the least epsilon
@@ -137,16 +139,6 @@ def _hold(cell: TracedCell, derivative: Any, step: Any, kind: torch.dtype) -> No
             raise CellError(f"the step fails with {batch} row{'s' * (batch > 1)}: {type(error).__name__}: {error}") \
                 from error
         _compare(cell, derivative, draw, wanted, LIMITS[kind])
-
-
-def _derivative(graph: Any, hidden: int) -> Any:
-    """The adjoint; None for a step that has none, which an error says when it is to train."""
-    from ecornn.analysis.adjoint import adjoint
-
-    try:
-        return adjoint(graph, hidden)
-    except (CellError, NotImplementedError):
-        return None
 
 
 def _double(cell: TracedCell) -> Any | None:

@@ -166,8 +166,7 @@ class Arithmetic:
     # -- sums, maxima, variances ----------------------------------------------------------------
     def summed(self, value: Value, dims: Any, name: str, reduce: Callable[[Any, str], Any] | None = None,
                among: Callable[..., Any] = added) -> Value:
-        """The sum over some axes, which become ONE; or another reduction, ``reduce`` of a te tensor and ``among``
-        scalars."""
+        """The sum over axes, which become ONE; or another reduction, ``reduce`` of a te tensor, ``among`` scalars."""
         places = _places(dims, len(value.axes))
         kinds = {value.axes[n] for n in places} - {ONE}
         if BATCH in kinds:
@@ -181,8 +180,7 @@ class Arithmetic:
         return Value(axes, value.gates)
 
     def over_units(self, value: Value, together: bool, name: str, reduce: Callable[[Any, str], Any]) -> Value:
-        """One value for each gate and batch row; one for all gates if they are taken ``together`` and lie in one
-        tensor."""
+        """One value for each gate and batch row; one for all gates of a tensor that are taken ``together``."""
         tensor = value.stacked() if together else None
         if tensor is not None and value.width(self.sizes) != 1:
             return Value(value.axes, (Gate(reduce(tensor, name), 0, 1),))

@@ -133,9 +133,7 @@ class Graph:
 
     def number(self, node: torch.fx.Node) -> float | bool | int | None:
         """The one value that a constant has everywhere; None if it depends on a parameter or buffer, or has several.
-
-        Raises :class:`CellError` for values that PyTorch draws at random.
-        """
+        Raises :class:`CellError` for values that PyTorch draws at random."""
         order = self.below([node])
         for one in order:
             if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
@@ -193,7 +191,8 @@ def export(traced: Traced) -> Graph:
         except CellError:
             raise
         except Exception as error:  # the user's own code, and PyTorch, raise what they like
-            raise pointed(f"the step cannot be exported: {_why(error, traced)}", places(error)) from error
+            places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+            raise pointed(f"the step cannot be exported: {_why(error, traced)}", places) from error
     return _graph(traced, program, batch, suspects)
 
 
@@ -413,11 +412,6 @@ def shape_of(node: torch.fx.Node) -> tuple[int, ...]:
 def lines_of(node: torch.fx.Node) -> tuple[Place, ...]:
     """The files and lines that a node comes from, the innermost last."""
     return tuple((file, int(line)) for file, line in FRAME.findall(node.meta.get("stack_trace") or ""))
-
-
-def places(error: BaseException) -> list[Place]:
-    """The files and lines of an error, the innermost last."""
-    return [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
 
 
 def pointed(message: str, at: torch.fx.Node | Sequence[Place]) -> CellError:

@@ -41,10 +41,8 @@ class Walk(Arithmetic):
                     raise pointed(f"{operator_name(node)}: {error}", node) from error
 
     def results(self, count: int) -> list[Any]:
-        """The new states, ``count`` te tensors (B, H), and before them y if that is none of them.
-
-        Raises :class:`CellError` if the step returns anything else.
-        """
+        """The new states, ``count`` te tensors (B, H), and before them y if that is none of them. Raises
+        :class:`CellError` if the step returns anything else."""
         nodes = list(self.graph.returned)
         if len(nodes) == count + 1 and nodes[0] is nodes[1]:
             nodes = nodes[1:]  # y is the first state
