@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ecornn.boundary import refuse_untyped, shown
 from ecornn.torch import background, engine, like_before, stepping_training
 from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
@@ -28,25 +27,8 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
     # what a layer has besides
     num_layers, bidirectional, proj_size, dropout, batch_first, _drops = 1, False, 0, 0.0, False, False
     one_step = True
-    least = 0  # multiply-adds of a call, below which PyTorch's own cell trains
 
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """Computes the states (B, H) after one step from input (B, I) and states (B, H), or (H,) from (I,) and (H,).
-
-        Arguments that do not fit raise PyTorch's own errors.
-        """
-        if torch.compiler.is_compiling():
-            return self._any_call(input, hx, True)
-        if self.least and torch.is_grad_enabled() and _too_small(self, input):
-            return self.TORCH.forward(self, input, hx)
-        try:
-            after = like_before.again(self, input, hx)
-            return after if after is not None else self._any_call(input, hx, False)
-        except Exception as error:
-            refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
-            raise
-
-    def _any_call(self, input: Any, hx: Any, compiling: bool) -> Any:
+    def _any_call(self, input: Any, hx: Any) -> Any:
         """Does what :meth:`forward` does, for a call like no earlier one."""
         if isinstance(input, torch.fx.Proxy):
             return leaf(self, input, hx)
@@ -54,15 +36,16 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
         if state is None or not _fits(self, weights[0], input, state):
             return by_torch(self, input, hx)
         if background.waits(self):
-            return self._compiled(input, hx, state, weights, compiling)
+            return self._compiled(input, hx, state, weights)
         kind = "cell", input.shape, input.dtype, input.device, torch.is_grad_enabled()
         return background.meanwhile(engine.engine_of(self), kind,
-                                    lambda: self._compiled(input, hx, state, weights, False),
+                                    lambda: self._compiled(input, hx, state, weights),
                                     lambda why: by_torch(self, input, hx, why))
 
-    def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
-                  compiling: bool) -> Any:
+    def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor],
+                  weights: Sequence[torch.Tensor]) -> Any:
         """Does what :meth:`forward` does by a compiled module, if one can."""
+        compiling = torch.compiler.is_compiling()
         after = None if compiling else _with_gradients(self, weights, input, state)
         if after is not None:
             like_before.remember(engine.engine_of(self), self, input, weights, True)
@@ -110,6 +93,12 @@ class RNNCell(CompiledCell, torch.nn.RNNCell):
 
     TORCH = torch.nn.RNNCell
     least = 1 << 16
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Computes the states after one step; see the other cells."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and _too_small(self, input):
+            return self.TORCH.forward(self, input, hx)
+        return super().forward(input, hx)
 
     @property
     def mode(self) -> str:

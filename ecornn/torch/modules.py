@@ -42,6 +42,22 @@ class CompiledModule(torch.nn.Module):
     wait = False
     one_step = False
 
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Computes y and the last states of a tensor or PackedSequence, with the shapes of ``torch.nn``'s; of a cell
+        the states (B, H) after one step from input (B, I) and states (B, H), or (H,) from (I,) and (H,).
+
+        Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
+        ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own errors.
+        """
+        if torch.compiler.is_compiling():
+            return self._any_call(input, hx)
+        try:
+            result = like_before.again(self, input, hx)
+            return result if result is not None else self._any_call(input, hx)
+        except Exception as error:
+            refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
+            raise
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         engine.let_go_if_swapped(self)
         return super()._apply(*args, **kwargs)
@@ -65,21 +81,6 @@ class Sequences(CompiledModule):
     inference mode are seen on a CPU if they change whole rows or columns, or any value in float64: call
     :func:`ecornn.torch.rebind` after others, and on a GPU.
     """
-
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """Computes y and the last states of a tensor or PackedSequence, with the shapes of ``torch.nn``'s.
-
-        Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
-        ``DeviceError`` where an argument does not fit.
-        """
-        if torch.compiler.is_compiling():
-            return self._any_call(input, hx)
-        try:
-            result = like_before.again(self, input, hx)
-            return result if result is not None else self._any_call(input, hx)
-        except Exception as error:
-            refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
-            raise
 
     def _any_call(self, input: Any, hx: Any) -> Any:
         """Does what :meth:`forward` does, for a call like no earlier one."""

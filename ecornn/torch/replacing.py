@@ -285,7 +285,7 @@ def _goes_on(kind: type[Any]) -> bool:
 def compiled_class(kind: Any) -> type[Any]:
     """A class below ``kind`` whose calls are those of the compiled class, or end there if ``kind`` has its own."""
     base: Any = base_of(kind)
-    forward = CompiledCell.forward if base in CELLS else _forward
+    forward = OURS[base].forward if base in CELLS else _forward
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__,
              "__init__": kind.__init__, "__reduce_ex__": _reduce, "_compiled_from": kind}
     if kind.forward is not base.forward:
