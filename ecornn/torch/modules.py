@@ -202,12 +202,11 @@ class Compiled(Sequences, torch.nn.RNNBase):
     :func:`ecornn.compile`; None: ``gates``.
     """
 
-    def __init__(self, mode: str, *args: Any, tf32: bool | None = None, keep: str | None = None,
-                 **kwargs: Any) -> None:
-        if mode != "LSTM" and "proj_size" in kwargs:
+    def __init__(self, *args: Any, tf32: bool | None = None, keep: str | None = None, **kwargs: Any) -> None:
+        if self.mode != "LSTM" and "proj_size" in kwargs:
             raise ArgumentError("proj_size", kwargs["proj_size"], "nothing: proj_size argument is only supported for "
                                 "LSTM, not RNN or GRU")
-        super().__init__(mode, *args, **kwargs)
+        super().__init__(self.mode, *args, **kwargs)
         self.tf32, self.keep = tf32, checked_keep(keep)
 
 
@@ -215,22 +214,17 @@ class LSTM(Compiled):
     """``torch.nn.LSTM`` by compiled modules. A projection costs as much as one that keeps the size."""
 
     TORCH = torch.nn.LSTM
-    state_names = ("h", "c")
+    mode, state_names = "LSTM", ("h", "c")
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
     check_forward_args = torch.nn.LSTM.check_forward_args
     permute_hidden = torch.nn.LSTM.permute_hidden
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("LSTM", *args, **kwargs)
 
 
 class GRU(Compiled):
     """``torch.nn.GRU`` by compiled modules."""
 
     TORCH = torch.nn.GRU
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("GRU", *args, **kwargs)
+    mode = "GRU"
 
 
 class RNN(Compiled):
@@ -243,7 +237,8 @@ class RNN(Compiled):
         self.nonlinearity = args[3] if len(args) > 3 else kwargs.pop("nonlinearity", "tanh")
         if self.nonlinearity not in ("tanh", "relu"):
             raise ArgumentError("nonlinearity", self.nonlinearity, "'tanh' or 'relu'")
-        super().__init__(f"RNN_{self.nonlinearity.upper()}", *args[:3], *args[4:], **kwargs)
+        self.mode = f"RNN_{self.nonlinearity.upper()}"
+        super().__init__(*args[:3], *args[4:], **kwargs)
 
 
 def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
