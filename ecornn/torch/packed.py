@@ -133,14 +133,9 @@ def _index(shape: tuple[int, ...], back: NDArray[Any], *more: NDArray[Any]) -> I
 
 
 @lru_cache(maxsize=16)
-def width_of(batch_sizes: bytes) -> int | None:
-    """:func:`columns_for` the lengths of sequences with int64 ``batch_sizes``."""
-    return columns_for(sizes_of(batch_sizes)[1])
-
-
-def _width(data: torch.Tensor, sizes: bytes) -> int | None:
-    """The number of columns for packed ``data``; None if they gain nothing."""
-    return width_of(sizes) if data.is_cuda else None
+def _width(gpu: bool, batch_sizes: bytes) -> int | None:
+    """The number of columns for sequences with int64 ``batch_sizes``; None if they gain nothing."""
+    return columns_for(sizes_of(batch_sizes)[1]) if gpu else None
 
 
 def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
@@ -164,7 +159,7 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
             return lay(layer).call(data, lambda x, masks: engine.called(layer, x, state, **masks))
 
     # layers of one direction may work at the same time instead, which columns do not allow
-    width = _width(data, sizes) if module.num_layers == 1 or module.bidirectional else None
+    width = _width(data.is_cuda, sizes) if module.num_layers == 1 or module.bidirectional else None
     if width is not None and (data.dtype, width) not in engine.refused:
         try:
             return run_in(width, "sequences", lambda layer: laid(sizes, width, layer.together))
@@ -178,7 +173,7 @@ def train(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> lis
     """Packed y and the states (L*D, S, H) with gradients, from ``state`` or zeros, rows in packed order; None if
     columns gain nothing, or no schedule serves them."""
     sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
-    weights, width, together = weights_of(module), _width(data, sizes), 0
+    weights, width, together = weights_of(module), _width(data.is_cuda, sizes), 0
     if width is None or (data.dtype, width, "training") in engine.refused:
         return None
     parts = [(engine, weights, state)]

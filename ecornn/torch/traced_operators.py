@@ -58,14 +58,10 @@ _not, _xor = _tirx("Not", _condition), _tirx("NE", _condition)
 _exp, _sqrt, _tanh, _power = _tirx("exp"), _tirx("sqrt"), _tirx("tanh"), _tirx("power")
 
 
-def relu(v: Any) -> Any:
-    return _max(v, 0.0)
-
-
 def softplus(v: Any, beta: float = 1, threshold: float = 20) -> Any:
     """log(1 + e^v) without the overflow of e^v; the value itself above the threshold."""
     scaled = number_of(v) * number_of(beta)
-    soft = relu(scaled) + _tirx("log")(number_of(1) + _exp(number_of(0) - _tirx("abs")(scaled)))
+    soft = _max(scaled, 0.0) + _tirx("log")(number_of(1) + _exp(number_of(0) - _tirx("abs")(scaled)))
     return select(scaled > number_of(threshold), v, soft / number_of(beta))
 
 
@@ -148,11 +144,6 @@ def angle(y: Any, x: Any) -> Any:
     return select(origin, 0.0, _tirx("atan2")(y, select(origin, 1.0, x)))
 
 
-def remainder(a: Any, b: Any) -> Any:
-    """The remainder with the sign of the divisor."""
-    return number_of(a) - divided(a, b, "floor") * number_of(b)
-
-
 def sign(v: Any) -> Any:
     return select(number_of(v) > number_of(0), 1.0, select(number_of(v) < number_of(0), -1.0, 0.0))
 
@@ -169,9 +160,10 @@ POINTWISE: dict[str, Callable[..., Any]] = {
                                       "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh",
                                       "atanh", "erf", "floor", "ceil", "trunc")},
     "expm1": lambda v: _exp(v) - number_of(1), "erfc": lambda v: number_of(1) - _tirx("erf")(v),
-    "round": _tirx("nearbyint"), "sign": sign, "sgn": sign, "relu": relu, "gelu": gelu,
+    "round": _tirx("nearbyint"), "sign": sign, "sgn": sign, "relu": lambda v: _max(v, 0.0), "gelu": gelu,
     "silu": _on(lambda v: v * _tirx("sigmoid")(v)), "mish": lambda v: number_of(v) * _tanh(softplus(v)),
-    "elu": elu, "softplus": softplus, "clamp": bounded, "hardtanh": hardtanh, "remainder": remainder, "atan2": angle,
+    "elu": elu, "softplus": softplus, "clamp": bounded, "hardtanh": hardtanh, "atan2": angle,
+    "remainder": lambda a, b: number_of(a) - divided(a, b, "floor") * number_of(b),
     "fmod": lambda a, b: number_of(a) - divided(a, b, "trunc") * number_of(b),
     "hypot": _on(lambda a, b: _sqrt(a * a + b * b))}
 # Operators that leave each value as it is.

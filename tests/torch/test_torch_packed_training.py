@@ -56,7 +56,7 @@ def layer(monkeypatch) -> Any:
                                                  6 if number else 3)
     monkeypatch.setattr(operator, "training", SimpleNamespace(forward=forward, backward=backward))
     monkeypatch.setattr(packed, "engine_of", lambda module: engine)
-    monkeypatch.setattr(packed, "_width", lambda data, sizes: 3)
+    monkeypatch.setattr(packed, "_width", lambda gpu, sizes: 3)
     return library
 
 
