@@ -215,61 +215,51 @@ def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
             zeros = compiled[name].new_zeros(len(compiled[name]))
             compiled |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
     if kind.projection:
-        room = kind.hidden - kind.projection
         for name, value in compiled.items():
             if name.startswith("weight_hr"):
-                compiled[name] = pad(value, (0, 0, 0, room))
-            elif name.startswith("weight_hh"):
-                compiled[name] = pad(value, (0, room))
-            elif _reads_layer(name):
-                parts = value.reshape(len(value), -1, kind.projection)  # one for each direction of the layer below
-                compiled[name] = pad(parts, (0, room)).reshape(len(value), -1)
+                compiled[name] = pad(value, (0, 0, 0, kind.hidden - kind.projection))
+            elif _reads_state(name):
+                compiled[name] = widened_rows(kind, value)
     return compiled
 
 
 def weight_gradients(kind: Kind, compiled: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The gradients of torch's weights, from those of the weights that :func:`parameters` makes of them."""
-    gradients, width = [], kind.width
+    gradients = []
     for name in kind.names:
         value = compiled[name]
         if kind.projection and name.startswith("weight_hr"):
-            value = value[:width].clone()
-        elif kind.projection and name.startswith("weight_hh"):
-            value = value[:, :width].contiguous()
-        elif kind.projection and _reads_layer(name):
-            value = value.reshape(len(value), -1, kind.hidden)[..., :width].reshape(len(value), -1)
+            value = value[:kind.width].clone()
+        elif _reads_state(name):
+            value = narrowed_rows(kind, value)
         gradients.append(value)
     return gradients
 
 
-def _reads_layer(name: str) -> bool:
-    """Tells whether a weight multiplies y of a layer below."""
-    return name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse"))
+def _reads_state(name: str) -> bool:
+    """Tells whether a weight multiplies h, or y of a layer below."""
+    return name.startswith("weight_hh") or (name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse")))
 
 
 def widened(kind: Kind, states: Sequence[Any]) -> list[Any]:
     """States, or gradients of them, padded from the projection's width to H."""
-    if not states or not kind.projection or states[0] is None:
-        return [*states]
-    return [pad(states[0], (0, kind.hidden - kind.width)), *states[1:]]
+    return [widened_rows(kind, states[0]), *states[1:]] if states and states[0] is not None else [*states]
 
 
 def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
-    """y (T, B, D*width) padded to (T, B, D*H)."""
+    """Values (..., D*width), or of one direction, padded to (..., D*H)."""
     if not kind.projection:
         return y
-    rows = y.reshape(*y.shape[:2], -1, kind.width)
-    return pad(rows, (0, kind.hidden - kind.width)).reshape(*y.shape[:2], -1)
+    return pad(y.unflatten(-1, (-1, kind.width)), (0, kind.hidden - kind.width)).flatten(-2)
 
 
 def narrowed(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """States without the padding of :func:`widened`."""
-    return [states[0][..., :kind.width].contiguous(), *states[1:]] if states and kind.projection else [*states]
+    return [narrowed_rows(kind, states[0]), *states[1:]] if states else []
 
 
 def narrowed_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
-    """y without the padding of :func:`widened_rows`."""
+    """Values without the padding of :func:`widened_rows`."""
     if not kind.projection:
         return y
-    rows = y.reshape(*y.shape[:2], -1, kind.hidden)[..., :kind.width].contiguous()
-    return rows.reshape(*y.shape[:2], -1)
+    return y.unflatten(-1, (-1, kind.hidden))[..., :kind.width].flatten(-2).contiguous()
