@@ -21,7 +21,7 @@ import ecornn.torch
 from ecornn.layer_spec import LayerSpec
 from ecornn.torch.compiling import KEPT
 from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.preparing import compile_all
+from ecornn.torch.replacing import compile_all
 
 LETTERS, BLANK = 29, 0
 GPU = torch.cuda.is_available()

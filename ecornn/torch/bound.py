@@ -18,8 +18,7 @@ from ecornn.runtime.loader import Layer, Module
 from ecornn.torch import background
 from ecornn.torch.background import PendingError
 from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, fitting, precision_of, serves
-from ecornn.torch.kind import Kind
-from ecornn.torch.parameters import parameters
+from ecornn.torch.kind import Kind, parameters
 from ecornn.torch.snapshot import Snapshot
 
 GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured

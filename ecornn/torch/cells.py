@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from ecornn.boundary import refuse_untyped, shown
 from ecornn.torch import engine, like_before, meanwhile, stepping_training
 from ecornn.torch.dispatching import derivatives, watched
 from ecornn.torch.falling_back import by_torch, obstacle
 from ecornn.torch.kind import CELLS, text_of
-from ecornn.torch.modules import CompiledModule, inferred, leaf, trained
+from ecornn.torch.modules import CompiledModule, called, leaf
 from ecornn.torch.snapshot import suspect
 
 SERVED = {"cpu"}  # on a GPU a step takes PyTorch less time than a module takes to begin with its weights
@@ -28,25 +27,8 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
     # what a layer has besides
     num_layers, bidirectional, proj_size, dropout, batch_first, _drops = 1, False, 0, 0.0, False, False
     one_step = True
-    least = 0  # multiply-adds of a call, below which PyTorch's own cell trains
 
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """Computes the states (B, H) after one step from input (B, I) and states (B, H), or (H,) from (I,) and (H,).
-
-        Arguments that do not fit raise PyTorch's own errors.
-        """
-        if torch.compiler.is_compiling():
-            return self._any_call(input, hx, True)
-        if self.least and torch.is_grad_enabled() and _too_small(self, input):
-            return self.TORCH.forward(self, input, hx)
-        try:
-            after = like_before.again(self, input, hx)
-            return after if after is not None else self._any_call(input, hx, False)
-        except Exception as error:
-            refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
-            raise
-
-    def _any_call(self, input: Any, hx: Any, compiling: bool) -> Any:
+    def _any_call(self, input: Any, hx: Any) -> Any:
         """Does what :meth:`forward` does, for a call like no earlier one."""
         if isinstance(input, torch.fx.Proxy):
             return leaf(self, input, hx)
@@ -54,13 +36,14 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
         if state is None or not _fits(self, weights[0], input, state):
             return by_torch(self, input, hx)
         if meanwhile.waits(self):
-            return self._compiled(input, hx, state, weights, compiling)
+            return self._compiled(input, hx, state, weights)
         kind = "cell", input.shape, input.dtype, input.device, torch.is_grad_enabled()
-        return meanwhile.call(self, input, hx, kind, lambda: self._compiled(input, hx, state, weights, False))
+        return meanwhile.call(self, input, hx, kind, lambda: self._compiled(input, hx, state, weights))
 
-    def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor], weights: Sequence[torch.Tensor],
-                  compiling: bool) -> Any:
+    def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor],
+                  weights: Sequence[torch.Tensor]) -> Any:
         """Does what :meth:`forward` does by a compiled module, if one can."""
+        compiling = torch.compiler.is_compiling()
         after = None if compiling else _with_gradients(self, weights, input, state)
         if after is not None:
             like_before.remember(engine.engine_of(self), self, input, weights, True)
@@ -69,8 +52,7 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
             if why:
                 return by_torch(self, input, hx, why)
             rows = [t.reshape(1, -1, t.shape[-1]) for t in (input, *state)]
-            operands = rows[0], rows[1:], None, [*weights], text_of(self)
-            _, *after = trained(self, *operands) if asked else inferred(self, *operands)
+            _, *after = called(self, rows[0], rows[1:], None, [*weights], text_of(self), asked)
             after = [s.reshape(*input.shape[:-1], -1) for s in after]
             if not asked and not compiling:
                 like_before.remember(engine.engine_of(self), self, input, weights, False)
@@ -110,6 +92,12 @@ class RNNCell(CompiledCell, torch.nn.RNNCell):
     TORCH = torch.nn.RNNCell
     least = 1 << 16
 
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Computes the states after one step; see the other cells."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled() and _too_small(self, input):
+            return self.TORCH.forward(self, input, hx)
+        return super().forward(input, hx)
+
     @property
     def mode(self) -> str:
         """The name that a layer has for this kind."""
@@ -126,8 +114,7 @@ def _states(hx: Any, count: int) -> Sequence[Any] | None:
 
 
 def _too_small(cell: Any, input: Any) -> bool:
-    """Tells whether PyTorch's own cell trains this step; then bound layers read the weights again: an optimizer
-    follows."""
+    """Tells whether PyTorch's own cell trains this step. Then bound layers read weights again: an optimizer follows."""
     weight, hidden = cell._parameters.get("weight_hh"), cell.hidden_size
     if weight is None or not weight.requires_grad or not isinstance(input, torch.Tensor):
         return False
@@ -157,8 +144,7 @@ def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> 
 
 def _with_gradients(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,
                     state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-    """The states after x with gradients, if these are asked for and no operator is needed to compute them; else
-    None."""
+    """The states after x with gradients; None if these are not asked for, or need an operator."""
     if (x.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
             or watched((x, *state, *weights)) or derivatives(lambda: (x, *state, *weights)) != "gradients"):
         return None

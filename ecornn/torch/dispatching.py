@@ -31,8 +31,7 @@ def watched(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def derivatives(tensors: Callable[[], Iterable[object]]) -> str:
-    """The derivatives that may be asked for: ``forward derivatives`` now, or ``gradients`` of these later; empty:
-    none."""
+    """The derivatives that may be asked for: ``forward derivatives`` now, ``gradients`` later; empty: none."""
     if forward_ad._current_level >= 0:
         return "forward derivatives"
     asked = torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and requires_grad(t) for t in tensors())

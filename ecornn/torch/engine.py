@@ -23,8 +23,7 @@ from ecornn.torch.background import Job
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.compiling import KEPT
 from ecornn.torch.dispatching import watched
-from ecornn.torch.kind import Kind, kind_of, text_of
-from ecornn.torch.parameters import narrowed, narrowed_rows, widened
+from ecornn.torch.kind import Kind, kind_of, narrowed, narrowed_rows, text_of, widened
 from ecornn.torch.snapshot import Snapshot, replayed
 
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()

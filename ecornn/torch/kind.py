@@ -1,4 +1,4 @@
-"""The kind of a torch module: all that it is beside its weights.
+"""The kind of a torch module, all that it is beside its weights, and what these are in a compiled layer.
 
 As a text a kind is an argument of the operator, which graphs and files keep. A cell of a user's own is in it by what it
 computes and where another process finds its class.
@@ -7,10 +7,13 @@ computes and where another process finds its class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
+
+import torch
+from torch.nn.functional import pad
 
 from ecornn.cells import BUILTIN, Cell, get
 from ecornn.cells.deriving import flat_shape
@@ -91,8 +94,7 @@ class Kind:
 
     @cached_property
     def options(self) -> tuple[Any, ...]:
-        """``mode``, ``input_size``, ``hidden_size``, ``num_layers``, ``bias``, ``bidirectional``, ``proj_size`` and
-        ``tf32`` of a module of this kind."""
+        """The attributes of a module of this kind that ``engine._options_of`` reads."""
         return (self.mode, self.input, self.hidden, self.layers, self.bias, self.bidirectional, self.projection,
                 self.tf32)
 
@@ -125,19 +127,15 @@ class Kind:
     def names(self) -> tuple[str, ...]:
         """The names of the weights, in the order of torch's ``_flat_weights``, or of the cell's parameters."""
         if self.name:
-            return tuple(self.shapes)
+            return tuple(self.flat(get(self.cell).parameters))
         kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if self.bias else []),
                  *(["weight_hr"] if self.projection else [])]
         ends = [f"_l{layer}{end}" for layer in range(self.layers) for end in ("", "_reverse")[:self.directions]]
         return tuple(kind + end for end in ends for kind in kinds)
 
-    @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of a cell's parameters by name; gates are folded into the first axis."""
-        return self.flat(get(self.cell).parameters)
-
     def flat(self, of: Callable[[int, int], Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-        """Shapes in all layers by a user's names; ``of`` gives those of one layer from its I and H."""
+        """Shapes in all layers by a user's names, gates folded into the first axis; ``of`` gives those of one layer for
+        I and H."""
         cell, shapes = get(self.cell), {}
         for layer in range(self.layers):
             for second in (False, True)[:self.directions]:
@@ -182,10 +180,7 @@ def name_of(cell: Cell) -> str:
 
 
 def cell_of(name: str) -> Cell:
-    """The cell of a name by :func:`name_of`, perhaps of another process.
-
-    Raises :class:`ArgumentError` if there is none.
-    """
+    """The cell of a name by :func:`name_of`, perhaps of another process. Raises :class:`ArgumentError` without one."""
     identity, _, where = name.partition("=") if not _builtin(name) else (name, "", "")
     if identity not in _here and (where or _builtin(identity)):
         cell = load_cell(where or identity)
@@ -199,3 +194,72 @@ def cell_of(name: str) -> Cell:
 
 def _builtin(name: str) -> bool:
     return name.partition("(")[0] in BUILTIN
+
+
+# -- weights, states and gradients of torch's layers as those of compiled ones, and back --------
+# A compiled layer has biases, and in place of a projection one that keeps the size, with zeros where torch has nothing.
+def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The weights of torch's layer as those of a compiled one, by name, with zeros for biases that torch's has not, and
+    around a projection.
+
+    Raises :class:`ArgumentError` for a weight without memory.
+    """
+    with_memory = [w.clone() if w._is_zerotensor() else w for w in weights]  # zeros of autograd's have none
+    if kind.projection:  # torch would copy from nowhere
+        for name, w in zip(kind.names, with_memory, strict=True):
+            if not w.untyped_storage().size() and w.numel():
+                raise ArgumentError(f"weights[{name!r}]", "a tensor without memory of its own", "a tensor with memory")
+    compiled = {name: w.detach() for name, w in zip(kind.names, with_memory, strict=True)}
+    if not kind.bias:
+        for name in [n for n in compiled if n.startswith("weight_hh")]:
+            zeros = compiled[name].new_zeros(len(compiled[name]))
+            compiled |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
+    if kind.projection:
+        for name, value in compiled.items():
+            if name.startswith("weight_hr"):
+                compiled[name] = pad(value, (0, 0, 0, kind.hidden - kind.projection))
+            elif _reads_state(name):
+                compiled[name] = widened_rows(kind, value)
+    return compiled
+
+
+def weight_gradients(kind: Kind, compiled: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of torch's weights, from those of the weights that :func:`parameters` makes of them."""
+    gradients = []
+    for name in kind.names:
+        value = compiled[name]
+        if kind.projection and name.startswith("weight_hr"):
+            value = value[:kind.width].clone()
+        elif _reads_state(name):
+            value = narrowed_rows(kind, value)
+        gradients.append(value)
+    return gradients
+
+
+def _reads_state(name: str) -> bool:
+    """Tells whether a weight multiplies h, or y of a layer below."""
+    return name.startswith("weight_hh") or (name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse")))
+
+
+def widened(kind: Kind, states: Sequence[Any]) -> list[Any]:
+    """States, or gradients of them, padded from the projection's width to H."""
+    return [widened_rows(kind, states[0]), *states[1:]] if states and states[0] is not None else [*states]
+
+
+def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
+    """Values (..., D*width), or of one direction, padded to (..., D*H)."""
+    if not kind.projection:
+        return y
+    return pad(y.unflatten(-1, (-1, kind.width)), (0, kind.hidden - kind.width)).flatten(-2)
+
+
+def narrowed(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """States without the padding of :func:`widened`."""
+    return [narrowed_rows(kind, states[0]), *states[1:]] if states else []
+
+
+def narrowed_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
+    """Values without the padding of :func:`widened_rows`."""
+    if not kind.projection:
+        return y
+    return y.unflatten(-1, (-1, kind.hidden))[..., :kind.width].flatten(-2).contiguous()

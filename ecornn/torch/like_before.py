@@ -16,7 +16,6 @@ import torch
 from torch.autograd import forward_ad
 
 from ecornn.program import RUN
-from ecornn.runtime.memory import Memory
 from ecornn.runtime.torch_arrays import TorchMemory
 from ecornn.torch import meanwhile, stepping_training
 from ecornn.torch.bound import BoundLayer
@@ -124,9 +123,6 @@ class Call:
         call._zeros = (one.layer.zero_state(self._batch)[1],) * self.count
         return call
 
-    def _workspace(self, nbytes: int) -> Memory:
-        return TorchMemory(torch, nbytes, self._device)
-
     def takes(self, state: Sequence[Any]) -> bool:
         """Tells whether such a call may have these states."""
         if len(state) != self.count:
@@ -145,15 +141,12 @@ class Call:
         to = [s.data_ptr() for s in after]
         start = [s.data_ptr() for s in given] or self._zeros
         states = tuple(after) if self.count > 1 else after[0]
+        y = None if self.one_step and self.queue is None else x.new_empty(self._y)
+        pointers = rows.data_ptr(), to[0] if y is None else y.data_ptr(), *start, *to
         if self.queue is not None:
-            y = x.new_empty(self._y)
-            self._run.on(self.queue(), (rows.data_ptr(), y.data_ptr(), *start, *to), self._workspace)
-            if self.one_step:
-                return states
-            return y.transpose(0, 1) if self._swaps else y, states
-        if self.one_step:
-            self._run((rows.data_ptr(), to[0], *start, *to))
+            self._run.on(self.queue(), pointers, lambda nbytes: TorchMemory(torch, nbytes, self._device))
+        else:
+            self._run(pointers)
+        if y is None or self.one_step:
             return states
-        y = x.new_empty(self._y)
-        self._run((rows.data_ptr(), y.data_ptr(), *start, *to))
         return y.transpose(0, 1) if self._swaps else y, states

@@ -11,12 +11,12 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.boundary import refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
-from ecornn.torch import direct, engine, like_before, meanwhile, packed, training
+from ecornn.torch import engine, like_before, meanwhile, packed, training
 from ecornn.torch.compiling import KEPT, checked_keep, few_steps, serves
 from ecornn.torch.dispatching import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import keeping, text_of
-from ecornn.torch.operator import forward, recurrent
+from ecornn.torch.operator import directly, forward, recurrent
 
 
 class CompiledModule(torch.nn.Module):
@@ -42,6 +42,22 @@ class CompiledModule(torch.nn.Module):
     wait = False
     one_step = False
 
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """Computes y and the last states of a tensor or PackedSequence, with the shapes of ``torch.nn``'s; of a cell
+        the states (B, H) after one step from input (B, I) and states (B, H), or (H,) from (I,) and (H,).
+
+        Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
+        ``DeviceError`` where an argument does not fit; a cell raises PyTorch's own errors.
+        """
+        if torch.compiler.is_compiling():
+            return self._any_call(input, hx)
+        try:
+            result = like_before.again(self, input, hx)
+            return result if result is not None else self._any_call(input, hx)
+        except Exception as error:
+            refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
+            raise
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         engine.let_go_if_swapped(self)
         return super()._apply(*args, **kwargs)
@@ -65,21 +81,6 @@ class Sequences(CompiledModule):
     inference mode are seen on a CPU if they change whole rows or columns, or any value in float64: call
     :func:`ecornn.torch.rebind` after others, and on a GPU.
     """
-
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """Computes y and the last states of a tensor or PackedSequence, with the shapes of ``torch.nn``'s.
-
-        Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ShapeError``, ``DTypeError`` and
-        ``DeviceError`` where an argument does not fit.
-        """
-        if torch.compiler.is_compiling():
-            return self._any_call(input, hx)
-        try:
-            result = like_before.again(self, input, hx)
-            return result if result is not None else self._any_call(input, hx)
-        except Exception as error:
-            refuse_untyped(error, lambda: f"a call of {self!r} with input={shown(input)}")
-            raise
 
     def _any_call(self, input: Any, hx: Any) -> Any:
         """Does what :meth:`forward` does, for a call like no earlier one."""
@@ -150,11 +151,9 @@ class Sequences(CompiledModule):
             engine.check_type(x, weights[0])
         if self._drops or (asked and training.by_layer(self, weights)):
             return run_layers(self, weights, x, state, lengths, asked)
-        if asked:
-            return trained(self, x, state, lengths, weights, text_of(self))
-        if not state and torch.compiler.is_exporting():
+        if not (asked or state) and torch.compiler.is_exporting():
             state = self._zeros(x)  # AOTInductor would make None of an empty list
-        return inferred(self, x, state, lengths, weights, text_of(self))
+        return called(self, x, state, lengths, weights, text_of(self), asked)
 
     def _zeros(self, x: torch.Tensor) -> list[torch.Tensor]:
         """First states of zeros for x (T, B, I)."""
@@ -202,12 +201,11 @@ class Compiled(Sequences, torch.nn.RNNBase):
     :func:`ecornn.compile`; None: ``gates``.
     """
 
-    def __init__(self, mode: str, *args: Any, tf32: bool | None = None, keep: str | None = None,
-                 **kwargs: Any) -> None:
-        if mode != "LSTM" and "proj_size" in kwargs:
+    def __init__(self, *args: Any, tf32: bool | None = None, keep: str | None = None, **kwargs: Any) -> None:
+        if self.mode != "LSTM" and "proj_size" in kwargs:
             raise ArgumentError("proj_size", kwargs["proj_size"], "nothing: proj_size argument is only supported for "
                                 "LSTM, not RNN or GRU")
-        super().__init__(mode, *args, **kwargs)
+        super().__init__(self.mode, *args, **kwargs)
         self.tf32, self.keep = tf32, checked_keep(keep)
 
 
@@ -215,22 +213,17 @@ class LSTM(Compiled):
     """``torch.nn.LSTM`` by compiled modules. A projection costs as much as one that keeps the size."""
 
     TORCH = torch.nn.LSTM
-    state_names = ("h", "c")
+    mode, state_names = "LSTM", ("h", "c")
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
     check_forward_args = torch.nn.LSTM.check_forward_args
     permute_hidden = torch.nn.LSTM.permute_hidden
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("LSTM", *args, **kwargs)
 
 
 class GRU(Compiled):
     """``torch.nn.GRU`` by compiled modules."""
 
     TORCH = torch.nn.GRU
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("GRU", *args, **kwargs)
+    mode = "GRU"
 
 
 class RNN(Compiled):
@@ -243,13 +236,12 @@ class RNN(Compiled):
         self.nonlinearity = args[3] if len(args) > 3 else kwargs.pop("nonlinearity", "tanh")
         if self.nonlinearity not in ("tanh", "relu"):
             raise ArgumentError("nonlinearity", self.nonlinearity, "'tanh' or 'relu'")
-        super().__init__(f"RNN_{self.nonlinearity.upper()}", *args[:3], *args[4:], **kwargs)
+        self.mode = f"RNN_{self.nonlinearity.upper()}"
+        super().__init__(*args[:3], *args[4:], **kwargs)
 
 
 def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
-    """The properties of a call with a tensor or a PackedSequence that its modules depend on.
-
-    ``asked``: whether gradients are asked for."""
+    """The properties of a call that its modules depend on; ``asked``: whether gradients are asked for."""
     if isinstance(input, PackedSequence):
         data, sizes, lengths = input.data, input.batch_sizes, True
         steps, batch = len(sizes), int(sizes[0]) if len(sizes) else 0
@@ -260,10 +252,8 @@ def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
 
 
 def leaf(module: Any, input: Any, hx: Any) -> Any:
-    """A node of torch.fx's graph that calls the module, whose layers it does not look into, as with torch.nn's.
-
-    Raises :class:`ArgumentError` if ``input`` is none of torch.fx's symbols either.
-    """
+    """A node of torch.fx's graph that calls the module, whose layers it does not look into, as with torch.nn's. Raises
+    :class:`ArgumentError` if ``input`` is none of torch.fx's symbols either."""
     if isinstance(input, torch.fx.Proxy):
         given = (input,) if hx is None else (input, hx)
         tracer: Any = input.tracer
@@ -271,21 +261,19 @@ def leaf(module: Any, input: Any, hx: Any) -> Any:
     raise ArgumentError("input", type(input), "a tensor or a PackedSequence")
 
 
-def inferred(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
-             weights: list[torch.Tensor], kind: str) -> list[torch.Tensor]:
-    """y and the states of a module without gradients; see :func:`recurrent` for the arguments."""
-    if torch.compiler.is_compiling() or watched((x, *state, *weights)):
+def called(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
+           weights: list[torch.Tensor], kind: str, asked: bool, layer: int | None = None) -> list[torch.Tensor]:
+    """y and the states of a module, or of one ``layer`` of it, with gradients if they are ``asked`` for; see
+    :func:`recurrent` for the other arguments."""
+    by_operator = torch.compiler.is_compiling() or watched((x, *state, *weights))
+    if asked and by_operator:
+        return forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
+    if asked:
+        return directly(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
+    if by_operator or layer is not None:
         results: list[torch.Tensor] = recurrent(x, state, lengths, weights, kind)
         return results
     return engine.engine_of(module).run(weights, x, state, lengths)
-
-
-def trained(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
-            weights: list[torch.Tensor], kind: str, layer: int | None = None) -> list[torch.Tensor]:
-    """y and the states of a module, or of one ``layer`` of it, with gradients; see :func:`recurrent`."""
-    if torch.compiler.is_compiling() or watched((x, *state, *weights)):
-        return forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
-    return direct.forward(engine.engine_of(module).part(layer, kind), x, state, lengths, weights)
 
 
 def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],
@@ -301,8 +289,7 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
         else:
             rows = pack_padded_sequence(x, lengths)
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
-        operands = x, given, lengths, [*its], text_of(module, layer)
-        x, *after = trained(module, *operands, layer) if asked else recurrent(*operands)
+        x, *after = called(module, x, given, lengths, [*its], text_of(module, layer), asked, layer)
         last.append(after)
     return [x, *(torch.cat(states) for states in zip(*last, strict=True))]
 

@@ -9,7 +9,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ecornn.boundary import public
 from ecornn.errors import DerivativeError
+from ecornn.runtime.columns import Columns
 from ecornn.torch import training
-from ecornn.torch.engine import engine_for
+from ecornn.torch.engine import Engine, engine_for
 from ecornn.torch.kind import Kind, kind_of
 
 Tensors = list[torch.Tensor]
@@ -106,6 +108,79 @@ recurrent_forward.register_autograd(_backward, setup_context=_save)
 recurrent_backward.register_autograd(refuse_again)
 
 
+# -- past PyTorch's dispatcher ------------------------------------------------------------------
+def directly(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | Columns | None,
+             weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of ``recurrent`` by this engine, with gradients, for autograd alone, if nobody else watches: the
+    dispatcher takes longer to call an operator than the layer takes to be launched. ``lengths`` may be the columns that
+    x has its sequences in."""
+    return [*RecurrentForward.apply(engine, len(state), lengths, x, *state, *weights)]
+
+
+class RecurrentForward(torch.autograd.Function):
+    """``recurrent_forward`` of a flat list of tensors, which saves for the backward pass what the operator saves."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, states: int, lengths: Any, x: torch.Tensor,
+                *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *outputs, kept = training.forward(engine, rest[states:], x, rest[:states], lengths)
+        ctx.engine, ctx.states, ctx.columns = engine, states, lengths if isinstance(lengths, Columns) else None
+        ctx.save_for_backward(x, outputs[0], kept, lengths if ctx.columns is None else None, *rest)
+        ctx.set_materialize_grads(ctx.columns is not None)
+        return tuple(outputs)
+
+    @staticmethod
+    @public
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        x, y, kept, lengths, *rest = ctx.saved_tensors
+        state, weights, engine = rest[:ctx.states], rest[ctx.states:], ctx.engine
+        needed = ctx.needs_input_grad[3:]
+        if not torch.is_grad_enabled():
+            masks, wanted = ctx.columns if lengths is None else lengths, any(needed[1:1 + ctx.states])
+            computed = each(
+                lambda given: training.backward(engine, weights, x, state, masks, y, kept, given, wanted), gradients)
+        elif ctx.columns is not None:
+            computed = ColumnsBackward.apply(engine, ctx.columns, ctx.states, len(gradients), *gradients, x, y, kept,
+                                             *rest)
+        else:  # gradients of gradients may follow: the operator refuses them
+            shapes = output_shapes(engine.kind, x)
+            given = [x.new_zeros(shape) if g is None else g for g, shape in zip(gradients, shapes, strict=True)]
+            computed = recurrent_backward(x, state, lengths, weights, engine.kind.text, y, kept, given)
+        return None, None, None, *(value if need else None for value, need in zip(computed, needed, strict=True))
+
+
+class ColumnsBackward(torch.autograd.Function):
+    """The gradients of a layer on columns, which have none themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, columns: Columns, states: int, outputs: int,
+                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gradients, (x, y, kept, *rest) = tensors[:outputs], tensors[outputs:]
+        return tuple(training.backward(engine, rest[states:], x, rest[:states], columns, y, kept, gradients))
+
+    backward = staticmethod(refuse_again)
+
+
+def is_batched(gradient: torch.Tensor | None) -> bool:
+    """Tells whether a gradient is several as one."""
+    return gradient is not None and bool(torch._C._functorch.is_legacy_batchedtensor(gradient))
+
+
+def each(call: Callable[[Sequence[Any]], list[Any]], gradients: Sequence[Any]) -> list[Any]:
+    """The results of ``call`` on gradients, one by one and stacked if autograd gives several as one
+    (``is_grads_batched``)."""
+    batched = [*map(is_batched, gradients)]
+    if not any(batched):
+        return call(gradients)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    rows = [torch._remove_batch_dim(g, level, 1, 0) if b else g for g, b in zip(gradients, batched, strict=True)]
+    count = len(rows[batched.index(True)])
+    results = [call([row[n] if b else row for row, b in zip(rows, batched, strict=True)]) for n in range(count)]
+    return [None if one[0] is None else torch._add_batch_dim(torch.stack(one), 0, level)
+            for one in zip(*results, strict=True)]
+
+
 # -- transforms of torch.func -------------------------------------------------------------------
 def forward(x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,
             weights: Sequence[torch.Tensor], kind: str) -> list[torch.Tensor]:
@@ -153,9 +228,7 @@ class Backward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         pass
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
-        refuse_again()
+    backward = staticmethod(refuse_again)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[tuple[Any, ...], ...]:
@@ -180,16 +253,6 @@ def _(info: Any, in_dims: Any, x: torch.Tensor, state: Tensors, lengths: torch.T
     return [t.unflatten(1, (count, -1)) for t in results], [1] * len(results)
 
 
-@recurrent_forward.register_vmap
-def _(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
-    return each_call(recurrent_forward, info, in_dims, args)
-
-
-@recurrent_backward.register_vmap
-def _(info: Any, in_dims: Any, *args: Any) -> tuple[Tensors, list[int]]:
-    return each_call(recurrent_backward, info, in_dims, args)
-
-
 def each_call(operator: Any, info: Any, in_dims: Any, args: Any) -> tuple[Tensors, list[int]]:
     """A batching rule: a call for each element of the batch, whose results are stacked along axis 0."""
     def one(value: Any, dim: Any, number: int) -> Any:
@@ -202,6 +265,10 @@ def each_call(operator: Any, info: Any, in_dims: Any, args: Any) -> tuple[Tensor
     return stacked, [0] * len(stacked)
 
 
+for _operator in (recurrent_forward, recurrent_backward):
+    _operator.register_vmap(lambda info, in_dims, *args, _call=_operator: each_call(_call, info, in_dims, args))
+
+
 # -- floating-point operations ------------------------------------------------------------------
 def flops(x: torch.Tensor, state: Any, lengths: torch.Tensor | None, weights: Tensors, *_: Any, **__: Any) -> int:
     """Operations of the products: each matrix with each row at each step, of all of T if lengths have no values."""
@@ -209,11 +276,7 @@ def flops(x: torch.Tensor, state: Any, lengths: torch.Tensor | None, weights: Te
     return sum(2 * steps * w.numel() for w in weights if w.dim() == 2)
 
 
-def backward_flops(*args: Any, **kwargs: Any) -> int:
-    """PyTorch's count for a backward pass: the gradients of both factors of each product."""
-    return 2 * flops(*args, **kwargs)
-
-
 register_flop_formula(torch.ops.ecornn.recurrent, get_raw=True)(flops)
 register_flop_formula(torch.ops.ecornn.recurrent_forward, get_raw=True)(flops)
-register_flop_formula(torch.ops.ecornn.recurrent_backward, get_raw=True)(backward_flops)
+# a backward pass computes the gradients of both factors of each product
+register_flop_formula(torch.ops.ecornn.recurrent_backward, get_raw=True)(lambda *args, **rest: 2 * flops(*args, **rest))

@@ -28,9 +28,9 @@ from ecornn.runtime.columns import Columns, steps_of
 from ecornn.runtime.loader import Layer
 from ecornn.runtime.torch_arrays import TorchArrays
 from ecornn.torch import training
-from ecornn.torch.engine import Engine, engine_of, weights_of
+from ecornn.torch.engine import engine_of, weights_of
 from ecornn.torch.kind import text_of
-from ecornn.torch.operator import refuse_again
+from ecornn.torch.operator import directly
 
 LEAST = 16  # columns; fewer do not make steps shorter
 FIXED = 32  # columns whose work takes as long as the way of the state between blocks, in each step
@@ -78,10 +78,8 @@ class Layout:
 
 @lru_cache(maxsize=16)
 def rows_of(batch_sizes: bytes) -> int:
-    """The number of rows of packed data with int64 ``batch_sizes``.
-
-    Raises :class:`ShapeError` for sizes that pack_padded_sequence() does not make: kernels would read memory beside x.
-    """
+    """The number of rows of packed data with int64 ``batch_sizes``. Raises :class:`ShapeError` for sizes that
+    pack_padded_sequence() does not make: kernels would read memory beside x."""
     sizes = np.frombuffer(batch_sizes, np.int64)
     if not len(sizes) or sizes[-1] < 0 or (np.diff(sizes) > 0).any():
         raise ShapeError("input.batch_sizes", sizes.tolist(), "one for each step, none larger than the one before "
@@ -90,10 +88,8 @@ def rows_of(batch_sizes: bytes) -> int:
 
 
 def checked(packed: PackedSequence) -> PackedSequence:
-    """The sequence without rows of data beyond its ``batch_sizes``.
-
-    Raises :class:`ShapeError` and :class:`DTypeError` where its parts do not fit each other.
-    """
+    """The sequence without rows of data beyond its ``batch_sizes``. Raises :class:`ShapeError` and :class:`DTypeError`
+    where its parts do not fit each other."""
     data, sizes, *orders = packed
     if sizes.dtype != torch.int64 or not sizes.is_cpu:
         raise DTypeError("input.batch_sizes", f"{sizes.dtype} on {sizes.device}", "torch.int64 on the host")
@@ -137,14 +133,9 @@ def _index(shape: tuple[int, ...], back: NDArray[Any], *more: NDArray[Any]) -> I
 
 
 @lru_cache(maxsize=16)
-def width_of(batch_sizes: bytes) -> int | None:
-    """:func:`columns_for` the lengths of sequences with int64 ``batch_sizes``."""
-    return columns_for(sizes_of(batch_sizes)[1])
-
-
-def _width(data: torch.Tensor, sizes: bytes) -> int | None:
-    """The number of columns for packed ``data``; None if they gain nothing."""
-    return width_of(sizes) if data.is_cuda else None
+def _width(gpu: bool, batch_sizes: bytes) -> int | None:
+    """The number of columns for sequences with int64 ``batch_sizes``; None if they gain nothing."""
+    return columns_for(sizes_of(batch_sizes)[1]) if gpu else None
 
 
 def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
@@ -168,7 +159,7 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
             return lay(layer).call(data, lambda x, masks: engine.called(layer, x, state, **masks))
 
     # layers of one direction may work at the same time instead, which columns do not allow
-    width = _width(data, sizes) if module.num_layers == 1 or module.bidirectional else None
+    width = _width(data.is_cuda, sizes) if module.num_layers == 1 or module.bidirectional else None
     if width is not None and (data.dtype, width) not in engine.refused:
         try:
             return run_in(width, "sequences", lambda layer: laid(sizes, width, layer.together))
@@ -182,7 +173,7 @@ def train(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> lis
     """Packed y and the states (L*D, S, H) with gradients, from ``state`` or zeros, rows in packed order; None if
     columns gain nothing, or no schedule serves them."""
     sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
-    weights, width, together = weights_of(module), _width(data, sizes), 0
+    weights, width, together = weights_of(module), _width(data.is_cuda, sizes), 0
     if width is None or (data.dtype, width, "training") in engine.refused:
         return None
     parts = [(engine, weights, state)]
@@ -202,7 +193,7 @@ def train(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> lis
     there, back, _ = layout.index_on(data)
     y, after = _Gather.apply(data, there, back).view(*layout.shape, -1), []
     for part, its, first in parts:
-        y, *states = _Layer.apply(part, layout.columns, len(first), y, *first, *its)
+        y, *states = directly(part, y, first, layout.columns, its)
         after.append(states)
     last = after[0] if len(parts) == 1 else [torch.cat(states) for states in zip(*after, strict=True)]
     return [_Gather.apply(y.flatten(0, 1), back, there), *last]
@@ -220,36 +211,3 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         index, inverse = ctx.saved_tensors
         return _Gather.apply(gradients[0], inverse, index), None, None
-
-
-class _Layer(torch.autograd.Function):
-    """Computes y (T, C, D*H) of x in ``columns`` and the states after it, by number of the sequence; ``tensors``: first
-    states, as many as ``count``, and the weights."""
-
-    @staticmethod
-    def forward(ctx: Any, engine: Engine, columns: Columns, count: int, x: torch.Tensor,
-                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y, *after, kept = training.forward(engine, tensors[count:], x, tensors[:count], columns)
-        ctx.engine, ctx.columns, ctx.count = engine, columns, count
-        ctx.save_for_backward(x, y, kept, *tensors)
-        return y, *after
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        computed = _Backward.apply(ctx.engine, ctx.columns, ctx.count, len(gradients), *gradients, *ctx.saved_tensors)
-        needed = ctx.needs_input_grad[3:]
-        return None, None, None, *(g if need else None for g, need in zip(computed, needed, strict=True))
-
-
-class _Backward(torch.autograd.Function):
-    """Computes the gradients of :class:`_Layer`, which have none themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, engine: Engine, columns: Columns, count: int, outputs: int,
-                *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        gradients, (x, y, kept, *rest) = tensors[:outputs], tensors[outputs:]
-        return tuple(training.backward(engine, rest[count:], x, rest[:count], columns, y, kept, gradients))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> None:
-        refuse_again()

@@ -103,10 +103,8 @@ def _version(weight: torch.Tensor) -> int:
 
 
 class Sample:
-    """Values of the weights that lie in host memory, as they were.
-
-    It reads their memory: callers know that the weights are still where they were.
-    """
+    """Values of the weights that lie in host memory, as they were. It reads their memory: callers know that the weights
+    are still where they were."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights, self._places = weights, list[int]()

@@ -18,9 +18,8 @@ from torch.autograd import Variable
 from ecornn.errors import ArgumentError
 from ecornn.program import BACKWARD, FORWARD
 from ecornn.torch.bound import BoundLayer
-from ecornn.torch.direct import each, is_batched
 from ecornn.torch.engine import Engine
-from ecornn.torch.operator import recurrent_backward
+from ecornn.torch.operator import each, is_batched, recurrent_backward
 from ecornn.torch.snapshot import suspect
 
 ALIGNMENT = 16  # bytes, of what modules read
@@ -30,8 +29,7 @@ BACK = "x", "y", "state_in", "dy", "dstate_out", "dx", "dstate_in", "gradient"
 
 def run(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor,
         state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The states after x (B, I), or (I,), from ``state``, or from zeros if that is empty. Callers check the
-    arguments."""
+    """The states after x (B, I), or (I,), from ``state``, or from zeros if that is empty; callers check these."""
     known = engine.shared() if engine.shared is not None else None
     if known is None or not known.serves(weights):
         known = Shared(engine, weights)
@@ -225,10 +223,7 @@ def rows_of(x: torch.Tensor) -> int:
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that a module can read.
-
-    Raises :class:`ArgumentError` for a tensor that has no memory.
-    """
+    """The tensor, or a copy that a module can read. Raises :class:`ArgumentError` for a tensor that has no memory."""
     pointer = tensor.data_ptr()
     if pointer and not pointer % ALIGNMENT and tensor.is_contiguous() and not tensor.is_neg():
         return tensor

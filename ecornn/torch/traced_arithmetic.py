@@ -4,33 +4,16 @@ units, and softmax, norms and normalizations, which are made of these."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import add, mul
 from typing import Any
 
 import torch
 
-from ecornn.cells import largest, normalized, softmax
+from ecornn.cells import largest, normalized, pointwise, softmax
 from ecornn.errors import CellError
-from ecornn.torch.traced_graph import Graph, Traced, shape_of
+from ecornn.torch.traced_graph import Graph, Sizes, Width, shape_of
 from ecornn.torch.traced_operators import POINTWISE, added, highest, select, softplus, square_root
-from ecornn.torch.traced_values import (
-    BATCH,
-    COLUMNS,
-    GATES,
-    ONE,
-    UNITS,
-    Gate,
-    Sizes,
-    Value,
-    Width,
-    canonical,
-    combined,
-    described,
-    of_tensor,
-    stacked,
-    whole,
-    width_of,
-)
-from ecornn.torch.traced_weights import Use, Vector, alike_in_rows, number
+from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Use, Value, Vector
 
 
 class Arithmetic:
@@ -40,10 +23,8 @@ class Arithmetic:
     depends on x or a state.
     """
 
-    def __init__(self, traced: Traced, graph: Graph, x: Any, states: Sequence[Any],
-                 parameter: Callable[[Use], Any]) -> None:
-        self.graph, self.parameter, self.like = graph, parameter, states[0]
-        self.sizes = Sizes(graph.batch, traced.input, traced.hidden)
+    def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
+        self.graph, self.sizes, self.parameter, self.like = graph, graph.sizes, parameter, states[0]
         self.known: dict[torch.fx.Node, Any] = {
             node: Value((BATCH, UNITS), (Gate(tensor, 0, width),)) for node, tensor, width in zip(
                 graph.given, (x, *states), ("I", *["H"] * len(states)), strict=True)}
@@ -55,16 +36,70 @@ class Arithmetic:
         value: Value = self.known[node]
         return value
 
-    def scalars(self, function: Callable[..., Any], operands: Sequence[Any], axes: tuple[str, ...], name: str,
-                width: Width = 1) -> Value:
-        """``function`` of the operands at each place; see :func:`combined`."""
-        return combined(function, operands, axes, self.sizes, self.like, name, width)
+    def scalars(self, function: Callable[..., Any], operands: Sequence[Any], name: str,
+                axes: tuple[str, ...] | None = None, width: Width = 1) -> Value:
+        """The value of ``function``, which takes scalars, at every gate and unit.
+
+        ``operands``: values, each of one gate or of all, and anything else that the function takes; ``axes``: the
+        result's, None: those of the first operand; ``width``: the result's if operands have one value a row. Raises
+        :class:`CellError` if numbers of gates or widths differ.
+        """
+        axes = operands[0].axes if axes is None else axes
+        values = [o for o in operands if isinstance(o, Value)]
+        count = max(len(v.gates) for v in values)
+        several = [v for v in values if len(v.gates) > 1]
+        if any(len(v.gates) != count for v in several):
+            raise CellError(f"arithmetic on {' and '.join(map(str, several))}: one number of gates is needed")
+
+        def computed(gates: Sequence[Gate | None], per_gate: bool) -> Any:
+            wide = {width, *(g.width for g in gates if g is not None)} - {1}
+            own = self.sizes.common(wide)
+            if own is None:
+                words = " and ".join(sorted(map(Sizes.in_words, wide)))
+                raise CellError(f"arithmetic on rows of {words}: one width is needed")
+
+            def value(b: Any, j: Any, n: Any = 0) -> Any:
+                return function(*(o if g is None else g.at(b, j, n if len(o.gates) > 1 else 0)
+                                  for o, g in zip(operands, gates, strict=True)))
+
+            scalar = all(g is None or (not g.vector and len(g.tensor.shape) == 1) for g in gates)
+            return self.computed(value, own, scalar, count if per_gate else 0, name), own
+
+        def picked(n: int) -> list[Gate | None]:
+            return [o.gates[n if len(o.gates) > 1 else 0] if isinstance(o, Value) else None for o in operands]
+
+        widths = {v.gates[0].width for v in several}
+        if all(v.block for v in several) and len(widths) == 1 and widths != {1}:
+            tensor, own = computed(picked(0), True)
+            return Value.of_tensor(axes, tensor, count, own)
+        return Value(axes, tuple(Gate(tensor, 0, own) for tensor, own in (
+            computed(picked(n), False) for n in range(count))))
+
+    def computed(self, value: Callable[..., Any], width: Width, scalar: bool, count: int, name: str) -> Any:
+        """The te tensor of a scalar expression: (B, W), with a ``count`` (B, G, W), or (B,) for one value a row."""
+        from tvm import te
+
+        batch, hidden = self.like.shape
+        if width == 1 and scalar:
+            return te.compute((batch,), lambda b: value(b, None), name=name)
+        if not count and width in (1, "H"):
+            return pointwise(lambda b, j: value(b, j), self.like, name)
+        across = hidden if width in (1, "H") else self.sizes.width(width)
+        if not count:
+            return te.compute((batch, across), lambda b, j: value(b, j), name=name)
+        return te.compute((batch, count, across), lambda b, g, j: value(b, j, g), name=name)
+
+    def whole(self, gate: Gate, name: str) -> Any:
+        """The te tensor (B, W) of a gate."""
+        if not gate.vector and len(gate.tensor.shape) == 2:
+            return gate.tensor
+        return self.computed(lambda b, j: gate.at(b, j), gate.width, False, 0, name)
 
     def as_numbers(self, value: Value, name: str) -> Value:
         """The value, conditions as 1 and 0."""
         if not any(str(gate.tensor.dtype) == "bool" for gate in value.gates):
             return value
-        return self.scalars(lambda v: select(v, 1.0, 0.0), [value], value.axes, f"{name}_number")
+        return self.scalars(lambda v: select(v, 1.0, 0.0), [value], f"{name}_number")
 
     def pointwise(self, node: torch.fx.Node, function: Callable[..., Any], operands: Sequence[Any],
                   shape: tuple[int, ...] | None = None) -> Value:
@@ -80,11 +115,11 @@ class Arithmetic:
                 return operand
             return self.known[operand] if operand in self.graph.data else self.weights(operand, axes, count, width)
 
-        gates = self.scalars(function, [*map(given, operands)], axes, node.name, width or 1).gates
-        return canonical(axes, gates * count if len(gates) < count else gates)
+        gates = self.scalars(function, [*map(given, operands)], node.name, axes, width or 1).gates
+        return Value.canonical(axes, gates * count if len(gates) < count else gates)
 
-    def frame(self, values: Sequence[Value], shape: Sequence[int]) -> tuple[tuple[str, ...], int, Width]:
-        """Axes, gates and width of what is made of ``values``, of this shape in PyTorch."""
+    def frame(self, values: Sequence[Value], shape: Sequence[int]) -> tuple[tuple[str, ...], int, Width | None]:
+        """Axes, gates and width of what is made of ``values``, of this shape in PyTorch; None: widths differ."""
         axes: list[str] = []
         count = max(len(v.gates) for v in values)
         widths = {g.width for v in values for g in v.gates if g.width != 1}
@@ -92,10 +127,10 @@ class Arithmetic:
             place = n - len(shape)
             kinds = {v.axes[place] for v in values if -place <= len(v.axes)} - {ONE}
             if len(kinds) > 1:
-                raise CellError(f"arithmetic on {' and '.join(map(described, values))}, whose axes do not match")
+                raise CellError(f"arithmetic on {' and '.join(map(str, values))}, whose axes do not match")
             axes.append(next(iter(kinds), "" if size > 1 else ONE))
         if axes.count(BATCH) != 1:
-            raise CellError(f"arithmetic on {' and '.join(map(described, values))}, which pairs rows of the batch")
+            raise CellError(f"arithmetic on {' and '.join(map(str, values))}, which pairs rows of the batch")
         for n, axis in enumerate(axes):
             if axis:
                 continue
@@ -107,23 +142,21 @@ class Arithmetic:
                 count, widths = (parts[0] if count == 1 else count if parts[0] == 1 else 0), {parts[1]}
             if not axes[n] or not count:
                 raise CellError(f"arithmetic with {shape[n]} values, which is no multiple of H = {self.sizes.hidden}")
-        if len(widths) > 1 and {self.sizes.width(w) for w in widths} == {self.sizes.hidden}:
-            widths = {"H"}
-        return tuple(axes), count, widths.pop() if len(widths) == 1 else "" if widths else 1
+        return tuple(axes), count, self.sizes.common(widths)
 
-    def weights(self, node: torch.fx.Node, axes: tuple[str, ...], count: int, width: Width) -> Any:
+    def weights(self, node: torch.fx.Node, axes: tuple[str, ...], count: int, width: Width | None) -> Any:
         """A node of weights as an operand beside values on these axes: a number, or vectors."""
-        one = number(self.graph, node)
+        one = self.graph.number(node)
         if one is not None:
             return one
         shape = shape_of(node)
         own = axes[len(axes) - len(shape):]
-        if BATCH in own and shape[own.index(BATCH)] > 1 and not alike_in_rows(self.graph, node, own.index(BATCH)):
+        if BATCH in own and shape[own.index(BATCH)] > 1 and not self.graph.alike_in_rows(node, own.index(BATCH)):
             raise CellError(f"a tensor {shape} of the module that differs between rows of the batch")
         wide = {axis for axis, size in zip(own, shape, strict=True) if size > 1}
         gates = count if wide & {GATES, COLUMNS} else 1
         units = bool(wide & {UNITS, COLUMNS})
-        if width == "":
+        if width is None:
             raise CellError("a vector beside values of several widths")
         use = Vector(node, tuple(ONE if gates == 1 and axis == GATES else axis for axis in own), gates,
                      width if units else 1)
@@ -133,8 +166,7 @@ class Arithmetic:
     # -- sums, maxima, variances ----------------------------------------------------------------
     def summed(self, value: Value, dims: Any, name: str, reduce: Callable[[Any, str], Any] | None = None,
                among: Callable[..., Any] = added) -> Value:
-        """The sum over some axes, which become ONE; or another reduction, ``reduce`` of a te tensor and ``among``
-        scalars."""
+        """The sum over axes, which become ONE; or another reduction, ``reduce`` of a te tensor, ``among`` scalars."""
         places = _places(dims, len(value.axes))
         kinds = {value.axes[n] for n in places} - {ONE}
         if BATCH in kinds:
@@ -144,55 +176,49 @@ class Arithmetic:
             value = self.over_units(value, kinds != {UNITS}, name, reduce or row_sum)
         if kinds & {GATES, COLUMNS}:
             gates = [Value(axes, (gate,)) for gate in value.gates]
-            return Value(axes, self.scalars(among, gates, axes, name).gates)
+            return self.scalars(among, gates, name)
         return Value(axes, value.gates)
 
     def over_units(self, value: Value, together: bool, name: str, reduce: Callable[[Any, str], Any]) -> Value:
-        """One value for each gate and batch row; one for all gates if they are taken ``together`` and lie in one
-        tensor."""
-        tensor = stacked(value) if together else None
-        if tensor is not None and width_of(value, self.sizes) != 1:
+        """One value for each gate and batch row; one for all gates of a tensor that are taken ``together``."""
+        tensor = value.stacked() if together else None
+        if tensor is not None and value.width(self.sizes) != 1:
             return Value(value.axes, (Gate(reduce(tensor, name), 0, 1),))
         return Value(value.axes, tuple(
-            gate if gate.width == 1 else Gate(reduce(whole(gate, f"{name}_row", self.like, self.sizes), name), 0, 1)
+            gate if gate.width == 1 else Gate(reduce(self.whole(gate, f"{name}_row"), name), 0, 1)
             for gate in value.gates))
 
     def reduced(self, value: Value, keepdim: bool, dims: Any) -> Value:
         """The value without the axes that were reduced, unless they are kept."""
         gone = () if keepdim else _places(dims, len(value.axes))
-        return canonical([axis for n, axis in enumerate(value.axes) if n not in gone], value.gates)
+        return Value.canonical([axis for n, axis in enumerate(value.axes) if n not in gone], value.gates)
 
-    def op_sum(self, node: torch.fx.Node, input: Any, dim: Any = None, keepdim: bool = False) -> Value:
-        value = self.as_numbers(self.value(input), node.name)
-        return self.reduced(self.summed(value, dim, node.name), keepdim, dim)
+    def op_sum(self, node: torch.fx.Node, input: Any, dim: Any = None) -> Value:
+        return self.summed(self.as_numbers(self.value(input), node.name), dim, node.name)
 
     def mean(self, value: Value, dims: Any, name: str, less: float = 0.0) -> Value:
         """The sum over some axes, divided by their number less ``less``."""
         places = _places(dims, len(value.axes))
         units = any(value.axes[n] in (UNITS, COLUMNS) for n in places)
         gates = len(value.gates) if any(value.axes[n] in (GATES, COLUMNS) for n in places) else 1
-        total, like, sizes, width = self.summed(value, dims, name), self.like, self.sizes, width_of(value, self.sizes)
+        total, like, sizes, width = self.summed(value, dims, name), self.like, self.sizes, value.width(self.sizes)
 
         def count() -> float:  # for the H that the cell has now, not the module's
             own = {"H": int(like.shape[1]), "I": sizes.input}[width] if isinstance(width, str) else width
             return gates * (own if units else 1) - less
 
-        return self.scalars(lambda v: v * (1.0 / count()), [total], total.axes, f"{name}_mean")
+        return self.scalars(lambda v: v * (1.0 / count()), [total], f"{name}_mean")
 
-    def op_mean(self, node: torch.fx.Node, input: Any, dim: Any = None, keepdim: bool = False) -> Value:
-        value = self.as_numbers(self.value(input), node.name)
-        return self.reduced(self.mean(value, dim, node.name), keepdim, dim)
+    def op_mean(self, node: torch.fx.Node, input: Any, dim: Any = None) -> Value:
+        return self.mean(self.as_numbers(self.value(input), node.name), dim, node.name)
 
-    def op_amax(self, node: torch.fx.Node, input: Any, dim: Any = (), keepdim: bool = False) -> Value:
-        top = self.summed(self.value(input), list(dim), node.name, largest, highest)
-        return self.reduced(top, keepdim, list(dim))
+    def op_amax(self, node: torch.fx.Node, input: Any, dim: Any = None) -> Value:
+        return self.summed(self.value(input), dim, node.name, largest, highest)
 
-    def op_amin(self, node: torch.fx.Node, input: Any, dim: Any = (), keepdim: bool = False) -> Value:
-        value = self.value(input)
-        negative = self.scalars(lambda v: 0.0 - v, [value], value.axes, f"{node.name}_negative")
-        top = self.summed(negative, list(dim), node.name, largest, highest)
-        bottom = self.scalars(lambda v: 0.0 - v, [top], top.axes, f"{node.name}_positive")
-        return self.reduced(bottom, keepdim, list(dim))
+    def op_amin(self, node: torch.fx.Node, input: Any, dim: Any = None) -> Value:
+        negative = self.scalars(lambda v: 0.0 - v, [self.value(input)], f"{node.name}_negative")
+        top = self.summed(negative, dim, node.name, largest, highest)
+        return self.scalars(lambda v: 0.0 - v, [top], f"{node.name}_positive")
 
     def op_log_sigmoid_forward(self, node: torch.fx.Node, input: Any) -> tuple[Value | None, ...]:
         return self.pointwise(node, lambda v: 0.0 - softplus(0.0 - v), [input], shape_of(input)), None
@@ -202,66 +228,54 @@ class Arithmetic:
 
     op_min = op_max
 
-    def variance(self, node: torch.fx.Node, input: Any, dims: Any, correction: Any,
-                 unbiased: bool) -> tuple[Value, Value]:
-        """The variance of a node's input over some axes, and the mean; without a ``correction`` that of
-        ``unbiased``."""
-        correction = int(unbiased) if correction is None else correction
-        return self.variance_of(self.value(input), dims, correction, node.name)
-
-    def variance_of(self, value: Value, dims: Any, correction: Any, name: str) -> tuple[Value, Value]:
+    def variance(self, value: Value, dims: Any, correction: Any, name: str) -> tuple[Value, Value]:
         """The variance over some axes, and the mean."""
         middle = self.mean(value, dims, name)
-        apart = self.scalars(lambda v, m: v - m, [value, middle], value.axes, f"{name}_apart")
-        squares = self.scalars(lambda v: v * v, [apart], value.axes, f"{name}_squares")
+        apart = self.scalars(lambda v, m: v - m, [value, middle], f"{name}_apart")
+        squares = self.scalars(lambda v: v * v, [apart], f"{name}_squares")
         return self.mean(squares, dims, f"{name}_variance", float(correction)), middle
 
-    def op_var(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False,
-               unbiased: bool = True) -> Value:
-        return self.reduced(self.variance(node, input, dim, correction, unbiased)[0], keepdim, dim)
-
-    def op_std(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None, keepdim: bool = False,
-               unbiased: bool = True) -> Value:
-        variance, _ = self.variance(node, input, dim, correction, unbiased)
-        root = self.scalars(square_root, [variance], variance.axes, f"{node.name}_root")
-        return self.reduced(root, keepdim, dim)
-
     def op_var_mean(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None,
-                    keepdim: bool = False, unbiased: bool = True) -> tuple[Value, ...]:
-        return tuple(self.reduced(one, keepdim, dim) for one in self.variance(node, input, dim, correction, unbiased))
+                    unbiased: bool = True) -> tuple[Value, Value]:
+        return self.variance(self.value(input), dim, int(unbiased) if correction is None else correction, node.name)
+
+    def op_var(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None,
+               unbiased: bool = True) -> Value:
+        return self.op_var_mean(node, input, dim, correction, unbiased)[0]
+
+    def op_std(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None,
+               unbiased: bool = True) -> Value:
+        return self.scalars(square_root, [self.op_var(node, input, dim, correction, unbiased)], f"{node.name}_root")
 
     def op_linalg_vector_norm(self, node: torch.fx.Node, input: Any, ord: Any = 2, dim: Any = None,
-                              keepdim: bool = False, dtype: Any = None) -> Value:
+                              dtype: Any = None) -> Value:
         value, name = self.value(input), node.name
         if ord == 2:
-            squares = self.scalars(lambda v: v * v, [value], value.axes, f"{name}_squares")
-            total = self.summed(squares, dim, name)
-            norm = self.scalars(square_root, [total], total.axes, f"{name}_root")
-        elif ord in (1, float("inf")):
-            sizes = self.scalars(POINTWISE["abs"], [value], value.axes, f"{name}_absolute")
-            norm = self.summed(sizes, dim, name) if ord == 1 else self.summed(sizes, dim, name, largest, highest)
-        else:
+            squares = self.scalars(lambda v: v * v, [value], f"{name}_squares")
+            return self.scalars(square_root, [self.summed(squares, dim, name)], f"{name}_root")
+        if ord not in (1, float("inf")):
             raise CellError(f"ord={ord}; there are 1, 2 and infinity")
-        return self.reduced(norm, keepdim, dim)
+        absolute = self.scalars(POINTWISE["abs"], [value], f"{name}_absolute")
+        return self.summed(absolute, dim, name, *(() if ord == 1 else (largest, highest)))
 
     def op_softmax(self, node: torch.fx.Node, input: Any, dim: int) -> Value:
         value = self.value(input)
         if value.axes[dim] == UNITS and len(value.gates) == 1 and not value.gates[0].vector:
-            tensor = whole(value.gates[0], f"{node.name}_operand", self.like, self.sizes)
+            tensor = self.whole(value.gates[0], f"{node.name}_operand")
             return Value(value.axes, (Gate(softmax(tensor, node.name), 0, value.gates[0].width),))
         power, total, _ = self.exponentials(value, dim, node.name)
-        return canonical(value.axes, self.scalars(lambda p, t: p / t, [power, total], value.axes, node.name).gates)
+        return Value.canonical(value.axes, self.scalars(lambda p, t: p / t, [power, total], node.name).gates)
 
     def op_log_softmax(self, node: torch.fx.Node, input: Any, dim: int) -> Value:
         value = self.value(input)
         _, total, top = self.exponentials(value, dim, node.name)
-        return canonical(value.axes, self.scalars(lambda v, m, t: v - m - POINTWISE["log"](t), [value, top, total],
-                                                  value.axes, node.name).gates)
+        logs = self.scalars(lambda v, m, t: v - m - POINTWISE["log"](t), [value, top, total], node.name)
+        return Value.canonical(value.axes, logs.gates)
 
     def exponentials(self, value: Value, dim: int, name: str) -> tuple[Value, Value, Value]:
         """exp(v - max), its sum and the maximum along an axis."""
         top = self.summed(value, [dim], f"{name}_top", largest, highest)
-        power = self.scalars(lambda v, m: POINTWISE["exp"](v - m), [value, top], value.axes, f"{name}_exp")
+        power = self.scalars(lambda v, m: POINTWISE["exp"](v - m), [value, top], f"{name}_exp")
         return power, self.summed(power, [dim], f"{name}_sum"), top
 
     # -- normalization --------------------------------------------------------------------------
@@ -270,35 +284,39 @@ class Arithmetic:
         value, count = self.value(input), len(normalized_shape)
         dims = list(range(len(value.axes) - count, len(value.axes)))
         whole_row = {value.axes[d] for d in dims} in ({UNITS}, {COLUMNS}, {GATES, UNITS})
-        tensor = stacked(value) if whole_row and (len(value.gates) == 1 or value.axes[-count:] != (UNITS,)) else None
-        width = width_of(value, self.sizes)
+        tensor = value.stacked() if whole_row and (len(value.gates) == 1 or value.axes[-count:] != (UNITS,)) else None
+        width = value.width(self.sizes)
         if tensor is not None and width != 1:
-            normal = Value(value.axes, of_tensor(normalized(tensor, eps, node.name), len(value.gates), width))
+            normal = Value.of_tensor(value.axes, normalized(tensor, eps, node.name), len(value.gates), width)
         else:
             normal = self.normal(value, dims, eps, node.name)
         return self.affine(node, normal, weight, bias), None, None
 
     def normal(self, value: Value, dims: Sequence[int], eps: float, name: str) -> Value:
         """The value less its mean, divided by its standard deviation."""
-        variance, middle = self.variance_of(value, list(dims), 0, name)
+        variance, middle = self.variance(value, list(dims), 0, name)
+        return self.normalized(value, middle, variance, eps, name)
+
+    def normalized(self, value: Value, middle: Any, variance: Any, eps: float, name: str) -> Value:
+        """The value less ``middle``, divided by the root of ``variance``."""
         return self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
-                            value.axes, f"{name}_normal")
+                            f"{name}_normal")
 
     def op_native_group_norm(self, node: torch.fx.Node, input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int,
                              group: int, eps: float) -> tuple[Value | None, ...]:
         value = self.value(input)
         count = len(value.gates)
         if HxW != 1 or value.axes not in ((BATCH, UNITS), (BATCH, COLUMNS)):
-            raise CellError(f"group_norm of {described(value)}; expected (B, C)")
-        if group % count == 0 and width_of(value, self.sizes) == "H":
-            rows = [whole(gate, f"{node.name}_row", self.like, self.sizes) for gate in value.gates]
+            raise CellError(f"group_norm of {value}; expected (B, C)")
+        if group % count == 0 and value.width(self.sizes) == "H":
+            rows = [self.whole(gate, f"{node.name}_row") for gate in value.gates]
             gates = [Gate(normalized(row, eps, f"{node.name}_{n}", group // count)) for n, row in enumerate(rows)]
         elif count % group == 0:
             size = count // group
-            parts = [canonical(value.axes, value.gates[n:n + size]) for n in range(0, count, size)]
+            parts = [Value.canonical(value.axes, value.gates[n:n + size]) for n in range(0, count, size)]
             gates = [g for n, part in enumerate(parts) for g in self.normal(part, [1], eps, f"{node.name}_{n}").gates]
         else:
-            raise CellError(f"{group} groups of {described(value)}")
+            raise CellError(f"{group} groups of {value}")
         return self.affine(node, Value(value.axes, tuple(gates)), weight, bias), None, None
 
     def op_native_batch_norm_legit_no_training(self, node: torch.fx.Node, input: Any, weight: Any, bias: Any,
@@ -307,19 +325,16 @@ class Arithmetic:
         value = self.value(input)
         axes, count, width = self.frame([value], value.shape(self.sizes))
         middle, variance = (self.weights(w, axes, count, width) for w in (running_mean, running_var))
-        normal = self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
-                              axes, f"{node.name}_normal")
+        normal = self.normalized(value, middle, variance, eps, node.name)
         return self.affine(node, normal, weight, bias), None, None
 
     def affine(self, node: torch.fx.Node, value: Value, weight: Any, bias: Any) -> Value:
         """The value times a gain and plus a bias, if there are any."""
         axes, count, width = self.frame([value], value.shape(self.sizes))
-        if weight is not None:
-            value = self.scalars(lambda v, w: v * w, [value, self.weights(weight, axes, count, width)], axes,
-                                 f"{node.name}_scaled")
-        if bias is not None:
-            value = self.scalars(lambda v, w: v + w, [value, self.weights(bias, axes, count, width)], axes,
-                                 f"{node.name}_shifted")
+        for operand, function, name in ((weight, mul, "scaled"), (bias, add, "shifted")):
+            if operand is not None:
+                operands = [value, self.weights(operand, axes, count, width)]
+                value = self.scalars(function, operands, f"{node.name}_{name}", axes)
         return value
 
 
@@ -333,5 +348,5 @@ def row_sum(tensor: Any, name: str) -> Any:
 
 def _places(dims: Any, rank: int) -> set[int]:
     """The axes that an operator's argument ``dims`` names of ``rank`` axes: all for None or none."""
-    named = range(rank) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+    named = [dims] if isinstance(dims, int) else dims or range(rank)
     return {d % rank for d in named}

@@ -12,14 +12,14 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
 from traceback import StackSummary, walk_tb
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -39,6 +39,9 @@ BRANCH = "the step reads values of a tensor in Python, which a cell's cannot: us
 _one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole process
 
 Place = tuple[str, int]
+# The width of a row: "H", "I", a number of values less than H; 1: one value, whatever H is.
+Width = str | int
+Node = TypeVar("Node")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,38 @@ class Traced:
     together: bool
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The numbers B, I and H."""
+
+    batch: int
+    input: int
+    hidden: int
+
+    def width(self, width: Width) -> int:
+        """The number of values of a width."""
+        return {"H": self.hidden, "I": self.input}[width] if isinstance(width, str) else width
+
+    @staticmethod
+    def in_words(width: Width) -> str:
+        """A width, for messages."""
+        return f"{width} values" if isinstance(width, str) else f"{width} value{'s' * (width > 1)}, less than H"
+
+    def parts(self, size: int) -> tuple[int, Width] | None:
+        """The number of gates in ``size`` values, and the width of each; None if they are no gates."""
+        if size == 1:
+            return 1, 1
+        if size % self.hidden == 0:
+            return size // self.hidden, "H"
+        return (1, size) if size < self.hidden else None
+
+    def common(self, widths: set[Width]) -> Width | None:
+        """The one width of rows of these widths, H also for x beside what has H values; None if they differ."""
+        if len(widths) > 1:
+            return "H" if {self.width(width) for width in widths} == {self.hidden} else None
+        return next(iter(widths), 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Learned:
     """A tensor of the step that its graph reads: ``kind`` is ``parameter``, ``buffer`` or ``constant``; the last has a
@@ -60,6 +95,10 @@ class Learned:
     kind: str
     name: str
     value: torch.Tensor
+
+    def among(self, known: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The tensor of this name in another module, by default this one; without gradients."""
+        return known.get(self.name, self.value).detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +111,7 @@ class Graph:
     learned : placeholder -> the tensor of the step that it stands for
     given : the placeholders of x and of the states
     returned : the nodes of the results, y or not and the new states
-    batch : B of the example it was exported with, a size that no other axis has
+    sizes : those of the example it was exported with; no other axis has its B
     data : the nodes that depend on x or a state
     suspects : operators of the step, before it was decomposed, that make its gradients others than its values', with
     lines
@@ -82,9 +121,38 @@ class Graph:
     learned: dict[torch.fx.Node, Learned]
     given: tuple[torch.fx.Node, ...]
     returned: tuple[torch.fx.Node, ...]
-    batch: int
+    sizes: Sizes
     data: frozenset[torch.fx.Node]
     suspects: tuple[tuple[str, tuple[Place, ...]], ...]
+
+    def below(self, nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+        """The nodes and all nodes that they depend on, in the graph's order."""
+        needed = reached(nodes, lambda node: [] if node.op == "placeholder" or operator_name(
+            node) in CONSTANT else node.all_input_nodes)
+        return [node for node in (*self.learned, *self.given, *self.nodes) if node in needed]
+
+    def number(self, node: torch.fx.Node) -> float | bool | int | None:
+        """The one value that a constant has everywhere; None if it depends on a parameter or buffer, or has several.
+        Raises :class:`CellError` for values that PyTorch draws at random."""
+        order = self.below([node])
+        for one in order:
+            if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
+                raise CellError("a step that draws at random is no cell")
+        learned = {n: self.learned[n] for n in order if n in self.learned}
+        if any(weights.kind != "constant" for weights in learned.values()):
+            return None
+        value = carried_out(order, {n: weights.value for n, weights in learned.items()}, None)[node]
+        first = value.reshape(-1)[0]
+        return first.item() if bool((value == first).all()) else None
+
+    def alike_in_rows(self, node: torch.fx.Node, axis: int) -> bool:
+        """Tells whether a tensor computed of weights is the same along an axis for any weights."""
+        order = self.below([node])
+        generator = torch.Generator().manual_seed(0)
+        given = {n: self.learned[n].value.detach().cpu() for n in order if n in self.learned}
+        given |= {n: v + torch.rand(v.shape, generator=generator) for n, v in given.items() if v.is_floating_point()}
+        value = carried_out(order, given, None)[node]
+        return bool((value == value.narrow(axis, 0, 1)).all())
 
 
 class Wrapped(torch.nn.Module):
@@ -123,7 +191,8 @@ def export(traced: Traced) -> Graph:
         except CellError:
             raise
         except Exception as error:  # the user's own code, and PyTorch, raise what they like
-            raise pointed(f"the step cannot be exported: {_why(error, traced)}", places(error)) from error
+            places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+            raise pointed(f"the step cannot be exported: {_why(error, traced)}", places) from error
     return _graph(traced, program, batch, suspects)
 
 
@@ -170,22 +239,29 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
                         "not do: make it a state, or call the module's eval() before where that ends it")
     if not all(isinstance(node, torch.fx.Node) for node in returned):
         raise CellError(f"the step returns {[n for n in returned if not isinstance(n, torch.fx.Node)]} beside tensors")
-    needed, pending = set(), list(returned)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
+    needed = reached(returned, lambda node: node.all_input_nodes)
     inner = tuple(node for node in nodes if node.op == "call_function" and node in needed)
     for node in inner:
         if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise pointed(f"{operator_name(node)}: {BRANCH}", lines_of(node))
+            raise pointed(f"{operator_name(node)}: {BRANCH}", node)
     data = set(given)
     for node in inner:
         if not data.isdisjoint(node.all_input_nodes) and operator_name(node) not in CONSTANT:
             data.add(node)
     learned = {node: weights for node, weights in learned.items() if node in needed}
-    return Graph(inner, learned, tuple(given), tuple(returned), batch, frozenset(data), suspects)
+    sizes = Sizes(batch, traced.input, traced.hidden)
+    return Graph(inner, learned, tuple(given), tuple(returned), sizes, frozenset(data), suspects)
+
+
+def reached(first: Iterable[Node], after: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
+    """The first nodes and all that are reached from these, each once."""
+    pending, seen = list(first), dict[Node, None]()
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen[node] = None
+            pending += after(node)
+    return seen
 
 
 @lru_cache(maxsize=1)
@@ -288,6 +364,24 @@ def _why(error: Exception, traced: Traced) -> str:
                    if one and isinstance(error, (ValueError, IndexError, TypeError)) else "")
 
 
+def carried_out(nodes: Iterable[torch.fx.Node], known: Mapping[torch.fx.Node, torch.Tensor],
+                like: torch.Tensor | None) -> dict[torch.fx.Node, Any]:
+    """The values of nodes, in their order, by PyTorch; constants are on the device and of the type of ``like``."""
+    values = dict(known)
+    for node in nodes:
+        if node in values:
+            continue
+        options = dict(node.kwargs)
+        if like is not None and "device" in options:
+            options["device"] = like.device
+        if like is not None and options.get("dtype") in (torch.float32, torch.float16, torch.bfloat16):
+            options["dtype"] = like.dtype
+        args, options = torch.fx.node.map_arg((node.args, options), lambda n: values[n] if n in values else torch.zeros(
+            shape_of(n), dtype=None if like is None else like.dtype))  # of which the shape alone counts
+        values[node] = node.target(*args, **options)
+    return values
+
+
 def operator_name(node: torch.fx.Node) -> str:
     """PyTorch's name of a node's operator, without its overload: ``mul``, ``split_with_sizes``, ``getitem``."""
     schema = getattr(node.target, "_schema", None)
@@ -320,13 +414,9 @@ def lines_of(node: torch.fx.Node) -> tuple[Place, ...]:
     return tuple((file, int(line)) for file, line in FRAME.findall(node.meta.get("stack_trace") or ""))
 
 
-def places(error: BaseException) -> list[Place]:
-    """The files and lines of an error, the innermost last."""
-    return [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-
-
-def pointed(message: str, at: Sequence[Place]) -> CellError:
-    """A :class:`CellError` with the last place that is not PyTorch's or ours."""
+def pointed(message: str, at: torch.fx.Node | Sequence[Place]) -> CellError:
+    """A :class:`CellError` with the last place, or line of a node, that is not PyTorch's or ours."""
+    at = lines_of(at) if isinstance(at, torch.fx.Node) else at
     own = [place for place in at if not place[0].startswith(OTHERS)]
     if not own:
         return CellError(message)

@@ -1,49 +1,36 @@
-"""The graph of a traced step carried out on te tensors."""
+"""``TracedCell``, the cell of a step that is written in PyTorch: its graph carried out on te tensors."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import add, mul
 from typing import Any
 
+import numpy as np
 import torch
 
-from ecornn.cells import product
+from ecornn.cells import Cell, product
+from ecornn.cells.base import Shape
+from ecornn.cells.deriving import flat_shape
 from ecornn.errors import CellError
 from ecornn.torch.traced_arithmetic import Arithmetic
-from ecornn.torch.traced_graph import Graph, Traced, arguments, lines_of, operator_name, pointed, shape_of
+from ecornn.torch.traced_graph import Graph, Sizes, Traced, arguments, export, operator_name, pointed, shape_of
 from ecornn.torch.traced_operators import POINTWISE, SAME, number_of, refused
-from ecornn.torch.traced_values import (
-    BATCH,
-    COLUMNS,
-    GATES,
-    ONE,
-    UNITS,
-    Gate,
-    Value,
-    canonical,
-    cut,
-    described,
-    joined,
-    of_tensor,
-    taken,
-    viewed,
-    whole,
-)
-from ecornn.torch.traced_weights import Matrix, Use
+from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Matrix, Source, Use, Value, Weights
 
 # Arguments that name a place in memory or a layout, and shapes that nodes say themselves.
 ANYWHERE = ("layout", "device", "pin_memory", "non_blocking", "memory_format", "implicit", "size", "dim",
-            "half_to_float")
+            "half_to_float", "keepdim")
 
 
 class Walk(Arithmetic):
     """One walk through the graph: products, shapes and all results."""
 
-    def __init__(self, traced: Traced, graph: Graph, x: Any, states: Sequence[Any],
-                 parameter: Callable[[Use], Any]) -> None:
-        super().__init__(traced, graph, x, states, parameter)
+    def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
+        super().__init__(graph, x, states, parameter)
         for node in graph.nodes:
             if node in graph.data:
                 try:
@@ -51,13 +38,11 @@ class Walk(Arithmetic):
                 except CellError as error:
                     if error.at is not None:
                         raise
-                    raise pointed(f"{operator_name(node)}: {error}", lines_of(node)) from error
+                    raise pointed(f"{operator_name(node)}: {error}", node) from error
 
     def results(self, count: int) -> list[Any]:
-        """The new states, ``count`` te tensors (B, H), and before them y if that is none of them.
-
-        Raises :class:`CellError` if the step returns anything else.
-        """
+        """The new states, ``count`` te tensors (B, H), and before them y if that is none of them. Raises
+        :class:`CellError` if the step returns anything else."""
         nodes = list(self.graph.returned)
         if len(nodes) == count + 1 and nodes[0] is nodes[1]:
             nodes = nodes[1:]  # y is the first state
@@ -71,20 +56,19 @@ class Walk(Arithmetic):
                 value = self.weights(node, (BATCH, UNITS), 1, "H") if len(shape_of(node)) == 2 else None
             if isinstance(value, (int, float)):
                 state = self.known[self.graph.given[1]]
-                value = self.scalars(lambda _, v: number_of(v), [state, value], state.axes, "constant")
+                value = self.scalars(lambda _, v: number_of(v), [state, value], "constant")
             wanted = self.sizes.batch, self.sizes.hidden
             if value is None or value.shape(self.sizes) != wanted or len(value.gates) > 1:
                 shape = tuple(shape_of(node)[1:])
-                raise pointed(f"the step returns {described(value)}, of the shape (B, {', '.join(map(str, shape))}); "
-                              f"expected (B, H), H = {self.sizes.hidden}", lines_of(node))
-            results.append(whole(self.at_units(value).gates[0], "state", self.like, self.sizes))
+                raise pointed(f"the step returns {value}, of the shape (B, {', '.join(map(str, shape))}); "
+                              f"expected (B, H), H = {self.sizes.hidden}", node)
+            results.append(self.whole(self.at_units(value).gates[0], "state"))
         return results
 
     def at_units(self, value: Value) -> Value:
         """The value with a place for each unit, if it is one value a row or a vector."""
         gate = value.gates[0]
-        return self.scalars(lambda v: v, [value], value.axes, "state") if gate.vector or len(
-            gate.tensor.shape) == 1 else value
+        return self.scalars(lambda v: v, [value], "state") if gate.vector or len(gate.tensor.shape) == 1 else value
 
     # -- nodes ----------------------------------------------------------------------------------
     def of(self, node: torch.fx.Node) -> Any:
@@ -110,8 +94,11 @@ class Walk(Arithmetic):
         if other:
             raise CellError(f"the argument {', '.join(f'{key}={v}' for key, v in other.items())}")
         value = method(node, **{key: v for key, v in given.items() if key in known})
+        if "keepdim" in given:
+            several, how = isinstance(value, tuple), (given["keepdim"], given["dim"])
+            value = tuple(self.reduced(v, *how) for v in value) if several else self.reduced(value, *how)
         if isinstance(value, Value) and value.shape(self.sizes) != shape_of(node):
-            raise CellError(f"{described(value)} where PyTorch has the shape {shape_of(node)}")
+            raise CellError(f"{value} where PyTorch has the shape {shape_of(node)}")
         return value
 
     # -- products -------------------------------------------------------------------------------
@@ -119,7 +106,7 @@ class Walk(Arithmetic):
         """The product of ``rows`` (B, K) by a matrix (K, N), or (N, K) if it is ``stored`` so; of several that of
         ``index``."""
         if rows.axes not in ((BATCH, UNITS), (BATCH, COLUMNS), (BATCH, ONE), (BATCH, GATES)):
-            raise CellError(f"a product of {described(rows)}; expected (B, K)")
+            raise CellError(f"a product of {rows}; expected (B, K)")
         count, K = shape_of(weights)[-2:] if stored else shape_of(weights)[-2:][::-1]
         parts = self.sizes.parts(count)
         if parts is None:
@@ -127,19 +114,19 @@ class Walk(Arithmetic):
         gates, width = parts
         widths = tuple(gate.width for gate in rows.gates)
         if sum(map(self.sizes.width, widths)) != K:
-            raise CellError(f"a product with {K} columns, of {described(rows)}")
+            raise CellError(f"a product with {K} columns, of {rows}")
         total = None
         for n, gate in enumerate(rows.gates):
             use = Matrix(weights, index, stored, gates, width, n, widths)
             if gate.width == 1 and isinstance(gate.width, int):
-                raise CellError(f"a product of {described(rows)}; expected x, a state, or values of H or less")
+                raise CellError(f"a product of {rows}; expected x, a state, or values of H or less")
             matrix = self.parameter(use)
-            source = whole(gate, f"{name}_operand", self.like, self.sizes)
+            source = self.whole(gate, f"{name}_operand")
             tensor = product(source, matrix, 0 if gates == 1 else None, f"{name}_{n}")
-            one = Value((BATCH, COLUMNS), of_tensor(tensor, gates, width))
-            total = one if total is None else self.scalars(lambda a, b: a + b, [total, one], one.axes, f"{name}_sum")
+            one = Value.of_tensor((BATCH, COLUMNS), tensor, gates, width)
+            total = one if total is None else self.scalars(add, [total, one], f"{name}_sum")
         assert total is not None
-        return canonical(total.axes, [Gate(g.tensor, g.index, width) for g in total.gates])
+        return Value.canonical(total.axes, [Gate(g.tensor, g.index, width) for g in total.gates])
 
     def op_mm(self, node: torch.fx.Node, input: Any, mat2: Any) -> Value:
         if input in self.graph.data and mat2 in self.graph.data:
@@ -155,8 +142,8 @@ class Walk(Arithmetic):
         axes, count, width = self.frame([rows], shape_of(node))
         bias = self.known[input] if input in self.graph.data else self.weights(input, axes, count, width)
         biased = self.scalars(lambda p, v: (p if alpha == 1 else p * float(alpha)) + (
-            v if beta == 1 else v * float(beta)), [rows, bias], axes, f"{node.name}_biased")
-        return canonical(axes, biased.gates)
+            v if beta == 1 else v * float(beta)), [rows, bias], f"{node.name}_biased", axes)
+        return Value.canonical(axes, biased.gates)
 
     def op_bmm(self, node: torch.fx.Node, input: Any, mat2: Any) -> Value:
         if input in self.graph.data and mat2 in self.graph.data:
@@ -173,23 +160,23 @@ class Walk(Arithmetic):
             one = self.product(node.name, Value(rows.axes[1:], rows.gates), weights, stored, 0)
             return Value((ONE, *one.axes), one.gates)
         if rows.axes != (GATES, BATCH, UNITS):
-            raise CellError(f"a product of {described(rows)} by several matrices; expected a matrix for each gate")
+            raise CellError(f"a product of {rows} by several matrices; expected a matrix for each gate")
         each = [self.product(f"{node.name}_{n}", Value((BATCH, UNITS), (gate,)), weights, stored, n)
                  for n, gate in enumerate(rows.gates)]
         if any(len(one.gates) > 1 for one in each):
             raise CellError("a product of each gate by a matrix of more than H rows")
-        return canonical((GATES, BATCH, UNITS), [one.gates[0] for one in each])
+        return Value.canonical((GATES, BATCH, UNITS), [one.gates[0] for one in each])
 
     def of_rows(self, node: torch.fx.Node, a: Value, b: Value) -> Value:
         """The scalar product (B, 1, 1) of each row of (B, 1, K) by one of (B, K, 1)."""
         if a.axes not in ((BATCH, ONE, UNITS), (BATCH, ONE, COLUMNS)) or b.axes != (BATCH, a.axes[2], ONE):
             raise CellError("a product of two values of the step; expected one with a parameter")
-        both = self.scalars(lambda v, w: v * w, [a, Value(a.axes, b.gates)], a.axes, f"{node.name}_products")
+        both = self.scalars(mul, [a, Value(a.axes, b.gates)], f"{node.name}_products")
         return Value((BATCH, ONE, ONE), self.summed(both, [2], node.name).gates)
 
     # -- shapes ---------------------------------------------------------------------------------
     def op_view(self, node: torch.fx.Node, input: Any) -> Value:
-        return viewed(self.value(input), shape_of(node), self.sizes)
+        return self.value(input).viewed(shape_of(node), self.sizes)
 
     op_unsafe_view = op_reshape = op_squeeze = op_unsqueeze = op_view
 
@@ -207,8 +194,8 @@ class Walk(Arithmetic):
         if all(axes[n] == ONE for n in several):
             return self.pointwise(node, lambda v: v, [input])
         if len(several) > 1 or axes[several[0]] not in (UNITS, COLUMNS, GATES):
-            raise CellError(f"{tuple(repeats)} times {described(value)}")
-        return joined([Value(axes, value.gates)] * repeats[several[0]], several[0])
+            raise CellError(f"{tuple(repeats)} times {value}")
+        return Value.joined([Value(axes, value.gates)] * repeats[several[0]], several[0])
 
     def op_copy(self, node: torch.fx.Node, input: Any, src: Any) -> Any:
         if src in self.graph.data:
@@ -221,29 +208,29 @@ class Walk(Arithmetic):
             raise CellError(f"{dtype}; values of a step are floats and conditions")
         if dtype in (torch.float16, torch.bfloat16):
             raise CellError(f"{dtype}; a layer's type is that of compile(dtype=...)")
-        return self.as_numbers(value, node.name) if dtype != torch.bool else self.scalars(
-            POINTWISE["ne"], [value, 0.0], value.axes, node.name)
+        return self.scalars(POINTWISE["ne"], [value, 0.0], node.name) if dtype == torch.bool else self.as_numbers(
+            value, node.name)
 
     def op_slice(self, node: torch.fx.Node, input: Any, dim: int, start: Any, end: Any, step: int) -> Value:
         value = self.value(input)
-        return cut(value, dim, start or 0, 2**62 if end is None else end, step, self.sizes)
+        return value.cut(dim, start or 0, 2**62 if end is None else end, step, self.sizes)
 
     def op_select(self, node: torch.fx.Node, input: Any, dim: int, index: int) -> Value:
-        return taken(self.value(input), dim % len(shape_of(node.args[0])), index, self.sizes)
+        return self.value(input).taken(dim % len(shape_of(node.args[0])), index, self.sizes)
 
     def op_unbind(self, node: torch.fx.Node, input: Any, dim: int) -> tuple[Value, ...]:
         value = self.value(input)
-        return tuple(taken(value, dim % len(value.axes), n, self.sizes) for n in range(value.shape(self.sizes)[dim]))
+        return tuple(value.taken(dim % len(value.axes), n, self.sizes) for n in range(value.shape(self.sizes)[dim]))
 
     def op_split_with_sizes(self, node: torch.fx.Node, input: Any, split_sizes: Sequence[int],
                             dim: int = 0) -> tuple[Value, ...]:
         value, ends = self.value(input), [*accumulate(split_sizes, initial=0)]
-        return tuple(cut(value, dim, first, last, 1, self.sizes) for first, last in pairwise(ends))
+        return tuple(value.cut(dim, first, last, 1, self.sizes) for first, last in pairwise(ends))
 
     def op_cat(self, node: torch.fx.Node, tensors: Sequence[Any], dim: int = 0) -> Value:
         values = [self.known[t] for t in tensors if t in self.graph.data]
         dim %= len(values[0].axes)
-        return joined([self.side_by_side(t, values[0].axes, dim) for t in tensors], dim)
+        return Value.joined([self.side_by_side(t, values[0].axes, dim) for t in tensors], dim)
 
     def side_by_side(self, node: torch.fx.Node, axes: tuple[str, ...], dim: int) -> Value:
         """A value, or weights as a value, to be put side by side with values on ``axes`` along ``dim``."""
@@ -254,12 +241,12 @@ class Walk(Arithmetic):
             raise CellError(f"{shape_of(node)[dim]} values of the module, no multiple of H = {self.sizes.hidden}")
         own = tuple((UNITS if parts[0] == 1 else COLUMNS) if n == dim else axis for n, axis in enumerate(axes))
         rows = Value(own, self.known[self.graph.given[1]].gates)
-        return self.scalars(lambda _, v: number_of(v), [rows, self.weights(node, own, *parts)], own, node.name)
+        return self.scalars(lambda _, v: number_of(v), [rows, self.weights(node, own, *parts)], node.name)
 
     def op_stack(self, node: torch.fx.Node, tensors: Sequence[Any], dim: int = 0) -> Value:
         values = [self.value(t) for t in tensors]
         dim %= len(values[0].axes) + 1
-        return joined([Value((*v.axes[:dim], ONE, *v.axes[dim:]), v.gates) for v in values], dim)
+        return Value.joined([Value((*v.axes[:dim], ONE, *v.axes[dim:]), v.gates) for v in values], dim)
 
     def op_slice_scatter(self, node: torch.fx.Node, input: Any, src: Any, dim: int, start: Any, end: Any,
                          step: int) -> Value:
@@ -269,13 +256,124 @@ class Walk(Arithmetic):
         if step != 1:
             raise CellError(f"places by {step}")
         new = self.side_by_side(src, value.axes, dim)
-        parts = [cut(value, dim, 0, first, 1, self.sizes)] if first else []
-        parts += [new, *([cut(value, dim, last, extent, 1, self.sizes)] if last < extent else [])]
-        return joined(parts, dim) if len(parts) > 1 else new
+        parts = [value.cut(dim, 0, first, 1, self.sizes)] if first else []
+        parts += [new, *([value.cut(dim, last, extent, 1, self.sizes)] if last < extent else [])]
+        return Value.joined(parts, dim) if len(parts) > 1 else new
 
     def op_select_scatter(self, node: torch.fx.Node, input: Any, src: Any, dim: int, index: int) -> Value:
         value, new = self.value(input), self.value(src)
         dim, index = dim % len(value.axes), index % value.shape(self.sizes)[dim]
         if value.axes[dim] != GATES or len(new.gates) > 1:
-            raise CellError(f"one place of {described(value)}; expected a gate")
+            raise CellError(f"one place of {value}; expected a gate")
         return Value(value.axes, (*value.gates[:index], *new.gates, *value.gates[index + 1:]))
+
+
+class TracedCell(Cell):
+    """A cell that :func:`ecornn.torch.cell` has made; ``traced`` is the step, ``read`` the weights that it reads."""
+
+    def __init__(self, traced: Traced) -> None:
+        from tvm import te
+
+        self.traced, self.graph = traced, export(traced)
+        self.own = self.graph.sizes
+        uses: dict[Use, Any] = {}
+
+        def parameter(use: Use) -> Any:
+            shape = use.shape(traced.input, traced.hidden)
+            return uses.setdefault(use, te.placeholder(shape, "float32", name="weights"))
+
+        x = te.placeholder((3, traced.input), "float32", name="x")
+        before = [te.placeholder((3, traced.hidden), "float32", name=n) for n in traced.states]
+        results = Walk(self.graph, x, before, parameter).results(len(before))
+        self.read = Weights(self.graph, list(uses))
+        self.states, self.shown = traced.states, len(results) - len(before)  # 1: y is none of the states
+        if self.shown:
+            self.states, self.output = ("y", *traced.states), "y"
+            if "y" in traced.states:
+                raise CellError(f"cell {self.name!r}: a state is called y, as the output before the states would be")
+        self.unread = tuple(self.read.names.values())  # a product may have gates that the step leaves out
+        learned = {name: source.learned for name, source in self.read.direct.items()} | self.read.originals
+        self.buffers = {name: one.value for name, one in learned.items() if one.kind == "buffer"}
+        self.frozen = {name: one.value for name, one in learned.items() if one.kind == "parameter" and not (
+            one.value.requires_grad)}
+
+    def walk(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Walk:
+        """The step on te tensors, at any I and H."""
+        return Walk(self.graph, x, states[self.shown:], lambda use: parameters[self.read.names[use]])
+
+    def step(self, x: Any, states: Sequence[Any], parameters: Mapping[str, Any]) -> Sequence[Any]:
+        """The module's step on te tensors; see :meth:`ecornn.Cell.step`."""
+        return self.walk(x, states, parameters).results(len(self.traced.states))
+
+    def parameters(self, input: int, hidden: int) -> dict[str, Shape]:
+        """The shapes of the parameters that the step reads, by name."""
+        return {name: use.shape(input, hidden) for use, name in self.read.names.items()}
+
+    def learned(self, input: int, hidden: int) -> dict[str, Shape]:
+        """The shapes of the module's weights by name, gates first; tensors that it computes weights of, as it stores
+        them.
+
+        Raises :class:`~ecornn.errors.CellError` if such tensors have the module's sizes alone.
+        """
+        shapes = {name: source.use.shape(input, hidden) for name, source in self.read.direct.items()}
+        for name, original in self.read.originals.items():
+            shape = tuple(original.value.shape)
+            if (input, hidden) != (self.own.input, self.own.hidden) and not {*shape} <= {1}:
+                raise CellError(f"cell {self.name!r}: {original.name} {shape} is not for I = {input}, H = {hidden}: "
+                                "what is computed of weights has the sizes of the module, "
+                                f"I = {self.own.input} and H = {self.own.hidden}")
+            shapes[name] = _axes(shape)
+        return shapes
+
+    def derived(self, p: Mapping[str, Any], xp: Any) -> dict[str, Any]:
+        """The weights that the module computes of its learned ones, ``p``, arrays of NumPy or PyTorch."""
+        if not self.read.derived:
+            return {}
+        given = {name: torch.from_numpy(v) if xp is np else v for name, v in p.items()}
+        if not all(isinstance(tensor, torch.Tensor) for tensor in given.values()):
+            raise TypeError("its weights are computed by PyTorch; pass arrays of NumPy or PyTorch")
+        like = next(iter(given.values()), torch.empty(0))
+        values = {name: given[name].reshape(one.value.shape) for name, one in self.read.originals.items()}
+        weights = self.read.computed(values, like)
+        return {name: v.numpy() if xp is np else v for name, v in weights.items()}
+
+    def sample(self, name: str, shape: Shape, rng: Any) -> Any:
+        """The module's own values, repeated or cut for other sizes."""
+        source = self.read.direct.get(name)
+        value = (source.learned if source else self.read.originals[name]).value
+        return np.resize(value.detach().double().cpu().numpy(), shape)
+
+    def weights(self, module: Any = None, layer: int = 0, reverse: bool = False) -> dict[str, torch.Tensor]:
+        """The weights of a module, by default the one that was traced, as those of a layer, by name.
+
+        They are for ``load_state_dict`` of an :class:`ecornn.torch.Recurrent`, and through :func:`ecornn.derive` for
+        :meth:`Module.bind`. They share the module's memory unless they are parts of a tensor, or vectors of less than H
+        values.
+        """
+        known = {} if module is None else dict(module.named_parameters(remove_duplicate=False)) | dict(
+            module.named_buffers(remove_duplicate=False))
+
+        weights = {}
+        for name, source in self.read.direct.items():
+            value = source.learned.among(known)
+            weights[name] = source.use.of(value, self._sizes(value, source))
+        for name, original in self.read.originals.items():
+            weights[name] = original.among(known).reshape(_axes(tuple(original.value.shape)))
+        weights = {name: weight.reshape(flat_shape(tuple(weight.shape))) for name, weight in weights.items()}
+        return {self.parameter_name(name, layer, reverse): weight for name, weight in weights.items()}
+
+    def _sizes(self, value: torch.Tensor, source: Source) -> Sizes:
+        """The sizes of the module that has this weight, which may be larger than the traced one."""
+        hidden, rows = self.own.hidden, source.use.shape(self.own.input, self.own.hidden)
+        if value.shape[0] != source.learned.value.shape[0] and rows[1] == hidden:
+            hidden = value.shape[0] // rows[0]
+        input = value.shape[1] if value.dim() == 2 and isinstance(source.use, Matrix) and source.use.widths == (
+            "I",) else self.own.input
+        return Sizes(self.own.batch, input, hidden)
+
+
+def _axes(shape: Shape) -> Shape:
+    """The two or three axes of a learned tensor's shape."""
+    if len(shape) <= 2:
+        return (1, *shape) if shape else (1, 1)
+    return 1, shape[0], math.prod(shape[1:])

@@ -1,44 +1,27 @@
-"""The values of a traced step: gates, as te tensors, and the axes that PyTorch has them on.
+"""The values of a traced step: gates, as te tensors, and the axes that PyTorch has them on. And the weights that it
+reads of its module: parameters as they are, and tensors computed of these alone.
 
-Sizes of the module are in units of its H here, so that the step can be written for any H.
+Sizes of the module are in units of its H here, so that the step can be written for any H. PyTorch computes the tensors
+once for weights and not in each step: a weight norm, a mask, ``exp(decay)``, a scalar for all units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
-from ecornn.cells import pointwise
-from ecornn.errors import CellError
+import torch
 
-# The width of a row: "H", "I", a number of values less than H; 1: one value, whatever H is.
-Width = str | int
+from ecornn.errors import CellError
+from ecornn.torch.traced_graph import Graph, Learned, Sizes, Width, carried_out, operator_name
+
+Shape = tuple[int, ...]
 
 # Axes of a value: the batch, one of a single place, gates, the units of a gate, and gates with their units behind one
 # another, as a Linear of several gates makes them.
 BATCH, ONE, GATES, UNITS, COLUMNS = "B", "1", "G", "U", "C"
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The numbers B, I and H."""
-
-    batch: int
-    input: int
-    hidden: int
-
-    def width(self, width: Width) -> int:
-        """The number of values of a width."""
-        return {"H": self.hidden, "I": self.input}[width] if isinstance(width, str) else width
-
-    def parts(self, size: int) -> tuple[int, Width] | None:
-        """The number of gates in ``size`` values, and the width of each; None if they are no gates."""
-        if size == 1:
-            return 1, 1
-        if size % self.hidden == 0:
-            return size // self.hidden, "H"
-        return (1, size) if size < self.hidden else None
 
 
 @dataclass(frozen=True)
@@ -52,9 +35,9 @@ class Gate:
     width: Width = "H"
     vector: bool = False
 
-    def at(self, b: Any, j: Any, gate: Any = None) -> Any:
-        """The scalar of batch row ``b`` and unit ``j``; ``gate`` in place of ``index``."""
-        index = self.index if gate is None else gate
+    def at(self, b: Any, j: Any, beyond: Any = 0) -> Any:
+        """The scalar of batch row ``b`` and unit ``j``, so many gates ``beyond`` this one."""
+        index = self.index + beyond
         if self.vector:
             return self.tensor[index, j]
         rank = len(self.tensor.shape)
@@ -68,208 +51,283 @@ class Value:
     axes: tuple[str, ...]
     gates: tuple[Gate, ...]
 
+    @classmethod
+    def of_tensor(cls, axes: Sequence[str], tensor: Any, count: int, width: Width) -> Value:
+        """The value of a te tensor (B, W) or (B, G, W)."""
+        return cls((*axes,), tuple(Gate(tensor, n, width) for n in range(count)))
+
+    @classmethod
+    def canonical(cls, axes: Sequence[str], gates: Sequence[Gate]) -> Value:
+        """The value with ONE for axes of a single place, and UNITS for COLUMNS of a single gate."""
+        one, narrow = len(gates) == 1, all(gate.width == 1 for gate in gates)
+        own = {COLUMNS: UNITS if one else GATES if narrow else COLUMNS, UNITS: UNITS, GATES: ONE if one else GATES}
+        own |= {axis: ONE for axis in ((UNITS, COLUMNS) if one else (UNITS,)) if narrow}
+        return cls(tuple(own.get(axis, axis) for axis in axes), tuple(gates))
+
+    @classmethod
+    def joined(cls, values: Sequence[Value], axis: int) -> Value:
+        """The values side by side along an axis. Raises :class:`CellError` if that is no row of gates."""
+        axes = {v.axes[:axis] + v.axes[axis + 1:] for v in values}
+        kinds = {v.axes[axis] for v in values}
+        gates = [gate for v in values for gate in v.gates]
+        single = all(len(v.gates) == 1 for v in values)
+        if len(axes) > 1 or (not (kinds <= {UNITS, COLUMNS, ONE} and kinds != {ONE}) and not (
+                kinds == {GATES}) and not (kinds == {ONE} and single)):
+            raise CellError(f"side by side along axis {axis}: {', '.join(map(str, values))}")
+        kind = GATES if kinds == {GATES} or kinds == {ONE} else COLUMNS
+        return cls.canonical((*values[0].axes[:axis], kind, *values[0].axes[axis + 1:]), gates)
+
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape that PyTorch's tensor has."""
         widths = [sizes.width(gate.width) for gate in self.gates]
         own = {BATCH: sizes.batch, ONE: 1, GATES: len(widths), UNITS: widths[0], COLUMNS: sum(widths)}
         return tuple(own[axis] for axis in self.axes)
 
+    def __str__(self) -> str:
+        """The value in words, for messages."""
+        count, widths = len(self.gates), {gate.width for gate in self.gates}
+        if len(widths) > 1:
+            return f"a row of {' and '.join(Sizes.in_words(g.width) for g in self.gates)} side by side"
+        what = "a vector" if self.gates[0].vector else "a row"
+        return f"{what} of {f'{count} times ' * (count > 1)}{Sizes.in_words(next(iter(widths)))}"
 
-def width_of(value: Value, sizes: Sizes) -> Width:
-    """The width of each gate. Raises :class:`CellError` if they differ."""
-    widths = {gate.width for gate in value.gates}
-    if len(widths) == 1:
-        return next(iter(widths))
-    if {sizes.width(width) for width in widths} == {sizes.hidden}:
-        return "H"  # x beside what has H values
-    raise CellError(f"{described(value)}, of which all must have one width")
+    def width(self, sizes: Sizes) -> Width:
+        """The width of each gate. Raises :class:`CellError` if they differ."""
+        width = sizes.common({gate.width for gate in self.gates})
+        if width is None:
+            raise CellError(f"{self}, of which all must have one width")
+        return width
+
+    @property
+    def block(self) -> bool:
+        """True if these are gates of one tensor, one behind the other."""
+        first = self.gates[0]
+        whole = first.vector or len(first.tensor.shape) == 3
+        return whole and all(g.tensor.same_as(first.tensor) and g.index == first.index + n and g.width == first.width
+                             for n, g in enumerate(self.gates))
+
+    def stacked(self) -> Any | None:
+        """The te tensor (B, H) or (B, G, H) whose gates are exactly those of a value; None if there is none."""
+        tensor = self.gates[0].tensor
+        if self.gates[0].vector or len(tensor.shape) == 1:
+            return None
+        if len(tensor.shape) == 2:
+            return tensor if len(self.gates) == 1 else None
+        same = self.block and self.gates[0].index == 0 and int(tensor.shape[1]) == len(self.gates)
+        return tensor if same else None
+
+    def _atoms(self, sizes: Sizes) -> list[str]:
+        """The axes of more than one place, GATES and UNITS in place of COLUMNS of one width."""
+        alike = len({sizes.width(gate.width) for gate in self.gates}) == 1
+        parts = [(GATES, UNITS) if axis == COLUMNS and alike else (axis,) for axis in self.axes if axis != ONE]
+        return [axis for part in parts for axis in part]
+
+    def viewed(self, shape: Sequence[int], sizes: Sizes) -> Value:
+        """The same values in the same order on other axes, as PyTorch's view with this shape."""
+        left, axes = self._atoms(sizes), []
+        extent = {BATCH: sizes.batch, GATES: len(self.gates), UNITS: sizes.width(self.gates[0].width)}
+        for n, size in enumerate(shape):
+            if left and left[0] == COLUMNS and size == sum(sizes.width(g.width) for g in self.gates):
+                axes.append(left.pop(0))
+            elif left[:2] == [GATES, UNITS] and size == extent[GATES] * extent[UNITS] and size != extent[GATES]:
+                axes.append(COLUMNS)
+                del left[:2]
+            elif left and size == extent.get(left[0]):
+                axes.append(left.pop(0))
+            elif size == 1:
+                axes.append(ONE)
+            else:
+                raise CellError(f"{self} as {tuple(shape)}: axis {n} is not the batch, all units, or gates, one behind "
+                                "the other")
+        if left:
+            raise CellError(f"{self} as {tuple(shape)}")
+        return Value(tuple(axes), self.gates)
+
+    def cut(self, axis: int, first: int, last: int, step: int, sizes: Sizes) -> Value:
+        """Places ``first`` to ``last`` of an axis. Raises :class:`CellError` if they are not whole gates."""
+        kind, extent = self.axes[axis], self.shape(sizes)[axis]
+        first, last, step = slice(first, last, step).indices(extent)
+        if (first, last, step) == (0, extent, 1):
+            return self
+        if kind == GATES and self.gates[first:last:step]:
+            return Value.canonical(self.axes, self.gates[first:last:step])
+        if kind == BATCH:
+            raise CellError("along the batch, whose rows are apart in a cell")
+        borders = [*accumulate((sizes.width(gate.width) for gate in self.gates), initial=0)]
+        if kind == COLUMNS and step == 1 and first in borders and last in borders and first < last:
+            return Value.canonical(self.axes, self.gates[borders.index(first):borders.index(last)])
+        raise CellError(f"places {first} to {last}{f' by {step}' if step != 1 else ''} of an axis of {extent} of "
+                        f"{self}; expected multiples of H")
+
+    def taken(self, axis: int, index: int, sizes: Sizes) -> Value:
+        """One place of an axis, which is gone then. Raises :class:`CellError` for one unit."""
+        index %= self.shape(sizes)[axis]
+        one = self.cut(axis, index, index + 1, 1, sizes)
+        if one.axes[axis] not in (ONE, GATES):
+            raise CellError(f"place {index} of an axis of {self.shape(sizes)[axis]} of {self}: a unit cannot "
+                            "be read by itself")
+        return Value(one.axes[:axis] + one.axes[axis + 1:], one.gates)
 
 
-def block(gates: Sequence[Gate]) -> bool:
-    """Tells whether these are gates of one tensor, one behind the other."""
-    first = gates[0]
-    whole = first.vector or len(first.tensor.shape) == 3
-    return whole and all(g.tensor.same_as(first.tensor) and g.index == first.index + n and g.width == first.width
-                         for n, g in enumerate(gates))
+# -- the weights that a step reads --------------------------------------------------------------
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix of a product: the tensor of ``node``, (K, N), or of several (M, K, N) that of ``index``; ``stored``: it
+    is (N, K). N rows are gates of H, less than H, or 1, which all units have; its K columns are of ``widths``, of which
+    this is the one at ``place``."""
+
+    node: torch.fx.Node
+    index: int | None
+    stored: bool
+    gates: int
+    rows: Width
+    place: int
+    widths: tuple[Width, ...]
+
+    def shape(self, input: int, hidden: int) -> Shape:
+        """The parameter's shape in te: (G, H, K), or (1, N, K) if it is narrow."""
+        sizes = Sizes(0, input, hidden)
+        rows = hidden if self.rows in ("H", 1) else sizes.width(self.rows)
+        return self.gates, rows, sizes.width(self.widths[self.place])
+
+    def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+        """The parameter in te shape from the node's value, a view if it can be; (1, 1, K) if all units have the
+        same."""
+        value = value if self.index is None else value[self.index]
+        value = value if self.stored else value.t()
+        if len(self.widths) > 1:
+            value = value.split([sizes.width(width) for width in self.widths], dim=1)[self.place]
+        if self.rows == 1:
+            return value[None]
+        return value.reshape(self.shape(sizes.input, sizes.hidden))
 
 
-def of_tensor(tensor: Any, count: int, width: Width) -> tuple[Gate, ...]:
-    """The gates of a te tensor (B, W) or (B, G, W)."""
-    return tuple(Gate(tensor, n, width) for n in range(count))
+@dataclass(frozen=True)
+class Vector:
+    """Weights as an operand of arithmetic: the tensor of ``node`` on the ``axes`` of the other operands, with as many
+    gates as ``gates``, of ``width``."""
+
+    node: torch.fx.Node
+    axes: tuple[str, ...]
+    gates: int
+    width: Width
+
+    def shape(self, input: int, hidden: int) -> Shape:
+        """The parameter's shape in te, (G, H)."""
+        return self.gates, input if self.width == "I" else hidden
+
+    def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+        """The parameter from the node's value, with zeros behind a narrow one; (G, 1) if all units have the same."""
+        width = sizes.width(self.width)
+        extent = {BATCH: 1, ONE: 1, GATES: self.gates, UNITS: width, COLUMNS: self.gates * width}
+        axes = self.axes[len(self.axes) - value.dim():] if value.dim() <= len(self.axes) else self.axes
+        if BATCH in axes and value.shape[axes.index(BATCH)] > 1:  # all rows are alike
+            value = value.narrow(axes.index(BATCH), 0, 1)
+        value = value.expand([extent[axis] for axis in self.axes])
+        order = sorted(range(len(self.axes)), key=lambda n: self.axes[n] in (GATES, UNITS, COLUMNS))
+        units = [n for n in order if self.axes[n] == UNITS]
+        value = value.permute([n for n in order if n not in units] + units).reshape(self.gates, width)
+        full = self.shape(sizes.input, sizes.hidden)[1]
+        return value if width in (1, full) else torch.nn.functional.pad(value, (0, full - width))
 
 
-def common(widths: Iterable[Width], sizes: Sizes) -> Width:
-    """The width of a result of operands with these widths. Raises :class:`CellError` if there is none."""
-    wide = {width for width in widths if width != 1}
-    if len(wide) > 1 and {sizes.width(width) for width in wide} == {sizes.hidden}:
-        return "H"
-    if len(wide) > 1:
-        raise CellError(f"arithmetic on rows of {' and '.join(sorted(map(_wide, wide)))}: one width is needed")
-    return next(iter(wide), 1)
+Use = Matrix | Vector
 
 
-def combined(function: Callable[..., Any], operands: Sequence[Any], axes: tuple[str, ...], sizes: Sizes, like: Any,
-             name: str, width: Width = 1) -> Value:
-    """The value of ``function``, which takes scalars, at every gate and unit.
+@dataclass(frozen=True)
+class Source:
+    """A parameter of the cell that is a tensor of the module as it is stored, or some columns of it."""
 
-    ``operands``: values, each of one gate or of all, and anything else that the function takes; ``like``: a state, for
-    the sizes; ``width``: the result's if operands have one value a row. Raises :class:`CellError` if numbers of gates
-    or widths differ.
+    learned: Learned
+    use: Use
+
+
+class Weights:
+    """The parameters of a cell, from the uses that its step makes of the module's weights.
+
+    Attributes
+    ----------
+    names : use -> the name of the parameter that the step reads for it
+    direct : parameter -> the tensor of the module that it is
+    derived : parameter -> the use of weights that PyTorch computes for it
+    originals : the module's tensors that the derived parameters are computed of, by name
+    needed : the nodes that compute these, in order
+
+    Raises :class:`CellError` if two parameters would have one name.
     """
-    values = [o for o in operands if isinstance(o, Value)]
-    count = max(len(v.gates) for v in values)
-    several = [v for v in values if len(v.gates) > 1]
-    if any(len(v.gates) != count for v in several):
-        raise CellError(f"arithmetic on {' and '.join(described(v) for v in several)}: one number of gates is needed")
 
-    def computed(gates: Sequence[Gate | None], per_gate: bool) -> Any:
-        own = common((width, *(g.width for g in gates if g is not None)), sizes)
+    def __init__(self, graph: Graph, uses: Sequence[Use]) -> None:
+        self.graph, self.sizes = graph, graph.sizes
+        self.names: dict[Use, str] = {}
+        self.direct: dict[str, Source] = {}
+        self.derived: dict[str, Use] = {}
+        ways: dict[torch.fx.Node, set[Any]] = {}
+        for use in uses:
+            for node, way in self._origins(use):
+                ways.setdefault(node, set()).add(way)
+        for use in uses:
+            source = self._as_stored(use)
+            if source is not None and len(ways[source.use.node]) == 1:
+                name = _identifier(source.learned.name)
+                if isinstance(use, Matrix) and len(use.widths) > 1:
+                    name += f"_{use.place}"
+                if self.direct.setdefault(name, source) != source:
+                    raise CellError(f"{source.learned.name} and {self.direct[name].learned.name} would both be the "
+                                    f"parameter {name!r}")
+            else:
+                name = f"{_identifier(use.node.name)}_{len(self.derived)}"
+                self.derived[name] = use
+            self.names[use] = name
+        self.needed = graph.below(use.node for use in self.derived.values())
+        read = [graph.learned[node] for node in self.needed if node in graph.learned]
+        self.originals = {_identifier(learned.name): learned for learned in read if learned.kind != "constant"}
+        parts = *self.direct, *self.derived, *self.originals
+        if len(parts) > len(set(parts)):
+            raise CellError(f"two weights of the step would both be the parameter {max(parts, key=parts.count)!r}")
 
-        def value(b: Any, j: Any, n: Any = None) -> Any:
-            return function(*(o if g is None else g.at(b, j, None if n is None or len(o.gates) == 1 else g.index + n)
-                              for o, g in zip(operands, gates, strict=True)))
+    def _as_stored(self, use: Use) -> Source | None:
+        """The tensor of the module that a use reads, if it reads it as stored."""
+        node, flipped = use.node, False
+        while operator_name(node) in ("permute", "alias") and node not in self.graph.learned:
+            if operator_name(node) == "permute":
+                if len(node.args[1]) != 2:
+                    return None
+                flipped ^= list(node.args[1]) != [0, 1]
+            node = node.args[0]
+        learned = self.graph.learned.get(node)
+        if learned is None or learned.kind == "constant" or not learned.value.is_floating_point():
+            return None
+        if isinstance(use, Matrix):
+            if use.stored == flipped or use.index is not None or use.rows == 1:
+                return None
+            return Source(learned, replace(use, node=node, stored=True))
+        natural = not flipped and use.axes[-1:] in ((UNITS,), (COLUMNS,)) and use.width != 1
+        if not natural or learned.value.shape != (use.gates * self.sizes.width(use.width),):
+            return None
+        return Source(learned, replace(use, node=node, axes=use.axes[-1:]))
 
-        return _compute(value, own, all(g is None or (not g.vector and len(g.tensor.shape) == 1) for g in gates),
-                        count if per_gate else 0, sizes, like, name), own
+    def _origins(self, use: Use) -> Iterator[tuple[torch.fx.Node, Any]]:
+        """The weights that a use depends on, each with the way it is read. One parameter can serve all uses of a weight
+        if there is one way."""
+        stored = self._as_stored(use)
+        way = stored.use if stored else use
+        if stored and isinstance(stored.use, Matrix):
+            way = replace(stored.use, place=0)  # its columns are parameters of their own
+        for node in self.graph.below([use.node]):
+            if node in self.graph.learned:
+                yield node, way
 
-    def picked(n: int) -> list[Gate | None]:
-        return [o.gates[n if len(o.gates) > 1 else 0] if isinstance(o, Value) else None for o in operands]
+    def computed(self, values: Mapping[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The derived parameters in te shape, with their gradients, from the values of ``originals`` by name; on the
+        device and of the type of ``like``."""
+        def known(learned: Learned) -> torch.Tensor:
+            value = learned.value if learned.kind == "constant" else values[_identifier(learned.name)]
+            return value.to(like.device, like.dtype if learned.value.is_floating_point() else learned.value.dtype)
 
-    if count > 1 and all(block(v.gates) for v in several) and len({g.width for v in several for g in v.gates}) == 1 \
-            and several[0].gates[0].width != 1:
-        tensor, own = computed(picked(0), True)
-        return Value(axes, of_tensor(tensor, count, own))
-    return Value(axes, tuple(Gate(tensor, 0, own) for tensor, own in (
-        computed(picked(n), False) for n in range(count))))
-
-
-def _compute(value: Callable[..., Any], width: Width, scalar: bool, count: int, sizes: Sizes, like: Any,
-             name: str) -> Any:
-    """The te tensor of a scalar expression: (B, W), with a ``count`` (B, G, W), or (B,) for one value a row."""
-    from tvm import te
-
-    batch, hidden = like.shape
-    if width == 1 and scalar:
-        return te.compute((batch,), lambda b: value(b, None), name=name)
-    if not count and width in (1, "H"):
-        return pointwise(lambda b, j: value(b, j), like, name)
-    across = hidden if width in (1, "H") else sizes.width(width)
-    if not count:
-        return te.compute((batch, across), lambda b, j: value(b, j), name=name)
-    return te.compute((batch, count, across), lambda b, g, j: value(b, j, g), name=name)
-
-
-def whole(gate: Gate, name: str, like: Any, sizes: Sizes) -> Any:
-    """The te tensor (B, W) of a gate."""
-    if not gate.vector and len(gate.tensor.shape) == 2:
-        return gate.tensor
-    return _compute(lambda b, j: gate.at(b, j), gate.width, False, 0, sizes, like, name)
-
-
-def stacked(value: Value) -> Any | None:
-    """The te tensor (B, H) or (B, G, H) whose gates are exactly those of a value; None if there is none."""
-    tensor = value.gates[0].tensor
-    if value.gates[0].vector or len(tensor.shape) == 1:
-        return None
-    if len(tensor.shape) == 2:
-        return tensor if len(value.gates) == 1 else None
-    same = block(value.gates) and value.gates[0].index == 0 and int(tensor.shape[1]) == len(value.gates)
-    return tensor if same else None
-
-
-# -- axes ---------------------------------------------------------------------------------------
-def canonical(axes: Sequence[str], gates: Sequence[Gate]) -> Value:
-    """The value with ONE for axes of a single place, and UNITS for COLUMNS of a single gate."""
-    one, narrow = len(gates) == 1, all(gate.width == 1 for gate in gates)
-    own = {COLUMNS: UNITS if one else GATES if narrow else COLUMNS, UNITS: UNITS, GATES: ONE if one else GATES}
-    own |= {axis: ONE for axis in ((UNITS, COLUMNS) if one else (UNITS,)) if narrow}
-    return Value(tuple(own.get(axis, axis) for axis in axes), tuple(gates))
-
-
-def atoms(value: Value, sizes: Sizes) -> list[str]:
-    """The axes of more than one place, GATES and UNITS in place of COLUMNS of one width."""
-    alike = len({sizes.width(gate.width) for gate in value.gates}) == 1
-    parts = [(GATES, UNITS) if axis == COLUMNS and alike else (axis,) for axis in value.axes if axis != ONE]
-    return [axis for part in parts for axis in part]
+        values_of = carried_out(self.needed, {node: known(self.graph.learned[node]) for node in self.needed
+                                              if node in self.graph.learned}, like)
+        return {name: use.of(values_of[use.node], self.sizes).to(like.dtype) for name, use in self.derived.items()}
 
 
-def viewed(value: Value, shape: Sequence[int], sizes: Sizes) -> Value:
-    """The same values in the same order on other axes, as PyTorch's view with this shape."""
-    left, axes = atoms(value, sizes), []
-    extent = dict(zip([BATCH, GATES, UNITS], (sizes.batch, len(value.gates), sizes.width(value.gates[0].width)),
-                      strict=True))
-    for n, size in enumerate(shape):
-        if left and left[0] == COLUMNS and size == sum(sizes.width(g.width) for g in value.gates):
-            axes.append(left.pop(0))
-        elif left[:2] == [GATES, UNITS] and size == extent[GATES] * extent[UNITS] and size != extent[GATES]:
-            axes.append(COLUMNS)
-            del left[:2]
-        elif left and size == extent.get(left[0]):
-            axes.append(left.pop(0))
-        elif size == 1:
-            axes.append(ONE)
-        else:
-            raise CellError(f"{described(value)} as {tuple(shape)}: axis {n} is not the batch, all units, or "
-                            "gates, one behind the other")
-    if left:
-        raise CellError(f"{described(value)} as {tuple(shape)}")
-    return replace(value, axes=tuple(axes))
-
-
-def cut(value: Value, axis: int, first: int, last: int, step: int, sizes: Sizes) -> Value:
-    """Places ``first`` to ``last`` of an axis. Raises :class:`CellError` if they are not whole gates."""
-    kind, extent = value.axes[axis], value.shape(sizes)[axis]
-    first, last, step = slice(first, last, step).indices(extent)
-    if (first, last, step) == (0, extent, 1):
-        return value
-    if kind == GATES and value.gates[first:last:step]:
-        return canonical(value.axes, value.gates[first:last:step])
-    if kind == BATCH:
-        raise CellError("along the batch, whose rows are apart in a cell")
-    borders = [0]
-    for gate in value.gates:
-        borders.append(borders[-1] + sizes.width(gate.width))
-    if kind == COLUMNS and step == 1 and first in borders and last in borders and first < last:
-        return canonical(value.axes, value.gates[borders.index(first):borders.index(last)])
-    raise CellError(f"places {first} to {last}{f' by {step}' if step != 1 else ''} of an axis of {extent} of "
-                    f"{described(value)}; expected multiples of H")
-
-
-def joined(values: Sequence[Value], axis: int) -> Value:
-    """The values side by side along an axis. Raises :class:`CellError` if that is no row of gates."""
-    axes = {v.axes[:axis] + v.axes[axis + 1:] for v in values}
-    kinds = {v.axes[axis] for v in values}
-    gates = [gate for v in values for gate in v.gates]
-    single = all(len(v.gates) == 1 for v in values)
-    if len(axes) > 1 or (not (kinds <= {UNITS, COLUMNS, ONE} and kinds != {ONE}) and not (
-            kinds == {GATES}) and not (kinds == {ONE} and single)):
-        raise CellError(f"side by side along axis {axis}: {', '.join(described(v) for v in values)}")
-    kind = GATES if kinds == {GATES} or kinds == {ONE} else COLUMNS
-    return canonical((*values[0].axes[:axis], kind, *values[0].axes[axis + 1:]), gates)
-
-
-def taken(value: Value, axis: int, index: int, sizes: Sizes) -> Value:
-    """One place of an axis, which is gone then. Raises :class:`CellError` for one unit."""
-    index %= value.shape(sizes)[axis]
-    one = cut(value, axis, index, index + 1, 1, sizes)
-    if one.axes[axis] not in (ONE, GATES):
-        raise CellError(f"place {index} of an axis of {value.shape(sizes)[axis]} of {described(value)}: a unit cannot "
-                        "be read by itself")
-    return Value(one.axes[:axis] + one.axes[axis + 1:], one.gates)
-
-
-# -- words --------------------------------------------------------------------------------------
-def _wide(width: Width) -> str:
-    return f"{width} values" if isinstance(width, str) else f"{width} value{'s' * (width > 1)}, less than H"
-
-
-def described(value: Any) -> str:
-    """The value in words, for messages."""
-    if not isinstance(value, Value):
-        return repr(value)
-    count, widths = len(value.gates), {gate.width for gate in value.gates}
-    if len(widths) > 1:
-        return f"a row of {' and '.join(_wide(g.width) for g in value.gates)} side by side"
-    width = next(iter(widths))
-    what = "a vector" if value.gates[0].vector else "a row"
-    return f"{what} of {f'{count} times ' * (count > 1)}{_wide(width)}"
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)

@@ -20,8 +20,7 @@ from ecornn.runtime.columns import Columns
 from ecornn.runtime.training import kept_layout
 from ecornn.torch.compiling import KEPT, NAMES, compiled, precision_of
 from ecornn.torch.engine import Engine
-from ecornn.torch.kind import Kind
-from ecornn.torch.parameters import weight_gradients, widened_rows
+from ecornn.torch.kind import Kind, weight_gradients, widened_rows
 from ecornn.torch.snapshot import suspect
 
 

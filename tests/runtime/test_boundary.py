@@ -93,7 +93,7 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
         torch.nn.LSTM(8, 8))),
     "ecornn.torch.restore": ("ecornn.torch.replacing", "reclass", lambda m, _: ecornn.torch.restore(lstm())),
     "ecornn.torch.rebind": ("ecornn.torch.engine", "rebind", lambda m, _: ecornn.torch.rebind(lstm())),
-    "ecornn.torch.prepare": ("ecornn.torch.preparing", "compile_all", lambda m, _: ecornn.torch.prepare(
+    "ecornn.torch.prepare": ("ecornn.torch.replacing", "compile_all", lambda m, _: ecornn.torch.prepare(
         lstm(), torch.zeros(2, 1, 8))),
     "ecornn.onnx.read": ("ecornn.onnx.model", "load", lambda m, folder: ecornn.onnx.read(model(folder))),
     "ecornn.onnx.compile": ("ecornn.onnx.layer", "spec_of", lambda m, folder: ecornn.onnx.compile(

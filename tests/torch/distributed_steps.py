@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ecornn.torch
-from ecornn.torch import direct, training
+from ecornn.torch import operator, training
 
 
 class Model(nn.Module):
@@ -46,11 +46,11 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
         happened.append(f"backward of {len(weights)}")
         return training.backward(engine, weights, *arguments, **named)
 
-    direct.training = type("Watched", (), {"forward": training.forward, "backward": backward})
+    operator.training = type("Watched", (), {"forward": training.forward, "backward": backward})
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)
     parallel.register_comm_hook(None, lambda _, bucket: send(bucket))
     train(parallel, xs, happened)
-    direct.training = training
+    operator.training = training
     return {name: value.clone() for name, value in model.state_dict().items()}, happened
 
 

@@ -14,7 +14,7 @@ from test_torch_layers import error
 
 import ecornn.torch
 from ecornn.torch import training
-from ecornn.torch.preparing import Call, specs
+from ecornn.torch.replacing import Call, specs
 
 T, B, I, H, L = 7, 4, 5, 8, 3
 FLOAT32 = 2e-5  # relative, of steps in float32 against float64

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import ecornn.torch
 from ecornn.errors import DerivativeError
-from ecornn.torch import packed, training
+from ecornn.torch import operator, packed
 
 H, I, LENGTHS = 5, 3, [8, 8, 8, 8, 3, 1, 1]
 
@@ -40,7 +40,7 @@ def layer(monkeypatch) -> Any:
         called.append(engine)
         return [*by_torch(engine.library, engine.names, columns, (x, *state, *weights)), x.new_empty(0)]
 
-    def backward(engine, weights, x, state, columns, y, kept, gradients):
+    def backward(engine, weights, x, state, columns, y, kept, gradients, want_state=True):
         with torch.enable_grad():
             tensors = [t.detach().requires_grad_() for t in (x, *state, *weights)]
             return torch.autograd.grad(by_torch(engine.library, engine.names, columns, tensors), tensors, gradients)
@@ -54,10 +54,9 @@ def layer(monkeypatch) -> Any:
     library.called = called
     engine.part = lambda number, kind: engine_of(torch.nn.LSTM(2 * H if number else I, H, bidirectional=True),
                                                  6 if number else 3)
-    monkeypatch.setattr(packed, "training", SimpleNamespace(
-        forward=forward, backward=backward, by_layer=training.by_layer, layers_of=training.layers_of))
+    monkeypatch.setattr(operator, "training", SimpleNamespace(forward=forward, backward=backward))
     monkeypatch.setattr(packed, "engine_of", lambda module: engine)
-    monkeypatch.setattr(packed, "_width", lambda data, sizes: 3)
+    monkeypatch.setattr(packed, "_width", lambda gpu, sizes: 3)
     return library
 
 

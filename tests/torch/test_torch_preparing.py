@@ -20,7 +20,7 @@ import ecornn.compiler
 import ecornn.torch
 from ecornn import module_cache
 from ecornn.errors import ArgumentError
-from ecornn.torch import preparing
+from ecornn.torch import replacing
 from ecornn.torch.compiling import outcomes
 from ecornn.worker import Worker
 
@@ -147,11 +147,11 @@ def test_a_process_that_stops_while_it_compiles_is_not_waited_for(tmp_path: Path
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path))
     monkeypatch.setattr(Worker, "call", lambda worker, *_: (worker.wake(), os.kill(worker.process.pid, signal.SIGSTOP),
                                                             threading.Event().wait()))
-    monkeypatch.setattr(preparing, "WORK", 0.2)
+    monkeypatch.setattr(replacing, "WORK", 0.2)
     here: list[str] = []
-    monkeypatch.setattr(preparing, "compiled", lambda spec, target: here.append(target))
+    monkeypatch.setattr(replacing, "compiled", lambda spec, target: here.append(target))
     layer = ecornn.torch.GRU(5, 6)
-    calls = [preparing.call_of(layer, torch.ones(3, batch, 5), None) for batch in (2, 3)]
-    specs = [spec for call in calls if call for spec in preparing.specs(layer, call)]
-    preparing.compile_all([(spec, "cpu") for spec in specs], 2)
+    calls = [replacing.call_of(layer, torch.ones(3, batch, 5), None) for batch in (2, 3)]
+    specs = [spec for call in calls if call for spec in replacing.specs(layer, call)]
+    replacing.compile_all([(spec, "cpu") for spec in specs], 2)
     assert here == ["cpu", "cpu"]

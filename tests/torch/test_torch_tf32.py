@@ -17,7 +17,7 @@ from ecornn.errors import ArgumentError
 from ecornn.torch import bound, engine, training
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.preparing import Call, specs
+from ecornn.torch.replacing import Call, specs
 
 WHERE = (("generic", "all"), ("cuda", "all"), ("cuda", "rnn"), ("cuda", "conv"), ("cuda", "matmul"))
 
