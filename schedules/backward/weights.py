@@ -17,7 +17,7 @@ from ecornn.schedules.backward.inputs import places_of_inputs
 from ecornn.schedules.backward.memory import Memory, Place, finish_summed
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var, ceil_div
-from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.cuda.isa import sync_block
 from ecornn.schedules.gemm.job import STEPS, Columns, counted, rows_of
 from ecornn.schedules.gemm.outer import THREADS, Into, OuterJob, adding_kernel, with_existing
 from ecornn.schedules.gemm.outer_mma import outer_kernel, outer_shape

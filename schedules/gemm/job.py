@@ -18,7 +18,7 @@ from ecornn.dtypes import ITEMSIZE
 from ecornn.program import PACKED, Buffer, Extent, Packing, Source
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.memory import st_global
+from ecornn.schedules.cuda.isa import st_global
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
+from ecornn.schedules.cuda.isa import cp_async, cp_async_commit, cp_async_wait
 from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split
 from ecornn.schedules.gemm.job import Columns
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ecornn.device import Device
 from ecornn.dtypes import ITEMSIZE
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
-from ecornn.schedules.cuda.isa.memory import ld_global, st_global
+from ecornn.schedules.cuda.isa import ld_global, st_global
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.rates import gpu_rates
 from ecornn.schedules.timeline import takes_part

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
+from ecornn.schedules.cuda.isa import sync_block
 from ecornn.schedules.cuda.isa.tensor_core import ldmatrix, per_word
-from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import SLOWER
 from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS, ROW_WARPS, THREADS, MmaMainloop, Staged
 from ecornn.schedules.gemm.outer import Arguments, Into, OuterJob, OuterShape, best_parts

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
-from ecornn.schedules.cuda.isa.wgmma import descriptor
+from ecornn.schedules.cuda.isa import descriptor
 from ecornn.schedules.gemm.job import CHUNK, LINE
 from ecornn.schedules.gemm.outer import Arguments, Into, OuterJob, OuterShape, best_parts, expected
 from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop

@@ -32,12 +32,8 @@ from contextlib import AbstractContextManager
 from ecornn.analysis.liveness import late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, ceil_div
-from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait, launch_dependents, wait_on_earlier
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive
-from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_relaxed, ld_shared, st_relaxed
-from ecornn.schedules.cuda.isa.registers import float_bits
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
-from ecornn.schedules.cuda.isa.threads import sync_warp
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, ClusterPipeline
 from ecornn.schedules.gemm.projection import may_be_followed
 from ecornn.schedules.gemm.rows_mma import LEAST_ROWS
@@ -132,13 +128,13 @@ class Ring(Carrier):
             for place, q in enumerate(pairs):
                 for n in range(plan.tiles):
                     with within(plan, n, lane // 4):
-                        ld_relaxed([state[place, n, i] for i in range(4)],
-                                   ring.ptr_to([start + pair_place(plan, p, q, n)]))
+                        isa.ld_relaxed([state[place, n, i] for i in range(4)],
+                                       ring.ptr_to([start + pair_place(plan, p, q, n)]))
             # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
             highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
             found = T.tree("highest", highest, T.max) == T.uint32(SENTINEL)
             T.buffer_store(missing, T.cast(found, "int32"), [0])
-        sync_warp()
+        isa.sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         self._fence(self.plan.acquired(t))
@@ -160,7 +156,7 @@ class Ring(Carrier):
 
     def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
         with T.when(mine):
-            st_relaxed(self.rings[phase].ptr_to([place]), [word])
+            isa.st_relaxed(self.rings[phase].ptr_to([place]), [word])
 
     def acquired(self, t: Expr) -> None:
         self._fence(self.plan.acquired(t))
@@ -168,7 +164,7 @@ class Ring(Carrier):
     def _fence(self, where: Expr | bool) -> None:
         """Emits a release and acquire fence, in steps ``where`` (an expression; or True: in all)."""
         with T.when(where):
-            fence_gpu()
+            isa.fence_gpu()
 
 
 def begins_early(task: Task, plan: PersistentPlan) -> bool:
@@ -202,7 +198,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
         first, threads = start_thread(), BLOCKS * THREADS
         T.note("before the recurrence: counters to zero, the first state and sentinels into the rings")
         if early:
-            launch_dependents()
+            isa.launch_dependents()
         if ready is not None:
             counters = T.let("counters", (kernel.steps * kernel.batch + (LEAST_ROWS - 1)) // LEAST_ROWS)
             turns = T.let("turns", (counters + (threads - 1)) // threads)
@@ -226,7 +222,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
                     with T.Else():
                         T.buffer_store(ring, rest, [place])
         if early:
-            wait_on_earlier()
+            isa.wait_on_earlier()
     return made()
 
 
@@ -275,10 +271,10 @@ class Cluster(Carrier):
         with T.when(thread == 0):
             for one in self.pipelines:
                 one.init()
-            fence_mbarrier_init()
+            isa.fence_mbarrier_init()
             for number, one in enumerate(self.pipelines):
                 if number == 0:  # what the call was given is there at once
-                    mbarrier_arrive(one.full_barrier(0))
+                    isa.mbarrier_arrive(one.full_barrier(0))
                 else:
                     one.announce(0)
                 with T.when(self.steps > 1):
@@ -297,8 +293,8 @@ class Cluster(Carrier):
                     with T.when(place < total):
                         T.buffer_store(self.words, word, [first + place])
                         T.buffer_store(self.words, T.uint32(0), [first + total + place])
-        cluster_arrive()
-        cluster_wait()
+        isa.cluster_arrive()
+        isa.cluster_wait()
 
     def slot(self, phase: int, step: Expr) -> Expr:
         return self.first[phase] + step % 2 * self.plan.slot_words(self.plan.phases[phase])
@@ -313,8 +309,8 @@ class Cluster(Carrier):
             for n in range(plan.tiles):
                 with within(plan, n, lane // 4):
                     at = self.words.ptr_to([start + pair_place(plan, plan.phases[phase], q, n)])
-                    ld_shared([state[place, n, i] for i in range(4)], at)
-        sync_warp()
+                    isa.ld_shared([state[place, n, i] for i in range(4)], at)
+        isa.sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         T.note("one thread: the slot has been read; its mbarrier expects the state of step t + 2")
@@ -327,7 +323,7 @@ class Cluster(Carrier):
 
     def _given(self, values: list[Expr]) -> Expr:
         """The same of values that may be 0 everywhere, beyond H: TVM prints the address of a constant reinterpreted."""
-        return T.let("word", float_bits(values[0])) if self.plan.dtype == "float32" else self.word(values)
+        return T.let("word", isa.float_bits(values[0])) if self.plan.dtype == "float32" else self.word(values)
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
         with T.when(T.And(mine, step < self.steps)):

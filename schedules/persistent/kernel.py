@@ -25,10 +25,8 @@ from functools import partial
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.blocks import wait_on_earlier
-from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_acquire, red_release
+from ecornn.schedules.cuda.isa import fence_gpu, ld_acquire, named_barrier_sync, red_release, wait_on_earlier
 from ecornn.schedules.cuda.isa.tensor_core import per_word
-from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.gemm.job import HoistedValues
 from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of

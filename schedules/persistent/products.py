@@ -8,12 +8,9 @@ from dataclasses import dataclass
 from functools import partial, reduce
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.fragments import multiply_pair, zeros
-from ecornn.schedules.cuda.isa.blocks import wait_on_earlier
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
-from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_global, ld_shared, st_shared
 from ecornn.schedules.cuda.isa.tensor_core import per_word, unpacked
-from ecornn.schedules.cuda.isa.threads import named_barrier_sync, sync_warp
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
 from ecornn.schedules.persistent.exchange import Carrier, within
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
@@ -62,10 +59,10 @@ class Stream:
         T.note("weight stream, prologue: mbarriers of the ring, and its first bulk copies from L2")
         with T.when(self.lane == 0):
             self.slots.init()
-            fence_mbarrier_init()
+            isa.fence_mbarrier_init()
             for slot in range(self.phase.slots):
                 self._copy(slot)
-        sync_warp()
+        isa.sync_warp()
 
     def read(self, q: Expr, t: Expr, into: TirBuffer) -> None:
         """Waits for streamed pair ``q`` in step t, reads this lane's words, and asks for what the slot holds next."""
@@ -78,9 +75,9 @@ class Stream:
         plan, n = self.plan, self.plan.lane_words
         for v in range(self.phase.octets(plan.units)):
             at = self.words.ptr_to([self.ring + (slot * self.size + v * plan.octet_words) + self.lane * n])
-            ld_shared([into[0, v, i] for i in range(n)], at)
-        fence_async_shared()
-        sync_warp()
+            isa.ld_shared([into[0, v, i] for i in range(n)], at)
+        isa.fence_async_shared()
+        isa.sync_warp()
         follows = q + slots < count  # in this step
         if not isinstance(q, int):
             with T.when(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))):
@@ -123,11 +120,11 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
                 address = _weights(plan, phase, source, at, q, v)
                 if q < streamed + kept:
                     r = [registers[(q - streamed) * octets + v, i] for i in range(n)]
-                    ld_global(r, address)
+                    isa.ld_global(r, address)
                 else:
                     r = [T.local("word", (1,), "uint32")[0] for _ in range(n)]  # of the lane
-                    ld_global(r, address)
-                    st_shared(words.ptr_to([_shared_place(plan, phase, first, at, q, v)]), r)
+                    isa.ld_global(r, address)
+                    isa.st_shared(words.ptr_to([_shared_place(plan, phase, first, at, q, v)]), r)
         place += plan.shared_weight_words(phase)
         stream = Stream(plan, index, words, place, source, at, steps) if phase.slots else None
         if stream is not None:
@@ -135,7 +132,7 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
         kept_of.append(_Kept(registers, words, first, source, stream))
         place += plan.stream_words(phase)
     if early:
-        wait_on_earlier()
+        isa.wait_on_earlier()
     with T.serial("t", 0, steps) as t:
         for index, phase in enumerate(plan.phases):
             use = T.let("use", t * len(plan.phases) + index)
@@ -154,10 +151,10 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
                         with within(plan, n, lane % 4 * 2 + i % 2):
                             T.buffer_store(shared, acc(m, n, i),
                                            [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
-            named_barrier_sync(side + FULL, plan.threads)
+            isa.named_barrier_sync(side + FULL, plan.threads)
             carrier.done(index, t, warp, lane)
             if plan.held:
-                named_barrier_sync(SENT, plan.threads)
+                isa.named_barrier_sync(SENT, plan.threads)
 
 
 def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Position, q: int, v: int) -> Expr:
@@ -194,7 +191,7 @@ class _Stored:
         if like >= streamed + self.phase.register_pairs:
             for v in range(self.octets):
                 place = _shared_place(self.plan, self.phase, self.kept.place, self.at, q, v)
-                ld_shared(self._loaded(0, v), self.kept.words.ptr_to([place]))
+                isa.ld_shared(self._loaded(0, v), self.kept.words.ptr_to([place]))
         elif like < streamed and self.kept.stream is not None:
             self.kept.stream.read(q, self.t, self.loaded)
         elif like + 1 < streamed:
@@ -203,7 +200,7 @@ class _Stored:
     def _from_l2(self, q: int) -> None:
         for v in range(self.octets):
             address = _weights(self.plan, self.phase, self.kept.source, self.at, q, v)
-            ld_global(self._loaded(self._turn(q), v), address)
+            isa.ld_global(self._loaded(self._turn(q), v), address)
 
     def _turn(self, q: int) -> int:
         """The number of a pair among the loaded ones: of what is loaded ahead, 1 and 2 in turns."""

@@ -8,10 +8,7 @@ not all read the same part of L2 at once."""
 from __future__ import annotations
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.memory import fence_async_global, l2_policy, ld_acquire
-from ecornn.schedules.cuda.isa.registers import opaque
-from ecornn.schedules.cuda.isa.threads import ballot, sync_active, sync_warp
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
 from ecornn.schedules.persistent_wide.exchange import BlockRole, writers
 from ecornn.schedules.persistent_wide.plan import DEPTH, LANES, SLOTS, WidePlan
@@ -79,7 +76,7 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         stage, turn = T.let("stage", lane % S), T.let("turn", lane // S)
         mine, every = lane < C, (1 << C) - 1
     else:
-        ring, keep = 0, opaque
+        ring, keep = 0, isa.opaque
         with T.when(warp == 0):
             _weights(plan, memory, role, ring, lane, T.let("chunk", chunk_at(plan, role, ring, lane)), weights)
         stage, turn = keep("stage", warp + lane % each * plan.copiers), keep("turn", lane // each)
@@ -101,22 +98,22 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
         with T.While(issued[0] != T.uint32(every)):
             with T.when(waiting[0] != T.uint32(0)):
                 with T.when(T.cast(count[0], "int32") < t * needed):
-                    ld_acquire(count[0], counter)
+                    isa.ld_acquire(count[0], counter)
                 # a parity says nothing about the use after next: the one before must have been issued
                 before = T.bitwise_and(issued[0] >> T.cast(T.max(lane - each, 0), "uint32"), T.uint32(1))
                 follows = T.Or(turn == 0, before != T.uint32(0))
                 with T.when(T.And(follows, T.cast(count[0], "int32") >= t * needed)), T.when(state.may_acquire(use)):
                     # The copies of several lanes issue as one instruction, which a race checker takes for the
                     # first lane's: that one must have seen what the others have waited for.
-                    sync_active()
+                    isa.sync_active()
                     state.expect(stage, plan.stage_bytes)
-                    fence_async_global()
-                    bulk_copy(memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
-                              T.uint32(plan.stage_bytes), state.full_barrier(stage))
+                    isa.fence_async_global()
+                    isa.bulk_copy(memory.words.ptr_to([memory.stage(ring, stage)]), exchange.ptr_to([source]),
+                                  T.uint32(plan.stage_bytes), state.full_barrier(stage))
                     T.buffer_store(waiting, T.uint32(0), [0])
             done = waiting[0] == T.uint32(0)
             done = T.cast(T.And(done, mine) if plan.copiers == 1 else done, "int32")
-            T.buffer_store(issued, ballot(done), [0])
+            T.buffer_store(issued, isa.ballot(done), [0])
 
 
 def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: Expr, chunk: Expr,
@@ -135,7 +132,7 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
             piece = T.cast(role.member * plan.packed_chunks + chunk, "int64")
             memory.resident(ring).copy(0, memory.words.ptr_to([memory.weights(ring, position)]),
                                        weights.ptr_to([piece * (plan.weight_bytes // 4)]), plan.weight_bytes)
-    sync_warp()
+    isa.sync_warp()
 
 
 def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
@@ -155,16 +152,16 @@ def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: E
     count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
     policies = T.local("policies", (2,), "uint64")
     if plan.lasting < count:
-        l2_policy(policies[0], "evict_last")
-        l2_policy(policies[1], "evict_first")
+        isa.l2_policy(policies[0], "evict_last")
+        isa.l2_policy(policies[1], "evict_first")
     turn = T.local("turn", (1,), "int32")  # a loop that is not unrolled: a thread that copies has few registers
     with T.serial("t", 0, steps) as t:
         T.buffer_store(turn, T.int32(0), [0])
         with T.While(turn[0] < count):
-            number = opaque("number", turn[0])
-            slot, position = opaque("slot", number % plan.slots), plan.kept + (number * among + among - 1) // count
-            piece = role.member * plan.packed_chunks + chunk_at(plan, role, ring, opaque("position", position))
-            source = weights.ptr_to([T.cast(opaque("piece", piece), "int64") * (plan.weight_bytes // 4)])
+            number = isa.opaque("number", turn[0])
+            slot, position = isa.opaque("slot", number % plan.slots), plan.kept + (number * among + among - 1) // count
+            piece = role.member * plan.packed_chunks + chunk_at(plan, role, ring, isa.opaque("position", position))
+            source = weights.ptr_to([T.cast(isa.opaque("piece", piece), "int64") * (plan.weight_bytes // 4)])
             slots.acquire(slots.use(t, number, count)._replace(stage=slot))
             policy = T.Select(number < plan.lasting, policies[0], policies[1]) if plan.lasting < count else None
             slots.copy(slot, memory.words.ptr_to([memory.slot(ring, slot)]), source, plan.weight_bytes, policy)

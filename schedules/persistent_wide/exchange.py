@@ -27,9 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.memory import ld_relaxed, st_relaxed
-from ecornn.schedules.cuda.isa.registers import opaque
-from ecornn.schedules.cuda.isa.threads import special_register
+from ecornn.schedules.cuda.isa import ld_relaxed, opaque, special_register, st_relaxed
 from ecornn.schedules.persistent_wide.plan import DEPTH, HANDED, SLOTS, SPACING, TEAM, WidePlan
 
 

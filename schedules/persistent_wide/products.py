@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
-from ecornn.schedules.cuda.isa.memory import shared_address
-from ecornn.schedules.cuda.isa.registers import opaque, pinned
-from ecornn.schedules.cuda.isa.threads import uniform
-from ecornn.schedules.cuda.isa.wgmma import (
-    descriptor,
-    wgmma,
-    wgmma_commit,
-    wgmma_fence,
-    wgmma_registers,
-    wgmma_wait,
-    wgmma_wait_pending,
-)
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.pipeline import Use
 from ecornn.schedules.persistent_wide.copies import Memory, chunk_at
 from ecornn.schedules.persistent_wide.exchange import BlockRole, hand_over, handed_tag, handed_word, multiplier
@@ -32,7 +21,7 @@ class Products:
                  weights: TirBuffer) -> None:
         self.plan, self.memory, self.role, self.home, self.team = plan, memory, role, team, team
         self.warp, self.lane = T.let("warp", team_thread // 32), T.let("lane", team_thread % 32)
-        self.base = self.begin = T.let("base", shared_address(memory.words.ptr_to([0])))
+        self.base = self.begin = T.let("base", isa.shared_address(memory.words.ptr_to([0])))
         # (m64 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
         self.acc = T.local("acc", (plan.own_tiles, plan.columns // 8, 4), "float32")
         # (position of a chunk, step of K, m64 tile), 4 of fragment A
@@ -64,9 +53,9 @@ class Products:
         plan = self.plan
         T.note("MMA warpgroups: wait for each chunk's mbarrier (full), wgmma, then hand the stage back (empty)")
         home = self.home if plan.rings > 1 else multiplier() // TEAM
-        self.team = uniform("team", home)  # anew: addresses computed before the loop would take too many registers
+        self.team = isa.uniform("team", home)  # anew: addresses computed before the loop would take too many registers
         if plan.streamed:  # of more chunks; the same
-            self.base = T.cast(pinned("base", T.cast(self.begin, "int32")), "uint32")
+            self.base = T.cast(isa.pinned("base", T.cast(self.begin, "int32")), "uint32")
         every = [[self.acc[m, n, i] for n in range(plan.columns // 8) for i in range(4)] for m in range(plan.own_tiles)]
         for p in range(plan.chunks):
             chunks, slots = self.memory.state(self.ring), self.memory.streamed(self.ring)
@@ -74,20 +63,20 @@ class Products:
             chunks.wait(use)
             if (number := plan.stream(p)) is not None:
                 slots.wait(slots.use(t, number, plan.streamed))
-            wgmma_fence()
+            isa.wgmma_fence()
             state = self._address(self.memory.stage(self.ring, use.stage))
-            b = T.let("b", descriptor(state, 16, 8 * DEPTH * 2, swizzled=True))
+            b = T.let("b", isa.descriptor(state, 16, 8 * DEPTH * 2, swizzled=True))
             for k in range(STEPS):
                 for m in range(plan.own_tiles):
                     self._multiply(every[m], p, k, m, b + T.uint64(2 * k))
-            wgmma_commit()
+            isa.wgmma_commit()
             if p:
-                wgmma_wait_pending(1)
+                isa.wgmma_wait_pending(1)
                 self._release(p - 1)
         if plan.rings == 1:
             self.rows = self._find_rows(t)
         meanwhile(t)
-        wgmma_wait([value for tile in every for value in tile])
+        isa.wgmma_wait([value for tile in every for value in tile])
         self._release(plan.chunks - 1)
 
     def _multiply(self, acc: list[Expr], p: int, k: int, m: int, b: Expr) -> None:
@@ -96,7 +85,7 @@ class Products:
         keep = T.uint32(1 if p or k else 0)
         if p < plan.kept:
             row = (p * STEPS + k) * plan.own_tiles + m
-            wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
+            isa.wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
         else:  # two pieces of eight values of K; a tile is eight octets of 128 bytes
             number, within = plan.stream(p), m
             place = (self.memory.weights(self.ring, p) if number is None
@@ -104,8 +93,8 @@ class Products:
             if plan.rings == 1:  # rows beyond the last tile are multiplied as others, and not stored
                 first = self._tile(0) if plan.tiles % plan.sharers == 0 else T.min(self._tile(m), plan.tiles - 1)
                 place, within = place + first * 256, m if plan.tiles % plan.sharers == 0 else 0
-            a = descriptor(self._address(place), plan.octets * 128, 128, swizzled=False)
-            wgmma(acc, a + T.uint64((2 * k * plan.octets + within * 8) * 8), b, keep, plan.dtype)
+            a = isa.descriptor(self._address(place), plan.octets * 128, 128, swizzled=False)
+            isa.wgmma(acc, a + T.uint64((2 * k * plan.octets + within * 8) * 8), b, keep, plan.dtype)
 
     def _address(self, word: Expr) -> Expr:
         return self.base + T.cast(word * 4, "uint32")
@@ -139,18 +128,18 @@ class Products:
         plan, role, thread = self.plan, self.role, multiplier()
         warp, lane, found = T.let("warp", thread % TEAM // 32), T.let("lane", thread % 32), []
         column = T.let("column", lane % 4 * 2)
-        slot = opaque("slot", role.handed(t)) if plan.parts > 1 else None
+        slot = isa.opaque("slot", role.handed(t)) if plan.parts > 1 else None
         self.tag = handed_tag(t)
         for m in range(plan.own_tiles):
             for half in range(2):
-                row = opaque("row", self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
+                row = isa.opaque("row", self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
                 (finisher, own), there, whose = self._finisher(row), None, 1
                 if slot is not None:
                     other = T.truncmod(role.part + (plan.parts - 1) - finisher, plan.parts)
-                    there = pinned("there", slot + handed_word(plan, finisher, other, column, own))
+                    there = isa.pinned("there", slot + handed_word(plan, finisher, other, column, own))
                     whose = T.Select(finisher == role.part, 1, -1)
-                here = pinned("here", self.memory.sums(0) + column * plan.stride + own)
-                found.append((pinned("whose", T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
+                here = isa.pinned("here", self.memory.sums(0) + column * plan.stride + own)
+                found.append((isa.pinned("whose", T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
         return found
 
     def _store_rows(self, handed: TirBuffer) -> None:
@@ -173,5 +162,5 @@ class Products:
         plan = self.plan
         units, finished = (T.uint32(n * plan.interleave) for n in (plan.units, plan.finished))
         outer, within = (v(T.cast(row, "uint32"), units) for v in (T.floordiv, T.floormod))
-        return (opaque("finisher", T.cast(T.floordiv(within, finished), "int32")),
-                opaque("own", T.cast(outer * finished + T.floormod(within, finished), "int32")))
+        return (isa.opaque("finisher", T.cast(T.floordiv(within, finished), "int32")),
+                isa.opaque("own", T.cast(outer * finished + T.floormod(within, finished), "int32")))

@@ -16,10 +16,8 @@ from ecornn.analysis.narrow import narrow_of
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
-from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa import cp_async, cp_async_commit, cp_async_wait, ld_shared, sync_block
 from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
-from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.hoisted import hoisted_knob
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 from ecornn.schedules.step.scalars import Layout

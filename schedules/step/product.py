@@ -14,7 +14,7 @@ from ecornn.program import PACKED, Buffer, Extent, Launch, Packing
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.base import Component, Knobs, Task, knob
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.cuda.isa import sync_block
 from ecornn.schedules.gemm.job import leaves_of_rows
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit

@@ -17,10 +17,8 @@ from typing import Protocol
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared
+from ecornn.schedules.cuda.isa import bulk_copy, ld_global, ld_shared, sync_warp
 from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
-from ecornn.schedules.cuda.isa.threads import sync_warp
 
 PAIR = 16  # words of a pair of k-tiles
 
