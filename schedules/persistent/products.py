@@ -9,8 +9,7 @@ from functools import partial, reduce
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda import isa
-from ecornn.schedules.cuda.fragments import multiply_pair, zeros
-from ecornn.schedules.cuda.isa.tensor_core import per_word, unpacked
+from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, unpacked, zeros
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
 from ecornn.schedules.persistent.exchange import Carrier, within
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan

@@ -17,7 +17,7 @@ from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa import cp_async, cp_async_commit, cp_async_wait, ld_shared, sync_block
-from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, words
 from ecornn.schedules.hoisted import hoisted_knob
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 from ecornn.schedules.step.scalars import Layout
@@ -203,10 +203,10 @@ class TensorProduct:
         plan, p = self.plan, self.p
         turns, own = plan.turns(p), plan.own(p)
         self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None
-        # (m16 tile of weight rows, n8 tile of batch rows, 4)
-        acc = T.local("acc", (plan.tiles(p), plan.octets, 4), "float32")
+        # (one chain, m16 tile of weight rows, n8 tile of batch rows, 4)
+        acc = T.local("acc", (1, plan.tiles(p), plan.octets, 4), "float32")
         with T.unroll("m", plan.tiles(p)) as m, T.unroll("n", plan.octets) as n, T.unroll("i", 4) as i:
-            T.buffer_store(acc, T.float32(0), [m, n, i])
+            T.buffer_store(acc, T.float32(0), [0, m, n, i])
 
         def load(turn: Expr) -> None:
             place = T.let("place", turn % plan.stages * plan.stage_words(p))
@@ -284,12 +284,8 @@ class TensorProduct:
             for into, count, first in ((a, 2 * tiles, T.let("rows", rows)), (b, octets, T.let("columns", columns))):
                 for v in range(count):
                     ld_shared([into[v, i] for i in range(4)], self.shared.ptr_to([first + v * (8 * PAIR)]))
-            for tile in range(2):
-                right = [[split(b[n, tile * 2 + i], plan.arithmetic) for i in range(2)] for n in range(octets)]
-                for m in range(tiles):
-                    left = [split(a[2 * m + v, tile * 2 + i], plan.arithmetic) for i in range(2) for v in range(2)]
-                    for n in range(octets):
-                        mma([acc[m, n, i] for i in range(4)], left, right[n], plan.arithmetic, apart=True)
+            left, right = ([[of[v, i] for i in range(4)] for v in range(int(of.shape[0]))] for of in (a, b))
+            multiply_pair(acc, 0, [row.__getitem__ for row in left], right, plan.arithmetic, apart=True)
 
     def _store_sums(self, acc: TirBuffer) -> None:
         plan, p = self.plan, self.p
@@ -299,7 +295,7 @@ class TensorProduct:
             for n in range(plan.octets):
                 for i in range(4):
                     place = first + (n * 8 + i % 2) * plan.stride(p) + m * 16 + i // 2 * 8
-                    T.buffer_store(self.memory, acc[m, n, i], [place])
+                    T.buffer_store(self.memory, acc[0, m, n, i], [place])
 
     def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
         """The finished products of a row and a unit of the block."""

@@ -18,7 +18,7 @@ from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa import bulk_copy, ld_global, ld_shared, sync_warp
-from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
+from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, words
 
 PAIR = 16  # words of a pair of k-tiles
 
@@ -232,11 +232,11 @@ class WarpProduct:
 
         ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read."""
         share, n = self.share, per_word(self.share.dtype)
-        self.acc = T.local("acc", (share.tiles, share.octets, 4), "float32")
+        self.acc = T.local("acc", (1, share.tiles, share.octets, 4), "float32")  # of one chain
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row
         self.b = T.local("b", (share.operand_slots, share.octets, 4), "uint32")
         with T.unroll("m", share.tiles) as m, T.unroll("n", share.octets) as o, T.unroll("i", 4) as i:
-            T.buffer_store(self.acc, T.float32(0), [m, o, i])
+            T.buffer_store(self.acc, T.float32(0), [0, m, o, i])
         block = T.let("weights_of", T.cast(column, "int64") * (share.pairs * share.groups * GROUP * n))
 
         def load_weights(slot: int, pair: Expr) -> None:
@@ -289,15 +289,11 @@ class WarpProduct:
                 yield pair
 
     def _multiply(self, slot: int, operand: int) -> None:
-        share, arithmetic = self.share, self.share.arithmetic
-        for tile in range(2):
-            right = [[split(self.b[operand, n, tile * 2 + i], arithmetic) for i in range(2)]
-                     for n in range(share.octets)]
-            for m in range(share.tiles):
-                left = [split(self.a[slot, 2 * m + v, tile * 2 + i] if 2 * m + v < share.groups else T.uint32(0),
-                              arithmetic) for i in range(2) for v in range(2)]
-                for n in range(share.octets):
-                    mma([self.acc[m, n, i] for i in range(4)], left, right[n], arithmetic, apart=True)
+        share = self.share
+        rows = [[self.a[slot, v, i] for i in range(4)] for v in range(share.groups)]
+        rows += [[T.uint32(0)] * 4] * (share.groups % 2)
+        columns = [[self.b[operand, n, i] for i in range(4)] for n in range(share.octets)]
+        multiply_pair(self.acc, 0, [row.__getitem__ for row in rows], columns, share.arithmetic, apart=True)
 
     def _store(self) -> None:
         share = self.share
@@ -308,7 +304,7 @@ class WarpProduct:
                 for i in range(4):
                     if 2 * m + i // 2 < share.groups:
                         place = first + (n * 8 + i % 2) * share.stride + m * 16 + i // 2 * 8
-                        T.buffer_store(self.memory, self.acc[m, n, i], [place])
+                        T.buffer_store(self.memory, self.acc[0, m, n, i], [place])
 
 
 def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: int) -> None:
