@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd, lcm, prod
+from math import gcd, lcm
 from typing import NamedTuple
 
 from ecornn.analysis.heads import most_heads
@@ -12,7 +12,7 @@ from ecornn.schedules.base import Knobs, Task, knob, register_limit
 from ecornn.schedules.builder import Expr, ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import UNPACKED, per_word, words
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
-from ecornn.schedules.gemm.job import Shape
+from ecornn.schedules.gemm import job
 from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.rows_mma import shape_within
@@ -373,7 +373,7 @@ def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) 
     return p._replace(shared_pairs=min((room - slots * ring) // size, left - slots), slots=slots)
 
 
-def worker_shape(task: Task, plan: PersistentPlan) -> Shape | None:
+def worker_shape(task: Task, plan: PersistentPlan) -> job.Shape | None:
     """The tiles of the projection beside the recurrence; None where its threads have too few registers."""
     return shape_within(job_of(task), register_limit(task.device, plan.block_threads))
 
@@ -387,25 +387,17 @@ def block_shared(task: Task, plan: PersistentPlan) -> int:
 def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
     """Recurrent weights of a phase as the fragments that each lane of each warp holds.
 
-    (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet. Of weights that are
-    transposed the axes of a source have changed places."""
+    (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet."""
     phase, p = task.graph.product_phases[index], plan.phases[index]
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
         rows = [product.source(operand) for product in phase.products]
         sources += rows + [("", 0)] * (p.gates - len(rows))
     e, n = p.interleave, per_word(plan.dtype)
-    first = (p.operands, p.gates // e, e)
-    made, multiplied = (plan.heads * plan.blocks, plan.units * e // 8, 8 // e), (plan.warps, p.warp_pairs, 4, 2, 2, n)
-    if phase.products[0].terms[0].transposed and plan.heads > 1:  # each block is
-        made = (plan.blocks, *made[1:])
-        return Packing(tuple(sources), (len(sources), plan.heads * prod(multiplied), prod(made)),
-                       (*first, plan.heads, *multiplied, *made), (3, 10, 4, 0, 5, 1, 11, 12, 2, 6, 7, 8, 9), plan.dtype)
-    if phase.products[0].terms[0].transposed:
-        return Packing(tuple(sources), (len(sources), prod(multiplied), prod(made)), (*first, *multiplied, *made),
-                       (9, 3, 0, 4, 1, 10, 11, 2, 5, 6, 7, 8), plan.dtype)
-    return Packing(tuple(sources), (len(sources), prod(made), prod(multiplied)), (*first, *made, *multiplied),
-                   (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.stored)
+    return job.packing_of(tuple(sources), (p.operands, p.gates // e, e),
+                          (plan.heads * plan.blocks, plan.units * e // 8, 8 // e),
+                          (plan.warps, p.warp_pairs, 4, 2, 2, n), (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.stored,
+                          transposed=phase.products[0].terms[0].transposed, heads=plan.heads)
 
 
 def scales_of(packing: Packing) -> Packing:

@@ -13,11 +13,12 @@ from math import gcd, lcm, prod
 from ecornn.analysis import Product
 from ecornn.analysis.heads import heads_of
 from ecornn.analysis.narrow import narrow_of
-from ecornn.program import PACKED, Buffer, Extent, Packing
+from ecornn.program import PACKED, Buffer, Extent
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa import cp_async, cp_async_commit, cp_async_wait, ld_shared, sync_block
 from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, words
+from ecornn.schedules.gemm.job import packing_of
 from ecornn.schedules.hoisted import hoisted_knob
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 from ecornn.schedules.step.scalars import Layout
@@ -158,22 +159,12 @@ def plan_of(task: Task, knobs: TileKnobs) -> TilePlan:
 def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
     """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words).
 
-    What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there. Of weights that
-    are transposed the axes of a source have changed places."""
+    What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there."""
     phase, n = task.graph.phases[p], per_word(plan.dtype)
     sources = tuple(product.source(operand) for operand in phase.operands for product in phase.products)
-    made, multiplied = (plan.blocks(p), plan.units), (plan.phase_pairs(p), PAIR * n)
-    first, count = (plan.operands[p], plan.gates[p]), len(sources)
-    if phase.products[0].terms[0].transposed and plan.heads[p] > 1:  # each block is
-        heads, made = plan.heads[p], (plan.columns // plan.heads[p], plan.units)
-        packing = Packing(sources, (count, heads * prod(multiplied), prod(made)),
-                          (*first, heads, *multiplied, *made), (2, 5, 0, 3, 1, 6, 4), plan.dtype)
-    elif phase.products[0].terms[0].transposed:
-        packing = Packing(sources, (count, prod(multiplied), prod(made)), (*first, *multiplied, *made),
-                          (4, 0, 2, 1, 5, 3), plan.dtype)
-    else:
-        packing = Packing(sources, (count, prod(made), prod(multiplied)), (*first, *made, *multiplied),
-                          (2, 0, 4, 1, 3, 5), plan.dtype)
+    packing = packing_of(sources, (plan.operands[p], plan.gates[p]), (plan.blocks(p), plan.units),
+                         (plan.phase_pairs(p), PAIR * n), (2, 0, 4, 1, 3, 5), plan.dtype,
+                         transposed=phase.products[0].terms[0].transposed, heads=plan.heads[p])
     return Buffer(f"recurrent_{p}", PACKED, plan.dtype, Extent(prod(packing.pad)), packing)
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from math import prod
 
 from ecornn.analysis import Product
-from ecornn.program import PACKED, Buffer, Extent, Launch, Packing
+from ecornn.program import PACKED, Buffer, Extent, Launch
 from ecornn.schedules.assemble import shared_buffers
 from ecornn.schedules.base import Component, Knobs, Task, knob
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa import sync_block
-from ecornn.schedules.gemm.job import leaves_of_rows
+from ecornn.schedules.gemm.job import leaves_of_rows, packing_of
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit
 from ecornn.schedules.step.scalars import Layout, StepScalars, declare
@@ -60,15 +60,11 @@ class Tile(Knobs):
 
 def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:
     """Packed weights, of ``inputs`` values a unit, in the order (unit block, K tile, k, gate, unit): a block's tile is
-    contiguous. Of weights that are transposed the axes of a source have changed places."""
+    contiguous."""
     blocks, chunks = ceil_div(task.workload.hidden, tile.units), ceil_div(inputs, tile.depth)
-    made, multiplied, order = (blocks, tile.units), (chunks, tile.depth), (1, 3, 4, 0, 2)
-    if rows[0].term.transposed:
-        made, multiplied, order = multiplied, made, (3, 1, 2, 0, 4)
-    pad = (len(rows), prod(made), prod(multiplied))
-    packing = Packing(tuple(p.term.source for p in rows), pad, (len(rows), *made, *multiplied), order,
-                      task.workload.dtype)
-    return Buffer(name, PACKED, task.workload.dtype, Extent(prod(pad)), packing)
+    packing = packing_of(tuple(p.term.source for p in rows), (len(rows),), (blocks, tile.units), (chunks, tile.depth),
+                         (1, 3, 4, 0, 2), task.workload.dtype, transposed=rows[0].term.transposed)
+    return Buffer(name, PACKED, task.workload.dtype, Extent(prod(packing.pad)), packing)
 
 
 class BlockProduct:
