@@ -54,7 +54,7 @@ def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterShape] | 
 
 
 def outer_wgmma_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
-    """``(T, B, add, values, operand, mask, into)`` as of ``outer_mma.outer_kernel``, on ``job.device.cores`` blocks."""
+    """``(T, B, add, values, operand, mask, into)`` as of ``outer.outer_kernel``, on ``job.device.cores`` blocks."""
     with T.kernel(job.name) as made:
         arguments = job.declare(into, shape.parts)
         T.device_entry()

@@ -3,11 +3,11 @@
 Blocks form groups, and sets within these; a group serves its own batch rows and holds all recurrent weights, a
 set the rows of ``units`` hidden units, each block of it for a part of K. In every block
 
-* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages (``copies.py``);
+* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages (``warps.py``);
 * two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared memory
-  (``products.py``), hand partial sums of units that another block of the set finishes to that one (``exchange.py``),
+  (``warps.py``), hand partial sums of units that another block of the set finishes to that one (``exchange.py``),
   add those of their own, compute the cell's scalars, and write first the new state, then y (``Gates``);
-* where not all weights fit, a warp for each ring copies the others in every step (``copies.py``).
+* where not all weights fit, a warp for each ring copies the others in every step (``warps.py``).
 
 What registers the copying warpgroup does not need, the multiplying ones get."""
 
@@ -19,10 +19,9 @@ from ecornn.schedules.cuda import isa
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.exchange import pack
-from ecornn.schedules.persistent_wide.copies import Memory, copy, stream
 from ecornn.schedules.persistent_wide.exchange import BlockRole, Parcels, handed_word, multiplier, place_of, word_of
 from ecornn.schedules.persistent_wide.plan import DEPTH, REGISTERS, SLOTS, SPACING, TEAM, WidePlan
-from ecornn.schedules.persistent_wide.products import Products
+from ecornn.schedules.persistent_wide.warps import Memory, Products, copy, stream
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, partial_sums
 from ecornn.schedules.scalars.initial import BLOCKS, THREADS, declare_start, initial_values, start_thread
 from ecornn.schedules.scalars.pointwise import emit

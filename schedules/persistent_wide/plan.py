@@ -72,7 +72,7 @@ class WidePlan:
     stages: int  # of a ring
     values: int  # that a thread keeps for each item
     knobs: WideKnobs
-    streamed: int = 0  # chunks of a ring whose weights get to shared memory in every step, see copies.py
+    streamed: int = 0  # chunks of a ring whose weights get to shared memory in every step, see warps.py
     lasting: int = 0  # of these, the first ones, which L2 is asked to keep; all: it is asked nothing
     ahead: int = 0  # bytes of streamed weights that a block has on their way at once
 
