@@ -81,14 +81,33 @@ def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], aroun
                     inputs: Hoisted, phase: Phase) -> tuple[Component, Callable[[Stored], Component]]:
     """The component that puts the states of the call into workspaces, and zeros behind the last unit; and a function
     that makes all steps, by what they store. ``around``: buffers of others that these use."""
-    own = [*workspaces(task, layout), *weights]
+    own, w = [*workspaces(task, layout), *weights], task.workload
     buffers = [*around, *own]
     calls: list[Fill | Launch] = []
-    if layout.width > task.workload.hidden:  # 0 * NaN is not 0
+    if layout.width > w.hidden:  # 0 * NaN is not 0
         calls = [Fill(b.name, 0, b.extent) for b in own if b.name.startswith("operands_")]
     calls.append(Launch("begin", _begin_blocks(task), BEGIN_THREADS))
     begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)}, calls=tuple(calls))
-    return begin, partial(loop, task, layout, own, buffers, math, inputs, phase)
+
+    def loop(kept: Stored) -> Component:
+        """All steps: of each a launch for every product and every pass over rows; the one that makes ``kept`` values
+        stores them, the last one states."""
+        functions, steps, parts = {}, [], list(parts_of(task.graph))
+        for number, part in enumerate(parts, 1):
+            first = part[0] if isinstance(part, tuple) else part
+            # a pass over rows leaves a phase with a product to the launch behind it
+            finished = [p for p in part if not task.graph.phases[p].products] if isinstance(part, tuple) else [part]
+            stores = (number == len(parts) and kept) or any(values_of(task.graph, kept, p) for p in finished)
+            known = [*buffers, *(kept.buffers(w.batch, w.hidden, w.dtype) if stores else ())]
+            name = keeping(f"{'rows' if isinstance(part, tuple) else 'step'}_{first}", kept if stores else NOTHING)
+            if isinstance(part, tuple):
+                functions[name], launch = rows_kernel(task, name, part, layout, known, math, inputs)
+            else:
+                functions[name], launch = phase(part, known, name)
+            steps.append(launch)
+        return Component(functions, tuple(own), (Loop(tuple(steps)),))
+
+    return begin, loop
 
 
 def _begin_blocks(task: Task) -> int:
@@ -294,26 +313,6 @@ class StepScalars:
         with T.when(a["t"] == a["T"] - 1):
             for name, value in last.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, self.task.workload.dtype), [self.at(0, row, unit)])
-
-
-def loop(task: Task, layout: Layout, own: Sequence[Buffer], buffers: Sequence[Buffer], math: str, inputs: Hoisted,
-         phase: Phase, kept: Stored) -> Component:
-    """All steps: of each a launch for every product and every pass over rows; the one that makes ``kept`` values stores
-    them, the last one states. ``own`` are those of ``buffers`` that only the recurrence uses."""
-    functions, steps, parts, w = {}, [], list(parts_of(task.graph)), task.workload
-    for number, part in enumerate(parts, 1):
-        first = part[0] if isinstance(part, tuple) else part
-        # a pass over rows leaves a phase with a product to the launch behind it
-        finished = tuple(p for p in part if not task.graph.phases[p].products) if isinstance(part, tuple) else (part,)
-        stores = (number == len(parts) and kept) or any(values_of(task.graph, kept, p) for p in finished)
-        known = [*buffers, *(kept.buffers(w.batch, w.hidden, w.dtype) if stores else ())]
-        name = keeping(f"{'rows' if isinstance(part, tuple) else 'step'}_{first}", kept if stores else NOTHING)
-        if isinstance(part, tuple):
-            functions[name], launch = rows_kernel(task, name, part, layout, known, math, inputs)
-        else:
-            functions[name], launch = phase(part, known, name)
-        steps.append(launch)
-    return Component(functions, tuple(own), (Loop(tuple(steps)),))
 
 
 MOST_THREADS = 1024

@@ -7,7 +7,8 @@ in CUDA C, of which some of these are, and scalar operators in few instructions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from ecornn.schedules.builder import Expr, T
 from ecornn.schedules.cuda.isa.functions import call, run
@@ -15,24 +16,89 @@ from ecornn.schedules.cuda.isa.functions import call, run
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 _WGMMA = {"float16": "k16.f32.f16.f16", "bfloat16": "k16.f32.bf16.bf16", "tf32": "k8.f32.tf32.tf32"}
 
+
+def _emits(instruction: str) -> Callable[..., None]:
+    """The function that emits an instruction, of the operands that it is called with."""
+    def emit(*operands: Expr | int) -> None:
+        T.evaluate(T.ptx[instruction](*operands))
+
+    return emit
+
+
+# Instructions that take their operands as they are
+
+# Orders what this thread did before and after it, for all threads of the GPU: acquire and release.
+fence_gpu = _emits("fence.acq_rel.gpu")
+# Orders a thread's accesses to shared memory and those of copy engines and wgmma, which go another way. sm_90.
+fence_async_shared = _emits("fence.proxy.async.shared::cta")
+# Orders accesses of this thread to global memory and those of copy engines. sm_90.
+fence_async_global = _emits("fence.proxy.async.global")
+# Asks for a line of global memory in L1, and does not wait.
+prefetch_l1 = _emits("prefetch.global.L1")
+
+# Makes a group of the thread's copies since the last one.
+cp_async_commit = _emits("cp.async.commit_group")
+# Waits until at most so many of the thread's last groups are under way.
+cp_async_wait = _emits("cp.async.wait_group")
+# Waits for all copies of the thread: none may leave before its copies have landed.
+cp_async_wait_all = _emits("cp.async.wait_all")
+# Arrives at an mbarrier once the thread's copies so far have landed: one of the arrivals that it was made for.
+cp_async_mbarrier_arrive = _emits("cp.async.mbarrier.arrive.noinc.shared::cta.b64")
+
+# Arrives once at an mbarrier (a pointer), and so releases what this thread did before.
+mbarrier_arrive = _emits("mbarrier.arrive.shared::cta.b64")
+# Lets copy engines and other blocks of the cluster see the barriers that this thread has made.
+fence_mbarrier_init = _emits("fence.mbarrier_init.release.cluster")
+
+# Arrives at the barrier of all threads of the cluster, and releases what the thread did before.
+cluster_arrive = _emits("barrier.cluster.arrive.release.aligned")
+# Waits until all threads of the cluster have arrived, and sees what they did before.
+cluster_wait = _emits("barrier.cluster.wait.acquire.aligned")
+# Lets the next kernel begin once all blocks have come here or ended.
+launch_dependents = _emits("griddepcontrol.launch_dependents")
+# Waits until the kernels before have ended, and sees what they wrote.
+wait_on_earlier = _emits("griddepcontrol.wait")
+
+# Gives back all but so many registers of each thread; all threads of a warpgroup do it (setmaxnreg). sm_90a.
+register_dealloc = _emits("setmaxnreg.dec.sync.aligned.u32")
+# Waits until so many registers a thread are there, and takes them; all threads of a warpgroup do it. sm_90a.
+register_alloc = _emits("setmaxnreg.inc.sync.aligned.u32")
+
+# Orders what this warpgroup did with registers and shared memory, and its products that follow.
+wgmma_fence = _emits("wgmma.fence.sync.aligned")
+# Makes a group of the products since the last one.
+wgmma_commit = _emits("wgmma.commit_group.sync.aligned")
+# Waits until at most so many of the last groups are under way. Accumulators may not be read behind it.
+wgmma_wait_pending = _emits("wgmma.wait_group.sync.aligned")
+
+
 # Loads, stores, fences, prefetches (PTX: data movement; memory consistency model). Vectors are aligned to their size. A
 # ``relaxed`` access is one of several threads of the GPU to the same memory, and sees what any of them wrote, at some
 # time; ``acquire`` and ``release`` order what is around them, too.
 
 
-def ld_global(into: Iterable[Expr], address: Expr, kind: str = "b32") -> None:
-    """Loads one, two or four neighbouring values of global memory into elements of local buffers."""
-    _load("global", into, address, kind)
+def _load(where: str, into: Iterable[Expr], address: Expr, kind: str = "b32") -> None:
+    """Loads one, two or four neighbouring values into elements of local buffers."""
+    into = [*into]
+    T.evaluate(T.ptx[f"ld.{where}.{_vector(len(into))}{kind}"](*into, address))
 
 
-def ld_shared(into: Iterable[Expr], address: Expr, kind: str = "b32") -> None:
-    """Loads one, two or four neighbouring values of shared memory into elements of local buffers."""
-    _load("shared", into, address, kind)
+def _store(where: str, address: Expr, values: Iterable[Expr], kind: str = "b32") -> None:
+    """Stores one, two or four neighbouring values."""
+    values = [*values]
+    T.evaluate(T.ptx[f"st.{where}.{_vector(len(values))}{kind}"](address, *values))
 
 
-def ld_relaxed(into: Iterable[Expr], address: Expr) -> None:
-    """Loads one, two or four words of global memory that other blocks write meanwhile, as they are by now."""
-    _load("relaxed.gpu.global", into, address, "b32")
+def _vector(count: int) -> str:
+    return f"v{count}." if count > 1 else ""
+
+
+ld_global, ld_shared = partial(_load, "global"), partial(_load, "shared")
+st_global, st_shared = partial(_store, "global"), partial(_store, "shared")
+# Words that other blocks write meanwhile, as they are by now
+ld_relaxed = partial(_load, "relaxed.gpu.global")
+# Words that other blocks read meanwhile; 16 bytes arrive as one
+st_relaxed = partial(_store, "relaxed.gpu.global")
 
 
 def ld_acquire(into: Expr, address: Expr) -> None:
@@ -40,44 +106,9 @@ def ld_acquire(into: Expr, address: Expr) -> None:
     _load("acquire.gpu.global", [into], address, "u32")
 
 
-def st_global(address: Expr, values: Iterable[Expr], kind: str = "b32") -> None:
-    """Stores one, two or four neighbouring values to global memory."""
-    _store("global", address, values, kind)
-
-
-def st_shared(address: Expr, values: Iterable[Expr], kind: str = "b32") -> None:
-    """Stores one, two or four neighbouring values to shared memory."""
-    _store("shared", address, values, kind)
-
-
-def st_relaxed(address: Expr, values: Iterable[Expr]) -> None:
-    """Stores one, two or four words to global memory that other blocks read meanwhile; 16 bytes arrive as one."""
-    _store("relaxed.gpu.global", address, values, "b32")
-
-
 def red_release(address: Expr) -> None:
     """Adds one to a counter (uint32) of global memory, behind all that this thread wrote or has seen."""
     T.evaluate(T.ptx["red.release.gpu.global.add.u32"](address, T.uint32(1)))
-
-
-def fence_gpu() -> None:
-    """Orders what this thread did before and after it, for all threads of the GPU: acquire and release."""
-    T.evaluate(T.ptx["fence.acq_rel.gpu"]())
-
-
-def fence_async_shared() -> None:
-    """Orders a thread's accesses to shared memory and those of copy engines and wgmma, which go another way. sm_90."""
-    T.evaluate(T.ptx["fence.proxy.async.shared::cta"]())
-
-
-def fence_async_global() -> None:
-    """Orders accesses of this thread to global memory and those of copy engines. sm_90."""
-    T.evaluate(T.ptx["fence.proxy.async.global"]())
-
-
-def prefetch_l1(address: Expr) -> None:
-    """Asks for a line of global memory in L1, and does not wait."""
-    T.evaluate(T.ptx["prefetch.global.L1"](address))
 
 
 def l2_policy(into: Expr, priority: str) -> None:
@@ -90,20 +121,6 @@ def shared_address(pointer: Expr) -> Expr:
     return T.cuda.cvta_generic_to_shared(pointer)
 
 
-def _load(where: str, into: Iterable[Expr], address: Expr, kind: str) -> None:
-    into = [*into]
-    T.evaluate(T.ptx[f"ld.{where}.{_vector(len(into))}{kind}"](*into, address))
-
-
-def _store(where: str, address: Expr, values: Iterable[Expr], kind: str) -> None:
-    values = [*values]
-    T.evaluate(T.ptx[f"st.{where}.{_vector(len(values))}{kind}"](address, *values))
-
-
-def _vector(count: int) -> str:
-    return f"v{count}." if count > 1 else ""
-
-
 # Copies from global to shared memory that a thread does not wait for (PTX: asynchronous copy).
 
 
@@ -113,26 +130,6 @@ def cp_async(to: Expr, source: Expr, size: int, present: Expr | None = None, *, 
     through = size < 16 if l1 is None else l1
     filled = () if present is None else (present,)
     T.evaluate(T.ptx[f"cp.async.{'ca' if through else 'cg'}.shared.global"](to, source, size, *filled))
-
-
-def cp_async_commit() -> None:
-    """Makes a group of the thread's copies since the last one."""
-    T.evaluate(T.ptx["cp.async.commit_group"]())
-
-
-def cp_async_wait(pending: int) -> None:
-    """Waits until at most so many of the thread's last groups are under way."""
-    T.evaluate(T.ptx["cp.async.wait_group"](pending))
-
-
-def cp_async_wait_all() -> None:
-    """Waits for all copies of the thread: none may leave before its copies have landed."""
-    T.evaluate(T.ptx["cp.async.wait_all"]())
-
-
-def cp_async_mbarrier_arrive(barrier: Expr) -> None:
-    """Arrives at an mbarrier once the thread's copies so far have landed: one of the arrivals that it was made for."""
-    T.evaluate(T.ptx["cp.async.mbarrier.arrive.noinc.shared::cta.b64"](barrier))
 
 
 def bulk_copy(to: Expr, source: Expr, size: Expr, barrier: Expr, *, policy: Expr | None = None,
@@ -156,19 +153,9 @@ def mbarrier_init(barrier: Expr, arrivals: Expr) -> None:
     T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](barrier, T.uint32(arrivals)))
 
 
-def mbarrier_arrive(barrier: Expr) -> None:
-    """Arrives once, and so releases what this thread did before."""
-    T.evaluate(T.ptx["mbarrier.arrive.shared::cta.b64"](barrier))
-
-
 def mbarrier_expect(barrier: Expr, size: int) -> None:
     """Arrives once, in a phase that lasts until ``size`` bytes have come as well; some of them may be there before."""
     T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(size)))
-
-
-def fence_mbarrier_init() -> None:
-    """Lets copy engines and other blocks of the cluster see the barriers that this thread has made."""
-    T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
 
 
 def mbarrier_wait(barrier: Expr, parity: Expr, cluster: bool = False) -> None:
@@ -194,16 +181,6 @@ def mbarrier_test(barrier: Expr, parity: Expr) -> Expr:
 # begin before the kernel before has ended: programmatic dependent launch (griddepcontrol). sm_90.
 
 
-def cluster_arrive() -> None:
-    """Arrives at the barrier of all threads of the cluster, and releases what the thread did before."""
-    T.evaluate(T.ptx["barrier.cluster.arrive.release.aligned"]())
-
-
-def cluster_wait() -> None:
-    """Waits until all threads of the cluster have arrived, and sees what they did before."""
-    T.evaluate(T.ptx["barrier.cluster.wait.acquire.aligned"]())
-
-
 def cluster_send(to: Expr, barrier: Expr, rank: Expr, words: Sequence[Expr]) -> None:
     """Writes one, two or four words of 32 bits to a block of the cluster, whose mbarrier counts their bytes. ``to`` and
     ``barrier`` are addresses in this block's shared memory, of which that block has the same."""
@@ -219,16 +196,6 @@ def cluster_send(to: Expr, barrier: Expr, rank: Expr, words: Sequence[Expr]) -> 
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier) : "r"(barrier), "r"(rank));
         asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.b32 [%0], {places}, [%{count + 1}];"
                      : : "r"(to), {values}, "r"(barrier) : "memory");""", to, barrier, rank, *words)
-
-
-def launch_dependents() -> None:
-    """Lets the next kernel begin once all blocks have come here or ended."""
-    T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
-
-
-def wait_on_earlier() -> None:
-    """Waits until the kernels before have ended, and sees what they wrote."""
-    T.evaluate(T.ptx["griddepcontrol.wait"]())
 
 
 # Threads of a block: barriers, shuffles, votes, special registers (PTX: bar, shfl, vote; CUDA C: warp functions).
@@ -318,16 +285,6 @@ def _shuffled(name: str, value: Expr, lanes: int, expression: str = "{}") -> Exp
 # Registers: how many the threads of a warpgroup have, and values that compilers must not look into.
 
 
-def register_dealloc(count: int) -> None:
-    """Gives back all but so many registers of each thread; all threads of a warpgroup do it (setmaxnreg). sm_90a."""
-    T.evaluate(T.ptx["setmaxnreg.dec.sync.aligned.u32"](count))
-
-
-def register_alloc(count: int) -> None:
-    """Waits until so many registers a thread are there, and takes them; all threads of a warpgroup do it. sm_90a."""
-    T.evaluate(T.ptx["setmaxnreg.inc.sync.aligned.u32"](count))
-
-
 def opaque(name: str, value: Expr) -> Expr:
     """An int32 value as a variable that TVM does not look into. What TVM sees through it puts into every index that
     uses it, with 64 bits there, and registers are few."""
@@ -373,21 +330,6 @@ def descriptor(address: Expr, leading: int, stride: int, swizzled: bool) -> Expr
     between groups of 8 values of K, ``leading`` between panels of 128 bytes."""
     fixed = (leading >> 4) << 16 | (stride >> 4) << 32 | (1 << 62 if swizzled else 0)
     return T.cast(address >> T.uint32(4), "uint64") + T.uint64(fixed)
-
-
-def wgmma_fence() -> None:
-    """Orders what this warpgroup did with registers and shared memory, and its products that follow."""
-    T.evaluate(T.ptx["wgmma.fence.sync.aligned"]())
-
-
-def wgmma_commit() -> None:
-    """Makes a group of the products since the last one."""
-    T.evaluate(T.ptx["wgmma.commit_group.sync.aligned"]())
-
-
-def wgmma_wait_pending(count: int) -> None:
-    """Waits until at most so many of the last groups are under way. Accumulators may not be read behind it."""
-    T.evaluate(T.ptx["wgmma.wait_group.sync.aligned"](count))
 
 
 def wgmma_wait(acc: list[Expr]) -> None:
