@@ -79,18 +79,11 @@ def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...],
 
 
 class BlockProduct:
-    """Emits the products ``rows`` of one block.
+    """Emits the products ``rows`` of one block. ``memory``: the block's shared memory, float32: a tile of weights (k,
+    gate, unit) and one of the operands (operand, row, k); afterwards partial sums (part of K, row, gate, unit).
 
-    With heads the tile of the operands has their parts for each head of the block; a thread reads that of its unit.
-
-    Parameters
-    ----------
-    memory : the block's shared memory, float32: a tile of weights (k, gate, unit) and one of the operands (operand,
-        row, k); afterwards partial sums (part of K, row, gate, unit)
-    thread : the thread's number
-    operand : ``operand(o, row, k)``: operand number o at a row of the block and an index k below the
-        padded K, float32; zero or finite wherever a weight is padding; with heads an index below H
-    heads : how many there are, of H = ``hidden``"""
+    With ``heads``, of H = ``hidden``, the tile of the operands has their parts for each head of the block; a thread
+    reads that of its unit."""
 
     def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr, heads: int = 1,
                  hidden: int = 0) -> None:
@@ -102,7 +95,9 @@ class BlockProduct:
         self.part = T.let("part", thread // (tile.units * tile.groups))
 
     def run(self, weights: TirBuffer, block: Expr, inputs: int, operand: Callable[[int, Expr, Expr], Expr]) -> None:
-        """Leaves the partial sums in shared memory, for :meth:`sums`."""
+        """Leaves the partial sums in shared memory, for :meth:`sums`. ``operand(o, row, k)``: operand number o at a row
+        of the block and an index k below the padded K, or with heads below H, float32; zero or finite wherever a weight
+        is padding."""
         tile, gates = self.tile, len(self.rows)
         if self.heads > 1:
             first_head = T.let("first_head", block * tile.units // self.own)

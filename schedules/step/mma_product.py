@@ -169,13 +169,9 @@ def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
 
 
 class TensorProduct:
-    """Emits the products of phase ``p`` of one block.
-
-    Parameters
-    ----------
-    memory : the block's shared memory, float32, 16-byte aligned: stages of weights (pair, weight row, word) and state
-        (pair, batch row, word); afterwards partial sums (part of K, batch row, weight row)
-    thread : the thread's number"""
+    """Emits the products of phase ``p`` of one block. ``memory``: the block's shared memory, float32, 16-byte aligned:
+    stages of weights (pair, weight row, word) and state (pair, batch row, word); afterwards partial sums (part of K,
+    batch row, weight row)."""
 
     def __init__(self, plan: TilePlan, p: int, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
         self.plan, self.p, self.rows = plan, p, rows
@@ -188,9 +184,8 @@ class TensorProduct:
 
     def run(self, weights: TirBuffer, column: Expr, operands: TirBuffer, base: Expr, row0: Expr,
             layout: Layout) -> None:
-        """Leaves the partial sums in shared memory, for :meth:`sums`.
-
-        ``column``: the block's place among the units; ``row0``: its first batch row; ``base``: where operands start."""
+        """Leaves the partial sums in shared memory, for :meth:`sums`. ``column``: the block's place among
+        the units; ``row0``: its first batch row; ``base``: where operands start."""
         plan, p = self.plan, self.p
         turns, own = plan.turns(p), plan.own(p)
         self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None

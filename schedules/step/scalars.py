@@ -142,13 +142,10 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
 
 
 class StepScalars:
-    """Emits what one thread does for one (batch row, hidden unit), between products and stores.
-
-    Parameters
-    ----------
-    arguments : the kernel's parameters, from :func:`declare`; what is kept is what has a buffer
-    math : one of :data:`ecornn.schedules.scalars.pointwise.MATH`
-    hoisted : how hoisted values lie in memory; default: in float32"""
+    """Emits what one thread does for one (batch row, hidden unit), between products and stores. ``arguments``: the
+    kernel's parameters, from :func:`declare`; what is kept is what has a buffer. ``math``: one of
+    :data:`ecornn.schedules.scalars.pointwise.MATH`. ``hoisted``: how hoisted values lie in memory, by default in
+    float32."""
 
     def __init__(self, task: Task, layout: Layout, arguments: dict[str, TirBuffer], math: str,
                  hoisted: Hoisted | None = None) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
@@ -21,13 +20,6 @@ from ecornn.schedules.cuda.isa import bulk_copy, ld_global, ld_shared, sync_warp
 from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, words
 
 PAIR = 16  # words of a pair of k-tiles
-
-
-class Operand(Protocol):
-    """The operand that a product reads beside its weights."""
-
-    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """Loads the lane's ``quarter`` of a pair's words, zeros beyond the row's end, into ``into[slot, octet]``."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,8 @@ class RowsInMemory:
     dtype: str
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """Loads by the widest loads for which all rows are aligned."""
+        """Loads the lane's ``quarter`` of a pair's words, zeros beyond the row's end, into ``into[slot, octet]``, by
+        the widest loads for which all rows are aligned."""
         n, width = per_word(self.dtype), self.width
         k = T.let("k", pair * (PAIR * n) + quarter * (4 * n))
         at = self.starts[octet] + k
@@ -78,20 +71,14 @@ def whole_pieces(values: int, dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class StagedRows:
-    """Rows in shared memory, from word ``first`` on, 64 bytes modulo 128 apart.
+    """Rows in shared memory, from word ``first`` on, 64 bytes modulo 128 apart."""
 
-    Attributes
-    ----------
-    words : the block's shared memory, uint32
-    rows : of the block, all of them
-    lane_row : that of the lane in an octet"""
-
-    words: TirBuffer
+    words: TirBuffer  # the block's shared memory, uint32
     first: int
-    rows: int
+    rows: int  # of the block, all of them
     width: int
     dtype: str
-    lane_row: Expr
+    lane_row: Expr  # the lane's, in an octet
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
         at = (self.lane_row + octet * 8) * staged_words(self.width, self.dtype) + pair * PAIR + quarter * 4
@@ -121,30 +108,24 @@ def staged_words(width: int, dtype: str) -> int:
     return (ceil_div(width, PAIR * per_word(dtype)) | 1) * PAIR
 
 
+Operand = RowsInMemory | StagedRows  # that a product reads beside its weights
+
 GROUP = 8 * PAIR  # words of a group of weight rows
 
 
 @dataclass(frozen=True)
 class Share:
-    """A product of a block, and the warps that share it.
-
-    Attributes
-    ----------
-    units, rows : of the block: hidden units, and batch rows
-    gates : weight rows of a unit
-    width : K
-    warps, ahead : that share K; pairs of k-tiles that each of them asks for ahead
-    staged : what it multiplies comes from shared memory, not ahead from memory"""
+    """A product of a block, and the warps that share it."""
 
     dtype: str
     arithmetic: str
-    units: int
-    rows: int
-    gates: int
-    width: int
-    warps: int
-    ahead: int
-    staged: bool = False
+    units: int  # of the block
+    rows: int  # batch rows of the block
+    gates: int  # weight rows of a unit
+    width: int  # K
+    warps: int  # that share K
+    ahead: int  # pairs of k-tiles that each of them asks for ahead
+    staged: bool = False  # what it multiplies comes from shared memory, not ahead from memory
 
     @property
     def groups(self) -> int:
@@ -217,12 +198,8 @@ class Share:
 
 
 class WarpProduct:
-    """Emits one share of a block's products.
-
-    Parameters
-    ----------
-    memory, first : the block's shared memory, float32, and where in it the sums are: (warp, batch row, weight row)
-    warp, lane : the warp's number in the share, and the lane"""
+    """Emits one share of a block's products. ``memory``, ``first``: the block's shared memory, float32, and where in it
+    the sums are, (warp, batch row, weight row); ``warp``: its number in the share."""
 
     def __init__(self, share: Share, memory: TirBuffer, first: int, warp: Expr, lane: Expr) -> None:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
