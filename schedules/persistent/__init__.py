@@ -11,7 +11,7 @@ from math import prod
 from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.analysis.liveness import late_operands
 from ecornn.analysis.narrow import columns_of
-from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
+from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Packing, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.assemble import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task, register_limit
@@ -328,7 +328,8 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
         kind = "uint8" if plan.scaled else plan.dtype
         buffers.append(Buffer(f"recurrent_{i}", PACKED, kind, Extent(prod(packing.pad)), packing))
         if plan.scaled:
-            scales = plans.scales_of(packing)
+            # what integers are multiples of: (gate, unit) of the rows that the packing has
+            scales = Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")
             buffers.append(Buffer(f"scales_{i}", PACKED, "float32", Extent(prod(scales.pad[:-1])), scales))
         if not plan.cluster:
             buffers.append(Buffer(f"exchange_{i}", WORKSPACE, "uint32", Extent(slots * plan.slot_words(phase))))

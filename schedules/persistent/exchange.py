@@ -93,12 +93,8 @@ class Carrier(ABC):
         """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
 
     @abstractmethod
-    def word(self, values: list[Expr]) -> Expr:
-        """The word that travels, of one value or of two neighbours."""
-
-    @abstractmethod
-    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
-        """Sends a word to all blocks of the group, from threads that it is a word of."""
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, values: list[Expr], mine: Expr) -> None:
+        """Sends a word, of one value or of two neighbours, to all blocks of the group, from threads that have it."""
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:  # noqa: B027
         """Takes back what was sent: (place, whether it is this thread's word)."""
@@ -139,11 +135,8 @@ class Ring(Carrier):
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         self._fence(self.plan.acquired(t))
 
-    def word(self, values: list[Expr]) -> Expr:
-        return T.let("word", pack(values, self.plan.dtype))
-
-    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
-        self._store(phase, slot + place, word, mine)
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, values: list[Expr], mine: Expr) -> None:
+        self._store(phase, slot + place, T.let("word", pack(values, self.plan.dtype)), mine)
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
         T.note("producer: the words of an earlier step become the sentinel again")
@@ -288,7 +281,7 @@ class Cluster(Carrier):
                 if p == 0:
                     at = [located(plan, phase, group, place) for place in places]
                     head = head_of(plan, group)
-                    found = [self._given(initial_values(kernel, one, head)) for one in at]
+                    found = [self._word(initial_values(kernel, one, head), given=True) for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.when(place < total):
                         T.buffer_store(self.words, word, [first + place])
@@ -317,14 +310,14 @@ class Cluster(Carrier):
         with T.when(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)):
             self.pipelines[phase].announce(t)
 
-    def word(self, values: list[Expr]) -> Expr:
-        return T.let("word", T.reinterpret("uint32", values[0]) if self.plan.dtype == "float32"
-                     else pack_pair(values[0], values[1], self.plan.dtype))
+    def _word(self, values: list[Expr], given: bool = False) -> Expr:
+        """The word that travels. Those of what the call was ``given`` may be 0 everywhere, beyond H: TVM prints the
+        address of a constant that is reinterpreted."""
+        if self.plan.dtype != "float32":
+            return T.let("word", pack_pair(values[0], values[1], self.plan.dtype))
+        return T.let("word", isa.float_bits(values[0]) if given else T.reinterpret("uint32", values[0]))
 
-    def _given(self, values: list[Expr]) -> Expr:
-        """The same of values that may be 0 everywhere, beyond H: TVM prints the address of a constant reinterpreted."""
-        return T.let("word", isa.float_bits(values[0])) if self.plan.dtype == "float32" else self.word(values)
-
-    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, values: list[Expr], mine: Expr) -> None:
+        word = self._word(values)
         with T.when(T.And(mine, step < self.steps)):
             self.pipelines[phase].send(step, slot + place, [word])

@@ -225,8 +225,8 @@ class Gates(GateThreads):
         slot = T.let("slot", carrier.slot(p, step))
         for o, operand in enumerate(self.graph.product_phases[p].operands):
             value = T.let(f"{operand.name}_sent", T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
-            word = carrier.word(self._shared(value))
-            carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i, plan.phases[p]))
+            place, mine = self._place(i, plan.phases[p], o), self._mine(i, plan.phases[p])
+            carrier.write(p, step, slot, place, self._shared(value), mine)
 
     def _place(self, i: int, phase: PhasePlan, operand: int) -> Expr:
         unit = self.unit[i] if self.plan.heads == 1 else self.unit[i] - self.head_first

@@ -398,8 +398,3 @@ def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
                           (plan.heads * plan.blocks, plan.units * e // 8, 8 // e),
                           (plan.warps, p.warp_pairs, 4, 2, 2, n), (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.stored,
                           transposed=phase.products[0].terms[0].transposed, heads=plan.heads)
-
-
-def scales_of(packing: Packing) -> Packing:
-    """The scales that a phase's integers are multiples of: (gate, unit) of the rows that the packing has."""
-    return Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")

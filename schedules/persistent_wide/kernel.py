@@ -97,7 +97,8 @@ class Gates(GateThreads):
         T.note("named barrier: all words of the new state are written; then their chunks are counted (release)")
         isa.fence_async_global()
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
-        self._publish()
+        with T.when(self.counter >= 0):
+            isa.red_release(self.arguments["counters"].ptr_to([self.counter]))
         T.note("what nobody waits for: y, last states, the next inputs")
         self._barrier(PUBLISHED)  # what follows would make the release wait longer
         for i in range(self.items):
@@ -160,11 +161,6 @@ class Gates(GateThreads):
             inside, behind = T.And(operand < plan.operands, chunk <= (end - 1) // DEPTH), operand * plan.reach
         inside = inside if plan.parts == 1 else T.And(first < end, inside)
         return T.Select(inside, self.role.counter(chunk + behind), -1)
-
-    def _publish(self) -> None:
-        """Counts this block's part of the chunks that it has written."""
-        with T.when(self.counter >= 0):
-            isa.red_release(self.arguments["counters"].ptr_to([self.counter]))
 
 
 def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
