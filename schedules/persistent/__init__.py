@@ -16,7 +16,7 @@ from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.assemble import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task, register_limit
 from ecornn.schedules.builder import PrimFunc, ceil_div
-from ecornn.schedules.cuda.isa.tensor_core import words
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, words
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.rows_mma import shape_of
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
@@ -178,9 +178,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             return f"{threads} threads a block"
         if threads % 128 and lanes * rows > gate_threads:
             return "registers are given out to four warps at a time, and there is work for another gate warp"
-        if (warps - 1) * ceil_div(of_state, plans.PAIR * warps) * plans.PAIR >= of_state:
+        if (warps - 1) * ceil_div(of_state, PAIR * warps) * PAIR >= of_state:
             return "a product warp without work"
-        if heads > 1 and task.traversal.backward and of_state % (plans.PAIR * warps):
+        if heads > 1 and task.traversal.backward and of_state % (PAIR * warps):
             return f"{of_state} words of a head do not fill pairs of k-tiles of {warps} warps"
         return None
 

@@ -33,12 +33,12 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda import isa
-from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, pack_pair, per_word
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, ClusterPipeline
 from ecornn.schedules.gemm.projection import may_be_followed
 from ecornn.schedules.gemm.rows_mma import LEAST_ROWS
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan
+from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.rates import short
 from ecornn.schedules.scalars.initial import BLOCKS, THREADS, Head, declare_start, initial_values, start_thread
 from ecornn.schedules.sequence_kernel import SequenceKernel

@@ -10,7 +10,7 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob, register_limit
 from ecornn.schedules.builder import Expr, ceil_div
-from ecornn.schedules.cuda.isa.tensor_core import UNPACKED, per_word, words
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, UNPACKED, per_word, words
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
 from ecornn.schedules.gemm import job
 from ecornn.schedules.gemm.mma_mainloop import THREADS
@@ -21,7 +21,6 @@ from ecornn.schedules.scalars.gate_threads import mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
-PAIR = 16  # words of a pair of k-tiles
 BARRIER = 16  # bytes of an mbarrier, so that what follows is aligned
 AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
 FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most

@@ -14,8 +14,8 @@ from itertools import product
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda import isa
-from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, zeros
-from ecornn.schedules.persistent_block.plan import PAIR, BlockPlan, Part
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, multiply_pair, per_word, zeros
+from ecornn.schedules.persistent_block.plan import BlockPlan, Part
 from ecornn.schedules.scalars.row_sums import across_lanes
 
 

@@ -17,13 +17,12 @@ from ecornn.program import PACKED, Buffer, Extent
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa import cp_async, cp_async_commit, cp_async_wait, ld_shared, sync_block
-from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, words
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, multiply_pair, per_word, words
 from ecornn.schedules.gemm.job import packing_of
 from ecornn.schedules.hoisted import hoisted_knob
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 from ecornn.schedules.step.scalars import Layout
 
-PAIR = 16  # words of a pair of k-tiles
 SPARE_REGISTERS = 44  # of a thread, beside accumulators and fragments: addresses, loops, gate math
 
 

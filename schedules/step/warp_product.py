@@ -17,9 +17,7 @@ from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
 from ecornn.schedules.cuda.isa import bulk_copy, ld_global, ld_shared, sync_warp
-from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, words
-
-PAIR = 16  # words of a pair of k-tiles
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, multiply_pair, per_word, words
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from itertools import product
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.functions import call
 
-WORDS = 8  # of a k-tile
+WORDS, PAIR = 8, 16  # of a k-tile, and of a pair of them
 _KIND = {"float16": "m16n8k16.row.col.f32.f16.f16.f32", "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
          "float32": "m16n8k8.row.col.f32.tf32.tf32.f32", "tf32": "m16n8k8.row.col.f32.tf32.tf32.f32"}
 
