@@ -156,7 +156,10 @@ class Gates(GateThreads):
             sums: list[dict[Var, Expr]] = [{} for _ in envs]
             if phase.statistics and self.sums is not None:
                 lives = [self._live(i, t) for i in range(plan.items)]
-                sums, e = self.sums.exchange(e, t, envs, self._units(), self.unit, lives), e + 1
+                # whether an item is one of the layer's units, padding rows included
+                counts = [T.let("counts", T.And(own, unit < plan.hidden))
+                          for own, unit in zip(self.owner, self.unit, strict=True)]
+                sums, e = self.sums.exchange(e, t, envs, counts, self.unit, lives), e + 1
             if phase.products:
                 T.note("gate warps: wait for the partial sums of all MMA warps, add them up")
                 use = T.let("use", t * len(plan.phases) + p)
@@ -175,11 +178,6 @@ class Gates(GateThreads):
                 self.carrier.wipe(p - 1, t, self._places(p - 1))
             if following is None:
                 self._after(t, ended)
-
-    def _units(self) -> list[Expr]:
-        """For each item, whether it is one of the layer's units, padding rows included."""
-        hidden = self.plan.hidden
-        return [T.let("counts", T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
         """The rest of a step, which nobody waits for.

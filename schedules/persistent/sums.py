@@ -302,14 +302,10 @@ class ClusterSums(Sums):
             for pipeline in self.carrier.sums:
                 pipeline.announce(t)
 
-    def _width(self, e: int, n: int) -> int:
-        """Words of a part of statistic n and the next one, if there is another."""
-        return 2 * min(2, len(self.all[e]) - n)
-
     def _row(self, e: int, n: int, row: Expr) -> Expr:
         """Place in a slot of a row's parts of statistic n, an even number."""
-        plan = self.plan
-        return n * 2 * plan.rows * plan.sum_padded + row * plan.sum_padded * self._width(e, n)
+        plan, width = self.plan, 2 * min(2, len(self.all[e]) - n)  # words of a part, also of the next statistic
+        return n * 2 * plan.rows * plan.sum_padded + row * plan.sum_padded * width
 
     def _read(self, first: Expr, largest: list[bool], lanes: int) -> list[Expr]:
         """Sums of the parts that this lane reads, of ``lanes`` that share them: one, or two neighbours, in 16 bytes.

@@ -48,10 +48,6 @@ class BlockRole:
             return cls(plan, group, within, 0)
         return cls(plan, group, opaque("member", within // plan.parts), opaque("part", within % plan.parts))
 
-    def anew(self) -> BlockRole:
-        """The same role, worked out again: no register keeps it, or what follows from it."""
-        return BlockRole.of(self.plan, special_register("ctaid"))
-
     def slot(self, number: Expr) -> Expr:
         """First word of a slot of its group's exchange."""
         return (self.group * SLOTS + number) * self.plan.slot_words

@@ -73,7 +73,7 @@ class Gates(GateThreads):
         """Works out where the state that step t computes goes, before anybody waits for it."""
         plan = self.plan
         if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
-            self.role = self.role.anew()
+            self.role = BlockRole.of(plan, isa.special_register("ctaid"))
             self.first, self.count, self.group = self.role.first, self.role.count, self.role.group
             self._locate(multiplier())
             self._address()
