@@ -320,18 +320,15 @@ class ClusterSums(Sums):
             left = plan.sum_parts - j * lanes * per  # parts from the first lane's on
             place = [words[j, k] for k in range(4)]
             if left >= lanes * per:
-                self._load(place, at + j * lanes * 4)
+                isa.ld_shared(place, self.carrier.words.ptr_to([at + j * lanes * 4]))
                 continue
             for k in range(4):
                 T.buffer_store(words, nothing[k], [j, k])
             with T.when(self.lane % lanes * per < left):
-                self._load(place, at + j * lanes * 4)
+                isa.ld_shared(place, self.carrier.words.ptr_to([at + j * lanes * 4]))
             if left % per:  # behind the last part is one that nobody sends
                 with T.when(self.lane % lanes * per == left - 1):
                     for k in range(2, 4):
                         T.buffer_store(words, nothing[k], [j, k])
         values = [[T.let("value", T.reinterpret("float32", words[j, k])) for k in range(4)] for j in range(turns)]
         return [added([v[k] for v in values for k in range(f, 4, width)], largest[f]) for f in range(width)]
-
-    def _load(self, into: list[Expr], place: Expr) -> None:
-        isa.ld_shared(into, self.carrier.words.ptr_to([place]))

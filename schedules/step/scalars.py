@@ -86,8 +86,9 @@ def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], aroun
     calls: list[Fill | Launch] = []
     if layout.width > w.hidden:  # 0 * NaN is not 0
         calls = [Fill(b.name, 0, b.extent) for b in own if b.name.startswith("operands_")]
-    calls.append(Launch("begin", _begin_blocks(task), BEGIN_THREADS))
-    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)}, calls=tuple(calls))
+    blocks = ceil_div(w.batch * w.hidden, BEGIN_THREADS)
+    calls.append(Launch("begin", blocks, BEGIN_THREADS))
+    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs, blocks)}, calls=tuple(calls))
 
     def loop(kept: Stored) -> Component:
         """All steps: of each a launch for every product and every pass over rows; the one that makes ``kept`` values
@@ -110,17 +111,14 @@ def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], aroun
     return begin, loop
 
 
-def _begin_blocks(task: Task) -> int:
-    return ceil_div(task.workload.batch * task.workload.hidden, BEGIN_THREADS)
-
-
 def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
     """Kernel parameters ``T``, ``B``, ``t`` and all buffers; a kernel keeps those that it reads."""
     found = {name: T.arg(name, T.int32()) for name in ("T", "B", "t")}
     return found | {b.name: T.pointer(b.name, b.dtype) for b in buffers}
 
 
-def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted) -> PrimFunc:
+def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted,
+                 blocks: int) -> PrimFunc:
     """``begin``: the states of the call into the workspaces; afterwards ``<state>_out`` may be written. It reads
     ``hoisted`` where the first operands do."""
     w, graph = task.workload, task.graph
@@ -128,7 +126,7 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math, hoisted)
         T.device_entry()
-        item = T.let("item", T.block(_begin_blocks(task)) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
+        item = T.let("item", T.block(blocks) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
         row, unit = T.let("row", item // w.hidden), T.let("unit", item % w.hidden)
         with T.when(row < a["B"]):
             T.note("before the first step: the states of the call into the workspaces")
@@ -203,7 +201,9 @@ class StepScalars:
         self.store_states(row, unit, following)
         self.store_first_operands(row, unit, following, constants, a["t"] + 1, (a["t"] + 1) % 2)
         if self.task.traversal.backward:
-            self._store_outputs(row, unit, [env[v] for v in graph.outputs], live)
+            width = self.task.row or len(graph.outputs) * self.task.workload.hidden  # of rows (T, B, O, H)
+            at = T.let("at", self._step_row(row) * width + unit)
+            self._store_outputs("outputs", at, [env[v] for v in graph.outputs], live)
             self._leave(row, unit, dict(zip(graph.results, following, strict=True)))  # they may have been cleared
             return
         results = dict(zip(graph.results, after, strict=True))
@@ -219,7 +219,7 @@ class StepScalars:
         """Stores the statistics of phase ``p``, for later kernels."""
         for number, (var, made) in enumerate(self.statistics.items()):
             if made == p:
-                T.buffer_store(self.arguments["statistics"], values[var], [self._of_row(number, row)])
+                T.buffer_store(self.arguments["statistics"], values[var], [number * self.task.workload.batch + row])
 
     def _environment(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr],
                      loaded: list[Expr]) -> tuple[list[Expr], dict[Var, Expr], dict[Var, Expr]]:
@@ -234,16 +234,13 @@ class StepScalars:
                 env[var] = T.let(var.name, a["carried"][self.at(number, row, unit)])
         for number, (var, made) in enumerate(self.statistics.items()):
             if made <= p and var in read and var not in known:
-                env[var] = T.let(var.name, a["statistics"][self._of_row(number, row)])
+                env[var] = T.let(var.name, a["statistics"][number * self.task.workload.batch + row])
         return states, constants, env
 
     def states_before(self, row: Expr, unit: Expr) -> list[Expr]:
         """The states before the step, in the order of ``graph.states``."""
         return [T.let(f"{name}_before", self.arguments["states"][self.at(s, row, unit)])
                 for s, name in enumerate(self.graph.states)]
-
-    def _of_row(self, number: int, row: Expr) -> Expr:
-        return number * self.task.workload.batch + row
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
         """Stores the states, float32, in the order of ``graph.states``."""
@@ -279,14 +276,11 @@ class StepScalars:
 
     def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], outputs: list[Expr], kept: dict[Spot, Expr],
                        live: Expr | None) -> None:
-        a, w, traversal = self.arguments, self.task.workload, self.task.traversal
-        step_row = self._step_row(row)
-        own = len(outputs) * w.hidden
+        traversal, step_row = self.task.traversal, self._step_row(row)
+        own = len(outputs) * self.task.workload.hidden
         first = step_row * traversal.y_width(own) + unit
         at = T.let("at", first + traversal.y_offset(own) if traversal.y_offset(own) else first)
-        for o, output in enumerate(outputs):
-            value = self.timeline.masked(live, output, T.float32(0))
-            T.buffer_store(a["y"], T.cast(value, w.dtype), [at + o * w.hidden if o else at])
+        self._store_outputs("y", at, outputs, live)
         self._keep(step_row, unit, kept, live)
         self._leave(row, unit, after)
 
@@ -296,13 +290,12 @@ class StepScalars:
             value = self.timeline.masked(live, value, T.float32(0))
             T.buffer_store(self.arguments[spot.buffer], T.cast(value, w.dtype), [spot.at(step_row, unit, w.hidden)])
 
-    def _store_outputs(self, row: Expr, unit: Expr, outputs: list[Expr], live: Expr | None) -> None:
-        """Stores the outputs of an adjoint's recurrence, (T, B, O, H)."""
-        a, w = self.arguments, self.task.workload
-        first = T.let("at", self._step_row(row) * (self.task.row or len(outputs) * w.hidden) + unit)
+    def _store_outputs(self, buffer: str, at: Expr, outputs: list[Expr], live: Expr | None) -> None:
+        """Stores the outputs of a step, H apart from ``at`` on."""
+        w = self.task.workload
         for o, output in enumerate(outputs):
-            value = self.timeline.masked(live, output, T.float32(0))
-            T.buffer_store(a["outputs"], T.cast(for_products(value, self.task), w.dtype), [first + o * w.hidden])
+            value = for_products(self.timeline.masked(live, output, T.float32(0)), self.task)
+            T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [at + o * w.hidden if o else at])
 
     def _leave(self, row: Expr, unit: Expr, last: dict[str, Expr]) -> None:
         """Stores the last states, at the end."""
