@@ -96,7 +96,7 @@ def x_of(task: Task) -> Columns:
 
 
 def align(task: Task) -> Component:
-    """That workspace, if there is one, from x."""
+    """The workspace of :func:`x_of`, if there is one, from x."""
     x = x_of(task)
     if x.name != ALIGNED:
         return Component()

@@ -1,4 +1,4 @@
-"""What warps of the wide kernel do beside gates: those that copy, and those that multiply.
+"""The warps of the wide kernel, beside gates: those that copy, and those that multiply.
 
 A lane of a copying warp brings one chunk of state in as soon as it is complete, step after step. Warp r fills ring r,
 or all four of them the only one, each some of its stages: while a warp waits for a counter, it cannot fill a stage that
