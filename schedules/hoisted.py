@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
-from ecornn.schedules.cuda.isa.memory import ld_global, st_global
+from ecornn.schedules.cuda.isa import ld_global, st_global
 from ecornn.schedules.cuda.isa.tensor_core import pack, unpack_half
 from ecornn.schedules.rates import gpu_rates
 

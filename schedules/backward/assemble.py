@@ -28,7 +28,7 @@ from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, un
 from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.builder import Expr, T
-from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.cuda.isa import sync_block
 from ecornn.schedules.gemm.job import COUNT, STEPS, Columns
 from ecornn.schedules.gemm.projection import align
 from ecornn.schedules.hoisted import Hoisted

@@ -15,7 +15,7 @@ from ecornn.program import EARLIER, LATER, WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.backward.memory import Memory, read_before
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
-from ecornn.schedules.cuda.isa.memory import ld_global, st_global
+from ecornn.schedules.cuda.isa import ld_global, st_global
 from ecornn.schedules.gemm.job import Columns
 from ecornn.schedules.timeline import Timeline, row_arguments
 from ecornn.workload import Traversal

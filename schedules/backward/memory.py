@@ -33,7 +33,7 @@ from ecornn.analysis.step import StepGraph
 from ecornn.program import WORKSPACE, Buffer, Extent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.memory import ld_global, st_global
+from ecornn.schedules.cuda.isa import ld_global, st_global
 from ecornn.schedules.cuda.isa.tensor_core import lowered, pack, unpack, words
 from ecornn.schedules.gemm.job import BATCH, SEQUENCES, Columns, whole_chunks
 from ecornn.schedules.gemm.projection import x_of

@@ -17,10 +17,10 @@ from ecornn.schedules.backward.inputs import places_of_inputs
 from ecornn.schedules.backward.memory import Memory, Place, finish_summed
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var, ceil_div
-from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.cuda.isa import sync_block
 from ecornn.schedules.gemm.job import STEPS, Columns, counted, rows_of
-from ecornn.schedules.gemm.outer import THREADS, Into, OuterJob, adding_kernel, with_existing
-from ecornn.schedules.gemm.outer_mma import outer_kernel, outer_shape
+from ecornn.schedules.gemm.mma_mainloop import THREADS
+from ecornn.schedules.gemm.outer import Into, OuterJob, adding_kernel, outer_kernel, outer_shape, with_existing
 from ecornn.schedules.gemm.outer_wgmma import THREADS as HOPPER_THREADS
 from ecornn.schedules.gemm.outer_wgmma import hopper_shape, outer_wgmma_kernel
 from ecornn.schedules.scalars.pointwise import emit, vectors_at

@@ -12,7 +12,7 @@ of ``empty``, and that needs every consumer past phase n - 1 of ``full``: with b
 through the stages in the same order. Without ``empty`` it is on the kernel to say why nobody is.
 
 Reads and writes of threads and bulk copies go through different proxies: where a copy overwrites what threads have
-read, or a warpgroup multiplies what they have written, a proxy fence lies between (``isa/memory.py``)."""
+read, or a warpgroup multiplies what they have written, a proxy fence lies between (``isa.fence_async_shared``)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa import mbarrier
-from ecornn.schedules.cuda.isa.blocks import cluster_send
-from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.memory import shared_address
+from ecornn.schedules.cuda import isa
 
 BARRIER_WORDS = 2  # words of 32 bits of an mbarrier
 
@@ -49,11 +46,11 @@ class Pipeline:
 
     def init(self, producers: int = 1, consumers: int = 0) -> None:
         """Makes the barriers, each phase of which takes so many arrivals. For one thread, before
-        :func:`~.isa.mbarrier.fence_mbarrier_init` and a barrier of all who use them."""
+        :func:`~.isa.fence_mbarrier_init` and a barrier of all who use them."""
         for stage in range(self.stages):
-            mbarrier.mbarrier_init(self.full_barrier(stage), producers)
+            isa.mbarrier_init(self.full_barrier(stage), producers)
             if self.empty is not None:
-                mbarrier.mbarrier_init(self.empty_barrier(stage), consumers)
+                isa.mbarrier_init(self.empty_barrier(stage), consumers)
 
     def full_barrier(self, stage: Expr) -> Expr:
         """A pointer."""
@@ -76,28 +73,28 @@ class Pipeline:
 
     def acquire(self, use: Use) -> None:
         """Producers: waits until consumers have handed the stage back."""
-        mbarrier.mbarrier_wait(self.empty_barrier(use.stage), _before(use.parity), self.cluster)
+        isa.mbarrier_wait(self.empty_barrier(use.stage), _before(use.parity), self.cluster)
 
     def may_acquire(self, use: Use) -> Expr:
         """Producers: whether :meth:`acquire` would not have to wait (bool)."""
-        return T.let("empty", mbarrier.mbarrier_test(self.empty_barrier(use.stage), _before(use.parity))) != T.uint32(0)
+        return T.let("empty", isa.mbarrier_test(self.empty_barrier(use.stage), _before(use.parity))) != T.uint32(0)
 
     def expect(self, stage: Expr, size: int) -> None:
         """Producers: an arrival that announces ``size`` bytes, some of which may have come before."""
-        mbarrier.mbarrier_expect(self.full_barrier(stage), size)
+        isa.mbarrier_expect(self.full_barrier(stage), size)
 
     def copy(self, stage: Expr, to: Expr, source: Expr, size: int, policy: Expr | None = None) -> None:
         """Producers: an arrival, and a bulk copy of ``size`` bytes that ends the phase; ``policy`` of L2."""
         self.expect(stage, size)
-        bulk_copy(to, source, T.uint32(size), self.full_barrier(stage), policy=policy)
+        isa.bulk_copy(to, source, T.uint32(size), self.full_barrier(stage), policy=policy)
 
     def wait(self, use: Use) -> None:
         """Consumers: waits until the stage is full."""
-        mbarrier.mbarrier_wait(self.full_barrier(use.stage), use.parity, self.cluster)
+        isa.mbarrier_wait(self.full_barrier(use.stage), use.parity, self.cluster)
 
     def release(self, stage: Expr) -> None:
         """Consumers: an arrival that hands the stage back."""
-        mbarrier.mbarrier_arrive(self.empty_barrier(stage))
+        isa.mbarrier_arrive(self.empty_barrier(stage))
 
 
 @dataclass(frozen=True)
@@ -130,13 +127,13 @@ class ClusterPipeline(Pipeline):
 
     def send(self, step: Expr, place: Expr, words: list[Expr]) -> None:
         """Sends one, two or four words to all blocks, to word ``place`` of their shared memory."""
-        to, barrier = T.let("to", shared_address(self.words.ptr_to([place]))), self.address(step)
+        to, barrier = T.let("to", isa.shared_address(self.words.ptr_to([place]))), self.address(step)
         for rank in range(self.blocks):
-            cluster_send(to, barrier, T.uint32(rank), words)
+            isa.cluster_send(to, barrier, T.uint32(rank), words)
 
     def address(self, step: Expr) -> Expr:
-        """The address in shared memory of a step's barrier, for :func:`~.isa.blocks.cluster_send`."""
-        return T.let("barrier", shared_address(self.full_barrier(step % 2)))
+        """The address in shared memory of a step's barrier, for :func:`~.isa.cluster_send`."""
+        return T.let("barrier", isa.shared_address(self.full_barrier(step % 2)))
 
 
 def parity_of(use: Expr) -> Expr:

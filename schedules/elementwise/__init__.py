@@ -13,8 +13,7 @@ from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.assemble import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Knob, Knobs, Schedule, Task, knob, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, ceil_div
-from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all
-from ecornn.schedules.cuda.isa.memory import ld_shared, st_global
+from ecornn.schedules.cuda.isa import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all, ld_shared, st_global
 from ecornn.schedules.cuda.isa.tensor_core import pack
 from ecornn.schedules.gemm.projection import no_projection, projection_time
 from ecornn.schedules.hoisted import Hoisted, Piece, gained, hoisted_choices, hoisted_knob, hoisted_of, preferred

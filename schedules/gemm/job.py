@@ -18,7 +18,7 @@ from ecornn.dtypes import ITEMSIZE
 from ecornn.program import PACKED, Buffer, Extent, Packing, Source
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.memory import st_global
+from ecornn.schedules.cuda.isa import st_global
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants
 
@@ -63,6 +63,25 @@ def whole_chunks(values: int, itemsize: int) -> int:
     return -(-values * itemsize // CHUNK) * CHUNK // itemsize
 
 
+def packing_of(sources: tuple[Source, ...], first: tuple[int, ...], made: tuple[int, ...], multiplied: tuple[int, ...],
+               order: Sequence[int], dtype: str, *, transposed: bool = False, heads: int = 1) -> Packing:
+    """How weights are packed, with axes (*``first``, *``made``, *``multiplied``): of the sources, of the units that a
+    source makes and of the values that these multiply. ``order`` puts the axes in place. Of weights that are
+    ``transposed`` the axes of a source have changed places, and each of ``heads`` is a block on its diagonal, of whose
+    units the first axis of ``made`` has those of all heads."""
+    if not transposed:
+        return Packing(sources, (prod(first), prod(made), prod(multiplied)), (*first, *made, *multiplied), tuple(order),
+                       dtype)
+    own, n = (heads,) if heads > 1 else (), len(first)
+    made = (made[0] // heads, *made[1:])
+    before = n + len(own)  # axes before those that are multiplied, behind which come the units'
+    behind = before + len(multiplied)
+    place = [*([i] for i in range(n)), [*range(n, before), behind], *([behind + i] for i in range(1, len(made))),
+             *([before + i] for i in range(len(multiplied)))]
+    return Packing(sources, (prod(first), heads * prod(multiplied), prod(made)), (*first, *own, *multiplied, *made),
+                   tuple(axis for i in order for axis in place[i]), dtype)
+
+
 @dataclass(frozen=True)
 class Operand:
     """Values, and the packed ``weights`` that multiply them, made of ``sources``, one for each product."""
@@ -82,19 +101,16 @@ class Operand:
     def packing(self, rows: int, across: tuple[int, ...], along: tuple[int, ...], order: Sequence[int],
                 dtype: str) -> Packing:
         """How weights are packed: axes (row, *across units, *along K), which ``order`` puts in place."""
-        n, k, units, inputs = len(across), len(along), prod(across), prod(along)
-        if not self.transposed:
-            assert self.pieces == 1
-            return Packing(self.sources, (rows, units, inputs), (rows, *across, *along), tuple(order), dtype)
-        assert self.heads == 1 or (inputs == self.depth and across[0] % self.heads == 0), "padding within heads"
-        assert self.pieces == 1 or inputs == self.columns.width, "padding between pieces"
-        own = (self.heads,) if self.heads > 1 else ()  # axis 1 then; the first of the units' axes is of one of them
-        first = 1 + len(own)  # of the axes along K, which are before those of units
-        place = [[0], [*range(1, first), first + k], *([first + k + i] for i in range(1, n)),
-                 *([first + i] for i in range(k))]
-        return Packing(self.sources, (rows * self.pieces, self.heads * inputs // self.pieces, units // self.heads),
-                       (rows, *own, *along, across[0] // self.heads, *across[1:]),
-                       tuple(axis for i in order for axis in place[i]), dtype)
+        inputs, pieces = prod(along), self.pieces
+        if self.transposed:
+            assert self.heads == 1 or (inputs == self.depth and across[0] % self.heads == 0), "padding within heads"
+            assert pieces == 1 or inputs == self.columns.width, "padding between pieces"
+        else:
+            assert pieces == 1
+        found = packing_of(self.sources, (rows,), across, along, order, dtype, transposed=self.transposed,
+                           heads=self.heads)
+        pad = (rows * pieces, found.pad[1] // pieces, found.pad[2])
+        return Packing(self.sources, pad, found.split, found.order, dtype)
 
     def buffer(self, packing: Packing, dtype: str) -> Buffer:
         """The packed weights."""

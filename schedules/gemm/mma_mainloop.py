@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
+from ecornn.schedules.cuda.isa import cp_async, cp_async_commit, cp_async_wait
 from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split
 from ecornn.schedules.gemm.job import Columns
 
@@ -33,16 +33,10 @@ class Staged:
 
 
 class MmaMainloop:
-    """Emits it; a job says what a stage holds, and reads the fragments ``a`` and ``b`` of a k-tile.
-
-    Parameters
-    ----------
-    memory : dynamic shared memory, float32
-    tiles, products : m16 and n8 tiles of a warp
-    stages, stage_size : their number, and how many elements each has
-    thread : 0 to 255
-    barrier : emits a barrier of these threads
-    words : that a thread reads of each n8 tile at once: 2 for each k-tile"""
+    """Emits it; a job says what a stage holds, and reads the fragments ``a`` and ``b`` of a k-tile. ``memory``: dynamic
+    shared memory, float32; ``tiles``, ``products``: m16 and n8 tiles of a warp; ``stages``, ``stage_size``: their
+    number, and the elements of each; ``thread``: 0 to 255; ``barrier`` emits a barrier of these threads; ``words``:
+    that a thread reads of each n8 tile at once, 2 for each k-tile."""
 
     def __init__(self, dtype: str, arithmetic: str, memory: TirBuffer, tiles: int, products: int, stages: int,
                  stage_size: int, thread: Expr, barrier: Callable[[], object], words: int = 2) -> None:

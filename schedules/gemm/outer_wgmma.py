@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
-from ecornn.schedules.cuda.isa.wgmma import descriptor
+from ecornn.schedules.cuda.isa import descriptor
 from ecornn.schedules.gemm.job import CHUNK, LINE
 from ecornn.schedules.gemm.outer import Arguments, Into, OuterJob, OuterShape, best_parts, expected
 from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
@@ -54,7 +54,7 @@ def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterShape] | 
 
 
 def outer_wgmma_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc:
-    """``(T, B, add, values, operand, mask, into)`` as of ``outer_mma.outer_kernel``, on ``job.device.cores`` blocks."""
+    """``(T, B, add, values, operand, mask, into)`` as of ``outer.outer_kernel``, on ``job.device.cores`` blocks."""
     with T.kernel(job.name) as made:
         arguments = job.declare(into, shape.parts)
         T.device_entry()

@@ -17,7 +17,7 @@ from dataclasses import replace
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.builder import PrimFunc, T
-from ecornn.schedules.cuda.isa.memory import st_global
+from ecornn.schedules.cuda.isa import st_global
 from ecornn.schedules.gemm import mma_mainloop, rows_mma, rows_wgmma, wgmma_mainloop
 from ecornn.schedules.gemm.job import CHUNK, SLOWER, Columns, Epilogue, HoistedValues, Job, Operand, whole_chunks
 from ecornn.schedules.hoisted import Hoisted, hoisted_of
@@ -96,7 +96,7 @@ def x_of(task: Task) -> Columns:
 
 
 def align(task: Task) -> Component:
-    """That workspace, if there is one, from x."""
+    """The workspace of :func:`x_of`, if there is one, from x."""
     x = x_of(task)
     if x.name != ALIGNED:
         return Component()

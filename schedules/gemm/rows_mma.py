@@ -13,11 +13,8 @@ from math import gcd, prod
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
-from ecornn.schedules.cuda.isa.blocks import launch_dependents
-from ecornn.schedules.cuda.isa.copies import cp_async
-from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa import cp_async, launch_dependents, ld_shared, sync_block
 from ecornn.schedules.cuda.isa.tensor_core import WORDS, ldmatrix, per_word, words
-from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.gemm.job import CHUNK, LINE, Epilogue, Job, Operand, Shape, write_tile
 from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS, ROW_WARPS, THREADS, Load, MmaMainloop, Staged
 

@@ -18,10 +18,7 @@ from dataclasses import replace
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
-from ecornn.schedules.cuda.isa.blocks import launch_dependents
-from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
-from ecornn.schedules.cuda.isa.threads import named_barrier_sync
-from ecornn.schedules.cuda.isa.wgmma import descriptor
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.gemm.job import CHUNK, LINE, Columns, Epilogue, Job, Operand, Shape, write_tile
 from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
 
@@ -81,7 +78,7 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
         T.device_entry()
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         if job.followed:
-            launch_dependents()
+            isa.launch_dependents()
         memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
         _Rows(job, shape, epilogue, arguments, memory, thread, block, T.let("rows", count)).run()
     return made()
@@ -144,9 +141,9 @@ class _Rows(WgmmaMainloop):
             self._copy_vectors(place, unit0)
             T.note("main loop: wait for a full stage, wgmma, then hand the stage before it back")
             self.products(s.slabs, self._operands, min(LAG, s.stages - 2, s.slabs - 1))
-            cp_async_wait(0)
+            isa.cp_async_wait(0)
             # also: nobody writes the vectors of the tile after next while others still read these
-            named_barrier_sync(self.half + 1, GROUP)
+            isa.named_barrier_sync(self.half + 1, GROUP)
             T.note("epilogue: sums and vectors to hoisted values")
             row0 = T.let("row0", group * ROWS + self.half * 64 + self.member // 32 * 16 + self.lane // 4)
             write_tile(self.job, self.epilogue, self.arguments, self.acc,
@@ -160,8 +157,8 @@ class _Rows(WgmmaMainloop):
     def _operands(self, start: Expr) -> Descriptors:
         width = self.shape.width
         mine = T.let("mine", start + T.cast(self.half * (64 * LINE), "uint32"))
-        x = T.let("x", descriptor(mine, 16, 8 * LINE, swizzled=True))
-        weights = descriptor(start + T.uint32(ROWS * LINE), width * 16, 128, swizzled=False)
+        x = T.let("x", isa.descriptor(mine, 16, 8 * LINE, swizzled=True))
+        weights = isa.descriptor(start + T.uint32(ROWS * LINE), width * 16, 128, swizzled=False)
         return x, T.let("weights", weights), 2, 2 * width
 
     def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
@@ -183,5 +180,5 @@ class _Rows(WgmmaMainloop):
             index = T.let("index", turn * GROUP + self.member)
             with T.when(index < self.vector_floats):
                 source = index // s.units * units + T.min(unit0 + index % s.units, units - 1)
-                cp_async(self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4)
-        cp_async_commit()
+                isa.cp_async(self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4)
+        isa.cp_async_commit()

@@ -15,12 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_mbarrier_arrive, cp_async_wait_all
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
-from ecornn.schedules.cuda.isa.memory import fence_async_shared, shared_address
-from ecornn.schedules.cuda.isa.registers import register_alloc, register_dealloc
-from ecornn.schedules.cuda.isa.threads import named_barrier_arrive, named_barrier_sync, sync_block
-from ecornn.schedules.cuda.isa.wgmma import wgmma, wgmma_commit, wgmma_fence, wgmma_wait, wgmma_wait_pending
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use
 from ecornn.schedules.gemm.job import CHUNK, LINE, Columns
 
@@ -44,7 +39,7 @@ class WgmmaMainloop(ABC):
         self.memory, self.thread, self.width, self.arithmetic, self.bulk = memory, thread, width, arithmetic, bulk
         self.stages, self.stage_bytes = stages, stage_bytes
         self.ring = Pipeline(memory, barriers, stages, barriers + BARRIER_WORDS, apart=2 * BARRIER_WORDS)
-        self.base = T.let("base", shared_address(memory.ptr_to([0])))
+        self.base = T.let("base", isa.shared_address(memory.ptr_to([0])))
         self.turn = T.local("turn", (1,), "uint32")  # uses of stages so far
 
     @abstractmethod
@@ -60,19 +55,19 @@ class WgmmaMainloop(ABC):
         T.note("prologue: one thread initialises the mbarriers (full, empty) of all stages")
         with T.when(self.thread == 0):
             self.ring.init(GROUP + self.bulk, 2 * GROUP // 32)
-            fence_mbarrier_init()
+            isa.fence_mbarrier_init()
             if self.bulk:
-                fence_async_shared()  # bulk copies arrive through this proxy
-        sync_block()
+                isa.fence_async_shared()  # bulk copies arrive through this proxy
+        isa.sync_block()
         with T.If(self.thread < GROUP):
             with T.Then():
                 if self.width > WIDE:
-                    register_dealloc(COPY_REGISTERS)
+                    isa.register_dealloc(COPY_REGISTERS)
                 self.copy()
-                cp_async_wait_all()  # no thread leaves before its copies have landed
+                isa.cp_async_wait_all()  # no thread leaves before its copies have landed
             with T.Else():
                 if self.width > WIDE:
-                    register_alloc(MULTIPLY_REGISTERS)
+                    isa.register_alloc(MULTIPLY_REGISTERS)
                 # (m64 tile, n8 tile, 4 of fragment C)
                 self.acc = T.local("acc", (1, self.width // 8, 4), "float32")
                 self.lane, self.member = T.let("lane", self.thread % 32), T.let("member", self.thread % GROUP)
@@ -85,7 +80,7 @@ class WgmmaMainloop(ABC):
             use = self._use()
             self.ring.acquire(use)
             copies(use.stage, slab)
-            cp_async_mbarrier_arrive(self.ring.full_barrier(use.stage))
+            isa.cp_async_mbarrier_arrive(self.ring.full_barrier(use.stage))
             T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
 
     def products(self, count: Expr | int, operands: Callable[[Expr], Descriptors], lag: int = 0,
@@ -108,23 +103,23 @@ class WgmmaMainloop(ABC):
         with T.serial("slab", 0, count) as slab:
             if lag > 0:
                 with T.when(T.And(self.half == 0, self.turn[0] == T.uint32(lag))):
-                    named_barrier_arrive(LAG_BARRIER, 2 * GROUP)
+                    isa.named_barrier_arrive(LAG_BARRIER, 2 * GROUP)
                 with T.when(T.And(self.half == 1, self.turn[0] == T.uint32(0))):
-                    named_barrier_sync(LAG_BARRIER, 2 * GROUP)
+                    isa.named_barrier_sync(LAG_BARRIER, 2 * GROUP)
             use = self._use()
             self.ring.wait(use)
-            fence_async_shared()
+            isa.fence_async_shared()
             a, b, a_step, b_step = operands(T.let("start", self.base + T.cast(use.stage * self.stage_bytes, "uint32")))
-            wgmma_fence()
+            isa.wgmma_fence()
             for k in range(LINE // 32):
                 keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
-                wgmma(every, a + T.uint64(k * a_step), b + T.uint64(k * b_step), keep, self.arithmetic, across)
-            wgmma_commit()
+                isa.wgmma(every, a + T.uint64(k * a_step), b + T.uint64(k * b_step), keep, self.arithmetic, across)
+            isa.wgmma_commit()
             with T.when(slab > 0):
-                wgmma_wait_pending(1)
+                isa.wgmma_wait_pending(1)
                 release()  # the stage before this one
             T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
-        wgmma_wait(every)
+        isa.wgmma_wait(every)
         with T.when(some):
             release()
 
@@ -137,8 +132,8 @@ class WgmmaMainloop(ABC):
             there: Expr = T.uint32(size * values)
             if exact and (rest := x.width % values):
                 there = T.Select(value + v == x.width - rest, T.uint32(size * rest), there)
-            cp_async(self.memory.ptr_to([place + v * size // 4]), source.ptr_to([at + v]), size * values,
-                     T.Select(T.And(live, value + v < x.width), there, T.uint32(0)))
+            isa.cp_async(self.memory.ptr_to([place + v * size // 4]), source.ptr_to([at + v]), size * values,
+                         T.Select(T.And(live, value + v < x.width), there, T.uint32(0)))
 
     def _use(self) -> Use:
         """The current use of a stage."""

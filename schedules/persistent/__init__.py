@@ -11,12 +11,12 @@ from math import prod
 from ecornn.analysis.heads import heads_of, most_heads
 from ecornn.analysis.liveness import late_operands
 from ecornn.analysis.narrow import columns_of
-from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Program
+from ecornn.program import PACKED, WORKSPACE, Buffer, Call, Extent, Fill, Launch, Packing, Program
 from ecornn.schedules.assemble import assemble
 from ecornn.schedules.backward.assemble import assemble_recurrence, beyond
 from ecornn.schedules.base import Component, Config, Cut, Knob, SearchedSchedule, Task, register_limit
 from ecornn.schedules.builder import PrimFunc, ceil_div
-from ecornn.schedules.cuda.isa.tensor_core import words
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, words
 from ecornn.schedules.gemm.projection import job_of, project
 from ecornn.schedules.gemm.rows_mma import shape_of
 from ecornn.schedules.hoisted import Hoisted, gained, hoisted_choices, hoisted_of, preferred
@@ -178,9 +178,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
             return f"{threads} threads a block"
         if threads % 128 and lanes * rows > gate_threads:
             return "registers are given out to four warps at a time, and there is work for another gate warp"
-        if (warps - 1) * ceil_div(of_state, plans.PAIR * warps) * plans.PAIR >= of_state:
+        if (warps - 1) * ceil_div(of_state, PAIR * warps) * PAIR >= of_state:
             return "a product warp without work"
-        if heads > 1 and task.traversal.backward and of_state % (plans.PAIR * warps):
+        if heads > 1 and task.traversal.backward and of_state % (PAIR * warps):
             return f"{of_state} words of a head do not fill pairs of k-tiles of {warps} warps"
         return None
 
@@ -328,7 +328,8 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
         kind = "uint8" if plan.scaled else plan.dtype
         buffers.append(Buffer(f"recurrent_{i}", PACKED, kind, Extent(prod(packing.pad)), packing))
         if plan.scaled:
-            scales = plans.scales_of(packing)
+            # what integers are multiples of: (gate, unit) of the rows that the packing has
+            scales = Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")
             buffers.append(Buffer(f"scales_{i}", PACKED, "float32", Extent(prod(scales.pad[:-1])), scales))
         if not plan.cluster:
             buffers.append(Buffer(f"exchange_{i}", WORKSPACE, "uint32", Extent(slots * plan.slot_words(phase))))

@@ -32,17 +32,13 @@ from contextlib import AbstractContextManager
 from ecornn.analysis.liveness import late_operands
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, ceil_div
-from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait, launch_dependents, wait_on_earlier
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init, mbarrier_arrive
-from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_relaxed, ld_shared, st_relaxed
-from ecornn.schedules.cuda.isa.registers import float_bits
-from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
-from ecornn.schedules.cuda.isa.threads import sync_warp
+from ecornn.schedules.cuda import isa
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, pack_pair, per_word
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, ClusterPipeline
 from ecornn.schedules.gemm.projection import may_be_followed
 from ecornn.schedules.gemm.rows_mma import LEAST_ROWS
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.persistent.plan import PAIR, PersistentPlan, PhasePlan
+from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.rates import short
 from ecornn.schedules.scalars.initial import BLOCKS, THREADS, Head, declare_start, initial_values, start_thread
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -97,12 +93,8 @@ class Carrier(ABC):
         """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
 
     @abstractmethod
-    def word(self, values: list[Expr]) -> Expr:
-        """The word that travels, of one value or of two neighbours."""
-
-    @abstractmethod
-    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
-        """Sends a word to all blocks of the group, from threads that it is a word of."""
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, values: list[Expr], mine: Expr) -> None:
+        """Sends a word, of one value or of two neighbours, to all blocks of the group, from threads that have it."""
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:  # noqa: B027
         """Takes back what was sent: (place, whether it is this thread's word)."""
@@ -132,22 +124,19 @@ class Ring(Carrier):
             for place, q in enumerate(pairs):
                 for n in range(plan.tiles):
                     with within(plan, n, lane // 4):
-                        ld_relaxed([state[place, n, i] for i in range(4)],
-                                   ring.ptr_to([start + pair_place(plan, p, q, n)]))
+                        isa.ld_relaxed([state[place, n, i] for i in range(4)],
+                                       ring.ptr_to([start + pair_place(plan, p, q, n)]))
             # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
             highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
             found = T.tree("highest", highest, T.max) == T.uint32(SENTINEL)
             T.buffer_store(missing, T.cast(found, "int32"), [0])
-        sync_warp()
+        isa.sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         self._fence(self.plan.acquired(t))
 
-    def word(self, values: list[Expr]) -> Expr:
-        return T.let("word", pack(values, self.plan.dtype))
-
-    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
-        self._store(phase, slot + place, word, mine)
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, values: list[Expr], mine: Expr) -> None:
+        self._store(phase, slot + place, T.let("word", pack(values, self.plan.dtype)), mine)
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
         T.note("producer: the words of an earlier step become the sentinel again")
@@ -160,7 +149,7 @@ class Ring(Carrier):
 
     def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
         with T.when(mine):
-            st_relaxed(self.rings[phase].ptr_to([place]), [word])
+            isa.st_relaxed(self.rings[phase].ptr_to([place]), [word])
 
     def acquired(self, t: Expr) -> None:
         self._fence(self.plan.acquired(t))
@@ -168,7 +157,7 @@ class Ring(Carrier):
     def _fence(self, where: Expr | bool) -> None:
         """Emits a release and acquire fence, in steps ``where`` (an expression; or True: in all)."""
         with T.when(where):
-            fence_gpu()
+            isa.fence_gpu()
 
 
 def begins_early(task: Task, plan: PersistentPlan) -> bool:
@@ -202,7 +191,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
         first, threads = start_thread(), BLOCKS * THREADS
         T.note("before the recurrence: counters to zero, the first state and sentinels into the rings")
         if early:
-            launch_dependents()
+            isa.launch_dependents()
         if ready is not None:
             counters = T.let("counters", (kernel.steps * kernel.batch + (LEAST_ROWS - 1)) // LEAST_ROWS)
             turns = T.let("turns", (counters + (threads - 1)) // threads)
@@ -226,7 +215,7 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
                     with T.Else():
                         T.buffer_store(ring, rest, [place])
         if early:
-            wait_on_earlier()
+            isa.wait_on_earlier()
     return made()
 
 
@@ -275,10 +264,10 @@ class Cluster(Carrier):
         with T.when(thread == 0):
             for one in self.pipelines:
                 one.init()
-            fence_mbarrier_init()
+            isa.fence_mbarrier_init()
             for number, one in enumerate(self.pipelines):
                 if number == 0:  # what the call was given is there at once
-                    mbarrier_arrive(one.full_barrier(0))
+                    isa.mbarrier_arrive(one.full_barrier(0))
                 else:
                     one.announce(0)
                 with T.when(self.steps > 1):
@@ -292,13 +281,13 @@ class Cluster(Carrier):
                 if p == 0:
                     at = [located(plan, phase, group, place) for place in places]
                     head = head_of(plan, group)
-                    found = [self._given(initial_values(kernel, one, head)) for one in at]
+                    found = [self._word(initial_values(kernel, one, head), given=True) for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.when(place < total):
                         T.buffer_store(self.words, word, [first + place])
                         T.buffer_store(self.words, T.uint32(0), [first + total + place])
-        cluster_arrive()
-        cluster_wait()
+        isa.cluster_arrive()
+        isa.cluster_wait()
 
     def slot(self, phase: int, step: Expr) -> Expr:
         return self.first[phase] + step % 2 * self.plan.slot_words(self.plan.phases[phase])
@@ -313,22 +302,22 @@ class Cluster(Carrier):
             for n in range(plan.tiles):
                 with within(plan, n, lane // 4):
                     at = self.words.ptr_to([start + pair_place(plan, plan.phases[phase], q, n)])
-                    ld_shared([state[place, n, i] for i in range(4)], at)
-        sync_warp()
+                    isa.ld_shared([state[place, n, i] for i in range(4)], at)
+        isa.sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
         T.note("one thread: the slot has been read; its mbarrier expects the state of step t + 2")
         with T.when(T.And(T.And(warp == 0, lane == 0), t + 2 < self.steps)):
             self.pipelines[phase].announce(t)
 
-    def word(self, values: list[Expr]) -> Expr:
-        return T.let("word", T.reinterpret("uint32", values[0]) if self.plan.dtype == "float32"
-                     else pack_pair(values[0], values[1], self.plan.dtype))
+    def _word(self, values: list[Expr], given: bool = False) -> Expr:
+        """The word that travels. Those of what the call was ``given`` may be 0 everywhere, beyond H: TVM prints the
+        address of a constant that is reinterpreted."""
+        if self.plan.dtype != "float32":
+            return T.let("word", pack_pair(values[0], values[1], self.plan.dtype))
+        return T.let("word", isa.float_bits(values[0]) if given else T.reinterpret("uint32", values[0]))
 
-    def _given(self, values: list[Expr]) -> Expr:
-        """The same of values that may be 0 everywhere, beyond H: TVM prints the address of a constant reinterpreted."""
-        return T.let("word", float_bits(values[0])) if self.plan.dtype == "float32" else self.word(values)
-
-    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, word: Expr, mine: Expr) -> None:
+    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, values: list[Expr], mine: Expr) -> None:
+        word = self._word(values)
         with T.when(T.And(mine, step < self.steps)):
             self.pipelines[phase].send(step, slot + place, [word])

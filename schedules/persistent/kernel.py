@@ -25,10 +25,8 @@ from functools import partial
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.blocks import wait_on_earlier
-from ecornn.schedules.cuda.isa.memory import fence_gpu, ld_acquire, red_release
+from ecornn.schedules.cuda.isa import fence_gpu, ld_acquire, named_barrier_sync, red_release, wait_on_earlier
 from ecornn.schedules.cuda.isa.tensor_core import per_word
-from ecornn.schedules.cuda.isa.threads import named_barrier_sync
 from ecornn.schedules.gemm.job import HoistedValues
 from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of
@@ -158,7 +156,10 @@ class Gates(GateThreads):
             sums: list[dict[Var, Expr]] = [{} for _ in envs]
             if phase.statistics and self.sums is not None:
                 lives = [self._live(i, t) for i in range(plan.items)]
-                sums, e = self.sums.exchange(e, t, envs, self._units(), self.unit, lives), e + 1
+                # whether an item is one of the layer's units, padding rows included
+                counts = [T.let("counts", T.And(own, unit < plan.hidden))
+                          for own, unit in zip(self.owner, self.unit, strict=True)]
+                sums, e = self.sums.exchange(e, t, envs, counts, self.unit, lives), e + 1
             if phase.products:
                 T.note("gate warps: wait for the partial sums of all MMA warps, add them up")
                 use = T.let("use", t * len(plan.phases) + p)
@@ -177,11 +178,6 @@ class Gates(GateThreads):
                 self.carrier.wipe(p - 1, t, self._places(p - 1))
             if following is None:
                 self._after(t, ended)
-
-    def _units(self) -> list[Expr]:
-        """For each item, whether it is one of the layer's units, padding rows included."""
-        hidden = self.plan.hidden
-        return [T.let("counts", T.And(own, unit < hidden)) for own, unit in zip(self.owner, self.unit, strict=True)]
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
         """The rest of a step, which nobody waits for.
@@ -227,8 +223,8 @@ class Gates(GateThreads):
         slot = T.let("slot", carrier.slot(p, step))
         for o, operand in enumerate(self.graph.product_phases[p].operands):
             value = T.let(f"{operand.name}_sent", T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
-            word = carrier.word(self._shared(value))
-            carrier.write(p, step, slot, self._place(i, plan.phases[p], o), word, self._mine(i, plan.phases[p]))
+            place, mine = self._place(i, plan.phases[p], o), self._mine(i, plan.phases[p])
+            carrier.write(p, step, slot, place, self._shared(value), mine)
 
     def _place(self, i: int, phase: PhasePlan, operand: int) -> Expr:
         unit = self.unit[i] if self.plan.heads == 1 else self.unit[i] - self.head_first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd, lcm, prod
+from math import gcd, lcm
 from typing import NamedTuple
 
 from ecornn.analysis.heads import most_heads
@@ -10,9 +10,9 @@ from ecornn.analysis.narrow import columns_of
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob, register_limit
 from ecornn.schedules.builder import Expr, ceil_div
-from ecornn.schedules.cuda.isa.tensor_core import UNPACKED, per_word, words
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, UNPACKED, per_word, words
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS
-from ecornn.schedules.gemm.job import Shape
+from ecornn.schedules.gemm import job
 from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.rows_mma import shape_within
@@ -21,7 +21,6 @@ from ecornn.schedules.scalars.gate_threads import mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
 RINGS = ((1 << 12, 32), (1 << 14, 16), (1 << 62, 8))  # words of a step's exchange, at most; slots with fewer fences
-PAIR = 16  # words of a pair of k-tiles
 BARRIER = 16  # bytes of an mbarrier, so that what follows is aligned
 AHEAD_BYTES = 48 << 10  # of streamed weights a block has room for: what L2 sends while a step waits for state
 FLIGHT = 32  # loads of 16 bytes a lane has in flight while it polls, at most
@@ -373,7 +372,7 @@ def _kept(task: Task, plan: PersistentPlan, p: PhasePlan, size: int, room: int) 
     return p._replace(shared_pairs=min((room - slots * ring) // size, left - slots), slots=slots)
 
 
-def worker_shape(task: Task, plan: PersistentPlan) -> Shape | None:
+def worker_shape(task: Task, plan: PersistentPlan) -> job.Shape | None:
     """The tiles of the projection beside the recurrence; None where its threads have too few registers."""
     return shape_within(job_of(task), register_limit(task.device, plan.block_threads))
 
@@ -387,27 +386,14 @@ def block_shared(task: Task, plan: PersistentPlan) -> int:
 def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
     """Recurrent weights of a phase as the fragments that each lane of each warp holds.
 
-    (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet. Of weights that are
-    transposed the axes of a source have changed places."""
+    (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet."""
     phase, p = task.graph.product_phases[index], plan.phases[index]
     sources: list[tuple[str, int]] = []
     for operand in phase.operands:
         rows = [product.source(operand) for product in phase.products]
         sources += rows + [("", 0)] * (p.gates - len(rows))
     e, n = p.interleave, per_word(plan.dtype)
-    first = (p.operands, p.gates // e, e)
-    made, multiplied = (plan.heads * plan.blocks, plan.units * e // 8, 8 // e), (plan.warps, p.warp_pairs, 4, 2, 2, n)
-    if phase.products[0].terms[0].transposed and plan.heads > 1:  # each block is
-        made = (plan.blocks, *made[1:])
-        return Packing(tuple(sources), (len(sources), plan.heads * prod(multiplied), prod(made)),
-                       (*first, plan.heads, *multiplied, *made), (3, 10, 4, 0, 5, 1, 11, 12, 2, 6, 7, 8, 9), plan.dtype)
-    if phase.products[0].terms[0].transposed:
-        return Packing(tuple(sources), (len(sources), prod(multiplied), prod(made)), (*first, *multiplied, *made),
-                       (9, 3, 0, 4, 1, 10, 11, 2, 5, 6, 7, 8), plan.dtype)
-    return Packing(tuple(sources), (len(sources), prod(made), prod(multiplied)), (*first, *made, *multiplied),
-                   (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.stored)
-
-
-def scales_of(packing: Packing) -> Packing:
-    """The scales that a phase's integers are multiples of: (gate, unit) of the rows that the packing has."""
-    return Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")
+    return job.packing_of(tuple(sources), (p.operands, p.gates // e, e),
+                          (plan.heads * plan.blocks, plan.units * e // 8, 8 // e),
+                          (plan.warps, p.warp_pairs, 4, 2, 2, n), (3, 6, 0, 7, 1, 4, 5, 2, 8, 9, 10, 11), plan.stored,
+                          transposed=phase.products[0].terms[0].transposed, heads=plan.heads)

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from functools import partial, reduce
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
-from ecornn.schedules.cuda.fragments import multiply_pair, zeros
-from ecornn.schedules.cuda.isa.blocks import wait_on_earlier
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
-from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_global, ld_shared, st_shared
-from ecornn.schedules.cuda.isa.tensor_core import per_word, unpacked
-from ecornn.schedules.cuda.isa.threads import named_barrier_sync, sync_warp
+from ecornn.schedules.cuda import isa
+from ecornn.schedules.cuda.isa.tensor_core import multiply_pair, per_word, unpacked, zeros
 from ecornn.schedules.cuda.pipeline import BARRIER_WORDS, Pipeline, Use, parity_of
 from ecornn.schedules.persistent.exchange import Carrier, within
-from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
+from ecornn.schedules.persistent.plan import PersistentPlan
 
 FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
 SENT = 4  # of a block's operands that are on their way; sums.py has 3
@@ -62,10 +58,10 @@ class Stream:
         T.note("weight stream, prologue: mbarriers of the ring, and its first bulk copies from L2")
         with T.when(self.lane == 0):
             self.slots.init()
-            fence_mbarrier_init()
+            isa.fence_mbarrier_init()
             for slot in range(self.phase.slots):
                 self._copy(slot)
-        sync_warp()
+        isa.sync_warp()
 
     def read(self, q: Expr, t: Expr, into: TirBuffer) -> None:
         """Waits for streamed pair ``q`` in step t, reads this lane's words, and asks for what the slot holds next."""
@@ -78,9 +74,9 @@ class Stream:
         plan, n = self.plan, self.plan.lane_words
         for v in range(self.phase.octets(plan.units)):
             at = self.words.ptr_to([self.ring + (slot * self.size + v * plan.octet_words) + self.lane * n])
-            ld_shared([into[0, v, i] for i in range(n)], at)
-        fence_async_shared()
-        sync_warp()
+            isa.ld_shared([into[0, v, i] for i in range(n)], at)
+        isa.fence_async_shared()
+        isa.sync_warp()
         follows = q + slots < count  # in this step
         if not isinstance(q, int):
             with T.when(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))):
@@ -96,55 +92,26 @@ class Stream:
                         self.size * 4)
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """The places of a phase's weights."""
-
-    held: TirBuffer  # those in a lane's registers: (pairs * octets, words of each)
-    words: TirBuffer  # the block's shared memory, uint32
-    place: int  # where those of the phase begin there
-    source: TirBuffer  # all, packed, in memory
-    stream: Stream | None  # the ring through which the others come, if they do not come straight into registers
-
-
 def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirBuffer], carrier: Carrier,
              shared: TirBuffer, early: bool) -> None:
     """Emits a product warp's whole life. ``weights``: of each phase, packed; ``shared``: the block's memory, float32;
     ``early``: the states before the first step may not be there yet."""
     T.note("MMA warps, prologue: recurrent weights to registers, and to shared memory where they do not fit")
-    words, warp, lane = shared.view("uint32"), at.warp, at.lane
-    kept_of, place, n = [], 2 * plan.sum_floats, plan.lane_words
+    words, warp, lane, place, kept = shared.view("uint32"), at.warp, at.lane, 2 * plan.sum_floats, list[_Weights]()
     for index, (phase, source) in enumerate(zip(plan.phases, weights, strict=True)):
-        octets, kept, streamed = phase.octets(plan.units), phase.register_pairs, phase.streamed_pairs
-        registers = T.local("weights", (max(1, kept * octets), n), "uint32")  # (pair, octet), word of the lane
-        first = place
-        for q in range(streamed, phase.pairs):
-            for v in range(octets):
-                address = _weights(plan, phase, source, at, q, v)
-                if q < streamed + kept:
-                    r = [registers[(q - streamed) * octets + v, i] for i in range(n)]
-                    ld_global(r, address)
-                else:
-                    r = [T.local("word", (1,), "uint32")[0] for _ in range(n)]  # of the lane
-                    ld_global(r, address)
-                    st_shared(words.ptr_to([_shared_place(plan, phase, first, at, q, v)]), r)
-        place += plan.shared_weight_words(phase)
-        stream = Stream(plan, index, words, place, source, at, steps) if phase.slots else None
-        if stream is not None:
-            stream.begin()
-        kept_of.append(_Kept(registers, words, first, source, stream))
-        place += plan.stream_words(phase)
+        kept.append(_Weights(plan, index, source, words, place, at, steps))
+        place += plan.shared_weight_words(phase) + plan.stream_words(phase)
     if early:
-        wait_on_earlier()
+        isa.wait_on_earlier()
     with T.serial("t", 0, steps) as t:
         for index, phase in enumerate(plan.phases):
             use = T.let("use", t * len(plan.phases) + index)
             side = T.let("side", use % 2)
-            stored = _Stored(plan, phase, kept_of[index], at, t)
+            kept[index].begin(t)
             start = T.let("start", carrier.slot(index, t) + warp * phase.warp_pairs * plan.tiles * 128 + lane * 4)
             T.note("MMA warps: wait for the state of step t, multiply it with the weights (K is split among the warps)")
             carrier.wait(index, t)
-            acc = _multiply(plan, index, stored, carrier, start, lane)
+            acc = _multiply(plan, index, kept[index], carrier, start, lane)
             T.note("MMA warps: partial sums to shared memory, then the named barrier at which gate warps wait for them")
             stride = plan.stride(phase)
             base = T.let("base", side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
@@ -154,38 +121,60 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
                         with within(plan, n, lane % 4 * 2 + i % 2):
                             T.buffer_store(shared, acc(m, n, i),
                                            [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
-            named_barrier_sync(side + FULL, plan.threads)
+            isa.named_barrier_sync(side + FULL, plan.threads)
             carrier.done(index, t, warp, lane)
             if plan.held:
-                named_barrier_sync(SENT, plan.threads)
+                isa.named_barrier_sync(SENT, plan.threads)
 
 
-def _weights(plan: PersistentPlan, phase: PhasePlan, source: TirBuffer, at: Position, q: int, v: int) -> Expr:
-    """A pointer to the words of a lane in the packed weights."""
-    octet = ((at.member * plan.warps + at.warp) * phase.pairs + q) * phase.octets(plan.units) + v
-    index = T.let("weight_at", octet * 32 + at.lane)
-    return source.ptr_to([T.cast(index, "int64") * 4 * per_word(plan.dtype)])
+class _Weights:
+    """The weights of a phase that a warp multiplies with: in registers, in shared memory from word ``place`` on, and
+    those that are streamed, which come through a ring behind these, or straight into registers."""
 
+    def __init__(self, plan: PersistentPlan, index: int, source: TirBuffer, words: TirBuffer, place: int, at: Position,
+                 steps: Expr) -> None:
+        """Loads those that stay. ``source``: all, packed, in memory; ``words``: the block's shared memory, uint32."""
+        self.plan, self.source, self.words, self.place, self.at = plan, source, words, place, at
+        self.phase = phase = plan.phases[index]
+        self.octets, n = phase.octets(plan.units), plan.lane_words
+        kept, streamed = phase.register_pairs, phase.streamed_pairs
+        self.held = T.local("weights", (max(1, kept * self.octets), n), "uint32")  # (pair, octet), word of the lane
+        for q in range(streamed, phase.pairs):
+            for v in range(self.octets):
+                address = self._source(q, v)
+                if q < streamed + kept:
+                    isa.ld_global([self.held[(q - streamed) * self.octets + v, i] for i in range(n)], address)
+                else:
+                    r = [T.local("word", (1,), "uint32")[0] for _ in range(n)]  # of the lane
+                    isa.ld_global(r, address)
+                    isa.st_shared(self._shared(q, v), r)
+        first = place + plan.shared_weight_words(phase)
+        self.stream = Stream(plan, index, words, first, source, at, steps) if phase.slots else None
+        if self.stream is not None:
+            self.stream.begin()
+        self.ahead = streamed > 0 and self.stream is None  # whether a pair is loaded while another is multiplied
 
-def _shared_place(plan: PersistentPlan, phase: PhasePlan, place: int, at: Position, q: Expr, v: int) -> Expr:
-    octets = phase.octets(plan.units)
-    shared = q - phase.streamed_pairs - phase.register_pairs
-    return place + (((at.warp * phase.shared_pairs + shared) * octets + v) * 32 + at.lane) * plan.lane_words
-
-
-class _Stored:
-    """The weights of a phase that a warp multiplies with, wherever they are kept."""
-
-    def __init__(self, plan: PersistentPlan, phase: PhasePlan, kept: _Kept, at: Position, t: Expr) -> None:
-        self.plan, self.phase, self.kept, self.at, self.t = plan, phase, kept, at, t
-        self.octets = phase.octets(plan.units)
-        # whether a pair is loaded while another is multiplied
-        self.ahead = phase.streamed_pairs > 0 and kept.stream is None
-        if phase.register_pairs < phase.pairs:
+    def begin(self, t: Expr) -> None:
+        """Before the products of step t."""
+        self.t = t
+        if self.phase.register_pairs < self.phase.pairs:
             # (turn, octet, word of the lane)
-            self.loaded = T.local("loaded", (3 if self.ahead else 1, self.octets, plan.lane_words), "uint32")
+            self.loaded = T.local("loaded", (3 if self.ahead else 1, self.octets, self.plan.lane_words), "uint32")
         if self.ahead:
             self._from_l2(0)
+
+    def _source(self, q: int, v: int) -> Expr:
+        """A pointer to the lane's words of octet v of pair q in the packed weights."""
+        plan, at = self.plan, self.at
+        octet = ((at.member * plan.warps + at.warp) * self.phase.pairs + q) * self.octets + v
+        index = T.let("weight_at", octet * 32 + at.lane)
+        return self.source.ptr_to([T.cast(index, "int64") * 4 * per_word(plan.dtype)])
+
+    def _shared(self, q: Expr, v: int) -> Expr:
+        """A pointer to the same in shared memory."""
+        phase, at = self.phase, self.at
+        pair = at.warp * phase.shared_pairs + (q - phase.streamed_pairs - phase.register_pairs)
+        return self.words.ptr_to([self.place + ((pair * self.octets + v) * 32 + at.lane) * self.plan.lane_words])
 
     def load(self, q: Expr, like: int) -> None:
         """Loads pair q where it is not in registers; what comes from L2 was asked for earlier. ``like``: a pair that is
@@ -193,17 +182,15 @@ class _Stored:
         streamed = self.phase.streamed_pairs
         if like >= streamed + self.phase.register_pairs:
             for v in range(self.octets):
-                place = _shared_place(self.plan, self.phase, self.kept.place, self.at, q, v)
-                ld_shared(self._loaded(0, v), self.kept.words.ptr_to([place]))
-        elif like < streamed and self.kept.stream is not None:
-            self.kept.stream.read(q, self.t, self.loaded)
+                isa.ld_shared(self._loaded(0, v), self._shared(q, v))
+        elif like < streamed and self.stream is not None:
+            self.stream.read(q, self.t, self.loaded)
         elif like + 1 < streamed:
             self._from_l2(like + 1)
 
     def _from_l2(self, q: int) -> None:
         for v in range(self.octets):
-            address = _weights(self.plan, self.phase, self.kept.source, self.at, q, v)
-            ld_global(self._loaded(self._turn(q), v), address)
+            isa.ld_global(self._loaded(self._turn(q), v), self._source(q, v))
 
     def _turn(self, q: int) -> int:
         """The number of a pair among the loaded ones: of what is loaded ahead, 1 and 2 in turns."""
@@ -221,11 +208,11 @@ class _Stored:
     def _word(self, q: int, v: int, i: int) -> Expr:
         held = q - self.phase.streamed_pairs
         if 0 <= held < self.phase.register_pairs:
-            return self.kept.held[held * self.octets + v, i]
+            return self.held[held * self.octets + v, i]
         return self.loaded[self._turn(q), v, i]
 
 
-def _multiply(plan: PersistentPlan, index: int, stored: _Stored, carrier: Carrier, start: Expr,
+def _multiply(plan: PersistentPlan, index: int, stored: _Weights, carrier: Carrier, start: Expr,
               lane: Expr) -> Callable[[int, int, int], Expr]:
     """This warp's part of the products of a phase, as its words of a slot, from ``start``, arrive."""
     phase = plan.phases[index]

@@ -16,9 +16,7 @@ from abc import ABC, abstractmethod
 
 from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.blocks import cluster_send
-from ecornn.schedules.cuda.isa.memory import ld_relaxed, ld_shared, shared_address, st_relaxed, st_shared
-from ecornn.schedules.cuda.isa.threads import named_barrier_sync, pause, sync_warp
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.persistent.exchange import SENTINEL, Cluster, pack
 from ecornn.schedules.persistent.plan import PersistentPlan
 from ecornn.schedules.scalars.row_sums import Kind, across_lanes, across_warp, among, combine, neutral
@@ -159,7 +157,7 @@ class RingSums(Sums):
         plan = self.plan
         with T.when(T.And(self.mine[i], self.lane < plan.row_quads(e))):
             place = slot + self.part * plan.sum_stride(e) + (self.rows[i] * plan.row_quads(e) + self.lane) * 4
-            st_relaxed(self.rings[e].ptr_to([place]), words)
+            isa.st_relaxed(self.rings[e].ptr_to([place]), words)
 
     def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
         plan, count = self.plan, len(self.all[e])
@@ -191,8 +189,8 @@ class RingSums(Sums):
             own = [T.reinterpret("uint32", v) for v in sums] + [T.uint32(0)] * (4 - used)
             with T.when(self.thread % 32 < across):
                 at = self._between(side, self.thread // 32) + (self.thread % 32 + outer * across) * 4
-                st_shared(self.words.ptr_to([at]), own)
-        named_barrier_sync(SUMMED, plan.gate_warps * 32)
+                isa.st_shared(self.words.ptr_to([at]), own)
+        isa.named_barrier_sync(SUMMED, plan.gate_warps * 32)
         totals = []
         for i in range(plan.items):
             for n in range(count):
@@ -221,15 +219,15 @@ class RingSums(Sums):
 
     def _poll(self, e: int, words: TirBuffer, loads: list[tuple[Expr, Expr]]) -> None:
         missing = T.variable("missing", "int32", T.int32(1))
-        pause(PAUSE)
+        isa.pause(PAUSE)
         with T.While(missing[0] != 0):
             for n, (at, inside) in enumerate(loads):
                 with T.when(inside):
-                    ld_relaxed([words[n, k] for k in range(4)], self.rings[e].ptr_to([at]))
+                    isa.ld_relaxed([words[n, k] for k in range(4)], self.rings[e].ptr_to([at]))
             highest = [words[n, k] for n in range(len(loads)) for k in range(4)]
             found = T.tree("highest", highest, T.max) == T.uint32(SENTINEL)
             T.buffer_store(missing, T.cast(found, "int32"), [0])
-        sync_warp()
+        isa.sync_warp()
 
     def _between(self, side: Expr, warp: Expr) -> Expr:
         """Place in shared memory of what a gate warp has read."""
@@ -238,7 +236,7 @@ class RingSums(Sums):
 
     def _pair(self, side: Expr, warp: int, place: Expr) -> list[Expr]:
         found = T.local("found", (2,), "uint32")  # of values and of squares
-        ld_shared([found[0], found[1]], self.words.ptr_to([self._between(side, warp) + place]))
+        isa.ld_shared([found[0], found[1]], self.words.ptr_to([self._between(side, warp) + place]))
         return [T.let("sum", T.reinterpret("float32", found[k])) for k in range(2)]
 
 
@@ -277,12 +275,12 @@ class ClusterSums(Sums):
         barrier = self.carrier.sums[e].address(t)
         for n in range(0, len(self.all[e]), 2):
             own = words[2 * n:2 * n + 4]
-            to = T.let("to", shared_address(self.carrier.words.ptr_to(
+            to = T.let("to", isa.shared_address(self.carrier.words.ptr_to(
                 [slot + self._row(e, n, self.rows[i]) + self.part * len(own)])))
             for turn in range(ceil_div(plan.blocks, self.lanes)):  # each lane to a block of its own
                 rank = T.let("rank", self.lane + turn * self.lanes)
                 with T.when(T.And(self.mine[i], rank < plan.blocks)):
-                    cluster_send(to, barrier, T.cast(rank, "uint32"), own)
+                    isa.cluster_send(to, barrier, T.cast(rank, "uint32"), own)
 
     def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
         plan = self.plan
@@ -304,14 +302,10 @@ class ClusterSums(Sums):
             for pipeline in self.carrier.sums:
                 pipeline.announce(t)
 
-    def _width(self, e: int, n: int) -> int:
-        """Words of a part of statistic n and the next one, if there is another."""
-        return 2 * min(2, len(self.all[e]) - n)
-
     def _row(self, e: int, n: int, row: Expr) -> Expr:
         """Place in a slot of a row's parts of statistic n, an even number."""
-        plan = self.plan
-        return n * 2 * plan.rows * plan.sum_padded + row * plan.sum_padded * self._width(e, n)
+        plan, width = self.plan, 2 * min(2, len(self.all[e]) - n)  # words of a part, also of the next statistic
+        return n * 2 * plan.rows * plan.sum_padded + row * plan.sum_padded * width
 
     def _read(self, first: Expr, largest: list[bool], lanes: int) -> list[Expr]:
         """Sums of the parts that this lane reads, of ``lanes`` that share them: one, or two neighbours, in 16 bytes.
@@ -326,18 +320,15 @@ class ClusterSums(Sums):
             left = plan.sum_parts - j * lanes * per  # parts from the first lane's on
             place = [words[j, k] for k in range(4)]
             if left >= lanes * per:
-                self._load(place, at + j * lanes * 4)
+                isa.ld_shared(place, self.carrier.words.ptr_to([at + j * lanes * 4]))
                 continue
             for k in range(4):
                 T.buffer_store(words, nothing[k], [j, k])
             with T.when(self.lane % lanes * per < left):
-                self._load(place, at + j * lanes * 4)
+                isa.ld_shared(place, self.carrier.words.ptr_to([at + j * lanes * 4]))
             if left % per:  # behind the last part is one that nobody sends
                 with T.when(self.lane % lanes * per == left - 1):
                     for k in range(2, 4):
                         T.buffer_store(words, nothing[k], [j, k])
         values = [[T.let("value", T.reinterpret("float32", words[j, k])) for k in range(4)] for j in range(turns)]
         return [added([v[k] for v in values for k in range(f, 4, width)], largest[f]) for f in range(width)]
-
-    def _load(self, into: list[Expr], place: Expr) -> None:
-        ld_shared(into, self.carrier.words.ptr_to([place]))

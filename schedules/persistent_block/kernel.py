@@ -21,13 +21,8 @@ from functools import partial
 from ecornn.analysis.liveness import before_first
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
-from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait, wait_on_earlier
-from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait, cp_async_wait_all
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
-from ecornn.schedules.cuda.isa.memory import ld_shared
-from ecornn.schedules.cuda.isa.registers import pinned
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
-from ecornn.schedules.cuda.isa.threads import sync_block
 from ecornn.schedules.cuda.pipeline import ClusterPipeline
 from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
@@ -64,15 +59,15 @@ class Sent:
         T.note("cluster, prologue: mbarriers, then all CTAs meet")
         with T.when(self.thread == 0):
             self.state.init()
-            fence_mbarrier_init()
-        cluster_arrive()
-        cluster_wait()
+            isa.fence_mbarrier_init()
+        isa.cluster_arrive()
+        isa.cluster_wait()
         with T.when(self.thread == 0):
             self.state.announce(T.int32(0))
 
     def wait(self, step: Expr) -> None:
         """For the state before a step, behind what this block's threads have sent of it. For all threads."""
-        sync_block()
+        isa.sync_block()
         T.note("consumer: one thread says what comes next; all wait for the state's bytes from the CTAs of the cluster")
         with T.when(T.And(self.thread == 0, step < self.steps)):
             self.state.announce(step + 1)
@@ -117,11 +112,11 @@ class Gates(GateThreads):
         Else each step would work them out again, within branches, which takes less only where there are many."""
         place = self.products.place
         heads = self.plan.heads > 1
-        bind = pinned if heads or self.plan.items == 1 else T.let
+        bind = isa.pinned if heads or self.plan.items == 1 else T.let
         if heads:
             head = T.let("layer_head", self.products.share_of_heads * self.plan.held + self.products.head)
-            self.unit = [pinned("unit", head * self.plan.head + unit) for unit, _, _ in place]
-            self.local = [pinned("local", self.products.head_first + unit) for unit, _, _ in place]
+            self.unit = [isa.pinned("unit", head * self.plan.head + unit) for unit, _, _ in place]
+            self.local = [isa.pinned("local", self.products.head_first + unit) for unit, _, _ in place]
         else:
             self.unit = [bind("unit", unit) for unit, _, _ in place]
             self.local = self.unit
@@ -140,7 +135,7 @@ class Gates(GateThreads):
         with T.strided("place", words, self.thread, plan.threads) as place:  # beyond the layer's units it stays zero
             T.buffer_store(self.products.words, T.uint32(0), [place])
         if self.early:  # nothing before reads what the projection writes, or writes what it reads
-            wait_on_earlier()
+            isa.wait_on_earlier()
         T.note("all threads, prologue: constants and states of their (unit, batch row) pairs, the first inputs")
         self.begin()
         self._mark(T.int32(0))
@@ -151,7 +146,7 @@ class Gates(GateThreads):
         if self.sent is not None:
             self.sent.begin()
         else:
-            sync_block()
+            isa.sync_block()
         for i in range(self.items):
             env = {v: self.states[i, s] for s, v in enumerate(self.graph.states.values())}
             env |= {v: self.constants[i, k] for k, v in enumerate(self.graph.invariant_outputs)}
@@ -166,7 +161,7 @@ class Gates(GateThreads):
         with T.serial("t", 0, self.steps) as t:
             self._step(t)
         T.note("no thread leaves before its copies have landed")
-        cp_async_wait_all()  # no thread leaves before its copies have landed
+        isa.cp_async_wait_all()  # no thread leaves before its copies have landed
 
     def _step(self, t: Expr) -> None:
         graph = self.graph
@@ -195,7 +190,7 @@ class Gates(GateThreads):
             self.sent.wait(step)
             return
         self.products.stored()
-        sync_block()
+        isa.sync_block()
 
     def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Emits the first products of step t, also of the one behind the last, which nobody looks at."""
@@ -269,7 +264,7 @@ class Gates(GateThreads):
         if not self.hoisted.outputs:
             return
         self._copy(t + (self.plan.depth - 1))
-        cp_async_wait(self.plan.depth - 1)
+        isa.cp_async_wait(self.plan.depth - 1)
         slot = t % self.plan.depth
         for i in range(self.items):
             kind = "b32" if self.hoisted.packed else "f32"
@@ -278,7 +273,7 @@ class Gates(GateThreads):
                 T.buffer_store(into, nothing, [i, k])
             with T.when(T.And(self.valid[i], t < self.steps)):
                 for piece in self.hoisted.pieces():
-                    ld_shared(piece.of(into, i), self._slot(slot, i, piece), kind)
+                    isa.ld_shared(piece.of(into, i), self._slot(slot, i, piece), kind)
                     if self.hoisted.packed and piece.apart == 1:  # of two neighbouring units
                         half = T.shift_right(into[i, piece.register], T.cast(self.unit[i] % 2 * 16, "uint32"))
                         T.buffer_store(into, half, [i, piece.register])
@@ -293,9 +288,9 @@ class Gates(GateThreads):
                 for piece in self.hoisted.pieces():
                     pair = self.hoisted.packed and piece.apart == 1
                     unit = self.unit[i] // 2 * 2 if pair else self.unit[i] * piece.apart
-                    cp_async(self._slot(slot, i, piece), self.arguments["hoisted"].ptr_to([first + piece.base + unit]),
-                             4 * piece.words, l1=True)
-        cp_async_commit()
+                    source = self.arguments["hoisted"].ptr_to([first + piece.base + unit])
+                    isa.cp_async(self._slot(slot, i, piece), source, 4 * piece.words, l1=True)
+        isa.cp_async_commit()
 
     def _slot(self, slot: Expr, i: int, piece: Piece) -> Expr:
         """A pointer to this thread's piece of item i."""

@@ -10,12 +10,11 @@ from ecornn.analysis.step import Phase
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import ceil_div
-from ecornn.schedules.cuda.isa.tensor_core import per_word, words
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, per_word, words
 from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
 from ecornn.schedules.scalars.gate_threads import mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 
-PAIR = 16  # words of a pair of k-tiles
 CHAINS = 4  # dependent sums that a thread has at least: as many cycles as a multiply-add takes
 AHEAD, AHEAD_ROWS = 8, 4  # loads of 16 bytes of state that a thread has under way; for multiply-adds of several rows
 DEPTHS = (8, 4, 2)  # steps that inputs are copied ahead, in turn for this many bytes at most:

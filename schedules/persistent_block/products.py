@@ -13,12 +13,9 @@ from itertools import product
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.fragments import multiply_pair, zeros
-from ecornn.schedules.cuda.isa.memory import fence_async_shared, ld_global, ld_shared, shared_address, st_shared
-from ecornn.schedules.cuda.isa.tensor_core import per_word
-from ecornn.schedules.cuda.isa.threads import shuffle_xor
-from ecornn.schedules.cuda.isa.wgmma import descriptor, wgmma_commit, wgmma_fence, wgmma_registers, wgmma_wait
-from ecornn.schedules.persistent_block.plan import PAIR, BlockPlan, Part
+from ecornn.schedules.cuda import isa
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, multiply_pair, per_word, zeros
+from ecornn.schedules.persistent_block.plan import BlockPlan, Part
 from ecornn.schedules.scalars.row_sums import across_lanes
 
 
@@ -67,12 +64,12 @@ class Products(ABC):
             for n in range(part.pieces * each):
                 address = source.ptr_to([T.cast(self._weight(part, n), "int64") * values])
                 if n < part.kept * each:
-                    ld_global([kept[n, i] for i in range(4)], address)
+                    isa.ld_global([kept[n, i] for i in range(4)], address)
                     continue
                 loaded = T.local("loaded", (4,), "uint32")
-                ld_global([loaded[i] for i in range(4)], address)
+                isa.ld_global([loaded[i] for i in range(4)], address)
                 at = self.words.ptr_to([place + (n - part.kept * each) * plan.threads * 4 + self.thread * 4])
-                st_shared(at, [loaded[i] for i in range(4)])
+                isa.st_shared(at, [loaded[i] for i in range(4)])
             place += plan.shared_words(part)
 
     @property
@@ -96,7 +93,7 @@ class Products(ABC):
         loaded = self._registers(each)
         for n in range(each):
             at = self.places[number] + ((piece - part.kept) * each + n) * plan.threads * 4 + self.thread * 4
-            ld_shared([loaded[n, i] for i in range(4)], self.words.ptr_to([at]))
+            isa.ld_shared([loaded[n, i] for i in range(4)], self.words.ptr_to([at]))
         return [[loaded[n, i] for i in range(4)] for n in range(each)]
 
     def _registers(self, count: int) -> TirBuffer:
@@ -170,7 +167,7 @@ class MultiplyAdds(Products):
         def load(piece: int) -> None:
             with T.unroll("r", plan.rows) as r:
                 at = self.shared.ptr_to([first + r * (plan.held * plan.depth_of_k) + piece * 4 * plan.lanes])
-                ld_shared([state[piece % ahead, r, i] for i in range(4)], at, "f32")
+                isa.ld_shared([state[piece % ahead, r, i] for i in range(4)], at, "f32")
 
         for piece in range(ahead):
             load(piece)
@@ -216,7 +213,7 @@ class MultiplyAdds(Products):
 
 def exchanged(values: list[Expr], lanes: int) -> list[Expr]:
     """The values of the lane that is so far away."""
-    return [T.let("theirs", shuffle_xor(value, lanes)) for value in values]
+    return [T.let("theirs", isa.shuffle_xor(value, lanes)) for value in values]
 
 
 class TensorProducts(Products):
@@ -303,7 +300,7 @@ class TensorProducts(Products):
         def load(pair: int) -> None:
             for n, row in enumerate(self.loads):
                 at = self.words.ptr_to([first + (pair * plan.rows + row) * PAIR + self.tile_lane % 4 * 4])
-                ld_shared([state[pair % ahead, n, i] for i in range(4)], at)
+                isa.ld_shared([state[pair % ahead, n, i] for i in range(4)], at)
 
         for pair in range(ahead):
             load(pair)
@@ -347,7 +344,7 @@ class WarpgroupProducts(TensorProducts):
             T.buffer_store(self.values, value, [first * 2 + (matrix * 8 + at % 8) * 8 + unit % 8])
 
     def stored(self) -> None:
-        fence_async_shared()
+        isa.fence_async_shared()
 
     def _part(self, number: int, part: Part, first: Expr, meanwhile: Callable[[], None]) -> TirBuffer:
         plan = self.plan
@@ -356,9 +353,9 @@ class WarpgroupProducts(TensorProducts):
         acc = T.local("acc", (1, tiles, plan.tiles, 4), "float32")
         if plan.held > 1:
             first = first + self.head * (plan.depth_of_k * PAIR * plan.tiles * 8)
-        address = shared_address(self.words.ptr_to([first]))
-        state = T.let("state", descriptor(address, apart, 128, swizzled=False))
-        wgmma_fence()
+        address = isa.shared_address(self.words.ptr_to([first]))
+        state = T.let("state", isa.descriptor(address, apart, 128, swizzled=False))
+        isa.wgmma_fence()
         for pair in range(part.pieces):
             weights = self.piece(number, pair)
             for tile in range(2):
@@ -366,11 +363,12 @@ class WarpgroupProducts(TensorProducts):
                 for m in range(tiles):
                     rows = [weights[v][tile * 2 + half] if v < octets else zero
                             for half in range(2) for v in (2 * m, 2 * m + 1)]
-                    wgmma_registers([acc[0, m, n, i] for n in range(plan.tiles) for i in range(4)], rows,
-                                    state + T.uint64(step * 2 * apart // 16), T.uint32(1 if step else 0), plan.dtype)
-        wgmma_commit()
+                    sums = [acc[0, m, n, i] for n in range(plan.tiles) for i in range(4)]
+                    isa.wgmma_registers(sums, rows, state + T.uint64(step * 2 * apart // 16),
+                                        T.uint32(1 if step else 0), plan.dtype)
+        isa.wgmma_commit()
         meanwhile()
-        wgmma_wait([acc[0, m, n, i] for m in range(tiles) for n in range(plan.tiles) for i in range(4)])
+        isa.wgmma_wait([acc[0, m, n, i] for m in range(tiles) for n in range(plan.tiles) for i in range(4)])
         return acc
 
 

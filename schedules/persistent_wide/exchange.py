@@ -27,9 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
-from ecornn.schedules.cuda.isa.memory import ld_relaxed, st_relaxed
-from ecornn.schedules.cuda.isa.registers import opaque
-from ecornn.schedules.cuda.isa.threads import special_register
+from ecornn.schedules.cuda.isa import ld_relaxed, opaque, special_register, st_relaxed
 from ecornn.schedules.persistent_wide.plan import DEPTH, HANDED, SLOTS, SPACING, TEAM, WidePlan
 
 
@@ -49,10 +47,6 @@ class BlockRole:
         if plan.parts == 1:
             return cls(plan, group, within, 0)
         return cls(plan, group, opaque("member", within // plan.parts), opaque("part", within % plan.parts))
-
-    def anew(self) -> BlockRole:
-        """The same role, worked out again: no register keeps it, or what follows from it."""
-        return BlockRole.of(self.plan, special_register("ctaid"))
 
     def slot(self, number: Expr) -> Expr:
         """First word of a slot of its group's exchange."""

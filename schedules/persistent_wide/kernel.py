@@ -3,11 +3,11 @@
 Blocks form groups, and sets within these; a group serves its own batch rows and holds all recurrent weights, a
 set the rows of ``units`` hidden units, each block of it for a part of K. In every block
 
-* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages (``copies.py``);
+* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages (``warps.py``);
 * two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared memory
-  (``products.py``), hand partial sums of units that another block of the set finishes to that one (``exchange.py``),
+  (``warps.py``), hand partial sums of units that another block of the set finishes to that one (``exchange.py``),
   add those of their own, compute the cell's scalars, and write first the new state, then y (``Gates``);
-* where not all weights fit, a warp for each ring copies the others in every step (``copies.py``).
+* where not all weights fit, a warp for each ring copies the others in every step (``warps.py``).
 
 What registers the copying warpgroup does not need, the multiplying ones get."""
 
@@ -15,17 +15,13 @@ from __future__ import annotations
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
-from ecornn.schedules.cuda.isa.memory import fence_async_global, fence_async_shared, red_release, st_relaxed
-from ecornn.schedules.cuda.isa.registers import opaque, pinned, register_alloc, register_dealloc
-from ecornn.schedules.cuda.isa.threads import named_barrier_sync, sync_block
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent.exchange import pack
-from ecornn.schedules.persistent_wide.copies import Memory, copy, stream
 from ecornn.schedules.persistent_wide.exchange import BlockRole, Parcels, handed_word, multiplier, place_of, word_of
 from ecornn.schedules.persistent_wide.plan import DEPTH, REGISTERS, SLOTS, SPACING, TEAM, WidePlan
-from ecornn.schedules.persistent_wide.products import Products
+from ecornn.schedules.persistent_wide.warps import Memory, Products, copy, stream
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, partial_sums
 from ecornn.schedules.scalars.initial import BLOCKS, THREADS, declare_start, initial_values, start_thread
 from ecornn.schedules.scalars.pointwise import emit
@@ -44,7 +40,7 @@ class Gates(GateThreads):
         self._address()
 
     def _bind(self, name: str, value: Expr) -> Expr:
-        return T.let(name, value) if self.plan.rings > 1 else opaque(name, value)
+        return T.let(name, value) if self.plan.rings > 1 else isa.opaque(name, value)
 
     def _address(self) -> None:
         """Works out where the items' values lie."""
@@ -77,14 +73,14 @@ class Gates(GateThreads):
         """Works out where the state that step t computes goes, before anybody waits for it."""
         plan = self.plan
         if plan.rings == 1:  # all addresses anew: kept from step to step they would take too many registers
-            self.role = self.role.anew()
+            self.role = BlockRole.of(plan, isa.special_register("ctaid"))
             self.first, self.count, self.group = self.role.first, self.role.count, self.role.group
             self._locate(multiplier())
             self._address()
         slot = (t + 1) % SLOTS * plan.slot_words
-        self.places = [pinned("word_at", T.Select(writes, word + slot, -1))
+        self.places = [isa.pinned("word_at", T.Select(writes, word + slot, -1))
                        for writes, word in zip(self.writes, self.words, strict=True)]
-        self.counter = pinned("counter", self._counter())
+        self.counter = isa.pinned("counter", self._counter())
 
     def step(self, t: Expr) -> None:
         """Emits the way from partial sums, stored by all, to the state of step t + 1; then what nobody waits for."""
@@ -99,9 +95,10 @@ class Gates(GateThreads):
             ended.append(self._finish(i, env, t))
         self._exchange()
         T.note("named barrier: all words of the new state are written; then their chunks are counted (release)")
-        fence_async_global()
+        isa.fence_async_global()
         self._barrier(STATE)  # also: nobody stores partial sums that others still read
-        self._publish()
+        with T.when(self.counter >= 0):
+            isa.red_release(self.arguments["counters"].ptr_to([self.counter]))
         T.note("what nobody waits for: y, last states, the next inputs")
         self._barrier(PUBLISHED)  # what follows would make the release wait longer
         for i in range(self.items):
@@ -114,7 +111,7 @@ class Gates(GateThreads):
         self._start_at(T.let("after_next", t + 2))
 
     def _barrier(self, name: int) -> None:
-        named_barrier_sync(name, self.plan.teams * TEAM)
+        isa.named_barrier_sync(name, self.plan.teams * TEAM)
 
     def _row(self, unit: Expr) -> Expr:
         """Product of partial sums where a unit's interleaved gates begin."""
@@ -149,7 +146,7 @@ class Gates(GateThreads):
         for place, own in zip(self.places, words, strict=True):
             with T.when(place >= 0):
                 for o, word in enumerate(own):
-                    st_relaxed(exchange.ptr_to([place + o * self.plan.operand_words]), [word])
+                    isa.st_relaxed(exchange.ptr_to([place + o * self.plan.operand_words]), [word])
 
     def _counter(self) -> Expr:
         """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""
@@ -164,11 +161,6 @@ class Gates(GateThreads):
             inside, behind = T.And(operand < plan.operands, chunk <= (end - 1) // DEPTH), operand * plan.reach
         inside = inside if plan.parts == 1 else T.And(first < end, inside)
         return T.Select(inside, self.role.counter(chunk + behind), -1)
-
-    def _publish(self) -> None:
-        """Counts this block's part of the chunks that it has written."""
-        with T.when(self.counter >= 0):
-            red_release(self.arguments["counters"].ptr_to([self.counter]))
 
 
 def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
@@ -189,7 +181,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1}), T.If(thread < TEAM):
             with T.Then():
                 T.note("producer warpgroup: few registers; what it gives back, the MMA warpgroups get")
-                register_dealloc(copying)
+                isa.register_dealloc(copying)
                 with T.when(thread < plan.rings * plan.copiers * 32):
                     copy(kernel, plan, memory, role, T.let("warp", thread // 32), T.let("lane", thread % 32))
                 if plan.streamed:
@@ -198,7 +190,7 @@ def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: S
                         stream(kernel.steps, plan, memory, role, ring, a["recurrent"])
             with T.Else():
                 T.note("MMA warpgroups: weights to registers, then products and gates of every step")
-                register_alloc(multiplying)
+                isa.register_alloc(multiplying)
                 worker = T.let("worker", thread - TEAM)
                 products = Products(plan, memory, role, T.let("team", worker // TEAM),
                                     T.let("team_thread", worker % TEAM), a["recurrent"])
@@ -224,9 +216,9 @@ def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
             if plan.resident:
                 memory.resident(ring).init(producers=plan.resident)
             memory.streamed(ring).init(consumers=warps)
-        fence_mbarrier_init()
-        fence_async_shared()  # bulk copies arrive through this proxy
-    sync_block()
+        isa.fence_mbarrier_init()
+        isa.fence_async_shared()  # bulk copies arrive through this proxy
+    isa.sync_block()
 
 
 def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> PrimFunc:

@@ -10,6 +10,7 @@ from ecornn.analysis.liveness import late_operands
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import ceil_div
+from ecornn.schedules.gemm import job
 from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
 from ecornn.schedules.scalars.gate_threads import Share, mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
@@ -71,7 +72,7 @@ class WidePlan:
     stages: int  # of a ring
     values: int  # that a thread keeps for each item
     knobs: WideKnobs
-    streamed: int = 0  # chunks of a ring whose weights get to shared memory in every step, see copies.py
+    streamed: int = 0  # chunks of a ring whose weights get to shared memory in every step, see warps.py
     lasting: int = 0  # of these, the first ones, which L2 is asked to keep; all: it is asked nothing
     ahead: int = 0  # bytes of streamed weights that a block has on their way at once
 
@@ -300,20 +301,14 @@ def packing_of(task: Task, plan: WidePlan) -> Packing:
     """Recurrent weights: (set, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values.
 
     These are the core matrices of wgmma without a swizzle. Product ``interleave`` u + g of the rows of gates
-    that are interleaved is gate g of unit u. Of weights that are transposed the axes of a source have changed places.
-    """
+    that are interleaved is gate g of unit u."""
     (phase,), e = task.graph.phases, plan.interleave
     made, multiplied = (plan.sets, plan.units * e // 8, 8 // e), (plan.reach, DEPTH // 8, 8)
-    gates, rows, depth = (plan.gates // e, e), plan.sets * plan.units, plan.reach * DEPTH
+    gates = (plan.gates // e, e)
     if not task.traversal.backward:
         sources = tuple(p.term.source for p in phase.products)
-        return Packing(sources, (plan.gates, rows, depth), (*gates, *made, *multiplied), (2, 5, 6, 0, 3, 4, 1, 7),
-                       plan.dtype)
+        return job.packing_of(sources, gates, made, multiplied, (2, 5, 6, 0, 3, 4, 1, 7), plan.dtype)
     operands = [[p.source(o) for p in phase.products] for o in phase.operands]
     operands += [[("", 0)] * plan.gates] * (plan.packed_chunks // plan.reach - plan.operands)
-    sources, first = tuple(s for own in operands for s in own), (len(operands), *gates)
-    if phase.products[0].terms[0].transposed:
-        return Packing(sources, (len(sources), depth, rows), (*first, *multiplied, *made), (6, 0, 3, 4, 1, 7, 8, 2, 5),
-                       plan.dtype)
-    return Packing(sources, (len(sources), rows, depth), (*first, *made, *multiplied), (3, 0, 6, 7, 1, 4, 5, 2, 8),
-                   plan.dtype)
+    return job.packing_of(tuple(s for own in operands for s in own), (len(operands), *gates), made, multiplied,
+                          (3, 0, 6, 7, 1, 4, 5, 2, 8), plan.dtype, transposed=phase.products[0].terms[0].transposed)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from ecornn.analysis.liveness import late_operands, urgent
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.memory import ld_shared
+from ecornn.schedules.cuda.isa import ld_shared, neighbour
 from ecornn.schedules.cuda.isa.tensor_core import per_word
-from ecornn.schedules.cuda.isa.threads import neighbour
 from ecornn.schedules.keeping import for_products
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 from ecornn.schedules.sequence_kernel import SequenceKernel

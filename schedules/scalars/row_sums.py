@@ -11,7 +11,7 @@ from ecornn.analysis.scalar import variables
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.threads import largest_xor, sum_xor, sync_block
+from ecornn.schedules.cuda.isa import largest_xor, sum_xor, sync_block
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.scalars.pointwise import emit, invariants, vectors_at
 

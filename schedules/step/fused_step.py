@@ -1,28 +1,228 @@
 """Fused step: one launch a step and phase, in plain float32 arithmetic. The fallback.
 
 It serves every cell, size and CUDA GPU. Gates never leave the chip: a launch multiplies, computes the cell's scalars
-and stores the new state. The input's products are hoisted out of time."""
+and stores the new state. The input's products are hoisted out of time.
+
+A block computes all gates of ``units`` hidden units for ``rows`` batch rows. Tiles of the operands and of the weights
+go through shared memory; a thread holds every gate of one unit for ``thread_rows`` batch rows. The K axis of a tile may
+be split among threads, whose partial sums meet in shared memory, where they are added in a fixed order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import prod
 
+from ecornn.analysis import Product
 from ecornn.analysis.heads import heads_of, most_heads, multiplied
 from ecornn.analysis.liveness import late_operands, phase_count
 from ecornn.analysis.narrow import columns_of
 from ecornn.analysis.sums import one_by_one
-from ecornn.program import Buffer, Launch, Program
+from ecornn.program import PACKED, Buffer, Extent, Launch, Program
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.backward.assemble import assemble_recurrence, beyond, recurrence_buffers
-from ecornn.schedules.base import Component, Config, Knob, SearchedSchedule, Task, joined, no_room
-from ecornn.schedules.builder import PrimFunc, T, ceil_div
-from ecornn.schedules.hoisted import hoisted_of
+from ecornn.schedules.base import Component, Config, Knob, Knobs, SearchedSchedule, Task, joined, knob, no_room
+from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
+from ecornn.schedules.cuda.isa import sync_block
+from ecornn.schedules.gemm.job import leaves_of_rows, packing_of
+from ecornn.schedules.hoisted import Hoisted, hoisted_of
 from ecornn.schedules.keeping import NOTHING, Stored
 from ecornn.schedules.rates import gpu_rates
-from ecornn.schedules.scalars.pointwise import math_choices
-from ecornn.schedules.step.product import BlockProduct, Tile, project_plainly, weights_buffer
+from ecornn.schedules.scalars.pointwise import MATH_TRADES, emit, math_choices
 from ecornn.schedules.step.scalars import Layout, StepScalars, begin_and_steps, declare
+
+UNROLL = 4  # steps along K
+
+
+class Tile(Knobs):
+    """The knobs of ``fused_step``: the part of a product that one block computes, and how its threads share it."""
+
+    units: int = knob("fewer units a block: more blocks; more: fewer reads of the operands")
+    thread_rows: int = knob("more batch rows a thread: fewer reads of weights, more registers")
+    groups: int = knob("more thread groups over the batch: fewer reads of weights, fewer blocks")
+    split: int = knob("more parts of K: shorter chains of sums, more partial sums to add")
+    depth: int = knob("deeper tiles: fewer barriers, more shared memory")
+    math: str = knob(MATH_TRADES)
+
+    @property
+    def rows(self) -> int:
+        """Batch rows of a block."""
+        return self.thread_rows * self.groups
+
+    @property
+    def threads(self) -> int:
+        return self.units * self.groups * self.split
+
+    def weight_floats(self, gates: int) -> int:
+        return self.depth * gates * self.units
+
+    def heads(self, hidden: int, heads: int) -> int:
+        """The most of a layer's ``heads`` that a block's units may belong to."""
+        own = hidden // heads
+        if heads == 1 or own % self.units == 0:
+            return 1
+        return min(heads, ceil_div(self.units, own) + (self.units % own != 0))
+
+    def shared(self, gates: int, operands: int) -> int:
+        """Bytes of shared memory: tiles while multiplying, partial sums afterwards; ``operands`` of each head."""
+        tiles = self.weight_floats(gates) + operands * self.rows * (self.depth + 1)
+        return 4 * max(tiles, self.split * self.rows * gates * self.units, 4)
+
+
+def weights_buffer(name: str, task: Task, tile: Tile, rows: tuple[Product, ...], inputs: int) -> Buffer:
+    """Packed weights, of ``inputs`` values a unit, in the order (unit block, K tile, k, gate, unit): a block's tile is
+    contiguous."""
+    blocks, chunks = ceil_div(task.workload.hidden, tile.units), ceil_div(inputs, tile.depth)
+    packing = packing_of(tuple(p.term.source for p in rows), (len(rows),), (blocks, tile.units), (chunks, tile.depth),
+                         (1, 3, 4, 0, 2), task.workload.dtype, transposed=rows[0].term.transposed)
+    return Buffer(name, PACKED, task.workload.dtype, Extent(prod(packing.pad)), packing)
+
+
+class BlockProduct:
+    """Emits the products ``rows`` of one block. ``memory``: the block's shared memory, float32: a tile of weights (k,
+    gate, unit) and one of the operands (operand, row, k); afterwards partial sums (part of K, row, gate, unit).
+
+    With ``heads``, of H = ``hidden``, the tile of the operands has their parts for each head of the block; a thread
+    reads that of its unit."""
+
+    def __init__(self, tile: Tile, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr, heads: int = 1,
+                 hidden: int = 0) -> None:
+        self.tile, self.rows, self.memory, self.thread = tile, rows, memory, thread
+        self.heads, self.own, self.near = heads, hidden // heads, tile.heads(hidden, heads)
+        self.operands = {v: o for o, v in enumerate(dict.fromkeys(r.term.operand for r in rows))}  # as in the phase
+        self.unit = T.let("unit", thread % tile.units)
+        self.group = T.let("group", thread // tile.units % tile.groups)
+        self.part = T.let("part", thread // (tile.units * tile.groups))
+
+    def run(self, weights: TirBuffer, block: Expr, inputs: int, operand: Callable[[int, Expr, Expr], Expr]) -> None:
+        """Leaves the partial sums in shared memory, for :meth:`sums`. ``operand(o, row, k)``: operand number o at a row
+        of the block and an index k below the padded K, or with heads below H, float32; zero or finite wherever a weight
+        is padding."""
+        tile, gates = self.tile, len(self.rows)
+        if self.heads > 1:
+            first_head = T.let("first_head", block * tile.units // self.own)
+            last = T.min(block * tile.units + self.unit, self.heads * self.own - 1)
+            self.head = T.let("head", last // self.own - first_head) if self.near > 1 else T.int32(0)
+        acc = T.local("acc", (gates, tile.thread_rows), "float32")  # (gate, batch row of the thread)
+        with T.unroll("g", gates) as g, T.unroll("r", tile.thread_rows) as r:
+            T.buffer_store(acc, T.float32(0), [g, r])
+        chunks, size = ceil_div(inputs, tile.depth), tile.weight_floats(gates)
+        with T.serial("chunk", 0, chunks) as chunk:
+            sync_block()
+            first = T.let("first", T.cast(block * chunks + chunk, "int64") * size)
+            with T.unroll("turn", ceil_div(size, tile.threads)) as turn:
+                index = T.let("index", turn * tile.threads + self.thread)
+                with T.when(index < size):
+                    T.buffer_store(self.memory, T.cast(weights[first + index], "float32"), [index])
+            vectors = len(self.operands) * self.near * tile.rows
+            with T.unroll("turn", ceil_div(vectors * tile.depth, tile.threads)) as turn:
+                index = T.let("index", turn * tile.threads + self.thread)
+                with T.when(index < vectors * tile.depth):
+                    vector, k = T.let("vector", index // tile.depth), T.let("k", index % tile.depth)
+                    row, of, at = vector % tile.rows, vector // tile.rows, chunk * tile.depth + k
+                    if self.heads == 1:
+                        value = operand(of, row, at)
+                    else:  # a block's last heads may be behind the layer's last one
+                        head = T.let("of_head", T.min(first_head + of % self.near, self.heads - 1))
+                        inside = T.let("inside", at < self.own)
+                        place = T.let("place", head * self.own + T.Select(inside, at, 0))
+                        value = T.Select(inside, operand(of // self.near, row, place), T.float32(0))
+                    T.buffer_store(self.memory, value, [size + vector * (tile.depth + 1) + k])
+            sync_block()
+            steps = tile.depth // tile.split
+            inner = min(steps, UNROLL)  # whole tiles unrolled compile for seconds
+            with T.serial("outer", 0, steps // inner) as outer, T.unroll("turn", inner) as turn:
+                self._multiply(acc, (outer * inner + turn) * tile.split + self.part, size)
+        sync_block()  # partial sums overwrite the tiles
+        for g in range(gates):
+            for r in range(tile.thread_rows):
+                row = self.group * tile.thread_rows + r
+                T.buffer_store(self.memory, acc[g, r], [self._place(self.part, row, g, self.unit)])
+        sync_block()
+
+    def _multiply(self, acc: TirBuffer, k: Expr, size: int) -> None:
+        tile, gates = self.tile, len(self.rows)
+        row = self.group * tile.thread_rows
+        if self.near > 1:
+            row = T.let("row", self.head * tile.rows + row)
+        values = [[T.let("value", self.memory[size + (o * self.near * tile.rows + row + r) * (tile.depth + 1) + k])
+                   for r in range(tile.thread_rows)] for o in range(len(self.operands))]
+        for g, source in enumerate(self.rows):
+            weight = T.let("weight", self.memory[(k * gates + g) * tile.units + self.unit])
+            for r in range(tile.thread_rows):
+                value = values[self.operands[source.term.operand]][r]
+                T.buffer_store(acc, acc[g, r] + weight * value, [g, r])
+
+    def _place(self, part: Expr, row: Expr, gate: int, unit: Expr) -> Expr:
+        return ((part * self.tile.rows + row) * len(self.rows) + gate) * self.tile.units + unit
+
+    def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
+        """The finished products of a row and a unit of the block."""
+        found = {}
+        for g, source in enumerate(self.rows):
+            parts = [self.memory[self._place(part, row, g, unit)] for part in range(self.tile.split)]
+            found[source.var] = T.let(source.var.name, sum(parts[1:], parts[0]))
+        return found
+
+
+def project_plainly(task: Task, tile: Tile, layout: Layout, hoisted: Hoisted) -> Component:
+    """The hoisted product in plain float32 arithmetic, for any cell, size and CUDA GPU.
+
+        hoisted[t, b, q, j] = projected value q of unit j, from x[t, b, :], the input weights and the vectors
+
+    Nothing where the cell has no hoisted values. :mod:`ecornn.schedules.gemm.projection` does it on tensor cores."""
+    graph, blocks = task.graph, 2 * task.device.cores
+    if not graph.hoisted_outputs:
+        return Component()
+    own = [weights_buffer("input_weights", task, tile, graph.hoisted_products, task.own_input)
+           ] if graph.hoisted_products else []
+    kernel = _kernel(task, tile, layout, [*shared_buffers(task, hoisted), *own], blocks)
+    return Component({"project": kernel}, tuple(own),
+                     (Launch("project", blocks, tile.threads, tile.shared(len(graph.hoisted_products), 1)),))
+
+
+def _kernel(task: Task, tile: Tile, layout: Layout, buffers: list[Buffer], blocks: int) -> PrimFunc:
+    """``project``: hoisted[t, b, q, j] for all t, by blocks that take tiles of T*B rows in turn."""
+    w, graph = task.workload, task.graph
+    H, I, rows, offsets = w.hidden, task.own_input, w.input, leaves_of_rows(task)
+    columns, gates = ceil_div(H, tile.units), len(graph.hoisted_products)
+    with T.kernel("project") as made:
+        a = declare(buffers)
+        # the gates' accuracy is not a knob here: the cost of the hoisted scalars is out of the recurrence
+        scalars = StepScalars(task, layout, a, "exact")
+        T.device_entry()
+        block, thread = T.block(blocks), T.thread(tile.threads)
+        memory = T.shared(tile.shared(gates, 1) // 4)  # BlockProduct's
+        total = T.let("total", a["T"] * a["B"])
+        turn = T.variable("turn", "int32", block)  # number of the tile
+        product = BlockProduct(tile, graph.hoisted_products, memory, thread)
+
+        def input_at(row0: Expr, row: Expr, k: Expr) -> Expr:
+            inside = T.let("inside", T.And(row0 + row < total, k < I))
+            place = T.Select(inside, T.cast(row0 + row, "int64") * rows + k, T.int64(0))
+            return T.Select(inside, T.cast(a["x"][place], "float32"), T.float32(0))
+
+        T.note("tiles of all T*B rows, in turn: products in FMA, then the hoisted scalars")
+        with T.While(turn[0] < (total + (tile.rows - 1)) // tile.rows * columns):
+            column, row0 = T.let("column", turn[0] % columns), T.let("row0", turn[0] // columns * tile.rows)
+            if gates:
+                product.run(a["input_weights"], column, I, lambda o, row, k: input_at(row0, row, k))
+            with T.serial("again", 0, ceil_div(tile.units * tile.rows, tile.threads)) as again:
+                item = T.let("item", again * tile.threads + thread)
+                row, unit = T.let("row", item // tile.units), T.let("unit", column * tile.units + item % tile.units)
+                inside = T.And(item < tile.units * tile.rows, T.And(row0 + row < total, unit < H))
+                with T.when(inside):
+                    env = scalars.constants(unit) | product.sums(row, item % tile.units)
+                    for var, offset in offsets.items():
+                        at = T.cast(row0 + row, "int64") * rows + unit
+                        env[var] = T.let(var.name, T.cast(a["x"][at + offset if offset else at], "float32"))
+                    env = emit(graph.hoisted, env)
+                    first = T.let("first", T.cast(row0 + row, "int64") * (len(graph.projected) * H) + unit)
+                    for q, var in enumerate(graph.projected):
+                        T.buffer_store(a["hoisted"], env[var], [first + q * H])
+            T.buffer_store(turn, turn[0] + blocks, [0])
+    return made()
+
 
 REGISTERS = 40  # of a thread, beside accumulators: addresses, tiles on their way, gate math
 # nanoseconds of a dependent product, a barrier and the copies before it, a weight that a block reads, a product

@@ -13,18 +13,16 @@ from math import gcd, lcm, prod
 from ecornn.analysis import Product
 from ecornn.analysis.heads import heads_of
 from ecornn.analysis.narrow import narrow_of
-from ecornn.program import PACKED, Buffer, Extent, Packing
+from ecornn.program import PACKED, Buffer, Extent
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.copies import cp_async, cp_async_commit, cp_async_wait
-from ecornn.schedules.cuda.isa.memory import ld_shared
-from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
-from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.cuda.isa import cp_async, cp_async_commit, cp_async_wait, ld_shared, sync_block
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, multiply_pair, per_word, words
+from ecornn.schedules.gemm.job import packing_of
 from ecornn.schedules.hoisted import hoisted_knob
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
 from ecornn.schedules.step.scalars import Layout
 
-PAIR = 16  # words of a pair of k-tiles
 SPARE_REGISTERS = 44  # of a thread, beside accumulators and fragments: addresses, loops, gate math
 
 
@@ -160,33 +158,19 @@ def plan_of(task: Task, knobs: TileKnobs) -> TilePlan:
 def weights_buffer(task: Task, plan: TilePlan, p: int) -> Buffer:
     """Packed weights of a phase: (block, operand, pair of k-tiles, gate, unit, 16 words).
 
-    What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there. Of weights that
-    are transposed the axes of a source have changed places."""
+    What a block needs for a stage is contiguous. Gates that do not read an operand have zeros there."""
     phase, n = task.graph.phases[p], per_word(plan.dtype)
     sources = tuple(product.source(operand) for operand in phase.operands for product in phase.products)
-    made, multiplied = (plan.blocks(p), plan.units), (plan.phase_pairs(p), PAIR * n)
-    first, count = (plan.operands[p], plan.gates[p]), len(sources)
-    if phase.products[0].terms[0].transposed and plan.heads[p] > 1:  # each block is
-        heads, made = plan.heads[p], (plan.columns // plan.heads[p], plan.units)
-        packing = Packing(sources, (count, heads * prod(multiplied), prod(made)),
-                          (*first, heads, *multiplied, *made), (2, 5, 0, 3, 1, 6, 4), plan.dtype)
-    elif phase.products[0].terms[0].transposed:
-        packing = Packing(sources, (count, prod(multiplied), prod(made)), (*first, *multiplied, *made),
-                          (4, 0, 2, 1, 5, 3), plan.dtype)
-    else:
-        packing = Packing(sources, (count, prod(made), prod(multiplied)), (*first, *made, *multiplied),
-                          (2, 0, 4, 1, 3, 5), plan.dtype)
+    packing = packing_of(sources, (plan.operands[p], plan.gates[p]), (plan.blocks(p), plan.units),
+                         (plan.phase_pairs(p), PAIR * n), (2, 0, 4, 1, 3, 5), plan.dtype,
+                         transposed=phase.products[0].terms[0].transposed, heads=plan.heads[p])
     return Buffer(f"recurrent_{p}", PACKED, plan.dtype, Extent(prod(packing.pad)), packing)
 
 
 class TensorProduct:
-    """Emits the products of phase ``p`` of one block.
-
-    Parameters
-    ----------
-    memory : the block's shared memory, float32, 16-byte aligned: stages of weights (pair, weight row, word) and state
-        (pair, batch row, word); afterwards partial sums (part of K, batch row, weight row)
-    thread : the thread's number"""
+    """Emits the products of phase ``p`` of one block. ``memory``: the block's shared memory, float32, 16-byte aligned:
+    stages of weights (pair, weight row, word) and state (pair, batch row, word); afterwards partial sums (part of K,
+    batch row, weight row)."""
 
     def __init__(self, plan: TilePlan, p: int, rows: tuple[Product, ...], memory: TirBuffer, thread: Expr) -> None:
         self.plan, self.p, self.rows = plan, p, rows
@@ -199,16 +183,15 @@ class TensorProduct:
 
     def run(self, weights: TirBuffer, column: Expr, operands: TirBuffer, base: Expr, row0: Expr,
             layout: Layout) -> None:
-        """Leaves the partial sums in shared memory, for :meth:`sums`.
-
-        ``column``: the block's place among the units; ``row0``: its first batch row; ``base``: where operands start."""
+        """Leaves the partial sums in shared memory, for :meth:`sums`. ``column``: the block's place among
+        the units; ``row0``: its first batch row; ``base``: where operands start."""
         plan, p = self.plan, self.p
         turns, own = plan.turns(p), plan.own(p)
         self.head = T.let("head", column * plan.units // own * own) if plan.heads[p] > 1 else None
-        # (m16 tile of weight rows, n8 tile of batch rows, 4)
-        acc = T.local("acc", (plan.tiles(p), plan.octets, 4), "float32")
+        # (one chain, m16 tile of weight rows, n8 tile of batch rows, 4)
+        acc = T.local("acc", (1, plan.tiles(p), plan.octets, 4), "float32")
         with T.unroll("m", plan.tiles(p)) as m, T.unroll("n", plan.octets) as n, T.unroll("i", 4) as i:
-            T.buffer_store(acc, T.float32(0), [m, n, i])
+            T.buffer_store(acc, T.float32(0), [0, m, n, i])
 
         def load(turn: Expr) -> None:
             place = T.let("place", turn % plan.stages * plan.stage_words(p))
@@ -286,12 +269,8 @@ class TensorProduct:
             for into, count, first in ((a, 2 * tiles, T.let("rows", rows)), (b, octets, T.let("columns", columns))):
                 for v in range(count):
                     ld_shared([into[v, i] for i in range(4)], self.shared.ptr_to([first + v * (8 * PAIR)]))
-            for tile in range(2):
-                right = [[split(b[n, tile * 2 + i], plan.arithmetic) for i in range(2)] for n in range(octets)]
-                for m in range(tiles):
-                    left = [split(a[2 * m + v, tile * 2 + i], plan.arithmetic) for i in range(2) for v in range(2)]
-                    for n in range(octets):
-                        mma([acc[m, n, i] for i in range(4)], left, right[n], plan.arithmetic, apart=True)
+            left, right = ([[of[v, i] for i in range(4)] for v in range(int(of.shape[0]))] for of in (a, b))
+            multiply_pair(acc, 0, [row.__getitem__ for row in left], right, plan.arithmetic, apart=True)
 
     def _store_sums(self, acc: TirBuffer) -> None:
         plan, p = self.plan, self.p
@@ -301,7 +280,7 @@ class TensorProduct:
             for n in range(plan.octets):
                 for i in range(4):
                     place = first + (n * 8 + i % 2) * plan.stride(p) + m * 16 + i // 2 * 8
-                    T.buffer_store(self.memory, acc[m, n, i], [place])
+                    T.buffer_store(self.memory, acc[0, m, n, i], [place])
 
     def sums(self, row: Expr, unit: Expr) -> dict[Var, Expr]:
         """The finished products of a row and a unit of the block."""

@@ -81,18 +81,34 @@ def begin_and_steps(task: Task, layout: Layout, weights: Iterable[Buffer], aroun
                     inputs: Hoisted, phase: Phase) -> tuple[Component, Callable[[Stored], Component]]:
     """The component that puts the states of the call into workspaces, and zeros behind the last unit; and a function
     that makes all steps, by what they store. ``around``: buffers of others that these use."""
-    own = [*workspaces(task, layout), *weights]
+    own, w = [*workspaces(task, layout), *weights], task.workload
     buffers = [*around, *own]
     calls: list[Fill | Launch] = []
-    if layout.width > task.workload.hidden:  # 0 * NaN is not 0
+    if layout.width > w.hidden:  # 0 * NaN is not 0
         calls = [Fill(b.name, 0, b.extent) for b in own if b.name.startswith("operands_")]
-    calls.append(Launch("begin", _begin_blocks(task), BEGIN_THREADS))
-    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs)}, calls=tuple(calls))
-    return begin, partial(loop, task, layout, own, buffers, math, inputs, phase)
+    blocks = ceil_div(w.batch * w.hidden, BEGIN_THREADS)
+    calls.append(Launch("begin", blocks, BEGIN_THREADS))
+    begin = Component({"begin": begin_kernel(task, layout, buffers, math, inputs, blocks)}, calls=tuple(calls))
 
+    def loop(kept: Stored) -> Component:
+        """All steps: of each a launch for every product and every pass over rows; the one that makes ``kept`` values
+        stores them, the last one states."""
+        functions, steps, parts = {}, [], list(parts_of(task.graph))
+        for number, part in enumerate(parts, 1):
+            first = part[0] if isinstance(part, tuple) else part
+            # a pass over rows leaves a phase with a product to the launch behind it
+            finished = [p for p in part if not task.graph.phases[p].products] if isinstance(part, tuple) else [part]
+            stores = (number == len(parts) and kept) or any(values_of(task.graph, kept, p) for p in finished)
+            known = [*buffers, *(kept.buffers(w.batch, w.hidden, w.dtype) if stores else ())]
+            name = keeping(f"{'rows' if isinstance(part, tuple) else 'step'}_{first}", kept if stores else NOTHING)
+            if isinstance(part, tuple):
+                functions[name], launch = rows_kernel(task, name, part, layout, known, math, inputs)
+            else:
+                functions[name], launch = phase(part, known, name)
+            steps.append(launch)
+        return Component(functions, tuple(own), (Loop(tuple(steps)),))
 
-def _begin_blocks(task: Task) -> int:
-    return ceil_div(task.workload.batch * task.workload.hidden, BEGIN_THREADS)
+    return begin, loop
 
 
 def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
@@ -101,7 +117,8 @@ def declare(buffers: list[Buffer]) -> dict[str, TirBuffer]:
     return found | {b.name: T.pointer(b.name, b.dtype) for b in buffers}
 
 
-def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted) -> PrimFunc:
+def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, hoisted: Hoisted,
+                 blocks: int) -> PrimFunc:
     """``begin``: the states of the call into the workspaces; afterwards ``<state>_out`` may be written. It reads
     ``hoisted`` where the first operands do."""
     w, graph = task.workload, task.graph
@@ -109,7 +126,7 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
         a = declare(buffers)
         scalars = StepScalars(task, layout, a, math, hoisted)
         T.device_entry()
-        item = T.let("item", T.block(_begin_blocks(task)) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
+        item = T.let("item", T.block(blocks) * BEGIN_THREADS + T.thread(BEGIN_THREADS))
         row, unit = T.let("row", item // w.hidden), T.let("unit", item % w.hidden)
         with T.when(row < a["B"]):
             T.note("before the first step: the states of the call into the workspaces")
@@ -123,13 +140,10 @@ def begin_kernel(task: Task, layout: Layout, buffers: list[Buffer], math: str, h
 
 
 class StepScalars:
-    """Emits what one thread does for one (batch row, hidden unit), between products and stores.
-
-    Parameters
-    ----------
-    arguments : the kernel's parameters, from :func:`declare`; what is kept is what has a buffer
-    math : one of :data:`ecornn.schedules.scalars.pointwise.MATH`
-    hoisted : how hoisted values lie in memory; default: in float32"""
+    """Emits what one thread does for one (batch row, hidden unit), between products and stores. ``arguments``: the
+    kernel's parameters, from :func:`declare`; what is kept is what has a buffer. ``math``: one of
+    :data:`ecornn.schedules.scalars.pointwise.MATH`. ``hoisted``: how hoisted values lie in memory, by default in
+    float32."""
 
     def __init__(self, task: Task, layout: Layout, arguments: dict[str, TirBuffer], math: str,
                  hoisted: Hoisted | None = None) -> None:
@@ -187,7 +201,9 @@ class StepScalars:
         self.store_states(row, unit, following)
         self.store_first_operands(row, unit, following, constants, a["t"] + 1, (a["t"] + 1) % 2)
         if self.task.traversal.backward:
-            self._store_outputs(row, unit, [env[v] for v in graph.outputs], live)
+            width = self.task.row or len(graph.outputs) * self.task.workload.hidden  # of rows (T, B, O, H)
+            at = T.let("at", self._step_row(row) * width + unit)
+            self._store_outputs("outputs", at, [env[v] for v in graph.outputs], live)
             self._leave(row, unit, dict(zip(graph.results, following, strict=True)))  # they may have been cleared
             return
         results = dict(zip(graph.results, after, strict=True))
@@ -203,7 +219,7 @@ class StepScalars:
         """Stores the statistics of phase ``p``, for later kernels."""
         for number, (var, made) in enumerate(self.statistics.items()):
             if made == p:
-                T.buffer_store(self.arguments["statistics"], values[var], [self._of_row(number, row)])
+                T.buffer_store(self.arguments["statistics"], values[var], [number * self.task.workload.batch + row])
 
     def _environment(self, p: int, row: Expr, unit: Expr, known: dict[Var, Expr],
                      loaded: list[Expr]) -> tuple[list[Expr], dict[Var, Expr], dict[Var, Expr]]:
@@ -218,16 +234,13 @@ class StepScalars:
                 env[var] = T.let(var.name, a["carried"][self.at(number, row, unit)])
         for number, (var, made) in enumerate(self.statistics.items()):
             if made <= p and var in read and var not in known:
-                env[var] = T.let(var.name, a["statistics"][self._of_row(number, row)])
+                env[var] = T.let(var.name, a["statistics"][number * self.task.workload.batch + row])
         return states, constants, env
 
     def states_before(self, row: Expr, unit: Expr) -> list[Expr]:
         """The states before the step, in the order of ``graph.states``."""
         return [T.let(f"{name}_before", self.arguments["states"][self.at(s, row, unit)])
                 for s, name in enumerate(self.graph.states)]
-
-    def _of_row(self, number: int, row: Expr) -> Expr:
-        return number * self.task.workload.batch + row
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
         """Stores the states, float32, in the order of ``graph.states``."""
@@ -263,14 +276,11 @@ class StepScalars:
 
     def _store_results(self, row: Expr, unit: Expr, after: dict[str, Expr], outputs: list[Expr], kept: dict[Spot, Expr],
                        live: Expr | None) -> None:
-        a, w, traversal = self.arguments, self.task.workload, self.task.traversal
-        step_row = self._step_row(row)
-        own = len(outputs) * w.hidden
+        traversal, step_row = self.task.traversal, self._step_row(row)
+        own = len(outputs) * self.task.workload.hidden
         first = step_row * traversal.y_width(own) + unit
         at = T.let("at", first + traversal.y_offset(own) if traversal.y_offset(own) else first)
-        for o, output in enumerate(outputs):
-            value = self.timeline.masked(live, output, T.float32(0))
-            T.buffer_store(a["y"], T.cast(value, w.dtype), [at + o * w.hidden if o else at])
+        self._store_outputs("y", at, outputs, live)
         self._keep(step_row, unit, kept, live)
         self._leave(row, unit, after)
 
@@ -280,13 +290,12 @@ class StepScalars:
             value = self.timeline.masked(live, value, T.float32(0))
             T.buffer_store(self.arguments[spot.buffer], T.cast(value, w.dtype), [spot.at(step_row, unit, w.hidden)])
 
-    def _store_outputs(self, row: Expr, unit: Expr, outputs: list[Expr], live: Expr | None) -> None:
-        """Stores the outputs of an adjoint's recurrence, (T, B, O, H)."""
-        a, w = self.arguments, self.task.workload
-        first = T.let("at", self._step_row(row) * (self.task.row or len(outputs) * w.hidden) + unit)
+    def _store_outputs(self, buffer: str, at: Expr, outputs: list[Expr], live: Expr | None) -> None:
+        """Stores the outputs of a step, H apart from ``at`` on."""
+        w = self.task.workload
         for o, output in enumerate(outputs):
-            value = self.timeline.masked(live, output, T.float32(0))
-            T.buffer_store(a["outputs"], T.cast(for_products(value, self.task), w.dtype), [first + o * w.hidden])
+            value = for_products(self.timeline.masked(live, output, T.float32(0)), self.task)
+            T.buffer_store(self.arguments[buffer], T.cast(value, w.dtype), [at + o * w.hidden if o else at])
 
     def _leave(self, row: Expr, unit: Expr, last: dict[str, Expr]) -> None:
         """Stores the last states, at the end."""
@@ -294,26 +303,6 @@ class StepScalars:
         with T.when(a["t"] == a["T"] - 1):
             for name, value in last.items():
                 T.buffer_store(a[f"{name}_out"], T.cast(value, self.task.workload.dtype), [self.at(0, row, unit)])
-
-
-def loop(task: Task, layout: Layout, own: Sequence[Buffer], buffers: Sequence[Buffer], math: str, inputs: Hoisted,
-         phase: Phase, kept: Stored) -> Component:
-    """All steps: of each a launch for every product and every pass over rows; the one that makes ``kept`` values stores
-    them, the last one states. ``own`` are those of ``buffers`` that only the recurrence uses."""
-    functions, steps, parts, w = {}, [], list(parts_of(task.graph)), task.workload
-    for number, part in enumerate(parts, 1):
-        first = part[0] if isinstance(part, tuple) else part
-        # a pass over rows leaves a phase with a product to the launch behind it
-        finished = tuple(p for p in part if not task.graph.phases[p].products) if isinstance(part, tuple) else (part,)
-        stores = (number == len(parts) and kept) or any(values_of(task.graph, kept, p) for p in finished)
-        known = [*buffers, *(kept.buffers(w.batch, w.hidden, w.dtype) if stores else ())]
-        name = keeping(f"{'rows' if isinstance(part, tuple) else 'step'}_{first}", kept if stores else NOTHING)
-        if isinstance(part, tuple):
-            functions[name], launch = rows_kernel(task, name, part, layout, known, math, inputs)
-        else:
-            functions[name], launch = phase(part, known, name)
-        steps.append(launch)
-    return Component(functions, tuple(own), (Loop(tuple(steps)),))
 
 
 MOST_THREADS = 1024

@@ -12,24 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from ecornn.analysis import Product
 from ecornn.program import PACKED, Buffer, Extent, Packing
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.copies import bulk_copy
-from ecornn.schedules.cuda.isa.memory import ld_global, ld_shared
-from ecornn.schedules.cuda.isa.tensor_core import mma, per_word, split, words
-from ecornn.schedules.cuda.isa.threads import sync_warp
-
-PAIR = 16  # words of a pair of k-tiles
-
-
-class Operand(Protocol):
-    """The operand that a product reads beside its weights."""
-
-    def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """Loads the lane's ``quarter`` of a pair's words, zeros beyond the row's end, into ``into[slot, octet]``."""
+from ecornn.schedules.cuda.isa import bulk_copy, ld_global, ld_shared, sync_warp
+from ecornn.schedules.cuda.isa.tensor_core import PAIR, multiply_pair, per_word, words
 
 
 @dataclass(frozen=True)
@@ -43,7 +31,8 @@ class RowsInMemory:
     dtype: str
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
-        """Loads by the widest loads for which all rows are aligned."""
+        """Loads the lane's ``quarter`` of a pair's words, zeros beyond the row's end, into ``into[slot, octet]``, by
+        the widest loads for which all rows are aligned."""
         n, width = per_word(self.dtype), self.width
         k = T.let("k", pair * (PAIR * n) + quarter * (4 * n))
         at = self.starts[octet] + k
@@ -80,20 +69,14 @@ def whole_pieces(values: int, dtype: str) -> bool:
 
 @dataclass(frozen=True)
 class StagedRows:
-    """Rows in shared memory, from word ``first`` on, 64 bytes modulo 128 apart.
+    """Rows in shared memory, from word ``first`` on, 64 bytes modulo 128 apart."""
 
-    Attributes
-    ----------
-    words : the block's shared memory, uint32
-    rows : of the block, all of them
-    lane_row : that of the lane in an octet"""
-
-    words: TirBuffer
+    words: TirBuffer  # the block's shared memory, uint32
     first: int
-    rows: int
+    rows: int  # of the block, all of them
     width: int
     dtype: str
-    lane_row: Expr
+    lane_row: Expr  # the lane's, in an octet
 
     def load(self, into: TirBuffer, slot: int, octet: int, pair: Expr, quarter: Expr) -> None:
         at = (self.lane_row + octet * 8) * staged_words(self.width, self.dtype) + pair * PAIR + quarter * 4
@@ -123,30 +106,24 @@ def staged_words(width: int, dtype: str) -> int:
     return (ceil_div(width, PAIR * per_word(dtype)) | 1) * PAIR
 
 
+Operand = RowsInMemory | StagedRows  # that a product reads beside its weights
+
 GROUP = 8 * PAIR  # words of a group of weight rows
 
 
 @dataclass(frozen=True)
 class Share:
-    """A product of a block, and the warps that share it.
-
-    Attributes
-    ----------
-    units, rows : of the block: hidden units, and batch rows
-    gates : weight rows of a unit
-    width : K
-    warps, ahead : that share K; pairs of k-tiles that each of them asks for ahead
-    staged : what it multiplies comes from shared memory, not ahead from memory"""
+    """A product of a block, and the warps that share it."""
 
     dtype: str
     arithmetic: str
-    units: int
-    rows: int
-    gates: int
-    width: int
-    warps: int
-    ahead: int
-    staged: bool = False
+    units: int  # of the block
+    rows: int  # batch rows of the block
+    gates: int  # weight rows of a unit
+    width: int  # K
+    warps: int  # that share K
+    ahead: int  # pairs of k-tiles that each of them asks for ahead
+    staged: bool = False  # what it multiplies comes from shared memory, not ahead from memory
 
     @property
     def groups(self) -> int:
@@ -219,12 +196,8 @@ class Share:
 
 
 class WarpProduct:
-    """Emits one share of a block's products.
-
-    Parameters
-    ----------
-    memory, first : the block's shared memory, float32, and where in it the sums are: (warp, batch row, weight row)
-    warp, lane : the warp's number in the share, and the lane"""
+    """Emits one share of a block's products. ``memory``, ``first``: the block's shared memory, float32, and where in it
+    the sums are, (warp, batch row, weight row); ``warp``: its number in the share."""
 
     def __init__(self, share: Share, memory: TirBuffer, first: int, warp: Expr, lane: Expr) -> None:
         self.share, self.memory, self.first, self.warp, self.lane = share, memory, first, warp, lane
@@ -234,11 +207,11 @@ class WarpProduct:
 
         ``column`` is the block's place among the units; ``before`` emits what must come before ``operand`` is read."""
         share, n = self.share, per_word(self.share.dtype)
-        self.acc = T.local("acc", (share.tiles, share.octets, 4), "float32")
+        self.acc = T.local("acc", (1, share.tiles, share.octets, 4), "float32")  # of one chain
         self.a = T.local("a", (share.slots, share.groups, 4), "uint32")  # words of a lane's row
         self.b = T.local("b", (share.operand_slots, share.octets, 4), "uint32")
         with T.unroll("m", share.tiles) as m, T.unroll("n", share.octets) as o, T.unroll("i", 4) as i:
-            T.buffer_store(self.acc, T.float32(0), [m, o, i])
+            T.buffer_store(self.acc, T.float32(0), [0, m, o, i])
         block = T.let("weights_of", T.cast(column, "int64") * (share.pairs * share.groups * GROUP * n))
 
         def load_weights(slot: int, pair: Expr) -> None:
@@ -291,15 +264,11 @@ class WarpProduct:
                 yield pair
 
     def _multiply(self, slot: int, operand: int) -> None:
-        share, arithmetic = self.share, self.share.arithmetic
-        for tile in range(2):
-            right = [[split(self.b[operand, n, tile * 2 + i], arithmetic) for i in range(2)]
-                     for n in range(share.octets)]
-            for m in range(share.tiles):
-                left = [split(self.a[slot, 2 * m + v, tile * 2 + i] if 2 * m + v < share.groups else T.uint32(0),
-                              arithmetic) for i in range(2) for v in range(2)]
-                for n in range(share.octets):
-                    mma([self.acc[m, n, i] for i in range(4)], left, right[n], arithmetic, apart=True)
+        share = self.share
+        rows = [[self.a[slot, v, i] for i in range(4)] for v in range(share.groups)]
+        rows += [[T.uint32(0)] * 4] * (share.groups % 2)
+        columns = [[self.b[operand, n, i] for i in range(4)] for n in range(share.octets)]
+        multiply_pair(self.acc, 0, [row.__getitem__ for row in rows], columns, share.arithmetic, apart=True)
 
     def _store(self) -> None:
         share = self.share
@@ -310,7 +279,7 @@ class WarpProduct:
                 for i in range(4):
                     if 2 * m + i // 2 < share.groups:
                         place = first + (n * 8 + i % 2) * share.stride + m * 16 + i // 2 * 8
-                        T.buffer_store(self.memory, self.acc[m, n, i], [place])
+                        T.buffer_store(self.memory, self.acc[0, m, n, i], [place])
 
 
 def add_up(share: Share, memory: TirBuffer, first: int, thread: Expr, threads: int) -> None:

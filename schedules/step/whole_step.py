@@ -17,10 +17,7 @@ from ecornn.program import WORKSPACE, Buffer, Extent, Launch, Program, Relay
 from ecornn.schedules.assemble import assemble, shared_buffers
 from ecornn.schedules.base import Component, Config, Knob, Knobs, SearchedSchedule, Task, knob, no_room
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var, ceil_div
-from ecornn.schedules.cuda.isa.blocks import cluster_arrive, cluster_wait, launch_dependents, wait_on_earlier
-from ecornn.schedules.cuda.isa.mbarrier import fence_mbarrier_init
-from ecornn.schedules.cuda.isa.memory import prefetch_l1
-from ecornn.schedules.cuda.isa.threads import sync_block
+from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.pipeline import Pipeline, Use
 from ecornn.schedules.gemm.job import leaves_of_rows
 from ecornn.schedules.rates import gpu_rates, others
@@ -145,10 +142,10 @@ class StepStates(StepScalars):
         with T.If(a["t"] == 0):
             with T.Then():
                 for name in self.graph.states:
-                    prefetch_l1(a[f"{name}_in"].ptr_to([self.at(0, row, unit)]))
+                    isa.prefetch_l1(a[f"{name}_in"].ptr_to([self.at(0, row, unit)]))
             with T.Else():
                 for s in range(len(self.graph.states)):
-                    prefetch_l1(a["states"].ptr_to([self.at(s, row, unit)]))
+                    isa.prefetch_l1(a["states"].ptr_to([self.at(s, row, unit)]))
 
     def store_states(self, row: Expr, unit: Expr, values: list[Expr]) -> None:
         with T.when(self.arguments["t"] + 1 < self.arguments["T"]):
@@ -176,9 +173,9 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
         column, row0 = T.let("column", block % plan.columns), T.let("row0", block // plan.columns * plan.rows)
         T.note("programmatic dependent launch: weights may be read before the launch of the step before has ended")
         if plan.chained:
-            launch_dependents()
+            isa.launch_dependents()
             with T.when(row0 >= a["B"]):  # a launch that has ended has waited for all before it
-                wait_on_earlier()
+                isa.wait_on_earlier()
         with T.when(row0 < a["B"]):
             warp, lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
             time = T.let("time", scalars.timeline.at(a["t"]))
@@ -202,19 +199,19 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
                 rows = Pipeline(words, place, cluster=True)  # all of them, once
                 with T.when(thread == 0):
                     rows.init()
-                    fence_mbarrier_init()
+                    isa.fence_mbarrier_init()
                 for one in staged:
                     one.clear(thread, plan.threads)
-                cluster_arrive()
+                isa.cluster_arrive()
 
             def before() -> None:
                 """Waits for the launch ahead, and brings operands: only weights are read before, nothing written."""
                 if plan.chained:
-                    wait_on_earlier()
+                    isa.wait_on_earlier()
                 scalars.prefetch(T.min(row0 + thread // plan.units, a["B"] - 1),
                                  T.min(column * plan.units + thread % plan.units, H - 1))
                 if plan.cluster > 1:
-                    cluster_wait()  # behind it all barriers are there
+                    isa.cluster_wait()  # behind it all barriers are there
                     with T.when(thread == 0):
                         rows.expect(0, sum(plan.rows * share.width * w.itemsize for share in shares))
                     for i, one in enumerate(staged):
@@ -243,11 +240,11 @@ def step_kernel(task: Task, plan: StepPlan, buffers: list[Buffer]) -> PrimFunc:
                         multiply(0)
                     scope.enter_context(T.Else())
                 multiply(len(shares) - 1)
-            sync_block()
+            isa.sync_block()
             T.note("CTA barrier: partial sums are in shared memory; add them up")
             for share, first in zip(shares, firsts, strict=True):
                 warp_product.add_up(share, memory, first, thread, plan.threads)
-            sync_block()
+            isa.sync_block()
             T.note("epilogue: the cell's scalars of each (batch row, unit); states and y")
             with T.serial("turn", 0, ceil_div(plan.units * plan.rows, plan.threads)) as turn:
                 item = T.let("item", turn * plan.threads + thread)
@@ -271,7 +268,7 @@ def _prefetch(vectors: TirBuffer, count: int, plan: StepPlan, column: Expr, thre
         item = T.let("item", first + thread)
         unit = T.let("unit", column * plan.units + item % plan.units)
         with T.when(T.And(item < count * plan.units, unit < hidden)):
-            prefetch_l1(vectors.ptr_to([item // plan.units * hidden + unit]))
+            isa.prefetch_l1(vectors.ptr_to([item // plan.units * hidden + unit]))
 
 
 def _hoisted(task: Task, scalars: StepScalars, a: dict[str, TirBuffer], x_row: Expr, unit: Expr,

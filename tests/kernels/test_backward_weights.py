@@ -40,7 +40,7 @@ LENGTHS = Traversal(lengths=True)
 ])
 def test_matches_float64(tmp_path, monkeypatch, cell, sizes, dtype, traversal, parts):
     steps, batch, inputs, H = sizes
-    for module in ("outer_mma", "outer_wgmma"):
+    for module in ("outer", "outer_wgmma"):
         monkeypatch.setattr(f"ecornn.schedules.gemm.{module}.best_parts", lambda *_: parts)
     task = task_of(cell, sizes, dtype, replace(TINY, cores=24), traversal)
     back = adjoint(task.graph, H)

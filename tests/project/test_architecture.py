@@ -22,7 +22,7 @@ BASE = {"boundary", "dtypes", "errors", "interrupts", "workload", "device", "pro
 HOSTS = {"host_cpu", "host_gpu"}
 TEMPLATE = {"analysis", "device", "dtypes", "program", "workload", "schedules.base", "schedules.builder",
             "schedules.timeline"}
-KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.fragments", "schedules.cuda.isa", "schedules.cuda.pipeline",
+KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.cuda.pipeline",
                      "schedules.keeping", "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -58,7 +58,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedules.cuda": set(),
     "schedules.cuda.isa": {"schedules.builder"},
     "schedules.cuda.pipeline": {"schedules.builder", "schedules.cuda.isa"},
-    "schedules.cuda.fragments": {"schedules.builder", "schedules.cuda.isa"},
     "schedules.hoisted": {"program", "schedules.base", "schedules.builder", "schedules.cuda.isa", "schedules.rates"},
     "schedules.keeping": TEMPLATE - {"schedules.timeline"} | {"schedules.cuda.isa"},
     "schedules.chunks": {"program", "schedules.base", "schedules.builder", "schedules.keeping", "schedules.timeline"},

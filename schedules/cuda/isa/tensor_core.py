@@ -25,12 +25,13 @@ take twice as many: the permutation is volatile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
-from ecornn.schedules.builder import Expr, T, ceil_div
+from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda.isa.functions import call
 
-WORDS = 8  # of a k-tile
+WORDS, PAIR = 8, 16  # of a k-tile, and of a pair of them
 _KIND = {"float16": "m16n8k16.row.col.f32.f16.f16.f32", "bfloat16": "m16n8k16.row.col.f32.bf16.bf16.f32",
          "float32": "m16n8k8.row.col.f32.tf32.tf32.f32", "tf32": "m16n8k8.row.col.f32.tf32.tf32.f32"}
 
@@ -132,6 +133,31 @@ def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], a
     if apart:
         for to, value in zip(acc, sums, strict=True):
             T.buffer_store(to.source, to + value, list(to.indices))
+
+
+def zeros(name: str, *shape: int) -> TirBuffer:
+    """An array of float32 zeros in registers."""
+    made = T.local(name, shape, "float32")
+    for index in product(*map(range, shape)):
+        T.buffer_store(made, T.float32(0), list(index))
+    return made
+
+
+def multiply_pair(acc: TirBuffer, number: int, rows: Sequence[Callable[[int], Expr]],
+                  columns: Sequence[Sequence[Expr]], arithmetic: str, *, apart: bool = False) -> None:
+    """Adds the products of pair ``number`` of k-tiles. ``acc``: sums, (chain, m16 tile, n8 tile, 4 of fragment C);
+    k-tiles take chains in turn; ``apart`` as of :func:`mma`. ``rows``: of each octet of weight rows word 0 to 3, two of
+    a k-tile; two octets make an m16 tile, the last may have one alone. ``columns``: of each n8 tile of state the same.
+    """
+    chains, nothing = int(acc.shape[0]), tuple(T.uint32(0) for _ in range(2))
+    for tile in range(2):
+        right = [[split(column[tile * 2 + half], arithmetic) for half in range(2)] for column in columns]
+        for m in range(ceil_div(len(rows), 2)):  # a0, a1: word 0 of the lower and upper octet; a2, a3: word 1
+            left = [split(rows[v](tile * 2 + half), arithmetic) if v < len(rows) else nothing
+                    for half in range(2) for v in (2 * m, 2 * m + 1)]
+            for n in range(len(columns)):
+                sums = [acc[(2 * number + tile) % chains, m, n, i] for i in range(4)]
+                mma(sums, left, right[n], arithmetic, apart=apart)
 
 
 UNPACKED = {"float16": 2, "bfloat16": 4}  # instructions for a word of two
