@@ -94,28 +94,18 @@ class Wanted:
 
 @dataclass(frozen=True)
 class RowPass:
-    """A pass over all rows.
-
-    Attributes
-    ----------
-    forward : the step whose parameter vectors it reads
-    x : the columns that it reads as x
-    name : its kernels and workspaces begin with it
-    leaves : where what it reads lies
-    invariants : what parameters determine
-    each : what it goes over, as of a :class:`~ecornn.schedules.gemm.job.Job`
-    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
-    units : of the last product, where these are not hidden units"""
+    """A pass over all rows."""
 
     task: Task
-    forward: StepGraph
-    x: Columns
-    name: str
-    leaves: Mapping[Var, Place]
-    invariants: tuple[Assign, ...]
-    each: str = STEPS
+    forward: StepGraph  # the step whose parameter vectors it reads
+    x: Columns  # the columns that it reads as x
+    name: str  # its kernels and workspaces begin with it
+    leaves: Mapping[Var, Place]  # where what it reads lies
+    invariants: tuple[Assign, ...]  # what parameters determine
+    each: str = STEPS  # what it goes over, as of a :class:`~ecornn.schedules.gemm.job.Job`
+    # of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
     mask: str | None = None
-    units: int | None = None
+    units: int | None = None  # of the last product, where these are not hidden units
 
     def component(self, items: Sequence[Item], wanted: Wanted) -> Component:
         """The kernels and workspaces of the pass."""
