@@ -132,7 +132,7 @@ class _TrainingStack:
 
     def sum_of_directions(self, part: Part, dx: Sequence[str]) -> list[Call]:
         """The calls that add the second gradient of x of a layer, of which ``part`` is one, to the first."""
-        from ecornn.schedules.backward.inputs import summed_directions
+        from ecornn.schedules.backward.passes import summed_directions
 
         adding = summed_directions(CORES, part.workload.input, self.whole.dtype)
         known = {n: _keep(self.functions, n, f) for n, f in adding.functions.items()}

@@ -161,30 +161,22 @@ Plan = TypeVar("Plan")
 
 class Schedule(ABC, Generic[Plan]):
     """A schedule template. ``Plan`` is the type that :meth:`plan` returns: how the layer is cut, and what that
-    takes; everything but ``check`` is asked of a plan, which is made once.
+    takes; everything but ``check`` is asked of a plan, which is made once."""
 
-    Class attributes
-    ----------------
-    name : the schedule's name in records and on the command line
-    revision : raised when records no longer say how a configuration does: it has come to mean something else, or its
-        code has become slower. Records of another revision are stale. Code that has only become faster keeps it;
-        `ecornn log verify` tells by how much
-    kind : ``cuda`` or ``llvm``
-    weights : data types that weights may be rounded to, besides that of the layer
-    sequences : whether a column of the batch may work on one sequence after the other
-    heads : whether it carries out products with heads
-    few_steps : whether it is for calls of a few steps; records of longer ones leave out what a call takes beside steps
-    backward : whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
-    doubt : factor on an adjoint's expected time where no record decides: two schedules' estimates err differently"""
-
-    name: str
+    name: str  # the schedule's name in records and on the command line
+    # raised when records no longer say how a configuration does: it has come to mean something else, or its code has
+    # become slower. Records of another revision are stale. Code that has only become faster keeps it; `ecornn log
+    # verify` tells by how much
     revision: int
-    kind: str
-    weights: tuple[str, ...] = ()
-    sequences: bool = False
-    heads: bool = False
+    kind: str  # ``cuda`` or ``llvm``
+    weights: tuple[str, ...] = ()  # data types that weights may be rounded to, besides that of the layer
+    sequences: bool = False  # whether a column of the batch may work on one sequence after the other
+    heads: bool = False  # whether it carries out products with heads
+    # whether it is for calls of a few steps; records of longer ones leave out what a call takes beside steps
     few_steps: bool = False
+    # whether it carries out the recurrence of an adjoint, too, a task whose traversal is ``backward``
     backward: bool = False
+    # factor on an adjoint's expected time where no record decides: two schedules' estimates err differently
     doubt: float = 1.0
 
     def serves(self, task: Task) -> str | None:

@@ -31,18 +31,12 @@ WORTH_NORMALIZED = 0.02
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of some neighbouring units' values that one instruction loads, stores or copies.
+    """The part of some neighbouring units' values that one instruction loads, stores or copies."""
 
-    Attributes
-    ----------
-    base, apart : in values; the first unit's are at ``base`` + ``apart`` * unit of a row
-    words : of 32 bits, at most four
-    register : the first of those that it is loaded into, among those of all pieces"""
-
-    base: int
+    base: int  # base, apart: in values; the first unit's are at ``base`` + ``apart`` * unit of a row
     apart: int
-    words: int
-    register: int
+    words: int  # of 32 bits, at most four
+    register: int  # the first of those that it is loaded into, among those of all pieces
 
     def of(self, registers: TirBuffer, *index: Expr) -> list[Expr]:
         """Its registers, of those of all pieces, which lie on the last axis."""

@@ -14,115 +14,70 @@ from ecornn.schedules.base import Task
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a GPU, for floors (ecornn/floor.py): a nanosecond's and a multiprocessor's, where nothing else is said.
+    """Bounds of a GPU, for floors (ecornn/floor.py): a nanosecond's and a multiprocessor's, if nothing else is said."""
 
-    Attributes
-    ----------
-    exchange : microseconds of one trip of a state between so many blocks; in between: linear
-    announced : bytes of the state with which the trips outside of clusters were measured
-    shared : bytes from shared memory
-    intake : bytes from L2
-    l2, memory : bytes from L2 and memory to all multiprocessors
-    tensor : 16-bit multiplications and additions"""
-
+    # microseconds of one trip of a state between so many blocks; in between: linear
     exchange: tuple[tuple[int, float], ...]
-    announced: int
-    shared: float
-    intake: float
-    l2: float
+    announced: int  # bytes of the state with which the trips outside of clusters were measured
+    shared: float  # bytes from shared memory
+    intake: float  # bytes from L2
+    l2: float  # l2, memory: bytes from L2 and memory to all multiprocessors
     memory: float
-    tensor: float
+    tensor: float  # 16-bit multiplications and additions
 
 
 @dataclass(frozen=True)
 class GPURates:
-    """Rates of a GPU. Bytes a cycle and a nanosecond are of one multiprocessor, where nothing else is said.
+    """Rates of a GPU. Bytes a cycle and a nanosecond are of one multiprocessor, where nothing else is said."""
 
-    Attributes
-    ----------
-    clock : cycles in a nanosecond; cycles below are of this clock
-    threads : that a multiprocessor holds
-    step : nanoseconds of a recurrent step that nobody knows better
-    sequence : nanoseconds of a sequence beside its steps: its launches, and kernels too short to be fast
-    launch : nanoseconds from a launch's end until threads of the next one multiply
-    tensor_launch : cycles of the same, until a pipeline into shared memory feeds tensor cores
-    barrier : cycles of a barrier of a block
-    l2_exchange : cycles from the store of a state until other blocks that poll for it have it
-    l2_shared_sector : cycles more where two blocks write to a sector
-    l2_counted : cycles from the store of a state until others, that waited for a counter, have copied a chunk of it
-    l2_handover : cycles from the store of a partial sum until another block has it
-    l2_latency : cycles from an asynchronous copy's start until what it copies from L2 is there
-    memory_latency : cycles of the same from memory
-    cluster_exchange : cycles from the sending of a state until other blocks of the cluster have it
-    l2_copied : bytes a cycle of asynchronous copies from L2
-    l2_bulk : bytes a cycle of bulk copies from L2
-    l2_kept : bytes that are read in every step, and that L2 keeps, beside all else that goes through it
-    l2_lasting : the same of those that it is asked to keep, if more are read
-    l2_beside : bytes a nanosecond from L2 and memory, while other multiprocessors copy, too
-    memory : bytes a nanosecond of its share of memory's rate
-    memory_beside : bytes a nanosecond of all multiprocessors: what fewer bytes between two kernels gain
-    shared : bytes a cycle from shared memory
-    fragments : bytes a cycle of operands of tensor cores from shared memory
-    mma : cycles of an m16n8k16 product of a 16-bit type, with all four tensor cores at work
-    wgmma_column : cycles of a column of an m64k16 product of warpgroups, of a 16-bit type
-    mma_gemm, wgmma_gemm : 16-bit multiplications and additions a nanosecond of a large product, by either instruction
-    bounds : what no kernel exceeds"""
-
-    clock: float
-    threads: int
-    step: float
-    sequence: float
-    launch: float
-    tensor_launch: float
-    barrier: float
-    l2_exchange: float
-    l2_shared_sector: float
+    clock: float  # cycles in a nanosecond; cycles below are of this clock
+    threads: int  # that a multiprocessor holds
+    step: float  # nanoseconds of a recurrent step that nobody knows better
+    sequence: float  # nanoseconds of a sequence beside its steps: its launches, and kernels too short to be fast
+    launch: float  # nanoseconds from a launch's end until threads of the next one multiply
+    tensor_launch: float  # cycles of the same, until a pipeline into shared memory feeds tensor cores
+    barrier: float  # cycles of a barrier of a block
+    l2_exchange: float  # cycles from the store of a state until other blocks that poll for it have it
+    l2_shared_sector: float  # cycles more where two blocks write to a sector
+    # cycles from the store of a state until others, that waited for a counter, have copied a chunk of it
     l2_counted: float
-    l2_handover: float
-    l2_latency: float
-    memory_latency: float
-    cluster_exchange: float
-    l2_copied: float
-    l2_bulk: float
-    l2_kept: float
-    l2_lasting: float
-    l2_beside: float
-    memory: float
-    memory_beside: float
-    shared: float
-    fragments: float
-    mma: float
-    wgmma_column: float
+    l2_handover: float  # cycles from the store of a partial sum until another block has it
+    l2_latency: float  # cycles from an asynchronous copy's start until what it copies from L2 is there
+    memory_latency: float  # cycles of the same from memory
+    cluster_exchange: float  # cycles from the sending of a state until other blocks of the cluster have it
+    l2_copied: float  # bytes a cycle of asynchronous copies from L2
+    l2_bulk: float  # bytes a cycle of bulk copies from L2
+    l2_kept: float  # bytes that are read in every step, and that L2 keeps, beside all else that goes through it
+    l2_lasting: float  # the same of those that it is asked to keep, if more are read
+    l2_beside: float  # bytes a nanosecond from L2 and memory, while other multiprocessors copy, too
+    memory: float  # bytes a nanosecond of its share of memory's rate
+    memory_beside: float  # bytes a nanosecond of all multiprocessors: what fewer bytes between two kernels gain
+    shared: float  # bytes a cycle from shared memory
+    fragments: float  # bytes a cycle of operands of tensor cores from shared memory
+    mma: float  # cycles of an m16n8k16 product of a 16-bit type, with all four tensor cores at work
+    wgmma_column: float  # cycles of a column of an m64k16 product of warpgroups, of a 16-bit type
+    # mma_gemm, wgmma_gemm: 16-bit multiplications and additions a nanosecond of a large product, by either instruction
     mma_gemm: float
     wgmma_gemm: float
-    bounds: Bounds
+    bounds: Bounds  # what no kernel exceeds
 
 
 @dataclass(frozen=True)
 class CPURates:
-    """Rates of a core. Vectors are of its widest registers.
+    """Rates of a core. Vectors are of its widest registers."""
 
-    Attributes
-    ----------
-    adds_apart : whether additions of pairs pay, which run beside multiply-adds in units of their own
-    fma, vector_load, turn : cycles of a multiply-add, a vector from the first cache, a turn over k beside products
-    fma_latency : cycles; with fewer sums than this in flight the unit idles
-    l2_vector : cycles that a vector of weights takes from L2
-    unhidden_vector : cycles of a tile for each vector of weights that nothing hides, where multiply-adds outrun L2
-    unhidden_l3_vector : the same of weights that L2 gets from L3 meanwhile
-    unhidden_row : the same for each row, which is of other cache lines
-    barrier : cycles of a barrier of threads, with what it costs to get the new state from another core"""
-
-    adds_apart: bool
+    adds_apart: bool  # whether additions of pairs pay, which run beside multiply-adds in units of their own
+    # fma, vector_load, turn: cycles of a multiply-add, a vector from the first cache, a turn over k beside products
     fma: float
     vector_load: float
     turn: float
-    fma_latency: float
-    l2_vector: float
+    fma_latency: float  # cycles; with fewer sums than this in flight the unit idles
+    l2_vector: float  # cycles that a vector of weights takes from L2
+    # cycles of a tile for each vector of weights that nothing hides, where multiply-adds outrun L2
     unhidden_vector: float
-    unhidden_l3_vector: float
-    unhidden_row: float
-    barrier: float
+    unhidden_l3_vector: float  # the same of weights that L2 gets from L3 meanwhile
+    unhidden_row: float  # the same for each row, which is of other cache lines
+    barrier: float  # cycles of a barrier of threads, with what it costs to get the new state from another core
 
     @property
     def slow_l3(self) -> bool:

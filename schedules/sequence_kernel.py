@@ -14,28 +14,19 @@ from ecornn.schedules.timeline import Timeline, piece_arguments, row_arguments
 
 @dataclass(frozen=True)
 class SequenceKernel:
-    """A kernel of all steps: what it is made for, and what it is called with.
+    """A kernel of all steps: what it is made for, and what it is called with."""
 
-    Attributes
-    ----------
-    task : the sequence
-    hoisted : how the hoisted values lie in memory
-    math : of the scalars, one of ``MATH``
-    arguments : parameters by name, flat: ``hoisted`` as its layout says, ``vectors`` (V*H,), ``<state>_in`` and
-        ``<state>_out`` (B*H,), ``y`` (T*B*D*H,) or, of an adjoint, ``outputs`` (T*B*O*H,), masks as ``timeline`` says,
-        ``<state>_kept``, ``value<n>_kept`` (T*B*H,), ``values_kept`` (T*B*V*H,), and the schedule's own
-    steps, batch : T and B of the call
-    kept : what it stores of each step, beside y
-    early : whether it may begin before what it reads of other launches is there: these are waited for"""
-
-    task: Task
-    hoisted: Hoisted
-    math: str
+    task: Task  # the sequence
+    hoisted: Hoisted  # how the hoisted values lie in memory
+    math: str  # of the scalars, one of ``MATH``
+    # parameters by name, flat: ``hoisted`` as its layout says, ``vectors`` (V*H,), ``<state>_in`` and ``<state>_out``
+    # (B*H,), ``y`` (T*B*D*H,) or, of an adjoint, ``outputs`` (T*B*O*H,), masks as ``timeline`` says, ``<state>_kept``,
+    # ``value<n>_kept`` (T*B*H,), ``values_kept`` (T*B*V*H,), and the schedule's own
     arguments: dict[str, TirBuffer]
-    steps: Expr
+    steps: Expr  # steps, batch: T and B of the call
     batch: Expr
-    kept: Stored = NOTHING
-    early: bool = False
+    kept: Stored = NOTHING  # what it stores of each step, beside y
+    early: bool = False  # whether it may begin before what it reads of other launches is there: these are waited for
 
     @classmethod
     def declare(cls, task: Task, hoisted: Hoisted, math: str, own: Mapping[str, str], kept: Stored = NOTHING,

@@ -21,10 +21,17 @@ from ecornn.analysis.heads import most_heads
 from ecornn.analysis.kept import Kept
 from ecornn.program import KEPT, WORKSPACE, Buffer, Extent, Launch, Program, launches
 from ecornn.schedules.assemble import call_buffers, vector_buffer
-from ecornn.schedules.backward.gather import gathered
-from ecornn.schedules.backward.inputs import input_gradients, made_of_inputs, places_of_inputs
-from ecornn.schedules.backward.memory import Memory, Place, finish_summed, materialized, replayed
-from ecornn.schedules.backward.passes import Item, RowPass, Wanted, items_of, unique_invariants
+from ecornn.schedules.backward.memory import Memory, Place, finish_summed, gathered, materialized, replayed
+from ecornn.schedules.backward.passes import (
+    Item,
+    RowPass,
+    Wanted,
+    input_gradients,
+    items_of,
+    made_of_inputs,
+    places_of_inputs,
+    unique_invariants,
+)
 from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
 from ecornn.schedules.base import Component, Task, beside, joined
 from ecornn.schedules.builder import Expr, T

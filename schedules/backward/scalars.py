@@ -25,27 +25,18 @@ Arguments = Mapping[str, TirBuffer]
 
 @dataclass(frozen=True)
 class Scalars:
-    """Values of a row and unit, and where they go.
+    """Values of a row and unit, and where they go."""
 
-    Attributes
-    ----------
-    vectors : of the forward step; the buffer ``vectors`` has them in this order
-    invariants : assignments that these determine
-    assigns : the others, in order
-    leaves : where a value lies that is made elsewhere
-    stores : values, and where they go
-    hoisted, layout : values that go to the buffer ``hoisted``
-    mask : of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
-    instead : of some values, the one that is stored there in place of zeros"""
-
-    vectors: tuple[Vector, ...]
-    invariants: tuple[Assign, ...]
-    assigns: tuple[Assign, ...]
-    leaves: Mapping[Var, Place]
-    stores: tuple[tuple[Var, Place], ...]
-    hoisted: tuple[Var, ...] = ()
+    vectors: tuple[Vector, ...]  # of the forward step; the buffer ``vectors`` has them in this order
+    invariants: tuple[Assign, ...]  # assignments that these determine
+    assigns: tuple[Assign, ...]  # the others, in order
+    leaves: Mapping[Var, Place]  # where a value lies that is made elsewhere
+    stores: tuple[tuple[Var, Place], ...]  # values, and where they go
+    hoisted: tuple[Var, ...] = ()  # hoisted, layout: values that go to the buffer ``hoisted``
     layout: Hoisted | None = None
+    # of :func:`~ecornn.schedules.timeline.rows_mask`: where a row takes no part in the step zeros are stored
     mask: str | None = None
+    # of some values, the one that is stored there in place of zeros
     instead: Mapping[Var, Var] = field(default_factory=dict)
     math: str = "exact"
 

@@ -13,8 +13,8 @@ from math import gcd, prod
 
 from ecornn.analysis.step import OuterProduct, StepGraph
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
-from ecornn.schedules.backward.inputs import places_of_inputs
 from ecornn.schedules.backward.memory import Memory, Place, finish_summed
+from ecornn.schedules.backward.passes import places_of_inputs
 from ecornn.schedules.base import Component, joined
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var, ceil_div
 from ecornn.schedules.cuda.isa import sync_block

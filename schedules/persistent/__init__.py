@@ -27,7 +27,7 @@ from ecornn.schedules.persistent.exchange import LARGEST, begins_early, start_ke
 from ecornn.schedules.persistent.kernel import persistent_kernel
 from ecornn.schedules.persistent.plan import PersistentKnobs, PersistentPlan
 from ecornn.schedules.rates import gpu_rates
-from ecornn.schedules.scalars.initial import start_launch
+from ecornn.schedules.scalars.gate_threads import start_launch
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.scalars.row_sums import deferred
 from ecornn.schedules.timeline import together

@@ -40,7 +40,7 @@ from ecornn.schedules.gemm.rows_mma import LEAST_ROWS
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan
 from ecornn.schedules.rates import short
-from ecornn.schedules.scalars.initial import BLOCKS, THREADS, Head, declare_start, initial_values, start_thread
+from ecornn.schedules.scalars.gate_threads import BLOCKS, THREADS, Head, declare_start, initial_values, start_thread
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
 SENTINEL = 0xFFFFFFFF

@@ -20,7 +20,7 @@ from ecornn.schedules.persistent_wide.exchange import UNWRITTEN
 from ecornn.schedules.persistent_wide.kernel import start_kernel, wide_kernel
 from ecornn.schedules.persistent_wide.plan import WideKnobs, WidePlan
 from ecornn.schedules.rates import GPURates, gpu_rates
-from ecornn.schedules.scalars.initial import start_launch
+from ecornn.schedules.scalars.gate_threads import start_launch
 from ecornn.schedules.scalars.pointwise import math_choices
 from ecornn.schedules.timeline import together
 

@@ -22,8 +22,16 @@ from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.exchange import BlockRole, Parcels, handed_word, multiplier, place_of, word_of
 from ecornn.schedules.persistent_wide.plan import DEPTH, REGISTERS, SLOTS, SPACING, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.warps import Memory, Products, copy, stream
-from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, partial_sums
-from ecornn.schedules.scalars.initial import BLOCKS, THREADS, declare_start, initial_values, start_thread
+from ecornn.schedules.scalars.gate_threads import (
+    BLOCKS,
+    THREADS,
+    Ended,
+    GateThreads,
+    declare_start,
+    initial_values,
+    partial_sums,
+    start_thread,
+)
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
 

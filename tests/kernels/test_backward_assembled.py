@@ -19,8 +19,8 @@ from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
 from ecornn.analysis.kept import kept
 from ecornn.schedules.backward.assemble import parts_of, state_gradients
-from ecornn.schedules.backward.inputs import input_gradients, places_of_inputs
 from ecornn.schedules.backward.memory import Memory, materialized, replayed
+from ecornn.schedules.backward.passes import input_gradients, places_of_inputs
 from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
 from ecornn.schedules.base import Component, Task, joined
 from ecornn.schedules.hoisted import Hoisted

@@ -12,8 +12,7 @@ from exact import unmarked
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.kept import kept
 from ecornn.program import LATER
-from ecornn.schedules.backward.gather import gathered
-from ecornn.schedules.backward.memory import Memory
+from ecornn.schedules.backward.memory import Memory, gathered
 from ecornn.schedules.base import joined
 from ecornn.workload import Traversal
 
