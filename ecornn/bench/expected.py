@@ -13,7 +13,7 @@ from ecornn.bench.sides import Side, Subject, Weights
 from ecornn.cells import Cell
 from ecornn.errors import CellError, MissingPackageError
 from ecornn.tune.oracle import has_formula, norm
-from ecornn.tune.tolerance import GRADIENTS, INTEGERS, TOLERANCE
+from ecornn.tune.record import GRADIENTS, INTEGERS, TOLERANCE
 
 Exact = Mapping[str, np.ndarray]  # as a side's results
 EXACT = 1e-12  # of gradients in float64

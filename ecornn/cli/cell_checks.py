@@ -20,7 +20,7 @@ from ecornn.errors import CellError, EcornnError, InternalError
 from ecornn.interpreter import interpret
 from ecornn.schedules import Config, Schedule
 from ecornn.tune import adjoint_oracle, oracle
-from ecornn.tune.tolerance import GRADIENTS, tolerance
+from ecornn.tune.record import GRADIENTS, tolerance
 from ecornn.workload import Traversal, Workload
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from ecornn.schedules.base import Task
 from ecornn.tune.building import Build, Built
 from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Pool
-from ecornn.tune.record import Outcome, Trial
+from ecornn.tune.record import Outcome, Trial, tolerance
 from ecornn.tune.space import Candidate
 from ecornn.tune.timing import FEWEST
-from ecornn.tune.tolerance import tolerance
 from ecornn.worker import WorkerError
 
 COMPARED = 7  # samples of each finalist, at least

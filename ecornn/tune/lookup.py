@@ -37,9 +37,8 @@ from msgspec import structs
 from ecornn.device import Device
 from ecornn.schedules.base import AnySchedule, Config, Knob, Task, Value
 from ecornn.tune.log import Log, TrialLine, is_trial
-from ecornn.tune.record import Trial
+from ecornn.tune.record import LEAST, Trial, proven
 from ecornn.tune.space import Candidate
-from ecornn.tune.tolerance import LEAST, proven
 from ecornn.workload import FEW, Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09

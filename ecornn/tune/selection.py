@@ -14,9 +14,8 @@ from ecornn.schedules.base import Value
 from ecornn.targets import KNOWN
 from ecornn.tune.log import Line, Log, TrialLine, is_trial
 from ecornn.tune.lookup import best_evidence, drift
-from ecornn.tune.record import AnyRecord, Finish, Start, Trial
+from ecornn.tune.record import AnyRecord, Finish, Start, Trial, proven
 from ecornn.tune.space import Candidate
-from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 Subject = tuple[Workload, Device]  # the device as its identity

@@ -19,7 +19,7 @@ from ecornn.schedules.base import Task
 from ecornn.task import make_task
 from ecornn.tune.log import Log, TrialLine, is_trial
 from ecornn.tune.lookup import how_far
-from ecornn.tune.tolerance import proven
+from ecornn.tune.record import proven
 
 
 def lent(task: Task, log: Log) -> tuple[str, Log] | None:

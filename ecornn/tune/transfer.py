@@ -14,10 +14,9 @@ from ecornn.tune.journal import Journal
 from ecornn.tune.log import Log, is_trial
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
 from ecornn.tune.model import CostModel, features
-from ecornn.tune.record import Trial
+from ecornn.tune.record import Trial, proven
 from ecornn.tune.similar_cells import akin, built_in
 from ecornn.tune.space import Candidate
-from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 NEIGHBOURS = 16  # runs

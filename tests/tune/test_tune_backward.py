@@ -40,10 +40,9 @@ from ecornn.tune.log import Line, Log, read
 from ecornn.tune.lookup import how_far
 from ecornn.tune.measuring import Measure, measure
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.record import Start
+from ecornn.tune.record import Start, tolerance
 from ecornn.tune.selection import best_lines
 from ecornn.tune.similar_cells import lent
-from ecornn.tune.tolerance import tolerance
 from ecornn.tune.transfer import distance
 from ecornn.workload import Workload
 

@@ -27,7 +27,7 @@ from ecornn.task import make_task
 from ecornn.tune.arrays import arrays_for
 from ecornn.tune.measuring import answers_of, check
 from ecornn.tune.oracle import draw, relative_error, write
-from ecornn.tune.tolerance import tolerance
+from ecornn.tune.record import tolerance
 from ecornn.workload import Workload
 
 
