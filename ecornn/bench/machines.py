@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ecornn.bench import cuda_graphs, host_turns, turns
-from ecornn.tune.arrays import Arrays, TorchArrays, arrays_for
+from ecornn.tune.timing import Arrays, TorchArrays, arrays_for
 
 if TYPE_CHECKING:
     from ecornn.runtime.loader import Module

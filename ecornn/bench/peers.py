@@ -8,7 +8,7 @@ import numpy as np
 
 from ecornn.bench.sides import Side, Subject, Weights
 from ecornn.errors import ArgumentError, CellError, DeviceError, MissingPackageError
-from ecornn.tune.arrays import torch_sees_gpu
+from ecornn.tune.timing import torch_sees_gpu
 
 PACKAGES = {"cudnn": ("torch",), "cudnn-tf32": ("torch",), "torch": ("torch",), "loop": ("torch",),
             "onnxruntime": ("onnxruntime", "onnx")}

@@ -16,7 +16,7 @@ from ecornn.errors import EcornnError
 @plain_errors
 def doctor(json: bool) -> None:
     """Says what this machine can compile for, tune and run, and what to install for the rest."""
-    from ecornn.tune.folders import read_all, shipped_folder, user_folder
+    from ecornn.tune.log import read_all, shipped_folder, user_folder
     from ecornn.tune.record import Trial
 
     said: dict[str, str] = {}
@@ -95,7 +95,7 @@ def examine_gpu() -> Finding:
 def examine_cuda() -> Finding:
     """The CUDA compiler."""
     from ecornn.build.nvcc import INSTALL
-    from ecornn.tune.at_hand import cuda_compiler
+    from ecornn.tune.choose import cuda_compiler
 
     compiler = cuda_compiler()
     return compiler or "none", None if compiler else f"to build for GPUs, {INSTALL}"

@@ -55,8 +55,7 @@ def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
     """The content of the given files, or of every log there is; problems go to stderr. ``strict``: raises
     :class:`~ecornn.errors.RecordError` for a file that has text, but no record."""
     from ecornn.errors import RecordError
-    from ecornn.tune.folders import read_all
-    from ecornn.tune.log import Log, read
+    from ecornn.tune.log import Log, read, read_all
 
     if files:
         content = Log()
@@ -78,7 +77,7 @@ def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
 @plain_errors
 def ls(files: tuple[Path, ...], json: bool) -> None:
     """Lists log files: runs, trials, failures."""
-    from ecornn.tune.folders import shipped_folder, user_folder
+    from ecornn.tune.log import shipped_folder, user_folder
     from ecornn.tune.record import Start, Trial
     from ecornn.tune.selection import under_way
 
@@ -267,8 +266,7 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
 
     Records that are there already are not added again.
     """
-    from ecornn.tune.folders import user_folder
-    from ecornn.tune.log import rewrite
+    from ecornn.tune.log import rewrite, user_folder
     from ecornn.tune.selection import event
 
     target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines

@@ -39,7 +39,7 @@ def report(files: tuple[Path, ...], output: Path, searches: int, only: str, resu
     from ecornn.errors import ArgumentError
     from ecornn.report.measured import measured
     from ecornn.report.page import render
-    from ecornn.tune.folders import read_all, user_folder
+    from ecornn.tune.log import read_all, user_folder
 
     log = collect(files, strict=True) if files else read_all([user_folder()])
     if not log.trials():

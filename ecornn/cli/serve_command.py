@@ -40,10 +40,8 @@ run any program on these machines, --host and --allow-remote.
 def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
           allow_remote: bool, json: bool) -> None:
     """Measures candidates for tuners elsewhere, through TVM's RPC. Ctrl-C ends it."""
-    from ecornn.tune.at_hand import present
-    from ecornn.tune.choose import default_target
-    from ecornn.tune.remote import Tracker
-    from ecornn.tune.serving import is_loopback, require_loopback, start
+    from ecornn.tune.choose import default_target, present
+    from ecornn.tune.remote import Tracker, is_loopback, require_loopback, start
 
     registry = Tracker.parse(tracker, key, allow_remote)
     for name, value in (("host", host), ("address", address)):

@@ -40,7 +40,7 @@ class ProcessEvaluator:
     Parameters
     ----------
     task, cell : the task, and its cell as a spec for ``load_cell``
-    answer : writes the inputs and expected outputs (``preparing.answers``) to the path it is given; called
+    answer : writes the inputs and expected outputs (``proposing.answers``) to the path it is given; called
         in a thread, so that builds need not wait for it
     pool : the processes; they outlive the evaluator
     limit : seconds that a build, and a measurement, may take

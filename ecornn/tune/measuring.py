@@ -18,10 +18,9 @@ from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.memory import layout as laid_out
 from ecornn.runtime.plan import SCALARS
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
 from ecornn.tune.record import Outcome, Times
-from ecornn.tune.timing import FEWEST, Contestant, Run, race, settled
+from ecornn.tune.timing import FEWEST, Arrays, Contestant, Run, arrays_for, race, settled, torch_sees_gpu
 
 if TYPE_CHECKING:
     from ecornn.runtime.loader import Module

@@ -19,12 +19,12 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
-from ecornn.tune.at_hand import present
+from ecornn.tune.choose import present
 from ecornn.tune.pool import Closed, Entries, Pool
 from ecornn.workload import BATCH, SEQ, Workload
 
 if TYPE_CHECKING:
-    from ecornn.tune.at_hand import Environment
+    from ecornn.tune.choose import Environment
     from ecornn.tune.journal import Gain, Journal
     from ecornn.tune.record import Choice, Finish
     from ecornn.tune.remote import Tracker
@@ -140,7 +140,7 @@ class Session:
         """The software and clocks of the machine that measures, as records have them."""
         with self._lock:
             if self._environment is None:
-                from ecornn.tune.at_hand import environment
+                from ecornn.tune.choose import environment
 
                 self._environment = environment(self.device)
             return self._environment
@@ -208,9 +208,9 @@ class Session:
         Options are those of :meth:`tune`; ``stage`` is called with words that say what comes now."""
         started = time.monotonic()
         from ecornn.cells.naming import spec_of
-        from ecornn.tune import folders
         from ecornn.tune.choose import searched
         from ecornn.tune.journal import Journal, digest_of
+        from ecornn.tune.log import log_path
         from ecornn.tune.tuner import Settings
 
         spec = layer.cell if isinstance(layer.cell, str) else spec_of(layer.cell)
@@ -220,7 +220,7 @@ class Session:
         one_of("output", output, str, Path)
         called("report", report)
         called("begin", begin)
-        path = Path(output or folders.log_path(workload, self.device))
+        path = Path(output or log_path(workload, self.device))
         digest = digest_of(workload, self.device, searched(workload, self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)
         if not run.finished(wanted, limit, early_stop):
@@ -244,27 +244,27 @@ class Session:
 
         from ecornn.schedules import all_schedules
         from ecornn.task import make_task
-        from ecornn.tune import evaluate, preparing, proposing, tuner
+        from ecornn.tune import evaluate, proposing, tuner
         from ecornn.tune.choose import serving_or_raise
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
         from ecornn.tune.space import Candidate, ConfigSpace
 
         task = make_task(cell, workload, device)
-        asked = preparing.Question(spec, workload, device, schedule, self.seed)
+        asked = proposing.Question(spec, workload, device, schedule, self.seed)
         # Where a workload takes a second, or several are searched at once, the search for its defaults would be most of
         # what this process does.
-        given = preparing.defaults(pool, asked) if only is not None or pool.proposers else None
+        given = proposing.defaults(pool, asked) if only is not None or pool.proposers else None
         schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
         space = ConfigSpace(task, schedules, given)
         begin(space, len(run.search))  # before anything that would disturb what a caller may time now
         stage("listing what can be tried")
         if only is None:  # before anything is built: all but the first candidates are drawn from it
-            parts = preparing.scan_parts(pool, asked, space)
-            space.scans = lambda: preparing.joined(space, parts())
+            parts = proposing.scan_parts(pool, asked, space)
+            space.scans = lambda: proposing.joined(space, parts())
         with contextlib.ExitStack() as stack:
             evaluator = stack.enter_context(evaluate.ProcessEvaluator(
-                task, spec, preparing.answers(pool, asked), pool, limit=self.timeout, seed=self.seed,
+                task, spec, proposing.answers(pool, asked), pool, limit=self.timeout, seed=self.seed,
                 earlier=run.search))
             search: proposing.Proposals
             if only is None:

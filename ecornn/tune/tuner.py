@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from ecornn.schedules.base import GENERATION
-from ecornn.tune.at_hand import Environment
+from ecornn.tune.choose import Environment
 from ecornn.tune.evaluate import COMPARED, ProcessEvaluator
 from ecornn.tune.journal import RESERVED, Journal
 from ecornn.tune.proposing import Proposals

@@ -20,8 +20,7 @@ from ecornn.report import page, svg
 from ecornn.report.effects import effects, explained
 from ecornn.report.layers import layers, task_of, teraflops
 from ecornn.report.searches import searches
-from ecornn.tune.folders import shipped_folder
-from ecornn.tune.log import Line, Log, read
+from ecornn.tune.log import Line, Log, read, shipped_folder
 from ecornn.tune.record import Choice, Finish, Times, Trial
 from ecornn.workload import Workload
 

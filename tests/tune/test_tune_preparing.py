@@ -22,16 +22,15 @@ from ecornn.errors import ScheduleError
 from ecornn.schedules import all_schedules
 from ecornn.targets import resolve
 from ecornn.task import make_task
-from ecornn.tune import folders, oracle, proposing
+from ecornn.tune import log as folders
+from ecornn.tune import oracle, proposing
 from ecornn.tune import session as sessions
 from ecornn.tune import verify as verifying
 from ecornn.tune.choose import serving_or_raise
-from ecornn.tune.folders import shipped_folder
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import read
+from ecornn.tune.log import read, shipped_folder
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.preparing import Question, answers, defaults, joined, scan_parts
-from ecornn.tune.proposing import Elsewhere, searching
+from ecornn.tune.proposing import Elsewhere, Question, answers, defaults, joined, scan_parts, searching
 from ecornn.tune.record import Choice, Finish, Trial
 from ecornn.tune.search import Search
 from ecornn.tune.space import ConfigSpace

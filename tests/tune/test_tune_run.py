@@ -26,8 +26,8 @@ import ecornn.tune.tuner as tuner_module
 from ecornn.cells import get
 from ecornn.schedules import all_schedules
 from ecornn.task import make_task
-from ecornn.tune.at_hand import Environment
 from ecornn.tune.building import Build, Built
+from ecornn.tune.choose import Environment
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import RESERVED, Journal, digest_of
 from ecornn.tune.log import Line, read
