@@ -51,12 +51,10 @@ class Placed(Generic[R]):
 
     @property
     def full_place(self) -> str:
-        """``file:line`` with the file's folder."""
         return f"{self.path}:{self.number}"
 
     @property
     def place(self) -> str:
-        """``file:line``."""
         return f"{self.path.name}:{self.number}"
 
 
@@ -145,12 +143,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
-def append(path: Path, record: AnyRecord) -> None:
-    """Appends one record; see :func:`append_all`."""
-    append_all(path, [record])
-
-
-def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
+def append(path: Path, *records: AnyRecord) -> None:
     """Appends records and returns once they are on the disk. Several processes may append to one file.
 
     Raises :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and

@@ -6,13 +6,12 @@ processes that build compute what a run needs, and a search has a process of its
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,16 +19,33 @@ from ecornn.cells import Cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
 from ecornn.tune.journal import Journal
+from ecornn.tune.log import read_all
+from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Pool
-from ecornn.tune.record import Choice
 from ecornn.tune.search import Search
 from ecornn.tune.space import PARTS, Candidate, ConfigSpace, Scan
+from ecornn.tune.transfer import borrowed, lent, seeds, warm
 from ecornn.worker import Worker, WorkerError
 from ecornn.workload import Workload
 
-T = TypeVar("T")
-Parts = Mapping[str, Sequence[bytes]]  # of the scans of a space, by schedule, as ``scan_parts`` has them
+Part = tuple[bool, bytes]  # of the scan of a space: True where it is whole, and the numbers that fit
+Parts = Mapping[str, tuple[Part, ...]]  # by schedule
 LIMIT = 300.0  # seconds
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A question about a layer on a device. ``cell`` is a spec for ``load_cell``; ``schedule`` the only one, or None;
+    ``seed`` that of the data; ``out`` the file to write; ``default`` that of the schedule whose space is scanned, and
+    ``part`` which part of it."""
+
+    cell: str
+    workload: Workload
+    device: Device
+    schedule: str | None = None
+    seed: int = 0
+    out: str = ""
+    default: Candidate | None = None
+    part: int = 0
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -37,25 +53,99 @@ class Origin(msgspec.Struct, frozen=True):
     log's path and its name."""
 
     asked: Question
-    defaults: tuple[Choice, ...]
+    defaults: tuple[Candidate, ...]
     path: str
     run: str
 
 
-class Told(msgspec.Struct, frozen=True):
-    """The time of a candidate in µs per step, None where it failed."""
-
-    choice: Choice
-    time: float | None
-
-
 class Ask(msgspec.Struct, frozen=True):
-    """A question for ``count`` candidates, with the times that came since the last one, and with the ``parts`` of the
-    space's scans once they are needed."""
+    """A question for ``count`` candidates, with those ``told`` since the last one and their times (µs per step, None
+    where one failed), and with the ``parts`` of the space's scans once they are needed."""
 
     count: int
-    told: tuple[Told, ...] = ()
-    parts: dict[str, tuple[bytes, ...]] | None = None
+    told: tuple[tuple[Candidate, float | None], ...] = ()
+    parts: dict[str, tuple[Part, ...]] | None = None
+
+
+def call(pool: Pool, worker: Worker, function: Callable[..., object], argument: Any, kind: Any) -> Any:
+    """The answer of a function of this file, decoded as ``kind``, in a process of the pool. Raises
+    :class:`ScheduleError` where it raises or the process is lost."""
+    try:
+        return worker.call(f"{__name__}:{function.__name__}", argument, kind, LIMIT)
+    except WorkerError as error:
+        pool.must_be_open()
+        raise ScheduleError(str(error).removeprefix("ScheduleError: ").removeprefix("DTypeError: ")) from error
+
+
+def built(pool: Pool, function: Callable[..., object], question: Question, kind: Any) -> Any:
+    """The answer of a function of this file in a build process; see :func:`call`."""
+    with pool.one_of(pool.idle_builders) as worker:
+        return call(pool, worker, function, question, kind)
+
+
+def write_answers(question: Question) -> bool:
+    """Writes expected outputs, in a worker."""
+    from ecornn.cells.naming import load_cell
+    from ecornn.tune import adjoint_oracle, oracle
+
+    write = adjoint_oracle.write if question.workload.backward else oracle.write
+    write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
+    return True
+
+
+def answers(pool: Pool, question: Question) -> Callable[[Path], bool]:
+    """A function that writes inputs and expected outputs to the path that it is given."""
+    return lambda path: built(pool, write_answers, msgspec.structs.replace(question, out=str(path)), bool)
+
+
+def choose_defaults(question: Question) -> tuple[Candidate, ...]:
+    """Answers :func:`defaults`, in a worker."""
+    from ecornn.cells.naming import load_cell
+    from ecornn.task import make_task
+    from ecornn.tune.choose import serving_or_raise
+
+    task = make_task(load_cell(question.cell), question.workload, question.device)
+    return tuple(Candidate.of(s.name, s.default(task)) for s in serving_or_raise(task, question.schedule))
+
+
+def defaults(pool: Pool, question: Question) -> tuple[Candidate, ...]:
+    """The default of each schedule that serves, the one that is expected to be fastest first. Raises
+    :class:`ScheduleError` where none serves, or for an unknown name."""
+    return built(pool, choose_defaults, question, tuple[Candidate, ...])
+
+
+def space_of(question: Question, defaults: Sequence[Candidate]) -> ConfigSpace:
+    """The space of the schedules that have these defaults, in a worker."""
+    from ecornn.schedules import all_schedules
+    from ecornn.tune.building import task_of
+
+    task = task_of(question.cell, question.workload, question.device)
+    return ConfigSpace(task, [all_schedules()[c.schedule] for c in defaults], defaults)
+
+
+def scan_part(question: Question) -> Part:
+    """A part of a scan (``ConfigSpace.scan_part``), in a worker."""
+    assert question.default is not None
+    whole, numbers = space_of(question, [question.default]).scan_part(question.default.schedule, question.part)
+    return whole, numbers.tobytes()
+
+
+def scan_parts(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[], Parts]:
+    """Starts a scan of the space, and returns a function that waits for the parts of each schedule's scan."""
+    def scan(default: Candidate, part: int) -> Part:
+        pool.must_be_open()
+        return built(pool, scan_part, msgspec.structs.replace(question, default=default, part=part), Part)
+
+    threads = ThreadPoolExecutor(len(pool.builders), thread_name_prefix="scan")
+    scans = {c.schedule: [threads.submit(scan, c, part) for part in range(PARTS)] for c in space.defaults()}
+    threads.shutdown(wait=False)
+    return lambda: {name: tuple(part.result() for part in parts) for name, parts in scans.items()}
+
+
+def joined(space: ConfigSpace, parts: Parts) -> dict[str, Scan]:
+    """The result of ``space.scan``, from the parts of :func:`scan_parts`."""
+    return {name: space.join(name, [(whole, array("q", numbers)) for whole, numbers in each])
+            for name, each in parts.items()}
 
 
 @contextlib.contextmanager
@@ -66,16 +156,12 @@ def searching(pool: Pool, cell: Cell, space: ConfigSpace, asked: Question, parts
         if worker is None:
             yield new_search(cell, space, asked.seed, run)
         else:
-            defaults = tuple(Choice(c.schedule, c.config) for c in space.defaults())
-            yield Elsewhere(worker, pool, space, Origin(asked, defaults, str(run.path), run.run), parts)
+            origin = Origin(asked, tuple(space.defaults()), str(run.path), run.run)
+            yield Elsewhere(worker, pool, space, origin, parts)
 
 
 def new_search(cell: Cell, space: ConfigSpace, seed: int, run: Journal) -> Search:
     """A search that has learnt from all records but those of ``run``, which it is told of."""
-    from ecornn.tune.log import read_all
-    from ecornn.tune.model import CostModel
-    from ecornn.tune.transfer import borrowed, lent, seeds, warm
-
     task, schedules, model, records = space.task, list(space.schedules.values()), CostModel(seed), read_all()
     if others := lent(task, records):
         records.extend(others[1])
@@ -84,36 +170,31 @@ def new_search(cell: Cell, space: ConfigSpace, seed: int, run: Journal) -> Searc
 
 
 class Elsewhere:
-    """A search in the process ``worker``, which proposes what one here would."""
+    """A search in the process ``worker``, which proposes what one here would. See :class:`Search` for its methods."""
 
     def __init__(self, worker: Worker, pool: Pool, space: ConfigSpace, origin: Origin,
                  parts: Callable[[], Parts]) -> None:
-        self.worker, self.pool, self.space = worker, pool, space
+        self.worker, self.space, self.call = worker, space, partial(call, pool, worker)
         self.parts: Callable[[], Parts] | None = parts  # None: they are there
         self.tried: dict[Candidate, float | None] = {}
         self.proposed: set[Candidate] = set()  # and not told of yet
-        self.told: list[Told] = []  # not there yet
-        self.first = [Candidate.of(c.schedule, c.config) for c in self.call(begin, origin, tuple[Choice, ...])]
+        self.told: list[tuple[Candidate, float | None]] = []  # not there yet
+        self.first: list[Candidate] = self.call(begin, origin, list[Candidate])
 
     def tell(self, candidate: Candidate, time: float | None) -> None:
-        """See :class:`Search`."""
         self.tried[candidate] = time
         self.proposed.discard(candidate)
-        self.told.append(Told(Choice(candidate.schedule, candidate.config), time))
+        self.told.append((candidate, time))
 
     def waiting(self) -> int:
-        """See :class:`Search`."""
         return sum(c not in self.tried and c not in self.proposed for c in self.first)
 
     def ask(self, count: int) -> list[Candidate]:
-        """See :class:`Search`."""
-        choices = self.call(propose, self.question(count, count > self.waiting()), tuple[Choice, ...])
-        batch = [Candidate.of(c.schedule, c.config) for c in choices]
+        batch: list[Candidate] = self.call(propose, self.question(count, count > self.waiting()), list[Candidate])
         self.proposed.update(batch)
         return batch
 
     def prepare(self) -> None:
-        """See :class:`Search`."""
         self.call(prepare, self.question(0, True), bool)
 
     def question(self, count: int, scanned: bool) -> Ask:
@@ -121,19 +202,9 @@ class Elsewhere:
         process has none."""
         scans = None
         if scanned and self.parts is not None:
-            scans = {name: tuple(parts) for name, parts in self.parts().items()}
-            self.parts = None
+            scans, self.parts = dict(self.parts()), None
         told, self.told = tuple(self.told), []
         return Ask(count, told, scans)
-
-    def call(self, function: Callable[..., object], argument: Origin | Ask, kind: type[T]) -> T:
-        """Calls one of the functions below there. Raises :class:`ScheduleError` where it raises or the process is
-        lost."""
-        try:
-            return self.worker.call(f"{__name__}:{function.__name__}", argument, kind, LIMIT)
-        except WorkerError as error:
-            self.pool.must_be_open()
-            raise ScheduleError(str(error).removeprefix("ScheduleError: ")) from error
 
 
 Proposals = Search | Elsewhere  # what the tuner asks for candidates
@@ -148,28 +219,24 @@ def ready(_: None) -> bool:
     import xgboost  # noqa: F401
 
     from ecornn.schedules import all_schedules
-    from ecornn.tune.log import read_all
 
     return bool(all_schedules() and read_all())
 
 
-def begin(origin: Origin) -> tuple[Choice, ...]:
+def begin(origin: Origin) -> list[Candidate]:
     """Makes this process's search, and returns the candidates that it proposes first."""
     global _search
     from ecornn.cells.naming import load_cell
-    from ecornn.schedules import all_schedules
-    from ecornn.tune.building import task_of
 
     asked = origin.asked
-    task = task_of(asked.cell, asked.workload, asked.device)
-    space = ConfigSpace(task, [all_schedules()[c.schedule] for c in origin.defaults], origin.defaults)
+    space = space_of(asked, origin.defaults)
     _search = new_search(load_cell(asked.cell), space, asked.seed, Journal(Path(origin.path), origin.run))
-    return tuple(Choice(c.schedule, c.config) for c in _search.first)
+    return _search.first
 
 
-def propose(ask: Ask) -> tuple[Choice, ...]:
+def propose(ask: Ask) -> list[Candidate]:
     """Proposes candidates."""
-    return tuple(Choice(c.schedule, c.config) for c in learnt(ask).ask(ask.count))
+    return learnt(ask).ask(ask.count)
 
 
 def prepare(ask: Ask) -> bool:
@@ -184,103 +251,6 @@ def learnt(ask: Ask) -> Search:
         raise ScheduleError("the process that searched was lost; the same command goes on")
     if ask.parts is not None:
         _search.space.scans = partial(joined, _search.space, ask.parts)
-    for one in ask.told:
-        _search.tell(Candidate.of(one.choice.schedule, one.choice.config), one.time)
+    for candidate, time in ask.told:
+        _search.tell(candidate, time)
     return _search
-
-
-class Question(msgspec.Struct, frozen=True):
-    """A question about a layer on a device. ``cell`` is a spec for ``load_cell``; ``schedule`` the only one, or None;
-    ``seed`` that of the data; ``out`` the file to write; ``default`` that of the schedule whose space is scanned, and
-    ``part`` which part of it."""
-
-    cell: str
-    workload: Workload
-    device: Device
-    schedule: str | None = None
-    seed: int = 0
-    out: str = ""
-    default: Choice | None = None
-    part: int = 0
-
-
-def write_answers(question: Question) -> bool:
-    """Writes expected outputs, in a worker."""
-    from ecornn.cells.naming import load_cell
-    from ecornn.tune import adjoint_oracle, oracle
-
-    write = adjoint_oracle.write if question.workload.backward else oracle.write
-    write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
-    return True
-
-
-def choose_defaults(question: Question) -> tuple[Choice, ...]:
-    """Answers :func:`defaults`, in a worker."""
-    from ecornn.cells.naming import load_cell
-    from ecornn.task import make_task
-    from ecornn.tune.choose import serving_or_raise
-
-    task = make_task(load_cell(question.cell), question.workload, question.device)
-    return tuple(Choice(s.name, dict(s.default(task))) for s in serving_or_raise(task, question.schedule))
-
-
-def write_space(question: Question) -> bool:
-    """Writes a part of a scan (``ConfigSpace.scan_part``), in a worker."""
-    from ecornn.schedules import all_schedules
-    from ecornn.tune.building import task_of
-
-    assert question.default is not None
-    task, name = task_of(question.cell, question.workload, question.device), question.default.schedule
-    whole, numbers = ConfigSpace(task, [all_schedules()[name]], [question.default]).scan_part(name, question.part)
-    Path(question.out).write_bytes(msgspec.msgpack.encode((whole, numbers.tobytes())))
-    return True
-
-
-def answers(pool: Pool, question: Question) -> Callable[[Path], None]:
-    """A function that writes inputs and expected outputs to the path that it is given."""
-    def write(path: Path) -> None:
-        ask(pool, f"{__name__}:write_answers", msgspec.structs.replace(question, out=str(path)), bool)
-
-    return write
-
-
-def defaults(pool: Pool, question: Question) -> tuple[Choice, ...]:
-    """The default of each schedule that serves, the one that is expected to be fastest first. Raises
-    :class:`ScheduleError` where none serves, or for an unknown name."""
-    return ask(pool, f"{__name__}:choose_defaults", question, tuple[Choice, ...])
-
-
-def scan_parts(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[], dict[str, list[bytes]]]:
-    """Starts a scan of the space, and returns a function that waits for the parts of each schedule's scan."""
-    def scan(default: Choice, part: int) -> bytes:
-        pool.must_be_open()
-        with tempfile.TemporaryDirectory(dir=pool.folder.name, ignore_cleanup_errors=True) as folder:
-            out = Path(folder, "space")
-            one = msgspec.structs.replace(question, default=default, part=part, out=str(out))
-            ask(pool, f"{__name__}:write_space", one, bool)
-            return out.read_bytes()
-
-    threads = ThreadPoolExecutor(len(pool.builders), thread_name_prefix="scan")
-    scans = {c.schedule: [threads.submit(scan, Choice(c.schedule, c.config), part) for part in range(PARTS)]
-             for c in space.defaults()}
-    threads.shutdown(wait=False)
-    return lambda: {name: [part.result() for part in parts] for name, parts in scans.items()}
-
-
-def joined(space: ConfigSpace, parts: Mapping[str, Sequence[bytes]]) -> dict[str, Scan]:
-    """The result of ``space.scan``, from the parts of :func:`scan_parts`."""
-    def scan(part: bytes) -> Scan:
-        whole, numbers = msgspec.msgpack.decode(part, type=tuple[bool, bytes])
-        return whole, array("q", numbers)
-
-    return {name: space.join(name, [scan(part) for part in each]) for name, each in parts.items()}
-
-
-def ask(pool: Pool, function: str, question: Question, kind: type[T]) -> T:
-    """The answer of ``function`` ("module:name") in a build process. Raises :class:`ScheduleError` where it raises."""
-    with pool.one_of(pool.idle_builders) as worker:
-        try:
-            return worker.call(function, question, kind, LIMIT)
-        except WorkerError as error:
-            pool.must_be_open()
-            raise ScheduleError(str(error).removeprefix("ScheduleError: ").removeprefix("DTypeError: ")) from error

@@ -19,12 +19,13 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
-from ecornn.tune.choose import present
+from ecornn.task import make_task
+from ecornn.tune import choose
+from ecornn.tune.choose import Environment, present
 from ecornn.tune.pool import Closed, Entries, Pool
 from ecornn.workload import BATCH, SEQ, Workload
 
 if TYPE_CHECKING:
-    from ecornn.tune.choose import Environment
     from ecornn.tune.journal import Gain, Journal
     from ecornn.tune.record import Choice, Finish
     from ecornn.tune.remote import Tracker
@@ -140,9 +141,7 @@ class Session:
         """The software and clocks of the machine that measures, as records have them."""
         with self._lock:
             if self._environment is None:
-                from ecornn.tune.choose import environment
-
-                self._environment = environment(self.device)
+                self._environment = choose.environment(self.device)
             return self._environment
 
     @public
@@ -186,15 +185,12 @@ class Session:
     def tunes_backward(self, layer: LayerSpec, schedule: str | None = None) -> bool:
         """True where the adjoint of a layer that trains has something to search on this device. Raises, before anything
         is tried, what a search of it would raise, and where the layer cannot train."""
-        from ecornn.task import make_task
-        from ecornn.tune.choose import candidates, searched, serving
-
         whole = layer.stack.parts(layer.workload)[0].traversal
-        serving(make_task(layer.loaded, layer.workload, self.device, whole), schedule)
-        if not any(s.backward for s in candidates(self.device)):
+        choose.serving(make_task(layer.loaded, layer.workload, self.device, whole), schedule)
+        if not any(s.backward for s in choose.candidates(self.device)):
             return False
-        searched(layer.workload.adjoint, self.device, schedule)
-        serving(make_task(layer.loaded, layer.workload.adjoint, self.device), schedule)
+        choose.searched(layer.workload.adjoint, self.device, schedule)
+        choose.serving(make_task(layer.loaded, layer.workload.adjoint, self.device), schedule)
         return True
 
     @public
@@ -208,7 +204,6 @@ class Session:
         Options are those of :meth:`tune`; ``stage`` is called with words that say what comes now."""
         started = time.monotonic()
         from ecornn.cells.naming import spec_of
-        from ecornn.tune.choose import searched
         from ecornn.tune.journal import Journal, digest_of
         from ecornn.tune.log import log_path
         from ecornn.tune.tuner import Settings
@@ -221,7 +216,7 @@ class Session:
         called("report", report)
         called("begin", begin)
         path = Path(output or log_path(workload, self.device))
-        digest = digest_of(workload, self.device, searched(workload, self.device, schedule), self.seed, only)
+        digest = digest_of(workload, self.device, choose.searched(workload, self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)
         if not run.finished(wanted, limit, early_stop):
             with run.alone():
@@ -243,9 +238,7 @@ class Session:
         device, pool = self.device, self.pool  # its processes start while this one looks at the cell
 
         from ecornn.schedules import all_schedules
-        from ecornn.task import make_task
         from ecornn.tune import evaluate, proposing, tuner
-        from ecornn.tune.choose import serving_or_raise
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
         from ecornn.tune.space import Candidate, ConfigSpace
@@ -255,7 +248,8 @@ class Session:
         # Where a workload takes a second, or several are searched at once, the search for its defaults would be most of
         # what this process does.
         given = proposing.defaults(pool, asked) if only is not None or pool.proposers else None
-        schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
+        schedules = (choose.serving_or_raise(task, schedule) if given is None else
+                     [all_schedules()[c.schedule] for c in given])
         space = ConfigSpace(task, schedules, given)
         begin(space, len(run.search))  # before anything that would disturb what a caller may time now
         stage("listing what can be tried")

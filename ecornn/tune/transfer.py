@@ -192,8 +192,7 @@ def products(graph: StepGraph) -> tuple[object, ...]:
 
 def akin(one: str, other: str) -> bool:
     """True for two built-in cells that multiply alike."""
-    first, second = products_of(one), products_of(other)
-    return first is not None and first == second
+    return products_of(one) is not None and products_of(one) == products_of(other)
 
 
 @cache
