@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +28,7 @@ from ecornn.tune.transfer import borrowed, lent, seeds, warm
 from ecornn.worker import Worker, WorkerError
 from ecornn.workload import Workload
 
+T = TypeVar("T")
 Part = tuple[bool, bytes]  # of the scan of a space: True where it is whole, and the numbers that fit
 Parts = Mapping[str, tuple[Part, ...]]  # by schedule
 LIMIT = 300.0  # seconds
@@ -67,7 +68,7 @@ class Ask(msgspec.Struct, frozen=True):
     parts: dict[str, tuple[Part, ...]] | None = None
 
 
-def call(pool: Pool, worker: Worker, function: Callable[..., object], argument: Any, kind: Any) -> Any:
+def call(pool: Pool, worker: Worker, function: Callable[..., T], argument: Any, kind: type[T]) -> T:
     """The answer of a function of this file, decoded as ``kind``, in a process of the pool. Raises
     :class:`ScheduleError` where it raises or the process is lost."""
     try:
@@ -77,7 +78,7 @@ def call(pool: Pool, worker: Worker, function: Callable[..., object], argument: 
         raise ScheduleError(str(error).removeprefix("ScheduleError: ").removeprefix("DTypeError: ")) from error
 
 
-def built(pool: Pool, function: Callable[..., object], question: Question, kind: Any) -> Any:
+def built(pool: Pool, function: Callable[..., T], question: Question, kind: type[T]) -> T:
     """The answer of a function of this file in a build process; see :func:`call`."""
     with pool.one_of(pool.idle_builders) as worker:
         return call(pool, worker, function, question, kind)
@@ -174,12 +175,12 @@ class Elsewhere:
 
     def __init__(self, worker: Worker, pool: Pool, space: ConfigSpace, origin: Origin,
                  parts: Callable[[], Parts]) -> None:
-        self.worker, self.space, self.call = worker, space, partial(call, pool, worker)
+        self.worker, self.pool, self.space = worker, pool, space
         self.parts: Callable[[], Parts] | None = parts  # None: they are there
         self.tried: dict[Candidate, float | None] = {}
         self.proposed: set[Candidate] = set()  # and not told of yet
         self.told: list[tuple[Candidate, float | None]] = []  # not there yet
-        self.first: list[Candidate] = self.call(begin, origin, list[Candidate])
+        self.first = call(pool, worker, begin, origin, list[Candidate])
 
     def tell(self, candidate: Candidate, time: float | None) -> None:
         self.tried[candidate] = time
@@ -190,12 +191,13 @@ class Elsewhere:
         return sum(c not in self.tried and c not in self.proposed for c in self.first)
 
     def ask(self, count: int) -> list[Candidate]:
-        batch: list[Candidate] = self.call(propose, self.question(count, count > self.waiting()), list[Candidate])
+        question = self.question(count, count > self.waiting())
+        batch = call(self.pool, self.worker, propose, question, list[Candidate])
         self.proposed.update(batch)
         return batch
 
     def prepare(self) -> None:
-        self.call(prepare, self.question(0, True), bool)
+        call(self.pool, self.worker, prepare, self.question(0, True), bool)
 
     def question(self, count: int, scanned: bool) -> Ask:
         """A question with the times since the last one; with the scans of the space where they are needed and that

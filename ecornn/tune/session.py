@@ -98,8 +98,8 @@ class Session:
         if os.environ.get(MARK) or importing():
             raise ScheduleError("tune() was called while the script with the cell was imported again; put the call "
                                 "under `if __name__ == \"__main__\":`")
-        one_of("target", target, str, Device)
-        one_of("tracker", tracker, Tracker)
+        require("target", target, isinstance(target, (str, Device, type(None))), "str or Device, or None")
+        require("tracker", tracker, isinstance(tracker, (Tracker, type(None))), "Tracker, or None")
         timeout, seed = seconds("timeout", timeout), whole("seed", seed, 0, 1 << 30)
         self.timeout, self.seed, self.tracker, self.entries = timeout, seed, tracker, entries or Entries()
         self._pool: Pool | None = None
@@ -212,9 +212,9 @@ class Session:
         wanted = TRIALS[self.device.kind] if trials is None else whole("trials", trials, 1, 100_000)
         wanted = wanted if only is None else 0  # a list is done once its run is: what does not fit is no trial
         limit = None if time_limit is None else seconds("time_limit", time_limit)
-        one_of("output", output, str, Path)
-        called("report", report)
-        called("begin", begin)
+        require("output", output, isinstance(output, (str, Path, type(None))), "str or Path, or None")
+        require("report", report, callable(report), "a function")
+        require("begin", begin, callable(begin), "a function")
         path = Path(output or log_path(workload, self.device))
         digest = digest_of(workload, self.device, choose.searched(workload, self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)
@@ -343,27 +343,21 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
                             early_stop=early_stop, output=output, schedule=schedule, report=report, begin=begin)
 
 
+def require(name: str, value: Any, holds: bool, allowed: str) -> None:
+    """Raises :class:`ArgumentError` for ``value`` unless that ``holds`` which is ``allowed``."""
+    if not holds:
+        raise ArgumentError(name, value, allowed)
+
+
 def whole(name: str, value: Any, low: int, high: int) -> int:
     """Returns ``value``, an integer from ``low`` to ``high``. Raises :class:`ArgumentError` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ArgumentError(name, value, f"an integer from {low} to {high}")
-    return value
+    require(name, value, isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+            f"an integer from {low} to {high}")
+    return int(value)
 
 
 def seconds(name: str, value: Any) -> float:
     """Returns ``value``, a finite number above 0. Raises :class:`ArgumentError` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ArgumentError(name, value, "seconds, a finite number above 0")
+    require(name, value, isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf,
+            "seconds, a finite number above 0")
     return float(value)
-
-
-def called(name: str, value: Any) -> None:
-    """Raises :class:`ArgumentError` where ``value`` is no function."""
-    if not callable(value):
-        raise ArgumentError(name, value, "a function")
-
-
-def one_of(name: str, value: Any, *kinds: type) -> None:
-    """Raises :class:`ArgumentError` where ``value`` is neither None nor of one of these types."""
-    if value is not None and not isinstance(value, kinds):
-        raise ArgumentError(name, value, f"{' or '.join(k.__name__ for k in kinds)}, or None")

@@ -120,10 +120,9 @@ def behind(times: Sequence[float], bound: float | None, fewest: int) -> bool:
     return bound is not None and len(times) >= fewest and min(times) > BEHIND * bound
 
 
-def decided(times: Sequence[float], bound: float | None, fewest: int) -> bool:
+def agree(times: Sequence[float], fewest: int) -> bool:
     """True where further samples would say nothing new."""
-    agree = len(times) >= max(EARLY, fewest) and max(times) - min(times) <= TIGHT * min(times)
-    return agree or behind(times, bound, fewest)
+    return len(times) >= max(EARLY, fewest) and max(times) - min(times) <= TIGHT * min(times)
 
 
 def race(contestants: Sequence[Contestant], bound: float | None = None, span: float = SPAN,
@@ -149,9 +148,8 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
         plans[i] = samples, count, several(contestants[i].run, count)
     for number in range(LONGER * max((samples for samples, _, _ in plans.values()), default=0)):
         waiting = [i for i, (samples, _, _) in plans.items()
-                   if (number < samples and not decided(times[i], bound, fewest))
-                   or (samples <= number < LONGER * samples and not settled(times[i])
-                       and not behind(times[i], bound, fewest))]
+                   if not behind(times[i], bound, fewest) and number < LONGER * samples
+                   and not (agree(times[i], fewest) if number < samples else settled(times[i]))]
         if not waiting or (number >= FEWEST and time.monotonic() >= end):
             break
         for i in waiting:
