@@ -29,8 +29,6 @@ COMPARED = 7  # samples of each finalist, at least
 SPARE = 1.25  # candidates for each builder, so that none waits while the next are chosen
 OFTEN = 1.0  # seconds between two looks at whether the pool is still open
 PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
-
-
 Module = tuple[Path, str]  # a module file, and the digest of its code
 
 

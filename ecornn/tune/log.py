@@ -35,7 +35,6 @@ MEMORY = 128 << 20  # bytes that a decoder may ask for: twice what the best comp
 MAX_FILE = 64 << 20  # bytes
 LIMIT = 60.0  # seconds to wait for a process that writes
 TORN = "torn last line"
-BRACE = ord("{")
 R = TypeVar("R", bound=AnyRecord, covariant=True)
 VARIABLE = "ECORNN_TUNING_LOGS"
 _told: set[tuple[str, ...]] = set()
@@ -128,17 +127,13 @@ class Log:
         self.newer += other.newer
 
 
-def lock_of(path: Path) -> str:
-    """The lock file of a log: the same one, whatever link leads to the log."""
-    return f"{path.resolve()}.lock"
-
-
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Holds the lock of a log. Raises :class:`RecordError` where another process has held it for ``LIMIT`` seconds."""
-    with held(lock_of(path), LIMIT, f"nothing is written to {path}") as alone:
+    lock = f"{path.resolve()}.lock"  # the same one, whatever link leads to the log
+    with held(lock, LIMIT, f"nothing is written to {path}") as alone:
         if not alone:
-            raise RecordError(f"another process has held {lock_of(path)} for {LIMIT:.0f} s, and may be stopped: have "
+            raise RecordError(f"another process has held {lock} for {LIMIT:.0f} s, and may be stopped: have "
                               f"it go on, or end it, or name another log than {path}")
         yield
 
@@ -233,7 +228,7 @@ def parse(data: bytes, path: Path) -> Log:
         text = row.strip()
         if not text:
             continue
-        if text[0] != BRACE:  # most lines of what is no log, and soon told
+        if not text.startswith(b"{"):  # most lines of what is no log, and soon told
             log.problems.append(f"{path}:{number}: no JSON object")
             continue
         try:

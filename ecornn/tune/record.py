@@ -251,13 +251,10 @@ class _Head(msgspec.Struct):
     v: int
 
 
-_head = msgspec.json.Decoder(_Head)
-
-
 def _newer(line: bytes) -> int | None:
     """The version of a line that a newer program wrote; None where no newer one did."""
     try:
-        version = _head.decode(line).v
+        version = msgspec.json.decode(line, type=_Head).v
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return version if version > VERSION else None

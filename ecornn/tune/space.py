@@ -16,8 +16,6 @@ PARTS = 8  # of a schedule's combinations, which processes look through side by 
 ASKED = 40_000  # calls of a schedule's check for a part, a second or two
 KEPT = 100_000  # of those of a part that fit, as numbers
 SAMPLED = 50_000  # combinations of a schedule that has more
-
-
 Scan = tuple[bool, "array[int]"]  # True where these are all that fit; numbers of combinations that fit, in order
 
 
