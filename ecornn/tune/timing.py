@@ -125,7 +125,7 @@ def agree(times: Sequence[float], fewest: int) -> bool:
     return len(times) >= max(EARLY, fewest) and max(times) - min(times) <= TIGHT * min(times)
 
 
-def race(contestants: Sequence[Contestant], bound: float | None = None, span: float = SPAN,
+def race(contestants: Sequence[Contestant], bound: float | None = None,
          fewest: int = FEWEST, seconds: float | None = None) -> list[list[float]]:
     """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
@@ -144,7 +144,7 @@ def race(contestants: Sequence[Contestant], bound: float | None = None, span: fl
     for i in racing:
         first = max(times[i].pop(), 1e-7)
         count = max(1, min(100, int(SAMPLE / first)))
-        samples = min(MOST, max(fewest, int(span / (first * count))))
+        samples = min(MOST, max(fewest, int(SPAN / (first * count))))
         plans[i] = samples, count, several(contestants[i].run, count)
     for number in range(LONGER * max((samples for samples, _, _ in plans.values()), default=0)):
         waiting = [i for i, (samples, _, _) in plans.items()
