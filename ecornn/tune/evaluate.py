@@ -53,7 +53,8 @@ class ProcessEvaluator:
         self.oracle = ThreadPoolExecutor(1, thread_name_prefix="oracle")
         self.answered = self.oracle.submit(answer, self.answers)
         self.pending = 0  # candidates that were submitted and whose outcome was not yet asked for
-        self.spare = 0 if pool.quiet else math.ceil(SPARE * len(pool.builders))  # or processes may soon have no work
+        # With no more than this many pending, processes may soon have nothing to do.
+        self.spare = 0 if pool.quiet else math.ceil(SPARE * len(pool.builders))
         self.bound: float | None = None
         self.modules: dict[Candidate, Module] = {}
         self.numbers = itertools.count()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -198,9 +199,6 @@ def _request(tracker: Tracker) -> Any:
 
 def _client(tracker: Tracker, limit: float) -> Any:
     """TVM's client of a tracker, which waits for each answer for ``limit`` seconds, rather than for ever."""
-    import socket
-    import struct
-
     from tvm.rpc import base, client
 
     class Client(client.TrackerSession):
