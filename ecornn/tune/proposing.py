@@ -35,37 +35,33 @@ LIMIT = 300.0  # seconds
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A question about a layer on a device. ``cell`` is a spec for ``load_cell``; ``schedule`` the only one, or None;
-    ``seed`` that of the data; ``out`` the file to write; ``default`` that of the schedule whose space is scanned, and
-    ``part`` which part of it."""
+    """A question about a layer on a device."""
 
-    cell: str
+    cell: str  # a spec for ``load_cell``
     workload: Workload
     device: Device
-    schedule: str | None = None
-    seed: int = 0
-    out: str = ""
-    default: Candidate | None = None
-    part: int = 0
+    schedule: str | None = None  # the only one
+    seed: int = 0  # of the data
+    out: str = ""  # the file to write
+    default: Candidate | None = None  # of the schedule whose space is scanned
+    part: int = 0  # of that space
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The beginning of a search: the layer, the default of each schedule that serves it, and the run that tunes it: its
-    log's path and its name."""
+    """The beginning of a search."""
 
-    asked: Question
-    defaults: tuple[Candidate, ...]
-    path: str
-    run: str
+    asked: Question  # of the layer
+    defaults: tuple[Candidate, ...]  # of each schedule that serves it
+    path: str  # of the log of the run that tunes it,
+    run: str  # and that run's name
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A question for ``count`` candidates, with those ``told`` since the last one and their times (µs per step, None
-    where one failed), and with the ``parts`` of the space's scans once they are needed."""
+    """A question for ``count`` candidates."""
 
     count: int
-    told: tuple[tuple[Candidate, float | None], ...] = ()
-    parts: dict[str, tuple[Part, ...]] | None = None
+    told: tuple[tuple[Candidate, float | None], ...] = ()  # since the last one; µs per step, None where one failed
+    parts: dict[str, tuple[Part, ...]] | None = None  # of the space's scans, once they are needed
 
 
 def call(pool: Pool, worker: Worker, function: Callable[..., T], argument: Any, kind: type[T]) -> T:
