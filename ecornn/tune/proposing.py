@@ -131,7 +131,8 @@ def scan_parts(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[
     """Starts a scan of the space, and returns a function that waits for the parts of each schedule's scan."""
     def scan(default: Candidate, part: int) -> Part:
         pool.must_be_open()
-        return built(pool, scan_part, msgspec.structs.replace(question, default=default, part=part), Part)
+        one = msgspec.structs.replace(question, default=default, part=part)
+        return built(pool, scan_part, one, tuple[bool, bytes])
 
     threads = ThreadPoolExecutor(len(pool.builders), thread_name_prefix="scan")
     scans = {c.schedule: [threads.submit(scan, c, part) for part in range(PARTS)] for c in space.defaults()}
