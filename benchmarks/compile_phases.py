@@ -107,7 +107,7 @@ def in_a_process(layer: dict[str, Any], target: str, cache: Path) -> dict[str, A
 
 def layers(target: str, count: int) -> list[dict[str, Any]]:
     """``count`` workloads of the shipped records for that architecture."""
-    from ecornn.tune.folders import read_all, shipped_folder
+    from ecornn.tune.log import read_all, shipped_folder
 
     found = {t.workload for t in read_all([shipped_folder()]).trials() if t.device.arch == target}
     order = sorted(found, key=lambda w: (w.dtype, w.cell, w.hidden, w.batch, w.seq))

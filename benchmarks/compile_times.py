@@ -62,7 +62,7 @@ def in_new_process(row: Layer, device: Device, folder: Path) -> dict:
 def environment(device: Device, jobs: int) -> dict:
     """What a file of results says of where they come from."""
     from ecornn.host_cpu import detect
-    from ecornn.tune.at_hand import cuda_compiler
+    from ecornn.tune.choose import cuda_compiler
 
     return {"gpu": device.name, "compiler": cuda_compiler(), "cpu": detect().name,
             "cores": len(os.sched_getaffinity(0)), "jobs": jobs, "ecornn": __version__,

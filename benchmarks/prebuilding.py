@@ -26,7 +26,7 @@ import msgspec
 from ecornn.build import cache
 from ecornn.build.nvcc import identity
 from ecornn.device import Device
-from ecornn.tune.building import Build, Built, own_code
+from ecornn.tune.building import Build, own_code
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.space import Candidate
 from ecornn.worker import WorkerError
@@ -63,7 +63,7 @@ def prebuild(pool: Pool, every: Sequence[Build], seconds: float) -> int:
             return None
         try:
             with pool.one_of(pool.idle_builders) as worker:
-                worker.call("ecornn.tune.building:build", one, Built, LIMIT)
+                worker.call("ecornn.tune.building:build", one, str, LIMIT)
         except WorkerError as error:
             pool.must_be_open()
             print(f"{one.workload} {one.schedule} {one.config}: {error}"[:500], flush=True)

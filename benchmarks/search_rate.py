@@ -48,7 +48,7 @@ from typing import Any  # noqa: E402
 
 import msgspec  # noqa: E402
 
-from ecornn.tune.building import Build, Built  # noqa: E402
+from ecornn.tune.building import Build  # noqa: E402
 from ecornn.tune.measuring import Measure  # noqa: E402
 from ecornn.tune.record import Outcome, Times  # noqa: E402
 
@@ -84,13 +84,13 @@ def nothing(_: None) -> bool:
     return True
 
 
-def pretended_build(request: Build) -> Built:
+def pretended_build(request: Build) -> str:
     """Sleeps as long as a build might take: lognormal, the median two thirds of the mean."""
     mean = json.loads(os.environ[PRETEND])[0]
     digest = hashlib.sha256(msgspec.json.encode((request.schedule, sorted(request.config.items())))).hexdigest()
     time.sleep(min(5 * mean, mean * 2 / 3 * random.Random(digest).lognormvariate(0, 0.9)))
     Path(request.out).write_text(digest)
-    return Built(digest)
+    return digest
 
 
 def pretended_measure(request: Measure) -> list[Outcome]:

@@ -18,11 +18,10 @@ from search_tables import task_of, trials_of
 
 from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
-from ecornn.tune.at_hand import Environment
+from ecornn.tune.choose import Environment
 from ecornn.tune.evaluate import SPARE
-from ecornn.tune.folders import read_all, shipped_folder
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import Log
+from ecornn.tune.log import Log, read_all, shipped_folder
 from ecornn.tune.lookup import unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import AnyRecord, Outcome, Trial

@@ -76,8 +76,7 @@ def proposed(cell: str, hidden: int, batch: int, dtype: str, count: int) -> tupl
     from ecornn.targets import resolve
     from ecornn.task import make_task
     from ecornn.tune.choose import serving_or_raise
-    from ecornn.tune.folders import read_all
-    from ecornn.tune.log import Log
+    from ecornn.tune.log import Log, read_all
     from ecornn.tune.model import CostModel
     from ecornn.tune.search import Search
     from ecornn.tune.space import Candidate, ConfigSpace

@@ -123,7 +123,7 @@ def main() -> None:
     from ecornn.quick_tvm import import_tvm
 
     import_tvm()
-    from ecornn.tune.at_hand import present
+    from ecornn.tune.choose import present
     from ecornn.tune.session import Session
 
     begin, device = time.monotonic(), present("cuda")

@@ -109,8 +109,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
     from ecornn.overlap import arrange
     from ecornn.task import adjoint_task, tunes_backward
     from ecornn.tune.choose import choose, serving_or_raise
-    from ecornn.tune.folders import read_all, warn
-    from ecornn.tune.log import Log
+    from ecornn.tune.log import Log, read_all, warn
     from ecornn.tune.record import Trial
 
     for name, value, kinds, allowed in (

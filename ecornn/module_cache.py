@@ -95,8 +95,7 @@ def _device(target: str) -> tuple[bytes, ...]:
 
 def _logs() -> bytes:
     """The tuning logs, by name, size and time of change."""
-    from ecornn.tune.folders import shipped_folder, user_folder
-    from ecornn.tune.log import SUFFIXES
+    from ecornn.tune.log import SUFFIXES, shipped_folder, user_folder
 
     files = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
              if folder.is_dir() for path in sorted(folder.glob("*.jsonl*"))

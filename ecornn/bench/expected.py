@@ -18,7 +18,7 @@ from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_layers import checked, run
 from ecornn.numpy_reference import formula_of
 from ecornn.tune.oracle import has_formula, norm, relative_error
-from ecornn.tune.tolerance import GRADIENTS, INTEGERS, TOLERANCE
+from ecornn.tune.record import GRADIENTS, INTEGERS, TOLERANCE
 
 Exact = Mapping[str, np.ndarray]  # as a side's results
 EXACT = 1e-12  # of gradients in float64

@@ -18,7 +18,7 @@ from ecornn.bench.step_loop import StepLoop
 from ecornn.bench.turns import Results
 from ecornn.cells import Cell, get
 from ecornn.errors import ArgumentError, CellError, DeviceError, MissingPackageError
-from ecornn.tune.arrays import torch_sees_gpu
+from ecornn.tune.timing import torch_sees_gpu
 from ecornn.workload import Stack, Workload
 
 PACKAGES = {"cudnn": ("torch",), "cudnn-tf32": ("torch",), "torch": ("torch",), "loop": ("torch",),

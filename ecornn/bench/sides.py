@@ -13,7 +13,7 @@ from ecornn.cells import Cell
 from ecornn.errors import ArgumentError
 from ecornn.runtime.loader import Module
 from ecornn.tune.oracle import rounded, sampled
-from ecornn.tune.tolerance import INTEGERS
+from ecornn.tune.record import INTEGERS
 from ecornn.workload import Stack, Workload
 
 Weights = Mapping[str, Any]  # NumPy float32 by the names under which a user passes them

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ecornn.tune.arrays import Arrays, TorchArrays, arrays_for
+from ecornn.tune.timing import Arrays, TorchArrays, arrays_for
 
 if TYPE_CHECKING:
     import torch

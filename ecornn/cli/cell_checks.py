@@ -28,7 +28,7 @@ from ecornn.schedules.base import Task
 from ecornn.task import adjoint_task, make_program, make_task
 from ecornn.tune import adjoint_oracle, oracle
 from ecornn.tune.choose import candidates, serving_or_raise
-from ecornn.tune.tolerance import GRADIENTS, tolerance
+from ecornn.tune.record import GRADIENTS, tolerance
 from ecornn.workload import Traversal, Workload
 
 RIGHT, WRONG, YES, NO, FAILS = "right", "wrong", "yes", "no", "fails"

@@ -55,8 +55,7 @@ NEW = click.option("-o", "--output", required=True, type=PATH, metavar="LOG.json
 def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
     """The content of the given files, or of every log there is; problems go to stderr. ``strict``: raises
     :class:`~ecornn.errors.RecordError` for a file that has text, but no record."""
-    from ecornn.tune.folders import read_all
-    from ecornn.tune.log import Log, read
+    from ecornn.tune.log import Log, read, read_all
 
     if files:
         content = Log()
@@ -78,7 +77,7 @@ def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
 @plain_errors
 def ls(files: tuple[Path, ...], json: bool) -> None:
     """Lists log files: runs, trials, failures."""
-    from ecornn.tune.folders import shipped_folder, user_folder
+    from ecornn.tune.log import shipped_folder, user_folder
     from ecornn.tune.record import Start, Trial
     from ecornn.tune.selection import under_way
 
@@ -266,8 +265,7 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
 
     Records that are there already are not added again.
     """
-    from ecornn.tune.folders import user_folder
-    from ecornn.tune.log import rewrite
+    from ecornn.tune.log import rewrite, user_folder
     from ecornn.tune.selection import event
 
     target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
@@ -416,7 +414,7 @@ def report(files: tuple[Path, ...], output: Path, searches: int, only: str, resu
     """
     from ecornn.report.measured import measured
     from ecornn.report.page import render
-    from ecornn.tune.folders import read_all, user_folder
+    from ecornn.tune.log import read_all, user_folder
 
     log = collect(files, strict=True) if files else read_all([user_folder()])
     if not log.trials():

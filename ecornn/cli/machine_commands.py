@@ -23,7 +23,7 @@ def doctor(json: bool) -> None:
     """Says what this machine can compile for, tune and run, and what to install for the rest."""
     from ecornn.host_gpu import detect
     from ecornn.targets import resolve
-    from ecornn.tune.folders import read_all, shipped_folder, user_folder
+    from ecornn.tune.log import read_all, shipped_folder, user_folder
     from ecornn.tune.record import Trial
 
     said: dict[str, str] = {}
@@ -75,7 +75,7 @@ def examined() -> dict[str, Callable[[], Finding]]:
     from ecornn.build.nvcc import INSTALL
     from ecornn.host_gpu import detect, driver_version
     from ecornn.targets import resolve
-    from ecornn.tune.at_hand import cuda_compiler
+    from ecornn.tune.choose import cuda_compiler
 
     def cpu() -> Finding:
         found = resolve("cpu")
@@ -145,10 +145,8 @@ run any program on these machines, --host and --allow-remote.
 def serve(tracker: str, key: str, target: str | None, host: str, port: int, address: str | None,
           allow_remote: bool, json: bool) -> None:
     """Measures candidates for tuners elsewhere, through TVM's RPC. Ctrl-C ends it."""
-    from ecornn.tune.at_hand import present
-    from ecornn.tune.choose import default_target
-    from ecornn.tune.remote import Tracker
-    from ecornn.tune.serving import is_loopback, require_loopback, start
+    from ecornn.tune.choose import default_target, present
+    from ecornn.tune.remote import Tracker, is_loopback, require_loopback, start
 
     registry = Tracker.parse(tracker, key, allow_remote)
     for name, value in (("host", host), ("address", address)):

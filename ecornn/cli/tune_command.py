@@ -140,8 +140,7 @@ def asked_layers(context: click.Context, path: Path | None, given: dict[str, Any
 
 def found_tracker(address: str | None, key: str, allow_remote: bool) -> Tracker | None:
     """The tracker to measure with, warned of where it is another machine's."""
-    from ecornn.tune.remote import Tracker
-    from ecornn.tune.serving import is_loopback
+    from ecornn.tune.remote import Tracker, is_loopback
 
     if address is None:
         return None

@@ -30,12 +30,6 @@ class Build(msgspec.Struct, frozen=True):
     out: str
 
 
-class Built(msgspec.Struct, frozen=True):
-    """A module that was built; ``digest`` is equal for equal generated code."""
-
-    digest: str
-
-
 @cache
 def task_of(cell: str, workload: Workload, device: Device) -> Task:
     """The task, analysed once in each process."""
@@ -56,8 +50,9 @@ def ready(_: None) -> bool:
     return bool(all_schedules() and own_code())
 
 
-def build(request: Build) -> Built:
-    """Generates, compiles and links one candidate, or takes it from the cache.
+def build(request: Build) -> str:
+    """Generates, compiles and links one candidate, or takes it from the cache; returns a digest that is equal for equal
+    generated code.
 
     Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built."""
     from ecornn.build import cache
@@ -68,7 +63,7 @@ def build(request: Build) -> Built:
     entry = cache.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))
     digest, module = msgspec.msgpack.decode(entry, type=tuple[str, bytes])
     Path(request.out).write_bytes(module)
-    return Built(digest)
+    return digest
 
 
 def generate(request: Build) -> tuple[str, bytes]:

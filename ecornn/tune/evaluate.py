@@ -17,22 +17,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from ecornn.schedules.base import Task
-from ecornn.tune.building import Build, Built
+from ecornn.tune.building import Build
 from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Pool
-from ecornn.tune.record import Outcome, Trial
+from ecornn.tune.record import Outcome, Trial, tolerance
 from ecornn.tune.space import Candidate
 from ecornn.tune.timing import FEWEST
-from ecornn.tune.tolerance import tolerance
 from ecornn.worker import WorkerError
 
 COMPARED = 7  # samples of each finalist, at least
 SPARE = 1.25  # candidates for each builder, so that none waits while the next are chosen
 OFTEN = 1.0  # seconds between two looks at whether the pool is still open
 PATIENCE = 5.0  # seconds that work under way may take once nobody waits for it
-
-
-Module = tuple[Path, Built]
+Module = tuple[Path, str]  # a module file, and the digest of its code
 
 
 class ProcessEvaluator:
@@ -41,26 +38,23 @@ class ProcessEvaluator:
     Parameters
     ----------
     task, cell : the task, and its cell as a spec for ``load_cell``
-    answer : writes the inputs and expected outputs (``preparing.answers``) to the path it is given; called
+    answer : writes the inputs and expected outputs (``proposing.answers``) to the path it is given; called
         in a thread, so that builds need not wait for it
     pool : the processes; they outlive the evaluator
     limit : seconds that a build, and a measurement, may take
     seed : of the timed inputs
-    earlier : trials of this run that the log has; code that they ran is not measured again
+    earlier : trials of this run that the log has; code that they ran is not measured again"""
 
-    Attributes
-    ----------
-    pending : number of candidates that were submitted and whose outcome was not yet asked for
-    spare : with no more than this many pending, processes may soon have nothing to do"""
-
-    def __init__(self, task: Task, cell: str, answer: Callable[[Path], None], pool: Pool, *, limit: float,
+    def __init__(self, task: Task, cell: str, answer: Callable[[Path], object], pool: Pool, *, limit: float,
                  seed: int, earlier: Sequence[Trial] = ()) -> None:
         self.task, self.cell, self.pool, self.limit, self.seed = task, cell, pool, limit, seed
         self.folder = tempfile.TemporaryDirectory(dir=pool.folder.name, ignore_cleanup_errors=True)
         self.answers = Path(self.folder.name, "answers.npz")
         self.oracle = ThreadPoolExecutor(1, thread_name_prefix="oracle")
         self.answered = self.oracle.submit(answer, self.answers)
-        self.pending, self.spare = 0, 0 if pool.quiet else math.ceil(SPARE * len(pool.builders))
+        self.pending = 0  # candidates that were submitted and whose outcome was not yet asked for
+        # With no more than this many pending, processes may soon have nothing to do.
+        self.spare = 0 if pool.quiet else math.ceil(SPARE * len(pool.builders))
         self.bound: float | None = None
         self.modules: dict[Candidate, Module] = {}
         self.numbers = itertools.count()
@@ -168,31 +162,31 @@ class ProcessEvaluator:
             request = Build(self.cell, self.task.workload, self.task.device, candidate.schedule,
                             candidate.config, str(path))
             with self.pool.one_of(self.pool.idle_builders, self) as worker:
-                built = worker.call(self.pool.entries.build, request, Built, self.limit)
-            self.modules[candidate] = path, built
+                source = worker.call(self.pool.entries.build, request, str, self.limit)
+            self.modules[candidate] = path, source
         return self.modules[candidate]
 
     def outcome(self, future: Future[Module]) -> Outcome:
         """Measures a finished build, unless the same code was measured before."""
         try:
-            path, built = future.result()
+            path, source = future.result()
         except WorkerError as error:
             self.pool.must_be_open()
             return Outcome(error=f"build: {error}"[:2000])
-        if built.digest not in self.known:
-            try:
-                (one,) = self.measure([path], self.bound)
-                self.known[built.digest] = replace(one, source=built.digest)
-            except WorkerError as error:
-                self.known[built.digest] = self.failed(built.digest, error)
-        return self.known[built.digest]
+        if source not in self.known:
+            self.known[source] = self.alone(path, source, self.bound, FEWEST)
+        return self.known[source]
 
-    def failed(self, source: str, error: WorkerError) -> Outcome:
-        """The outcome of a measurement that failed."""
-        self.pool.must_be_open()
-        return Outcome(source=source, error=f"run: {error}"[:2000])
+    def alone(self, path: Path, source: str, bound: float | None, fewest: int) -> Outcome:
+        """Measures one module."""
+        try:
+            (one,) = self.measure([path], bound, fewest)
+            return replace(one, source=source)
+        except WorkerError as error:
+            self.pool.must_be_open()
+            return Outcome(source=source, error=f"run: {error}"[:2000])
 
-    def measure(self, paths: Sequence[Path], bound: float | None, fewest: int = FEWEST,
+    def measure(self, paths: Sequence[Path], bound: float | None, fewest: int,
                 seconds: float | None = None) -> list[Outcome]:
         """Checks and times modules in a measuring process."""
         self.answered.result()
@@ -216,14 +210,6 @@ class ProcessEvaluator:
             measured = self.measure([path for path, _ in built], None, COMPARED, seconds)
         except WorkerError:
             self.pool.must_be_open()
-            alone = [self.alone(*one) for one in built]
+            alone = [self.alone(*one, None, COMPARED) for one in built]
             return alone if any(one.times for one in alone) else []
-        return [replace(one, source=b.digest) for (_, b), one in zip(built, measured, strict=True)]
-
-    def alone(self, path: Path, built: Built) -> Outcome:
-        """Measures one finalist."""
-        try:
-            (one,) = self.measure([path], None, COMPARED)
-            return replace(one, source=built.digest)
-        except WorkerError as error:
-            return self.failed(built.digest, error)
+        return [replace(one, source=source) for (_, source), one in zip(built, measured, strict=True)]

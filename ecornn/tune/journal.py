@@ -135,14 +135,12 @@ class Journal:
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as fast as the untuned default the best of a run is: the ratio of both medians, ``low`` and
-    ``high`` at 95% confidence for each of them; ``settled``: both were known to a few percent, so that the ratio may be
-    said."""
+    """How many times as fast as the untuned default the best of a run is."""
 
-    ratio: float
-    low: float
+    ratio: float  # of both medians
+    low: float  # at 95% confidence for each of them
     high: float
-    settled: bool
+    settled: bool  # both were known to a few percent, so that the ratio may be said
 
 
 def gain_of(run: Journal) -> Gain | None:

@@ -1,4 +1,4 @@
-"""A tuning log: a file of JSON lines that is only ever appended to, or such a file compressed.
+"""A tuning log: a file of JSON lines that is only ever appended to, or such a file compressed; and folders of them.
 
 Compressed files, ``.jsonl.xz`` (as those that ship) and ``.jsonl.gz``, are read wherever a log is, and written whole by
 `ecornn log`; nothing is appended to them, so a search has a plain one.
@@ -9,28 +9,35 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import logging
 import lzma
 import os
+import re
 import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeGuard, TypeVar
 
 import msgspec
 
-from ecornn.errors import RecordError
+from ecornn.device import Device
+from ecornn.errors import ArgumentError, RecordError
 from ecornn.file_locks import held
 from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
+from ecornn.workload import Workload
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 MEMORY = 128 << 20  # bytes that a decoder may ask for: twice what the best compression of xz needs
 MAX_FILE = 64 << 20  # bytes
 LIMIT = 60.0  # seconds to wait for a process that writes
 TORN = "torn last line"
-BRACE = ord("{")
 R = TypeVar("R", bound=AnyRecord, covariant=True)
+VARIABLE = "ECORNN_TUNING_LOGS"
+_told: set[tuple[str, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,10 @@ class Placed(Generic[R]):
 
     @property
     def full_place(self) -> str:
-        """``file:line`` with the file's folder."""
         return f"{self.path}:{self.number}"
 
     @property
     def place(self) -> str:
-        """``file:line``."""
         return f"{self.path.name}:{self.number}"
 
 
@@ -122,27 +127,18 @@ class Log:
         self.newer += other.newer
 
 
-def lock_of(path: Path) -> str:
-    """The lock file of a log: the same one, whatever link leads to the log."""
-    return f"{path.resolve()}.lock"
-
-
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Holds the lock of a log. Raises :class:`RecordError` where another process has held it for ``LIMIT`` seconds."""
-    with held(lock_of(path), LIMIT, f"nothing is written to {path}") as alone:
+    lock = f"{path.resolve()}.lock"  # the same one, whatever link leads to the log
+    with held(lock, LIMIT, f"nothing is written to {path}") as alone:
         if not alone:
-            raise RecordError(f"another process has held {lock_of(path)} for {LIMIT:.0f} s, and may be stopped: have "
+            raise RecordError(f"another process has held {lock} for {LIMIT:.0f} s, and may be stopped: have "
                               f"it go on, or end it, or name another log than {path}")
         yield
 
 
-def append(path: Path, record: AnyRecord) -> None:
-    """Appends one record; see :func:`append_all`."""
-    append_all(path, [record])
-
-
-def append_all(path: Path, records: Sequence[AnyRecord]) -> None:
+def append(path: Path, *records: AnyRecord) -> None:
     """Appends records and returns once they are on the disk. Several processes may append to one file.
 
     Raises :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and
@@ -232,7 +228,7 @@ def parse(data: bytes, path: Path) -> Log:
         text = row.strip()
         if not text:
             continue
-        if text[0] != BRACE:  # most lines of what is no log, and soon told
+        if not text.startswith(b"{"):  # most lines of what is no log, and soon told
             log.problems.append(f"{path}:{number}: no JSON object")
             continue
         try:
@@ -243,3 +239,71 @@ def parse(data: bytes, path: Path) -> Log:
             torn = number == len(rows) and cut_off(row)
             log.problems.append(f"{path}:{number}: " + (TORN if torn else str(error)))
     return log
+
+
+def user_folder() -> Path:
+    """The folder that tuning writes to: ``$ECORNN_TUNING_LOGS``, else one in the user's data folder. Raises
+    :class:`ArgumentError` where the variable names no folder."""
+    chosen = os.environ.get(VARIABLE)
+    if chosen:
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:  # ~ of nobody
+            raise ArgumentError(VARIABLE, chosen, "a folder") from error
+    from platformdirs import user_data_dir
+
+    return Path(user_data_dir("ecornn", appauthor=False)) / "tuning_logs"
+
+
+def shipped_folder() -> Path:
+    """The folder of the logs that ship with ecornn."""
+    import ecornn.tuning_logs
+
+    return Path(ecornn.tuning_logs.__path__[0])
+
+
+def log_path(workload: Workload, device: Device) -> Path:
+    """The user's log for a workload: one file for each workload and device."""
+    device_name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {device.arch}").strip("-").lower()
+    cell, weights = workload.cell.replace("@", "-"), f"_w{workload.weights}" if workload.weights else ""
+    precision = f"_{workload.precision}" if workload.precision else ""
+    entry = "_backward" if workload.backward else ""
+    return user_folder() / (f"{cell}_h{workload.hidden}_i{workload.input}_b{workload.batch}"
+                            f"_t{workload.seq}_{workload.dtype}{weights}{precision}{entry}_{device_name}.jsonl")
+
+
+@lru_cache(maxsize=4096)
+def _read(path: Path, modified: int, size: int) -> Log:
+    """The log at ``path`` when it was ``modified``, in ns: a session that tunes many workloads asks for it again."""
+    return read(path)
+
+
+def read_all(folders: list[Path] | None = None) -> Log:
+    """The content of all logs, the user's first. Files that cannot be read are among the problems."""
+    log = Log()
+    for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
+        try:
+            names = sorted(name for name in os.listdir(folder) if name.endswith(SUFFIXES))  # noqa: PTH208
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.problems.append(f"the folder of tuning logs {folder} cannot be read: {error.strerror}")
+            continue
+        for path in (folder / name for name in names):
+            try:
+                state = path.stat()
+                if not stat.S_ISREG(state.st_mode):  # a pipe is waited for, as a link to a terminal is
+                    raise RecordError(f"{path} is no regular file")
+                log.extend(_read(path, state.st_mtime_ns, state.st_size))
+            except (OSError, RecordError) as error:
+                log.problems.append(str(error))
+    return log
+
+
+def warn(log: Log) -> None:
+    """Warns once of problems in a log. A last line that was cut off is no surprise."""
+    strange = tuple(problem for problem in log.problems if not problem.endswith(TORN))
+    if strange and strange not in _told:
+        _told.add(strange)
+        more = f", and {len(strange) - 1} more, which `ecornn doctor` lists" if len(strange) > 1 else ""
+        logging.getLogger("ecornn").warning("tuning logs: %s%s", strange[0], more)

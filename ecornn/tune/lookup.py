@@ -37,9 +37,8 @@ from msgspec import structs
 from ecornn.device import Device
 from ecornn.schedules.base import AnySchedule, Config, Knob, Task, Value
 from ecornn.tune.log import Log, TrialLine, is_trial
-from ecornn.tune.record import Trial
+from ecornn.tune.record import LEAST, Trial, proven
 from ecornn.tune.space import Candidate
-from ecornn.tune.tolerance import LEAST, proven
 from ecornn.workload import FEW, Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
@@ -82,7 +81,6 @@ class Evidence:
 
     @property
     def trial(self) -> Trial:
-        """The record itself."""
         return self.line.record
 
     @property
@@ -335,7 +333,7 @@ def best_evidence(lines: Sequence[TrialLine], revision: int | None,
 
 
 def unusable(schedule: AnySchedule | None, task: Task, trial: Trial) -> str | None:
-    """The reason why a trial's time says nothing of its schedule as it is now; None: it does."""
+    """The reason why a trial's time says nothing of its schedule as it is now; None: it does. See :func:`unfit`."""
     if schedule is not None and trial.revision != schedule.revision:
         return "stale (another revision of their schedule)"
     return unfit(schedule, task, trial.config)
@@ -346,8 +344,8 @@ def unfit(schedule: AnySchedule | None, task: Task, config: Config) -> str | Non
     if schedule is None:
         return "of schedules that do not serve this"
     knobs = schedule.knobs(task)
-    known = set(config) == {knob.name for knob in knobs}
-    if not known or (not listed(config, knobs) and not same_config(config, default_of(schedule, task))):
+    if set(config) != {knob.name for knob in knobs} or not (
+            listed(config, knobs) or typed(config) == typed(default_of(schedule, task))):
         return "with knobs or values that the schedule no longer has here"
     return "of configurations that do not fit here" if schedule.check(task, config) else None
 
@@ -355,8 +353,9 @@ def unfit(schedule: AnySchedule | None, task: Task, config: Config) -> str | Non
 def listed(config: Config, knobs: Sequence[Knob]) -> bool:
     """True for a configuration of these knobs and no other, each with one of its values. A schedule may be asked about
     no other, but its default."""
+    chosen = typed(config)
     return len(config) == len(knobs) and all(
-        knob.name in config and any(same_value(config[knob.name], v) for v in knob.values) for knob in knobs)
+        any(chosen.get(knob.name) == (type(v), v) for v in knob.values) for knob in knobs)
 
 
 def default_of(schedule: AnySchedule, task: Task) -> Config:
@@ -370,14 +369,9 @@ def default_of(schedule: AnySchedule, task: Task) -> Config:
     return known[1]
 
 
-def same_value(a: Value, b: Value) -> bool:
-    """True for equal values of one type: True is not 1."""
-    return type(a) is type(b) and a == b
-
-
-def same_config(a: Config, b: Config) -> bool:
-    """True for equal knobs and values."""
-    return set(a) == set(b) and all(same_value(a[k], b[k]) for k in a)
+def typed(config: Config) -> dict[str, tuple[type, Value]]:
+    """A configuration with the types of its values: True is not 1."""
+    return {name: (type(value), value) for name, value in config.items()}
 
 
 def describe(one: Evidence, fresh: Evidence | None, distance: Distance, task: Task,
@@ -402,5 +396,5 @@ def describe(one: Evidence, fresh: Evidence | None, distance: Distance, task: Ta
 
 
 def said(ignored: Mapping[str, int]) -> str:
-    """The end of a line that counts the records that were ignored."""
+    """The end of a line on a choice: the records that were ignored."""
     return "".join(f"; {n} ignored, {reason}" for reason, n in ignored.items())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,10 +17,9 @@ from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.memory import layout as laid_out
 from ecornn.runtime.plan import SCALARS
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.tune.arrays import Arrays, arrays_for, torch_sees_gpu
 from ecornn.tune.oracle import relative_error
 from ecornn.tune.record import Outcome, Times
-from ecornn.tune.timing import FEWEST, Contestant, Run, race, settled
+from ecornn.tune.timing import FEWEST, Arrays, Contestant, Run, arrays_for, race, settled, torch_sees_gpu
 
 if TYPE_CHECKING:
     from ecornn.runtime.loader import Module
@@ -30,29 +28,17 @@ KEPT = 8  # workloads that take turns
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Module files to check and to time, taking turns.
+    """Module files to check and to time, taking turns."""
 
-    Attributes
-    ----------
-    paths : module files of one workload
-    answers : the .npz of ``oracle.write``, or of ``adjoint_oracle.write``
-    tolerance : allowed relative error
-    seq : T to time
-    seed : of the timed input
-    bound : µs per step of the best so far; hopeless candidates are timed once; None: no bound
-    fewest : samples of the others, at least
-    limit : seconds that all this may take
-    seconds : after which no more samples are taken than they all need; None: of times that do not settle many are"""
-
-    paths: tuple[str, ...]
-    answers: str
-    tolerance: float
-    seq: int
-    seed: int
-    bound: float | None = None
-    fewest: int = FEWEST
-    limit: float = 60.0
-    seconds: float | None = None
+    paths: tuple[str, ...]  # module files of one workload
+    answers: str  # the .npz of ``oracle.write``, or of ``adjoint_oracle.write``
+    tolerance: float  # allowed relative error
+    seq: int  # T to time
+    seed: int  # of the timed input
+    bound: float | None = None  # µs per step of the best so far; hopeless candidates are timed once; None: no bound
+    fewest: int = FEWEST  # samples of the others, at least
+    limit: float = 60.0  # seconds that all this may take
+    seconds: float | None = None  # after which no more samples are taken than all need; None: many, until times settle
 
 
 def ready(_: None) -> bool:
@@ -150,10 +136,8 @@ def measure(request: Measure) -> list[Outcome]:
         memory = arrays_for(module)
         weights = weights_of(request.answers, cast(Hashable, memory))
         shape = request.seq, *answers["y"].shape[1:]
-        if module.manifest.workload.backward:
-            error, run = recurrence(module, memory, weights, request, shape)
-        else:
-            error, run = sequence(module, memory, weights, request, shape)
+        entry = recurrence if module.manifest.workload.backward else sequence
+        error, run = entry(module, memory, weights, request, shape)
         if not error <= request.tolerance:
             raise ScheduleError(f"wrong output: relative error {error:.2g}, "
                                 f"at most {request.tolerance:g} is allowed")
@@ -165,27 +149,10 @@ def measure(request: Measure) -> list[Outcome]:
             for error, runs in zip(errors, times, strict=True)]
 
 
-@dataclass(frozen=True)
-class Ready:
-    """A run with its arguments, and the arrays that they point into, which must live as long."""
-
-    of: Recurrence
-    arguments: list[int]
-    arrays: list[Any]
-
-    def __call__(self) -> None:
-        self.of.library.run(*self.arguments)
-
-
 class Recurrence:
     """The recurrence of an adjoint alone: a module that is nothing else, bound to weights. It is called as a layer is,
-    with hoisted values in place of x, as :attr:`layout` lays them out, and outputs in place of y.
-
-    Parameters
-    ----------
-    module : of the recurrence, for a GPU
-    weights : the layer's, by PyTorch's names
-    hoisted : Q, the number of values that it reads of each step, row and unit"""
+    with hoisted values in place of x, as :attr:`layout` lays them out, and outputs in place of y. ``weights`` are the
+    layer's, by PyTorch's names; ``hoisted`` is Q, the number of values that it reads of each step, row and unit."""
 
     def __init__(self, module: Module, weights: Mapping[str, Any], hoisted: int) -> None:
         manifest, self.library = module.manifest, module.library
@@ -214,7 +181,11 @@ class Recurrence:
         """A new array of the type and place of ``array``."""
         return arrays_of(array, "out").empty(shape, array, self.library)[0]
 
-    def ready(self, hoisted: Any, first: Sequence[Any], out: Any, last: Sequence[Any] | None = None) -> Ready:
+    def run(self, arguments: list[int], arrays: list[Any]) -> None:
+        """One run; its ``arguments`` point into ``arrays``, which must live as long."""
+        self.library.run(*arguments)
+
+    def ready(self, hoisted: Any, first: Sequence[Any], out: Any, last: Sequence[Any] | None = None) -> Run:
         """A run with these arrays; see :meth:`__call__`."""
         arrays, (steps, batch) = arrays_of(out, "out"), out.shape[:2]
         last = [self.like(out, state.shape) for state in first] if last is None else last
@@ -232,4 +203,4 @@ class Recurrence:
                 arguments[i] = places[b.name]
         for (i, _), start in zip(self.scratch, starts, strict=True):
             arguments[i] = self.memory.pointer + start
-        return Ready(self, arguments, [*given.values(), self.memory])
+        return partial(self.run, arguments, [*given.values(), self.memory])

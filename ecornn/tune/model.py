@@ -50,38 +50,13 @@ def features(schedule: AnySchedule, task: Task, candidate: Candidate) -> dict[st
     return row
 
 
-class Columns:
-    """The columns of features, by name. A feature that a row lacks is missing (NaN) or, for words, zero."""
-
-    def __init__(self) -> None:
-        self.place: dict[str, int] = {}
-
-    def learn(self, rows: list[dict[str, float]]) -> None:
-        """Adds the names of these rows."""
-        for row in rows:
-            for name in row:
-                self.place.setdefault(name, len(self.place))
-
-    def matrix(self, rows: list[dict[str, float]]) -> Any:
-        """Float32 array (rows, columns); names never learnt are left out."""
-        import numpy as np
-
-        blank = np.array([0.0 if "=" in n else np.nan for n in self.place], dtype=np.float32)
-        data = np.tile(blank, (len(rows), 1))
-        for i, row in enumerate(rows):
-            for name, value in row.items():
-                if name in self.place:
-                    data[i, self.place[name]] = value
-        return data
-
-
 class CostModel:
     """Ranks candidates. Samples come in groups, one for each workload and device: times are compared within a group
     only."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self.columns = Columns()
+        self.columns: dict[str, int] = {}  # feature -> its place
         self.rows: dict[str, list[dict[str, float]]] = {}
         self.times: dict[str, list[float | None]] = {}
         self._booster: Any = None
@@ -110,8 +85,9 @@ class CostModel:
         import numpy as np
         import xgboost
 
-        for g in groups:
-            self.columns.learn(self.rows[g][len(self._learnt.get(g, ())):])
+        for row in (row for g in groups for row in self.rows[g][len(self._learnt.get(g, ())):]):
+            for name in row:
+                self.columns.setdefault(name, len(self.columns))
         rows = [row for g in groups for row in self.rows[g]]
         self._slowest = max(row.get(ESTIMATE, 0.0) for row in rows)
         data = xgboost.DMatrix(np.concatenate([self._matrix(g) for g in groups]), base_margin=self._margins(rows),
@@ -121,15 +97,28 @@ class CostModel:
         self._booster = xgboost.train({**PARAMETERS, "seed": self.seed}, data, ROUNDS)
         return True
 
+    def matrix(self, rows: Sequence[dict[str, float]]) -> Any:
+        """Float32 array (rows, columns). What a row lacks is missing (NaN) or, for words, zero; names never learnt are
+        left out."""
+        import numpy as np
+
+        blank = np.array([0.0 if "=" in n else np.nan for n in self.columns], dtype=np.float32)
+        data = np.tile(blank, (len(rows), 1))
+        for i, row in enumerate(rows):
+            for name, value in row.items():
+                if name in self.columns:
+                    data[i, self.columns[name]] = value
+        return data
+
     def _matrix(self, group: str) -> Any:
         """The rows of a group as a matrix, to which new rows are added for as long as :attr:`width` stays."""
         import numpy as np
 
         matrix, rows = self._learnt.get(group), self.rows[group]
         if matrix is None or matrix.shape[1] != self.width:
-            matrix = self.columns.matrix(rows)
+            matrix = self.matrix(rows)
         elif len(matrix) < len(rows):
-            matrix = np.concatenate([matrix, self.columns.matrix(rows[len(matrix):])])
+            matrix = np.concatenate([matrix, self.matrix(rows[len(matrix):])])
         self._learnt[group] = matrix
         return matrix
 
@@ -140,7 +129,7 @@ class CostModel:
 
     def table(self, rows: Sequence[dict[str, float]]) -> Table:
         """The rows as :meth:`score` takes them; good for as long as :attr:`width` stays."""
-        return self.columns.matrix(list(rows)), self._margins(rows)
+        return self.matrix(rows), self._margins(rows)
 
     def _margins(self, rows: Sequence[dict[str, float]]) -> Any:
         """The scores that the trees correct; without an estimate that of the slowest."""
@@ -152,25 +141,23 @@ class CostModel:
     @property
     def width(self) -> int:
         """Number of features that the model knows of."""
-        return len(self.columns.place)
+        return len(self.columns)
 
     def score(self, table: Table) -> list[float]:
         """Predicted order of the rows of a table, higher is faster: the estimates' until :meth:`fit` has trained."""
         matrix, margins = table
-        scores: list[float]
-        if self._booster is None:
-            scores = margins.tolist()
-            return scores
-        import xgboost
+        if self._booster is not None:
+            import xgboost
 
-        data = xgboost.DMatrix(matrix, base_margin=margins, missing=float("nan"), nthread=1)
-        scores = self._booster.predict(data).tolist()
+            data = xgboost.DMatrix(matrix, base_margin=margins, missing=float("nan"), nthread=1)
+            margins = self._booster.predict(data)
+        scores: list[float] = margins.tolist()
         return scores
 
     def gains(self) -> dict[str, float]:
         """The total gain of the trees by each feature, by its name; {} where there is too little to learn from."""
         if not self.fit():
             return {}
-        names = list(self.columns.place)
+        names = list(self.columns)
         return {names[int(column[1:])]: gain
                 for column, gain in self._booster.get_score(importance_type="total_gain").items()}

@@ -15,7 +15,7 @@ from ecornn.cells.deriving import learned_shapes, parameters_of
 from ecornn.errors import CellError
 from ecornn.numpy_reference import NORMALIZED
 from ecornn.numpy_reference import STEPS as REFERENCES
-from ecornn.tune.tolerance import INTEGERS
+from ecornn.tune.record import INTEGERS
 from ecornn.workload import Workload
 
 Array = NDArray[Any]

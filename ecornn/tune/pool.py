@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,13 +71,10 @@ class Pool:
         self.lock = threading.Lock()
         self.folder = Scratch()  # whatever a process that is killed leaves behind is in here
         count, here = builders or min(BUILDERS * measurers, len(os.sched_getaffinity(0))), {"TMPDIR": self.folder.name}
-        self.measurers = [Worker(entries.measure_ready, gpu=True, environment={**here, **(environment or {})})
-                          for _ in range(measurers)]
-        self.builders = [Worker(entries.build_ready, gpu=False, environment={**here, **SINGLE}) for _ in range(count)]
-        self.proposers = [Worker(entries.propose_ready, gpu=False, environment={**here, **SINGLE})
-                          for _ in range(proposers)]
-        self.idle_builders, self.idle_measurers, self.idle_proposers = (
-            queue_of(workers) for workers in (self.builders, self.measurers, self.proposers))
+        self.measurers, self.idle_measurers = idle_workers(measurers, entries.measure_ready, True,
+                                                           {**here, **(environment or {})})
+        self.builders, self.idle_builders = idle_workers(count, entries.build_ready, False, {**here, **SINGLE})
+        self.proposers, self.idle_proposers = idle_workers(proposers, entries.propose_ready, False, {**here, **SINGLE})
         self.building = ThreadPoolExecutor(count, thread_name_prefix="build")
         self.measuring = ThreadPoolExecutor(measurers, thread_name_prefix="measure")
         for worker in self.workers:
@@ -197,12 +194,13 @@ class Pool:
         self.close()
 
 
-def queue_of(workers: Iterable[Worker]) -> queue.SimpleQueue[Worker]:
-    """A queue that has all of them."""
-    filled: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-    for worker in workers:
-        filled.put(worker)
-    return filled
+def idle_workers(count: int, ready: str, gpu: bool,
+                 environment: Mapping[str, str]) -> tuple[list[Worker], queue.SimpleQueue[Worker]]:
+    """So many workers, and a queue that has all of them."""
+    made, idle = [Worker(ready, gpu, environment) for _ in range(count)], queue.SimpleQueue[Worker]()
+    for worker in made:
+        idle.put(worker)
+    return made, idle
 
 
 class Scratch:

@@ -1,55 +1,149 @@
-"""The search of a run: here, or in a process of its own where several runs go on at a time. The process that tunes has
-only one interpreter, and one search alone takes half of it."""
+"""The parts of a run beside its candidates, in other processes: its defaults, space, expected outputs and search.
+
+The process that tunes has only one interpreter for several runs at a time, and one search alone takes half of it. So
+processes that build compute what a run needs, and a search has a process of its own where several go on."""
 
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from ecornn.cells import Cell
+from ecornn.device import Device
 from ecornn.errors import ScheduleError
-from ecornn.tune import preparing
 from ecornn.tune.journal import Journal
+from ecornn.tune.log import read_all
+from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Pool
-from ecornn.tune.preparing import Question
-from ecornn.tune.record import Choice
 from ecornn.tune.search import Search
-from ecornn.tune.space import Candidate, ConfigSpace
+from ecornn.tune.space import PARTS, Candidate, ConfigSpace, Scan
+from ecornn.tune.transfer import borrowed, lent, seeds, warm
 from ecornn.worker import Worker, WorkerError
+from ecornn.workload import Workload
 
 T = TypeVar("T")
-Parts = Mapping[str, Sequence[bytes]]  # of the scans of a space, by schedule, as ``preparing.scan_parts`` has them
+Part = tuple[bool, bytes]  # of the scan of a space: True where it is whole, and the numbers that fit
+Parts = Mapping[str, tuple[Part, ...]]  # by schedule
+LIMIT = 300.0  # seconds
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A question about a layer on a device."""
+
+    cell: str  # a spec for ``load_cell``
+    workload: Workload
+    device: Device
+    schedule: str | None = None  # the only one
+    seed: int = 0  # of the data
+    out: str = ""  # the file to write
+    default: Candidate | None = None  # of the schedule whose space is scanned
+    part: int = 0  # of that space
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The beginning of a search: the layer, the default of each schedule that serves it, and the run that tunes it: its
-    log's path and its name."""
+    """The beginning of a search."""
 
-    asked: Question
-    defaults: tuple[Choice, ...]
-    path: str
-    run: str
-
-
-class Told(msgspec.Struct, frozen=True):
-    """The time of a candidate in µs per step, None where it failed."""
-
-    choice: Choice
-    time: float | None
+    asked: Question  # of the layer
+    defaults: tuple[Candidate, ...]  # of each schedule that serves it
+    path: str  # of the log of the run that tunes it,
+    run: str  # and that run's name
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A question for ``count`` candidates, with the times that came since the last one, and with the ``parts`` of the
-    space's scans once they are needed."""
+    """A question for ``count`` candidates."""
 
     count: int
-    told: tuple[Told, ...] = ()
-    parts: dict[str, tuple[bytes, ...]] | None = None
+    told: tuple[tuple[Candidate, float | None], ...] = ()  # since the last one; µs per step, None where one failed
+    parts: dict[str, tuple[Part, ...]] | None = None  # of the space's scans, once they are needed
+
+
+def call(pool: Pool, worker: Worker, function: Callable[..., T], argument: Any, kind: type[T]) -> T:
+    """The answer of a function of this file, decoded as ``kind``, in a process of the pool. Raises
+    :class:`ScheduleError` where it raises or the process is lost."""
+    try:
+        return worker.call(f"{__name__}:{function.__name__}", argument, kind, LIMIT)
+    except WorkerError as error:
+        pool.must_be_open()
+        raise ScheduleError(str(error).removeprefix("ScheduleError: ").removeprefix("DTypeError: ")) from error
+
+
+def built(pool: Pool, function: Callable[..., T], question: Question, kind: type[T]) -> T:
+    """The answer of a function of this file in a build process; see :func:`call`."""
+    with pool.one_of(pool.idle_builders) as worker:
+        return call(pool, worker, function, question, kind)
+
+
+def write_answers(question: Question) -> bool:
+    """Writes expected outputs, in a worker."""
+    from ecornn.cells.naming import load_cell
+    from ecornn.tune import adjoint_oracle, oracle
+
+    write = adjoint_oracle.write if question.workload.backward else oracle.write
+    write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
+    return True
+
+
+def answers(pool: Pool, question: Question) -> Callable[[Path], bool]:
+    """A function that writes inputs and expected outputs to the path that it is given."""
+    return lambda path: built(pool, write_answers, msgspec.structs.replace(question, out=str(path)), bool)
+
+
+def choose_defaults(question: Question) -> tuple[Candidate, ...]:
+    """Answers :func:`defaults`, in a worker."""
+    from ecornn.cells.naming import load_cell
+    from ecornn.task import make_task
+    from ecornn.tune.choose import serving_or_raise
+
+    task = make_task(load_cell(question.cell), question.workload, question.device)
+    return tuple(Candidate.of(s.name, s.default(task)) for s in serving_or_raise(task, question.schedule))
+
+
+def defaults(pool: Pool, question: Question) -> tuple[Candidate, ...]:
+    """The default of each schedule that serves, the one that is expected to be fastest first. Raises
+    :class:`ScheduleError` where none serves, or for an unknown name."""
+    return built(pool, choose_defaults, question, tuple[Candidate, ...])
+
+
+def space_of(question: Question, defaults: Sequence[Candidate]) -> ConfigSpace:
+    """The space of the schedules that have these defaults, in a worker."""
+    from ecornn.schedules import all_schedules
+    from ecornn.tune.building import task_of
+
+    task = task_of(question.cell, question.workload, question.device)
+    return ConfigSpace(task, [all_schedules()[c.schedule] for c in defaults], defaults)
+
+
+def scan_part(question: Question) -> Part:
+    """A part of a scan (``ConfigSpace.scan_part``), in a worker."""
+    assert question.default is not None
+    whole, numbers = space_of(question, [question.default]).scan_part(question.default.schedule, question.part)
+    return whole, numbers.tobytes()
+
+
+def scan_parts(pool: Pool, question: Question, space: ConfigSpace) -> Callable[[], Parts]:
+    """Starts a scan of the space, and returns a function that waits for the parts of each schedule's scan."""
+    def scan(default: Candidate, part: int) -> Part:
+        pool.must_be_open()
+        one = msgspec.structs.replace(question, default=default, part=part)
+        return built(pool, scan_part, one, tuple[bool, bytes])
+
+    threads = ThreadPoolExecutor(len(pool.builders), thread_name_prefix="scan")
+    scans = {c.schedule: [threads.submit(scan, c, part) for part in range(PARTS)] for c in space.defaults()}
+    threads.shutdown(wait=False)
+    return lambda: {name: tuple(part.result() for part in parts) for name, parts in scans.items()}
+
+
+def joined(space: ConfigSpace, parts: Parts) -> dict[str, Scan]:
+    """The result of ``space.scan``, from the parts of :func:`scan_parts`."""
+    return {name: space.join(name, [(whole, array("q", numbers)) for whole, numbers in each])
+            for name, each in parts.items()}
 
 
 @contextlib.contextmanager
@@ -60,18 +154,13 @@ def searching(pool: Pool, cell: Cell, space: ConfigSpace, asked: Question, parts
         if worker is None:
             yield new_search(cell, space, asked.seed, run)
         else:
-            defaults = tuple(Choice(c.schedule, c.config) for c in space.defaults())
-            yield Elsewhere(worker, pool, space, Origin(asked, defaults, str(run.path), run.run), parts)
+            origin = Origin(asked, tuple(space.defaults()), str(run.path), run.run)
+            yield Elsewhere(worker, pool, space, origin, parts)
 
 
 def new_search(cell: Cell, space: ConfigSpace, seed: int, run: Journal) -> Search:
     """A search that has learnt from all records but those of ``run``, which it is told of."""
-    from ecornn.tune import folders
-    from ecornn.tune.model import CostModel
-    from ecornn.tune.similar_cells import lent
-    from ecornn.tune.transfer import borrowed, seeds, warm
-
-    task, schedules, model, records = space.task, list(space.schedules.values()), CostModel(seed), folders.read_all()
+    task, schedules, model, records = space.task, list(space.schedules.values()), CostModel(seed), read_all()
     if others := lent(task, records):
         records.extend(others[1])
     warm(model, cell, task, schedules, records, run)
@@ -79,7 +168,7 @@ def new_search(cell: Cell, space: ConfigSpace, seed: int, run: Journal) -> Searc
 
 
 class Elsewhere:
-    """A search in the process ``worker``, which proposes what one here would."""
+    """A search in the process ``worker``, which proposes what one here would. See :class:`Search` for its methods."""
 
     def __init__(self, worker: Worker, pool: Pool, space: ConfigSpace, origin: Origin,
                  parts: Callable[[], Parts]) -> None:
@@ -87,48 +176,34 @@ class Elsewhere:
         self.parts: Callable[[], Parts] | None = parts  # None: they are there
         self.tried: dict[Candidate, float | None] = {}
         self.proposed: set[Candidate] = set()  # and not told of yet
-        self.told: list[Told] = []  # not there yet
-        self.first = [Candidate.of(c.schedule, c.config) for c in self.call(begin, origin, tuple[Choice, ...])]
+        self.told: list[tuple[Candidate, float | None]] = []  # not there yet
+        self.first = call(pool, worker, begin, origin, list[Candidate])
 
     def tell(self, candidate: Candidate, time: float | None) -> None:
-        """See :class:`Search`."""
         self.tried[candidate] = time
         self.proposed.discard(candidate)
-        self.told.append(Told(Choice(candidate.schedule, candidate.config), time))
+        self.told.append((candidate, time))
 
     def waiting(self) -> int:
-        """See :class:`Search`."""
         return sum(c not in self.tried and c not in self.proposed for c in self.first)
 
     def ask(self, count: int) -> list[Candidate]:
-        """See :class:`Search`."""
-        choices = self.call(propose, self.question(count, count > self.waiting()), tuple[Choice, ...])
-        batch = [Candidate.of(c.schedule, c.config) for c in choices]
+        question = self.question(count, count > self.waiting())
+        batch = call(self.pool, self.worker, propose, question, list[Candidate])
         self.proposed.update(batch)
         return batch
 
     def prepare(self) -> None:
-        """See :class:`Search`."""
-        self.call(prepare, self.question(0, True), bool)
+        call(self.pool, self.worker, prepare, self.question(0, True), bool)
 
     def question(self, count: int, scanned: bool) -> Ask:
         """A question with the times since the last one; with the scans of the space where they are needed and that
         process has none."""
         scans = None
         if scanned and self.parts is not None:
-            scans = {name: tuple(parts) for name, parts in self.parts().items()}
-            self.parts = None
+            scans, self.parts = dict(self.parts()), None
         told, self.told = tuple(self.told), []
         return Ask(count, told, scans)
-
-    def call(self, function: Callable[..., object], argument: Origin | Ask, kind: type[T]) -> T:
-        """Calls one of the functions below there. Raises :class:`ScheduleError` where it raises or the process is
-        lost."""
-        try:
-            return self.worker.call(f"{__name__}:{function.__name__}", argument, kind, preparing.LIMIT)
-        except WorkerError as error:
-            self.pool.must_be_open()
-            raise ScheduleError(str(error).removeprefix("ScheduleError: ")) from error
 
 
 Proposals = Search | Elsewhere  # what the tuner asks for candidates
@@ -143,28 +218,24 @@ def ready(_: None) -> bool:
     import xgboost  # noqa: F401
 
     from ecornn.schedules import all_schedules
-    from ecornn.tune import folders
 
-    return bool(all_schedules() and folders.read_all())
+    return bool(all_schedules() and read_all())
 
 
-def begin(origin: Origin) -> tuple[Choice, ...]:
+def begin(origin: Origin) -> list[Candidate]:
     """Makes this process's search, and returns the candidates that it proposes first."""
     global _search
     from ecornn.cells.naming import load_cell
-    from ecornn.schedules import all_schedules
-    from ecornn.tune.building import task_of
 
     asked = origin.asked
-    task = task_of(asked.cell, asked.workload, asked.device)
-    space = ConfigSpace(task, [all_schedules()[c.schedule] for c in origin.defaults], origin.defaults)
+    space = space_of(asked, origin.defaults)
     _search = new_search(load_cell(asked.cell), space, asked.seed, Journal(Path(origin.path), origin.run))
-    return tuple(Choice(c.schedule, c.config) for c in _search.first)
+    return _search.first
 
 
-def propose(ask: Ask) -> tuple[Choice, ...]:
+def propose(ask: Ask) -> list[Candidate]:
     """Proposes candidates."""
-    return tuple(Choice(c.schedule, c.config) for c in learnt(ask).ask(ask.count))
+    return learnt(ask).ask(ask.count)
 
 
 def prepare(ask: Ask) -> bool:
@@ -178,7 +249,7 @@ def learnt(ask: Ask) -> Search:
     if _search is None:  # of another process, before this one was started in its place
         raise ScheduleError("the process that searched was lost; the same command goes on")
     if ask.parts is not None:
-        _search.space.scans = partial(preparing.joined, _search.space, ask.parts)
-    for one in ask.told:
-        _search.tell(Candidate.of(one.choice.schedule, one.choice.config), one.time)
+        _search.space.scans = partial(joined, _search.space, ask.parts)
+    for candidate, time in ask.told:
+        _search.tell(candidate, time)
     return _search

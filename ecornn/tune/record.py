@@ -1,4 +1,4 @@
-"""One line of a tuning log: a run's start, one trial, or a run's finish.
+"""One line of a tuning log, a run's start, one trial, or a run's finish; and the tolerance within which a time counts.
 
 The format is specified in docs/TUNING_LOG_FORMAT.md. Lines are data: they are decoded strictly
 (unknown fields, other types and absurd sizes are refused) and never executed.
@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ecornn.device import Device
+from ecornn.dtypes import TABLE
 from ecornn.errors import RecordError
 from ecornn.workload import Workload
 
@@ -32,6 +33,13 @@ Names = Annotated[dict[Name, Name], msgspec.Meta(max_length=32)]
 UTC = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}Z\Z")]
 Reason = Literal["trials", "space", "time", "converged"]
 Megahertz = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
+TOLERANCE = {name: row.tolerance for name, row in TABLE.items()} | {"tf32": 6e-4}  # of outputs
+GRADIENTS = {name: row.gradients for name, row in TABLE.items() if row.gradients} | {"tf32": 6e-4}  # of adjoints
+
+# Rounding to bfloat16 is done before the reference here; that to integers is not. int21 is as exact as float32 has to
+# be; int8 costs both sides of a product.
+INTEGERS = {"int21": 1e-5, "int16": 1e-4, "int8": 3e-2}
+LEAST = 1e-3  # µs of a step: some cycles, and no step has fewer
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -243,13 +251,24 @@ class _Head(msgspec.Struct):
     v: int
 
 
-_head = msgspec.json.Decoder(_Head)
-
-
 def _newer(line: bytes) -> int | None:
     """The version of a line that a newer program wrote; None where no newer one did."""
     try:
-        version = _head.decode(line).v
+        version = msgspec.json.decode(line, type=_Head).v
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return version if version > VERSION else None
+
+
+def tolerance(work: Workload) -> float:
+    """The largest relative error that an output may have, ||out - ref|| / ||ref||."""
+    if work.backward:
+        return GRADIENTS[work.arithmetic]
+    return INTEGERS.get(work.weights or "", TOLERANCE[work.arithmetic])
+
+
+def proven(trial: Trial) -> bool:
+    """True for a trial with a time, one that a step can take, and a right output: what is wrong may be as fast as it
+    likes."""
+    return (trial.times is not None and trial.times.median >= LEAST and trial.check is not None
+            and trial.check <= tolerance(trial.workload))

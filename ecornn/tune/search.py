@@ -40,9 +40,9 @@ class Search:
     or where candidates have estimates only the preferred one, and what seems fastest near all of these. ``lent`` are
     worth a look: the model ranks them beside those of the space."""
 
-    def __init__(self, space: ConfigSpace, model: CostModel, seed: int, group: str = "",
+    def __init__(self, space: ConfigSpace, model: CostModel, seed: int,
                  known: Sequence[Candidate] = (), lent: Sequence[Candidate] = (), defaults: bool = True) -> None:
-        self.space, self.model, self.seed, self.group = space, model, seed, group
+        self.space, self.model, self.seed = space, model, seed
         self.tried: dict[Candidate, float | None] = {}
         self.proposed: set[Candidate] = set()  # and not told of yet
         self._rows: dict[Candidate, dict[str, float]] = {}
@@ -59,7 +59,7 @@ class Search:
         """Learns that ``candidate`` took ``time`` µs per step, or failed (None)."""
         self.tried[candidate] = time
         self.proposed.discard(candidate)
-        self.model.add(self.group, self.row(candidate), time)
+        self.model.add("", self.row(candidate), time)  # "": the group of this run
 
     def row(self, candidate: Candidate) -> dict[str, float]:
         """The candidate's features."""

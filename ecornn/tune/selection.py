@@ -13,10 +13,9 @@ from ecornn.device import Device
 from ecornn.schedules.base import Value
 from ecornn.targets import KNOWN
 from ecornn.tune.log import Line, Log, TrialLine, is_trial
-from ecornn.tune.lookup import best_evidence, drift
-from ecornn.tune.record import AnyRecord, Finish, Start, Trial
+from ecornn.tune.lookup import Evidence, best_evidence, drift
+from ecornn.tune.record import AnyRecord, Finish, Start, Trial, proven
 from ecornn.tune.space import Candidate
-from ecornn.tune.tolerance import proven
 from ecornn.workload import Workload
 
 Subject = tuple[Workload, Device]  # the device as its identity
@@ -29,12 +28,18 @@ def best_lines(log: Log, revisions: Mapping[str, int]) -> list[TrialLine]:
     gone = failing(log.lines, revisions)
     best = []
     for subject, candidates in by_subject(log.lines).items():
-        drifts = drift([line for same in candidates.values() for line in same])
-        evidence = {c: best_evidence(same, revisions.get(c.schedule), drifts) for c, same in candidates.items()}
-        usable = [one for c, one in evidence.items() if not one.stale or c not in gone.get(subject, {})]
+        usable = [one for c, one in evidence(candidates, revisions).items()
+                  if not one.stale or c not in gone.get(subject, {})]
         if usable:
             best.append(min(usable, key=lambda one: one.order).line)
     return best
+
+
+def evidence(candidates: Mapping[Candidate, Sequence[TrialLine]],
+             revisions: Mapping[str, int]) -> dict[Candidate, Evidence]:
+    """The best evidence of each configuration for one workload and device."""
+    drifts = drift([line for same in candidates.values() for line in same])
+    return {c: best_evidence(same, revisions.get(c.schedule), drifts) for c, same in candidates.items()}
 
 
 def by_subject(lines: Iterable[Line]) -> dict[Subject, dict[Candidate, list[TrialLine]]]:
@@ -110,12 +115,10 @@ def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int
     runs: set[str] = set()
     gone = failing(lines, revisions)
     for subject, candidates in by_subject(lines).items():
-        drifts = drift([line for same in candidates.values() for line in same])
         current = {c: [line for line in same if line.record.revision == revisions.get(c.schedule)] or same
                    for c, same in candidates.items()}
-        ranks = {c: best_evidence(same, revisions.get(c.schedule), drifts).order for c, same in candidates.items()}
-        fastest = sorted(current, key=lambda c: ranks[c])[:keep]
-        for candidate in fastest:
+        ranks = {c: one.order for c, one in evidence(candidates, revisions).items()}
+        for candidate in sorted(current, key=lambda c: ranks[c])[:keep]:
             stay = current[candidate]
             if stay[0].record.revision != revisions.get(candidate.schedule):
                 stay = [*stay, *gone.get(subject, {}).get(candidate, [])]
@@ -152,12 +155,10 @@ def merge(lines: Iterable[Line]) -> Merged:
         rival = events.setdefault(key, line)
         if rival is line:
             continue
-        if rival.record == line.record:  # though 0.0 == -0.0, which are not written alike
-            events[key] = min((rival, line), key=lambda one: promise(one.record))
-            continue
         winner, loser = sorted((rival, line), key=lambda one: promise(one.record))
         events[key] = winner
-        merged.conflicts.append(f"{loser.full_place}: conflicts with {winner.full_place}, which promises less")
+        if rival.record != line.record:  # 0.0 == -0.0, which are not written alike
+            merged.conflicts.append(f"{loser.full_place}: conflicts with {winner.full_place}, which promises less")
     merged.lines = sorted(events.values(), key=lambda one: order(one.record))
     return merged
 

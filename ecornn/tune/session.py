@@ -19,12 +19,13 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
-from ecornn.tune.at_hand import present
+from ecornn.task import make_task
+from ecornn.tune import choose
+from ecornn.tune.choose import Environment, present
 from ecornn.tune.pool import Closed, Entries, Pool
 from ecornn.workload import BATCH, SEQ, Workload
 
 if TYPE_CHECKING:
-    from ecornn.tune.at_hand import Environment
     from ecornn.tune.journal import Gain, Journal
     from ecornn.tune.record import Choice, Finish
     from ecornn.tune.remote import Tracker
@@ -97,8 +98,8 @@ class Session:
         if os.environ.get(MARK) or importing():
             raise ScheduleError("tune() was called while the script with the cell was imported again; put the call "
                                 "under `if __name__ == \"__main__\":`")
-        one_of("target", target, str, Device)
-        one_of("tracker", tracker, Tracker)
+        require("target", target, isinstance(target, (str, Device, type(None))), "str or Device, or None")
+        require("tracker", tracker, isinstance(tracker, (Tracker, type(None))), "Tracker, or None")
         timeout, seed = seconds("timeout", timeout), whole("seed", seed, 0, 1 << 30)
         self.timeout, self.seed, self.tracker, self.entries = timeout, seed, tracker, entries or Entries()
         self._pool: Pool | None = None
@@ -140,9 +141,7 @@ class Session:
         """The software and clocks of the machine that measures, as records have them."""
         with self._lock:
             if self._environment is None:
-                from ecornn.tune.at_hand import environment
-
-                self._environment = environment(self.device)
+                self._environment = choose.environment(self.device)
             return self._environment
 
     @public
@@ -186,15 +185,12 @@ class Session:
     def tunes_backward(self, layer: LayerSpec, schedule: str | None = None) -> bool:
         """True where the adjoint of a layer that trains has something to search on this device. Raises, before anything
         is tried, what a search of it would raise, and where the layer cannot train."""
-        from ecornn.task import make_task
-        from ecornn.tune.choose import candidates, searched, serving
-
         whole = layer.stack.parts(layer.workload)[0].traversal
-        serving(make_task(layer.loaded, layer.workload, self.device, whole), schedule)
-        if not any(s.backward for s in candidates(self.device)):
+        choose.serving(make_task(layer.loaded, layer.workload, self.device, whole), schedule)
+        if not any(s.backward for s in choose.candidates(self.device)):
             return False
-        searched(layer.workload.adjoint, self.device, schedule)
-        serving(make_task(layer.loaded, layer.workload.adjoint, self.device), schedule)
+        choose.searched(layer.workload.adjoint, self.device, schedule)
+        choose.serving(make_task(layer.loaded, layer.workload.adjoint, self.device), schedule)
         return True
 
     @public
@@ -208,20 +204,19 @@ class Session:
         Options are those of :meth:`tune`; ``stage`` is called with words that say what comes now."""
         started = time.monotonic()
         from ecornn.cells.naming import spec_of
-        from ecornn.tune import folders
-        from ecornn.tune.choose import searched
         from ecornn.tune.journal import Journal, digest_of
+        from ecornn.tune.log import log_path
         from ecornn.tune.tuner import Settings
 
         spec = layer.cell if isinstance(layer.cell, str) else spec_of(layer.cell)
         wanted = TRIALS[self.device.kind] if trials is None else whole("trials", trials, 1, 100_000)
         wanted = wanted if only is None else 0  # a list is done once its run is: what does not fit is no trial
         limit = None if time_limit is None else seconds("time_limit", time_limit)
-        one_of("output", output, str, Path)
-        called("report", report)
-        called("begin", begin)
-        path = Path(output or folders.log_path(workload, self.device))
-        digest = digest_of(workload, self.device, searched(workload, self.device, schedule), self.seed, only)
+        require("output", output, isinstance(output, (str, Path, type(None))), "str or Path, or None")
+        require("report", report, callable(report), "a function")
+        require("begin", begin, callable(begin), "a function")
+        path = Path(output or log_path(workload, self.device))
+        digest = digest_of(workload, self.device, choose.searched(workload, self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)
         if not run.finished(wanted, limit, early_stop):
             with run.alone():
@@ -243,28 +238,27 @@ class Session:
         device, pool = self.device, self.pool  # its processes start while this one looks at the cell
 
         from ecornn.schedules import all_schedules
-        from ecornn.task import make_task
-        from ecornn.tune import evaluate, preparing, proposing, tuner
-        from ecornn.tune.choose import serving_or_raise
+        from ecornn.tune import evaluate, proposing, tuner
         from ecornn.tune.model import CostModel
         from ecornn.tune.search import Search
         from ecornn.tune.space import Candidate, ConfigSpace
 
         task = make_task(cell, workload, device)
-        asked = preparing.Question(spec, workload, device, schedule, self.seed)
+        asked = proposing.Question(spec, workload, device, schedule, self.seed)
         # Where a workload takes a second, or several are searched at once, the search for its defaults would be most of
         # what this process does.
-        given = preparing.defaults(pool, asked) if only is not None or pool.proposers else None
-        schedules = serving_or_raise(task, schedule) if given is None else [all_schedules()[c.schedule] for c in given]
+        given = proposing.defaults(pool, asked) if only is not None or pool.proposers else None
+        schedules = (choose.serving_or_raise(task, schedule) if given is None else
+                     [all_schedules()[c.schedule] for c in given])
         space = ConfigSpace(task, schedules, given)
         begin(space, len(run.search))  # before anything that would disturb what a caller may time now
         stage("listing what can be tried")
         if only is None:  # before anything is built: all but the first candidates are drawn from it
-            parts = preparing.scan_parts(pool, asked, space)
-            space.scans = lambda: preparing.joined(space, parts())
+            parts = proposing.scan_parts(pool, asked, space)
+            space.scans = lambda: proposing.joined(space, parts())
         with contextlib.ExitStack() as stack:
             evaluator = stack.enter_context(evaluate.ProcessEvaluator(
-                task, spec, preparing.answers(pool, asked), pool, limit=self.timeout, seed=self.seed,
+                task, spec, proposing.answers(pool, asked), pool, limit=self.timeout, seed=self.seed,
                 earlier=run.search))
             search: proposing.Proposals
             if only is None:
@@ -349,27 +343,21 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
                             early_stop=early_stop, output=output, schedule=schedule, report=report, begin=begin)
 
 
+def require(name: str, value: Any, holds: bool, allowed: str) -> None:
+    """Raises :class:`ArgumentError` for ``value`` unless that ``holds`` which is ``allowed``."""
+    if not holds:
+        raise ArgumentError(name, value, allowed)
+
+
 def whole(name: str, value: Any, low: int, high: int) -> int:
     """Returns ``value``, an integer from ``low`` to ``high``. Raises :class:`ArgumentError` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ArgumentError(name, value, f"an integer from {low} to {high}")
-    return value
+    require(name, value, isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+            f"an integer from {low} to {high}")
+    return int(value)
 
 
 def seconds(name: str, value: Any) -> float:
     """Returns ``value``, a finite number above 0. Raises :class:`ArgumentError` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ArgumentError(name, value, "seconds, a finite number above 0")
+    require(name, value, isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf,
+            "seconds, a finite number above 0")
     return float(value)
-
-
-def called(name: str, value: Any) -> None:
-    """Raises :class:`ArgumentError` where ``value`` is no function."""
-    if not callable(value):
-        raise ArgumentError(name, value, "a function")
-
-
-def one_of(name: str, value: Any, *kinds: type) -> None:
-    """Raises :class:`ArgumentError` where ``value`` is neither None nor of one of these types."""
-    if value is not None and not isinstance(value, kinds):
-        raise ArgumentError(name, value, f"{' or '.join(k.__name__ for k in kinds)}, or None")

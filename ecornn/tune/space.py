@@ -11,14 +11,11 @@ from typing import NamedTuple
 
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import AnySchedule, Config, Knob, Task, Value
-from ecornn.tune.record import Choice
 
 PARTS = 8  # of a schedule's combinations, which processes look through side by side
 ASKED = 40_000  # calls of a schedule's check for a part, a second or two
 KEPT = 100_000  # of those of a part that fit, as numbers
 SAMPLED = 50_000  # combinations of a schedule that has more
-
-
 Scan = tuple[bool, "array[int]"]  # True where these are all that fit; numbers of combinations that fit, in order
 
 
@@ -80,16 +77,17 @@ class ConfigSpace:
     function that has others do the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
     """
 
-    def __init__(self, task: Task, schedules: Sequence[AnySchedule], defaults: Sequence[Choice] | None = None) -> None:
+    def __init__(self, task: Task, schedules: Sequence[AnySchedule],
+                 defaults: Sequence[Candidate] | None = None) -> None:
         if not schedules:
             raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}")
         self.task = task
         self.schedules = {s.name: s for s in schedules}
-        self.given = defaults
+        self._defaults = defaults
         self.scans: Callable[[], Mapping[str, Scan]] = self.scan
         self.knobs: dict[str, tuple[Knob, ...]] = {s.name: s.knobs(task) for s in schedules}
         self._orders: dict[str, list[str]] = {}
-        self._lines: dict[str, Line] = {}
+        self._lines = {name: Line(knobs) for name, knobs in self.knobs.items()}
         self.whole: dict[str, frozenset[int]] = {}  # of the schedules all of whose combinations are known
 
     @cached_property
@@ -113,7 +111,6 @@ class ConfigSpace:
         return sum(self.size(name) for name in self.schedules)
 
     def size(self, schedule: str) -> int:
-        """Number of combinations of one schedule."""
         return math.prod(len(k.values) for k in self.knobs[schedule])
 
     def scan(self) -> dict[str, Scan]:
@@ -203,13 +200,9 @@ class ConfigSpace:
 
     def defaults(self) -> list[Candidate]:
         """Each schedule's heuristic, preferred schedules first."""
+        if self._defaults is None:
+            self._defaults = [Candidate.of(s.name, s.default(self.task)) for s in self.schedules.values()]
         return list(self._defaults)
-
-    @cached_property
-    def _defaults(self) -> tuple[Candidate, ...]:
-        if self.given is not None:
-            return tuple(Candidate.of(one.schedule, one.config) for one in self.given)
-        return tuple(Candidate.of(s.name, s.default(self.task)) for s in self.schedules.values())
 
     def sample(self, rng: random.Random, count: int) -> list[Candidate]:
         """``count`` different candidates, each schedule's share that of its candidates; all where there are no more."""
@@ -236,7 +229,7 @@ class ConfigSpace:
 
     def neighbour(self, candidate: Candidate, rng: random.Random) -> Candidate | None:
         """One knob changed, to a candidate that fits; None where there is none."""
-        name, line = candidate.schedule, self._line(candidate.schedule)
+        name, line = candidate.schedule, self._lines[candidate.schedule]
         here, whole = line.here(candidate), self.whole.get(name)
         number = line.number(here) if whole is not None else None
         left, moved = len(line.values) - len(here), dict[int, int]()
@@ -248,33 +241,20 @@ class ConfigSpace:
                 place += value <= place
             new = line.values[place]
             changed = Candidate(name, tuple([new if knob[0] == new[0] else knob for knob in candidate.knobs]))
-            if whole is None or number is None:
-                fits = self.fits(changed)
-            else:
-                fits = number + line.weights[place] - line.weights[here[line.knobs[place]]] in whole
+            fits = self.fits(changed) if whole is None or number is None else (
+                number + line.weights[place] - line.weights[here[line.knobs[place]]] in whole)
             if fits:
                 return changed
         return None
 
-    def _line(self, schedule: str) -> Line:
-        if schedule not in self._lines:
-            self._lines[schedule] = Line(self.knobs[schedule])
-        return self._lines[schedule]
-
 
 class Line:
-    """The values of all knobs of a schedule, one behind the other.
-
-    Attributes
-    ----------
-    values : with the name of their knob
-    knobs : the number of that knob
-    weights : what a value adds to the number of a combination"""
+    """The values of all knobs of a schedule, one behind the other."""
 
     def __init__(self, knobs: Sequence[Knob]) -> None:
         self.values = [(knob.name, value) for knob in knobs for value in knob.values]
-        self.knobs = [number for number, knob in enumerate(knobs) for _ in knob.values]
-        self.weights: list[int] = []
+        self.knobs = [number for number, knob in enumerate(knobs) for _ in knob.values]  # that a value is of
+        self.weights: list[int] = []  # what a value adds to the number of a combination
         weight = 1
         for knob in knobs:
             self.weights += range(0, weight * len(knob.values), weight)

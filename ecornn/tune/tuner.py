@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from msgspec import structs
 
 from ecornn.schedules.base import GENERATION
-from ecornn.tune.at_hand import Environment
+from ecornn.tune.choose import Environment
 from ecornn.tune.evaluate import COMPARED, ProcessEvaluator
 from ecornn.tune.journal import RESERVED, Journal
 from ecornn.tune.proposing import Proposals
@@ -26,31 +26,27 @@ CONFIDENCE, RATE, GAIN = 0.95, 0.05, 0.01
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a run: ``trials`` of the search in all; ``time_limit`` in seconds or None; ``batch``, candidates
-    between two trainings of the model; ``early_stop``: end once more trials are unlikely to help; ``started``: the
-    moment, by ``time.monotonic``, at which the run began or went on; None: that of :meth:`Tuner.run`."""
+    """The options of a run."""
 
-    trials: int
+    trials: int  # of the search, in all
     seed: int
-    time_limit: float | None = None
-    batch: int = 8
-    early_stop: bool = False
-    started: float | None = None
+    time_limit: float | None = None  # seconds
+    batch: int = 8  # candidates between two trainings of the model
+    early_stop: bool = False  # end once more trials are unlikely to help
+    started: float | None = None  # when it began or went on, by ``time.monotonic``; None: with :meth:`Tuner.run`
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a run: ``done`` of ``total`` trials, the latest one, and the best so far; ``best_us`` and
-    ``default_us`` are µs per step of the best and of the untuned default, None until it has run; ``left_s``: seconds
-    that the search takes at most, by the pace so far and the time limit, None before there is a pace."""
+    """The state of a run: ``done`` of ``total`` trials, the latest one, and the best so far."""
 
     done: int
     total: int
     trial: Trial
     best: Choice | None
-    best_us: float | None
-    default_us: float | None = None
-    left_s: float | None = None
+    best_us: float | None  # µs per step
+    default_us: float | None = None  # of the untuned default, None until it has run
+    left_s: float | None = None  # that the search takes at most, by its pace and the time limit; None: no pace yet
 
 
 class Tuner:

@@ -14,7 +14,7 @@ from ecornn.errors import EcornnError
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.log import TrialLine
 from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
-from ecornn.tune.preparing import Question, answers
+from ecornn.tune.proposing import Question, answers
 from ecornn.tune.record import Outcome
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate

@@ -17,7 +17,7 @@ from search_rate import PRETEND
 from ecornn.build import cache
 from ecornn.targets import resolve
 from ecornn.tune import session as sessions
-from ecornn.tune.building import Build, Built
+from ecornn.tune.building import Build
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.record import Choice
 from ecornn.worker import Worker
@@ -38,7 +38,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[byte
         if isinstance(argument, Build):
             requests.append(msgspec.json.encode(msgspec.structs.replace(argument, out="")))
             if function == Entries().build:
-                return Built("")
+                return ""
         return call(self, function, argument, *rest)
 
     class Pretended(sessions.Session):

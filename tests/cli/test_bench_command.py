@@ -27,8 +27,7 @@ from ecornn.bench.sides import Side
 from ecornn.bench.turns import Times
 from ecornn.cli import common, main
 from ecornn.errors import ArgumentError, MissingPackageError
-from ecornn.tune.arrays import TorchArrays
-from ecornn.tune.timing import wall_clock
+from ecornn.tune.timing import TorchArrays, wall_clock
 from ecornn.workload import Workload
 
 SMALL = ["--hidden", "8", "--batch", "2", "--seq", "4", "--target", "cpu", "--threads", "1", "--seconds",

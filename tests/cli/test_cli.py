@@ -75,7 +75,7 @@ def test_tuning_for_a_device_that_is_not_here_is_refused(monkeypatch):
 
 def test_a_module_for_a_gpu_that_is_not_here_is_not_timed(monkeypatch):
     monkeypatch.setattr("ecornn.host_gpu.detect", lambda index=0: None)
-    monkeypatch.setattr("ecornn.tune.arrays.arrays_for", lambda module: pytest.fail("asked for its memory"))
+    monkeypatch.setattr("ecornn.tune.timing.arrays_for", lambda module: pytest.fail("asked for its memory"))
     module = runtime_sample.build(runtime_sample.manifest(runtime_sample.GPU))
     assert "error: device=0" in run("bench", str(module), code=2)
 

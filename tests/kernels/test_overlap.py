@@ -106,7 +106,7 @@ def test_a_schedule_that_does_not_serve_a_share():
 
 def test_records_of_shares_are_for_shares(monkeypatch: pytest.MonkeyPatch):
     """What was measured on a whole GPU is not used on a half of it, what was measured on fewer is."""
-    from ecornn.tune import folders
+    from ecornn.tune import log as folders
 
     log = folders.read_all()
     one = next(line for line in log.lines if getattr(line.record, "times", None) and line.record.device.cores == 132

@@ -19,8 +19,7 @@ from ecornn.device import Device
 from ecornn.report import page, svg
 from ecornn.report.layers import layers, step_of, task_of, teraflops
 from ecornn.report.searches import effects, explained, searches
-from ecornn.tune.folders import shipped_folder
-from ecornn.tune.log import Line, Log, read
+from ecornn.tune.log import Line, Log, read, shipped_folder
 from ecornn.tune.record import Choice, Finish, Times, Trial
 from ecornn.workload import Workload
 

@@ -10,9 +10,8 @@ import pytest
 from test_records import trial
 
 from ecornn.errors import RecordError
-from ecornn.tune.folders import read_all, shipped_folder
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import MAX_FILE, append, read, rewrite
+from ecornn.tune.log import MAX_FILE, append, read, read_all, rewrite, shipped_folder
 from ecornn.tune.record import encode
 
 ENDS = {".gz": gzip.compress, ".xz": lzma.compress}

@@ -210,7 +210,7 @@ def test_an_entry_is_written_where_it_is_not_the_layers_own_pass():
 
 
 def test_what_a_device_was_is_in_every_trial():
-    from ecornn.tune.at_hand import environment
+    from ecornn.tune.choose import environment
 
     here = environment(msgspec.structs.replace(H100, kind="llvm"))
     assert {"ecornn", "tvm", "tvm_ffi"} <= set(here.versions) and here.clocks.cores > 100

@@ -27,7 +27,7 @@ from ecornn.targets import resolve
 from ecornn.tune import Session, tune
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import append_all, read
+from ecornn.tune.log import append, read
 from ecornn.tune.record import encode
 from ecornn.tune.remote import Tracker
 
@@ -73,9 +73,9 @@ def test_without_a_compiler_it_says_so_and_tries_nothing(tmp_path, monkeypatch):
 
 def test_a_run_in_which_nothing_ran_is_made_again(tmp_path):
     path = tmp_path / "log.jsonl"
-    append_all(path, [start("ab-1"), structs.replace(finish("ab-1"), best=None, best_us=None)])
+    append(path, start("ab-1"), structs.replace(finish("ab-1"), best=None, best_us=None))
     assert Journal.open(path, "ab", True).run == "ab-2"
-    append_all(path, [start("ab-2"), finish("ab-2")])
+    append(path, start("ab-2"), finish("ab-2"))
     assert Journal.open(path, "ab", True).run == "ab-2" and Journal.open(path, "ab", False).run == "ab-3"
 
 

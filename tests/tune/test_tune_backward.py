@@ -39,11 +39,9 @@ from ecornn.tune.log import Line, Log, read
 from ecornn.tune.lookup import how_far
 from ecornn.tune.measuring import Measure, measure
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.record import Start
+from ecornn.tune.record import Start, tolerance
 from ecornn.tune.selection import best_lines
-from ecornn.tune.similar_cells import lent
-from ecornn.tune.tolerance import tolerance
-from ecornn.tune.transfer import distance
+from ecornn.tune.transfer import distance, lent
 from ecornn.workload import Workload
 
 
@@ -98,7 +96,7 @@ def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, sched
     work = Workload(cell.identity(), hidden, hidden, batch, 5, kind, precision=precision).adjoint
     module = module_of(cell, make_task(cell, work, SMALL), schedule, change, tmp_path)
     monkeypatch.setattr("ecornn.runtime.loader.load", lambda path: module)
-    monkeypatch.setattr("ecornn.tune.arrays.torch_sees_gpu", lambda: False)
+    monkeypatch.setattr("ecornn.tune.timing.torch_sees_gpu", lambda: False)
     monkeypatch.setattr("ecornn.runtime.loader.check_host", lambda device, number: None)
     monkeypatch.setattr(measuring, "race", lambda runs, bound, fewest, seconds: [[one.clock(one.run)] for one in runs])
     path = tmp_path / "answers.npz"

@@ -19,14 +19,13 @@ from ecornn.device import Device
 from ecornn.errors import DeviceError
 from ecornn.targets import KNOWN, resolve
 from ecornn.tune import Session, building, remote
-from ecornn.tune.at_hand import Environment, matched, present
 from ecornn.tune.building import Build
+from ecornn.tune.choose import Environment, matched, present
 from ecornn.tune.journal import digest_of
 from ecornn.tune.log import Line, Log
 from ecornn.tune.record import Choice, Finish, Times
-from ecornn.tune.remote import Connection, NoServer, Tracker
+from ecornn.tune.remote import WARM, Connection, Description, NoServer, Tracker
 from ecornn.tune.selection import best_lines, worth_keeping
-from ecornn.tune.serving import WARM, Description
 from ecornn.tune.session import Result
 
 # Either side of a GiB: what a host has after an update of its kernel.

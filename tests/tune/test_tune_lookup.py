@@ -432,7 +432,7 @@ def test_a_time_far_below_the_schedules_estimate_is_not_believed(us: float, batc
 
 
 def test_no_record_that_ships_is_faster_than_a_device_can_be():
-    from ecornn.tune.folders import read_all, shipped_folder
+    from ecornn.tune.log import read_all, shipped_folder
     from ecornn.tune.lookup import possible
 
     tasks: dict[object, Task] = {}

@@ -20,7 +20,7 @@ from ecornn.cli import main
 from ecornn.schedules import all_schedules, revisions
 from ecornn.targets import KNOWN
 from ecornn.task import make_task
-from ecornn.tune.log import Line, Log, append, append_all, read, rewrite
+from ecornn.tune.log import Line, Log, append, read, rewrite
 from ecornn.tune.lookup import find
 from ecornn.tune.record import Choice, Finish, Outcome, Start, Times, Trial
 from ecornn.tune.selection import best_lines, merge, worth_keeping
@@ -85,8 +85,8 @@ def test_what_is_kept_out_is_a_copy_or_a_contradiction(a, b):
 
 def test_a_contradiction_is_reported_and_the_smaller_promise_kept(tmp_path):
     mine, theirs, out = (tmp_path / f"{name}.jsonl" for name in ("mine", "theirs", "out"))
-    append_all(mine, [start(), trial(time=DAY, times=Times.of([2.0])), finish()])
-    append_all(theirs, [start(), trial(time=DAY, times=Times.of([1.0])), trial(time=DAY, index=1), finish()])
+    append(mine, start(), trial(time=DAY, times=Times.of([2.0])), finish())
+    append(theirs, start(), trial(time=DAY, times=Times.of([1.0])), trial(time=DAY, index=1), finish())
     with theirs.open("ab") as file:
         file.write(b'{"kind":"trial","v":9}\nnot json\n')
     output = run("log", "merge", mine, theirs, "-o", out)
@@ -106,7 +106,7 @@ def test_a_contradiction_is_reported_and_the_smaller_promise_kept(tmp_path):
 
 def test_import_adds_what_is_new_to_the_users_folder(folder, tmp_path):  # noqa: F811
     theirs = tmp_path / "theirs.jsonl"
-    append_all(theirs, [start(), trial(time=DAY), finish()])
+    append(theirs, start(), trial(time=DAY), finish())
     assert "3 records added" in run("log", "import", theirs)
     assert "0 records added" in run("log", "import", theirs)
     append(theirs, trial(index=1, time=DAY))
@@ -117,8 +117,8 @@ def test_import_adds_what_is_new_to_the_users_folder(folder, tmp_path):  # noqa:
 
 def test_import_counts_what_is_new_and_not_what_was_there_twice(folder, tmp_path):  # noqa: F811
     theirs = tmp_path / "theirs.jsonl"
-    append_all(folder / "imported.jsonl", [trial(time=DAY)] * 3)
-    append_all(theirs, [trial(time=DAY), trial(index=1, time=DAY)])
+    append(folder / "imported.jsonl", *[trial(time=DAY)] * 3)
+    append(theirs, trial(time=DAY), trial(index=1, time=DAY))
     assert run("log", "import", theirs).startswith("1 records added")
 
 
@@ -132,7 +132,7 @@ def test_what_is_no_log_is_not_merged(folder, tmp_path):  # noqa: F811
 
 def test_verify_says_the_median_of_an_even_number(tmp_path, monkeypatch):
     path = tmp_path / "log.jsonl"
-    append_all(path, [trial(run=f"r-{n}", times=Times.of([1.0]), check=1e-7, workload=Workload("lstm", n, n))
+    append(path, *[trial(run=f"r-{n}", times=Times.of([1.0]), check=1e-7, workload=Workload("lstm", n, n))
                       for n in (8, 16)])
     now = {8: 1.0, 16: 1.05}
     monkeypatch.setattr("ecornn.tune.session.Session", lambda *_, **__: nullcontext(SimpleNamespace(device=H100)))
@@ -144,19 +144,19 @@ def test_verify_says_the_median_of_an_even_number(tmp_path, monkeypatch):
 
 def test_trials_of_export_best_can_be_pruned(tmp_path):
     path = tmp_path / "best.jsonl"
-    append_all(path, [trial(run=f"r-{n}", config={"k": n}, times=Times.of([1.0 + n]), time=DAY) for n in range(4)])
+    append(path, *[trial(run=f"r-{n}", config={"k": n}, times=Times.of([1.0 + n]), time=DAY) for n in range(4)])
     assert "1 of 4 records kept" in run("log", "prune", path, "--keep", "1")
 
 
 def test_two_processes_that_went_on_with_one_run_both_count(tmp_path):
     path, out = tmp_path / "log.jsonl", tmp_path / "out.jsonl"
-    append_all(path, [start(), *(trial(time=DAY, seconds=s, times=Times.of([s])) for s in (1.25, 1.5)), finish()])
+    append(path, start(), *(trial(time=DAY, seconds=s, times=Times.of([s])) for s in (1.25, 1.5)), finish())
     assert "kept out" not in run("log", "merge", path, "-o", out) and len(read(out).trials()) == 2
 
 
 def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
     theirs, target = tmp_path / "theirs.jsonl", folder / "imported.jsonl"
-    append_all(theirs, [start(), trial(time=DAY), finish()])
+    append(theirs, start(), trial(time=DAY), finish())
     run("log", "import", theirs)
     newer = b'{"kind":"trial","v":7,"of":"the future"}\n'
     with target.open("ab") as file:
@@ -173,7 +173,7 @@ def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
 def test_a_stale_configuration_that_fails_now_is_not_brought_back(tmp_path):
     now, path = revisions()["persistent"], tmp_path / "log.jsonl"
     fast, good = {"k": 1}, {"k": 2}
-    append_all(path, [start(), trial(revision=now - 1, config=fast, times=Times.of([0.5]), time=DAY), finish(),
+    append(path, *[start(), trial(revision=now - 1, config=fast, times=Times.of([0.5]), time=DAY), finish(),
                       start("cd-1"), trial(run="cd-1", revision=now, config=good, times=Times.of([2.0]), time=DAY),
                       trial(run="cd-1", index=1, revision=now, config=fast, times=None, check=None,
                             error="run: wrong output", time=DAY), finish("cd-1")])
@@ -185,7 +185,7 @@ def test_a_stale_configuration_that_fails_now_is_not_brought_back(tmp_path):
 
 def test_the_best_is_a_current_one_where_there_is_one(tmp_path):
     path = tmp_path / "log.jsonl"
-    append_all(path, [trial(revision=1, times=Times.of([1.0])), trial(index=1, revision=2, times=Times.of([3.0])),
+    append(path, *[trial(revision=1, times=Times.of([1.0])), trial(index=1, revision=2, times=Times.of([3.0])),
                       trial(index=2, revision=2, times=Times.of([2.0]))])
     for revision, us in ((2, 2.0), (1, 1.0), (3, 1.0)):
         (best,) = best_lines(read(path), {"persistent": revision})
@@ -218,12 +218,12 @@ def test_the_best_is_what_look_up_chooses(tmp_path):
 def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
     now = all_schedules()["persistent"].revision
     path = tmp_path / "log.jsonl"
-    append_all(path, [start(), *(trial(index=i, revision=now, times=Times.of([1.0 + i]), config={"k": i}, time=DAY)
+    append(path, *[start(), *(trial(index=i, revision=now, times=Times.of([1.0 + i]), config={"k": i}, time=DAY)
                                  for i in range(9)),
                       trial(index=9, revision=now - 1, times=Times.of([0.5]), config={"k": 0}, time=DAY),
                       trial(index=10, times=None, check=None, error="run: wrong output", time=DAY),
                       structs.replace(finish(), trials=11)])
-    append_all(path, [start("cd-1"), trial(run="cd-1", times=None, check=None, error="build: no", time=DAY)])
+    append(path, start("cd-1"), trial(run="cd-1", times=None, check=None, error="build: no", time=DAY))
     assert "7 of 15 records kept" in run("log", "prune", path, "--keep", "3")
     log = read(path)
     assert [t.config["k"] for t in log.trials() if t.run == "ab-1"] == [0, 1, 2]
@@ -239,9 +239,9 @@ def test_prune_keeps_a_finished_run_that_goes_on(tmp_path):
     def trials(first: int, last: int, time: str = DAY) -> list[Trial]:
         return [trial(index=i, times=Times.of([1.0 + i]), config={"k": i}, time=time) for i in range(first, last)]
 
-    append_all(path, [start(), *trials(0, 4), structs.replace(finish(), trials=4)])
+    append(path, start(), *trials(0, 4), structs.replace(finish(), trials=4))
     whole = path.read_bytes()
-    append_all(path, trials(4, 7))  # in the same second
+    append(path, *trials(4, 7))  # in the same second
     assert "1 runs (0 finished)" in run("log", "ls", path)
     assert "9 of 9 records kept" in run("log", "prune", path, "--keep", "1")
     append(path, structs.replace(finish(), trials=7))
@@ -250,7 +250,7 @@ def test_prune_keeps_a_finished_run_that_goes_on(tmp_path):
 
     path.write_bytes(whole)  # pruned before it goes on, it has fewer trials than its finish counts
     assert "3 of 6 records kept" in run("log", "prune", path, "--keep", "1")
-    append_all(path, trials(4, 6, late))
+    append(path, *trials(4, 6, late))
     assert "5 of 5 records kept" in run("log", "prune", path, "--keep", "1")
 
 
@@ -266,7 +266,7 @@ def test_pruning_never_loses_the_best(records, keep):
 
 def test_stats_say_what_there_is(tmp_path):
     path = tmp_path / "log.jsonl"
-    append_all(path, [start(), trial(noisy=True), trial(index=1, times=None, check=None, error="run: wrong output: 3"),
+    append(path, *[start(), trial(noisy=True), trial(index=1, times=None, check=None, error="run: wrong output: 3"),
                       finish()])
     output = run("log", "stats", path)
     assert f"{H100.name} (sm_90a): 1 workloads, 2 trials in the search, 1 failed, 2 stale, 1 noisy" in output

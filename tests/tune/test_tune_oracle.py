@@ -24,10 +24,10 @@ from ecornn.errors import ArgumentError, CellError, ScheduleError
 from ecornn.interpreter import FUNCTIONS, interpret
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.task import make_task
-from ecornn.tune.arrays import arrays_for
 from ecornn.tune.measuring import answers_of, check
 from ecornn.tune.oracle import draw, relative_error, write
-from ecornn.tune.tolerance import tolerance
+from ecornn.tune.record import tolerance
+from ecornn.tune.timing import arrays_for
 from ecornn.workload import Workload
 
 

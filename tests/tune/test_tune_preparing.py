@@ -22,19 +22,18 @@ from ecornn.errors import ScheduleError
 from ecornn.schedules import all_schedules
 from ecornn.targets import resolve
 from ecornn.task import make_task
-from ecornn.tune import folders, oracle, proposing
+from ecornn.tune import log as folders
+from ecornn.tune import oracle, proposing
 from ecornn.tune import session as sessions
 from ecornn.tune import verify as verifying
 from ecornn.tune.choose import serving_or_raise
-from ecornn.tune.folders import shipped_folder
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import read
+from ecornn.tune.log import read, shipped_folder
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.preparing import Question, answers, defaults, joined, scan_parts
-from ecornn.tune.proposing import Elsewhere, searching
+from ecornn.tune.proposing import Elsewhere, Question, answers, defaults, joined, scan_parts, searching
 from ecornn.tune.record import Choice, Finish, Trial
 from ecornn.tune.search import Search
-from ecornn.tune.space import ConfigSpace
+from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.workload import Workload
 
 H100 = resolve("sm_90a")
@@ -45,7 +44,7 @@ ENTRIES = Entries("search_rate:nothing", "search_rate:pretended_build", "search_
 
 def test_workers_say_what_this_process_would(tmp_path: Path):
     task = make_task(get("lstm"), WORK, H100)
-    expected = tuple(Choice(s.name, dict(s.default(task))) for s in serving_or_raise(task))
+    expected = tuple(Candidate.of(s.name, s.default(task)) for s in serving_or_raise(task))
     here, there = tmp_path / "here.npz", tmp_path / "there.npz"
     oracle.write(here, get("lstm"), WORK, 3)
     with Pool(ENTRIES, 1) as pool:

@@ -26,8 +26,7 @@ from ecornn.errors import ArgumentError, DeviceError, ScheduleError, ServerError
 from ecornn.tune import Session, pool, remote
 from ecornn.tune.log import read
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.remote import NoServer, Tracker
-from ecornn.tune.serving import HANDSHAKE, WARM, outliving, require_loopback, start
+from ecornn.tune.remote import HANDSHAKE, WARM, NoServer, Tracker, outliving, require_loopback, start
 from ecornn.worker import WorkerError
 
 asked: list[str] = []  # in a worker process
@@ -377,8 +376,8 @@ def test_files_outside_the_sessions_folder_are_refused(tmp_path):
     import tvm_ffi
 
     from ecornn.tune.measuring import Measure
-    from ecornn.tune.serving import measure
+    from ecornn.tune.remote import measure_here
     tvm_ffi.register_global_func("tvm.rpc.server.workpath", lambda name: str(tmp_path / name), override=True)
     for paths, answers in ((("../x.so",), "a.npz"), (("x.so",), "/etc/passwd"), ((str(Path("/x.so")),), "a.npz")):
         request = msgspec.json.encode(Measure(paths, answers, 1e-5, 3, 0)).decode()
-        assert "outside" in json.loads(measure(None, request, 1.0))["error"]
+        assert "outside" in json.loads(measure_here(None, request, 1.0))["error"]

@@ -26,8 +26,8 @@ import ecornn.tune.tuner as tuner_module
 from ecornn.cells import get
 from ecornn.schedules import all_schedules
 from ecornn.task import make_task
-from ecornn.tune.at_hand import Environment
-from ecornn.tune.building import Build, Built
+from ecornn.tune.building import Build
+from ecornn.tune.choose import Environment
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import RESERVED, Journal, digest_of
 from ecornn.tune.log import Line, read
@@ -358,9 +358,9 @@ def test_who_waits_for_what_a_closed_pool_will_never_do_is_told():
                 measure.done.put((candidate("ok"), Outcome()))  # or the thread would wait for ever
 
 
-def built_blank(request: Build) -> Built:
+def built_blank(request: Build) -> str:
     Path(request.out).write_text('{"behaviour": "raise"}')
-    return Built("blank")
+    return "blank"
 
 
 def test_a_record_that_needs_too_much_memory_fails_alone():

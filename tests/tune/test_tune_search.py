@@ -12,7 +12,7 @@ from tune_fakes import Fake, cost, make
 
 from ecornn.errors import ScheduleError
 from ecornn.schedules.base import Knob
-from ecornn.tune.model import TRUST, Columns, CostModel, features
+from ecornn.tune.model import TRUST, CostModel, features
 from ecornn.tune.search import OPENING, Search
 from ecornn.tune.space import Candidate, ConfigSpace
 
@@ -214,9 +214,9 @@ def test_only_the_preferred_default_is_tried_whatever_it_seems_where_there_are_e
 
 
 def test_a_word_that_is_absent_is_zero_and_a_number_missing():
-    columns = Columns()
-    columns.learn([{"k=x": 1.0, "n": 3.0}])
-    row = columns.matrix([{"other": 1.0}])[0]
+    model = CostModel()
+    model.columns = {"k=x": 0, "n": 1}
+    row = model.matrix([{"other": 1.0}])[0]
     assert row[0] == 0.0 and row[1] != row[1]
 
 

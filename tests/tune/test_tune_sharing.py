@@ -8,7 +8,7 @@ import pytest
 from events import LIMIT, until
 from tune_fakes import ENTRIES, Fake, make
 
-from ecornn.tune.at_hand import Environment
+from ecornn.tune.choose import Environment
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import Journal, digest_of
 from ecornn.tune.log import read

@@ -12,7 +12,7 @@ from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune.choose import choose
 from ecornn.tune.log import Log
-from ecornn.tune.similar_cells import lent
+from ecornn.tune.transfer import lent
 from ecornn.workload import Workload
 
 

@@ -19,7 +19,7 @@ from ecornn.device import Device
 from ecornn.errors import BuildError, ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.task import make_task
-from ecornn.tune.building import Build, Built
+from ecornn.tune.building import Build
 from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries
 from ecornn.tune.record import Outcome, Times
@@ -98,7 +98,7 @@ def nap(seconds: float) -> bool:
     return True
 
 
-def build(request: Build) -> Built:
+def build(request: Build) -> str:
     behaviour = request.config["behaviour"]
     if behaviour == "slow_build":
         nap(1e6)
@@ -107,7 +107,7 @@ def build(request: Build) -> Built:
     Path(request.out).write_text(json.dumps(request.config))
     if behaviour == "hang":
         Path(request.out).with_suffix(".endless").touch()  # see short_if_endless of conftest.py
-    return Built(json.dumps(request.config, sort_keys=True))
+    return json.dumps(request.config, sort_keys=True)
 
 
 def measure(request: Measure) -> list[Outcome]:
