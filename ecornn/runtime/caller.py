@@ -170,15 +170,11 @@ class Caller:
         return found, active, rows
 
     @public
-    def repack(self, weights: Mapping[str, Any], changed: Collection[str] | None = None) -> None:
-        """Packs weights that have changed where they were before; the layer computes with them from then on. No call
-        of it may be under way on a CPU. On a GPU the weights are tensors that lie there, and are packed on torch's
-        current stream, without waiting, also in a CUDA graph: calls on other streams must be ordered behind that.
-
-        Parameters
-        ----------
-        weights : as of :meth:`Module.bind`, all of them
-        changed : the names of those that are not as they were; default: all. On a GPU all are packed
+    def repack(self, weights: Mapping[str, Any]) -> None:
+        """Packs weights, all of them, as of :meth:`Module.bind`, where the last ones were; the layer computes with them
+        from then on. No call of it may be under way on a CPU. On a GPU the weights are tensors that lie there, and are
+        packed on torch's current stream, without waiting, also in a CUDA graph: calls on other streams must be ordered
+        behind that.
 
         Raises as :meth:`Module.bind`, and :class:`~ecornn.errors.DeviceError` on a GPU for weights that are not on it;
         nothing has changed then.

@@ -85,7 +85,7 @@ class HostWeights:
         numbers = [n for n, (name, _) in enumerate(self._parameters) if name in names]
         pointers = [w.data_ptr() for w in tensors] if plain else [0]  # 0 of what has no memory, which is refused below
         if not all(pointers) or not self._layer.repack_here(pointers, numbers):
-            self._layer.repack(known, names)
+            self._layer.repack(known)
 
     def pack_for_states(self) -> None:
         """Does nothing: no weights wait."""
