@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,24 +87,27 @@ def feeds_of(model: Any, sizes: Mapping[str, int], lengths: set[str], steps: int
 
 
 def measured(own: Any, compiled: Any, feeds: Mapping[str, Any], folder: Path, where: str) -> Times | None:
-    """Medians of blocks of calls of two models, in turns; None if ONNX Runtime cannot run one of them so.
+    """Medians of blocks of calls of two models, in turns; None if ONNX Runtime cannot run its own so.
 
     ``own``, ``compiled``: files or serialized models; ``folder``: that of the library and the modules of ``compiled``;
     ``where``: the execution provider.
     """
     import onnxruntime
 
-    try:
-        options = [onnxruntime.SessionOptions() for _ in range(2)]
-        for one in options:
-            one.log_severity_level = 4  # what ONNX Runtime cannot run is no news
-        library.with_library(folder / library.NAME, options[1])
-        sessions = [onnxruntime.InferenceSession(model, one, providers=[where])
-                    for model, one in zip((own, compiled), options, strict=True)]
-        calls = [lambda session=session: session.run(None, feeds) for session in sessions]
-        first = [min(_seconds(call, 1) for _ in range(2)) for call in calls]
-    except Exception:  # ONNX Runtime raises types of its own: for feeds that do not fit, and for nodes that it lacks
-        return None
+    options = [onnxruntime.SessionOptions() for _ in range(2)]
+    for one in options:
+        one.log_severity_level = 4  # what ONNX Runtime cannot run is no news
+    library.with_library(folder / library.NAME, options[1])
+    calls, first = [], []
+    for model, one in zip((own, compiled), options, strict=True):
+        try:
+            session = onnxruntime.InferenceSession(model, one, providers=[where])
+            calls.append(partial(session.run, None, feeds))
+            first.append(min(_seconds(calls[-1], 1) for _ in range(2)))
+        except Exception:  # ONNX Runtime raises types of its own, for feeds that do not fit and for nodes that it lacks
+            if model is own:
+                return None
+            raise
     counts = [max(1, min(int(BLOCK / max(taken, 1e-6)), 1000)) for taken in first]
     blocks: list[list[float]] = [[], []]
     end = time.monotonic() + MOST
