@@ -3,14 +3,15 @@ does not gain."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ecornn.bench.turns import host_turns
 from ecornn.compiler import device_of
 from ecornn.device import Device
 from ecornn.errors import EcornnError
@@ -18,10 +19,11 @@ from ecornn.onnx.constants import Scope
 from ecornn.onnx.model import INPUTS
 from ecornn.onnx.node import LENGTHS, Node
 from ecornn.onnxruntime import library
+from ecornn.tune.timing import wall_clock
 
 PROVIDERS = {"llvm": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-ROUNDS, BLOCK, MOST = 7, 0.01, 3.0  # blocks of each side, and the seconds that one lasts at least, and all at most
-PAUSE = 0.005  # seconds between blocks, in which threads of the last one stop to spin
+SIDES = "own", "compiled"
+ROUNDS, MOST = 7, 3.0  # turns of each side, and seconds of all
 
 Times = tuple[float, float]  # seconds of a call with ONNX Runtime's own nodes, and with compiled ones
 
@@ -87,7 +89,7 @@ def feeds_of(model: Any, sizes: Mapping[str, int], lengths: set[str], steps: int
 
 
 def measured(own: Any, compiled: Any, feeds: Mapping[str, Any], folder: Path, where: str) -> Times | None:
-    """Medians of blocks of calls of two models, in turns; None if ONNX Runtime cannot run its own so.
+    """Medians of calls of two models that take turns; None if ONNX Runtime cannot run its own so.
 
     ``own``, ``compiled``: files or serialized models; ``folder``: that of the library and the modules of ``compiled``;
     ``where``: the execution provider.
@@ -98,30 +100,16 @@ def measured(own: Any, compiled: Any, feeds: Mapping[str, Any], folder: Path, wh
     for one in options:
         one.log_severity_level = 4  # what ONNX Runtime cannot run is no news
     library.with_library(folder / library.NAME, options[1])
-    calls, first = [], []
+    calls = []
     for model, one in zip((own, compiled), options, strict=True):
         try:
             session = onnxruntime.InferenceSession(model, one, providers=[where])
             calls.append(partial(session.run, None, feeds))
-            first.append(min(_seconds(calls[-1], 1) for _ in range(2)))
+            calls[-1]()
         except Exception:  # ONNX Runtime raises types of its own, for feeds that do not fit and for nodes that it lacks
             if model is own:
                 return None
             raise
-    counts = [max(1, min(int(BLOCK / max(taken, 1e-6)), 1000)) for taken in first]
-    blocks: list[list[float]] = [[], []]
-    end = time.monotonic() + MOST
-    while len(blocks[0]) < ROUNDS and (len(blocks[0]) < 2 or time.monotonic() < end):
-        for call, count, found in zip(calls, counts, blocks, strict=True):
-            time.sleep(PAUSE)
-            call()  # wakes its threads
-            found.append(_seconds(call, count))
-    before, after = map(float, map(np.median, blocks))
+    turns, _ = host_turns(dict(zip(SIDES, calls, strict=True)), lambda: None, ROUNDS, MOST, wall_clock)
+    before, after = (float(np.median([*chain(*turns[side])])) for side in SIDES)
     return before, after
-
-
-def _seconds(call: Callable[[], Any], count: int) -> float:
-    begin = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - begin) / count

@@ -110,8 +110,8 @@ MAY_IMPORT["torch"] = {"analysis", "boundary", "build", "cells", "dtypes", "erro
 MAY_IMPORT["jax"] = {"boundary", "build", "checksum", "errors", "host_cpu", "program", "runtime", "temporary",
                      "workload"}
 MAY_IMPORT["onnx"] = {"boundary", "cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}
-MAY_IMPORT["onnxruntime"] = {"boundary", "build", "checksum", "compiler", "device", "errors", "layer_spec", "onnx",
-                             "runtime", "temporary", "workload"}
+MAY_IMPORT["onnxruntime"] = {"bench", "boundary", "build", "checksum", "compiler", "device", "errors", "layer_spec",
+                             "onnx", "runtime", "temporary", "tune", "workload"}
 MAY_IMPORT[""] = {"cells", "compiler", "errors", "numpy_gradients", "numpy_reference", "runtime", "tune"}
 MAY_IMPORT["cli"] = {*MAY_IMPORT} - {"jax", "torch"}
 MAY_IMPORT["console"] = {"cli"}
