@@ -3,6 +3,7 @@
     layer = ecornn.torch.LSTM(800, 800, num_layers=2, bidirectional=True)   # as torch.nn.LSTM
     report = ecornn.torch.replace(model)                                    # every layer and cell of a model
     ecornn.torch.prepare(model, example)                                    # compiles ahead what model(example) needs
+    print(ecornn.torch.profile(model, example))                             # what each layer gains
     layer = ecornn.torch.Recurrent(MyCell(), 128, 512)                      # a cell of one's own
     layer = ecornn.torch.Recurrent(ecornn.torch.cell(module), 128, 512)     # a step that is written in PyTorch
 
@@ -35,6 +36,7 @@ from ecornn.boundary import public
 from ecornn.module_folders import save_modules
 from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
+from ecornn.torch.profiling import Profile, profile
 from ecornn.torch.recurrent import Recurrent
 from ecornn.torch.replacing import Report, prepare, rebind, replace, restore
 from ecornn.torch.traced import cell as traced_cell
@@ -42,5 +44,5 @@ from ecornn.torch.traced_step import TracedCell
 
 cell = public(traced_cell)
 
-__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "Recurrent", "Report", "TracedCell", "cell",
-           "prepare", "rebind", "replace", "restore", "save_modules"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "Profile", "RNNCell", "Recurrent", "Report", "TracedCell",
+           "cell", "prepare", "profile", "rebind", "replace", "restore", "save_modules"]

@@ -104,9 +104,9 @@ MAY_IMPORT["module_folders"] = {"boundary", "errors", "layer_spec", "manifest", 
 MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "quick_tvm", "runtime", "schedules",
                               "task", "tune"} | HOSTS
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
-MAY_IMPORT["torch"] = {"analysis", "boundary", "build", "cells", "dtypes", "errors", "interpreter", "interrupts",
-                       "layer_spec", "module_cache", "module_folders", "program", "runtime", "outputs", "worker",
-                       "workload"}
+MAY_IMPORT["torch"] = {"analysis", "bench", "boundary", "build", "cells", "dtypes", "errors", "interpreter",
+                       "interrupts", "layer_spec", "module_cache", "module_folders", "program", "runtime", "outputs",
+                       "worker", "workload"}
 MAY_IMPORT["jax"] = {"boundary", "build", "checksum", "errors", "host_cpu", "program", "runtime", "temporary",
                      "workload"}
 MAY_IMPORT["onnx"] = {"boundary", "cells", "compiler", "device", "errors", "layer_spec", "runtime", "workload"}

@@ -95,6 +95,8 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
     "ecornn.torch.rebind": ("ecornn.torch.engine", "rebind", lambda m, _: ecornn.torch.rebind(lstm())),
     "ecornn.torch.prepare": ("ecornn.torch.replacing", "compile_all", lambda m, _: ecornn.torch.prepare(
         lstm(), torch.zeros(2, 1, 8))),
+    "ecornn.torch.profile": ("ecornn.torch.profiling", "prepare", lambda m, _: ecornn.torch.profile(
+        lstm(), torch.zeros(2, 1, 8))),
     "ecornn.onnx.read": ("ecornn.onnx.model", "load", lambda m, folder: ecornn.onnx.read(model(folder))),
     "ecornn.onnx.compile": ("ecornn.onnx.layer", "spec_of", lambda m, folder: ecornn.onnx.compile(
         ecornn.onnx.read(model(folder)), target="cpu")),
