@@ -17,22 +17,19 @@ and two runs have the same bits.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from compare_packed import Shape, bound, check, library_of
-from side_by_side import environment, graph_of, relative, summary, take_turns
+from side_by_side import environment, graph_of, options, relative, summary, take_turns, write
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import ecornn
@@ -191,11 +188,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = options(__doc__, repeats=(20, "timed repetitions a draw"))
     parser.add_argument("--training", action="store_true", help="training steps in place of forward passes")
     parser.add_argument("--draws", type=int, help="of lengths [8, with --training 4]")
-    parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a draw [%(default)s]")
     parser.add_argument("--cases", type=int, nargs="+", metavar="N", help="only these, counted from 0")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -214,8 +209,7 @@ def main() -> None:
                 draws = [one(shape, width, lengths, library, layers, arguments.repeats) for lengths in drawn]
             rows.append(described(shape, width, draws))
             print(line(rows[-1]) if training else told(rows[-1]), flush=True)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    write(arguments.output, environment(), rows)
 
 
 if __name__ == "__main__":

@@ -20,29 +20,24 @@ PyTorch: packing, padding and its gradient, around no layer.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import datetime
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from side_by_side import relative
+from side_by_side import CELLS, environment, options, relative, summary, write
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn
 import ecornn.torch
 from ecornn.torch.packed import columns_for
 
-CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 Shape = tuple[str, int, int, int, int, int, bool]
 PACKED: list[Shape] = [
     ("lstm", 300, 32, 512, 512, 1, False), ("lstm", 300, 32, 512, 512, 2, True), ("gru", 300, 32, 800, 800, 1, True)]
@@ -94,8 +89,7 @@ def timed(sides: dict[str, Any], repeats: int, fresh: Any, scale: float) -> dict
                 times[name].append(start.elapsed_time(end) * 1e3 * scale)
     row = {}
     for name, values in times.items():
-        p20, median, p80 = np.percentile(values, [20, 50, 80])
-        row |= {f"{name}_us": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}
+        row |= summary(name, values, 1)
     return row
 
 
@@ -215,9 +209,7 @@ def trained(r: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
+    parser = options(__doc__, repeats=(20, "timed repetitions a row"))
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="float16")
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows, counted from 0")
     parser.add_argument("--training", action="store_true", help="pytorch#149194 in training")
@@ -235,12 +227,7 @@ def main() -> None:
                         if shape in ISSUE
                         else compare_packed(shape, arguments.dtype, arguments.repeats, built[shape].result()))
             print(f"{shape} {trained(rows[-1]) if arguments.training else told(rows[-1])}", flush=True)
-    if arguments.output:
-        environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                       "cudnn": torch.backends.cudnn.version(), "ecornn": ecornn.__version__,
-                       "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                       "command": "python benchmarks/compare_packed.py " + " ".join(sys.argv[1:])}
-        arguments.output.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    write(arguments.output, environment(), rows)
 
 
 if __name__ == "__main__":
