@@ -12,21 +12,17 @@ is left to them. Kernels are those of the graphs, by CUPTI through PyTorch's pro
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
-import json
 import os
 import re
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from compare_models import COMPILED, KINDS, Case, language, side_by_side
-from compiled_step import CompiledStep
-from side_by_side import kernels
+from compare_models import COMPILED, KINDS, Case, CompiledStep, language
+from side_by_side import environment, kernels, options, write
 from torch import nn
 from training_steps import DEVICE, Step, middle, take_turns
 
@@ -128,11 +124,8 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--language", default="35,20,650,10000", metavar="T,B,H,V", help="sizes [%(default)s]")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of turns [%(default)s]")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, language=("35,20,650,10000", "sizes T,B,H,V"),
+                        seconds=(3.0, "of turns")).parse_args()
     if DEVICE != "cuda":
         sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
     os.environ["ECORNN_STRICT"] = "1"
@@ -142,10 +135,7 @@ def main() -> None:
     for way, of in (("graph", Step), (COMPILED, CompiledStep)):
         rows.append(compared(case, way, of, arguments.seconds))
         print(shown(rows[-1]), flush=True)
-        if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps({"environment": side_by_side.environment(), "rows": rows},
-                                                   indent=1) + "\n")
+        write(arguments.output, environment(), rows)
 
 
 if __name__ == "__main__":
