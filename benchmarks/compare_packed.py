@@ -36,6 +36,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn
 import ecornn.torch
+from ecornn.bench import turns
 from ecornn.torch.packed import columns_for
 
 Shape = tuple[str, int, int, int, int, int, bool]
@@ -73,24 +74,17 @@ def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tens
     return found, library
 
 
-def timed(sides: dict[str, Any], repeats: int, fresh: Any, scale: float) -> dict[str, float]:
-    """Medians and percentiles of calls that take turns, in microseconds times ``scale``."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for repetition in range(repeats + 3):
-        fresh()
-        for name, call in sides.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            if repetition >= 3:
-                times[name].append(start.elapsed_time(end) * 1e3 * scale)
+def timed(sides: dict[str, Any], repeats: int, steps: int) -> dict[str, float]:
+    """Microseconds a step of calls that take turns, the host's work for them included."""
     row = {}
-    for name, values in times.items():
-        row |= summary(name, values, 1)
+    for name, values in turns.take_turns(sides, lambda: None, repeats, float("inf"), called).items():
+        row |= summary(name, values, steps)
     return row
+
+
+def called(call: Callable[[], object]) -> float:
+    """Microseconds between events before and after a call on an idle GPU, for which nothing waits."""
+    return turns.gpu_clock(call, 0) * 1e6
 
 
 def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[str, Any]:
@@ -112,7 +106,7 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[st
         error = check(str(shape), pad_packed_sequence(ours(packed)[0], total_length=T)[0], theirs, exact)
         row = timed({"ecornn": lambda: ours(packed), "padded": lambda: layer(x, lengths=on_gpu),
                      "full": lambda: layer(x, lengths=full), "cudnn": lambda: library(packed)}, repeats,
-                    lambda: None, 1 / (T * layers))
+                    T * layers)
     return describe(shape, dtype, error) | row | {
         "case": "uniform", "valid": float(lengths.double().mean()) / T,
         "columns": columns_for(np.sort(lengths.numpy())[::-1]), "ratio": row["cudnn_us"] / row["ecornn_us"]}
@@ -142,7 +136,7 @@ def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str,
                      "cudnn": lambda: packed_and_padded(library, x, lengths),
                      "cudnn_padded": lambda: library(x),
                      "packing": lambda: packed_and_padded(lambda packed: (packed,), x, lengths)},
-                    max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
+                    max(3, min(repeats, repeats * 1000 // T)), T * layers)
     return describe(shape, "float32", error) | row | {
         "case": "pytorch#149194", "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
@@ -179,7 +173,7 @@ def train_issue(shape: Shape, repeats: int) -> dict[str, Any]:
         sys.exit(f"{shape}: error {errors[0]:.2e}, PyTorch's {errors[1]:.2e}")
     row = timed({"ecornn": lambda: step(ours), "cudnn": lambda: step(library), "padded": padded,
                  "packing": packing},
-                max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
+                max(3, min(repeats, repeats * 1000 // T)), T * layers)
     return {"T": T, "B": B, "I": I, "H": H, "layers": layers, "error": errors[0], "cudnn_error": errors[1], **row,
             "ratio": row["cudnn_us"] / row["ecornn_us"], "packing_costs": row["ecornn_us"] / row["padded_us"]}
 
