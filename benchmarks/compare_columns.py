@@ -168,23 +168,19 @@ def described(shape: Shape, width: int, draws: list[dict[str, Any]]) -> dict[str
     return row
 
 
-def told(row: dict[str, Any]) -> str:
+def told(row: dict[str, Any], training: bool = False) -> str:
     """A case in a line."""
-    values = {name: "{:.2f} [{:.2f}, {:.2f}]".format(*row[name]) for name in
-              (*(f"{side}_us" for side in SIDES), "share", "whole_share")}
+    of = f"{row['cell']} {row['H']} layers={row['layers']} both={row['bidirectional']} {row['B']} in {row['columns']}: "
+    if training:
+        backward = ", ".join("{} {:.2f} [{:.2f}, {:.2f}]".format(side, *row[f"{side}_us"]) for side in TRAINED)
+        step = ", ".join(f"{side} {row[f'{side}_step_us'][0]:.2f}" for side in (*TRAINED, "cudnn"))
+        return (f"{of}backward {backward}; share {row['share'][0]:.3f} (at most {GOAL}); step {step}, share "
+                f"{row['step_share'][0]:.3f}; error {max(d['error'] for d in row['draws']):.1e}")
+    values = ", ".join("{} {:.2f} [{:.2f}, {:.2f}]".format(name, *row[name]) for name in
+                       (*(f"{side}_us" for side in SIDES), "share", "whole_share"))
     steps = [np.mean([draw["steps"][name] for draw in row["draws"]]) for name in ("columns", "whole")]
-    return (f"{row['cell']} {row['H']} layers={row['layers']} both={row['bidirectional']} {row['B']} in "
-            f"{row['columns']}: " + ", ".join(f"{name} {value}" for name, value in values.items())
-            + f"; steps / least {steps[0]:.3f}, whole {steps[1]:.3f}; together {row['draws'][0]['together']}")
-
-
-def line(row: dict[str, Any]) -> str:
-    """A case in a line."""
-    backward = ", ".join("{} {:.2f} [{:.2f}, {:.2f}]".format(side, *row[f"{side}_us"]) for side in TRAINED)
-    step = ", ".join(f"{side} {row[f'{side}_step_us'][0]:.2f}" for side in (*TRAINED, "cudnn"))
-    return (f"{row['cell']} {row['H']} layers={row['layers']} both={row['bidirectional']} {row['B']} in "
-            f"{row['columns']}: backward {backward}; share {row['share'][0]:.3f} (at most {GOAL}); step {step}, share "
-            f"{row['step_share'][0]:.3f}; error {max(d['error'] for d in row['draws']):.1e}")
+    return (f"{of}{values}; steps / least {steps[0]:.3f}, whole {steps[1]:.3f}; together "
+            f"{row['draws'][0]['together']}")
 
 
 def main() -> None:
@@ -208,7 +204,7 @@ def main() -> None:
                 drawn = [rng.integers(1, shape[1] + 1, shape[2]) for _ in range(count)]
                 draws = [one(shape, width, lengths, library, layers, arguments.repeats) for lengths in drawn]
             rows.append(described(shape, width, draws))
-            print(line(rows[-1]) if training else told(rows[-1]), flush=True)
+            print(told(rows[-1], training), flush=True)
     write(arguments.output, environment(), rows)
 
 

@@ -72,4 +72,4 @@ def test_a_row_of_training_in_columns():
              for seed in range(3)]
     row = benchmark.described(*benchmark.CASES[0], draws)
     assert row["columns_us"] == [2.0, 1.4, 2.6] and row["columns"] == benchmark.CASES[0][1]
-    assert "share 2.000 (at most 1.1)" in benchmark.line(row) and "error 1.0e-04" in benchmark.line(row)
+    assert "share 2.000 (at most 1.1)" in benchmark.told(row, True) and "error 1.0e-04" in benchmark.told(row, True)
