@@ -109,7 +109,7 @@ def measure(part: Part, device: str) -> bool:
     if result.exists() and (part.docs or (part.report and part.name not in OWN_PAGE)):
         good &= run("benchmarks/report.py", result, *["--docs"] * part.docs)
     if result.exists() and part.name == "grid":
-        good &= run("benchmarks/speed_plot.py", result, "docs/images/speed.svg")
+        good &= run("benchmarks/report.py", result, "--plot", "docs/images/speed.svg")
     return good
 
 
