@@ -17,22 +17,19 @@ and two runs have the same bits.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
-import json
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from compare_packed import Shape, bound, check, library_of
-from side_by_side import environment, graph_of, relative, summary, take_turns
+from side_by_side import environment, graph_of, options, relative, summary, take_turns, write
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
 import ecornn
@@ -171,31 +168,25 @@ def described(shape: Shape, width: int, draws: list[dict[str, Any]]) -> dict[str
     return row
 
 
-def told(row: dict[str, Any]) -> str:
+def told(row: dict[str, Any], training: bool = False) -> str:
     """A case in a line."""
-    values = {name: "{:.2f} [{:.2f}, {:.2f}]".format(*row[name]) for name in
-              (*(f"{side}_us" for side in SIDES), "share", "whole_share")}
+    of = f"{row['cell']} {row['H']} layers={row['layers']} both={row['bidirectional']} {row['B']} in {row['columns']}: "
+    if training:
+        backward = ", ".join("{} {:.2f} [{:.2f}, {:.2f}]".format(side, *row[f"{side}_us"]) for side in TRAINED)
+        step = ", ".join(f"{side} {row[f'{side}_step_us'][0]:.2f}" for side in (*TRAINED, "cudnn"))
+        return (f"{of}backward {backward}; share {row['share'][0]:.3f} (at most {GOAL}); step {step}, share "
+                f"{row['step_share'][0]:.3f}; error {max(d['error'] for d in row['draws']):.1e}")
+    values = ", ".join("{} {:.2f} [{:.2f}, {:.2f}]".format(name, *row[name]) for name in
+                       (*(f"{side}_us" for side in SIDES), "share", "whole_share"))
     steps = [np.mean([draw["steps"][name] for draw in row["draws"]]) for name in ("columns", "whole")]
-    return (f"{row['cell']} {row['H']} layers={row['layers']} both={row['bidirectional']} {row['B']} in "
-            f"{row['columns']}: " + ", ".join(f"{name} {value}" for name, value in values.items())
-            + f"; steps / least {steps[0]:.3f}, whole {steps[1]:.3f}; together {row['draws'][0]['together']}")
-
-
-def line(row: dict[str, Any]) -> str:
-    """A case in a line."""
-    backward = ", ".join("{} {:.2f} [{:.2f}, {:.2f}]".format(side, *row[f"{side}_us"]) for side in TRAINED)
-    step = ", ".join(f"{side} {row[f'{side}_step_us'][0]:.2f}" for side in (*TRAINED, "cudnn"))
-    return (f"{row['cell']} {row['H']} layers={row['layers']} both={row['bidirectional']} {row['B']} in "
-            f"{row['columns']}: backward {backward}; share {row['share'][0]:.3f} (at most {GOAL}); step {step}, share "
-            f"{row['step_share'][0]:.3f}; error {max(d['error'] for d in row['draws']):.1e}")
+    return (f"{of}{values}; steps / least {steps[0]:.3f}, whole {steps[1]:.3f}; together "
+            f"{row['draws'][0]['together']}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = options(__doc__, repeats=(20, "timed repetitions a draw"))
     parser.add_argument("--training", action="store_true", help="training steps in place of forward passes")
     parser.add_argument("--draws", type=int, help="of lengths [8, with --training 4]")
-    parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a draw [%(default)s]")
     parser.add_argument("--cases", type=int, nargs="+", metavar="N", help="only these, counted from 0")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -213,9 +204,8 @@ def main() -> None:
                 drawn = [rng.integers(1, shape[1] + 1, shape[2]) for _ in range(count)]
                 draws = [one(shape, width, lengths, library, layers, arguments.repeats) for lengths in drawn]
             rows.append(described(shape, width, draws))
-            print(line(rows[-1]) if training else told(rows[-1]), flush=True)
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+            print(told(rows[-1], training), flush=True)
+    write(arguments.output, environment(), rows)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ is little but writing its result; recurrence alone would take no longer. All of 
 are CUDA graphs; FlashRNN is called as its users call it, with its launches behind a kernel that waits, so that only
 the GPU's time counts. Medians in microseconds a step with 20th and 80th percentiles. sLSTM has one head, or eight, of
 which ours has the blocks alone as well; heads of up to 64 units FlashRNN's Triton backend takes, too, and the ratio is
-that to the faster one of both. ``--training``: forward and backward of LSTM and vanilla layers in turns
-(``flashrnn_training.py``).
+that to the faster one of both. ``--training``: forward and backward of LSTM and vanilla layers in turns.
+FlashRNN then has the gradients of W x + b, of recurrent weights and of biases; the products that make W x, and the
+gradients of x and W, are its caller's. Ours is the whole layer with all of them, and cuDNN's is, too.
 
 With ``--only`` rows of other layers stay as the file has them. FlashRNN compiles an extension for each layer, which
 takes about a minute of nvcc: a process for each does that at the same time as the others, and has the GPU to itself
@@ -39,7 +40,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import side_by_side
+import torch
+from measured_rows import of_bench
+from side_by_side import (
+    DEVICE,
+    WrongResultError,
+    environment,
+    float64_forward,
+    graph_of,
+    options,
+    relative,
+    summary,
+    take_turns,
+)
+
 import ecornn
+from ecornn.bench.grid import Case
+from ecornn.bench.measure import Plan, measure
 from ecornn.cells import get
 from ecornn.errors import ScheduleError
 from ecornn.targets import resolve
@@ -52,6 +71,7 @@ FUNCTIONS = {"lstm": ("lstm", 4, 2), "rnn_tanh": ("elman", 1, 1), "slstm": ("sls
 TRAINED = [(cell, H) for cell, H in LAYERS if cell in ("lstm", "rnn_tanh")]
 TRITON = 64  # units of a head, at most, that its Triton backend takes
 LIMIT = 2e-2  # relative error of a side; a bfloat16 has 2^-9, and errors go on from step to step
+LIMIT_OF_GRADIENTS = 5e-2  # of FlashRNN's: bfloat16 from step to step; another function is off by one
 WAIT = 4_000_000  # cycles, about 2 ms: longer than FlashRNN's Python takes
 DTYPE = "bfloat16"
 
@@ -125,8 +145,6 @@ def backends(cell: str, hidden: int) -> dict[str, str]:
 def their_inputs(cell: str, gates, weight_hh):
     """(Wx, R, b, states) of preactivations (T, B, G*H) and recurrent weights (G*H, D), of each unit those of its
     head."""
-    import torch
-
     _, count, states, heads = described(cell)
     steps, batch, own = gates.shape[0], gates.shape[1], weight_hh.shape[1]
     like = {"device": gates.device, "dtype": gates.dtype}
@@ -137,17 +155,12 @@ def their_inputs(cell: str, gates, weight_hh):
 
 def whole(cell: str, weight_hh):
     """Recurrent weights (G*H, D) as (G*H, H), with zeros between units of different heads."""
-    import torch
-
     _, count, _, heads = described(cell)
     return torch.cat([torch.block_diag(*gate.chunk(heads)) for gate in weight_hh.chunk(count)])
 
 
 def drawn(cell: str, inputs: int, hidden: int) -> dict[str, Any]:
     """Weights of a layer, as ours and PyTorch's take them, uniform as PyTorch begins."""
-    import torch
-    from side_by_side import DEVICE
-
     shapes = get(cell).parameters(inputs, hidden)
     return {f"{name}_l0": torch.empty(gates * H, *rest, device=DEVICE).uniform_(-1, 1).div(hidden ** 0.5).bfloat16()
             for name, (gates, H, *rest) in shapes.items()}
@@ -176,10 +189,6 @@ def modules_of(cell: str, hidden: int) -> dict[str, ecornn.Module]:
 
 def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> dict:
     """One row: all sides built, checked and timed."""
-    import side_by_side
-    import torch
-    from side_by_side import DEVICE, WrongResultError, float64_forward, graph_of, relative, summary, take_turns
-
     side_by_side.WAIT = WAIT
     base, count = get(cell).name, described(cell)[1]
     row: dict = {"cell": cell, "T": T, "B": B, "H": hidden, "dtype": DTYPE}
@@ -228,16 +237,59 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
     return row
 
 
+def exact_gradients(cell: str, gates: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
+                    dh: torch.Tensor) -> list[torch.Tensor]:
+    """Those of preactivations (T, B, G*H), recurrent weights (G*H, H) and biases (G*H) of a cell of one head, in
+    float64, of the gradients dh (T, B, H); in FlashRNN's layouts."""
+    leaves = [t.double().requires_grad_() for t in (gates, weight, bias)]
+    eye = torch.eye(len(weight), device=weight.device)
+    h = float64_forward(get(cell).name, leaves[0], {"weight_ih_l0": eye, "weight_hh_l0": leaves[1],
+                                                    "bias_ih_l0": torch.zeros_like(bias), "bias_hh_l0": leaves[2]})
+    dgates, dweight, dbias = torch.autograd.grad(h, leaves, dh.double())
+    return [*their_inputs(cell, dgates, dweight)[:2], their_inputs(cell, dbias[None, None], dweight)[0][0, 0]]
+
+
+def compare_training(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> dict:
+    """One row: ours and cuDNN's as ``ecornn bench`` checks and times them, and FlashRNN's in the same turns, in
+    microseconds a step. Raises what ``ecornn bench`` does, and WrongResultError where gradients are wrong."""
+    gates = described(cell)[1]
+    side_by_side.WAIT = WAIT
+    adapt(gpu)
+    gpu.take()
+    gate_inputs = torch.randn(T, B, gates * hidden, device=DEVICE).bfloat16()
+    weight = drawn(cell, 1, hidden)["weight_hh_l0"]
+    wx, r, b, states = their_inputs(cell, gate_inputs, weight)
+    leaves = [t.requires_grad_() for t in (wx, r, b)]
+    dh = torch.randn(T, B, 1, hidden, device=DEVICE).bfloat16()
+    theirs = flashrnn_of(cell, hidden, B)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(theirs(*leaves, states)[0], leaves, dh)
+
+    exact = exact_gradients(cell, gate_inputs, weight, torch.zeros(gates * hidden, device=DEVICE), dh[:, :, 0])
+    error = max(relative(g, e) for g, e in zip(step(), exact, strict=True))
+    if not error <= LIMIT_OF_GRADIENTS:
+        raise WrongResultError(f"FlashRNN's gradients have error {error:.2e}")
+    del exact, gate_inputs
+    torch.cuda.empty_cache()
+    case = Case(cell=cell, hidden=hidden, batch=B, seq=T, dtype="bfloat16", target="cuda", training=True)
+    row = measure(case, Plan(("cudnn",), seconds, more={"flashrnn": step}))
+    if row.wrong:
+        raise WrongResultError(str(row.wrong))
+    found = of_bench(msgspec.to_builtins(row))
+    names = ("cell", "T", "B", "I", "H", "dtype", "ratio", "schedule", "keep")
+    times = {f"{side}_{end}": found[f"{side}_{end}"] for side in found["sides"] for end in ("us", "p20", "p80")}
+    return {name: found[name] for name in names} | times | {
+        "error": row.errors["ecornn"], "cudnn_error": row.errors["cudnn"], "flashrnn_error": error,
+        "ratio_flashrnn": found["flashrnn_us"] / found["ecornn_us"]}
+
+
 def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespace) -> None:
     """A layer, in a process of its own: sends the environment and the row."""
     prepare(arguments.builds, cell, hidden)
-    import torch
-    from side_by_side import environment
-
     torch.manual_seed(0)
     gpu = Gpu(arguments.lock)
-    one = importlib.import_module("flashrnn_training").compare if arguments.training else compare
-    row = one(cell, hidden, gpu, arguments.repeats, arguments.seconds)
+    row = (compare_training if arguments.training else compare)(cell, hidden, gpu, arguments.repeats, arguments.seconds)
     found = environment()
     row["time"] = found["time"]  # a file may have rows of several runs
     gpu.give()
@@ -248,7 +300,7 @@ def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures the layers that are asked for; whether all of them could be."""
     layers = [(cell, H) for cell, H in (TRAINED if arguments.training else LAYERS)
               if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
-    line = importlib.import_module("flashrnn_training").line if arguments.training else line_of
+    line = line_of_training if arguments.training else line_of
     context, rows = multiprocessing.get_context("spawn"), others(arguments.output, layers) if arguments.only else []
     waiting: dict[Any, Any] = {}  # pipe -> process
     measured = 0
@@ -263,7 +315,7 @@ def measure_all(arguments: argparse.Namespace) -> bool:
         for pipe in wait(list(waiting)):
             process = waiting.pop(pipe)
             try:
-                environment, row = pipe.recv()
+                found, row = pipe.recv()
             except EOFError:  # it has said why
                 continue
             finally:
@@ -272,7 +324,7 @@ def measure_all(arguments: argparse.Namespace) -> bool:
             measured += 1
             print(line(row), flush=True)
             if arguments.output:
-                write(arguments.output, environment, rows)
+                write(arguments.output, found, rows)
     return measured == len(layers)
 
 
@@ -284,31 +336,34 @@ def line_of(row: dict) -> str:
             f"({row['ratio']:.2f}x whole)")
 
 
+def line_of_training(row: dict) -> str:
+    """A row for people."""
+    return (f"{row['cell']:14} H={row['H']:4} forward and backward: ecornn {row['ecornn_us']:.2f}, cuDNN "
+            f"{row['cudnn_us']:.2f}, FlashRNN {row['flashrnn_us']:.2f}  {row['ratio_flashrnn']:.2f}x  errors "
+            f"{row['error']:.1e}, {row['cudnn_error']:.1e}, {row['flashrnn_error']:.1e}")
+
+
 def others(path: Path | None, layers: list[tuple[str, int]]) -> list[dict]:
     """Rows that a file has of other layers than these."""
     found = json.loads(path.read_text())["rows"] if path and path.exists() else []
     return [row for row in found if (row["cell"], row["H"]) not in layers]
 
 
-def write(path: Path, environment: dict, rows: list[dict]) -> None:
+def write(path: Path, where: dict, rows: list[dict]) -> None:
     """The file, with the rows that there are so far."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    environment |= {
+    where |= {
         "flashrnn": importlib.metadata.version("flashrnn"), "command": " ".join(["python", *sys.argv]),
         "recurrence": "Ours is timed whole, and as a layer of one input value; FlashRNN is given W x + b."}
     if "ratio_flashrnn" in rows[0]:
-        environment["recurrence"] = "Ours and cuDNN's are the whole layer; FlashRNN is given W x + b."
+        where["recurrence"] = "Ours and cuDNN's are the whole layer; FlashRNN is given W x + b."
     rows = sorted(rows, key=lambda row: LAYERS.index((row["cell"], row["H"])))
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    side_by_side.write(path, where, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = options(__doc__, repeats=(30, "timed repetitions a row, at most"), seconds=(1.0, "of measuring a row"))
     parser.add_argument("--only", metavar="WORDS", help="layers with all of these words in cell and H")
     parser.add_argument("--training", action="store_true", help="training steps in place of forward passes")
-    parser.add_argument("--repeats", type=int, default=30, help="timed repetitions a row, at most")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of measuring a row (default: 1)")
     parser.add_argument("--builds", type=Path, metavar="FOLDER", help="where to keep FlashRNN's extensions")
     parser.add_argument("--lock", type=Path, metavar="FILE", help="locked while the GPU is in use")
     arguments = parser.parse_args()

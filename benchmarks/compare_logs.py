@@ -13,7 +13,6 @@ is, and nothing is chosen by them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from search_tables import trials_of
+from side_by_side import options
 
 from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
@@ -85,11 +85,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("logs", type=Path, nargs=2, help="the logs of two GPUs")
     parser.add_argument("--times", type=Path, nargs="*", default=[], help="logs of either GPU that only say how fast "
                         "configurations are")
-    parser.add_argument("--output", type=Path, help="where the rows are written, as JSON")
     args = parser.parse_args()
     (a, of_a), (b, of_b) = (times_of(path) for path in args.logs)
     more = [(path, times_of(path)[0]) for path in args.times]
@@ -103,9 +102,7 @@ def main() -> None:
         result[f"{source} on {target}"] = {**summary(rows), "left_out": unknown, "rows": rows}
         print(f"{source}'s log on {target}:", json.dumps({**summary(rows), "left_out": unknown}))
     if args.output:
-        part = args.output.with_suffix(".part")
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(args.output)
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

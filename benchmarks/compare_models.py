@@ -9,18 +9,16 @@ in bfloat16 by autocast. Before anything is timed, loss and gradients of all par
 the code that is timed, but that dropout drops nothing: our gradients must be within twice the error of torch.nn's in
 the same data type, in float32 within 2e-5; the loss within one rounding. Then both sides run plain, on a GPU as CUDA
 graphs (of the recognizer all but the loss, which PyTorch captures only in some versions), the language model also as
-graphs of steps of which PyTorch compiles what is not recurrent (``compiled_step.py``), and under torch.compile if
+graphs of steps of which PyTorch compiles what is not recurrent (:class:`CompiledStep`), and under torch.compile if
 asked for. Times are medians with 20th and 80th percentiles in milliseconds a step, on the host's clock, of several
 steps in a row. Where a compiled layer cannot run, that is an error.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import importlib
 import itertools
-import json
 import os
 import platform
 import sys
@@ -36,12 +34,11 @@ from training_steps import DEVICE, Step, middle, peak, take_turns
 
 # PyTorch after that, which says how its threads wait
 # isort: split
-import side_by_side
 import torch
-from compiled_step import CompiledStep
-from side_by_side import WrongResultError, relative
+from side_by_side import WrongResultError, environment, options, relative, write
 from torch import nn
 from torch.func import functional_call
+from torch.optim.adam import adam
 
 import ecornn.torch
 
@@ -82,6 +79,57 @@ class Case:
 
     def step(self, model: nn.Module, kind: torch.dtype | None, of: type[Step] = Step) -> Step:
         return of(model, self.criterion, *self.draw(), kind=kind)
+
+
+class CompiledStep(Step):
+    """As :class:`Step`, of which PyTorch compiles all but the recurrent layers; of a model with ``words``,
+    ``recurrent``, ``scores``, ``dropout``, and states ``h``, ``c``.
+
+    Embedding and dropout are one function of ``torch.compile``; dropout, scores and the loss a second one, with rows
+    that are filled up to what tensor cores like; clipping and Adam a third one, in which gradients are scaled on their
+    way into Adam and not written back. The recurrent layers, compiled or torch.nn's, are called between them as they
+    are, so that both sides have the same code around them, which a CUDA graph then holds as a whole.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._before = torch.compile(self._words)
+        self._after = torch.compile(self._judged, options={"force_shape_pad": True})
+        self._update = torch.compile(self._clip_and_adam, fullgraph=True)
+        self._parameters = [*self.model.parameters()]
+        self._averages = [[torch.zeros_like(p) for p in self._parameters] for _ in range(2)]
+        self._steps = [torch.zeros((), device=p.device) for p in self._parameters]
+
+    def _words(self, text: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        return model.dropout(model.words(text))
+
+    def _judged(self, y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        return self.criterion(model.scores(model.dropout(y)), wanted)
+
+    def _clip_and_adam(self, gradients: list[torch.Tensor]) -> None:
+        own = self.optimizer.defaults
+        norm = sum(n.square() for n in torch._foreach_norm(gradients)) ** 0.5
+        share = (self.clip / (norm + 1e-6)).clamp(max=1.0)
+        adam(self._parameters, list(torch._foreach_mul(gradients, share)), *self._averages, [], self._steps,
+             foreach=True, capturable=True, amsgrad=False, beta1=own["betas"][0], beta2=own["betas"][1], lr=own["lr"],
+             weight_decay=own["weight_decay"], eps=own["eps"], maximize=False)
+
+    def gradients(self) -> None:
+        """As a :class:`Step`'s."""
+        model: Any = self.model
+        with self.autocast():
+            y, after = model.recurrent(self._before(*self.inputs), (model.h.clone(), model.c.clone()))
+            torch._foreach_copy_([model.h, model.c], [state.detach() for state in after])
+            loss = self._after(y, *self.targets)
+        model.zero_grad()
+        loss.backward()
+        self.loss = loss.detach()
+
+    def update(self) -> None:
+        with torch.no_grad():
+            self._update([p.grad for p in self._parameters])
 
 
 def language(T: int, B: int, H: int, vocabulary: int, dropout: float = 0.5) -> Case:
@@ -230,26 +278,12 @@ def line(r: dict) -> str:
             f"{r['wanted']:.1f}x  error {r['ecornn_error']:.1e} / {r['torch_error']:.1e}{memory}")
 
 
-def environment() -> dict:
-    """What a file of results says of where they come from."""
-    if DEVICE == "cuda":
-        return side_by_side.environment()
-    from ecornn.host_cpu import detect
-
-    return {"cpu": detect().name, "threads": torch.get_num_threads(), "python": platform.python_version(),
-            "torch": torch.__version__, "ecornn": ecornn.__version__, "command": " ".join(["python", *sys.argv])}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = options(__doc__, language=("35,20,650,10000", "sizes T,B,H,V"), speech=("300,20,800,5", "sizes T,B,H,L"),
+                     seconds=(4.0, "for each model and way"), together=(5, "steps in a row that are timed as one"))
     parser.add_argument("--only", choices=["language", "speech"], help="this model only")
     parser.add_argument("--dtype", choices=[*KINDS], default="bf16" if DEVICE == "cuda" else "f32")
     parser.add_argument("--compile", action="store_true", help="also under torch.compile, which takes a minute")
-    parser.add_argument("--language", default="35,20,650,10000", metavar="T,B,H,V", help="sizes [%(default)s]")
-    parser.add_argument("--speech", default="300,20,800,5", metavar="T,B,H,L", help="sizes [%(default)s]")
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each model and way [%(default)s]")
-    parser.add_argument("--together", type=int, default=5, help="steps in a row that are timed as one [%(default)s]")
     arguments = parser.parse_args()
     os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
@@ -265,9 +299,8 @@ def main() -> None:
                     print(line(row), flush=True)
             except (WrongResultError, ecornn.errors.EcornnError) as error:
                 done.append({"model": case.name, "fault": str(error)})
-        if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps({"environment": environment(), "rows": done}, indent=1) + "\n")
+        cpu = {} if DEVICE == "cuda" else {"threads": torch.get_num_threads(), "python": platform.python_version()}
+        write(arguments.output, environment(cpu=bool(cpu)) | cpu, done)
     print("\n" + "\n".join(map(line, done)))
     sys.exit(any("fault" in row for row in done))
 

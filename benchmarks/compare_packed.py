@@ -20,29 +20,25 @@ PyTorch: packing, padding and its gradient, around no layer.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import datetime
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from side_by_side import relative
+from side_by_side import CELLS, environment, options, relative, summary, write
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn
 import ecornn.torch
+from ecornn.bench import turns
 from ecornn.torch.packed import columns_for
 
-CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 Shape = tuple[str, int, int, int, int, int, bool]
 PACKED: list[Shape] = [
     ("lstm", 300, 32, 512, 512, 1, False), ("lstm", 300, 32, 512, 512, 2, True), ("gru", 300, 32, 800, 800, 1, True)]
@@ -78,25 +74,17 @@ def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tens
     return found, library
 
 
-def timed(sides: dict[str, Any], repeats: int, fresh: Any, scale: float) -> dict[str, float]:
-    """Medians and percentiles of calls that take turns, in microseconds times ``scale``."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for repetition in range(repeats + 3):
-        fresh()
-        for name, call in sides.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            if repetition >= 3:
-                times[name].append(start.elapsed_time(end) * 1e3 * scale)
+def timed(sides: dict[str, Any], repeats: int, steps: int) -> dict[str, float]:
+    """Microseconds a step of calls that take turns, the host's work for them included."""
     row = {}
-    for name, values in times.items():
-        p20, median, p80 = np.percentile(values, [20, 50, 80])
-        row |= {f"{name}_us": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}
+    for name, values in turns.take_turns(sides, lambda: None, repeats, float("inf"), called).items():
+        row |= summary(name, values, steps)
     return row
+
+
+def called(call: Callable[[], object]) -> float:
+    """Microseconds between events before and after a call on an idle GPU, for which nothing waits."""
+    return turns.gpu_clock(call, 0) * 1e6
 
 
 def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[str, Any]:
@@ -118,7 +106,7 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[st
         error = check(str(shape), pad_packed_sequence(ours(packed)[0], total_length=T)[0], theirs, exact)
         row = timed({"ecornn": lambda: ours(packed), "padded": lambda: layer(x, lengths=on_gpu),
                      "full": lambda: layer(x, lengths=full), "cudnn": lambda: library(packed)}, repeats,
-                    lambda: None, 1 / (T * layers))
+                    T * layers)
     return describe(shape, dtype, error) | row | {
         "case": "uniform", "valid": float(lengths.double().mean()) / T,
         "columns": columns_for(np.sort(lengths.numpy())[::-1]), "ratio": row["cudnn_us"] / row["ecornn_us"]}
@@ -148,7 +136,7 @@ def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str,
                      "cudnn": lambda: packed_and_padded(library, x, lengths),
                      "cudnn_padded": lambda: library(x),
                      "packing": lambda: packed_and_padded(lambda packed: (packed,), x, lengths)},
-                    max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
+                    max(3, min(repeats, repeats * 1000 // T)), T * layers)
     return describe(shape, "float32", error) | row | {
         "case": "pytorch#149194", "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
@@ -185,7 +173,7 @@ def train_issue(shape: Shape, repeats: int) -> dict[str, Any]:
         sys.exit(f"{shape}: error {errors[0]:.2e}, PyTorch's {errors[1]:.2e}")
     row = timed({"ecornn": lambda: step(ours), "cudnn": lambda: step(library), "padded": padded,
                  "packing": packing},
-                max(3, min(repeats, repeats * 1000 // T)), lambda: None, 1 / (T * layers))
+                max(3, min(repeats, repeats * 1000 // T)), T * layers)
     return {"T": T, "B": B, "I": I, "H": H, "layers": layers, "error": errors[0], "cudnn_error": errors[1], **row,
             "ratio": row["cudnn_us"] / row["ecornn_us"], "packing_costs": row["ecornn_us"] / row["padded_us"]}
 
@@ -215,9 +203,7 @@ def trained(r: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--repeats", type=int, default=20, help="timed repetitions a row")
+    parser = options(__doc__, repeats=(20, "timed repetitions a row"))
     parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="float16")
     parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows, counted from 0")
     parser.add_argument("--training", action="store_true", help="pytorch#149194 in training")
@@ -235,12 +221,7 @@ def main() -> None:
                         if shape in ISSUE
                         else compare_packed(shape, arguments.dtype, arguments.repeats, built[shape].result()))
             print(f"{shape} {trained(rows[-1]) if arguments.training else told(rows[-1])}", flush=True)
-    if arguments.output:
-        environment = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                       "cudnn": torch.backends.cudnn.version(), "ecornn": ecornn.__version__,
-                       "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                       "command": "python benchmarks/compare_packed.py " + " ".join(sys.argv[1:])}
-        arguments.output.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    write(arguments.output, environment(), rows)
 
 
 if __name__ == "__main__":

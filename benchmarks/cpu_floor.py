@@ -1,6 +1,7 @@
-"""What a CPU's layers of one batch row are bound by: weights that stream from the caches, step for step.
+"""What a CPU's layers are bound by: weights that stream from the caches, step for step, and multiply-adds of hot loops.
 
     python benchmarks/cpu_floor.py --output benchmarks/results/cpu_floor.json
+    python benchmarks/cpu_floor.py --loops --output benchmarks/results/cpu_loops.json
 
 Measured: GFLOP/s of vector multiply-adds in registers, alone and with as many vector additions beside them
 (:mod:`ecornn.schedules.cpu.paired` lives on that); and GB/s of reading again and again what each thread has of a
@@ -8,13 +9,20 @@ layer's recurrent weights, by a loop that does nothing else with them than a mul
 products W x of all steps at the peak of the multiply-adds, and each step's weights at that rate: no pointwise part, no
 barrier, no latency. With results of grids/cpu.toml (--rows), also where ecornn and the faster peer stand, and the ratio
 to the peer that the floor would be.
+
+--loops: the hot loops of layers, instructions from the disassembly, and the share of the peak of multiply-adds that is
+reached: independent ones in registers, on one thread and on all. A loop's own share is that of its vector operations
+that are multiply-adds, where one vector multiply-add a cycle is the limit (AVX-512 on Zen 4); the rest of the
+difference is what waits for memory, barriers and the pointwise part. Loops of pairs (schedules/cpu/paired.py) have as
+many additions as multiply-adds, in other units, and do with two thirds or three quarters of the multiply-adds; beside
+each is the loop for rows that are not fit for pairs.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
+import re
 import subprocess
 import tempfile
 import threading
@@ -22,18 +30,26 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from measured_rows import read
+from side_by_side import options
 
+import ecornn
 from ecornn.build.link import find_compiler
+from ecornn.compiler import generate, plan
 from ecornn.host_cpu import detect
 from ecornn.schedules.cpu.tiling import lanes_of
+from ecornn.tune.timing import wall_clock
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+LAYERS = (("lstm", 300, 20, 800), ("gru", 300, 20, 800), ("lstm", 100, 1, 1024))  # of loops: T, B, H
+CHAINS = 12  # enough to hide a latency of 4 cycles
 HIDDEN, STEPS = (64, 128, 256, 512, 1024), 100
 SECONDS, TIMES = 0.05, 7  # of one measurement, and how many
 CODE = """
 #include <stdlib.h>
 #include <string.h>
+extern "C" void peak(long n) { while (n--) __asm__ volatile(PEAK ::: TOUCHED); }
 extern "C" void multiply(long n) { while (n--) __asm__ volatile(MULTIPLY ::: TOUCHED); }
 extern "C" void both(long n) { while (n--) __asm__ volatile(BOTH ::: TOUCHED); }
 extern "C" void* room(long bytes) {
@@ -52,9 +68,11 @@ extern "C" void stream(const char* p, long vectors, long rounds) {
 def library(lanes: int, folder: str) -> ctypes.CDLL:
     """The loops, compiled for this CPU."""
     register = {16: "zmm", 8: "ymm", 4: "xmm"}[lanes]
-    multiply = [f"vfmadd231ps %%{register}14,%%{register}15,%%{register}{i}\\n" for i in range(6)]
+    peak = [f"vfmadd231ps %%{register}14,%%{register}15,%%{register}{i}\\n" for i in range(CHAINS)]
+    multiply = peak[:6]
     add = [f"vaddps %%{register}14,%%{register}15,%%{register}{i}\\n" for i in range(6, 12)]
-    macros = {"BYTES": str(4 * lanes), "MULTIPLY": f'"{"".join(multiply)}"',
+    macros = {"BYTES": str(4 * lanes), "PEAK": f'"{"".join(peak)}"',
+              "MULTIPLY": f'"{"".join(multiply)}"',
               "BOTH": '"' + "".join(multiply + add) + '"',
               "READ": '"' + "".join(f"vfmadd231ps {4 * lanes * i}(%0),%%{register}15,%%{register}{i}\\n"
                                     for i in range(12)) + '"',
@@ -64,7 +82,7 @@ def library(lanes: int, folder: str) -> ctypes.CDLL:
     source.write_text("\n".join(f"#define {k} {v}" for k, v in macros.items()) + CODE)
     subprocess.run([*find_compiler(), "-O2", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
     found = ctypes.CDLL(str(made))
-    found.multiply.argtypes = found.both.argtypes = [ctypes.c_long]
+    found.peak.argtypes = found.multiply.argtypes = found.both.argtypes = [ctypes.c_long]
     found.room.argtypes, found.room.restype = [ctypes.c_long], ctypes.c_void_p
     found.stream.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
     return found
@@ -107,18 +125,14 @@ def measure(threads: int) -> dict:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rows", type=Path, help="results of grids/cpu.toml, to stand beside the floors")
-    parser.add_argument("--threads", type=int, default=detect().cores, help="default: physical cores")
-    arguments = parser.parse_args()
-    found = {"cpu": detect().name, "arch": detect().arch, "threads": arguments.threads, **measure(arguments.threads)}
+def floors(threads: int, results: Path | None) -> dict:
+    """What bounds each layer of one row: the products before the steps, and the weights of each step."""
+    found = measure(threads)
     print(f"multiply-adds {found['fma_gflops']:.0f} GFLOP/s; {found['fma_gflops_beside_additions']:.0f} beside as many "
           "additions")
     for size, speed in found["stream_gb_per_s"].items():
         print(f"{int(size) >> 10:6} KB a thread: {speed:.0f} GB/s")
-    rows = read(arguments.rows).good if arguments.rows else []
+    rows = read(results).good if results else []
     at = {(r["cell"], r["H"]): r | {"ecornn_ms": r["ecornn_us"] * r["T"] / 1e3}
           for r in rows if r["group"] == "latency"}
     found["floors"] = []
@@ -126,7 +140,7 @@ def main() -> None:
         for h in HIDDEN:
             weights = 4 * gates * h * h
             hoisted = 2 * STEPS * gates * h * h / found["fma_gflops"] * 1e-6
-            steps = STEPS * weights / found["stream_gb_per_s"][str(weights // arguments.threads)] * 1e-6
+            steps = STEPS * weights / found["stream_gb_per_s"][str(weights // threads)] * 1e-6
             row = {"cell": cell, "T": STEPS, "B": 1, "I": h, "H": h, "hoisted_ms": hoisted, "steps_ms": steps,
                    "floor_ms": hoisted + steps}
             text = f"{cell:8} 100x1x{h}x{h}: {hoisted:.3f} + {steps:.3f} = {hoisted + steps:.3f} ms"
@@ -139,8 +153,72 @@ def main() -> None:
                          f"{peer:.3f}, ratio {r['ratio']:.2f}x, at the floor {row['ratio_at_the_floor']:.2f}x")
             found["floors"].append(row)
             print(text)
+    return found
+
+
+def loops(asm: str) -> list[dict[str, int]]:
+    """Innermost loops with at least eight vector multiply-adds: what their bodies consist of."""
+    found = []
+    for block in re.split(r"^\.LBB\w+:.*$", asm, flags=re.M)[1:]:
+        body = re.split(r"^\tj\w+\t\.LBB\w+", block, maxsplit=1, flags=re.M)
+        lines = [line.split()[0] for line in body[0].splitlines() if re.match(r"\t[a-z]", line)]
+        fmas = sum(line.startswith(("vfmadd", "vfnmadd")) for line in lines)
+        if len(body) == 2 and fmas >= 8 and not any(line.startswith(("vdiv", "vmin", "vmax")) for line in lines):
+            vector = sum(line.startswith("v") and not line.startswith(("vbroadcast", "vmov")) for line in lines)
+            found.append({"instructions": len(lines) + 1, "fma": fmas,
+                          "additions": sum(line.startswith(("vaddps", "vsubps")) for line in lines),
+                          "vector_arithmetic": vector,
+                          "broadcasts": sum(line.startswith("vbroadcast") for line in lines),
+                          "loads": sum(line.startswith("vmov") for line in lines),
+                          "spills": len(re.findall(r"\(%rsp|\[rsp", body[0]))})
+    return found
+
+
+def measured(cell: str, T: int, B: int, H: int, threads: int) -> dict:
+    """One layer, I = H: its loops, and GFLOP/s of the median of a few runs."""
+    planned = plan(cell, hidden=H, batch=B, seq=T, target="cpu")
+    rng = np.random.default_rng(0)
+    module = ecornn.compile(cell, hidden=H, batch=B, seq=T, target="cpu")
+    layer = module.bind({p.name: rng.uniform(-0.03, 0.03, p.shape).astype(np.float32)
+                         for p in module.manifest.parameters}, threads=threads)
+    times = []
+    for _ in range(15):
+        x = rng.standard_normal((T, B, H), np.float32)
+        times.append(wall_clock(lambda x=x: layer(x)))
+    flops = 4 * T * B * H * H * {"lstm": 4, "gru": 3}[cell]
+    return {"cell": cell, "T": T, "B": B, "I": H, "H": H, "config": dict(planned.found.config),
+            "loops": loops(generate(planned).emitted["asm"]), "gflops": 1e-9 * flops / float(np.median(times[3:]))}
+
+
+def hot_loops(threads: int) -> dict:
+    """The peak, and of each layer what it reaches and the loops that it has."""
+    lanes = lanes_of(detect())
+    with tempfile.TemporaryDirectory() as folder:
+        made = library(lanes, folder)
+        one, peak = (2e-9 * lanes * CHAINS * rate(lambda _, n: made.peak(n), count) for count in (1, threads))
+    print(f"{detect().name} ({detect().arch}): FMA peak {one:.1f} GFLOP/s on 1 thread, {peak:.1f} on {threads}")
+    rows = []
+    for layer in LAYERS:
+        row = measured(*layer, threads)
+        row["share_of_peak"] = row["gflops"] / peak
+        rows.append(row)
+        print(f"{row['cell']} {row['T']}x{row['B']}x{row['I']}x{row['H']}: {row['gflops']:.1f} GFLOP/s, "
+              f"{row['share_of_peak']:.0%} of the peak")
+        for loop in row["loops"]:
+            print("   loop: " + ", ".join(f"{count} {name}" for name, count in loop.items()))
+    return {"peak_1_thread": one, "peak": peak, "rows": rows}
+
+
+def main() -> None:
+    parser = options(__doc__, threads=(detect().cores, "physical cores"))
+    parser.add_argument("--rows", type=Path, help="results of grids/cpu.toml, to stand beside the floors")
+    parser.add_argument("--loops", action="store_true", help="the hot loops of layers in place of floors")
+    arguments = parser.parse_args()
+    threads = arguments.threads
+    found = hot_loops(threads) if arguments.loops else floors(threads, arguments.rows)
     if arguments.output:
-        arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+        where = {"cpu": detect().name, "arch": detect().arch, "threads": threads}
+        arguments.output.write_text(json.dumps(where | found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,9 +16,7 @@ of grids/cpu.toml (--suite: its groups). Outputs of both sides are compared firs
 
 from __future__ import annotations
 
-import argparse
 import copy
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -31,8 +29,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measured_rows import mean
+from side_by_side import environment, options, relative, write
 
-import ecornn
 import ecornn.torch
 from ecornn.bench.grid import read_grid
 from ecornn.bench.turns import settle
@@ -132,7 +131,7 @@ def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: l
     theirs_program, program = Program(library, shape), Program(holder[0], shape)
     program.x, program.weight = theirs_program.x, theirs_program.weight
     expected, found = theirs_program.once()[2], program.once()[2]
-    error = float((found - expected).norm() / expected.norm())
+    error = relative(found, expected)
     if not error <= 1e-5:
         sys.exit(f"{cell} {shape}: differs from torch.nn by {error:.2e}")
     for load in loads:
@@ -168,29 +167,23 @@ def key(row: dict) -> tuple:
     return tuple(row[name] for name in ("mode", "cell", "T", "B", "I", "H", "busy", "threads"))
 
 
-def write(path: Path, row: dict) -> None:
+def add(path: Path, row: dict) -> None:
     """Adds the row to the file."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
-    device = detect()
-    environment = {"cpu": device.name, "arch": device.arch, "cores": device.cores, "ecornn": ecornn.__version__,
-                   **{name: importlib.metadata.version(name) for name in ("torch", "apache-tvm", "numpy")},
-                   "kernel": os.uname().release, "command": "python benchmarks/cpu_in_programs.py MODE"}
-    rows = [r for r in old if key(r) != key(row)] + [row]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+    where = {"numpy": np.__version__, "kernel": os.uname().release,
+             "command": "python benchmarks/cpu_in_programs.py MODE"}
+    write(path, environment(cpu=True) | where, [r for r in old if key(r) != key(row)] + [row])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, threads=(detect().cores, "of both sides"),
+                     budget=(BUDGET, "seconds of each side and row"))
     parser.add_argument("mode", choices=("turns", "busy", "service"))
-    parser.add_argument("--output", type=Path, help="JSON file to write or to add to")
     parser.add_argument("--suite", choices=SINGLE, action="append", help="of layers; may repeat [all]")
     parser.add_argument("--cell", choices=CELLS, action="append", help="only this cell; may repeat")
     parser.add_argument("--only", metavar="TxBxIxH", action="append", help="only this shape; may repeat")
     parser.add_argument("--shape", metavar="TxBxIxH", action="append", help="these instead of a suite's; may repeat")
     parser.add_argument("--busy", type=int, action="append", help="busy processes for each core; may repeat [2, 4]")
-    parser.add_argument("--threads", type=int, default=detect().cores, help="of both sides (default: physical cores)")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds of each side and row [%(default)s]")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     loads = arguments.busy or [2, 4] if arguments.mode == "busy" else [0]
@@ -209,12 +202,12 @@ def main() -> None:
                 row = {"mode": arguments.mode, "threads": arguments.threads, **row}
                 rows.append(row)
                 if arguments.output:
-                    write(arguments.output, row)
+                    add(arguments.output, row)
                 print(line(row), flush=True)
     for load in loads:
         for what in ("ms", "p99_ms", "both_ms"):
             ratios = [row[f"ratio_{what}"] for row in rows if row["busy"] == load]
-            print(f"busy {load}, {what}: geometric mean {np.exp(np.mean(np.log(ratios))):.2f}x, "
+            print(f"busy {load}, {what}: geometric mean {mean(ratios):.2f}x, "
                   f"least {min(ratios):.2f}x, {len(ratios)} rows")
 
 

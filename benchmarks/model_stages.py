@@ -1,6 +1,7 @@
-"""Where a training step of the language model goes: what both sides share, and the kernels of each.
+"""Where a training step goes: of the language model what both sides share, and the kernels of each; of layers kernels.
 
     python benchmarks/model_stages.py --output benchmarks/results/h100_model_stages.json
+    python benchmarks/model_stages.py "lstm 1024x16x768x768 bfloat16 training"
 
 The model and its steps are those of ``compare_models.py``, as one CUDA graph each: as it is written, and with all but
 the recurrent layers compiled by PyTorch. A third model, ``rest``, has the same
@@ -8,30 +9,36 @@ parameters, but its recurrent layers pass on what they get, and zeros as the gra
 embedding, dropout, scores, loss, clipping and Adam take. All three take turns. No recurrent layers, however fast, make
 a step shorter than ``rest``, so that ``torch / rest`` bounds what can be reached, and ``torch / wanted - rest`` is what
 is left to them. Kernels are those of the graphs, by CUPTI through PyTorch's profiler, in microseconds a step.
+
+Layers are rows of ``grids/training.toml``: the kernels of forward and of backward, of one call after some others.
+``gaps`` is what is left of the time from the first kernel's start to the last one's end, where kernels of two streams
+count once.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import itertools
-import json
 import os
 import re
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from compare_models import COMPILED, KINDS, Case, language, side_by_side
-from compiled_step import CompiledStep
-from side_by_side import kernels
+from compare_models import COMPILED, KINDS, Case, CompiledStep, language
+from side_by_side import environment, kernels, options, write
 from torch import nn
 from training_steps import DEVICE, Step, middle, take_turns
 
 import ecornn.torch
+from ecornn.bench.grid import read_grid
+from ecornn.compiler import compile_layer
+from ecornn.layer_spec import LayerSpec
 
+FILE = Path(__file__).parent / "grids" / "training.toml"
 STEPS = 5  # that are profiled
 # Kernels of ecornn are named by what they do; of other libraries they have longer names.
 STAGES = {"pack": "ecornn_pack_weights", "recurrence backward": "backward_(persistent|layout|step|start)",
@@ -127,14 +134,57 @@ def shown(row: dict[str, Any]) -> str:
                               sorted(row["stages_us"].items(), key=lambda each: -each[1]))])
 
 
+def of_layer(name: str, row: LayerSpec) -> None:
+    """The tables of a layer's two passes."""
+    kind = getattr(torch, row.dtype)
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        module = compile_layer(row, target="cuda", out=Path(folder, "module.so"))
+        layer = module.bind({p.name: (torch.rand(p.shape, device=DEVICE) * 2 - 1).to(kind) / row.hidden ** 0.5
+                             for p in module.manifest.parameters})
+        x = torch.randn(row.seq, row.batch, row.workload.input, device=DEVICE).to(kind)
+        dy = torch.randn(row.seq, row.batch, row.hidden * (1 + row.bidirectional), device=DEVICE).to(kind)
+        for part in ("forward", "backward"):
+            show(f"{name}, {part}", part, layer, x, dy, row.seq * row.layers)
+
+
+def show(title: str, part: str, layer: ecornn.Layer, x: torch.Tensor, dy: torch.Tensor, steps: int) -> None:
+    """A table of the kernels of one entry, in microseconds and microseconds a step."""
+    def step() -> None:
+        layer.backward(layer.forward(x)[2], dy)
+
+    for _ in range(3):
+        step()
+    _, _, kept = layer.forward(x)
+    found = kernels(lambda: layer.forward(x) if part == "forward" else layer.backward(kept, dy))
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for name, begin, end in found:
+        times[name].append(end - begin)
+    spans = [(begin, end) for _, begin, end in found]
+    print(f"{title}: microseconds, launches, microseconds a step and layer")
+    for kernel, values in sorted(times.items(), key=lambda each: -sum(each[1])):
+        print(f"  {kernel[:44]:44} {sum(values):9.1f} {len(values):5} {sum(values) / steps:8.3f}")
+    busy, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    whole = end - min(start for start, _ in spans)
+    print(f"  {'gaps':44} {whole - busy:9.1f} {'':5} {(whole - busy) / steps:8.3f}")
+    print(f"  {'in all':44} {whole:9.1f} {'':5} {whole / steps:8.3f}", flush=True)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--language", default="35,20,650,10000", metavar="T,B,H,V", help="sizes [%(default)s]")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of turns [%(default)s]")
+    parser = options(__doc__, language=("35,20,650,10000", "sizes T,B,H,V"), seconds=(3.0, "of turns"))
+    parser.add_argument("layers", nargs="*", metavar="LAYER", help="the kernels of these in place of the model")
     arguments = parser.parse_args()
     if DEVICE != "cuda":
         sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
+    layers = {layer.name: layer.case.layer() for layer in read_grid(FILE).expanded(FILE.name)}
+    if unknown := set(arguments.layers) - set(layers):
+        sys.exit(f"no row {', '.join(unknown)}; there are: {', '.join(layers)}")
+    for name in arguments.layers:
+        of_layer(name, layers[name])
+    if arguments.layers:
+        return
     os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
     case = language(*map(int, arguments.language.split(",")))
@@ -142,10 +192,7 @@ def main() -> None:
     for way, of in (("graph", Step), (COMPILED, CompiledStep)):
         rows.append(compared(case, way, of, arguments.seconds))
         print(shown(rows[-1]), flush=True)
-        if arguments.output:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps({"environment": side_by_side.environment(), "rows": rows},
-                                                   indent=1) + "\n")
+        write(arguments.output, environment(), rows)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,6 @@ where there is one: 200, 600 and 1000 ns for H = 16, 40 and 64.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import shlex
 import subprocess
 import sys
@@ -20,10 +17,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from side_by_side import environment, options, write
 
 import ecornn
 from ecornn.build.link import find_compiler
-from ecornn.host_cpu import detect
 
 AIMS = {16: 200, 40: 600, 64: 1000}
 SOURCE = Path(__file__).with_suffix(".c")
@@ -54,16 +51,10 @@ def prepared(cell: str, hidden: int, inputs: int, steps: int, folder: Path) -> d
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--steps", type=int, default=2000, help="of a repetition [%(default)s]")
-    parser.add_argument("--repeats", type=int, default=15, help="of each turn [%(default)s]")
-    parser.add_argument("--turns", type=int, default=3, help="[%(default)s]")
-    parser.add_argument("--priority", type=int, default=0,
-                        help="of the program among real-time threads (SCHED_FIFO), as audio has it; 0: a usual one")
-    parser.add_argument("--hidden", default="16,40,64", help="[%(default)s]")
-    parser.add_argument("--cells", default="lstm,gru", help="[%(default)s]")
-    arguments = parser.parse_args()
+    arguments = options(
+        __doc__, steps=(2000, "of a repetition"), repeats=(15, "of each turn"), turns=(3, ""), hidden=("16,40,64", ""),
+        priority=(0, "of the program among real-time threads (SCHED_FIFO), as audio has it; 0: a usual one"),
+        cells=("lstm,gru", "")).parse_args()
     before = ["chrt", "--fifo", str(arguments.priority)] if arguments.priority else []
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
         folder = Path(name)
@@ -83,11 +74,7 @@ def main() -> None:
                 times[number] += each
                 longest[number] = max(longest[number], most)
         rows = [finished(case, each, most) for case, each, most in zip(cases, times, longest, strict=True)]
-    where = {"cpu": detect().name, "arch": detect().arch, "compiler": " ".join(find_compiler()),
-             "ecornn": ecornn.__version__, "command": " ".join(["python", *sys.argv]),
-             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+    write(arguments.output, environment(cpu=True) | {"compiler": " ".join(find_compiler())}, rows)
 
 
 def finished(case: dict, times: list[float], longest: float) -> dict:

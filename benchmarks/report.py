@@ -2,6 +2,7 @@
 
     python benchmarks/report.py benchmarks/results/h100_classes.jsonl         # writes h100_classes.md
     python benchmarks/report.py benchmarks/results/h100_classes.jsonl --docs  # and the table of docs/PERFORMANCE.md
+    python benchmarks/report.py benchmarks/results/h100_grid.jsonl --plot docs/images/speed.svg
 
 Rows are those of a grid (benchmarks/grids/) that `ecornn bench --grid` measured, or of compare_flashrnn.py.
 """
@@ -10,18 +11,36 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grid_summary import CLIFF, HIGH, Summary
+from grid_summary import CLIFF, HIGH, Summary, singles
 from measured_rows import Results, mean, name_of, read, size
 
 PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"), Path("docs/CELLS.md"))  # from the checkout
 NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu", "slstm": "sLSTM",
          "slstm(heads=8)": "sLSTM with 8 heads,", "slstm8": "sLSTM", "block_gru8": "block GRU"}
 Row = dict[str, Any]
+WIDTH, HEIGHT = 520, 340  # words can still be read where a phone shows it
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 62, 44
+MOST = 16.0  # ratio at the upper end
+DOTS = {"16 bits": ("float16", "bfloat16"), "TF32 on both sides": ("tf32-both",),
+         "float32, cuDNN in TF32": ("tf32",), "float32": ("float32",)}
+STYLE = """
+  .page { fill: #fff }
+  text { font: 13px system-ui, sans-serif; fill: #24292f }
+  .line { stroke: #8c959f; stroke-opacity: .35 } .one { stroke: #cf222e; stroke-opacity: 1; stroke-width: 1.5 }
+  .k0 { fill: #0969da } .k1 { fill: #8250df } .k2 { fill: #bc4c00 } .k3 { fill: #1a7f37 }
+  circle { fill-opacity: .7 }
+  @media (prefers-color-scheme: dark) {
+    .page { fill: #161b22 }
+    text { fill: #c9d1d9 } .one { stroke: #ff7b72 }
+    .k0 { fill: #58a6ff } .k1 { fill: #bc8cff } .k2 { fill: #f0883e } .k3 { fill: #3fb950 }
+  }
+"""
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -240,6 +259,50 @@ def section(path: Path) -> tuple[str, list[str]]:
     return mark, [*lines, "", results.source]
 
 
+def height(ratio: float) -> float:
+    """Where a ratio lies, on a logarithmic scale from 1/2 up."""
+    share = math.log(2 * ratio) / math.log(2 * MOST)
+    return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+
+def dots(rows: Iterable[dict], sizes: list[int]) -> list[str]:
+    """A dot for each row, in the column of its H; those of a column lie beside each other by kind and order."""
+    lines, step = [], (WIDTH - LEFT - RIGHT) / len(sizes)
+    for number, hidden in enumerate(sizes):
+        column = sorted((r for r in rows if r["H"] == hidden), key=lambda r: (r["ratio"], r["name"]))
+        for place, row in enumerate(column):
+            kind = next(i for i, of in enumerate(DOTS.values()) if row["dtype"] in of)
+            x = LEFT + step * (number + 0.5 + 0.6 * ((place * 0.618) % 1 - 0.5))  # spread, and the same every time
+            lines.append(f'<circle class="k{kind}" cx="{x:.1f}" cy="{height(row["ratio"]):.1f}" r="4"><title>'
+                         f'{layer(row)} {row["dtype"]}: {row["ratio"]:.2f}x</title></circle>')
+        lines.append(f'<text x="{LEFT + step * (number + 0.5):.1f}" y="{HEIGHT - BOTTOM + 18}" '
+                     f'text-anchor="middle">{hidden}</text>')
+    return lines
+
+
+def svg(log: Results) -> str:
+    """The plot of the README: how many times as fast as cuDNN each row of the grid is. Without a plotting library, so
+    that the same results give the same bytes, and colours follow a light or dark page."""
+    rows = Summary(log.rows).measured(singles())
+    sizes = sorted({r["H"] for r in rows})
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+             f'height="{HEIGHT}" role="img" aria-label="Times as fast as cuDNN, by hidden size">',
+             f"<style>{STYLE}</style>", f'<rect class="page" width="{WIDTH}" height="{HEIGHT}" rx="8"/>']
+    for ratio in (0.5, 1, 2, 4, 8, 16):
+        y = height(ratio)
+        lines.append(f'<line class="line{" one" if ratio == 1 else ""}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" '
+                     f'y2="{y:.1f}"/><text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{ratio:g}x</text>')
+    lines += dots(rows, sizes)
+    lines.append(f'<text x="{LEFT + 4}" y="{height(1) + 16:.1f}">below this line cuDNN is faster</text>')
+    for number, name in enumerate(DOTS):
+        x, y = LEFT + 220 * (number % 2), 16 + 20 * (number // 2)
+        lines.append(f'<circle class="k{number}" cx="{x + 6}" cy="{y}" r="5"/>'
+                     f'<text x="{x + 16}" y="{y + 4}">{name}</text>')
+    lines.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 8}" text-anchor="end">hidden size H; {len(rows)} layers on '
+                 f'{log.environment["gpu"]}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
 def write_docs(path: Path) -> None:
     """The file's table, in the page that has a place for it."""
     mark, lines = section(path)
@@ -253,12 +316,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="of the results, from the checkout")
     parser.add_argument("--docs", action="store_true", help="write the table into docs")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="draw the grid there instead")
     arguments = parser.parse_args()
     if not arguments.path.is_file():
         sys.exit(f"{arguments.path} is missing; python benchmarks/run_all.py {name_of(arguments.path)} measures it")
     path, results = arguments.path, read(arguments.path)
     if not results.good:
         sys.exit(f"no row of {path} was measured")
+    if arguments.plot:
+        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
+        arguments.plot.write_text(svg(results))
+        return
     if path.suffix == ".jsonl":
         lines = whole(results) + (of_grid(results) if name_of(path) == "grid" else [])
         path.with_suffix(".md").write_text("\n".join(lines))

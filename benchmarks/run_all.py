@@ -72,7 +72,7 @@ NAMED = [  # what is measured where it is asked for
     grid("training", *JOBS), grid("past_chip", *JOBS), program("models", "compare_models.py"),
     program("packed_training", "compare_packed.py", "--training"),
     program("columns_training", "compare_columns.py", "--training"),
-    program("many_gpus", "run_many_gpus.py"), program("cpu_cells", "compare_cells.py"),
+    program("many_gpus", "run_many_gpus.py"), program("cpu_cells", "cpu_calls.py", "cells"),
     program("cpu_in_programs", "cpu_in_programs.py", "turns"), program("serving", "serving.py"),
     program("real_time", "real_time.py"), program("host_time", "host_time.py"),
     program("programs", "compare_programs.py")]
@@ -109,7 +109,7 @@ def measure(part: Part, device: str) -> bool:
     if result.exists() and (part.docs or (part.report and part.name not in OWN_PAGE)):
         good &= run("benchmarks/report.py", result, *["--docs"] * part.docs)
     if result.exists() and part.name == "grid":
-        good &= run("benchmarks/speed_plot.py", result, "docs/images/speed.svg")
+        good &= run("benchmarks/report.py", result, "--plot", "docs/images/speed.svg")
     return good
 
 

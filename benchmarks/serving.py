@@ -14,18 +14,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-
-import ecornn
-from ecornn.host_cpu import detect
+from side_by_side import environment, options, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 SERVING = importlib.import_module("12_serving")
@@ -56,24 +51,14 @@ def row_of(sessions: int, ports: dict[str, int], arguments: argparse.Namespace) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser = options(__doc__, hidden=(512, "H"), input=(128, "I"), batch=(64, "steps of a call at most"),
+                     seconds=(2.0, "of each turn"), turns=(9, "of each side"))
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 100, 1000], help="[%(default)s]")
-    parser.add_argument("--hidden", type=int, default=512, help="H [%(default)s]")
-    parser.add_argument("--input", type=int, default=128, help="I [%(default)s]")
-    parser.add_argument("--batch", type=int, default=64, help="steps of a call at most [%(default)s]")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each turn [%(default)s]")
-    parser.add_argument("--turns", type=int, default=9, help="of each side [%(default)s]")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         ports = {side: stack.enter_context(SERVING.service(side, arguments)) for side in SERVING.SIDES}
         rows = [row_of(sessions, ports, arguments) for sessions in arguments.sessions]
-    device = detect()
-    where = {"cpu": device.name, "arch": device.arch, "cores": device.cores, "ecornn": ecornn.__version__,
-             "torch": torch.__version__, "command": " ".join(["python", *sys.argv]),
-             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
-    if arguments.output:
-        arguments.output.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+    write(arguments.output, environment(cpu=True), rows)
 
 
 if __name__ == "__main__":

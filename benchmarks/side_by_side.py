@@ -1,31 +1,47 @@
-"""Tools of programs that time a GPU by themselves: a layer in float64, and sides that take turns.
+"""Tools of programs that time by themselves: options, a layer in float64, sides that take turns, files of results.
 
-The turns and the clock are those of ``ecornn bench`` (ecornn/bench/): a kernel that waits goes first each time, so that
-a graph is queued before it starts and the time between its events is the GPU's alone.
+The turns and the GPU's clock are those of ``ecornn bench`` (ecornn/bench/): a kernel that waits goes first each time,
+so that a graph is queued before it starts and the time between its events is the GPU's alone.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
+import json
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 import ecornn
 from ecornn.bench import turns
-from ecornn.bench.turns import FEWEST, WAIT, WARM, graph_of
+from ecornn.bench.turns import FEWEST as FEWEST
+from ecornn.bench.turns import WAIT, settle
+from ecornn.bench.turns import WARM as WARM
+from ecornn.bench.turns import graph_of as graph_of
+from ecornn.host_cpu import detect
 
-__all__ = ["CELLS", "DEVICE", "FEWEST", "WAIT", "WARM", "WrongResultError", "clock", "environment", "float64_forward",
-           "graph_of", "kernels", "relative", "summary", "take_turns"]
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 DEVICE = "cuda"
 
 
 class WrongResultError(Exception):
     """A side computes something else than the layer."""
+
+
+def options(doc: str | None, **numbers: tuple[Any, str]) -> argparse.ArgumentParser:
+    """A program's options: ``--output``, and others by default and help."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    for name, (default, said) in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{said} [%(default)s]".strip())
+    return parser
 
 
 def float64_forward(cell: str, x: torch.Tensor, p: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -69,6 +85,14 @@ def clock(run: Callable[[], object]) -> float:
     return turns.gpu_clock(run, WAIT) * 1e6
 
 
+def host_clock(run: Callable[[], object]) -> float:
+    """Microseconds of a call on the host, after threads of the one before have stopped spinning."""
+    settle()
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e6
+
+
 def take_turns(sides: Mapping[str, Callable[[], object]], fresh: Callable[[], object], repeats: int,
                seconds: float) -> dict[str, list[float]]:
     """Microseconds of every run; ``repeats`` of each side, or as many as ``seconds`` allow."""
@@ -91,10 +115,19 @@ def kernels(function: Callable[[], object]) -> list[tuple[str, float, float]]:
     return sorted(((e.name, e.time_range.start, e.time_range.end) for e in events), key=lambda e: e[1])
 
 
-def environment() -> dict:
-    """What a file of results says of where they come from."""
-    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(), "ecornn": ecornn.__version__,
-            "tvm": importlib.metadata.version("apache-tvm"),
-            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "command": " ".join(["python", *sys.argv])}
+def environment(cpu: bool = False) -> dict[str, Any]:
+    """What a file of results says of where they come from: a GPU, or this CPU."""
+    device = detect()
+    where = {"cpu": device.name, "arch": device.arch, "cores": device.cores} if cpu else {
+        "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return where | {"torch": torch.__version__, "ecornn": ecornn.__version__,
+                    "tvm": importlib.metadata.version("apache-tvm"),
+                    "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+                    "command": " ".join(["python", *sys.argv])}
+
+
+def write(path: Path | None, environment: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    """A file of results; without a path nothing."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")

@@ -7,7 +7,7 @@ Every row is timed by itself. Its sides have its schedule and knobs, and one sta
     whole         the row's cell
     bare          without gate math: h' is the largest of its gates' sums (stage_cells.py)
     recurrence    and without the input product: neither the projection nor its values are there
-    unmultiplied  and without recurrent products (unmultiplied.py): blocks still wait for all of h, and add zeros
+    unmultiplied  and without recurrent products (stage_cells.py): blocks still wait for all of h, and add zeros
 
 So gate math = whole - bare, projection = bare - recurrence, products = recurrence - unmultiplied (with the weights that
 are read in every step), and what is left is exchange and synchronisation: polling the state, barriers inside a block,
@@ -36,8 +36,7 @@ from grid_summary import HIGH, Summary
 from measured_rows import Results, of_bench, read
 from msgspec import to_builtins
 from report import layer, table, times
-from stage_cells import Bare, spec
-from unmultiplied import SERVED
+from stage_cells import SERVED, Bare, spec
 
 from ecornn.bench.grid import Case, Layer, Own, selected
 from ecornn.bench.measure import Plan, measure_into
@@ -69,7 +68,7 @@ def layer_of(row: dict[str, Any]) -> Layer:
            "recurrence": Own(cell=spec(Bare(gates, second, False)), schedule=row["schedule"], config=alone)}
     if row["schedule"] in SERVED:
         own["unmultiplied"] = Own(cell=spec(Bare(gates, second, False, False)), schedule=row["schedule"], config=alone,
-                                  within="unmultiplied:without_products")
+                                  within="stage_cells:without_products")
     arithmetic = arithmetic_of(row)
     case = Case(cell=row["cell"], seq=row["T"], batch=row["B"], input=row["I"], hidden=row["H"], target="cuda",
                 dtype="float32" if arithmetic == "tf32" else arithmetic,

@@ -239,7 +239,6 @@ def test_gradients_beside_flashrnn(cell: str):
     """What FlashRNN's gradients are held against, in its layouts: those of a PyTorch layer that is given W x + b."""
     import compare_flashrnn as flash
     import torch
-    from flashrnn_training import exact_gradients
     from side_by_side import CELLS
 
     steps, batch, hidden = 5, 2, 6
@@ -252,7 +251,7 @@ def test_gradients_beside_flashrnn(cell: str):
     leaves = [inputs, layer.weight_hh_l0, layer.bias_hh_l0]
     dgates, dweight, dbias = torch.autograd.grad(layer(inputs)[0], leaves, dh.double())
 
-    found = exact_gradients(cell, gates, layer.weight_hh_l0.detach(), layer.bias_hh_l0.detach(), dh)
+    found = flash.exact_gradients(cell, gates, layer.weight_hh_l0.detach(), layer.bias_hh_l0.detach(), dh)
     wanted = [*flash.their_inputs(cell, dgates, dweight)[:2], dbias.reshape(-1, hidden).T[None]]
     for gradient, exact in zip(found, wanted, strict=True):
         # both are float64, in other orders of summation; sums of ten products may cancel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpu_loops import loops
+from cpu_floor import loops
 
 LOOP = "\n".join([
     ".LBB0_1:", *["\tvfmadd231ps\t%zmm1, %zmm2, %zmm3"] * 6, *["\tvfnmadd231ps\t%zmm1, %zmm2, %zmm4"] * 4,

@@ -16,8 +16,7 @@ from limits import limit, relative
 from measured_rows import of_bench, read
 from msgspec import structs, to_builtins
 from rooms import ROOT
-from stage_cells import Bare, spec
-from unmultiplied import without_products
+from stage_cells import Bare, spec, without_products
 
 import ecornn
 from ecornn import floor as floors

@@ -8,7 +8,6 @@ from pathlib import Path
 import figures
 import pytest
 import report
-import speed_plot
 from measured_rows import read
 from rooms import ROOT
 
@@ -33,11 +32,11 @@ def test_tables():
 
 def test_the_plot():
     log = read(RESULTS / "h100_grid.jsonl")
-    picture = speed_plot.svg(log)
+    picture = report.svg(log)
     assert (ROOT / "docs" / "images" / "speed.svg").read_text() == picture
     assert picture.count("<title>") == 88, "a dot for each layer of the grid"
     log.rows[0]["ratio"] = 0.9
-    assert ": 0.90x" in speed_plot.svg(log) and ": 0.90x" not in picture
+    assert ": 0.90x" in report.svg(log) and ": 0.90x" not in picture
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from compare_models import language
-from compiled_step import CompiledStep
+from compare_models import CompiledStep, language
 from python_text import docstrings, in_columns, numbered, reference, words
 from torch import nn
 from training_steps import Step, memory_by_layer, middle, take_turns
