@@ -116,7 +116,7 @@ def cost(values: Iterable[float]) -> str:
 def live(records: str) -> list[Any]:
     """The live searches of the H100 that knew these records."""
     from search_live import lives
-    from search_replays import tables_of
+    from search_quality import tables_of
 
     reports = [RESULTS / f"search_live_{name}_h100.json" for name in ("quarter", "none")]
     return [one for one in lives([(tables_of([RESULTS / "search_fastest_h100.jsonl.xz"]), reports)])
@@ -141,7 +141,7 @@ def again(records: str) -> list[float]:
     """As :func:`searched`, at the end, where the best was measured once more beside the default; in order."""
     of: dict[str, list[float]] = {}
     for one in live(records):
-        of.setdefault(one.workload, []).append(one.row["ratio"])
+        of.setdefault(one.workload, []).append(one.ratio)
     return sorted(median(values) for values in of.values())
 
 

@@ -8,8 +8,7 @@ against the best of random configurations of a layer, which the first file of `-
 or what was fastest in it, measured again on a GPU like that of the reports; what it lacks the `--on` before it have.
 Printed are, after some numbers of trials, for those with records and those without, the median of the runs of each
 layer: the geometric mean of the layers, the worst of them, and how many are within 5%; and how many of all single runs
-are. Then how many trials it took to come within 5%, the layers one by one, and last the defaults of each run over those
-of the first, in the median of the layers: whether the GPUs are alike.
+are. Then how many trials it took to come within 5%.
 """
 
 from __future__ import annotations
@@ -24,20 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_replays import Table, tables_of
+from search_quality import NEAR, Table, needed, tables_of
 
-NEAR = 1.05  # of the best: good enough
 BUDGETS = (8, 16, 32, 64, 128)
-
-
-def needed(run: Sequence[float | None], goal: float) -> float:
-    """Trials until one is as good as ``goal``; infinite where none is."""
-    return next((n for n, value in enumerate(run, 1) if value is not None and value <= goal), math.inf)
-
-
-def finite(trials: float) -> float | None:
-    """For JSON."""
-    return trials if trials < math.inf else None
 
 
 @dataclass(frozen=True)
@@ -47,7 +35,6 @@ class Live:
     workload: str
     device: str
     records: str
-    seed: int
     found: dict[str, Any]
     best: float  # of the table, µs per step
     report: str = ""  # where it is
@@ -59,12 +46,9 @@ class Live:
         return [us / self.best for us in so_far]
 
     @property
-    def row(self) -> dict[str, object]:
-        """``ratio``: the best after a last measurement; ``near``: trials to within `NEAR` of the table's best."""
-        return {"workload": self.workload, "device": self.device, "records": self.records, "seed": self.seed,
-                "trials": self.found["trials"], "best_us": self.found["best_us"],
-                "ratio": self.found["best_us"] / self.best, "table_us": self.best,
-                "near": finite(needed(self.found["trials_us"], NEAR * self.best))}
+    def ratio(self) -> float:
+        """The best after a last measurement, relative to the best of the table."""
+        return self.found["best_us"] / self.best
 
 
 def lives(groups: Iterable[tuple[Sequence[Table], Sequence[Path]]]) -> list[Live]:
@@ -78,8 +62,8 @@ def lives(groups: Iterable[tuple[Sequence[Table], Sequence[Path]]]) -> list[Live
             for row in report["rows"]:
                 for work, one in row["found"].items():
                     if (work, report["device"]) in best and one["best_us"]:
-                        found.append(Live(work, report["device"], report["records"], row.get("seed", 0), one,
-                                          best[work, report["device"]], path.stem))
+                        found.append(Live(work, report["device"], report["records"], one, best[work, report["device"]],
+                                          path.stem))
     return found
 
 
@@ -124,19 +108,6 @@ def main() -> None:
     print("\ntrials until within 5%, summed over the layers, and runs that never were")
     for records, of_kind in kinds.items():
         print("{}: {:g}, {}".format(records, *until(of_kind, NEAR)))
-    print("\nlayer: runs with records after 32 trials, with none after 32, after 128")
-    columns = [medians(kinds["others"], 32), medians(kinds["none"], 32), medians(kinds["none"], 128)]
-    for work in dict.fromkeys(one.workload for one in found):
-        print(f"{work}: " + "; ".join(" ".join(f"{v:.3f}" for v in of[work][1]) for of in columns if work in of))
-
-    print("\ndefaults over those of the first run, in the median")
-    runs: dict[tuple[str, int], dict[str, float]] = {}
-    for one in found:
-        runs.setdefault((one.report, one.seed), {})[one.workload] = one.found["default_us"]
-    first = next(iter(runs.values()))
-    for (report, seed), defaults in runs.items():
-        ratio = statistics.median(us / first[work] for work, us in defaults.items() if work in first)
-        print(f"{report}, seed {seed}: {ratio:.3f} of {len(defaults)} layers")
 
 
 if __name__ == "__main__":

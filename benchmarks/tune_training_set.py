@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from msgspec import structs
+from search_tables import in_threads
 
 from ecornn.bench.grid import Layer, read_grid
+from ecornn.errors import EcornnError
 from ecornn.layer_spec import LayerSpec
 from ecornn.workload import Workload
 
@@ -66,9 +67,6 @@ def spent(log: Path, device: Device) -> dict[Workload, float]:
 def search(session: Session, wanted: Wanted, log: Path, trials: int, limit: float,
            at_once: int) -> dict[Workload, Result | str]:
     """What was found of each, or why nothing was; of those that the time did not suffice for nothing."""
-    from ecornn.errors import EcornnError
-    from ecornn.tune.pool import Closed
-
     begin, earlier, found = time.monotonic(), spent(log, session.device), dict[Workload, "Result | str"]()
 
     def tune(work: Workload) -> None:
@@ -76,24 +74,16 @@ def search(session: Session, wanted: Wanted, log: Path, trials: int, limit: floa
         if left < LEAST:
             return
         row, layer = wanted[work]
-        try:
-            result = session.tune_workload(layer, work, trials=trials, output=log, early_stop=False,
-                                           time_limit=left + earlier.get(work, 0.0))
-        except Closed:
-            return
-        except EcornnError as error:
-            found[work] = str(error)
-            print(f"{row.name}: {error}", flush=True)
-            return
+        result = session.tune_workload(layer, work, trials=trials, output=log, early_stop=False,
+                                       time_limit=left + earlier.get(work, 0.0))
         found[work] = result
         print(f"{time.monotonic() - begin:6.1f} s  {line(row, result)}", flush=True)
 
-    session.environment  # noqa: B018  before threads ask for it
-    threads = ThreadPoolExecutor(at_once)
-    try:
-        list(threads.map(tune, wanted))
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+    def failed(work: Workload, error: EcornnError) -> None:
+        found[work] = str(error)
+        print(f"{wanted[work][0].name}: {error}", flush=True)
+
+    in_threads(session, tune, failed, wanted, at_once)
     return found
 
 

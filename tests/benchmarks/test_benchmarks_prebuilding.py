@@ -1,4 +1,4 @@
-"""What is built beforehand is what runs ask for, and it can be carried."""
+"""What is built beforehand is what runs ask for, whatever the order of its knobs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import prebuilding
 import pytest
 import search_tables
-import tune_h100_set
 from search_rate import PRETEND
 
-from ecornn.build import cache
 from ecornn.targets import resolve
 from ecornn.tune import session as sessions
 from ecornn.tune.building import Build
@@ -63,36 +60,11 @@ def test_a_list_is_built_as_it_is_run_whatever_the_order_of_its_knobs(asked: lis
         work = search_tables.workload_of(text)
         given = search_tables.first(search_tables.ConfigSpace(*search_tables.task_of(work, H100)), 6)
         choices = tuple(map(choice, given))
-        item = tune_h100_set.Item(work.cell, work.hidden, work.batch, work.dtype, choices, seq=work.seq)
+        item = search_tables.Item(text, choices)
         with path.open("ab") as file:
             file.write(msgspec.json.encode(item) + b"\n")
-    tune_h100_set.prebuild(path, 2, 60.0)
+    search_tables.prebuild(path, 2, 60.0)
     before = asked.copy()
     asked.clear()
-    tune_h100_set.run(path, 60.0, 2, 60.0)
+    search_tables.run(path, 60.0, 2, 60.0)
     assert len(before) == 12 and set(asked) == set(before)
-
-
-def test_modules_are_packed_in_pieces_and_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                          capsys: pytest.CaptureFixture[str]):
-    import random
-
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "here"))
-    noise = random.Random(0)
-    made = {str(n): msgspec.msgpack.encode((f"digest {n}", noise.randbytes(40_000))) for n in range(6)}
-    for name, content in made.items():
-        cache.entry("module", [name], lambda content=content: content)
-    cache.entry("cubin", ["c"], lambda: msgspec.msgpack.encode((b"cubin", "log")))
-    cache.entry("object", ["o"], lambda: b"\x7fELF")
-    pieces = prebuilding.pack(tmp_path / "here", tmp_path / "p.tar.xz", piece=50_000)
-    assert len(pieces) > 1 and "6 modules" in capsys.readouterr().out
-    assert prebuilding.unpack(tmp_path / "there", pieces) == 6
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "there"))
-
-    def missing() -> bytes:
-        raise LookupError
-
-    for name, content in made.items():
-        assert cache.entry("module", [name], missing) == content
-    with pytest.raises(LookupError):
-        cache.entry("object", ["o"], missing)
