@@ -3,7 +3,6 @@
     python benchmarks/first_minutes.py             # writes docs/FIRST_MINUTES_CPU.md, or _GPU.md where there is a GPU
     python benchmarks/first_minutes.py --torch     # with PyTorch, a large download: replace() and a comparison
     python benchmarks/first_minutes.py --in-place  # by this interpreter, where pip has nothing to install from
-    python benchmarks/first_minutes.py --read first_minutes.jsonl                # the page again, of what --raw wrote
 
 Everything is done in a temporary home: no log, module or compiled code of before is found there. Of each command it is
 said how long it took, and how long it was silent at most. Ends with 1 where a command ended otherwise than it should.
@@ -14,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import site
 import subprocess
 import sys
@@ -23,8 +21,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
-
-import msgspec
 
 from ecornn.targets import resolve
 from ecornn.tune.choose import default_target
@@ -198,50 +194,23 @@ def page(head: Head, steps: list[tuple[Step, Ran]]) -> str:
     return "\n".join(text)
 
 
-def carried_out(arguments: argparse.Namespace) -> tuple[Head, list[tuple[Step, Ran]]]:
-    """All of it here, now; also written to ``--raw`` as it goes."""
-    device = resolve(default_target())
-    cores = len(os.sched_getaffinity(0))
-    title = f"on {device.name}" + ("" if device.kind == "cuda" else f", {cores} cores")
-    head = Head(title, arguments.in_place, arguments.note)
-    steps = IN_PLACE if arguments.in_place else [Step("A clone:", CLONE), *FIRST, *(TORCH if arguments.torch else [])]
-    folder, raw, found = Path(tempfile.mkdtemp(prefix="first-minutes-")), arguments.raw, []
-    if raw is not None:
-        raw.write_bytes(msgspec.json.encode(head) + b"\n")
-    try:
-        for one in done(steps, folder, arguments.in_place):
-            found.append(one)
-            if raw is not None:
-                with raw.open("ab") as file:
-                    file.write(msgspec.json.encode(one) + b"\n")
-        report = folder / ("." if arguments.in_place else "ecornn") / "report.html"
-        if arguments.keep is not None and report.exists():
-            shutil.copy(report, arguments.keep)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return head, found
-
-
-def read(path: Path) -> tuple[Head, list[tuple[Step, Ran]]]:
-    """What ``--raw`` wrote."""
-    first, *others = path.read_bytes().splitlines()
-    return msgspec.json.decode(first, type=Head), [msgspec.json.decode(o, type=tuple[Step, Ran]) for o in others]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", action="store_true", help="install PyTorch, too")
     parser.add_argument("--in-place", action="store_true", help="install nothing, run the tree by this interpreter")
     parser.add_argument("--note", default="", help="a sentence to say at the top, as of a machine that is not quiet")
-    parser.add_argument("--raw", type=Path, metavar="FILE.jsonl", help="also write each step to this file, as it ends")
-    parser.add_argument("--read", type=Path, metavar="FILE.jsonl", help="carry out nothing, make the page of that file")
-    parser.add_argument("--keep", type=Path, metavar="PAGE.html", help="keep the report that was made")
     parser.add_argument("--output", type=Path, help="[docs/FIRST_MINUTES_CPU.md or _GPU.md]")
     arguments = parser.parse_args()
-    head, steps = read(arguments.read) if arguments.read else carried_out(arguments)
-    kind = "GPU" if "NVIDIA" in head.title else "CPU"
-    (arguments.output or ROOT / "docs" / f"FIRST_MINUTES_{kind}.md").write_text(page(head, steps))
-    sys.exit(not all(ran.code == step.code for step, ran in steps))
+    device, in_place = resolve(default_target()), arguments.in_place
+    gpu = device.kind == "cuda"
+    head = Head(f"on {device.name}" + ("" if gpu else f", {len(os.sched_getaffinity(0))} cores"), in_place,
+                arguments.note)
+    steps = IN_PLACE if in_place else [Step("A clone:", CLONE), *FIRST, *(TORCH if arguments.torch else [])]
+    with tempfile.TemporaryDirectory(prefix="first-minutes-", ignore_cleanup_errors=True) as folder:
+        found = list(done(steps, Path(folder), in_place))
+    output = arguments.output or ROOT / "docs" / f"FIRST_MINUTES_{'GPU' if gpu else 'CPU'}.md"
+    output.write_text(page(head, found))
+    sys.exit(not all(ran.code == step.code for step, ran in found))
 
 
 if __name__ == "__main__":
