@@ -1,7 +1,6 @@
 """The first ten minutes with ecornn as text: commands and what they print, from a clone and a new environment.
 
     python benchmarks/first_minutes.py             # writes docs/FIRST_MINUTES_CPU.md, or _GPU.md where there is a GPU
-    python benchmarks/first_minutes.py --torch     # with PyTorch, a large download: replace() and a comparison
     python benchmarks/first_minutes.py --in-place  # by this interpreter, where pip has nothing to install from
 
 Everything is done in a temporary home: no log, module or compiled code of before is found there. Of each command it is
@@ -68,11 +67,6 @@ FIRST = [
          ".venv/bin/ecornn compile --cell leaky.py:Leaky --hidden 256 --batch 4 -o leaky.so"),
     Step("A mistake:", ".venv/bin/ecornn compile --cell lstn --hidden 800 -o x.so", 2),
     Step("And another:", ".venv/bin/ecornn tune --cell lstm --hidden 8OO", 2),
-]
-TORCH = [
-    Step("PyTorch, for what follows:", "make examples"),
-    Step("Models whose layers are replaced:", ".venv/bin/python examples/04_replace.py"),
-    Step("The module against PyTorch:", ".venv/bin/ecornn bench build/lstm800.so"),
 ]
 
 
@@ -152,11 +146,10 @@ def environment_of(home: Path, in_place: bool) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Head:
-    """Of all steps: on what, whether in place, and a sentence to say at the top."""
+    """Of all steps: on what, and whether in place."""
 
     title: str
     in_place: bool
-    note: str = ""
 
 
 def done(steps: list[Step], folder: Path, in_place: bool) -> Iterator[tuple[Step, Ran]]:
@@ -187,8 +180,7 @@ def page(head: Head, steps: list[tuple[Step, Ran]]) -> str:
         "by `PYTHONPATH`, with a Python that has what it requires. From `doctor`")
     text = [f"# The first ten minutes, {head.title}", "",
             "Made by `python benchmarks/first_minutes.py" + " --in-place" * head.in_place + "`: commands and what they "
-            f"print, unedited. {began} to the first checked result it takes {seconds:.0f} s."
-            + (f" {head.note}" if head.note else ""), ""]
+            f"print, unedited. {began} to the first checked result it takes {seconds:.0f} s.", ""]
     for step, ran in steps:
         text += shown(step, ran)
     return "\n".join(text)
@@ -196,16 +188,13 @@ def page(head: Head, steps: list[tuple[Step, Ran]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch", action="store_true", help="install PyTorch, too")
     parser.add_argument("--in-place", action="store_true", help="install nothing, run the tree by this interpreter")
-    parser.add_argument("--note", default="", help="a sentence to say at the top, as of a machine that is not quiet")
     parser.add_argument("--output", type=Path, help="[docs/FIRST_MINUTES_CPU.md or _GPU.md]")
     arguments = parser.parse_args()
     device, in_place = resolve(default_target()), arguments.in_place
     gpu = device.kind == "cuda"
-    head = Head(f"on {device.name}" + ("" if gpu else f", {len(os.sched_getaffinity(0))} cores"), in_place,
-                arguments.note)
-    steps = IN_PLACE if in_place else [Step("A clone:", CLONE), *FIRST, *(TORCH if arguments.torch else [])]
+    head = Head(f"on {device.name}" + ("" if gpu else f", {len(os.sched_getaffinity(0))} cores"), in_place)
+    steps = IN_PLACE if in_place else [Step("A clone:", CLONE), *FIRST]
     with tempfile.TemporaryDirectory(prefix="first-minutes-", ignore_cleanup_errors=True) as folder:
         found = list(done(steps, Path(folder), in_place))
     output = arguments.output or ROOT / "docs" / f"FIRST_MINUTES_{'GPU' if gpu else 'CPU'}.md"

@@ -324,18 +324,12 @@ def main() -> None:
             data[work] = curves(table, arguments.seeds, arguments.budget, pool)
             rows += rows_of(work, data[work])
     print("\n".join(summary(rows)))
-    quarters = [reached(work, found) for work, found in data.items()]
-    for one in quarters:
-        near = ", ".join(f"{kind} {one[kind] or 'not reached'}" for kind in KINDS)
-        good = ", ".join(f"{kind} {one[f'{kind}_as_good'] or 'not reached'}" for kind in ("model", "warmed"))
-        print(f"{one['workload']}: trials to within 5%: {near}; to {one['end']:.3f}, the model's after "
-              f"{one['budget']}: {good}")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.with_suffix(".json").write_text(json.dumps({
         "device": tables[0].device.name, "seeds": arguments.seeds,
         "configurations": {str(t.work): len(t.times) for t in tables}, "best_us": {str(t.work): t.best for t in tables},
         "noisy": {str(t.work): sum(each.noisy for each in t.trials) for t in tables}, "rows": rows,
-        "needed": quarters,
+        "needed": [reached(work, found) for work, found in data.items()],
         "budgets_behind_random": {work: behind(found) for work, found in data.items()},
         "command": "python benchmarks/search_quality.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
     plot(data, tables[0].device.name, {str(t.work): len(t.times) for t in tables}, arguments.output.with_suffix(".png"))

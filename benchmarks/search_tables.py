@@ -2,7 +2,6 @@
 
     python benchmarks/search_tables.py sizes                       # the workloads and their spaces; needs no GPU
     python benchmarks/search_tables.py list table.jsonl            # what a table has; needs no GPU
-    python benchmarks/search_tables.py build table.jsonl           # into the build cache; needs no GPU
     python benchmarks/search_tables.py run table.jsonl --logs logs --limit 600
     ecornn log merge -o table.jsonl.xz logs/*.jsonl
     python benchmarks/search_tables.py list again.jsonl --fastest 100 --of benchmarks/results/a_table.jsonl.xz
@@ -10,9 +9,7 @@
 Of each workload the defaults and then configurations drawn uniformly from all that fit, without repetition, up to
 `--trials` of them or the whole space, in an order that is the same in every run. `--fastest` lists only so many of each
 table of `--of`, the fastest there: what the best of a table is worth on another GPU. `run` measures on the GPU at hand,
-into one log for each workload; the same command again goes on. What `build` made, on any machine with the same sources,
-TVM and CUDA compiler, `run` takes from the cache (`ECORNN_CACHE`, which tar carries), so that only the GPU is waited
-for.
+into one log for each workload; the same command again goes on.
 """
 
 from __future__ import annotations
@@ -35,20 +32,17 @@ from ecornn.errors import EcornnError
 from ecornn.schedules.base import Schedule, Task
 from ecornn.targets import resolve
 from ecornn.task import make_task
-from ecornn.tune.building import Build
 from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.log import parse
-from ecornn.tune.pool import Closed, Entries, Pool
+from ecornn.tune.pool import Closed
 from ecornn.tune.record import Choice, Trial
 from ecornn.tune.space import Candidate, ConfigSpace
-from ecornn.worker import WorkerError
 from ecornn.workload import Workload
 
 if TYPE_CHECKING:
     from ecornn.tune.session import Session
 
 Wanted = TypeVar("Wanted")
-LIMIT = 300.0  # seconds of a build
 H100 = "sm_90a"
 # Cells, H from 128 to 2816, B from 1 to 128 and data types; CELL:H:B:T:DTYPE.
 WORKLOADS = {
@@ -116,41 +110,6 @@ def write_list(path: Path, texts: Sequence[str], device: Device, count: int, of:
             file.write(msgspec.json.encode(item) + b"\n")
 
 
-def read_list(path: Path) -> list[Item]:
-    """What :func:`write_list` wrote."""
-    return [msgspec.json.decode(line, type=Item) for line in path.read_bytes().splitlines()]
-
-
-def prebuild(path: Path, processes: int, limit: float) -> None:
-    """``build``: every module that ``run`` will ask for, where the cache lacks it."""
-    begin, device, done, failed = time.monotonic(), resolve(H100), 0, 0
-    every = [Build(work.cell, work, device, c.schedule, c.config, os.devnull) for item in read_list(path)
-             for work in [workload_of(item.workload)]
-             for c in (Candidate.of(c.schedule, c.config) for c in item.candidates)]
-
-    def build(one: Build) -> bool | None:
-        if time.monotonic() - begin > limit:
-            return None
-        try:
-            with pool.one_of(pool.idle_builders) as worker:
-                worker.call("ecornn.tune.building:build", one, str, LIMIT)
-        except WorkerError as error:
-            pool.must_be_open()
-            print(f"{one.workload} {one.schedule} {one.config}: {error}"[:500], flush=True)
-            return False
-        return True
-
-    with Pool(Entries(measure_ready="search_rate:nothing"), processes) as pool:  # none of them measures
-        try:
-            for number, made in enumerate(pool.building.map(build, every), 1):
-                done, failed = done + (made is True), failed + (made is False)
-                if number % 50 == 0 or number == len(every):
-                    print(f"{done} of {len(every)} modules, {failed} failed, {time.monotonic() - begin:.0f} s",
-                          flush=True)
-        finally:
-            pool.building.shutdown(wait=False, cancel_futures=True)
-
-
 def in_threads(session: Session, tune: Callable[[Wanted], None], failed: Callable[[Wanted, EcornnError], None],
                every: Iterable[Wanted], at_once: int) -> None:
     """Searches that share a session's processes, so many at a time; ``failed`` is told of errors. Those that the
@@ -195,8 +154,9 @@ def run(path: Path, limit: float, at_once: int, timeout: float, target: str = "c
         seconds = time.monotonic() - begin
         print(f"{seconds:6.1f} s {trials / seconds:5.2f} trials/s  {item.workload}: {text}{why}", flush=True)
 
+    items = [msgspec.json.decode(line, type=Item) for line in path.read_bytes().splitlines()]
     with Session(target, timeout=timeout) as session:
-        in_threads(session, tune, failed, read_list(path), at_once)
+        in_threads(session, tune, failed, items, at_once)
     print(f"{trials} trials, {len(errors)} workloads failed, {time.monotonic() - begin:.0f} s")
 
 
@@ -212,16 +172,15 @@ def sizes(texts: Sequence[str], device: Device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("sizes", "list", "build", "run"))
+    parser.add_argument("action", choices=("sizes", "list", "run"))
     parser.add_argument("file", type=Path, nargs="?", default=Path("build/search_tables.jsonl"), help="[%(default)s]")
     parser.add_argument("--target", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--workloads", nargs="+", metavar="CELL:H:B:T:DTYPE", help="default: twelve, or two on a CPU")
     parser.add_argument("--trials", type=int, default=2000, help="configurations of a table [%(default)s]")
     parser.add_argument("--fastest", type=int, metavar="COUNT", help="with --of: no others are listed")
     parser.add_argument("--of", type=Path, help="a table")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="build: [%(default)s]")
     parser.add_argument("--logs", type=Path, help="run: folder of the logs [the user's]")
-    parser.add_argument("--limit", type=float, default=1e9, help="build, run: seconds after which nothing new begins")
+    parser.add_argument("--limit", type=float, default=1e9, help="run: seconds after which nothing new begins")
     parser.add_argument("--at-once", type=int, default=8, help="run: workloads in preparation [%(default)s]")
     parser.add_argument("--timeout", type=float, default=60.0, help="run: seconds of a build or measurement")
     arguments = parser.parse_args()
@@ -234,8 +193,6 @@ def main() -> None:
     device = resolve(H100 if arguments.target == "cuda" else "cpu")
     if arguments.action == "sizes":
         sizes(texts, device)
-    elif arguments.action == "build":
-        prebuild(arguments.file, arguments.processes, arguments.limit)
     elif arguments.action == "run":
         if arguments.logs:
             os.environ["ECORNN_TUNING_LOGS"] = str(arguments.logs)

@@ -86,17 +86,17 @@ def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import compile_times
 
     monkeypatch.setenv("ECORNN_CACHE", "on")
-    monkeypatch.setattr(compile_times, "modules", lambda: SMALL)
     path = tmp_path / "times.jsonl"
 
-    def measure(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["compile_times.py", "--target", "cpu", "--output", str(path), *arguments])
+    def measure(modules: list[Layer]) -> None:
+        monkeypatch.setattr(compile_times, "modules", lambda: modules)
+        monkeypatch.setattr(sys, "argv", ["compile_times.py", "--target", "cpu", "--output", str(path)])
         with pytest.raises(SystemExit) as ended:
             compile_times.main()
         assert ended.value.code == 0
 
-    measure("--seconds", "0.001", "--limit", "1")
-    measure()
+    measure(SMALL[:1])
+    measure(SMALL)
     rows = RowLog(path).rows
     assert [r["cell"] for r in rows] == ["rnn_tanh", "lstm"]
     assert all(r["build"] > 0.1 and r["imports"] > 0 and r["module_bytes"] > 1000 for r in rows)
