@@ -7,8 +7,8 @@
 
 Runs `ecornn tune`'s search of each layer (`--suite`: of the twelve of `search_tables.py`), without early stopping, with
 a build cache that is empty at first and a log of its own. `--records` is what it knows beforehand: `all` that ship,
-`none`, or those of `others`, none of the layer itself at a similar batch; `search_live.py` compares what was found with
-the tables. With several `--seeds`, which share the build cache, all layers are searched once with each.
+`none`, or those of `others`, none of the layer itself at a similar batch; `search_quality.py --live` compares what
+was found with the tables. With several `--seeds`, which share the build cache, all layers are searched once with each.
 Reported are for each run of `--at-once` layers
 
     per_second           trials a second from the first measurement to the last trial

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import search_live
 import search_quality
 import search_rate
 import search_tables
@@ -189,15 +188,15 @@ def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path:
     on = [([table(first, 2.0), table(second, 4.0)],
             [report("a", H100.name, [4.0, None, 3.0]), report("x", "it", [1.0])]),
           ([table(second, 2.0)], [report("b", H100.name, [6.0, 3.0]), report("c", H100.name, [9.0], ("third",))])]
-    found = search_live.lives(on)
+    found = search_quality.lives(on)
     assert [(one.report, one.workload, one.best) for one in found] == [
         ("a", first, 2.0), ("a", second, 4.0), ("b", first, 2.0), ("b", second, 2.0)]
     assert [one.curve for one in found] == [[2.0, 2.0, 1.5], [1.0, 1.0, 0.75], [3.0, 1.5], [3.0, 1.5]]
-    at = search_live.medians(found, 2)
+    at = search_quality.medians(found, 2)
     assert at == {first: (1.75, [2.0, 1.5]), second: (1.25, [1.0, 1.5])}
-    assert (late := search_live.medians(found, 3)) == {first: (1.5, [1.5]), second: (0.75, [0.75])}
-    assert search_live.until(found, 1.5) == (2.5 + 1.5, 0) and search_live.until(found, 1.0) == (2.5 + 1.5, 3)
-    assert search_live.line("none", 3, late) == "| none | 3 | 1.061 | 1.500 | 1 of 2 | 1 of 2 |"
+    assert (late := search_quality.medians(found, 3)) == {first: (1.5, [1.5]), second: (0.75, [0.75])}
+    assert search_quality.until(found, 1.5) == (2.5 + 1.5, 0) and search_quality.until(found, 1.0) == (2.5 + 1.5, 3)
+    assert search_quality.line("none", 3, late) == "| none | 3 | 1.061 | 1.500 | 1 of 2 | 1 of 2 |"
 
 
 @pytest.mark.exhaustive
@@ -206,7 +205,7 @@ def test_the_notes_have_what_the_reports_of_live_searches_say(capsys: pytest.Cap
     results = ROOT / "benchmarks" / "results"
     reports = [str(results / f"search_live_{name}_h100.json") for name in ("quarter", "none")]
     fastest = str(results / "search_fastest_h100.jsonl.xz")
-    monkeypatch.setattr(sys, "argv", ["search_live.py", "--on", fastest, *reports])
-    search_live.main()
+    monkeypatch.setattr(sys, "argv", ["search_quality.py", "--live", fastest, *reports])
+    search_quality.main()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(printed) == 9 and set(printed) <= set((ROOT / "benchmarks/notes/search.md").read_text().splitlines())
