@@ -144,14 +144,6 @@ def environment_of(home: Path, in_place: bool) -> dict[str, str]:
     return kept | {"HOME": str(home), "ECORNN": str(ROOT), "PIP_QUIET": "2", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
-@dataclass(frozen=True)
-class Head:
-    """Of all steps: on what, and whether in place."""
-
-    title: str
-    in_place: bool
-
-
 def done(steps: list[Step], folder: Path, in_place: bool) -> Iterator[tuple[Step, Ran]]:
     """The steps, one after the other; a line on each."""
     home = folder / "home"
@@ -171,15 +163,15 @@ def done(steps: list[Step], folder: Path, in_place: bool) -> Iterator[tuple[Step
                           if isinstance(v, str) else v for v in astuple(ran)))
 
 
-def page(head: Head, steps: list[tuple[Step, Ran]]) -> str:
-    """The page."""
+def page(title: str, in_place: bool, steps: list[tuple[Step, Ran]]) -> str:
+    """The page of what was done on such a machine."""
     until = next((n for n, (_, ran) in enumerate(steps, 1) if CHECKED in ran.output), 0)
     seconds = sum(ran.seconds for _, ran in steps[:until])
-    began = "From the clone" if not head.in_place else (
+    began = "From the clone" if not in_place else (
         "Installing is not among it: pip had nothing to install from on that machine, so that the clone itself is run, "
         "by `PYTHONPATH`, with a Python that has what it requires. From `doctor`")
-    text = [f"# The first ten minutes, {head.title}", "",
-            "Made by `python benchmarks/first_minutes.py" + " --in-place" * head.in_place + "`: commands and what they "
+    text = [f"# The first ten minutes, {title}", "",
+            "Made by `python benchmarks/first_minutes.py" + " --in-place" * in_place + "`: commands and what they "
             f"print, unedited. {began} to the first checked result it takes {seconds:.0f} s.", ""]
     for step, ran in steps:
         text += shown(step, ran)
@@ -193,12 +185,12 @@ def main() -> None:
     arguments = parser.parse_args()
     device, in_place = resolve(default_target()), arguments.in_place
     gpu = device.kind == "cuda"
-    head = Head(f"on {device.name}" + ("" if gpu else f", {len(os.sched_getaffinity(0))} cores"), in_place)
+    title = f"on {device.name}" + ("" if gpu else f", {len(os.sched_getaffinity(0))} cores")
     steps = IN_PLACE if in_place else [Step("A clone:", CLONE), *FIRST]
     with tempfile.TemporaryDirectory(prefix="first-minutes-", ignore_cleanup_errors=True) as folder:
         found = list(done(steps, Path(folder), in_place))
     output = arguments.output or ROOT / "docs" / f"FIRST_MINUTES_{'GPU' if gpu else 'CPU'}.md"
-    output.write_text(page(head, found))
+    output.write_text(page(title, in_place, found))
     sys.exit(not all(ran.code == step.code for step, ran in found))
 
 

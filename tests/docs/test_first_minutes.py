@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import first_minutes
 import pytest
-from first_minutes import Head, Step
+from first_minutes import Step
 from rooms import ROOT
 
 DOCS = ROOT / "docs"
@@ -37,11 +37,10 @@ def test_commands_are_told_as_they_went(tmp_path: Path, monkeypatch: pytest.Monk
     done = list(first_minutes.done(steps, tmp_path / "work", in_place=True))
     assert [ran.code for _, ran in done] == [0, 3, 0] and (done[0][1].silence, done[0][1].seconds) == (30.0, 33.0)
     assert done[0][1].quiet == "begun" and done[2][1].output.startswith("/tmp/first\nfrom ecornn import")
-    head = Head("on a machine", True)
-    text = first_minutes.page(head, done)
+    text = first_minutes.page("on a machine", True, done)
     assert "$ exit 3\n```\n" in text and ", exit code 3; silent for" in text and "Installing is not among it" in text
     assert "it takes 33 s." in text
-    assert "Installing" not in first_minutes.page(Head("on a machine", False), done)
+    assert "Installing" not in first_minutes.page("on a machine", False, done)
 
 
 def test_a_user_has_nothing_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
