@@ -5,21 +5,24 @@
 Every module is compiled in a new process, without the build cache, so that nothing is known from the one before; one at
 a time unless --jobs says otherwise. `imports` is the time until TVM is loaded, `choice` that of the tuning logs and of
 the heuristic, `build` from the program to the file: lowering, the CUDA compiler, linking. A persistent module should be
-built in less than 5 seconds. Rows are appended; the same command goes on where it stopped.
+built in less than 5 seconds. Beside the table rows have of `build` the seconds of CPU of this process, `lowering`, and
+of the compilers, `compilers`, and nvcc's own report of the source that took longest: `preprocessing`, `cicc` and
+`ptxas`. Rows are appended; the same command goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import datetime
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
 from grid_summary import FILE
 from report import layer, table
@@ -32,6 +35,7 @@ from ecornn.errors import EcornnError
 from ecornn.targets import resolve
 
 MOST = 5.0  # seconds to build a persistent module
+PHASES = {"gcc (preprocessing 1)": "preprocessing", "cicc": "cicc", "ptxas": "ptxas"}
 
 
 def compile_cold(row: Layer, device: Device, folder: Path) -> dict:
@@ -44,10 +48,28 @@ def compile_cold(row: Layer, device: Device, folder: Path) -> dict:
 
     out, imported = folder / f"{row.name.replace(' ', '_')}.so", time.perf_counter()
     planned = plan_layer(row.case.layer(), target=device)
-    chosen = time.perf_counter()
+    os.environ["NVCC_APPEND_FLAGS"] = f"--time={out.with_suffix('.csv')}"
+    chosen, before = time.perf_counter(), [*map(cpu_seconds, (RUSAGE_SELF, RUSAGE_CHILDREN))]
     build(planned, out)
     return {"imports": imported - begin, "choice": chosen - imported, "build": time.perf_counter() - chosen,
-            "module_bytes": out.stat().st_size, "schedule": planned.found.schedule.name}
+            "module_bytes": out.stat().st_size, "schedule": planned.found.schedule.name,
+            "lowering": cpu_seconds(RUSAGE_SELF) - before[0], "compilers": cpu_seconds(RUSAGE_CHILDREN) - before[1],
+            **slowest(out.with_suffix(".csv"))}
+
+
+def cpu_seconds(who: int) -> float:
+    used = getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+def slowest(times: Path) -> dict[str, float]:
+    """Seconds of each phase that nvcc says of the source that took longest; nothing where it was not called."""
+    sources: dict[str, dict[str, float]] = {}
+    for row in csv.reader(times.read_text().splitlines()) if times.exists() else ():
+        phase = PHASES.get(row[1].strip()) if len(row) > 6 else None
+        if phase:
+            sources.setdefault(row[0].strip(), {})[phase] = float(row[6]) / 1000
+    return max(sources.values(), key=lambda of: sum(of.values()), default={})
 
 
 def in_new_process(row: Layer, device: Device, folder: Path) -> dict:
@@ -101,36 +123,25 @@ def described(row: Layer) -> dict:
             "dtype": row.name.split()[-1]}
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True,
                         help="JSON lines to append to; a Markdown table is written beside it")
     parser.add_argument("--target", default="cuda", help="what to compile for (default: the GPU at hand)")
-    parser.add_argument("--limit", type=int, metavar="N", help="compile N modules, and no more this time")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none after so many")
     parser.add_argument("--jobs", type=int, default=1, help="modules at a time (default: 1)")
-    return parser.parse_args(argv)
-
-
-def main() -> None:
-    arguments = parse()
+    arguments = parser.parse_args()
     os.environ["ECORNN_CACHE"] = "off"
     try:
         device, log = resolve(arguments.target), RowLog(arguments.output)
-        left = [row for row in modules() if not log.has(row.name)][:arguments.limit]
+        left = [row for row in modules() if not log.has(row.name)]
         log.begin(environment(device, arguments.jobs))
     except (EcornnError, ValueError) as error:  # no GPU; a file that is no results
         sys.exit(str(error))
-    begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, ThreadPoolExecutor(arguments.jobs) as threads:
-        def compile_one(row: Layer) -> dict | None:
-            late = time.monotonic() - begin > arguments.seconds
-            return None if late else in_new_process(row, device, Path(folder))
-
-        for row, result in zip(left, threads.map(compile_one, left), strict=True):
-            if result is not None:
-                log.add(row.name, described(row) | result)
-                print(f"{row.name:32} " + (result.get("failed") or f"{result['build']:.1f} s"), flush=True)
+        for row, result in zip(left, threads.map(lambda row: in_new_process(row, device, Path(folder)), left),
+                               strict=True):
+            log.add(row.name, described(row) | result)
+            print(f"{row.name:32} " + (result.get("failed") or f"{result['build']:.1f} s"), flush=True)
     arguments.output.with_suffix(".md").write_text("\n".join(report(arguments.output, log)) + "\n")
     sys.exit(any("failed" in row for row in log.rows))
 

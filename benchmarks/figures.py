@@ -115,8 +115,7 @@ def cost(values: Iterable[float]) -> str:
 @cache
 def live(records: str) -> list[Any]:
     """The live searches of the H100 that knew these records."""
-    from search_live import lives
-    from search_replays import tables_of
+    from search_quality import lives, tables_of
 
     reports = [RESULTS / f"search_live_{name}_h100.json" for name in ("quarter", "none")]
     return [one for one in lives([(tables_of([RESULTS / "search_fastest_h100.jsonl.xz"]), reports)])
@@ -125,13 +124,13 @@ def live(records: str) -> list[Any]:
 
 def searched(records: str, trials: int) -> list[float]:
     """Of each layer the median run's best so far, over the best of the table."""
-    from search_live import medians
+    from search_quality import medians
 
     return [middle for middle, _ in medians(live(records), trials).values()]
 
 
 def until(records: str) -> str:
-    from search_live import NEAR, until
+    from search_quality import NEAR, until
 
     return f"{until(live(records), NEAR)[0]:g}"
 
@@ -141,7 +140,7 @@ def again(records: str) -> list[float]:
     """As :func:`searched`, at the end, where the best was measured once more beside the default; in order."""
     of: dict[str, list[float]] = {}
     for one in live(records):
-        of.setdefault(one.workload, []).append(one.row["ratio"])
+        of.setdefault(one.workload, []).append(one.ratio)
     return sorted(median(values) for values in of.values())
 
 

@@ -1,9 +1,7 @@
 """The first ten minutes with ecornn as text: commands and what they print, from a clone and a new environment.
 
     python benchmarks/first_minutes.py             # writes docs/FIRST_MINUTES_CPU.md, or _GPU.md where there is a GPU
-    python benchmarks/first_minutes.py --torch     # with PyTorch, a large download: replace() and a comparison
     python benchmarks/first_minutes.py --in-place  # by this interpreter, where pip has nothing to install from
-    python benchmarks/first_minutes.py --read first_minutes.jsonl                # the page again, of what --raw wrote
 
 Everything is done in a temporary home: no log, module or compiled code of before is found there. Of each command it is
 said how long it took, and how long it was silent at most. Ends with 1 where a command ended otherwise than it should.
@@ -14,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import site
 import subprocess
 import sys
@@ -23,8 +20,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
-
-import msgspec
 
 from ecornn.targets import resolve
 from ecornn.tune.choose import default_target
@@ -72,11 +67,6 @@ FIRST = [
          ".venv/bin/ecornn compile --cell leaky.py:Leaky --hidden 256 --batch 4 -o leaky.so"),
     Step("A mistake:", ".venv/bin/ecornn compile --cell lstn --hidden 800 -o x.so", 2),
     Step("And another:", ".venv/bin/ecornn tune --cell lstm --hidden 8OO", 2),
-]
-TORCH = [
-    Step("PyTorch, for what follows:", "make examples"),
-    Step("Models whose layers are replaced:", ".venv/bin/python examples/04_replace.py"),
-    Step("The module against PyTorch:", ".venv/bin/ecornn bench build/lstm800.so"),
 ]
 
 
@@ -154,15 +144,6 @@ def environment_of(home: Path, in_place: bool) -> dict[str, str]:
     return kept | {"HOME": str(home), "ECORNN": str(ROOT), "PIP_QUIET": "2", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
 
-@dataclass(frozen=True)
-class Head:
-    """Of all steps: on what, whether in place, and a sentence to say at the top."""
-
-    title: str
-    in_place: bool
-    note: str = ""
-
-
 def done(steps: list[Step], folder: Path, in_place: bool) -> Iterator[tuple[Step, Ran]]:
     """The steps, one after the other; a line on each."""
     home = folder / "home"
@@ -182,66 +163,35 @@ def done(steps: list[Step], folder: Path, in_place: bool) -> Iterator[tuple[Step
                           if isinstance(v, str) else v for v in astuple(ran)))
 
 
-def page(head: Head, steps: list[tuple[Step, Ran]]) -> str:
-    """The page."""
+def page(title: str, in_place: bool, steps: list[tuple[Step, Ran]]) -> str:
+    """The page of what was done on such a machine."""
     until = next((n for n, (_, ran) in enumerate(steps, 1) if CHECKED in ran.output), 0)
     seconds = sum(ran.seconds for _, ran in steps[:until])
-    began = "From the clone" if not head.in_place else (
+    began = "From the clone" if not in_place else (
         "Installing is not among it: pip had nothing to install from on that machine, so that the clone itself is run, "
         "by `PYTHONPATH`, with a Python that has what it requires. From `doctor`")
-    text = [f"# The first ten minutes, {head.title}", "",
-            "Made by `python benchmarks/first_minutes.py" + " --in-place" * head.in_place + "`: commands and what they "
-            f"print, unedited. {began} to the first checked result it takes {seconds:.0f} s."
-            + (f" {head.note}" if head.note else ""), ""]
+    text = [f"# The first ten minutes, {title}", "",
+            "Made by `python benchmarks/first_minutes.py" + " --in-place" * in_place + "`: commands and what they "
+            f"print, unedited. {began} to the first checked result it takes {seconds:.0f} s.", ""]
     for step, ran in steps:
         text += shown(step, ran)
     return "\n".join(text)
 
 
-def carried_out(arguments: argparse.Namespace) -> tuple[Head, list[tuple[Step, Ran]]]:
-    """All of it here, now; also written to ``--raw`` as it goes."""
-    device = resolve(default_target())
-    cores = len(os.sched_getaffinity(0))
-    title = f"on {device.name}" + ("" if device.kind == "cuda" else f", {cores} cores")
-    head = Head(title, arguments.in_place, arguments.note)
-    steps = IN_PLACE if arguments.in_place else [Step("A clone:", CLONE), *FIRST, *(TORCH if arguments.torch else [])]
-    folder, raw, found = Path(tempfile.mkdtemp(prefix="first-minutes-")), arguments.raw, []
-    if raw is not None:
-        raw.write_bytes(msgspec.json.encode(head) + b"\n")
-    try:
-        for one in done(steps, folder, arguments.in_place):
-            found.append(one)
-            if raw is not None:
-                with raw.open("ab") as file:
-                    file.write(msgspec.json.encode(one) + b"\n")
-        report = folder / ("." if arguments.in_place else "ecornn") / "report.html"
-        if arguments.keep is not None and report.exists():
-            shutil.copy(report, arguments.keep)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return head, found
-
-
-def read(path: Path) -> tuple[Head, list[tuple[Step, Ran]]]:
-    """What ``--raw`` wrote."""
-    first, *others = path.read_bytes().splitlines()
-    return msgspec.json.decode(first, type=Head), [msgspec.json.decode(o, type=tuple[Step, Ran]) for o in others]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch", action="store_true", help="install PyTorch, too")
     parser.add_argument("--in-place", action="store_true", help="install nothing, run the tree by this interpreter")
-    parser.add_argument("--note", default="", help="a sentence to say at the top, as of a machine that is not quiet")
-    parser.add_argument("--raw", type=Path, metavar="FILE.jsonl", help="also write each step to this file, as it ends")
-    parser.add_argument("--read", type=Path, metavar="FILE.jsonl", help="carry out nothing, make the page of that file")
-    parser.add_argument("--keep", type=Path, metavar="PAGE.html", help="keep the report that was made")
     parser.add_argument("--output", type=Path, help="[docs/FIRST_MINUTES_CPU.md or _GPU.md]")
     arguments = parser.parse_args()
-    head, steps = read(arguments.read) if arguments.read else carried_out(arguments)
-    kind = "GPU" if "NVIDIA" in head.title else "CPU"
-    (arguments.output or ROOT / "docs" / f"FIRST_MINUTES_{kind}.md").write_text(page(head, steps))
-    sys.exit(not all(ran.code == step.code for step, ran in steps))
+    device, in_place = resolve(default_target()), arguments.in_place
+    gpu = device.kind == "cuda"
+    title = f"on {device.name}" + ("" if gpu else f", {len(os.sched_getaffinity(0))} cores")
+    steps = IN_PLACE if in_place else [Step("A clone:", CLONE), *FIRST]
+    with tempfile.TemporaryDirectory(prefix="first-minutes-", ignore_cleanup_errors=True) as folder:
+        found = list(done(steps, Path(folder), in_place))
+    output = arguments.output or ROOT / "docs" / f"FIRST_MINUTES_{'GPU' if gpu else 'CPU'}.md"
+    output.write_text(page(title, in_place, found))
+    sys.exit(not all(ran.code == step.code for step, ran in found))
 
 
 if __name__ == "__main__":

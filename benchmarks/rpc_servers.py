@@ -1,14 +1,21 @@
-"""Trials a second against the number of RPC servers, all on this machine.
+"""Trials a second through RPC servers, all on this machine: against their number, and on several GPUs.
 
     python benchmarks/rpc_servers.py --servers 1 2 4 --output benchmarks/results/rpc_servers_cpu.json
     python benchmarks/rpc_servers.py --target cuda --hidden 256 --trials 96 --output rpc_servers_h100.json
     python benchmarks/rpc_servers.py --target cuda --gpus 4 --servers 1 2 4 --hidden 256 --trials 512
+    python benchmarks/rpc_servers.py --layers --gpus 2 --trials 64 --seconds 300 --output FILE   # of run_many_gpus.py
 
-Starts a TVM RPC tracker and servers on loopback, and tunes one small layer through each number of them
-into a log of its own, with a build cache of its own. What is timed is the search from its first trial to its
-last: builds and measurements of all servers share this machine's cores, so on few cores more servers cannot help.
-Servers of one GPU disturb one another; how many times did not settle, and what was the fastest, is reported beside.
-With ``--gpus`` each server has a GPU of its own, as long as there are enough of them.
+Starts a TVM RPC tracker and servers on loopback, and `ecornn tune --workloads` into a log and a build cache of its own.
+What is timed is the search from its first trial to its last: builds and measurements of all servers share this
+machine's cores, so on few cores more servers cannot help. Servers of one GPU disturb one another; how many times did
+not settle, and what was the fastest, is reported beside. With ``--gpus`` each server has a GPU of its own, as long as
+there are enough of them.
+
+With ``--layers`` a list of layers is tuned instead of a small one: through a server of one GPU, then through a server
+for each GPU, both on all cores; then a shorter list, while one of the servers is killed: no trial may fail, nor be
+missing. Last one server on its GPU's share of the cores, as a host with that GPU alone has them. Each is written as it
+ends; one that is not expected to end within ``--seconds`` is left out. On a machine without a GPU servers measure on
+the CPU.
 """
 
 from __future__ import annotations
@@ -24,50 +31,62 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from ecornn.errors import DeviceError
 from ecornn.targets import resolve
-from ecornn.tune import Session
+from ecornn.tune.choose import default_target
+from ecornn.tune.log import read
 from ecornn.tune.remote import Tracker
+
+Process = subprocess.Popen[bytes]
+LISTS = {"cuda": ["--cell lstm --hidden 512 --batch 16 --seq 300", "--cell gru --hidden 512 --batch 16 --seq 300",
+                  "--cell lstm --hidden 800 --batch 16 --seq 300", "--cell gru --hidden 800 --batch 16 --seq 300"],
+         "cpu": ["--cell rnn_tanh --hidden 16 --batch 2 --seq 8", "--cell gru --hidden 16 --batch 2 --seq 8"]}
+KILLED_AFTER = 6  # trials
+RUNS = ("one", "many", "killed", "share")
+SEARCHED = b'"stage":"search"'  # in a record of a trial
+
+
+def kill(process: Process) -> None:
+    """Ends a process and those that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    process.kill()
 
 
 @contextlib.contextmanager
-def running(*command: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def running(*command: str, **environment: str) -> Iterator[Process]:
     """A process, ended with the context, as are those that it started."""
     process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env={**os.environ, **environment})
     try:
         yield process
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for each in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
-        process.kill()
+        kill(process)
         process.wait()
 
 
-def measure(count: int, port: int, target: str, trials: int, hidden: int, gpus: int) -> dict[str, object]:
-    """One row: a search through ``count`` servers, which take turns with the ``gpus``."""
-    tracker, times = Tracker("127.0.0.1", port, "bench"), []
+@contextlib.contextmanager
+def served(target: str, **gpus: Sequence[int | None]) -> Iterator[tuple[dict[str, Tracker], list[Process]]]:
+    """A tracker, under each key one server for each of these GPUs (None: whatever it sees), and their processes, the
+    tracker's first."""
+    port = free_port()
+    trackers = {key: Tracker("127.0.0.1", port, key) for key in gpus}
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(running("-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1", "--port", str(port),
                                                "--port-end", str(port + 1), "--silent"))]
-        wait(lambda: servers(tracker) == 0, started)
-        for number in range(count):
+        wait(lambda: all(servers(tracker) == 0 for tracker in trackers.values()), started)
+        for key, gpu in ((key, gpu) for key, each in gpus.items() for gpu in each):
+            shown = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
             started.append(stack.enter_context(running(
-                "-m", "ecornn.cli", "serve", "--tracker", str(tracker), "--key", tracker.key, "--target", target,
-                "--port", str(port + 100 + 10 * number),
-                **({"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}))))
-        wait(lambda: servers(tracker) == count, started)
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        os.environ["ECORNN_CACHE"] = str(Path(folder, "cache"))
-        session = stack.enter_context(Session(target, tracker=tracker))
-        result = session.tune("lstm", hidden=hidden, batch=4, seq=50, trials=trials, early_stop=False,
-                              output=Path(folder, "log.jsonl"), report=lambda _: times.append(time.monotonic()))
-    return {"servers": count, "trials": len(times), "failed": sum(result.failures.values()), "noisy": result.noisy,
-            "best_us": result.finish.best_us, "trials_per_second": (len(times) - 1) / (times[-1] - times[0])}
+                "-m", "ecornn", "serve", "--tracker", str(trackers[key]), "--key", key, "--target", target, "--port",
+                str(free_port()), **shown)))
+        wait(lambda: all(servers(trackers[key]) == len(each) for key, each in gpus.items()), started)
+        yield trackers, started
 
 
 def free_port() -> int:
@@ -84,7 +103,7 @@ def servers(tracker: Tracker) -> int | None:
         return None
 
 
-def wait(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def wait(condition: Callable[[], bool], processes: Sequence[Process]) -> None:
     """Returns once the condition holds; ends the program where it does not within a minute, or one of the
     ``processes`` is gone."""
     deadline = time.monotonic() + 60
@@ -94,6 +113,79 @@ def wait(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[byt
         time.sleep(0.2)
 
 
+def tuned(log: Path, tracker: Tracker, target: str, layers: list[str], trials: int, cores: list[int],
+          killed: Process | None = None) -> dict[str, Any]:
+    """One run of the list through the servers of the tracker; ``killed``: a server to kill in the midst of it."""
+    listed = log.with_suffix(".txt")
+    listed.write_text("\n".join(layers) + "\n")
+    command = [sys.executable, "-m", "ecornn", "tune", "--workloads", str(listed), "--trials", str(trials),
+               "--no-early-stop", "--tracker", f"{tracker.host}:{tracker.port}", "--key", tracker.key, "--output",
+               str(log), "--target", target, "--json"]
+    environment = os.environ | {"ECORNN_CACHE": str(log.with_suffix(".cache"))}
+    begun, times, victim = time.monotonic(), list[float](), killed
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+                               preexec_fn=lambda: os.sched_setaffinity(0, cores))
+    while process.poll() is None:
+        time.sleep(0.02)  # records have the time to a second
+        if log.exists():
+            times += [time.monotonic()] * (log.read_bytes().count(SEARCHED) - len(times))
+        if victim is not None and len(times) >= KILLED_AFTER:
+            kill(victim)
+            victim = None
+    assert process.stdout is not None
+    output = process.stdout.read()
+    if process.returncode:
+        sys.exit(f"{' '.join(command)} ended with {process.returncode}")
+    results = json.loads(output)
+    return {"servers": tracker.servers(), "cores": len(cores), "trials": len(times), "wanted": trials * len(layers),
+            "failed": sum(sum(one["failures"].values()) for one in results), "seconds": time.monotonic() - begun,
+            "first": times[0] - begun, "each_second": [sum(second <= t - times[0] < second + 1 for t in times)
+                                                       for second in range(int(times[-1] - times[0]) + 1)],
+            "trials_per_minute": 60 * (len(times) - 1) / (times[-1] - times[0]),
+            "best_us": {f"{one['workload']['cell']} {one['workload']['hidden']}": one["finish"]["best_us"]
+                        for one in results}}
+
+
+def measure(count: int, target: str, trials: int, hidden: int, gpus: int, folder: Path) -> dict[str, object]:
+    """One row: a search through ``count`` servers, which take turns with the ``gpus``."""
+    log, cores = folder / f"{count}.jsonl", sorted(os.sched_getaffinity(0))
+    with served(target, bench=[number % gpus if gpus else None for number in range(count)]) as (trackers, _):
+        found = tuned(log, trackers["bench"], target, [f"--cell lstm --hidden {hidden} --batch 4 --seq 50"], trials,
+                      cores)
+    (best,) = found["best_us"].values()
+    return {"servers": count, "trials": found["trials"], "failed": found["failed"],
+            "noisy": sum(trial.noisy for trial in read(log).trials()), "best_us": best,
+            "trials_per_second": found["trials_per_minute"] / 60}
+
+
+def one_against_many(count: int, trials: int, path: Path, seconds: float, folder: Path) -> None:
+    """``--layers``, with ``count`` GPUs."""
+    end, target = time.monotonic() + seconds, "cuda" if default_target() == "cuda" else "cpu"
+    layers, cores = LISTS[target], sorted(os.sched_getaffinity(0))
+    found: dict[str, Any] = {"device": resolve(target).name, "trials": trials, "layers": layers}
+    numbers = [*range(count)] if target == "cuda" else [None] * count
+    with served(target, one=numbers[:1], many=numbers) as (trackers, started):
+        def add(name: str, key: str, layers: list[str], trials: int, cores: list[int],
+                killed: Process | None = None) -> None:
+            longest = max((of["seconds"] for of in map(found.get, RUNS) if of), default=0.0)
+            if time.monotonic() + 1.1 * longest > end:
+                return
+            found[name] = tuned(folder / f"{name}.jsonl", trackers[key], target, layers, trials, cores, killed)
+            for gain, over in (("gain", "one"), ("gain_of_share", "share")):
+                if over in found and "many" in found:
+                    found[gain] = found["many"]["trials_per_minute"] / found[over]["trials_per_minute"]
+            if "one" in found and "many" in found:
+                best, of_one = found["many"]["best_us"], found["one"]["best_us"]
+                found["best_to_one"] = {layer: best[layer] / of_one[layer] for layer in of_one}
+            path.write_text(json.dumps(found))
+
+        add("one", "one", layers, trials, cores)
+        add("many", "many", layers, trials, cores)
+        if count > 1:
+            add("killed", "many", layers[:2], max(8, trials // 8), cores, started[-1])
+        add("share", "one", layers, trials, cores[:max(1, len(cores) // count)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2, 4])
@@ -101,17 +193,25 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=32)
     parser.add_argument("--target", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--gpus", type=int, default=0, help="of this machine, for the servers [those they see]")
+    parser.add_argument("--layers", action="store_true", help="one server against one for each of --gpus")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for --layers")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    rows, device = [], resolve(arguments.target)
-    for count in arguments.servers:
-        rows.append(measure(count, free_port(), arguments.target, arguments.trials, arguments.hidden,
-                            arguments.gpus))
-        print(rows[-1], flush=True)
-        if arguments.output:  # after each, so that what a limit cuts off is not lost
-            arguments.output.write_text(json.dumps({
-                "device": device.name, "processors": len(os.sched_getaffinity(0)), "rows": rows,
-                "command": "python benchmarks/rpc_servers.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
+    if arguments.layers and not (arguments.output and arguments.gpus):
+        parser.error("--layers needs --output and --gpus")
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        if arguments.layers:
+            one_against_many(arguments.gpus, arguments.trials, arguments.output, arguments.seconds, Path(folder))
+            return
+        rows, device = [], resolve(arguments.target)
+        for count in arguments.servers:
+            rows.append(measure(count, arguments.target, arguments.trials, arguments.hidden, arguments.gpus,
+                                Path(folder)))
+            print(rows[-1], flush=True)
+            if arguments.output:  # after each, so that what a limit cuts off is not lost
+                arguments.output.write_text(json.dumps({
+                    "device": device.name, "processors": len(os.sched_getaffinity(0)), "rows": rows,
+                    "command": "python benchmarks/rpc_servers.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -99,17 +99,16 @@ def main() -> None:
 def commands(part: str, arguments: argparse.Namespace, result: Path) -> list[tuple[list[str], dict[str, str]]]:
     """What a part runs at the same time: commands with their variables."""
     gpus, seconds = str(arguments.gpus), str(arguments.seconds)
-    if part == "build":
-        return [([str(HERE / "many_gpus_models.py"), str(result)], {})]
     if part == "tune":
         limit = str(min(PARTS[part], arguments.limit))
-        return [([str(HERE / "many_gpus_tuning.py"), gpus, str(arguments.trials), str(result), limit], {})]
-    if part == "inference":
-        return [([str(HERE / "many_gpus_inference.py"), gpus, seconds, str(result)], {})]
-    shared = {"WORLD_SIZE": gpus, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return [([str(HERE / "rpc_servers.py"), "--layers", "--gpus", gpus, "--trials", str(arguments.trials),
+                  "--seconds", limit, "--output", str(result)], {})]
+    command, shared = [str(HERE / "many_gpus.py"), part, seconds, str(result)], {"WORLD_SIZE": gpus}
+    if part not in TRAINING:
+        return [(command, shared)]
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared |= {} if torch.cuda.is_available() else {"GLOO_SOCKET_IFNAME": "lo"}
-    return [([str(HERE / "many_gpus_training.py"), part, seconds, str(result)], shared | {"RANK": str(rank)})
-            for rank in range(arguments.gpus)]
+    return [(command, shared | {"RANK": str(rank)}) for rank in range(arguments.gpus)]
 
 
 def carry_out(what: Sequence[tuple[list[str], Mapping[str, str]]], limit: float, folder: Path) -> None:

@@ -40,7 +40,6 @@ import random  # noqa: E402
 import statistics  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
-import threading  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
 from dataclasses import dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -61,7 +60,6 @@ class Spans:
     """When something was at work, from all threads."""
 
     of: dict[str, list[Span]] = field(default_factory=lambda: {"build": [], "measure": [], "propose": []})
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def watch(self, kind: str, function: Any) -> Any:
         """``function``, noting when it ran."""
@@ -70,8 +68,7 @@ class Spans:
             try:
                 return function(*args, **named)
             finally:
-                with self.lock:
-                    self.of[kind].append((begin, time.monotonic()))
+                self.of[kind].append((begin, time.monotonic()))
         return watched
 
     def within(self, kind: str, window: Span) -> float:
@@ -108,25 +105,22 @@ def summary(spans: list[Span]) -> dict[str, float]:
 
 def know(records: str) -> None:
     """Keeps records from the searches."""
-    from ecornn.tune import transfer
+    from ecornn.tune import proposing
     from ecornn.tune.log import Log
-
-    warm, seeds, borrowed = transfer.warm, transfer.seeds, transfer.borrowed
 
     def log(task: Any) -> Any:
         if records == "none":
             return Log()
-        from search_replays import others
+        from search_quality import others
 
         return others(task.workload)
 
-    def warm_others(model: Any, cell: Any, task: Any, schedules: Any, _: Any, run: Any = None) -> int:
-        return warm(model, cell, task, schedules, log(task), run)
-
+    warm, seeds, borrowed = proposing.warm, proposing.seeds, proposing.borrowed
     if records != "all":
-        transfer.warm = warm_others
-        transfer.seeds = lambda task, schedules, _: seeds(task, schedules, log(task))
-        transfer.borrowed = lambda task, schedules, _: borrowed(task, schedules, log(task))
+        proposing.warm = lambda model, cell, task, schedules, _, run=None: warm(
+            model, cell, task, schedules, log(task), run)
+        proposing.seeds = lambda task, schedules, _: seeds(task, schedules, log(task))
+        proposing.borrowed = lambda task, schedules, _: borrowed(task, schedules, log(task))
 
 
 def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans) -> dict[str, object]:

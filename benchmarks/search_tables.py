@@ -1,38 +1,48 @@
-"""Tables of random configurations, for `search_quality.py` to replay searches on.
+"""Tables of random configurations, for `search_quality.py` to replay searches on: what they have, and their times.
 
     python benchmarks/search_tables.py sizes                       # the workloads and their spaces; needs no GPU
     python benchmarks/search_tables.py list table.jsonl            # what a table has; needs no GPU
-    python benchmarks/tune_h100_set.py run table.jsonl --logs logs # measures it; `build` builds ahead of that
+    python benchmarks/search_tables.py run table.jsonl --logs logs --limit 600
     ecornn log merge -o table.jsonl.xz logs/*.jsonl
     python benchmarks/search_tables.py list again.jsonl --fastest 100 --of benchmarks/results/a_table.jsonl.xz
 
 Of each workload the defaults and then configurations drawn uniformly from all that fit, without repetition, up to
 `--trials` of them or the whole space, in an order that is the same in every run. `--fastest` lists only so many of each
-table of `--of`, the fastest there: what the best of a table is worth on another GPU.
+table of `--of`, the fastest there: what the best of a table is worth on another GPU. `run` measures on the GPU at hand,
+into one log for each workload; the same command again goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import lzma
+import os
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
-from tune_h100_set import Item
 
 from ecornn.cells import get
 from ecornn.device import Device
+from ecornn.errors import EcornnError
 from ecornn.schedules.base import Schedule, Task
 from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.log import parse
+from ecornn.tune.pool import Closed
 from ecornn.tune.record import Choice, Trial
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.workload import Workload
 
+if TYPE_CHECKING:
+    from ecornn.tune.session import Session
+
+Wanted = TypeVar("Wanted")
 H100 = "sm_90a"
 # Cells, H from 128 to 2816, B from 1 to 128 and data types; CELL:H:B:T:DTYPE.
 WORKLOADS = {
@@ -42,6 +52,13 @@ WORKLOADS = {
              "gru:1536:16:100:bfloat16", "rnn_tanh:2048:64:100:bfloat16", "rnn_relu:650:16:100:float16"),
     "cpu": ("lstm:128:4:50:float32", "gru:256:8:50:float32"),
 }
+
+
+class Item(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A line of a list: a workload, CELL:H:B:T:DTYPE, and what to try."""
+
+    workload: str
+    candidates: tuple[Choice, ...]
 
 
 def workload_of(text: str) -> Workload:
@@ -84,14 +101,63 @@ def trials_of(path: Path) -> list[Trial]:
 
 
 def write_list(path: Path, texts: Sequence[str], device: Device, count: int, of: Path | None = None) -> None:
-    """A list for `tune_h100_set.py`: of each workload ``count`` random configurations, or the fastest ``of`` a log."""
+    """``list``: of each workload ``count`` random configurations, or the fastest ``of`` a log."""
     with path.open("wb") as file:
         for text in texts:
             work = workload_of(text)
             given = fastest(of, work, count) if of else first(ConfigSpace(*task_of(work, device)), count)
-            choices = tuple(Choice(c.schedule, c.config) for c in given)
-            item = Item(work.cell, work.hidden, work.batch, work.dtype, choices, seq=work.seq)
+            item = Item(text, tuple(Choice(c.schedule, c.config) for c in given))
             file.write(msgspec.json.encode(item) + b"\n")
+
+
+def in_threads(session: Session, tune: Callable[[Wanted], None], failed: Callable[[Wanted, EcornnError], None],
+               every: Iterable[Wanted], at_once: int) -> None:
+    """Searches that share a session's processes, so many at a time; ``failed`` is told of errors. Those that the
+    session's end interrupts are left out."""
+    def one(wanted: Wanted) -> None:
+        try:
+            tune(wanted)
+        except Closed:
+            return
+        except EcornnError as error:
+            failed(wanted, error)
+
+    session.environment  # noqa: B018  before threads ask for it
+    threads = ThreadPoolExecutor(at_once)
+    try:
+        list(threads.map(one, every))
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def run(path: Path, limit: float, at_once: int, timeout: float, target: str = "cuda") -> None:
+    """``run``: measures; one line a workload."""
+    from ecornn.tune.session import Session
+
+    begin, trials, errors = time.monotonic(), 0, list[EcornnError]()
+
+    def failed(item: Item, error: EcornnError) -> None:
+        errors.append(error)
+        print(f"{item.workload}: {error}", flush=True)
+
+    def tune(item: Item) -> None:
+        nonlocal trials
+        if time.monotonic() - begin > limit:
+            return
+        work = workload_of(item.workload)
+        result = session.tune(work.cell, hidden=work.hidden, batch=work.batch, seq=work.seq, dtype=work.dtype,
+                              only=item.candidates, early_stop=False)
+        trials += result.fresh
+        best, us = result.best, result.finish.best_us
+        why = "".join(f"; {count} failed: {reason}" for reason, count in result.failures.items())
+        text = f"{us:.4g} µs/step {best.schedule}" if best and us else "none ran"
+        seconds = time.monotonic() - begin
+        print(f"{seconds:6.1f} s {trials / seconds:5.2f} trials/s  {item.workload}: {text}{why}", flush=True)
+
+    items = [msgspec.json.decode(line, type=Item) for line in path.read_bytes().splitlines()]
+    with Session(target, timeout=timeout) as session:
+        in_threads(session, tune, failed, items, at_once)
+    print(f"{trials} trials, {len(errors)} workloads failed, {time.monotonic() - begin:.0f} s")
 
 
 def sizes(texts: Sequence[str], device: Device) -> None:
@@ -106,13 +172,17 @@ def sizes(texts: Sequence[str], device: Device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("sizes", "list"))
+    parser.add_argument("action", choices=("sizes", "list", "run"))
     parser.add_argument("file", type=Path, nargs="?", default=Path("build/search_tables.jsonl"), help="[%(default)s]")
     parser.add_argument("--target", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--workloads", nargs="+", metavar="CELL:H:B:T:DTYPE", help="default: twelve, or two on a CPU")
     parser.add_argument("--trials", type=int, default=2000, help="configurations of a table [%(default)s]")
     parser.add_argument("--fastest", type=int, metavar="COUNT", help="with --of: no others are listed")
     parser.add_argument("--of", type=Path, help="a table")
+    parser.add_argument("--logs", type=Path, help="run: folder of the logs [the user's]")
+    parser.add_argument("--limit", type=float, default=1e9, help="run: seconds after which nothing new begins")
+    parser.add_argument("--at-once", type=int, default=8, help="run: workloads in preparation [%(default)s]")
+    parser.add_argument("--timeout", type=float, default=60.0, help="run: seconds of a build or measurement")
     arguments = parser.parse_args()
     if (arguments.fastest is None) != (arguments.of is None):
         parser.error("--fastest and --of go together")
@@ -123,6 +193,10 @@ def main() -> None:
     device = resolve(H100 if arguments.target == "cuda" else "cpu")
     if arguments.action == "sizes":
         sizes(texts, device)
+    elif arguments.action == "run":
+        if arguments.logs:
+            os.environ["ECORNN_TUNING_LOGS"] = str(arguments.logs)
+        run(arguments.file, arguments.limit, arguments.at_once, arguments.timeout, arguments.target)
     else:
         write_list(arguments.file, texts, device, arguments.fastest or arguments.trials, arguments.of)
 

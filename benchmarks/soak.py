@@ -1,6 +1,6 @@
 """Threads that load, bind, run and train layers of many shapes on busy cores, for as long as one says.
 
-    python benchmarks/soak.py 600 --output benchmarks/results/soak_cpu.json
+    python benchmarks/soak.py 600 --output build/soak.json
 
 Each of ``--threads`` threads does one job after the other, at random: it calls a layer that all share, loads a module
 file or binds weights to it and drops them, calls or trains a layer of PyTorch's, packed or with weights that are new,
@@ -13,9 +13,9 @@ and not got back at most a quarter of that more, but for workspaces; and no laye
 threads, one for each call that ran at the same time as others. Memory is looked at every five seconds while no call is
 under way, since each counts with what it needs itself, and after what was freed has gone back to the system.
 
-All threads share one heap of malloc()'s. With a heap for each, as glibc has it (``--heaps``), what is free in one is of
-no use to others: the process has 100 MB more, and goes on growing for minutes, while what is in use is the same.
-Then only that must be flat.
+All threads share one heap of malloc()'s. With a heap for each, as glibc has it, what is free in one is of no use to
+others: the process has 100 MB more, and goes on growing for minutes, while what is in use is the same. Where the C
+library does not share one only that must be flat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import argparse
 import collections
 import copy
 import ctypes
-import datetime
 import faulthandler
 import gc
 import itertools
@@ -51,7 +50,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import ecornn
 import ecornn.torch
-from ecornn.host_cpu import detect
 from ecornn.torch.kind import text_of
 
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32
@@ -134,38 +132,40 @@ def torch_cases(few: bool = False) -> Iterator[Case]:
         theirs = getattr(torch.nn, name)(*sizes, **options).double()
         model = torch.nn.Sequential(copy.deepcopy(theirs).float())
         ecornn.torch.replace(model)
-        ours = model[0]
         for steps, batch in calls:
-            x = torch.randn(steps, batch, sizes[0])
-            lengths = [max(1, steps * (n + 1) // batch) for n in range(batch)]
-            packed = [pack_padded_sequence(v, lengths, enforce_sorted=False) for v in (x, x.double())]
-            half = {name: 0.5 * w.detach() for name, w in theirs.named_parameters()}
+            yield from cases_of(name, theirs, model, torch.randn(steps, batch, sizes[0]))
 
-            def no_grad(call: Callable[[], Any]) -> list[torch.Tensor]:
-                with torch.no_grad():
-                    return flat(call())
 
-            def trained(layer: Any, x: Any) -> list[torch.Tensor]:
-                leaf = x.clone().requires_grad_()
-                y = layer(leaf)[0]
-                return [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])]
+def cases_of(name: str, theirs: torch.nn.Module, model: torch.nn.Sequential, x: torch.Tensor) -> Iterator[Case]:
+    """The calls of one layer with one x."""
+    ours, (steps, batch) = model[0], x.shape[:2]
+    lengths = [max(1, steps * (n + 1) // batch) for n in range(batch)]
+    packed, exact = (pack_padded_sequence(v, lengths, enforce_sorted=False) for v in (x, x.double()))
+    half = {name: 0.5 * w.detach() for name, w in theirs.named_parameters()}
 
-            pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-                "called": (lambda x=x, f=no_grad, m=model: f(lambda: m(x)),
-                           lambda x=x, f=no_grad, t=theirs: f(lambda: t(x.double()))),
-                "packed": (lambda p=packed, f=no_grad, m=ours: f(lambda: m(p[0])),
-                           lambda p=packed, f=no_grad, t=theirs: f(lambda: t(p[1]))),
-                # functional_call() puts weights into a layer, where other threads would find them
-                "other weights": (lambda x=x, f=no_grad, m=ours: f(lambda: torch.ops.ecornn.recurrent(
-                    x, [], None, [0.5 * w for w in m.parameters()], text_of(m))),
-                                  lambda x=x, h=half, f=no_grad, t=theirs: f(
-                                      lambda: functional_call(t, h, (x.double(),)))),
-                "trained": (lambda x=x, f=trained, m=ours: f(m, x), lambda x=x, f=trained, t=theirs: f(t, x.double())),
-                "copied": (lambda x=x, f=no_grad, m=model: f(lambda: copy.deepcopy(m)(x)),
-                           lambda x=x, f=no_grad, t=theirs: f(lambda: t(x.double())))}
-            for job, (mine, exact) in pairs.items():
-                yield Case(f"{name}: {job}", mine, [t.numpy() for t in exact()],
-                           BACKWARD if job == "trained" else FORWARD)
+    def no_grad(call: Callable[[], Any]) -> Callable[[], list[torch.Tensor]]:
+        def run() -> list[torch.Tensor]:
+            with torch.no_grad():
+                return flat(call())
+        return run
+
+    def trained(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        leaf = x.clone().requires_grad_()
+        y = layer(leaf)[0]
+        return [y.detach(), *torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])]
+
+    plain = no_grad(lambda: theirs(x.double()))
+    pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "called": (no_grad(lambda: model(x)), plain),
+        "packed": (no_grad(lambda: ours(packed)), no_grad(lambda: theirs(exact))),
+        # functional_call() puts weights into a layer, where other threads would find them
+        "other weights": (no_grad(lambda: torch.ops.ecornn.recurrent(
+            x, [], None, [0.5 * w for w in ours.parameters()], text_of(ours))),
+                          no_grad(lambda: functional_call(theirs, half, (x.double(),)))),
+        "trained": (lambda: trained(ours, x), lambda: trained(theirs, x.double())),
+        "copied": (no_grad(lambda: copy.deepcopy(model)(x)), plain)}
+    for job, (mine, wanted) in pairs.items():
+        yield Case(f"{name}: {job}", mine, [t.numpy() for t in wanted()], BACKWARD if job == "trained" else FORWARD)
 
 
 def flat(result: Any) -> list[torch.Tensor]:
@@ -302,7 +302,6 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=16)
     parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="processes that take cores")
     parser.add_argument("--growth", type=float, default=4, help="MB more that are still flat")
-    parser.add_argument("--heaps", action="store_true", help="one for each thread, as the C library has it")
     parser.add_argument("--few", action="store_true", help="of one module and one layer, which compile in seconds")
     parser.add_argument("--each", type=int, default=0, help="calls of each kind at least, however long these take")
     parser.add_argument("--output", type=Path)
@@ -310,7 +309,7 @@ def main() -> int:
     faulthandler.enable()
     os.environ.setdefault("ECORNN_STRICT", "1")
     torch.manual_seed(0)
-    one_heap = not arguments.heaps and share_one_heap()
+    one_heap = share_one_heap()
     with tempfile.TemporaryDirectory() as folder:
         cases = [*itertools.chain(module_cases(Path(folder), np.random.default_rng(0), arguments.few),
                                   torch_cases(arguments.few))]
@@ -332,15 +331,9 @@ def main() -> int:
     for fault in soak.faults[:5]:
         print(fault)
     more = {name: growth([getattr(m, name) for m in memory]) for name in ("process", "given") if memory}
-    device = detect()
-    found = {"environment": {"cpu": device.name, "arch": device.arch, "cores": len(os.sched_getaffinity(0)),
-                             "ecornn": ecornn.__version__, "torch": torch.__version__, "python": sys.version.split()[0],
-                             "date": datetime.date.today().isoformat(), "load": os.getloadavg()[0]},
-             "seconds": round(soak.seconds), "threads": arguments.threads, "busy": arguments.busy,
+    found = {"seconds": round(soak.seconds), "threads": arguments.threads, "busy": arguments.busy,
              "calls": soak.calls.total(), "wrong": len(soak.faults), "faults": soak.faults[:5],
-             "one_heap": one_heap, "growth_mb": {name: round(value, 1) for name, value in more.items()},
-             "memory_mb": {name: [round(getattr(m, name), 1) for m in memory[::max(1, len(memory) // 60)]]
-                           for name in Memory._fields},
+             "growth_mb": {name: round(value, 1) for name, value in more.items()},
              "kinds": {name: {"calls": count, "worst_error": float(f"{soak.worst[name]:.2g}")}
                        for name, count in sorted(soak.calls.items())}}
     if arguments.output:

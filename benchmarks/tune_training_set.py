@@ -15,14 +15,15 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from msgspec import structs
+from search_tables import in_threads
 
 from ecornn.bench.grid import Layer, read_grid
+from ecornn.errors import EcornnError
 from ecornn.layer_spec import LayerSpec
 from ecornn.workload import Workload
 
@@ -66,49 +67,48 @@ def spent(log: Path, device: Device) -> dict[Workload, float]:
 def search(session: Session, wanted: Wanted, log: Path, trials: int, limit: float,
            at_once: int) -> dict[Workload, Result | str]:
     """What was found of each, or why nothing was; of those that the time did not suffice for nothing."""
-    from ecornn.errors import EcornnError
-    from ecornn.tune.pool import Closed
-
     begin, earlier, found = time.monotonic(), spent(log, session.device), dict[Workload, "Result | str"]()
+
+    def note(work: Workload, result: Result | EcornnError) -> None:
+        found[work] = str(result) if isinstance(result, EcornnError) else result
+        print(f"{time.monotonic() - begin:6.1f} s  {line(wanted[work][0], found[work])}", flush=True)
 
     def tune(work: Workload) -> None:
         left = limit - (time.monotonic() - begin)
-        if left < LEAST:
-            return
-        row, layer = wanted[work]
-        try:
-            result = session.tune_workload(layer, work, trials=trials, output=log, early_stop=False,
-                                           time_limit=left + earlier.get(work, 0.0))
-        except Closed:
-            return
-        except EcornnError as error:
-            found[work] = str(error)
-            print(f"{row.name}: {error}", flush=True)
-            return
-        found[work] = result
-        print(f"{time.monotonic() - begin:6.1f} s  {line(row, result)}", flush=True)
+        if left >= LEAST:
+            note(work, session.tune_workload(wanted[work][1], work, trials=trials, output=log, early_stop=False,
+                                             time_limit=left + earlier.get(work, 0.0)))
 
-    session.environment  # noqa: B018  before threads ask for it
-    threads = ThreadPoolExecutor(at_once)
-    try:
-        list(threads.map(tune, wanted))
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+    in_threads(session, tune, note, wanted, at_once)
     return found
 
 
-def line(row: Layer, result: Result) -> str:
+def line(row: Layer, result: Result | str) -> str:
     """A layer for people: the default and the best, and in which knobs they differ."""
+    if isinstance(result, str):
+        return f"{row.name:40} {result}"
     finish, why = result.finish, "".join(f"; {count} failed: {reason}" for reason, count in result.failures.items())
-    if finish.best is None or finish.best_us is None or finish.default is None:
+    default, best = finish.default, finish.best
+    if best is None or finish.best_us is None or default is None:
         return f"{row.name:40} none ran of {finish.trials}{why}"
-    default, best, trials = finish.default, finish.best, f"{finish.trials:3} trials"
     of_default = f"{finish.default_us:7.3f}" if finish.default_us else " failed"
     changed = " ".join(f"{k}={v}" for k, v in best.config.items()
                        if best.schedule != default.schedule or v != default.config[k])
     gain = f"{finish.default_us / finish.best_us:5.3f}x" if finish.default_us else ""
-    return (f"{row.name:40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {trials}  "
-            f"{best.schedule} {changed or '(the default)'}{why}")
+    return (f"{row.name:40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {finish.trials:3} trials"
+            f"  {best.schedule} {changed or '(the default)'}{why}")
+
+
+def report(wanted: Wanted, found: dict[Workload, Result | str]) -> str:
+    """All rows in their order, and what was gained."""
+    rows = [line(row, found.get(work, "not begun: the time had passed")) for work, (row, _) in wanted.items()]
+    gains = [r.finish.default_us / r.finish.best_us for r in found.values()
+             if not isinstance(r, str) and r.finish.best_us and r.finish.default_us]
+    total = f"{len(gains)} of {len(wanted)} searched"
+    if gains:
+        total += (f", geometric mean {geometric_mean(gains):.3f}x, {sum(g > WON for g in gains)} faster by more than "
+                  f"{WON - 1:.0%}, most {max(gains):.2f}x")
+    return "\n".join([*rows, total])
 
 
 def main() -> None:
@@ -136,21 +136,6 @@ def main() -> None:
             found = search(session, wanted, arguments.log, arguments.trials, left, arguments.at_once)
             reports.append(f"\n{head}\n{report(wanted, found)}")
     print("\n".join(reports) + f"\n{time.monotonic() - begin:.0f} s")
-
-
-def report(wanted: Wanted, found: dict[Workload, Result | str]) -> str:
-    """All rows in their order, and what was gained."""
-    rows, gains = [], []
-    for work, (row, _) in wanted.items():
-        result = found.get(work, "not begun: the time had passed")
-        rows.append(f"{row.name:40} {result}" if isinstance(result, str) else line(row, result))
-        if not isinstance(result, str) and result.finish.best_us and result.finish.default_us:
-            gains.append(result.finish.default_us / result.finish.best_us)
-    total = f"{len(gains)} of {len(wanted)} searched"
-    if gains:
-        total += (f", geometric mean {geometric_mean(gains):.3f}x, {sum(g > WON for g in gains)} faster by more than "
-                  f"{WON - 1:.0%}, most {max(gains):.2f}x")
-    return "\n".join([*rows, total])
 
 
 if __name__ == "__main__":

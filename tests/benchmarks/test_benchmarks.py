@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import compile_phases
+import compile_times
 import grid_summary
 import numpy as np
 import pytest
@@ -276,20 +276,10 @@ def test_what_a_log_is_worth_elsewhere():
 def test_compile_time_reads_nvccs_own_report(tmp_path: Path):
     """Of two sources the one that took longest; lines of other phases and the head are left out."""
     times = tmp_path / "t.csv"
-    assert compile_phases.slowest(times) == {}
+    assert compile_times.slowest(times) == {}
     line = "{} , {} , in , out , compute_90a , nvcc , {} , ms\n"
     times.write_text("source file name , phase name , phase input files , phase output file, arch, tool, metric, unit\n"
                      + line.format("a.cu", "gcc (preprocessing 1)", 20) + line.format("b.cu", "cicc", 400)
                      + line.format("a.cu", "cicc", 250.5) + line.format("b.cu", "ptxas", 100)
                      + line.format("", "nvcc (driver)", 9000))
-    assert compile_phases.slowest(times) == {"cicc": 0.4, "ptxas": 0.1}
-
-
-def test_compile_time_rows_and_table():
-    rows = compile_phases.layers("sm_90a", 16)
-    assert 14 <= len(rows) <= 20 and len({json.dumps(r) for r in rows}) == len(rows)
-    assert {r["dtype"] for r in rows} == {"float16", "bfloat16", "float32"}
-    assert {"lstm", "gru", "rnn_tanh"} <= {r["cell"] for r in rows}
-    seconds = dict.fromkeys(compile_phases.COLUMNS, 1.5)
-    text = compile_phases.table([{"layer": rows[0], "schedule": "persistent", "bytes": 4096, **seconds}])
-    assert text.splitlines()[2].endswith("| persistent |" + " 1.50 |" * 8 + " 4 |")
+    assert compile_times.slowest(times) == {"cicc": 0.4, "ptxas": 0.1}

@@ -1,4 +1,4 @@
-"""What is built beforehand is what runs ask for, and it can be carried."""
+"""What a run asks to be built is the same, whatever the order of the knobs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import prebuilding
 import pytest
 import search_tables
-import tune_h100_set
 from search_rate import PRETEND
 
-from ecornn.build import cache
 from ecornn.targets import resolve
 from ecornn.tune import session as sessions
 from ecornn.tune.building import Build
@@ -30,15 +27,13 @@ SMALL = ["lstm:64:2:10:float16", "gru:64:1:10:bfloat16"]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[bytes]]:
-    """The builds that are asked for, without the file; none is made."""
+    """The builds that are asked for, without the file; they sleep."""
     requests: list[bytes] = []
     call: Any = Worker.call
 
     def watched(self: Worker, function: str, argument: Any, *rest: Any) -> Any:
         if isinstance(argument, Build):
             requests.append(msgspec.json.encode(msgspec.structs.replace(argument, out="")))
-            if function == Entries().build:
-                return ""
         return call(self, function, argument, *rest)
 
     class Pretended(sessions.Session):
@@ -54,45 +49,14 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[byte
     yield requests
 
 
-def test_a_list_is_built_as_it_is_run_whatever_the_order_of_its_knobs(asked: list[bytes], tmp_path: Path):
-    def choice(candidate: Any) -> Choice:
-        return Choice(candidate.schedule, dict(reversed(candidate.knobs)))
-
-    path = tmp_path / "set.jsonl"
+def test_a_list_is_built_whatever_the_order_of_its_knobs(asked: list[bytes], tmp_path: Path):
+    path, wanted = tmp_path / "set.jsonl", set()
     for text in SMALL:
         work = search_tables.workload_of(text)
         given = search_tables.first(search_tables.ConfigSpace(*search_tables.task_of(work, H100)), 6)
-        choices = tuple(map(choice, given))
-        item = tune_h100_set.Item(work.cell, work.hidden, work.batch, work.dtype, choices, seq=work.seq)
+        choices = tuple(Choice(c.schedule, dict(reversed(c.knobs))) for c in given)
         with path.open("ab") as file:
-            file.write(msgspec.json.encode(item) + b"\n")
-    tune_h100_set.prebuild(path, 2, 60.0)
-    before = asked.copy()
-    asked.clear()
-    tune_h100_set.run(path, 60.0, 2, 60.0)
-    assert len(before) == 12 and set(asked) == set(before)
-
-
-def test_modules_are_packed_in_pieces_and_nothing_else_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                          capsys: pytest.CaptureFixture[str]):
-    import random
-
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "here"))
-    noise = random.Random(0)
-    made = {str(n): msgspec.msgpack.encode((f"digest {n}", noise.randbytes(40_000))) for n in range(6)}
-    for name, content in made.items():
-        cache.entry("module", [name], lambda content=content: content)
-    cache.entry("cubin", ["c"], lambda: msgspec.msgpack.encode((b"cubin", "log")))
-    cache.entry("object", ["o"], lambda: b"\x7fELF")
-    pieces = prebuilding.pack(tmp_path / "here", tmp_path / "p.tar.xz", piece=50_000)
-    assert len(pieces) > 1 and "6 modules" in capsys.readouterr().out
-    assert prebuilding.unpack(tmp_path / "there", pieces) == 6
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "there"))
-
-    def missing() -> bytes:
-        raise LookupError
-
-    for name, content in made.items():
-        assert cache.entry("module", [name], missing) == content
-    with pytest.raises(LookupError):
-        cache.entry("object", ["o"], missing)
+            file.write(msgspec.json.encode(search_tables.Item(text, choices)) + b"\n")
+        wanted |= {msgspec.json.encode(Build(work.cell, work, H100, c.schedule, c.config, "")) for c in given}
+    search_tables.run(path, 60.0, 2, 60.0)
+    assert len(wanted) == 12 and set(asked) == wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -81,56 +80,23 @@ def test_which_command_makes_which_file(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "PART: nothing; expected some of layers, grid" in capsys.readouterr().err
 
 
-def test_what_is_said_of_the_tuner_is_run_and_held_against_it(tmp_path, monkeypatch, capsys):
-    import run_tuner
-
-    for target in ("cpu", "cuda"):
-        for part in run_tuner.steps(target, tmp_path / "report.json").values():
-            scripts = [step.arguments[0] for step in part if step.arguments[0].endswith(".py")]
-            assert all(Path(script).is_file() for script in scripts)
-    assert [len(p) for p in run_tuner.steps("cuda", tmp_path / "report.json").values()] == [3, 2, 2, 1, 1, 1, 1]
-    (rate, _) = run_tuner.steps("cuda", tmp_path / "report.json")["rate"]
-    assert [rate.holds({"rows": [{"per_second": n}]}) for n in (8.1, 7.9)] == [True, False]
-
-    report = tmp_path / "rate.json"
-    write = f"from pathlib import Path; Path({str(report)!r}).write_text('[3]'); print('é' * 5000)"
-    given = {"a": [run_tuner.Step("fast", ("-c", write), 900, report, lambda found: found == [3])],
-             "b": [run_tuner.Step("wrong", ("-c", write), 900, report, lambda found: found == [4]),
-                   run_tuner.Step("slow", ("-c", "import time; time.sleep(0.2)"), 0.1),
-                   run_tuner.Step("failing", ("-c", "import sys; sys.exit(3)"))], "c": []}
-    monkeypatch.setattr(run_tuner, "steps", lambda *_: given)
-    for parts, wanted in (("a", 0), ("b", 1)):
-        monkeypatch.setattr(sys, "argv", ["run_tuner.py", parts, "--output", str(tmp_path / "out" / "report.json")])
-        with pytest.raises(SystemExit) as caught:
-            run_tuner.main()
-        assert caught.value.code == wanted
-    rows = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]["b"]
-    assert [(row["name"], row["holds"], row["code"]) for row in rows] == [
-        ("wrong", False, 0), ("slow", False, 0), ("failing", False, 3)]
-    assert rows[0]["printed"].strip("\n") == "é" * 3999
-    monkeypatch.setattr(sys, "argv", ["run_tuner.py", "nothing"])
-    with pytest.raises(SystemExit):
-        run_tuner.main()
-    assert "PART: nothing; expected some of a, b, c" in capsys.readouterr().err
-
-
 @pytest.mark.exhaustive
 def test_compile_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Real compilations, for the CPU, in new processes without the cache; the same command goes on."""
     import compile_times
 
     monkeypatch.setenv("ECORNN_CACHE", "on")
-    monkeypatch.setattr(compile_times, "modules", lambda: SMALL)
     path = tmp_path / "times.jsonl"
 
-    def measure(*arguments: str) -> None:
-        monkeypatch.setattr(sys, "argv", ["compile_times.py", "--target", "cpu", "--output", str(path), *arguments])
+    def measure(modules: list[Layer]) -> None:
+        monkeypatch.setattr(compile_times, "modules", lambda: modules)
+        monkeypatch.setattr(sys, "argv", ["compile_times.py", "--target", "cpu", "--output", str(path)])
         with pytest.raises(SystemExit) as ended:
             compile_times.main()
         assert ended.value.code == 0
 
-    measure("--seconds", "0.001", "--limit", "1")
-    measure()
+    measure(SMALL[:1])
+    measure(SMALL)
     rows = RowLog(path).rows
     assert [r["cell"] for r in rows] == ["rnn_tanh", "lstm"]
     assert all(r["build"] > 0.1 and r["imports"] > 0 and r["module_bytes"] > 1000 for r in rows)

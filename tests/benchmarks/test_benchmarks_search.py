@@ -12,12 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import search_live
 import search_quality
 import search_rate
-import search_replays
 import search_tables
-import tune_h100_set
 from rooms import ROOT
 
 from ecornn.device import Device
@@ -78,7 +75,7 @@ def test_searches_are_replayed_on_tables_that_were_measured(pretended: None, tmp
     listed, path, output = (tmp_path / name for name in ("list.jsonl", "table.jsonl", "quality"))
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     search_tables.write_list(listed, SMALL, H100, 48)
-    tune_h100_set.run(listed, 1e6, 2, 60.0)
+    search_tables.run(listed, 1e6, 2, 60.0)
     path.write_bytes(b"".join(log.read_bytes() for log in sorted((tmp_path / "logs").glob("*.jsonl"))))
     trials = [t for t in read(path).trials() if t.stage == "search"]
     for text in SMALL:
@@ -98,16 +95,16 @@ def test_searches_are_replayed_on_tables_that_were_measured(pretended: None, tmp
 
 
 def test_a_replay_is_the_tuner_on_the_table(monkeypatch: pytest.MonkeyPatch):
-    (table,) = search_replays.tables_of([ROOT / "benchmarks" / "results" / "search_quality_cpu.jsonl.xz"])
+    (table,) = search_quality.tables_of([ROOT / "benchmarks" / "results" / "search_quality_cpu.jsonl.xz"])
     assert len(table.times) == 384
     asked = []
-    real = search_replays.Looked.submit
-    monkeypatch.setattr(search_replays.Looked, "submit",
+    real = search_quality.Looked.submit
+    monkeypatch.setattr(search_quality.Looked, "submit",
                         lambda self, batch, bound: (asked.append(len(batch)), real(self, batch, bound)))
-    found = search_replays.replay(table, "model", 0, 64)
+    found = search_quality.replay(table, "model", 0, 64)
     assert len(found) == 64 and found == sorted(found, reverse=True) and found[-1] >= 1
-    assert sum(asked) == 64 and found == search_replays.replay(table, "model", 0, 64)
-    assert search_replays.replay(table, "random", 0, 384)[-1] == 1.0
+    assert sum(asked) == 64 and found == search_quality.replay(table, "model", 0, 64)
+    assert search_quality.replay(table, "random", 0, 384)[-1] == 1.0
 
 
 def test_how_many_trials_it_takes():
@@ -117,7 +114,7 @@ def test_how_many_trials_it_takes():
     found = search_quality.reached("work", runs)
     assert (found["random"], found["model"], found["warmed"]) == (None, 4, 2)
     assert found["end"] == 1.03 and (found["model_as_good"], found["warmed_as_good"]) == (4, 2)
-    assert search_live.needed([3.0, None, 2.0], 2.0) == 3 and search_live.needed([], 2.0) == float("inf")
+    assert search_quality.needed([3.0, None, 2.0], 2.0) == 3 and search_quality.needed([], 2.0) == float("inf")
 
 
 @pytest.mark.exhaustive
@@ -126,11 +123,11 @@ def test_tables_of_before_a_knob_are_of_what_was_done_then():
     path = ROOT / "benchmarks" / "results" / "search_quality_h100.jsonl.xz"
     old = {tuple(sorted(t.config)) for t in parse(lzma.decompress(path.read_bytes()), path).trials()
            if t.schedule == "persistent"}
-    tables = search_replays.tables_of([path])
+    tables = search_quality.tables_of([path])
     assert len(tables) == 12 and {t.schedule for t in tables[0].trials} == {
         "persistent", "persistent_wide", "layout_transform", "fused_step"}
     for table in tables:
-        space = search_replays.TableSpace(*search_tables.task_of(table.work, table.device), table.times)
+        space = search_quality.TableSpace(*search_tables.task_of(table.work, table.device), table.times)
         for candidate in table.times:
             assert ConfigSpace.fits(space, candidate)
             assert candidate.schedule != "persistent" or tuple(k for k, _ in candidate.knobs) not in old
@@ -140,13 +137,13 @@ def test_tables_of_before_a_knob_are_of_what_was_done_then():
 
 def test_no_record_of_the_workload_itself_warms_a_replay():
     work = search_tables.workload_of("lstm:512:16:100:bfloat16")
-    left = {t.workload for t in search_replays.others(work).trials()}
+    left = {t.workload for t in search_quality.others(work).trials()}
     batches = {w.batch for w in left if (w.cell, w.hidden, w.input, w.dtype) == ("lstm", 512, 512, "bfloat16")}
     assert 16 not in batches and batches & {1, 4, 8, 32, 64}
 
 
 def test_drawing_from_a_table_reaches_all_of_it():
-    class Tiny(search_replays.TableSpace):
+    class Tiny(search_quality.TableSpace):
         pass
 
     task: Task = search_tables.task_of(search_tables.workload_of(SMALL[0]), H100)[0]
@@ -191,15 +188,15 @@ def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path:
     on = [([table(first, 2.0), table(second, 4.0)],
             [report("a", H100.name, [4.0, None, 3.0]), report("x", "it", [1.0])]),
           ([table(second, 2.0)], [report("b", H100.name, [6.0, 3.0]), report("c", H100.name, [9.0], ("third",))])]
-    found = search_live.lives(on)
+    found = search_quality.lives(on)
     assert [(one.report, one.workload, one.best) for one in found] == [
         ("a", first, 2.0), ("a", second, 4.0), ("b", first, 2.0), ("b", second, 2.0)]
     assert [one.curve for one in found] == [[2.0, 2.0, 1.5], [1.0, 1.0, 0.75], [3.0, 1.5], [3.0, 1.5]]
-    at = search_live.medians(found, 2)
+    at = search_quality.medians(found, 2)
     assert at == {first: (1.75, [2.0, 1.5]), second: (1.25, [1.0, 1.5])}
-    assert (late := search_live.medians(found, 3)) == {first: (1.5, [1.5]), second: (0.75, [0.75])}
-    assert search_live.until(found, 1.5) == (2.5 + 1.5, 0) and search_live.until(found, 1.0) == (2.5 + 1.5, 3)
-    assert search_live.line("none", 3, late) == "| none | 3 | 1.061 | 1.500 | 1 of 2 | 1 of 2 |"
+    assert (late := search_quality.medians(found, 3)) == {first: (1.5, [1.5]), second: (0.75, [0.75])}
+    assert search_quality.until(found, 1.5) == (2.5 + 1.5, 0) and search_quality.until(found, 1.0) == (2.5 + 1.5, 3)
+    assert search_quality.line("none", 3, late) == "| none | 3 | 1.061 | 1.500 | 1 of 2 | 1 of 2 |"
 
 
 @pytest.mark.exhaustive
@@ -208,7 +205,7 @@ def test_the_notes_have_what_the_reports_of_live_searches_say(capsys: pytest.Cap
     results = ROOT / "benchmarks" / "results"
     reports = [str(results / f"search_live_{name}_h100.json") for name in ("quarter", "none")]
     fastest = str(results / "search_fastest_h100.jsonl.xz")
-    monkeypatch.setattr(sys, "argv", ["search_live.py", "--on", fastest, *reports])
-    search_live.main()
+    monkeypatch.setattr(sys, "argv", ["search_quality.py", "--live", fastest, *reports])
+    search_quality.main()
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     assert len(printed) == 9 and set(printed) <= set((ROOT / "benchmarks/notes/search.md").read_text().splitlines())

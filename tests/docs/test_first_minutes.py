@@ -8,9 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import first_minutes
-import msgspec
 import pytest
-from first_minutes import Head, Step
+from first_minutes import Step
 from rooms import ROOT
 
 DOCS = ROOT / "docs"
@@ -29,7 +28,7 @@ def test_the_first_result_comes_within_three_minutes_and_nothing_is_silent(page:
 
 
 def test_commands_are_told_as_they_went(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """What they print, in order, their codes and how long they said nothing; and the page is that of the raw text."""
+    """What they print, in order, their codes, how long they said nothing; and the page."""
     looks = itertools.chain((0.0, 1.0, 31.0), itertools.count(32.0))  # at the begin, at each line, and at the end
     monkeypatch.setattr(first_minutes, "time", SimpleNamespace(monotonic=lambda: next(looks)))
     steps = [Step("One:", "echo begun; echo relative error of y 1e-7; echo on stderr >&2"),
@@ -38,14 +37,10 @@ def test_commands_are_told_as_they_went(tmp_path: Path, monkeypatch: pytest.Monk
     done = list(first_minutes.done(steps, tmp_path / "work", in_place=True))
     assert [ran.code for _, ran in done] == [0, 3, 0] and (done[0][1].silence, done[0][1].seconds) == (30.0, 33.0)
     assert done[0][1].quiet == "begun" and done[2][1].output.startswith("/tmp/first\nfrom ecornn import")
-    head = Head("on a machine", True)
-    raw = tmp_path / "raw.jsonl"
-    raw.write_bytes(b"\n".join(map(msgspec.json.encode, (head, *done))) + b"\n")
-    assert first_minutes.read(raw) == (head, done)
-    text = first_minutes.page(*first_minutes.read(raw))
+    text = first_minutes.page("on a machine", True, done)
     assert "$ exit 3\n```\n" in text and ", exit code 3; silent for" in text and "Installing is not among it" in text
     assert "it takes 33 s." in text
-    assert "Installing" not in first_minutes.page(Head("on a machine", False), done)
+    assert "Installing" not in first_minutes.page("on a machine", False, done)
 
 
 def test_a_user_has_nothing_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

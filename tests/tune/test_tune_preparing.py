@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import tune_h100_set
+import search_tables
 from events import LIMIT
 from search_rate import PRETEND
 
@@ -117,8 +117,8 @@ def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatc
     default = dict(preferred.default(task))
     other = {**default, "math": next(v for v in ("fast", "approx") if v != default["math"])}
     given = Choice(preferred.name, other), Choice(preferred.name, default)
-    item = tune_h100_set.Item("lstm", 64, 2, "float16", given, seq=10)
-    (tmp_path / "set.jsonl").write_bytes(tune_h100_set.msgspec.json.encode(item) + b"\n")
+    item = search_tables.Item("lstm:64:2:10:float16", given)
+    (tmp_path / "set.jsonl").write_bytes(search_tables.msgspec.json.encode(item) + b"\n")
 
     class Pretended(sessions.Session):
         def __init__(self, target: str, **options: float) -> None:
@@ -135,7 +135,7 @@ def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatc
     for kind in {type(s) for s in all_schedules().values() if s.kind == "cuda"}:
         monkeypatch.setattr(kind, "default", forbidden)
         monkeypatch.setattr(kind, "expected", forbidden)
-    tune_h100_set.run(tmp_path / "set.jsonl", 60.0, 2, 60.0)
+    search_tables.run(tmp_path / "set.jsonl", 60.0, 2, 60.0)
     assert "2 trials, 0 workloads failed" in capsys.readouterr().out
     (log,) = (tmp_path / "logs").glob("*.jsonl")
     (finish,) = [line.record for line in read(log).lines if isinstance(line.record, Finish)]

@@ -1,9 +1,16 @@
-"""One of the processes of ``run_many_gpus.py`` that train on several GPUs, each on its own.
+"""A process of ``run_many_gpus.py``: what is compiled before, inference, or one of those that train on several GPUs.
 
-    RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python benchmarks/many_gpus_training.py deep 1 FILE
+    python benchmarks/many_gpus.py build 1 FILE
+    WORLD_SIZE=2 python benchmarks/many_gpus.py inference 1 FILE
+    RANK=0 WORLD_SIZE=1 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python benchmarks/many_gpus.py deep 1 FILE
 
-The first argument is ``data_parallel`` or the name of a model, whose strong scaling is measured; then come seconds for
-each point. The process of rank 0 writes what is found to FILE, as JSON, after each thing that is.
+The first argument is ``build``, which compiles all modules into the build cache, on all cores; ``inference``,
+``data_parallel`` or the name of a model, whose strong scaling is measured. Then come seconds for each point. The
+process of rank 0 writes what is found to FILE, as JSON, after each thing that is.
+
+Inference: a thread for each of ``WORLD_SIZE`` GPUs calls a stack that lies there: calls a second of one alone, and of
+all at once. Then each thread calls all stacks in turns, and every result must be the bits of the first one. On a
+machine without a GPU all are on the CPU.
 """
 
 from __future__ import annotations
@@ -12,29 +19,42 @@ import json
 import os
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from many_gpus_models import GPU, MODELS, Batch, Model, Sizes, Step, autocast, batch_of, loss_of, made
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import ecornn.torch
+from ecornn.layer_spec import LayerSpec
 from ecornn.torch import training
+from ecornn.torch.compiling import KEPT
+from ecornn.torch.kind import kind_of, text_of
+from ecornn.torch.replacing import compile_all
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LETTERS, BLANK = 29, 0
+GPU = torch.cuda.is_available()
+KIND = torch.bfloat16 if GPU else torch.float32  # of autocast; weights and gradients are float32
+SIDES = {"ecornn": ecornn.torch.LSTM, "torch": nn.LSTM}
+RANK, WORLD = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
 DEVICE = torch.device("cuda", RANK) if GPU else torch.device("cpu")
 FEW = 4  # blocks of NCCL's kernels, at most, where the others are left to the compiled ones
 TOGETHER = 4  # steps that are timed as one: the host goes on while the GPU is at work
 FEWEST, WARM = 5, 3
 FLOAT32 = 2e-5  # relative, of gradients in float32
 MESSAGES = [1 << shift for shift in range(18, 29, 2)]  # bytes of an all-reduce alone
+AHEAD = 4  # calls that a thread issues before it waits
 
 
 def main() -> None:
@@ -46,10 +66,16 @@ def main() -> None:
         if RANK == 0:
             path.write_text(json.dumps(found))
 
+    if part == "build":
+        build(note)
+        return
+    if not GPU:
+        torch.set_num_threads(1)
+    if part == "inference":
+        inference(seconds, note)
+        return
     if GPU:
         torch.cuda.set_device(DEVICE)
-    else:
-        torch.set_num_threads(1)
     if part == "data_parallel":
         start()
         data_parallel(seconds, note)
@@ -57,6 +83,174 @@ def main() -> None:
         scaling(part, seconds, note)
     distributed.barrier()
     distributed.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model: ``layers`` of LSTM, and a linear layer on them.
+
+    Attributes
+    ----------
+    T, I, H : steps, values of x, units
+    rows : of the batch on a GPU, ascending; each twice the one before
+    """
+
+    layers: int
+    bidirectional: bool
+    T: int
+    I: int
+    H: int
+    rows: tuple[int, ...]
+
+
+MODELS = {"speech": Sizes(5, True, 300, 101, 800, (4, 8, 16, 32)),
+          "deep": Sizes(7, False, 300, 768, 768, (4, 8, 16, 32))} if GPU else {
+    "speech": Sizes(3, True, 12, 5, 16, (2, 4)), "deep": Sizes(3, False, 12, 16, 16, (2, 4))}
+
+
+class Model(nn.Module):
+    """x (T, B, I) to scores (T, B, LETTERS)."""
+
+    def __init__(self, sizes: Sizes, side: str) -> None:
+        super().__init__()
+        width = sizes.H * (1 + sizes.bidirectional)
+        self.stack = SIDES[side](sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional)
+        self.stack.wait = True  # else other processes would have it compiled at other times
+        self.last = nn.Linear(width, LETTERS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.stack(x)[0]).log_softmax(-1)
+
+
+def made(sizes: Sizes, side: str, device: torch.device) -> Model:
+    """A model with the weights that all have."""
+    torch.manual_seed(0)
+    return Model(sizes, side).to(device)
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def batch_of(sizes: Sizes, batch: int, device: torch.device, seed: int = 1) -> Batch:
+    """x (T, B, I) and letters (B, T // 4), the same in every process."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(sizes.T, batch, sizes.I, generator=random)
+    letters = torch.randint(1, LETTERS, (batch, sizes.T // 4), generator=random)
+    return x.to(device), letters.to(device)
+
+
+def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Connectionist temporal classification of the scores, averaged over the rows."""
+    x, letters = batch
+    scores = model(x)
+    T, B = scores.shape[:2]
+    return nn.functional.ctc_loss(scores if scores.dtype == torch.float64 else scores.float(), letters,
+                                  torch.full((B,), T), torch.full((B,), letters.shape[1]), BLANK)
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cuda" if GPU else "cpu", KIND, enabled=GPU, cache_enabled=False)
+
+
+class Step:
+    """A training step of a model on one batch: forward, loss, backward, Adam; ``around`` it a context, such as
+    DistributedDataParallel's ``no_sync``."""
+
+    def __init__(self, model: nn.Module, batch: Batch, around: Callable[[], AbstractContextManager[None]] = nullcontext,
+                 update: bool = True) -> None:
+        self.model, self.batch, self.around = model, batch, around
+        self.optimizer = torch.optim.Adam(model.parameters(), 1e-4, fused=GPU) if update else None
+
+    def __call__(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+        with self.around():
+            with autocast():
+                loss = loss_of(self.model, self.batch)
+            loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+
+
+def modules() -> Iterator[LayerSpec]:
+    """What the parts compile, the longest first: whole stacks for one process, and layers alone for several."""
+    for sizes in MODELS.values():
+        stack = ecornn.torch.LSTM(sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional, device="meta")
+        dtype, kept = str(KIND).removeprefix("torch."), KEPT["cuda" if GPU else "cpu"]
+        layers = dict.fromkeys(text_of(stack, layer) for layer in range(sizes.layers))
+        for rows in reversed(sizes.rows):
+            yield kind_of(text_of(stack)).spec(rows, sizes.T, dtype, "", kept)
+            if rows < sizes.rows[-1]:
+                yield from (kind_of(text).spec(rows, sizes.T, dtype, "", kept) for text in layers)
+    sizes = MODELS["speech"]
+    stack = ecornn.torch.LSTM(sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional, device="meta")
+    yield kind_of(text_of(stack)).spec(sizes.rows[-1], sizes.T, dtype, "")  # for inference
+
+
+def build(note: Callable[..., None]) -> None:
+    """Compiles what the parts need."""
+    begun, wanted = time.perf_counter(), [*modules()]
+    compile_all([(spec, "cuda" if GPU else "cpu") for spec in wanted], len(os.sched_getaffinity(0)))
+    note(modules=len(wanted), seconds=time.perf_counter() - begun)
+
+
+def inference(seconds: float, note: Callable[..., None]) -> None:
+    """Calls a second of one GPU and of all, and whether all have the same bits."""
+    devices = [torch.device("cuda", n) if GPU else torch.device("cpu") for n in range(WORLD)]
+    sizes = MODELS["speech"]
+    rows = sizes.rows[-1]
+    stacks = [made(sizes, "ecornn", device).stack.to(KIND).eval() for device in devices]
+    inputs = [batch_of(sizes, rows, device)[0].to(KIND) for device in devices]
+
+    def calls(number: int) -> None:
+        for _ in range(AHEAD):
+            stacks[number](inputs[number])
+        if GPU:
+            torch.cuda.synchronize(number)
+
+    with torch.no_grad():
+        wanted = stacks[0](inputs[0])[0].cpu()
+    one, all_ = rate(calls, 1, seconds), rate(calls, WORLD, seconds)
+    same = in_turns(stacks, inputs, wanted, seconds / 4)
+    note(rows=rows, one=one, all=all_, same_bits=same, gain=all_ / one, gpus=WORLD)
+    if not same:
+        sys.exit("threads that took devices in turns had other results")
+
+
+def rate(calls: Callable[[int], None], threads: int, seconds: float) -> float:
+    """Calls a second of so many threads together, each on its device."""
+    ready, begun = threading.Barrier(threads + 1), []
+
+    def work(number: int) -> int:
+        with torch.no_grad():
+            calls(number)
+            ready.wait()
+            done, end = 0, time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                calls(number)
+                done += AHEAD
+        return done
+
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(work, number) for number in range(threads)]
+        ready.wait()
+        begun.append(time.perf_counter())
+        done = sum(one.result() for one in running)
+        return done / (time.perf_counter() - begun[0])
+
+
+def in_turns(stacks: list[torch.nn.Module], inputs: list[torch.Tensor], wanted: torch.Tensor, seconds: float) -> bool:
+    """Whether threads that call all stacks in turns, each begun with another one, have what is wanted every time."""
+    def work(first: int) -> bool:
+        end, number, same = time.perf_counter() + seconds, first, True
+        with torch.no_grad():
+            while time.perf_counter() < end:
+                number = (number + 1) % len(stacks)
+                same &= torch.equal(stacks[number](inputs[number])[0].cpu(), wanted)
+        return same
+
+    with ThreadPoolExecutor(len(stacks)) as pool:
+        return all([*pool.map(work, range(len(stacks)))])
 
 
 def start() -> None:
@@ -173,12 +367,8 @@ def data_parallel(seconds: float, note: Callable[..., None]) -> None:
     note(ready=leaving(sizes, part))
 
     def as_one_node(step: Step) -> None:
-        before = training.by_layer
-        training.by_layer = lambda *_: False  # type: ignore[assignment]
-        try:
+        with one_node():
             step()
-        finally:
-            training.by_layer = before
 
     step, alone = Step(parallel, part), Step(parallel, part, parallel.no_sync)
     bytes_ = sum(g.numel() * 4 for g in found)
@@ -215,17 +405,15 @@ def compared(sizes: Sizes, found: list[torch.Tensor], whole: Batch) -> dict[str,
         exact = made(sizes, "torch", DEVICE).double()
         loss_of(exact, (whole[0].double(), whole[1])).backward()
         wanted = [p.grad for p in exact.parameters()]
-        before = training.by_layer
-        training.by_layer = lambda *_: False  # type: ignore[assignment]
         sides = [found]
         for count in (1, WORLD):
             one = made(sizes, "ecornn", DEVICE)
             for x, letters in zip(whole[0].chunk(count, 1), whole[1].chunk(count), strict=True):
-                with autocast():
-                    loss = loss_of(one, (x.contiguous(), letters)) / count
-                loss.backward()
+                with one_node():
+                    with autocast():
+                        loss = loss_of(one, (x.contiguous(), letters)) / count
+                    loss.backward()
             sides.append([p.grad for p in one.parameters()])
-        training.by_layer = before
         errors = [[relative(g, e) for g, e in zip(side, wanted, strict=True)] for side in sides]
         limits = [2 * e + 1e-6 if GPU else FLOAT32 for e in errors[2]]
         worst |= {"many": max(errors[0]), "one": max(errors[1]), "in_turns": max(errors[2]),
@@ -239,14 +427,22 @@ def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     return ((value.double() - reference).norm() / reference.norm()).item()
 
 
+@contextmanager
+def one_node() -> Iterator[None]:
+    """Stacks are one node of the graph within, not one for each layer."""
+    before = training.by_layer
+    training.by_layer = lambda *_: False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        training.by_layer = before
+
+
 def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
     """When buckets of gradients were ready in a backward pass, in milliseconds from its begin, that pass's end with all
     that is exchanged, and its end without: layer by layer, and with the whole stack as one node."""
     found = {}
     for how in ("layer_by_layer", "one_node"):
-        before = training.by_layer
-        if how == "one_node":
-            training.by_layer = lambda *_: False  # type: ignore[assignment]
         marks: list[Any] = []
         model = wrapped(made(sizes, "ecornn", DEVICE))
         model.register_comm_hook(None, lambda _, bucket, marks=marks: (marks.append(mark()),
@@ -265,10 +461,10 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
                 p.grad = None
             return [since(begun, m) for m in (*marks, end)]
 
-        each = [backward() for _ in range(8)][3:]  # by then buckets are what they will stay
-        with model.no_sync():
-            alone = [backward()[-1] for _ in range(8)][3:]
-        training.by_layer = before
+        with one_node() if how == "one_node" else nullcontext():
+            each = [backward() for _ in range(8)][3:]  # by then buckets are what they will stay
+            with model.no_sync():
+                alone = [backward()[-1] for _ in range(8)][3:]
         middle = [statistics.median(times) for times in zip(*each, strict=True)]
         found[how] = {"buckets_ms": middle[:-1], "backward_ms": middle[-1], "alone_ms": statistics.median(alone)}
     return found
