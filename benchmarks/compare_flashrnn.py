@@ -239,8 +239,8 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
 
 def exact_gradients(cell: str, gates: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
                     dh: torch.Tensor) -> list[torch.Tensor]:
-    """Those of preactivations (T, B, G*H), recurrent weights (G*H, H) and biases (G*H) of a cell of one head, in
-    float64, of the gradients dh (T, B, H); in FlashRNN's layouts."""
+    """Gradients of preactivations (T, B, G*H), recurrent weights (G*H, H) and biases (G*H) of a cell of one head, in
+    float64, from the gradients dh (T, B, H); in FlashRNN's layouts."""
     leaves = [t.double().requires_grad_() for t in (gates, weight, bias)]
     eye = torch.eye(len(weight), device=weight.device)
     h = float64_forward(get(cell).name, leaves[0], {"weight_ih_l0": eye, "weight_hh_l0": leaves[1],

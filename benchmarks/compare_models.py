@@ -82,7 +82,7 @@ class Case:
 
 
 class CompiledStep(Step):
-    """As :class:`Step`, of which PyTorch compiles all but the recurrent layers; of a model with ``words``,
+    """A :class:`Step` of which PyTorch compiles all but the recurrent layers; of a model with ``words``,
     ``recurrent``, ``scores``, ``dropout``, and states ``h``, ``c``.
 
     Embedding and dropout are one function of ``torch.compile``; dropout, scores and the loss a second one, with rows
@@ -117,7 +117,7 @@ class CompiledStep(Step):
              weight_decay=own["weight_decay"], eps=own["eps"], maximize=False)
 
     def gradients(self) -> None:
-        """As a :class:`Step`'s."""
+        """Computes the gradients of one step, as a :class:`Step` does."""
         model: Any = self.model
         with self.autocast():
             y, after = model.recurrent(self._before(*self.inputs), (model.h.clone(), model.c.clone()))

@@ -80,7 +80,7 @@ def train(cell: torch.nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimiz
 
 
 def results(cell: torch.nn.Module, x: torch.Tensor, kind: str) -> list[torch.Tensor]:
-    """What this kind of call gives."""
+    """The results of this kind of call."""
     if kind == "training":
         return train(cell, x)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What a CPU's layers are bound by: weights that stream from the caches, step for step, and multiply-adds of hot loops.
+"""The bounds of a CPU's layers: weights that stream from the caches, step for step, and multiply-adds of hot loops.
 
     python benchmarks/cpu_floor.py --output benchmarks/results/cpu_floor.json
     python benchmarks/cpu_floor.py --loops --output benchmarks/results/cpu_loops.json
@@ -126,7 +126,7 @@ def measure(threads: int) -> dict:
 
 
 def floors(threads: int, results: Path | None) -> dict:
-    """What bounds each layer of one row: the products before the steps, and the weights of each step."""
+    """The bounds of each layer of one row: the products before the steps, and the weights of each step."""
     found = measure(threads)
     print(f"multiply-adds {found['fma_gflops']:.0f} GFLOP/s; {found['fma_gflops_beside_additions']:.0f} beside as many "
           "additions")

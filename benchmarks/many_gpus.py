@@ -173,7 +173,7 @@ class Step:
 
 
 def modules() -> Iterator[LayerSpec]:
-    """What the parts compile, the longest first: whole stacks for one process, and layers alone for several."""
+    """The layers to compile, the longest first: whole stacks for one process, and layers alone for several."""
     for sizes in MODELS.values():
         stack = ecornn.torch.LSTM(sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional, device="meta")
         dtype, kept = str(KIND).removeprefix("torch."), KEPT["cuda" if GPU else "cpu"]
@@ -240,7 +240,7 @@ def rate(calls: Callable[[int], None], threads: int, seconds: float) -> float:
 
 
 def in_turns(stacks: list[torch.nn.Module], inputs: list[torch.Tensor], wanted: torch.Tensor, seconds: float) -> bool:
-    """Whether threads that call all stacks in turns, each begun with another one, have what is wanted every time."""
+    """Tells whether threads that call all stacks in turns, each from another one on, always have what is wanted."""
     def work(first: int) -> bool:
         end, number, same = time.perf_counter() + seconds, first, True
         with torch.no_grad():
