@@ -188,8 +188,8 @@ MODULES = ("ecornn", "ecornn.tune", "ecornn.torch", "ecornn.onnx", "ecornn.onnxr
 # Parts of steps, which a cell's author calls, and types that hold values or are made by others here.
 NO_BOUNDARY = {"ecornn.Cell", "ecornn.Layer", "ecornn.Module", "ecornn.derive", "ecornn.largest", "ecornn.mean",
                "ecornn.normalized", "ecornn.pointwise", "ecornn.product", "ecornn.softmax", "ecornn.Columns",
-               "ecornn.tune.Result", "ecornn.torch.Report", "ecornn.torch.TracedCell", "ecornn.onnx.Node",
-               "ecornn.onnx.OnnxLayer", "ecornn.onnxruntime.Left", "ecornn.onnxruntime.Rewritten",
+               "ecornn.tune.Result", "ecornn.torch.Profile", "ecornn.torch.Report", "ecornn.torch.TracedCell",
+               "ecornn.onnx.Node", "ecornn.onnx.OnnxLayer", "ecornn.onnxruntime.Left", "ecornn.onnxruntime.Rewritten",
                "ecornn.onnxruntime.Taken", "ecornn.jax.Recurrent", "ecornn.torch.LSTM", "ecornn.torch.GRU",
                "ecornn.torch.RNN", "ecornn.torch.LSTMCell", "ecornn.torch.GRUCell", "ecornn.torch.RNNCell"}
 
