@@ -164,7 +164,7 @@ def build(planned: LayerPlan, out: Path) -> Generated:
 
 
 def build_archive(planned: LayerPlan, out: Path) -> Path:
-    """Writes the static library ``out`` of a layer for CPUs and returns its header, see :mod:`ecornn.build.archive`."""
+    """Writes the static library ``out`` of a layer for CPUs and returns its header, see :mod:`ecornn.build.module`."""
     from ecornn.build.module import build_archive
 
     return build_archive(*_complete(planned), out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator
 from importlib import resources
 
-from ecornn.build.number_tables import NumberTables
+from ecornn.build.generated import NumberTables
 from ecornn.device import Device
 from ecornn.dtypes import DLPACK, DTYPES
 from ecornn.host_cpu import FLAGS

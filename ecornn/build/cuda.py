@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.host_cuda import COOPERATIVE, FILES, PACK, SCALARS, Kernel, host_program
-from ecornn.build.nvcc import compile_cubin, ptx
-from ecornn.build.nvcc_source import as_variables
-from ecornn.build.readable import readable_text, without_notes
-from ecornn.build.simplified import simplified
+from ecornn.build.nvcc import as_variables, compile_cubin, ptx
+from ecornn.build.readable import readable_text, simplified, without_notes
 from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.interrupts import safe_interrupts

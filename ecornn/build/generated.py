@@ -1,7 +1,8 @@
-"""The files that a backend hands to the linker."""
+"""What backends hand to the linker: files, and the tables that the code of a module reads."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -51,3 +52,21 @@ class Generated:
     shared: dict[str, str] = field(default_factory=dict)
     functions: tuple[str, ...] = ()
     program: bytes | None = None
+
+
+class NumberTables:
+    """Numbers and strings, one after the other; a string is its length and its bytes, padded, a zero behind it."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def numbers(self, *values: int) -> None:
+        self.content += struct.pack(f"<{len(values)}q", *values)
+
+    def strings(self, *values: str, counted: bool = False) -> None:
+        if counted:
+            self.numbers(len(values))
+        for value in values:
+            text = value.encode()
+            self.numbers(len(text))
+            self.content += text + bytes(8 - len(text) % 8)  # with a zero behind it

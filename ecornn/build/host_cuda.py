@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ecornn.build.number_tables import NumberTables
+from ecornn.build.generated import NumberTables
 from ecornn.errors import BuildError
 from ecornn.program import (
     BACKWARD,

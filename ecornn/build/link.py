@@ -14,8 +14,7 @@ from pathlib import Path
 from ecornn import checksum, temporary
 from ecornn.build import cache
 from ecornn.build.commands import ANSWER, WORK, first_lines, run
-from ecornn.build.generated import Generated
-from ecornn.build.number_tables import NumberTables
+from ecornn.build.generated import Generated, NumberTables
 from ecornn.errors import BuildError
 
 COMPILERS = ("c++", "g++", "clang++")

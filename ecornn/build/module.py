@@ -1,19 +1,27 @@
-"""Program and manifest -> module file."""
+"""Program and manifest -> module file; or a static library for programs in C and C++, and its header.
+
+A program that is linked with the library needs the C and C++ libraries alone: what a module takes of libtvm_ffi.so, the
+errors of functions, is a file of its own here (``standalone.cc``). Of all symbols one is global, so that a program may
+have several such libraries.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import msgspec
 
+from ecornn import temporary
 from ecornn.build import c_tables
-from ecornn.build.archive import archive
 from ecornn.build.generated import Generated
-from ecornn.build.link import link
+from ecornn.build.link import find_compiler, identity, link, objects_of, run_tool, write_inputs
 from ecornn.device import Device
-from ecornn.errors import BuildError
+from ecornn.errors import ArgumentError, BuildError
 from ecornn.host_cpu import machine_of
 from ecornn.manifest import Manifest
 from ecornn.program import Program
@@ -43,14 +51,6 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     return generated
 
 
-def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
-    """Builds the static library ``out`` of a CPU's program and returns its header, see :mod:`ecornn.build.archive`.
-
-    Raises :class:`~ecornn.errors.BuildError`.
-    """
-    return archive(_complete(program, manifest), out, f"{manifest.workload}, {manifest.device.arch}")
-
-
 def _complete(program: Program, manifest: Manifest) -> Generated:
     """All that is linked."""
     device = manifest.device
@@ -61,3 +61,86 @@ def _complete(program: Program, manifest: Manifest) -> Generated:
     own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest, program.entries)}
     return replace(generated, binaries={**own, **generated.binaries}, shared={**generated.shared, **c_tables.sources()},
                    functions=c_tables.functions(program, device))
+
+
+TOOLS = ("ar", "objcopy")
+API = "ecornn_module_api"
+HEADER = """\
+/* A recurrent layer that is linked into the program, by lib{file}.a or {file}.a: {what}. */
+#ifndef ECORNN_LAYER_{upper}_H_
+#define ECORNN_LAYER_{upper}_H_
+
+#include <ecornn.h>
+
+#ifdef __cplusplus
+extern "C" {{
+#endif
+
+const ecornn_api* {name}_module_api(int32_t version);
+
+/* The layer as a module that is open, as ecornn_open() opens files. */
+static inline int32_t {name}_open(ecornn_module* module, ecornn_error* error) {{
+  module->library = NULL;
+  module->api = {name}_module_api(ECORNN_ABI_VERSION);
+  return module->api ? (int32_t)ECORNN_OK
+                     : ecornn_refuse_(error, ECORNN_VERSION, "{name}", "has another version of the C interface");
+}}
+
+#ifdef __cplusplus
+}}
+#endif
+
+#endif
+"""
+
+
+def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
+    """Builds the static library ``out`` of a CPU's program and returns its header, beside it.
+
+    Functions begin with the name of the file, without ``lib`` before and the ending behind it.
+
+    Raises :class:`~ecornn.errors.BuildError` with the message of a compiler, ``ar`` or ``objcopy``, or where one of
+    these is missing; :class:`~ecornn.errors.ArgumentError` where the file's name is none of a function.
+    """
+    generated, name = _complete(program, manifest), name_of(out)
+    header = out.with_name(f"{name}.h")
+    compiler = find_compiler()
+    if "clang" not in identity():  # GCC's variables of inline functions could not be made local
+        compiler.append("-fno-gnu-unique")
+    ar, objcopy = (_tool(tool) for tool in TOOLS)
+    shim = resources.files("ecornn.build").joinpath("standalone.cc").read_text()
+    objects = objects_of(compiler, replace(generated, sources={**generated.sources, "standalone.cc": shim}))
+    what = f"{manifest.workload}, {manifest.device.arch}"
+    with temporary.folder() as folder:
+        inputs = write_inputs({}, objects, generated.binaries, folder, generated.functions)
+        # sections of templates would be taken for those of another library, whose symbols are as local as these
+        run_tool([*compiler, "-r", "-nostdlib", "-Wl,--force-group-allocation", *inputs, "-o", "all.o"], folder)
+        run_tool([objcopy, f"--redefine-sym={API}={name}_module_api", f"--keep-global-symbol={name}_module_api",
+                  "all.o", f"{name}.o"], folder)
+        run_tool([ar, "rcsD", "made.a", f"{name}.o"], folder)
+        (folder / "made.h").write_text(HEADER.format(file=name, name=name, upper=name.upper(), what=what))
+        for name_here, path in (("made.a", out), ("made.h", header)):
+            try:
+                with temporary.replacing(path) as beside:
+                    shutil.copyfile(folder / name_here, beside)
+            except OSError as error:
+                raise BuildError(f"{path} cannot be written: {error}") from error
+    return header
+
+
+def name_of(out: Path) -> str:
+    """The name that functions of a library in this file begin with.
+
+    Raises :class:`~ecornn.errors.ArgumentError` where the file's name is none of a function.
+    """
+    name = out.stem.removeprefix("lib")
+    if out.suffix != ".a" or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name):
+        raise ArgumentError("--emit-to", str(out), "a name of letters, digits and _ that ends with .a, as lstm64.a")
+    return name
+
+
+def _tool(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        raise BuildError(f"no {name}; install binutils, for example 'apt install binutils'")
+    return path

@@ -1,4 +1,4 @@
-// Reads the tables that number_tables.py writes: 64-bit integers and strings, one after the other.
+// Reads the tables that generated.py writes: 64-bit integers and strings, one after the other.
 #pragma once
 #include <cstdint>
 #include <cstring>

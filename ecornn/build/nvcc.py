@@ -2,6 +2,16 @@
 
 ``ECORNN_CUDA_COMPILER=nvcc`` or ``nvrtc`` forces one of the two. Neither needs a GPU, and neither is
 ever given ``--use_fast_math``: a schedule that wants a fast approximation says so in its code.
+
+Source is changed so that nvcc compiles it faster: short headers, and variables in place of large local arrays.
+
+Headers: kernels use few declarations, which stand in place of TVM's first lines and CUDA's headers; these take longer
+to read than most kernels take to compile. (NVRTC has them ready, and gains nothing.)
+
+Arrays: TVM keeps accumulators and fragments in arrays, which end up in registers because every index is a constant.
+Finding that out costs nvcc's optimiser the size of an array times the number of its uses, or the square of that number:
+most of the time of a kernel with many products. Variables are registers from the start. Of some kernels ptxas then
+makes code that differs in the order and choice of registers; so source that compiles fast is left as it is.
 """
 
 from __future__ import annotations
@@ -10,12 +20,14 @@ import functools
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
+from importlib import resources
 
 import msgspec
 
 from ecornn import temporary
-from ecornn.build import cache, nvcc_source, nvrtc
+from ecornn.build import cache, nvrtc
 from ecornn.build.commands import ANSWER, WORK, first_lines, run
 from ecornn.errors import ArgumentError, BuildError
 
@@ -61,7 +73,7 @@ def find_nvcc() -> str | None:
 def identity() -> str:
     """All that machine code depends on besides source and architecture: the compiler, its flags, and headers."""
     if nvcc := chosen_nvcc():
-        return " ".join((_said(nvcc), *FLAGS, *nvcc_source.DEFINES, nvcc_source.headers()))
+        return " ".join((_said(nvcc), *FLAGS, *DEFINES, headers()))
     return nvrtc.identity()
 
 
@@ -109,9 +121,9 @@ def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
     nvcc = chosen_nvcc()
     if nvcc:
-        if (short := nvcc_source.short(source)) is not None:
+        if (shorter := short(source)) is not None:
             try:
-                return _nvcc(nvcc, short, arch, kind, nvcc_source.DEFINES)
+                return _nvcc(nvcc, shorter, arch, kind, DEFINES)
             except BuildError as error:
                 # Source that is not understood needs CUDA's headers, or is wrong and fails with them too. They mend
                 # nothing that fails later: ptxas finds too much shared memory, or the compiler is killed.
@@ -134,3 +146,52 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] =
             raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}"
                              f"{temporary.limited()}")
         return output.read_bytes(), log
+
+
+# nvcc reads cuda_runtime.h before every source, unless it seems to have been read.
+DEFINES = ("-D__CUDA_RUNTIME_H__", "-D__CUDA_RUNTIME_API_H__")
+_TVM_ENDS = "#define ushort unsigned short\n#endif\n"  # the lines that TVM puts first
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(if|include)", re.MULTILINE)
+
+COSTLY = 500_000  # sizes times uses, of all arrays of a source: a second of nvcc's time
+EACH = 100_000  # of an array that counts
+MANY = 4_500  # uses of one array: more than a second of it, too
+_ARRAY = r"\w*_ptr(?:_\d+)?"
+_DECLARED = re.compile(rf"^( *)alignas\(64\) (\w+) ({_ARRAY})\[(\d+)\];$", re.MULTILINE)
+_USED = re.compile(rf"\b({_ARRAY})\[(\d+)\]")
+_ELSE = re.compile(rf"&\(*({_ARRAY})\b|\b({_ARRAY})\b(?!\[\d+\])")  # an address, or another index than a constant
+
+
+def short(source: str) -> str | None:
+    """``source`` with :func:`headers` in place of TVM's first lines, to be compiled with ``DEFINES``; None where that
+    may mean something else.
+
+    A type or function that :func:`headers` lacks is for the compiler to find. A condition is not: an undefined name
+    would choose the other branch.
+    """
+    _, end, kernels = source.partition(_TVM_ENDS)
+    return headers() + kernels if end and not _DIRECTIVE.search(kernels) else None
+
+
+@functools.cache
+def headers() -> str:
+    """The declarations that kernels use, from kernel_headers.h."""
+    return resources.files("ecornn.build").joinpath("kernel_headers.h").read_text()
+
+
+def as_variables(source: str) -> str:
+    """``source`` with a variable for each element of the arrays that would cost nvcc most, if these cost much."""
+    uses = Counter(match[1] for match in _USED.finditer(source))
+    work = {match[3]: int(match[4]) * uses[match[3]] for match in _DECLARED.finditer(source)}
+    least = EACH if sum(work.values()) >= COSTLY else COSTLY
+    chosen = {name for name, of in work.items() if of >= least or uses[name] >= MANY}
+    if not chosen:
+        return source
+    chosen -= {name for match in _ELSE.finditer(source) for name in match.groups()}
+
+    def declare(match: re.Match[str]) -> str:
+        indent, kind, name, size = match.groups()
+        return f"{indent}{kind} {', '.join(f'{name}_e{i}' for i in range(int(size)))};" if name in chosen else match[0]
+
+    source = _DECLARED.sub(declare, source)
+    return _USED.sub(lambda match: f"{match[1]}_e{match[2]}" if match[1] in chosen else match[0], source)

@@ -190,7 +190,7 @@ def compile(asked: Asked, output: Path | None, emit: str | None, emit_to: Path |
     The file runs with `ecornn.load("FILE.so").bind(weights)(x)`, on machines without a compiler too. The
     weights of an ONNX node are written beside it, as FILE.safetensors.
     """
-    from ecornn.build.archive import name_of
+    from ecornn.build.module import name_of
     from ecornn.compiler import build, build_archive, generate
 
     load_tvm()

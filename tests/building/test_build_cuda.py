@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from driver_notes import child, raised
 
-from ecornn.build import Generated, build_module, nvcc_source
+from ecornn.build import Generated, build_module, nvcc
 from ecornn.build.cuda import lower
 from ecornn.build.host_cuda import Kernel, host_program
 from ecornn.errors import BuildError
@@ -218,19 +218,19 @@ def test_large_arrays_become_variables(monkeypatch: pytest.MonkeyPatch):
     alignas(64) float acc_ptr_1[2];
     product(acc_ptr[0], acc_ptr[1], acc_ptr_1[1], words_ptr[i], &(words_ptr_1[0]), acc_ptr[0]);
 """
-    assert nvcc_source.as_variables(source) == source, "cheap as it is"
-    monkeypatch.setattr(nvcc_source, "WORK", 10)
-    monkeypatch.setattr(nvcc_source, "EACH", 2)
+    assert nvcc.as_variables(source) == source, "cheap as it is"
+    monkeypatch.setattr(nvcc, "COSTLY", 10)
+    monkeypatch.setattr(nvcc, "EACH", 2)
     expected = source.replace("alignas(64) float acc_ptr[2]", "float acc_ptr_e0, acc_ptr_e1").replace(
         "alignas(64) float acc_ptr_1[2]", "float acc_ptr_1_e0, acc_ptr_1_e1").replace(
         "acc_ptr[0]", "acc_ptr_e0").replace("acc_ptr[1]", "acc_ptr_e1").replace("acc_ptr_1[1]", "acc_ptr_1_e1")
-    assert nvcc_source.as_variables(source) == expected
-    monkeypatch.setattr(nvcc_source, "EACH", 5)
-    assert "acc_ptr_e0" in nvcc_source.as_variables(source) and "acc_ptr_1[1]" in nvcc_source.as_variables(source)
-    monkeypatch.setattr(nvcc_source, "WORK", 1000)
-    assert nvcc_source.as_variables(source) == source
-    monkeypatch.setattr(nvcc_source, "MANY", 4)  # declared, and used three times
-    assert "acc_ptr_e0" in nvcc_source.as_variables(source) and "acc_ptr_1[1]" in nvcc_source.as_variables(source)
+    assert nvcc.as_variables(source) == expected
+    monkeypatch.setattr(nvcc, "EACH", 5)
+    assert "acc_ptr_e0" in nvcc.as_variables(source) and "acc_ptr_1[1]" in nvcc.as_variables(source)
+    monkeypatch.setattr(nvcc, "COSTLY", 1000)
+    assert nvcc.as_variables(source) == source
+    monkeypatch.setattr(nvcc, "MANY", 4)  # declared, and used three times
+    assert "acc_ptr_e0" in nvcc.as_variables(source) and "acc_ptr_1[1]" in nvcc.as_variables(source)
 
 
 def test_each_device_loads_once(built: tuple[Path, Generated], fake: Path):

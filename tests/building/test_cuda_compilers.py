@@ -8,7 +8,7 @@ import cuda_sample
 import pytest
 from events import LIMIT
 
-from ecornn.build import nvcc, nvcc_source
+from ecornn.build import nvcc
 from ecornn.build.cuda import lower
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
@@ -40,10 +40,10 @@ def test_short_headers_make_the_same_code(monkeypatch: pytest.MonkeyPatch, arch:
     made = plan("lstm", hidden=130, input=65, batch=20, dtype="float16", target=arch, schedule="persistent")
     sources.append(lower(made.programs()[0], arch)[1])  # rows and columns beyond x are constants of 16 bits
     for source in sources:
-        short = nvcc_source.short(source)
+        short = nvcc.short(source)
         assert short is not None and "#include <" not in short
         code = [b"".join(nvcc._nvcc(str(nvcc.find_nvcc()), text, arch, "ptx", defines)[0].split())
-                for text, defines in ((source, ()), (short, nvcc_source.DEFINES))]
+                for text, defines in ((source, ()), (short, nvcc.DEFINES))]
         assert code[0] == code[1]
 
 
@@ -62,14 +62,14 @@ def test_what_short_headers_lack_is_compiled_with_all(monkeypatch: pytest.Monkey
     monkeypatch.setattr(nvcc, "chosen_nvcc", lambda: "nvcc")
     monkeypatch.setattr(nvcc, "_nvcc", compile)
     assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
-    assert tried == [nvcc_source.short(source)]
+    assert tried == [nvcc.short(source)]
     tried.clear()
     source += "\n// __hadd\n"
     assert nvcc._compile(source, "sm_90a", "cubin")[0] == b"cubin"
-    assert tried == [nvcc_source.short(source), source]
+    assert tried == [nvcc.short(source), source]
     # a name that only CUDA's headers define would choose another branch, and is no error
-    assert nvcc_source.short(source + "#if CUDART_VERSION > 12000\n#endif\n") is None
-    assert nvcc_source.short("int another_source;") is None
+    assert nvcc.short(source + "#if CUDART_VERSION > 12000\n#endif\n") is None
+    assert nvcc.short("int another_source;") is None
 
 
 @pytest.mark.parametrize(("says", "ends", "message", "calls"), [
@@ -90,7 +90,7 @@ def test_only_what_headers_can_mend_is_compiled_again(monkeypatch: pytest.Monkey
     fake.chmod(0o755)
     monkeypatch.setattr(nvcc, "chosen_nvcc", lambda: str(fake))
     source = lower(plan("rnn_tanh", hidden=64, dtype="bfloat16", target="sm_90a").programs()[0], "sm_90a")[1]
-    assert nvcc_source.short(source) is not None
+    assert nvcc.short(source) is not None
     if calls == 1:
         with pytest.raises(BuildError, match=message):
             nvcc._compile(source, "sm_90a", "cubin")

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from rooms import ROOT
 
 import ecornn
-from ecornn.build import archive
+from ecornn.build import module
 from ecornn.cli import main
 from ecornn.errors import ArgumentError, BuildError
 
@@ -93,7 +93,7 @@ int main() {
   TVMFFIErrorSetRaisedFromCStr("ValueError", all.c_str());
   printf("%zu\\n", Taken().size());
 }''')
-    build = Path(archive.__file__).parent
+    build = Path(module.__file__).parent
     subprocess.run(["c++", "-std=c++17", "-pthread", *STRICT, f"-I{build}", *cflags(), str(source), "-o",
                     str(tmp_path / "errors")], check=True)
     assert run(tmp_path / "errors").split("\n") == ["none", "T is 0", "none", "511", ""]
@@ -108,13 +108,13 @@ def test_one_symbol_is_global(folder: Path):
 @pytest.mark.parametrize("name", ["layer.so", "64.a", "my-layer.a", "lib.a"])
 def test_names_that_are_no_functions(name: str, tmp_path: Path):
     with pytest.raises(ArgumentError, match=r"letters, digits and _ that ends with \.a"):
-        archive.name_of(tmp_path / name)
+        module.name_of(tmp_path / name)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BuildError, match="no objcopy; install binutils"):
-        archive._tool("objcopy")
+        module._tool("objcopy")
 
 
 def test_the_command_asks_for_a_file_and_a_cpu(tmp_path: Path):

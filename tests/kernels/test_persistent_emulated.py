@@ -10,7 +10,7 @@ import pytest
 from emulated import check_numbers, task_of
 from msgspec.structs import replace
 
-from ecornn.build import nvcc_source
+from ecornn.build import nvcc
 from ecornn.build.cuda import lower
 from ecornn.runtime import Columns
 from ecornn.schedules.base import Task
@@ -104,8 +104,8 @@ def test_matches_float64(tmp_path, cell, sizes, dtype, change):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
     """As large kernels have them."""
-    monkeypatch.setattr(nvcc_source, "WORK", 1)
-    monkeypatch.setattr(nvcc_source, "EACH", 1)
+    monkeypatch.setattr(nvcc, "COSTLY", 1)
+    monkeypatch.setattr(nvcc, "EACH", 1)
     task = task_of("lstm", (5, 9, 24, 40), dtype, SMALL)
     config = cut(task, registers=50)
     source = lower(Persistent().program(task, Persistent().plan(task, config)), SMALL.arch)[1]
