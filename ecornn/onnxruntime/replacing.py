@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +54,7 @@ class Tensors:
 
     def __init__(self, names: Names) -> None:
         self.made: list[Any] = []
-        self._names = names
+        self.names = names
         self._known: dict[tuple[Any, ...], str] = {}  # by their content
         self._seen: dict[tuple[int, str], tuple[Any, str]] = {}  # by arrays, which live as long, and types
 
@@ -63,107 +66,98 @@ class Tensors:
             own = np.ascontiguousarray(value, dtype)
             content = dtype, own.shape, hashlib.sha256(own.data).digest()
             if content not in self._known:
-                self._known[content] = self._names.new(*parts)
+                self._known[content] = self.names.new(*parts)
                 self.made.append(numpy_helper.from_array(own, self._known[content]))
             self._seen[id(value), dtype] = value, self._known[content]
         return self._seen[id(value), dtype][1]
 
 
-class Replacement:
-    """The nodes that take the place of a recurrent one.
+@dataclass(frozen=True)
+class Compiled:
+    """A module in a rewritten model's folder: its file, kind of device, data type, digest, and parameters' names."""
 
-    Attributes
-    ----------
-    node : the recurrent node
-    nodes : in their order, with the outputs that the node has; they need tensors of ``tensors``
+    path: Path
+    device: str
+    dtype: str
+    digest: str
+    parameters: list[str]
+
+
+def replacement(node: Any, meaning: Node, tensors: Tensors, compiled: Compiled) -> list[Any]:
+    """The nodes that take the place of a recurrent one, in their order, with the outputs that it has; they need
+    ``tensors``.
+
+    Raises :class:`ArgumentError` for a node on a GPU that has but one of two states.
     """
+    from onnx import TensorProto, helper
 
-    def __init__(self, node: Any, meaning: Node, names: Names, tensors: Tensors) -> None:
-        self.node, self._meaning, self._names, self._title = node, meaning, names, title(node)
-        self.nodes: list[Any] = []
-        self._tensors = tensors
+    nodes: list[Any] = []
+    name, new = title(node), partial(tensors.names.new, title(node))
+    swap: list[Step] = [("Transpose", {"perm": SWAPPED})] if meaning.batch_first else []  # layouts of X and states
 
-    def make(self, device: str, dtype: str, module: str, digest: str, parameters: Sequence[str]) -> None:
-        """Makes the nodes for a module of ``dtype`` and a kind of device, whose weights are ``parameters``.
+    def cast(dtype: str, to: str) -> list[Step]:
+        kind = {"float32": "FLOAT", "float64": "DOUBLE"}.get(to, to.upper())
+        return [("Cast", {"to": int(TensorProto.DataType.Value(kind))})] if dtype != to else []
 
-        Raises :class:`ArgumentError` for a node on a GPU that has but one of two states.
-        """
-        given = {key: name for key, name in zip(INPUTS, self.node.input, strict=False) if name}
-        kinds = ("h", "c")[:1 + (self._meaning.op == "LSTM")]
-        before = [given.get(f"initial_{kind}", "") for kind in kinds]
-        if device == "cuda" and any(before) and not all(before):
-            raise ArgumentError(self._title, "one of initial_h and initial_c", "both or none on a GPU")
-        x, *states = (self._inwards(name, dtype) for name in (given["X"], *before))
-        wide = "float64" if dtype == "float64" else "float32"  # what weights are to our operators
-        weights = [self._tensors.of(self._meaning.weights[name], wide, self._title, name) for name in parameters]
-        to = [*self.node.output, *[""] * 3][:1 + len(kinds)]
-        place = len(self.nodes)
-        cast = self._cast(dtype, self._meaning.dtype)
-        outputs = [self._outwards(to[0], [*cast, *self._unfolded()], "y"),
-                   *(self._outwards(name, [*cast, *self._swap()], k) for name, k in zip(to[1:], kinds, strict=True))]
-        inputs = [x, given.get("sequence_lens", ""), *states, *[""] * (2 - len(states)), *weights]
-        self.nodes.insert(place, self._node(OPERATORS[device], inputs, outputs, domain=DOMAIN, module=module,
-                                            digest=digest))
+    def made(operator: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> Any:
+        return helper.make_node(operator, inputs, outputs, name=new(operator), **attributes)
 
-    def _new(self, what: str) -> str:
-        return self._names.new(self._title, what)
-
-    def _node(self, operator: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any) -> Any:
-        from onnx import helper
-
-        return helper.make_node(operator, inputs, outputs, name=self._new(operator), **attributes)
-
-    def _swap(self) -> list[Step]:
-        """The steps between ONNX's layouts of X and states."""
-        return [("Transpose", {"perm": SWAPPED})] if self._meaning.batch_first else []
-
-    def _cast(self, dtype: str, to: str) -> list[Step]:
-        return [("Cast", {"to": _type(to)})] if dtype != to else []
-
-    def _inwards(self, name: str, dtype: str) -> str:
+    def inwards(one: str) -> str:
         """X or a state as our node takes it: (T, B, I) or (D, B, H), of the module's type."""
-        for operator, attributes in [*self._swap(), *self._cast(self._meaning.dtype, dtype)] if name else []:
-            made = self._new(operator.lower())
-            self.nodes.append(self._node(operator, [name], [made], **attributes))
-            name = made
-        return name
+        for operator, attributes in [*swap, *cast(meaning.dtype, compiled.dtype)] if one else []:
+            result = new(operator.lower())
+            nodes.append(made(operator, [one], [result], **attributes))
+            one = result
+        return one
 
-    def _outwards(self, to: str, steps: Sequence[Step], what: str) -> str:
+    def outwards(to: str, steps: Sequence[Step], what: str) -> str:
         """The name of our output, from which these steps make ``to``."""
         if not to:
-            return self._new(what)
-        names = [*(self._new(what) for _ in steps), to]
-        for (operator, attributes), (one, made) in zip(steps, pairwise(names), strict=True):
-            self.nodes.append(self._node(operator, [one], [made], **attributes))
-        return names[0]
+            return new(what)
+        results = [*(new(what) for _ in steps), to]
+        for (operator, attributes), (one, result) in zip(steps, pairwise(results), strict=True):
+            nodes.append(made(operator, [one], [result], **attributes))
+        return results[0]
 
-    def _unfolded(self) -> list[Step]:
-        """The steps to Y, (T, D, B, H) or (B, T, D, H), from (T, B, D, H), which with one direction is (T, 1, B, H)."""
-        if self._meaning.direction != "bidirectional":
-            return [("Transpose", {"perm": [2, 0, 1, 3]})] if self._meaning.batch_first else []
-        return [("Transpose", {"perm": [1, 0, 2, 3] if self._meaning.batch_first else [0, 2, 1, 3]})]
+    given = {key: one for key, one in zip(INPUTS, node.input, strict=False) if one}
+    kinds = ("h", "c")[:1 + (meaning.op == "LSTM")]
+    before = [given.get(f"initial_{kind}", "") for kind in kinds]
+    if compiled.device == "cuda" and any(before) and not all(before):
+        raise ArgumentError(name, "one of initial_h and initial_c", "both or none on a GPU")
+    x, *states = (inwards(one) for one in (given["X"], *before))
+    wide = "float64" if compiled.dtype == "float64" else "float32"  # what weights are to our operators
+    weights = [tensors.of(meaning.weights[one], wide, name, one) for one in compiled.parameters]
+    to = [*node.output, *[""] * 3][:1 + len(kinds)]
+    place, casts = len(nodes), cast(compiled.dtype, meaning.dtype)
+    # to Y, (T, D, B, H) or (B, T, D, H), from (T, B, D, H), which with one direction is (T, 1, B, H)
+    unfold: list[Step] = [("Transpose", {"perm": [2, 0, 1, 3]})] if meaning.batch_first else []
+    if meaning.direction == "bidirectional":
+        unfold = [("Transpose", {"perm": [1, 0, 2, 3] if meaning.batch_first else [0, 2, 1, 3]})]
+    outputs = [outwards(to[0], [*casts, *unfold], "y"),
+               *(outwards(one, [*casts, *swap], kind) for one, kind in zip(to[1:], kinds, strict=True))]
+    inputs = [x, given.get("sequence_lens", ""), *states, *[""] * (2 - len(states)), *weights]
+    nodes.insert(place, made(OPERATORS[compiled.device], inputs, outputs, domain=DOMAIN, module=compiled.path.name,
+                             digest=compiled.digest))
+    return nodes
 
 
-def _type(dtype: str) -> int:
-    from onnx import TensorProto
-
-    return int(TensorProto.DataType.Value({"float32": "FLOAT", "float64": "DOUBLE"}.get(dtype, dtype.upper())))
+Replaced = tuple[Scope, Any, list[Any]]  # where a node was, the node, and what takes its place
 
 
-def apply(model: Any, replacements: Sequence[tuple[Scope, Replacement]], tensors: Mapping[Scope, Tensors]) -> None:
-    """Puts replacements where their nodes were, the scopes' order being that of the model, with the tensors that each
-    scope's need, and takes out initializers and nodes that nothing needs any more."""
-    of: dict[Scope, dict[int, Replacement]] = {}
-    for scope, replacement in replacements:
-        of.setdefault(scope, {})[id(replacement.node)] = replacement
+def apply(model: Any, replaced: Sequence[Replaced], tensors: Mapping[Scope, Tensors]) -> None:
+    """Puts nodes where others were, the scopes' order being that of the model, with the tensors that each scope's need,
+    and takes out initializers and nodes that nothing needs any more."""
+    of: dict[Scope, dict[int, list[Any]]] = {}
+    for scope, node, nodes in replaced:
+        of.setdefault(scope, {})[id(node)] = nodes
     for scope, own in reversed(of.items()):  # bodies before the graphs that hold their nodes
-        nodes: list[Any] = []
+        made: list[Any] = []
         for node in scope.nodes:
-            nodes += own[id(node)].nodes if id(node) in own else [type(node).FromString(node.SerializeToString())]
+            made += own[id(node)] if id(node) in own else [type(node).FromString(node.SerializeToString())]
         del scope.graph.node[:]
-        scope.graph.node.extend(nodes)
+        scope.graph.node.extend(made)
         scope.graph.initializer.extend(tensors[scope].made)
-    _remove(model, {name for _, r in replacements for name in (*r.node.input[1:4], *r.node.input[7:]) if name})
+    _remove(model, {name for _, node, _ in replaced for name in (*node.input[1:4], *node.input[7:]) if name})
 
 
 def _remove(model: Any, names: set[str]) -> None:

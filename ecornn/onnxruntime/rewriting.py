@@ -21,7 +21,7 @@ from ecornn.onnx.model import from_proto, load, recurrent, title
 from ecornn.onnx.node import LENGTHS, Node, Shared
 from ecornn.onnxruntime import library
 from ecornn.onnxruntime.measuring import Times, alone, feeds_of, measured, provider
-from ecornn.onnxruntime.replacing import DOMAIN, Names, Replacement, Tensors, apply
+from ecornn.onnxruntime.replacing import DOMAIN, Compiled, Names, Replaced, Tensors, apply, replacement
 from ecornn.workload import BATCH, SEQ
 
 DEEPEST = 31  # bodies in bodies: protobuf reads 100 messages in one another; a body is the third of three
@@ -106,7 +106,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     names = Names(scopes)
     nodes, inside = recurrent(changed, {value.name for value in changed.graph.input})
     where = provider(device) if measure else None
-    taken: list[tuple[Scope, Replacement, Taken]] = []
+    taken: list[tuple[Replaced, Taken]] = []
     left = [Left(title(n), n.op_type, f"it is in the function {name}: inline the model's functions (onnx.inliner)")
             for name, n in inside]
     weights: Shared = {}
@@ -122,9 +122,8 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
                 left.append(Left(title(node), node.op_type, "ONNX Runtime's own takes {}, compiled {}".format(
                     *map(milliseconds, times))))
                 continue
-            replacement = Replacement(node, meaning, names, tensors[scope])
-            replacement.make(*compiled.arguments)
-            taken.append((scope, replacement, Taken(title(node), node.op_type, layer, compiled.path, times)))
+            replaced = scope, node, replacement(node, meaning, tensors[scope], compiled)
+            taken.append((replaced, Taken(title(node), node.op_type, layer, compiled.path, times)))
         except BuildError:
             raise
         except EcornnError as error:
@@ -133,7 +132,7 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
         reasons = "; ".join(f"{one.node} ({one.op}): {one.reason}" for one in left) or "it has none"
         raise ArgumentError("model", _title(model), f"one with an LSTM, GRU or RNN that can be compiled; {reasons}")
     own = changed.SerializeToString() if where and taken and not _large(changed) else b""
-    apply(changed, [(scope, replacement) for scope, replacement, _ in taken], tensors)
+    apply(changed, [replaced for replaced, _ in taken], tensors)
     made = library.write(modules.folder)
     _save(changed, out, bool(taken))
     times = None
@@ -142,25 +141,17 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
         times = measured(own, str(out), feeds, modules.folder, where)
     if times is not None and times[0] <= times[1]:
         reason = "the model takes {} with nodes of its own, {} with compiled ones".format(*map(milliseconds, times))
-        left += [Left(one.node, one.op, reason) for *_, one in taken]
+        left += [Left(one.node, one.op, reason) for _, one in taken]
         taken, times = [], None
         changed.ParseFromString(own)
         _save(changed, out, False)
-    modules.remove_all_but({one.module for *_, one in taken})
-    return Rewritten(out, made, tuple(one for *_, one in taken), tuple(left), times)
+    modules.remove_all_but({one.module for _, one in taken})
+    return Rewritten(out, made, tuple(one for _, one in taken), tuple(left), times)
 
 
 def milliseconds(seconds: float) -> str:
     """A time as it is shown."""
     return f"{seconds * 1e3:.3g} ms"
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """A module in a rewritten model's folder: its file, and what :meth:`Replacement.make` is told of it."""
-
-    path: Path
-    arguments: tuple[str, str, str, str, list[str]]
 
 
 class Modules:
@@ -187,8 +178,8 @@ class Modules:
             path = self.folder / f"{cell}-{digest[:16]}.so"
             self.folder.mkdir(parents=True, exist_ok=True)
             module.save(path)
-            self.known[key] = Compiled(path, (self.device.kind, layer.workload.dtype, path.name, digest,
-                                              [p.name for p in module.manifest.parameters]))
+            self.known[key] = Compiled(path, self.device.kind, layer.workload.dtype, digest,
+                                       [p.name for p in module.manifest.parameters])
         return self.known[key]
 
     def times(self, compiled: Compiled, scope: Scope, node: Any, meaning: Node, sizes: tuple[int, int],
@@ -201,11 +192,8 @@ class Modules:
             graph, feeds = alone(node, meaning, scope, *sizes)
             own, changed = (_model(graph) for _ in range(2))
             inner = Scope(changed.graph, changed.opset_import)
-            names = Names([inner])
-            tensors = Tensors(names)
-            replacement = Replacement(inner.nodes[0], meaning, names, tensors)
-            replacement.make(*compiled.arguments)
-            apply(changed, [(inner, replacement)], {inner: tensors})
+            tensors, one = Tensors(Names([inner])), inner.nodes[0]
+            apply(changed, [(inner, one, replacement(one, meaning, tensors, compiled))], {inner: tensors})
             self._times[key] = measured(own.SerializeToString(), changed.SerializeToString(), feeds, self.folder, where)
         return self._times[key]
 
