@@ -21,8 +21,7 @@ from ecornn.errors import EcornnError, ModuleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.manifest import Manifest
 from ecornn.program import FINITE
-from ecornn.runtime.host_check import check_host
-from ecornn.runtime.loader import Module, load
+from ecornn.runtime.loader import Module, check_host, load
 
 VARIABLE = "ECORNN_MODULES"
 KINDS = {"cpu": "llvm", "cuda": "cuda"}  # target -> kind of device

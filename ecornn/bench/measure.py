@@ -30,8 +30,7 @@ from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError, EcornnError
 from ecornn.host_cpu import physical_cores
 from ecornn.quick_tvm import import_tvm
-from ecornn.runtime.host_check import check_host
-from ecornn.runtime.loader import Module, load
+from ecornn.runtime.loader import Module, check_host, load
 from ecornn.worker import Worker, WorkerError
 
 GRAPH = 300  # steps of the calls that are timed as one, at most

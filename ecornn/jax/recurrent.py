@@ -16,8 +16,8 @@ from ecornn.host_cpu import physical_cores
 from ecornn.jax.handler import TARGET, register
 from ecornn.program import FORWARD
 from ecornn.runtime.loader import Module
-from ecornn.runtime.outputs import named
-from ecornn.runtime.training import kept_layout
+from ecornn.runtime.plan import kept_layout
+from ecornn.runtime.rows import named
 from ecornn.workload import summed
 
 _RUN, _FORWARD, _BACKWARD = np.int32(0), np.int32(1), np.int32(2)

@@ -11,7 +11,7 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.layer_spec import LayerSpec
 from ecornn.onnx.node import Node
-from ecornn.runtime.loader import Layer
+from ecornn.runtime.layer import Layer
 from ecornn.workload import BATCH, SEQ
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ecornn.runtime.columns import Columns
-from ecornn.runtime.loader import Layer, Module, load
+from ecornn.runtime.layer import Layer
+from ecornn.runtime.loader import Module, load
 
 __all__ = ["Columns", "Layer", "Module", "load"]

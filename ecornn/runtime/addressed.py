@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from operator import itemgetter
 from typing import Any
 
 from ecornn.program import TENSORS
-from ecornn.runtime.memory import HostMemory, Memory, layout
-from ecornn.runtime.plan import SCALARS, entry_plan
-from ecornn.runtime.training import kept_layout
+from ecornn.runtime.memory import HostMemory, Memory
+from ecornn.runtime.plan import entry_plan, kept_layout
 from ecornn.runtime.turns import in_turns
 
 SHORT = 1 << 18  # multiply-adds, of about 10 us: a thread that gives Python's lock away may wait longer to get it back
@@ -23,7 +21,7 @@ class AddressedCall:
 
     Parameters
     ----------
-    layer : a :class:`~ecornn.runtime.loader.Layer`
+    layer : a :class:`~ecornn.runtime.caller.Caller`
     entry : ``run``, ``forward`` or ``backward``
     steps, batch : T and B
     tensors : names of all that the entry exchanges, in the order in which their addresses will be given
@@ -39,7 +37,7 @@ class AddressedCall:
         self._pool = layer.workspaces
         starts, self.kept_bytes = kept_layout(manifest, steps, batch) if plan.kept else ({}, 0)
         self._kept = [starts[b.name] for _, b in plan.kept]
-        self._offsets, self._room = layout([b.nbytes(steps) for _, b in plan.scratch])
+        self._offsets, self._room = plan.offsets(steps)
         scalars = (steps, batch, layer.device, layer.threads)
         queue = [] if self._on_cpu else [len(scalars) - 1]
         fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
@@ -50,8 +48,7 @@ class AddressedCall:
         self._parts = None if all(number == n and not offset for n, (number, offset) in enumerate(parts)) else parts
         # what is fixed, workspaces, a GPU's queue, what is given, what is kept
         positions = [*fixed, *(p for p, _ in plan.scratch), *queue, *given, *(p for p, _ in plan.kept)]
-        assert sorted(positions) == [*range(plan.count)] and plan.count > SCALARS
-        self._order = itemgetter(*sorted(range(plan.count), key=positions.__getitem__))
+        self._order = plan.order(positions)
         self._at: dict[int, tuple[int, ...]] = {}  # a workspace -> all that is known with it
 
     @staticmethod

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 from ecornn.boundary import public, refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.manifest import Manifest
+from ecornn.program import RUN
 from ecornn.runtime.addressed import AddressedCall
-from ecornn.runtime.arranged import Order
 from ecornn.runtime.arrays import Arrays, Placed, Shape
-from ecornn.runtime.binding import Bound
+from ecornn.runtime.columns import place_lengths, place_resets, place_sequences
 from ecornn.runtime.frameworks import arrays_of
-from ecornn.runtime.inputs import rows_with
 from ecornn.runtime.library import Library
-from ecornn.runtime.masks import place_lengths, place_resets, place_sequences
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
-from ecornn.runtime.outputs import named
-from ecornn.runtime.plan import MASKS, make_plan
+from ecornn.runtime.plan import MASKS, Order, entry_plan
+from ecornn.runtime.rows import named, rows_with
+from ecornn.runtime.weights import PackedWeights
 
 _COPIES = "copies"  # key of the device memory for host arrays
 
@@ -39,9 +38,10 @@ class Caller:
                  threads: int | None) -> None:
         self.manifest, self.device, self.threads = manifest, device, threads
         self.library, self._run = library, library.run
-        self._plan = make_plan(manifest)
-        self._bound = Bound(manifest, weights, library, device, threads)
-        self.packed = self._bound.packed
+        self._plan = entry_plan(manifest, RUN)
+        self._weights = PackedWeights(manifest, library, weights, device, threads)
+        self.packed = self._weights.packed
+        self.repack_at, self.repack_here = self._weights.repack_at, self._weights.repack_here
         self.workspaces = Pool()
         self._longest = manifest.longest
         self._offsets = (0, *self._plan.offsets(0))  # of the last T
@@ -55,7 +55,7 @@ class Caller:
         self._names, self._inputs = manifest.states, manifest.inputs or ()
         self.together = manifest.together
         self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
-        self._orders = [Order(self._plan, self.packed, with_states) for with_states in (False, True)]
+        self._orders = [Order(self._plan, self.packed, self._stack.count, with_states) for with_states in (False, True)]
         self._count = self._stack.count
         self._masked = any(getattr(self._stack, name) for name in MASKS)
 
@@ -150,7 +150,7 @@ class Caller:
 
     def zero_state(self, batch: int) -> Placed:
         """Zeros in place of a state, or of its gradient."""
-        return None, self._bound.zeros(prod(self.state_shape(batch)) * self.manifest.workload.itemsize)
+        return None, self._weights.zeros(prod(self.state_shape(batch)) * self.manifest.workload.itemsize)
 
     def _masks(self, arrays: Arrays, x: Any, steps: int, batch: int, lengths: Any,
                resets: Any, sequences: Any) -> tuple[list[Placed], int, int]:
@@ -179,19 +179,7 @@ class Caller:
         Raises as :meth:`Module.bind`, and :class:`~ecornn.errors.DeviceError` on a GPU for weights that are not on it;
         nothing has changed then.
         """
-        self._bound.repack(weights)
-
-    def repack_at(self, pointers: Sequence[int], dtype: str, queue: int, optional: bool | None = None) -> None:
-        """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
-        order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked. ``optional``:
-        what only gradients of first states are made of (True), or all else (False); default: both."""
-        self._bound.repack_at(pointers, dtype, queue, optional)
-
-    def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
-        """As :meth:`repack` on a CPU, of contiguous float32 weights at these addresses, in the manifest's order;
-        ``changed``: numbers of those that are not as they were. Nothing is checked. False, and nothing done, where the
-        module's code cannot pack all that it reads."""
-        return self._bound.repack_here(pointers, changed)
+        self._weights.repack(weights)
 
     def addressed(self, entry: str, steps: int, batch: int, tensors: tuple[str, ...]) -> AddressedCall:
         """An entry of a layer as a function of addresses, for this T and B; it is kept for the next time."""
@@ -202,19 +190,6 @@ class Caller:
                 self._addressed.clear()
             found = self._addressed[key] = AddressedCall(self, *key)
         return found
-
-    def prepared(self, x: Any, state: Sequence[Any] | None, lengths: Any, resets: Any,
-                 sequences: Any) -> tuple[Arrays, Placed, dict[str, Placed], list[Placed] | None, int, int, int]:
-        """The arguments of a call, checked: whose arrays they are, x, masks, states (None where there are none), T, B
-        and the rows of states, which are S with ``sequences``."""
-        arrays = arrays_of(x, "x")
-        x = arrays.take(x, "x")
-        steps, batch = self._check_x(arrays, x)
-        placed = arrays.ready(x, "x")
-        masks, _, rows = self._masks(arrays, placed[0], steps, batch, lengths, resets, sequences)
-        names = [name for name in MASKS if getattr(self._stack, name)]
-        states = None if state is None else self._check_state(arrays, state, rows)
-        return arrays, placed, dict(zip(names, masks, strict=True)), states, steps, batch, rows
 
     def _launch(self, arrays: Arrays, like: Any, queue: int, sizes: tuple[int, int, int], with_states: bool,
                 given: list[int]) -> None:
@@ -259,7 +234,7 @@ class Caller:
         lengths, resets, sequences, y, states; ``scratch``: the workspaces."""
         steps, batch, rows = sizes
         size = rows * self._state_bytes
-        zeros = 0 if with_states else self._bound.zeros(size * self._count)
+        zeros = 0 if with_states else self._weights.zeros(size * self._count)
         return self._orders[with_states].of((steps, batch, self.device, queue), zeros, scratch, given, size)
 
     def _scratch(self, steps: int) -> tuple[tuple[int, ...], int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ecornn import checksum, temporary
 from ecornn.errors import ModuleError
-from ecornn.runtime.sharing import share_cores
+from ecornn.runtime.turns import share_cores
 
 _MANIFEST = b"__tvm_ffi_manifest"
 _EHDR = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
@@ -39,7 +39,7 @@ class Library:
     copy : (device, to, from, nbytes, queue) -> None
     synchronize : (device, queue) -> None
     held : of a CPU, the entries again as functions that keep Python's lock, for calls of microseconds
-    file : for functions in C, see :mod:`ecornn.runtime.c_interface`
+    file : for functions in C, see :mod:`ecornn.runtime.weights`
     """
 
     manifest: Callable[..., Any]

@@ -1,10 +1,9 @@
-"""Module files: load, save, bind. What is bound keeps its module."""
+"""Module files: load, save, bind where this machine can run them. What is bound keeps its module."""
 
 from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +11,51 @@ from typing import Any
 
 from ecornn import temporary
 from ecornn.boundary import public
-from ecornn.errors import ArgumentError, CopyError, ModuleError
+from ecornn.device import Device
+from ecornn.errors import ArgumentError, DeviceError, ModuleError
+from ecornn.host_cpu import FLAGS, cpuinfo
 from ecornn.manifest import Manifest, decode
-from ecornn.runtime.host_check import check_host
+from ecornn.runtime.layer import Layer
 from ecornn.runtime.library import Library, open_library
-from ecornn.runtime.training_calls import TrainingCalls
+from ecornn.runtime.turns import cores
 
 _MOST_THREADS = 1024
+_KERNEL_NAME = {feature: flag for flag, feature in FLAGS.items()}
+
+
+def check_host(built_for: Device, index: int) -> None:
+    """Raises where this machine, or GPU ``index`` of it, cannot run code for ``built_for``.
+
+    :class:`ModuleError` for a CPU that lacks instructions or a GPU of another architecture;
+    :class:`DeviceError` where there is no such GPU.
+    """
+    if built_for.kind == "cuda":
+        from ecornn.host_gpu import detect
+
+        found = detect(index)
+        if found is None:
+            raise DeviceError("device", index, "the number of a CUDA GPU that this process can use: the "
+                              f"module was compiled for {built_for.arch}")
+        if found.arch != built_for.arch:
+            raise ModuleError(f"the module was compiled for {built_for.arch} ({built_for.name}), but GPU {index} "
+                              f"is a {found.name}, {found.arch}: compile with target={found.arch!r}")
+        return
+    if index != 0:
+        raise DeviceError("device", index, "0 for a module that was compiled for a CPU")
+    info = cpuinfo()
+    flags = (info.get("flags") or info.get("Features") or "").split()
+    if not flags:
+        return  # this kernel does not tell
+    present = {_plain(flag) for flag in flags}
+    missing = [f for f in built_for.features if _plain(_KERNEL_NAME.get(f, f)) not in present]
+    if missing:
+        raise ModuleError(f"the module was compiled for {built_for.arch} ({built_for.name}) and uses "
+                          f"{', '.join(missing)}, which this CPU lacks: compile it here with target='cpu'")
+
+
+def _plain(name: str) -> str:
+    """LLVM writes avx512vnni and sse4.1 where the kernel writes avx512_vnni and sse4_1."""
+    return name.replace("_", "").replace("-", "").replace(".", "").lower()
 
 
 class Module:
@@ -64,16 +101,12 @@ class Module:
             raise ModuleError(f"the module's file {self.path} is gone")
         if to.exists() and not to.is_file():
             raise OSError(errno.EISDIR if to.is_dir() else errno.EINVAL, "not a regular file", str(to))
-        # Beside its place, so that it gets there in one step: whoever has the old file loaded keeps it.
-        made = to.parent / f".{to.name}.{secrets.token_hex(8)}"
         try:
-            shutil.copyfile(self.path, made)
-            made.chmod(0o755)
-            made.replace(to)
+            with temporary.replacing(to) as beside:  # whoever has the old file loaded keeps it
+                shutil.copyfile(self.path, beside)
+                beside.chmod(0o755)
         except OSError as error:  # of the name beside it, which the caller does not know
             raise OSError(error.errno, error.strerror, str(to)) from error
-        finally:
-            made.unlink(missing_ok=True)
 
     @public
     def bind(self, weights: Mapping[str, Any] | str | os.PathLike[str], device: int = 0, *,
@@ -105,9 +138,7 @@ class Module:
             if threads is not None:
                 raise ArgumentError("threads", threads, "None: the module runs on a GPU")
         elif threads is None:
-            from ecornn.host_cpu import physical_cores
-
-            threads = min(_MOST_THREADS, physical_cores(sorted(os.sched_getaffinity(0))))
+            threads = min(_MOST_THREADS, cores())
         else:
             _integer("threads", threads, 1, _MOST_THREADS)
         if isinstance(weights, (str, os.PathLike)):
@@ -117,36 +148,6 @@ class Module:
         elif prefix:
             raise ArgumentError("prefix", prefix, "none, unless weights is the name of a file")
         return Layer(self, weights, device, threads)
-
-
-class Layer(TrainingCalls):
-    """One recurrent layer, ready to run; made by :meth:`Module.bind`.
-
-    Attributes
-    ----------
-    module : the module that it was bound from
-    manifest : what the module says about itself
-    device : number of the GPU; 0 for a CPU
-    threads : CPU threads of a call; None on a GPU
-    together : neighbouring columns that may share a sequence, for :meth:`Columns.of`; 1: none may
-
-    Several Python threads may call one layer at the same time. A CUDA graph that has captured a call
-    reads the layer's weights: keep the layer as long as the graph.
-    """
-
-    def __init__(self, module: Module, weights: Mapping[str, Any], device: int, threads: int | None) -> None:
-        super().__init__(module.manifest, module.library, weights, device, threads)
-        self.module = module
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise CopyError("a Layer is packed weights where its code runs: copy or pickle layer.module, and bind it to "
-                        "the weights again")
-
-    def __repr__(self) -> str:
-        where = f"GPU {self.device}" if self.threads is None else f"{self.threads} threads"
-        m = self.manifest
-        what = ", ".join(filter(None, (str(m.workload), str(m.stack), m.schedule)))
-        return f"<ecornn.Layer {what} on {where}>"
 
 
 @public

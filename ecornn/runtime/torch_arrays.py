@@ -90,10 +90,7 @@ class TorchArrays(Arrays):
     def facts(self, array: Any) -> Facts:
         dtype, device = array.dtype, array.device
         return (tuple(array.shape), self._names.get(dtype) or str(dtype).removeprefix("torch."),
-                self._places.get(device) or self._place(device))
-
-    def _place(self, device: Any) -> str:
-        return self._places.setdefault(device, str(device))
+                self._places.get(device) or self._places.setdefault(device, str(device)))
 
     def ready(self, array: Any, name: str) -> Placed:
         pointer = array.data_ptr()

@@ -1,4 +1,4 @@
-"""Turns of threads whose calls are short.
+"""The cores of this process, which the calls of all modules share, and turns of threads whose calls are short.
 
 A thread that gives Python's lock away for some microseconds has it back before another one, which that wakes, runs; the
 other waits anew. So a thread goes on until the system takes its processor away: of eight threads with calls of 20 us
@@ -9,6 +9,7 @@ thread that soon calls again goes on for a few of them before it hands its turn 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from _thread import allocate_lock
@@ -18,7 +19,25 @@ from functools import cache
 from time import monotonic
 from typing import Any
 
-from ecornn.runtime import sharing
+from ecornn.host_cpu import physical_cores
+
+_running = ctypes.c_int32(0)  # how many; the code of modules writes it
+
+
+@cache
+def _cores(allowed: frozenset[int]) -> int:
+    return physical_cores(sorted(allowed))
+
+
+def share_cores(share: Callable[[int, int], None]) -> None:
+    """Has a module, whose function ``share`` this is, count its calls among those of the others."""
+    share(ctypes.addressof(_running), cores())
+
+
+def cores() -> int:
+    """How many this thread may use."""
+    return _cores(frozenset(os.sched_getaffinity(0)))
+
 
 CALLS = 3  # of a turn, at most; eight threads wait for 21 of them
 SOON = 200e-6  # seconds until its next call for which a turn waits, if the thread came as soon before
@@ -90,7 +109,7 @@ class Turns:
 
 @cache
 def _turns() -> Turns:
-    return Turns(max(1, sharing.cores() // 2))
+    return Turns(max(1, cores() // 2))
 
 
 def in_turns(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,17 +1,211 @@
-"""The weights that a user passes: names, shapes, and the cell's view of them."""
+"""The weights of a layer: names and shapes as a user passes them, and packed where its code runs, by the module's C
+interface (``include/ecornn.h``), which ctypes calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ecornn.errors import ArgumentError, DTypeError, NotFiniteError, ShapeError, WeightsError
+from ecornn.dtypes import DLPACK
+from ecornn.errors import (
+    ArgumentError,
+    DeviceError,
+    DTypeError,
+    ModuleError,
+    NotFiniteError,
+    ShapeError,
+    WeightsError,
+)
 from ecornn.manifest import Manifest, Parameter
-from ecornn.program import FINITE
+from ecornn.program import FINITE, PACKED
+from ecornn.runtime.dlpack import CPU, CUDA, DLDataType, DLTensor
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
+from ecornn.runtime.memory import DeviceMemory, HostMemory, Memory, address
+
+NEEDED, OPTIONAL = 1, 2  # ecornn_parts
+_VERSION, _UNSUPPORTED = 1, 9
+_ONLY_PACKS = -1  # of ecornn_bind_options.reserve
+_RAISED: dict[int, type[Exception]] = {12: MemoryError, 13: RuntimeError}  # of memory and of the CUDA driver
+
+
+class _Error(ctypes.Structure):
+    _fields_ = [("code", ctypes.c_int32), ("message", ctypes.c_char * 508)]
+
+
+class _Named(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("tensor", ctypes.POINTER(DLTensor))]
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [("size", ctypes.c_size_t), ("device", ctypes.c_int32), ("threads", ctypes.c_int32),
+                ("reserve", ctypes.c_int64), ("stream", ctypes.c_void_p)]
+
+
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int32
+_WEIGHTS, _ERROR = ctypes.POINTER(_Named), ctypes.POINTER(_Error)
+_function = partial(ctypes.CFUNCTYPE, _NUMBER)
+
+
+class _Api(ctypes.Structure):
+    _fields_ = [("version", _NUMBER), ("size", _NUMBER), ("describe", _POINTER),
+                ("bind", _function(_WEIGHTS, _NUMBER, ctypes.POINTER(_Options), ctypes.POINTER(_POINTER), _ERROR)),
+                ("repack", _function(_POINTER, _WEIGHTS, _NUMBER, _POINTER, _ERROR)),
+                ("release", ctypes.CFUNCTYPE(None, _POINTER)), ("workspace_size", _POINTER), ("kept_size", _POINTER),
+                ("run", _POINTER), ("forward", _POINTER), ("backward", _POINTER),
+                ("packed", ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_int64), _POINTER)),
+                ("pack_at", _function(_POINTER, _POINTER, DLDataType, ctypes.c_char_p, _NUMBER, _POINTER, _ERROR))]
+
+
+def api_of(file: ctypes.CDLL | None) -> _Api:
+    """The C interface of a loaded module; :class:`ModuleError` where it has none, or too old a one."""
+    if file is None:
+        raise ModuleError("the module has no C interface: compile it again")
+    file.ecornn_module_api.restype = ctypes.POINTER(_Api)
+    found = file.ecornn_module_api(_VERSION)
+    if not found or found.contents.size < ctypes.sizeof(_Api):
+        raise ModuleError("the module was compiled by another version of ecornn: compile it again")
+    api: _Api = found.contents
+    return api
+
+
+class PackedWeights:
+    """Weights that a module has packed where it runs, and zeros; the memory lives as long as this.
+
+    Parameters
+    ----------
+    manifest, library : of the module
+    weights : by name, as :meth:`Module.bind` takes them
+    device : number of the GPU; 0 for a CPU
+    threads : of a CPU, which pack; None on a GPU
+
+    Attributes
+    ----------
+    packed : name of a buffer -> the address of its packed weights; equal ones are kept once
+
+    Raises as :func:`read_weights`, :class:`NotFiniteError` for an infinite weight where the module's products need
+    finite ones, :class:`DeviceError` for a device that is not there, and :class:`ModuleError` for a module that packs
+    in a way that is not known.
+    """
+
+    def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
+                 threads: int | None) -> None:
+        self._manifest, self._library, self._device = manifest, library, device
+        self._api = api = api_of(library.file)
+        given, stream = self._read(weights)
+        self._layer, error, (named, _kept) = _POINTER(), _Error(), _named(given)
+        options = _Options(ctypes.sizeof(_Options), device, threads or 0, _ONLY_PACKS, stream)
+        code = api.bind(named, len(given), ctypes.byref(options), ctypes.byref(self._layer), ctypes.byref(error))
+        _check(code, error)
+        # At the end of the process the driver takes everything back, and may be gone already.
+        weakref.finalize(self, api.release, self._layer).atexit = False
+        buffers = [b for b in manifest.buffers if b.role == PACKED]
+        for buffer in buffers:
+            if buffer.packing is None:
+                raise ModuleError(f"the module does not say how to pack {buffer.name}")
+        packings = [*dict.fromkeys(b.packing for b in buffers)]
+        addresses = api.packed(self._layer)[:len(packings)]  # in the order of packings in the manifest
+        self.packed: dict[str, int] = {b.name: addresses[packings.index(b.packing)] for b in buffers}
+        work = manifest.workload
+        self._zeros: tuple[int, int, list[Memory]] = 0, 0, []  # bytes, where they are, and what they were before
+        self.zeros(manifest.stack.count * work.batch * work.hidden * work.itemsize)
+
+    def repack(self, weights: Mapping[str, Any]) -> None:
+        """Packs weights where the ones before were; see :meth:`Layer.repack`."""
+        given, stream = self._read(weights)
+        if self._manifest.device.kind == "cuda":
+            for name, value in given.items():
+                if isinstance(value, np.ndarray):
+                    raise DeviceError(f"weights: {name}", "not all on the GPU", f"float32, float16 or bfloat16 tensors "
+                                      f"on cuda:{self._device}, where they are packed")
+        error, (named, _kept) = _Error(), _named(given)
+        _check(self._api.repack(self._layer, named, len(given), stream, ctypes.byref(error)), error)
+
+    def repack_at(self, pointers: Sequence[int], dtype: str, stream: int, optional: bool | None = None) -> None:
+        """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
+        order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked. ``optional``:
+        what only gradients of first states are made of (True), or all else (False); default: both."""
+        parts = NEEDED | OPTIONAL if optional is None else OPTIONAL if optional else NEEDED
+        self._pack_at(pointers, dtype, None, parts, stream)
+
+    def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
+        """As :meth:`repack` on a CPU, of contiguous float32 weights at these addresses, in the manifest's order;
+        ``changed``: numbers of those that are not as they were. Nothing is checked. False, and nothing done, where the
+        module's code cannot pack all that it reads."""
+        flags = None if changed is None else bytes(n in changed for n in range(len(pointers)))
+        return self._pack_at(pointers, "float32", flags, NEEDED | OPTIONAL, 0)
+
+    def _pack_at(self, pointers: Sequence[int], dtype: str, flags: bytes | None, parts: int, stream: int) -> bool:
+        """Calls ``pack_at`` of ecornn.h; False where the module's own code cannot pack these."""
+        at, kind, error = (ctypes.c_int64 * len(pointers))(*pointers), DLDataType(*DLPACK[dtype], 1), _Error()
+        code = self._api.pack_at(self._layer, at, kind, flags, parts, stream, ctypes.byref(error))
+        if code != _UNSUPPORTED:
+            _check(code, error)
+        return not code
+
+    def _read(self, weights: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """The weights as they are packed, and the stream that they are read on."""
+        given = read_weights(self._manifest, weights, self._library, self._device)
+        first = next(iter(given.values()), None)
+        if first is None or isinstance(first, np.ndarray):
+            return given, 0
+        if len({value.dtype for value in given.values()}) > 1:
+            given = {name: value.float() for name, value in given.items()}
+        return ({name: value.contiguous() for name, value in given.items()},
+                arrays_of(first, "weights").queue(self._device))
+
+    def zeros(self, nbytes: int) -> int:
+        """A pointer to as many zeros: kept, of the compiled B at least, and more where there are more sequences."""
+        room, pointer, kept = self._zeros  # one tuple, so that a thread never sees halves of two
+        if room < nbytes:
+            memory = self._zero_memory(nbytes)
+            pointer = memory.pointer
+            self._zeros = nbytes, pointer, [*kept, memory]
+        return pointer
+
+    def _zero_memory(self, nbytes: int) -> Memory:
+        host = HostMemory(nbytes)
+        host.bytes[:] = 0
+        if self._manifest.device.kind != "cuda":
+            return host
+        memory, library = DeviceMemory(self._library, self._device, nbytes), self._library
+        library.copy(self._device, memory.pointer, host.pointer, nbytes, 0)
+        library.synchronize(self._device, 0)  # any stream may read
+        return memory
+
+
+def _check(code: int, error: _Error) -> None:
+    """Raises what the code of a call says."""
+    if not code:
+        return
+    said = error.message.decode(errors="replace")
+    if code == 5:
+        raise DeviceError("device", said, "a device of this machine")
+    if code == 8:
+        raise NotFiniteError("weights", said, "finite numbers")
+    raise _RAISED.get(code, ModuleError)(said)
+
+
+def _named(weights: Mapping[str, Any]) -> tuple[ctypes.Array[_Named], list[Any]]:
+    """An array of ``ecornn_named``, and what it points to."""
+    made, kept = (_Named * len(weights))(), []
+    for one, (name, value) in zip(made, weights.items(), strict=True):
+        if isinstance(value, np.ndarray):
+            value = np.ascontiguousarray(value)
+            data, dtype, place = address(value), value.dtype.name, (CPU, 0)
+        else:
+            _, dtype, where = arrays_of(value, name).facts(value)
+            data, place = value.data_ptr(), (CUDA, int(where.removeprefix("cuda:")))
+        shape = (ctypes.c_int64 * value.ndim)(*value.shape)
+        tensor = DLTensor(data, *place, value.ndim, DLDataType(*DLPACK[dtype], 1), shape, None, 0)
+        one.name, one.tensor = name.encode(), ctypes.pointer(tensor)
+        kept += [value, tensor, shape]
+    return made, kept
 
 
 def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Library, device: int) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import torch
 
 from ecornn.errors import ArgumentError, DeviceError, NotFiniteError
 from ecornn.layer_spec import LayerSpec
-from ecornn.runtime.loader import Layer, Module
+from ecornn.runtime.layer import Layer
+from ecornn.runtime.loader import Module
 from ecornn.torch import background
 from ecornn.torch.background import PendingError
 from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, fitting, precision_of, serves

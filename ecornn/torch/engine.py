@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ecornn.cells import Cell, derive
 from ecornn.errors import DTypeError, WeightsError
-from ecornn.runtime.loader import Layer
+from ecornn.runtime.layer import Layer
 from ecornn.torch.background import Job
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.compiling import KEPT

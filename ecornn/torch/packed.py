@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ecornn.errors import DTypeError, ScheduleError, ShapeError
 from ecornn.runtime.columns import Columns, steps_of
-from ecornn.runtime.loader import Layer
+from ecornn.runtime.layer import Layer
 from ecornn.runtime.torch_arrays import TorchArrays
 from ecornn.torch import training
 from ecornn.torch.engine import engine_of, weights_of

@@ -17,7 +17,7 @@ from torch import distributed
 
 from ecornn.errors import ArgumentError
 from ecornn.runtime.columns import Columns
-from ecornn.runtime.training import kept_layout
+from ecornn.runtime.plan import kept_layout
 from ecornn.torch.compiling import KEPT, NAMES, compiled, precision_of
 from ecornn.torch.engine import Engine
 from ecornn.torch.kind import Kind, weight_gradients, widened_rows

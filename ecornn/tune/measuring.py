@@ -12,10 +12,10 @@ import numpy as np
 
 from ecornn.errors import ScheduleError
 from ecornn.program import RUN, WORKSPACE
-from ecornn.runtime.binding import Bound
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.memory import layout as laid_out
 from ecornn.runtime.plan import SCALARS
+from ecornn.runtime.weights import PackedWeights
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.tune.oracle import relative_error
 from ecornn.tune.record import Outcome, Times
@@ -159,7 +159,7 @@ class Recurrence:
         buffers = {b.name: b for b in manifest.buffers}
         self.taken = list(enumerate((buffers[name] for name in manifest.entries[RUN]), SCALARS))
         self.scratch = [(i, b) for i, b in self.taken if b.role == WORKSPACE]
-        self.bound = Bound(manifest, weights, module.library, 0, None)
+        self.packed = PackedWeights(manifest, module.library, weights, 0, None)
         self.states, self.hidden = manifest.states, manifest.workload.hidden
         self.raised = manifest.workload.arithmetic == "tf32"
         dtype = buffers["hoisted"].dtype if hoisted else "float32"
@@ -193,7 +193,7 @@ class Recurrence:
         given |= {f"{name}_in": state for name, state in zip(self.states, first, strict=True)}
         given |= {f"{name}_out": state for name, state in zip(self.states, last, strict=True)}
         places = {name: arrays_of(array, name).ready(array, name)[1] for name, array in given.items()}
-        places |= self.bound.packed
+        places |= self.packed.packed
         starts, total = laid_out([b.nbytes(steps) for _, b in self.scratch])
         if total and (self.memory is None or self.memory.nbytes < total):
             self.memory = arrays.workspace(total, out, self.library)

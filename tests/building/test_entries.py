@@ -20,6 +20,7 @@ from ecornn.host_cpu import detect
 from ecornn.host_gpu import detect as detect_gpu
 from ecornn.manifest import Manifest
 from ecornn.program import (
+    RUN,
     Buffer,
     Call,
     Entry,
@@ -33,7 +34,7 @@ from ecornn.program import (
     Wave,
     WaveLayer,
 )
-from ecornn.runtime.plan import make_plan
+from ecornn.runtime.plan import entry_plan
 from ecornn.schedules.cpu.emit import Emitter
 from ecornn.targets import KNOWN
 from ecornn.workload import Workload
@@ -167,9 +168,9 @@ def test_entries_of_a_cpu_module(tmp_path: Path):
     with pytest.raises(BuildError, match="no buffer y that entry 'run' takes"):
         tables(replace(twice, entries={"run": Entry((Parallel("twice"),), ("x", "other"))}))
     with pytest.raises(ModuleError, match="no entry 'run'; it has back"):
-        make_plan(replace_entries(manifest, {"back": ("x",)}))
+        entry_plan(replace_entries(manifest, {"back": ("x",)}), RUN)
     with pytest.raises(ModuleError, match="no buffer z for its entry 'run'"):
-        make_plan(replace_entries(manifest, {"run": ("x", "z")}))
+        entry_plan(replace_entries(manifest, {"run": ("x", "z")}), RUN)
 
 
 def replace_entries(manifest: Manifest, entries: dict[str, tuple[str, ...]]) -> Manifest:

@@ -170,8 +170,8 @@ workers = [threading.Thread(target=work) for _ in range(5)]
 for w in workers: w.start()
 for w in workers: w.join()
 assert results == [True] * 100
-from ecornn.runtime import sharing
-assert sharing._running.value == 0
+from ecornn.runtime import turns
+assert turns._running.value == 0
 """)
 
 
@@ -179,19 +179,19 @@ def test_calls_share_the_cores(files):
     """Four cores; calls that run in other modules count. A forked child begins anew."""
     run(files, """
 import tvm_ffi
-from ecornn.runtime import sharing
+from ecornn.runtime import turns
 call = layer(4)
-sharing._cores = lambda allowed: 4
-sharing.share_cores(tvm_ffi.load_module(sys.argv[1])["share"])
+turns._cores = lambda allowed: 4
+turns.share_cores(tvm_ffi.load_module(sys.argv[1])["share"])
 before = tasks()
 for others, made in ((4, 0), (2, 0), (1, 1), (0, 3)):
-    sharing._running.value = others
-    assert right(call()) and sharing._running.value == others
+    turns._running.value = others
+    assert right(call()) and turns._running.value == others
     assert tasks() - before == made, (others, tasks() - before)
-sharing._running.value = 4
+turns._running.value = 4
 child = os.fork()
 if child == 0:
-    os._exit(0 if right(call()) and tasks() == 4 and sharing._running.value == 0 else 1)
+    os._exit(0 if right(call()) and tasks() == 4 and turns._running.value == 0 else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """)
 

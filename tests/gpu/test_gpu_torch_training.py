@@ -24,7 +24,7 @@ from ecornn.errors import (
     ScheduleError,
     ShapeError,
 )
-from ecornn.runtime import binding
+from ecornn.runtime import caller, weights
 from ecornn.torch import bound, engine
 from ecornn.torch.kind import text_of
 
@@ -284,7 +284,7 @@ def test_a_training_step_allocates_and_waits_for_nothing(monkeypatch: pytest.Mon
     def refuse(*args: Any) -> None:
         raise AssertionError("memory of a module's own, or a wait for it")
 
-    for place, name in ((binding, "DeviceMemory"), (binding, "PackedWeights"), (binding.PackedWeights, "pack")):
+    for place, name in ((weights, "DeviceMemory"), (caller, "PackedWeights"), (weights.PackedWeights, "repack")):
         monkeypatch.setattr(place, name, refuse)
     torch.cuda.synchronize()
     names = ("segment.all.allocated", "num_device_alloc", "num_alloc_retries")

@@ -19,7 +19,7 @@ from ecornn.build.link import find_compiler
 from ecornn.errors import ModuleError
 from ecornn.manifest import Parameter
 from ecornn.program import WHOLE, Packing
-from ecornn.runtime import c_interface
+from ecornn.runtime import weights as runtime_weights
 
 G, H, K = 3, 6, 20
 # of two gates and a third one of zeros: padding, a split and an order that say nothing of each other's axes
@@ -112,7 +112,7 @@ def test_not_a_number_stays_in_its_row(packed_by_code: Any, kind: str):
 
 
 def test_a_module_whose_c_interface_is_older():
-    api = c_interface._Api(version=1, size=88)
+    api = runtime_weights._Api(version=1, size=88)
     file = SimpleNamespace(ecornn_module_api=lambda version: ctypes.pointer(api))
     with pytest.raises(ModuleError, match="compile it again"):
-        c_interface.PackedWeights(file, {}, 0, 1)
+        runtime_weights.api_of(file)

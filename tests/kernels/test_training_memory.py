@@ -12,8 +12,8 @@ from ecornn.compiler import _complete, plan
 from ecornn.manifest import Manifest
 from ecornn.program import BACKWARD, FORWARD, KEPT, WORKSPACE, Program
 from ecornn.runtime.frameworks import arrays_of
+from ecornn.runtime.layer import Kept, Training
 from ecornn.runtime.memory import GivenMemory, HostMemory
-from ecornn.runtime.training import Kept, Training
 
 MIB = 1 << 20
 

@@ -77,11 +77,11 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
     "ecornn.tune.Session": ("ecornn.tune.session", "present", lambda m, _: ecornn.tune.Session("cpu")),
     "ecornn.explain.explain": ("ecornn.explain", "measured", lambda m, _: explaining.explain(
         compiler.plan("lstm", **LAYER))),
-    "Module.bind": ("ecornn.runtime.binding", "read_weights", lambda m, _: spare(m)),
+    "Module.bind": ("ecornn.runtime.weights", "read_weights", lambda m, _: spare(m)),
     "Module.save": ("shutil", "copyfile", lambda m, folder: m.save(folder / "copy.so")),
     "Layer.__call__": ("ecornn.runtime.caller", "arrays_of", lambda m, _: spare(m)(sample.inputs())),
-    "Layer.repack": ("ecornn.runtime.binding.Bound", "repack", lambda m, _: spare(m).repack(sample.weights())),
-    "Layer.kept_in": ("ecornn.runtime.training_calls.TrainingCalls", "_with_inputs", lambda m, _: spare(m).kept_in(
+    "Layer.repack": ("ecornn.runtime.weights.PackedWeights", "repack", lambda m, _: spare(m).repack(sample.weights())),
+    "Layer.kept_in": ("ecornn.runtime.layer.Layer", "_begun", lambda m, _: spare(m).kept_in(
         None, sample.inputs(), None)),
     "Columns.of": ("ecornn.runtime.columns", "_lay", lambda m, _: ecornn.Columns.of([1, 2], 2)),
     "ecornn.torch.LSTM": ("ecornn.torch.engine", "engine_of", lambda m, _: lstm()(torch.zeros(2, 1, 8))),

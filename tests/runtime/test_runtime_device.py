@@ -113,7 +113,7 @@ def test_device_arrays_are_not_copied(module: Module):
 
 def test_queues_do_not_share_a_workspace(module: Module, monkeypatch: pytest.MonkeyPatch):
     """The work of one stream may be under way when a call on another one starts."""
-    from ecornn.runtime.foreign_arrays import ForeignArrays
+    from ecornn.runtime.dlpack import ForeignArrays
 
     layer, x, places = module.bind(WEIGHTS), on_device(module, sample.inputs(7)), {}
     for queue in (5, 6, 5, 6):
@@ -126,7 +126,7 @@ def test_queues_do_not_share_a_workspace(module: Module, monkeypatch: pytest.Mon
 
 def test_a_graph_has_its_own_workspace(module: Module, monkeypatch: pytest.MonkeyPatch):
     """A replay may run beside later calls on the stream of the capture."""
-    from ecornn.runtime.foreign_arrays import ForeignArrays
+    from ecornn.runtime.dlpack import ForeignArrays
 
     layer, x = module.bind(WEIGHTS), on_device(module, sample.inputs(7))
     layer(x)

@@ -22,9 +22,9 @@ import ecornn
 from ecornn import checksum
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, CopyError, DeviceError, DTypeError, ModuleError, ShapeError, WeightsError
-from ecornn.program import Buffer, Extent
+from ecornn.program import RUN, Buffer, Extent
 from ecornn.runtime import Module
-from ecornn.runtime.plan import make_plan
+from ecornn.runtime.plan import entry_plan
 
 WEIGHTS = sample.weights()
 
@@ -206,13 +206,13 @@ def test_a_cpu_without_the_instructions(module: Module):
 
 
 def test_features_in_either_spelling(monkeypatch: pytest.MonkeyPatch):
-    from ecornn.runtime import host_check
+    from ecornn.runtime import loader
 
-    monkeypatch.setattr(host_check, "cpuinfo", lambda: {"flags": "avx2 avx512_vnni sse4_1 asimd"})
+    monkeypatch.setattr(loader, "cpuinfo", lambda: {"flags": "avx2 avx512_vnni sse4_1 asimd"})
     able = Device("llvm", "any", "any", 1, features=("avx2", "avx512vnni", "sse4.1", "neon"))
-    host_check.check_host(able, 0)
+    loader.check_host(able, 0)
     with pytest.raises(ModuleError, match="uses avx512f, which"):
-        host_check.check_host(msgspec.structs.replace(able, features=("avx2", "avx512f")), 0)
+        loader.check_host(msgspec.structs.replace(able, features=("avx2", "avx512f")), 0)
 
 
 def test_gpu_modules_need_their_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -280,7 +280,7 @@ BUFFERS = sample.manifest().buffers
     ids=["x alone", "cut", "two x", "role", "tensor", "state", "kept", "x made", "part"])
 def test_programs_with_other_buffers(buffers: tuple[Buffer, ...]):
     with pytest.raises(ModuleError, match="do not fit states"):
-        make_plan(sample.manifest(buffers=buffers))
+        entry_plan(sample.manifest(buffers=buffers), RUN)
 
 
 def test_packed_buffers_say_how_they_are_packed():
@@ -303,7 +303,7 @@ def test_the_longest_sequence_fits_int32():
 
 @pytest.mark.parametrize("steps", [1, 50, 51, 1000])
 def test_workspace_parts_do_not_overlap(steps: int):
-    plan = make_plan(sample.manifest())
+    plan = entry_plan(sample.manifest(), RUN)
     offsets, total = plan.offsets(steps)
     ends = [o + b.nbytes(steps) for o, b in zip(offsets, plan.scratch, strict=True)]
     assert all(o % 256 == 0 for o in offsets) and ends[-1] <= total

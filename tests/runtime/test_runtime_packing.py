@@ -158,7 +158,7 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path: Path, monke
 
     from ecornn.cells import get
     from ecornn.runtime import torch_arrays
-    from ecornn.runtime.binding import Bound
+    from ecornn.runtime.weights import PackedWeights
     from ecornn.schedules import all_schedules
     from ecornn.targets import resolve
     from ecornn.task import make_manifest, make_task
@@ -174,7 +174,7 @@ def test_weights_on_the_gpu_are_bound_as_those_of_the_host(tmp_path: Path, monke
     tensors = {name: torch.nn.Parameter(torch.from_numpy(values)) for name, values in host.items()}
 
     def bound(given: dict[str, Any]) -> list[bytes]:
-        made = Bound(manifest, given, gpu.library, 0, None)
+        made = PackedWeights(manifest, gpu.library, given, 0, None)
         assert not any(gpu.content(made.zeros(1)))
         return [gpu.content(at) for at in made.packed.values()]
 

@@ -12,7 +12,7 @@ import torch
 import ecornn
 from ecornn.errors import ArgumentError, DTypeError
 from ecornn.runtime import Layer, Module
-from ecornn.runtime.masks import place_resets
+from ecornn.runtime.columns import place_resets
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(beta state|prototype|deprecated|the matrix subclass)")
 WEIGHTS = sample.weights()
