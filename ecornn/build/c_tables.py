@@ -6,7 +6,7 @@ padded.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from importlib import resources
 
 from ecornn.build.generated import NumberTables
@@ -24,7 +24,6 @@ from ecornn.program import (
     TENSORS,
     WORKSPACE,
     Buffer,
-    Packing,
     Program,
     packs,
 )
@@ -89,7 +88,8 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
                   work.batch, manifest.longest, manifest.y_width, stack.layers, stack.directions, stack.lengths,
                   stack.resets, stack.sequences, BACKWARD in taken)
     table.strings(work.cell, device.arch)
-    table.strings(*_flags(() if cuda else device.features), counted=True)
+    flags = {feature: flag for flag, feature in FLAGS.items()}  # the kernel's names of them, in /proc/cpuinfo
+    table.strings(*(flags.get(f, f) for f in (() if cuda else device.features)), counted=True)
     table.strings(*manifest.states, counted=True)
     table.numbers(len(manifest.parameters))
     for parameter in manifest.parameters:
@@ -97,8 +97,11 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
         table.numbers(parameter.gates, len(parameter.shape), *parameter.shape)
     table.numbers(len(packings))
     for packing in packings:
-        table.numbers(packing not in always)
-        _packing(table, packing, of)
+        table.numbers(packing not in always, PACKINGS.index(packing.dtype), len(packing.sources))
+        for name, gate in packing.sources:  # one of zeros has parameter -1, a whole parameter gate -1
+            table.numbers(of[name] if name else -1, gate)
+        for axes in (packing.pad, packing.split, packing.order):
+            table.numbers(len(axes), *axes)
     kept = [b for b in manifest.buffers
             if b.role == KEPT and any(b in taken.get(name, ()) for name in (FORWARD, BACKWARD))]
     table.numbers(len(kept), *(n for b in kept for n in (b.extent.fixed, b.extent.per_step, b.itemsize)))
@@ -121,19 +124,3 @@ def tables(manifest: Manifest, entries: Container[str]) -> bytes:
 
 def _kind(b: Buffer) -> str:
     return b.role if b.role in (KEPT, PACKED, WORKSPACE) else b.tensor or ""
-
-
-def _flags(features: Iterable[str]) -> Iterator[str]:
-    """The kernel's names of instruction sets, in /proc/cpuinfo."""
-    names = {feature: flag for flag, feature in FLAGS.items()}
-    for feature in features:
-        yield names.get(feature, feature)
-
-
-def _packing(table: NumberTables, packing: Packing, of: dict[str, int]) -> None:
-    """Its kind, sources, and axes; a source of zeros has parameter -1, a whole parameter gate -1."""
-    table.numbers(PACKINGS.index(packing.dtype), len(packing.sources))
-    for name, gate in packing.sources:
-        table.numbers(of[name] if name else -1, gate)
-    for axes in (packing.pad, packing.split, packing.order):
-        table.numbers(len(axes), *axes)

@@ -55,7 +55,7 @@ def _linked(compiler: Sequence[str], objects: dict[str, bytes], binaries: dict[s
 
     runtime = Path(libinfo.find_libtvm_ffi())
     with temporary.folder() as folder:
-        inputs = write_inputs({}, objects, binaries, folder, functions)
+        inputs = write_inputs(objects, binaries, folder, functions)
         run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
                   "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o", "made.so"],
                  folder)
@@ -107,7 +107,8 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
 
     def compile() -> bytes:
         with temporary.folder() as folder:
-            write_inputs(dict((source, *headers)), {}, {}, folder)
+            for name, text in (source, *headers):
+                (folder / name).write_text(text)
             run_tool([*compiler, *flags, *(f"-I{f}" for f in folders), "-c", source[0], "-o", "made.o"], folder)
             return (folder / "made.o").read_bytes()
 
@@ -161,17 +162,12 @@ def find_compiler() -> list[str]:
                      "for example 'apt install g++', or set CXX")
 
 
-def write_inputs(sources: dict[str, str], objects: dict[str, bytes], binaries: dict[str, bytes],
-                 folder: Path, functions: Sequence[str] = ()) -> list[str]:
-    """Writes all inputs to ``folder`` and returns those that the compiler is given."""
-    inputs = []
-    for name, text in sources.items():
-        (folder / name).write_text(text)
-        if name.endswith(SOURCE_SUFFIXES):
-            inputs.append(name)
+def write_inputs(objects: dict[str, bytes], binaries: dict[str, bytes], folder: Path,
+                 functions: Sequence[str] = ()) -> list[str]:
+    """Writes all inputs of the linker to ``folder`` and returns their names."""
+    inputs = [*objects]
     for name, content in objects.items():
         (folder / name).write_bytes(content)
-        inputs.append(name)
     if binaries:
         for symbol, content in binaries.items():
             (folder / f"{symbol}.bin").write_bytes(content)

@@ -112,7 +112,7 @@ def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
     objects = objects_of(compiler, replace(generated, sources={**generated.sources, "standalone.cc": shim}))
     what = f"{manifest.workload}, {manifest.device.arch}"
     with temporary.folder() as folder:
-        inputs = write_inputs({}, objects, generated.binaries, folder, generated.functions)
+        inputs = write_inputs(objects, generated.binaries, folder, generated.functions)
         # sections of templates would be taken for those of another library, whose symbols are as local as these
         run_tool([*compiler, "-r", "-nostdlib", "-Wl,--force-group-allocation", *inputs, "-o", "all.o"], folder)
         run_tool([objcopy, f"--redefine-sym={API}={name}_module_api", f"--keep-global-symbol={name}_module_api",

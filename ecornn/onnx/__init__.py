@@ -10,7 +10,6 @@ A node by itself runs here, not a whole model: cut the model at the node, and ca
 from __future__ import annotations
 
 from ecornn.onnx.layer import OnnxLayer, compile
-from ecornn.onnx.model import read
-from ecornn.onnx.node import Node
+from ecornn.onnx.node import Node, read
 
 __all__ = ["Node", "OnnxLayer", "compile", "read"]

@@ -16,8 +16,7 @@ from ecornn.compiler import device_of
 from ecornn.device import Device
 from ecornn.errors import EcornnError
 from ecornn.onnx.constants import Scope
-from ecornn.onnx.model import INPUTS
-from ecornn.onnx.node import LENGTHS, Node
+from ecornn.onnx.node import INPUTS, LENGTHS, Node
 from ecornn.onnxruntime import library
 from ecornn.tune.timing import wall_clock
 

@@ -15,8 +15,7 @@ import numpy as np
 
 from ecornn.errors import ArgumentError
 from ecornn.onnx.constants import Scope
-from ecornn.onnx.model import INPUTS, title
-from ecornn.onnx.node import Node
+from ecornn.onnx.node import INPUTS, Node, title
 
 DOMAIN = "ecornn"
 OPERATORS = {"llvm": "CpuRecurrent", "cuda": "CudaRecurrent"}  # by kind of device

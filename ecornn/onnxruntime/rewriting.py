@@ -17,8 +17,7 @@ from ecornn.errors import ArgumentError, BuildError, EcornnError, ModuleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.onnx.constants import DOMAINS, Scope
 from ecornn.onnx.layer import spec_of
-from ecornn.onnx.model import from_proto, load, recurrent, title
-from ecornn.onnx.node import LENGTHS, Node, Shared
+from ecornn.onnx.node import LENGTHS, Node, Shared, from_proto, load, recurrent, title
 from ecornn.onnxruntime import library
 from ecornn.onnxruntime.measuring import Times, alone, feeds_of, measured, provider
 from ecornn.onnxruntime.replacing import DOMAIN, Compiled, Names, Replaced, Tensors, apply, replacement
@@ -250,7 +249,7 @@ class Sizes:
 
 
 def _meaning(scope: Scope, node: Any, weights: Shared) -> Node:
-    """The meaning of a node. Raises the errors of :func:`ecornn.onnx.model.from_proto`."""
+    """The meaning of a node. Raises the errors of :func:`ecornn.onnx.node.from_proto`."""
     if not node.input or not node.input[0]:
         raise ModuleError(f"node {title(node)}: it has no X")
     return from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name}, weights)

@@ -105,7 +105,7 @@ def c_interface(text: str, place: Path, there: Container[str]) -> list[str]:
     except (ModuleError, KeyError, ValueError):  # a text that is refused before it matters
         tables = b""
     objects = objects_of(find_compiler(), Generated({}, shared=c_tables.sources()))
-    return write_inputs({}, objects, {MANIFEST: text.encode(), c_tables.SYMBOL: tables}, place,
+    return write_inputs(objects, {MANIFEST: text.encode(), c_tables.SYMBOL: tables}, place,
                         [f"__tvm_ffi_{name}" if name in there else "" for name in c_tables.FUNCTIONS])
 
 

@@ -157,12 +157,13 @@ def test_a_program_of_another_process(lstm: ecornn.jax.Recurrent, tmp_path: Path
     code = """
 import sys, jax, numpy as np
 jax.config.update("jax_platforms", "cpu")
-import ecornn, ecornn.jax, ecornn.jax.handler
+import ecornn, ecornn.jax
+from ecornn.jax.recurrent import library
 folder = sys.argv[1]
 program = jax.export.deserialize(open(folder + "/program", "rb").read())
 weights = dict(np.load(folder + "/arrays.npz"))
 x = weights.pop("x")
-ecornn.jax.handler.library()
+library()
 try:
     jax.block_until_ready(program.call(weights, x))
 except Exception as error:

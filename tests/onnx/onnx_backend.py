@@ -8,7 +8,7 @@ import numpy as np
 from onnx.backend.base import Backend, BackendRep
 
 from ecornn.onnx import compile
-from ecornn.onnx.model import from_proto
+from ecornn.onnx.node import from_proto
 
 
 class Prepared(BackendRep):

@@ -97,7 +97,7 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
         lstm(), torch.zeros(2, 1, 8))),
     "ecornn.torch.profile": ("ecornn.torch.profiling", "prepare", lambda m, _: ecornn.torch.profile(
         lstm(), torch.zeros(2, 1, 8))),
-    "ecornn.onnx.read": ("ecornn.onnx.model", "load", lambda m, folder: ecornn.onnx.read(model(folder))),
+    "ecornn.onnx.read": ("ecornn.onnx.node", "load", lambda m, folder: ecornn.onnx.read(model(folder))),
     "ecornn.onnx.compile": ("ecornn.onnx.layer", "spec_of", lambda m, folder: ecornn.onnx.compile(
         ecornn.onnx.read(model(folder)), target="cpu")),
     "ecornn.onnxruntime.rewrite": ("ecornn.onnxruntime.rewriting", "load", lambda m, folder: ecornn.onnxruntime.rewrite(
