@@ -112,7 +112,9 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
     tensors = {scope: Tensors(names) for scope, _ in nodes}
     for scope, node in nodes:
         try:
-            meaning = _meaning(scope, node, weights)
+            if not node.input or not node.input[0]:
+                raise ModuleError(f"node {title(node)}: it has no X")
+            meaning = from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name}, weights)
             rows, steps = sizes.of(meaning, node.input[0])
             layer = spec_of(meaning, device, rows, steps, dtype, lengths=LENGTHS in meaning.inputs)
             compiled = modules.of(layer)
@@ -129,7 +131,8 @@ def rewrite(model: Any, out: str | os.PathLike[str], *, batch: int | None = None
             left.append(Left(title(node), node.op_type, str(error)))
     if not modules.known:
         reasons = "; ".join(f"{one.node} ({one.op}): {one.reason}" for one in left) or "it has none"
-        raise ArgumentError("model", _title(model), f"one with an LSTM, GRU or RNN that can be compiled; {reasons}")
+        said = str(model) if isinstance(model, (str, os.PathLike)) else type(model)
+        raise ArgumentError("model", said, f"one with an LSTM, GRU or RNN that can be compiled; {reasons}")
     own = changed.SerializeToString() if where and taken and not _large(changed) else b""
     apply(changed, [replaced for replaced, _ in taken], tensors)
     made = library.write(modules.folder)
@@ -246,17 +249,6 @@ class Sizes:
         self.axes.update((axis.dim_param, size) for axis, size in zip(axes, found, strict=False) if axis.dim_param)
         self.steps = steps
         return rows, steps
-
-
-def _meaning(scope: Scope, node: Any, weights: Shared) -> Node:
-    """The meaning of a node. Raises the errors of :func:`ecornn.onnx.node.from_proto`."""
-    if not node.input or not node.input[0]:
-        raise ModuleError(f"node {title(node)}: it has no X")
-    return from_proto(node, {name: scope.constant(name) for name in node.input[1:] if name}, weights)
-
-
-def _title(model: Any) -> Any:
-    return str(model) if isinstance(model, (str, os.PathLike)) else type(model)
 
 
 def _own(model: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -10,13 +11,12 @@ from ecornn.boundary import public, refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from ecornn.manifest import Manifest
 from ecornn.program import RUN
-from ecornn.runtime.addressed import AddressedCall
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.columns import place_lengths, place_resets, place_sequences
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.library import Library
 from ecornn.runtime.memory import DeviceMemory, Pool, layout
-from ecornn.runtime.plan import MASKS, Order, entry_plan
+from ecornn.runtime.plan import MASKS, AddressedCall, Order, entry_plan
 from ecornn.runtime.rows import named, rows_with
 from ecornn.runtime.weights import PackedWeights
 
@@ -38,16 +38,15 @@ class Caller:
                  threads: int | None) -> None:
         self.manifest, self.device, self.threads = manifest, device, threads
         self.library, self._run = library, library.run
-        self._plan = entry_plan(manifest, RUN)
+        plan = entry_plan(manifest, RUN)
         self._weights = PackedWeights(manifest, library, weights, device, threads)
         self.packed = self._weights.packed
         self.repack_at, self.repack_here = self._weights.repack_at, self._weights.repack_here
         self.workspaces = Pool()
         self._longest = manifest.longest
-        self._offsets = (0, *self._plan.offsets(0))  # of the last T
+        self._scratch = lru_cache(maxsize=64)(plan.offsets)
         work = manifest.workload
         self._batch, self._input, self._hidden, self._dtype = work.batch, work.input, work.hidden, work.dtype
-        self._state_bytes = work.hidden * work.itemsize  # of a row
         self._stack, self.width = manifest.stack, manifest.y_width
         self.whole_rows = not manifest.outputs  # y is given as it lies in memory, not by output
         self._on_cpu = threads is not None
@@ -55,7 +54,7 @@ class Caller:
         self._names, self._inputs = manifest.states, manifest.inputs or ()
         self.together = manifest.together
         self._addressed: dict[tuple[Any, ...], AddressedCall] = {}
-        self._orders = [Order(self._plan, self.packed, self._stack.count, with_states) for with_states in (False, True)]
+        self._orders = [Order(plan, manifest, self.packed, device, zeros) for zeros in (self._weights.zeros, None)]
         self._count = self._stack.count
         self._masked = any(getattr(self._stack, name) for name in MASKS)
 
@@ -194,9 +193,9 @@ class Caller:
     def _launch(self, arrays: Arrays, like: Any, queue: int, sizes: tuple[int, int, int], with_states: bool,
                 given: list[int]) -> None:
         """Runs with a workspace, which is kept for later calls; ``sizes`` T, B and the rows of states."""
-        offsets, total = self._scratch(sizes[0])
+        order, (offsets, total) = self._orders[with_states], self._scratch(sizes[0])
         if not total:
-            self._run(*self._arguments(sizes, queue, with_states, given, ()))
+            self._run(*order.of(sizes, queue, given, ()))
             return
         key = 0 if self._on_cpu else queue
         keep = self._on_cpu or arrays.keeps_workspace()
@@ -204,7 +203,7 @@ class Caller:
         if memory is None:
             memory = arrays.workspace(total, like, self.library)
         base = memory.pointer
-        self._run(*self._arguments(sizes, queue, with_states, given, [base + offset for offset in offsets]))
+        self._run(*order.of(sizes, queue, given, [base + offset for offset in offsets]))
         if keep:
             self.workspaces.give(key, memory)
 
@@ -220,29 +219,13 @@ class Caller:
         for (array, pointer), place in zip(inputs, there, strict=True):
             library.copy(device, place, pointer, array.nbytes, 0)
         at = [places[-1] + offset for offset in offsets]
-        self._run(*self._arguments((steps, batch, rows), 0, with_states, there + back, at))
+        self._run(*self._orders[with_states].of((steps, batch, rows), 0, there + back, at))
         sizes = [steps * batch * self.width * self.manifest.workload.itemsize]  # y, less what was not run
         sizes += [array.nbytes for array, _ in outputs[1:]]
         for (_, pointer), place, nbytes in zip(outputs, back, sizes, strict=True):
             library.copy(device, pointer, place, nbytes, 0)
         library.synchronize(device, 0)
         self.workspaces.give(_COPIES, memory)
-
-    def _arguments(self, sizes: tuple[int, int, int], queue: int, with_states: bool, given: list[int],
-                   scratch: Sequence[int]) -> tuple[int, ...]:
-        """The arguments of ``run``. ``sizes``: T, B and the rows of states; ``given``: x, states unless they are zero,
-        lengths, resets, sequences, y, states; ``scratch``: the workspaces."""
-        steps, batch, rows = sizes
-        size = rows * self._state_bytes
-        zeros = 0 if with_states else self._weights.zeros(size * self._count)
-        return self._orders[with_states].of((steps, batch, self.device, queue), zeros, scratch, given, size)
-
-    def _scratch(self, steps: int) -> tuple[tuple[int, ...], int]:
-        """Offsets of the workspace buffers and their bytes, kept from the call before if T is the same."""
-        last = self._offsets  # one tuple, so that a thread never sees halves of two
-        if last[0] != steps:
-            last = self._offsets = (steps, *self._plan.offsets(steps))
-        return last[1], last[2]
 
     def _check_x(self, arrays: Arrays, x: Any) -> tuple[int, int]:
         """T and B."""

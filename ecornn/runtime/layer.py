@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from ecornn.boundary import public
@@ -14,7 +14,7 @@ from ecornn.program import BACKWARD, FORWARD
 from ecornn.runtime.arrays import Arrays, Placed, Shape
 from ecornn.runtime.caller import Caller
 from ecornn.runtime.frameworks import arrays_of
-from ecornn.runtime.memory import GivenMemory, Memory, Pool, layout
+from ecornn.runtime.memory import GivenMemory, Memory, Pool
 from ecornn.runtime.plan import MASKS, SCALARS, EntryPlan, entry_plan, kept_layout
 from ecornn.runtime.rows import Widths, named, parts_of, rows_of, rows_with
 from ecornn.workload import summed
@@ -80,12 +80,12 @@ class Training:
         if FORWARD not in manifest.entries:
             raise ModuleError("the module was compiled without training=True: it has no backward pass")
         self._forward, self._backward = entry_plan(manifest, FORWARD), entry_plan(manifest, BACKWARD)
-        self._arguments = {id(plan): self._packed(plan) for plan in (self._forward, self._backward)}
-        # plan, T, what lies elsewhere -> offsets, bytes
-        self._scratch: dict[tuple[int, int, bool], tuple[tuple[int, ...], int]] = {}
+        self._arguments = {plan: self._packed(plan) for plan in (self._forward, self._backward)}
+        self._layout = lru_cache(maxsize=64)(partial(kept_layout, manifest))
+        self._room = lru_cache(maxsize=64)(EntryPlan.offsets)
         self._pool, self._kept = Pool(), Pool()
         self._dx_in, self._in_place = manifest.dx_in or "", manifest.in_place or {}
-        self._last = (0, 0, *kept_layout(manifest, 0, 0))
+        self._apart = frozenset(self._in_place)  # workspaces that lie in what is kept, if that is the layer's
 
     @property
     def writes(self) -> bool:
@@ -96,15 +96,9 @@ class Training:
         """As :func:`kept_layout` has them."""
         return self._layout(steps, batch)[1]
 
-    def _layout(self, steps: int, batch: int) -> tuple[dict[str, int], int]:
-        last = self._last  # one tuple, so that a thread never sees halves of two
-        if last[:2] != (steps, batch):
-            last = self._last = (steps, batch, *kept_layout(self._caller.manifest, steps, batch))
-        return last[2:]
-
     def workspace_bytes(self, steps: int) -> int:
         """The most bytes of workspace that one of the two calls takes; ``backward`` of a caller's memory takes more."""
-        return max(self._room(plan, steps, True)[1] for plan in (self._forward, self._backward))
+        return max(self._room(plan, steps, self._apart)[1] for plan in (self._forward, self._backward))
 
     def _packed(self, plan: EntryPlan) -> list[int]:
         """The arguments of an entry that are the same in every call; 0 in place of all others."""
@@ -112,17 +106,6 @@ class Training:
         for position, buffer in plan.packed:
             arguments[position] = self._caller.packed[buffer.name]
         return arguments
-
-    def _room(self, plan: EntryPlan, steps: int, own: bool) -> tuple[tuple[int, ...], int]:
-        """Where workspace buffers start at this T, and the bytes of all. ``own``: what is kept is the layer's, in which
-        some lie."""
-        found = self._scratch.get((id(plan), steps, own))
-        if found is None:
-            if len(self._scratch) >= 64:
-                self._scratch.clear()
-            sizes = [0 if own and b.name in self._in_place else b.nbytes(steps) for _, b in plan.scratch]
-            found = self._scratch[id(plan), steps, own] = layout(sizes)
-        return found
 
     def forward(self, kept: Kept, after: Sequence[Placed]) -> None:
         """Runs ``forward``, whose last states are put into ``after``; without a caller's memory ``kept`` gets some."""
@@ -175,7 +158,7 @@ class Training:
              given: Mapping[str, Sequence[int]]) -> None:
         caller, arrays, steps = self._caller, kept.arrays, kept.steps
         queue = caller.threads or arrays.queue(caller.device)
-        arguments = self._arguments[id(plan)].copy()
+        arguments = self._arguments[plan].copy()
         arguments[:SCALARS] = steps, kept.batch, caller.device, queue
         places: dict[str, int] = {}
         for position, buffer in plan.kept:
@@ -189,7 +172,7 @@ class Training:
             for position, pointer in zip(positions, given.get(tensor, ()), strict=True):
                 arguments[position] = pointer
         own = not isinstance(kept.memory, GivenMemory)  # backward writes into no other
-        starts, total = self._room(plan, steps, own)
+        starts, total = self._room(plan, steps, self._apart if own else frozenset())
         key = 0 if caller.threads is not None else queue
         keep = caller.threads is not None or arrays.keeps_workspace()
         memory = (self._pool.take(key, total) if keep else None) or arrays.workspace(total, kept.x[0], caller.library)

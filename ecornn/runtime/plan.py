@@ -1,25 +1,31 @@
-"""Where the arguments of an entry come from: the buffers of a module, sorted by role and tensor. Where they belong is
-found once, and a call puts its addresses between what is known."""
+"""Where the arguments of an entry come from: the buffers of a module, sorted by role and tensor; and calls by addresses
+alone, for callers that call often and have checked all there is. Where arguments belong is found once, and a call puts
+its addresses between what is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import itemgetter
+from typing import Any
 
 from ecornn.errors import ModuleError
 from ecornn.manifest import Manifest
 from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, TENSORS, WORKSPACE, Buffer
-from ecornn.runtime.memory import layout
+from ecornn.runtime.memory import HostMemory, Memory, layout
+from ecornn.runtime.turns import in_turns
 
 SCALARS = 4  # T, B, device, queue come before the pointers
 MASKS = tuple(name for name, kind in TENSORS.items() if kind.optional)
-
+SHORT = 1 << 18  # multiply-adds, of about 10 us: a thread that gives Python's lock away may wait longer to get it back
+TURNS = 1 << 20  # up to which threads take turns: they would wait for Python's lock for longer than such a call takes
+_IDLE = 0  # key of the layer's workspaces, as other calls have it
 
 _Key = tuple[str, str | None, int]  # tensor, state, part
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EntryPlan:
     """Positions in the argument list of an entry.
 
@@ -37,9 +43,10 @@ class EntryPlan:
     kept: tuple[tuple[int, Buffer], ...]
     scratch: tuple[tuple[int, Buffer], ...]
 
-    def offsets(self, steps: int) -> tuple[tuple[int, ...], int]:
-        """Where each workspace buffer starts at T = ``steps``, and the bytes of all."""
-        return layout([buffer.nbytes(steps) for _, buffer in self.scratch])
+    def offsets(self, steps: int, elsewhere: Container[str] = ()) -> tuple[tuple[int, ...], int]:
+        """Where each workspace buffer starts at T = ``steps``, but those that lie ``elsewhere``, and the bytes of all.
+        """
+        return layout([0 if b.name in elsewhere else b.nbytes(steps) for _, b in self.scratch])
 
     def order(self, positions: Sequence[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
         """A function that makes arguments of values for these positions, which are all that there are. It takes less
@@ -57,31 +64,33 @@ class Order:
     ----------
     plan : of ``run``
     packed : name of a buffer -> the address of its packed weights
-    parts : the number of sequences of a stack, each of which has a part of a state
-    with_states : whether a call has states to start from, or one address of zeros in their place
+    zeros : gives the address of so many bytes of zeros; None: a call has states to start from
     """
 
-    def __init__(self, plan: EntryPlan, packed: Mapping[str, int], parts: int, with_states: bool) -> None:
+    def __init__(self, plan: EntryPlan, manifest: Manifest, packed: Mapping[str, int], device: int,
+                 zeros: Callable[[int], int] | None) -> None:
         at, masks = plan.at, [position for name in MASKS for position in plan.at[name]]
-        self._packed = tuple(packed[b.name] for _, b in plan.packed)
-        zeros, before = ((), at["state_in"]) if with_states else (at["state_in"], ())
-        self._order = plan.order([*range(SCALARS), *(p for p, _ in plan.packed), *zeros, *(p for p, _ in plan.scratch),
+        self._device, self._packed, self._zeros = device, tuple(packed[b.name] for _, b in plan.packed), zeros
+        self._parts, self._row = manifest.stack.count, manifest.workload.hidden * manifest.workload.itemsize
+        absent, before = ((), at["state_in"]) if zeros is None else (at["state_in"], ())
+        self._order = plan.order([*range(SCALARS), *(p for p, _ in plan.packed), *absent, *(p for p, _ in plan.scratch),
                                   *at["x"], *before, *masks, *at["y"], *at["state_out"]])
-        self._zeros, self._parts = len(zeros), parts
-        self._states, self._others = 1 + len(before) // parts, len(masks) + 1  # where first states end; masks and y
+        self._absent, self._before = len(absent), 1 + len(before) // self._parts
+        self._after = self._before + len(masks) + 1
 
-    def of(self, scalars: tuple[int, int, int, int], zeros: int, scratch: Sequence[int], given: Sequence[int],
-           size: int) -> tuple[int, ...]:
-        """The arguments: T, B, device and queue; the address of zeros; workspaces; ``given``: x, states, masks, y and
-        states; ``size`` bytes from one sequence's part of a state to the next one's."""
-        known = (*scalars, *self._packed, *(zeros,) * self._zeros, *scratch)
-        return self._order(known + (tuple(given) if self._parts == 1 else self._spread(given, size)))
-
-    def _spread(self, given: Sequence[int], size: int) -> tuple[int, ...]:
-        """Of a stack, whose states have a part for each sequence."""
-        after, offsets = self._states + self._others, [part * size for part in range(self._parts)]
-        return (given[0], *(start + o for start in given[1:self._states] for o in offsets), *given[self._states:after],
-                *(start + o for start in given[after:] for o in offsets))
+    def of(self, sizes: tuple[int, int, int], queue: int, given: Sequence[int],
+           scratch: Sequence[int]) -> tuple[int, ...]:
+        """The arguments. ``sizes``: T, B and the rows of states; ``given``: x, states unless they are zero, masks, y
+        and states; ``scratch``: the workspaces."""
+        (steps, batch, rows), parts = sizes, self._parts
+        size = rows * self._row  # from one sequence's part of a state to the next one's
+        zeros = () if self._zeros is None else (self._zeros(size * parts),) * self._absent
+        known = (steps, batch, self._device, queue, *self._packed, *zeros, *scratch)
+        if parts > 1:
+            offsets = [part * size for part in range(parts)]
+            given = (given[0], *(start + o for start in given[1:self._before] for o in offsets),
+                     *given[self._before:self._after], *(start + o for start in given[self._after:] for o in offsets))
+        return self._order(known + tuple(given))
 
 
 def entry_plan(manifest: Manifest, entry: str) -> EntryPlan:
@@ -140,3 +149,78 @@ def _keys(manifest: Manifest, tensor: str) -> list[_Key]:
     if not kind.by_state:
         return [(tensor, None, 0)]
     return [(tensor, state, part) for state in manifest.states for part in range(stack.count)]
+
+
+class AddressedCall:
+    """An entry of a layer, for one T and B.
+
+    Parameters
+    ----------
+    layer : a :class:`~ecornn.runtime.caller.Caller`
+    entry : ``run``, ``forward`` or ``backward``
+    steps, batch : T and B
+    tensors : names of all that the entry exchanges, in the order in which their addresses will be given
+    """
+
+    def __init__(self, layer: Any, entry: str, steps: int, batch: int, tensors: Sequence[str]) -> None:
+        plan, manifest = entry_plan(layer.manifest, entry), layer.manifest
+        work = steps * batch * sum(prod(p.shape) for p in manifest.parameters)
+        library = layer.library
+        function = (library.held if work <= SHORT else {}).get(entry) or getattr(library, entry)
+        self._on_cpu = layer.threads is not None
+        self._function = in_turns(function) if self._on_cpu and SHORT < work <= TURNS else function
+        self._pool = layer.workspaces
+        starts, self.kept_bytes = kept_layout(manifest, steps, batch) if plan.kept else ({}, 0)
+        self._kept = [starts[b.name] for _, b in plan.kept]
+        self._offsets, self._room = plan.offsets(steps)
+        scalars = (steps, batch, layer.device, layer.threads)
+        queue = [] if self._on_cpu else [len(scalars) - 1]
+        fixed = {position: value for position, value in enumerate(scalars) if position not in queue}
+        fixed |= {position: layer.packed[b.name] for position, b in plan.packed}
+        fixed |= dict.fromkeys(plan.at.get("existing", ()), 1)  # gradients are added to
+        self._fixed = (*fixed.values(),)
+        count, size = manifest.stack.count, batch * manifest.workload.hidden * manifest.workload.itemsize
+        given: list[int] = []  # positions
+        parts: list[tuple[int, int]] = []  # of each the number of an array, and how far behind its begin it points
+        arrays = 0
+        for name in tensors:
+            positions = plan.at[name]
+            each = count if TENSORS[name].by_state else 1
+            parts += [(arrays + n // each, n % each * size) for n in range(len(positions))]
+            arrays += len(positions) // each
+            given += positions
+        self._parts = None if all(number == n and not offset for n, (number, offset) in enumerate(parts)) else parts
+        # what is fixed, workspaces, a GPU's queue, what is given, what is kept
+        self._order = plan.order([*fixed, *(p for p, _ in plan.scratch), *queue, *given, *(p for p, _ in plan.kept)])
+        self._at: dict[int, tuple[int, ...]] = {}  # a workspace -> all that is known with it
+
+    def __call__(self, addresses: tuple[int, ...], kept: int = 0) -> None:
+        """``addresses``: of contiguous arrays, aligned to 16 bytes; of a tensor that there is for each state, or each
+        parameter, one for each. ``kept``: of the memory that forward keeps, which has ``kept_bytes``. With T = 1 y and
+        the output state after it may be the same memory."""
+        if self._parts is not None:
+            addresses = tuple([addresses[number] + offset for number, offset in self._parts])
+        if self._kept:
+            addresses += tuple([kept + start for start in self._kept])
+        memory = self._pool.take(_IDLE, self._room)  # calls of other threads have their own
+        if memory is None:
+            memory = HostMemory(self._room)
+        known = self._at.get(memory.pointer) or self._known(memory.pointer)
+        self._function(*self._order(known + addresses))
+        self._pool.give(_IDLE, memory)
+
+    def on(self, queue: int, addresses: tuple[int, ...], workspace: Callable[[int], Memory]) -> None:
+        """The same on a GPU, put on this stream, which no CUDA graph captures; ``workspace`` makes memory of so many
+        bytes there."""
+        if self._parts is not None:
+            addresses = tuple([addresses[number] + offset for number, offset in self._parts])
+        memory = self._pool.take(queue, self._room) or workspace(self._room)
+        known = self._at.get(memory.pointer) or self._known(memory.pointer)
+        self._function(*self._order((*known, queue, *addresses)))
+        self._pool.give(queue, memory)
+
+    def _known(self, workspace: int) -> tuple[int, ...]:
+        if len(self._at) >= 64:
+            self._at.clear()
+        found = self._at[workspace] = (*self._fixed, *(workspace + offset for offset in self._offsets))
+        return found

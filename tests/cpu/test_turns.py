@@ -14,7 +14,7 @@ import torch
 from events import LIMIT, until
 
 import ecornn.torch
-from ecornn.runtime import addressed
+from ecornn.runtime import plan
 from ecornn.runtime import turns as module
 from ecornn.runtime.turns import CALLS, Turns
 
@@ -154,7 +154,7 @@ def test_a_forked_child_begins_anew():
 def test_which_calls_take_turns(monkeypatch: pytest.MonkeyPatch):
     """Those that give Python's lock away for microseconds; not the shortest, which keep it, nor long ones."""
     seen = list[object]()
-    monkeypatch.setattr(addressed, "in_turns", lambda function: lambda *given: seen.append(function(*given)))
+    monkeypatch.setattr(plan, "in_turns", lambda function: lambda *given: seen.append(function(*given)))
     layer = torch.nn.RNN(7, 11)  # as other tests compile it
     theirs, model = copy.deepcopy(layer).double(), torch.nn.Sequential(layer)
     ecornn.torch.replace(model)
