@@ -14,19 +14,7 @@ from ecornn.device import Device
 from ecornn.dtypes import DLPACK, DTYPES
 from ecornn.host_cpu import FLAGS
 from ecornn.manifest import Manifest
-from ecornn.program import (
-    BACKWARD,
-    ENTRIES,
-    FORWARD,
-    KEPT,
-    PACKED,
-    RUN,
-    TENSORS,
-    WORKSPACE,
-    Buffer,
-    Program,
-    packs,
-)
+from ecornn.program import BACKWARD, ENTRIES, FORWARD, KEPT, PACKED, RUN, TENSORS, WORKSPACE, Buffer, Program, packs
 from ecornn.workload import summed
 
 SYMBOL = "ecornn_c_tables"

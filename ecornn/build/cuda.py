@@ -132,7 +132,7 @@ def _pipeline(name: str, function: PrimFunc, arch: str) -> PrimFunc:
         module = tvm.IRModule({name: function.with_attr("global_symbol", name)})
         with target:
             module = pipeline(tirx.transform.BindTarget(target)(module))
-            on_device = tirx.transform.Filter(_is_device_function)(module)
+            on_device = tirx.transform.Filter(lambda one: one.attrs["target"].kind.name == "cuda")(module)
             kernels = list(finalize()(on_device).functions.values())
     except Exception as error:  # TVM raises many types, some of them only known to its C++ code
         raise BuildError(f"function {name!r} cannot be lowered: {error}") from error
@@ -145,10 +145,6 @@ def _target(arch: str) -> Target:
     import tvm
 
     return tvm.target.Target({"kind": "cuda", "arch": arch}, host={"kind": "llvm"})
-
-
-def _is_device_function(function: PrimFunc) -> bool:
-    return function.attrs["target"].kind.name == "cuda"
 
 
 def _kernel(program: Program, name: str, original: PrimFunc, code: PrimFunc) -> Kernel:

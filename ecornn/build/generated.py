@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 
-class Texts(Mapping[str, str]):
+class Texts(dict[str, str]):
     """Texts by kind, each made when it is first asked for."""
 
     def __init__(self, **makers: Callable[[], str]) -> None:
         self._makers = makers
-        self._made: dict[str, str] = {}
 
-    def __getitem__(self, kind: str) -> str:
-        if kind not in self._made:
-            self._made[kind] = self._makers[kind]()
-        return self._made[kind]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
+    def __missing__(self, kind: str) -> str:
+        self[kind] = self._makers[kind]()
+        return self[kind]
 
 
 @dataclass(frozen=True)

@@ -9,24 +9,9 @@ from typing import TypeVar
 
 from ecornn.build.generated import NumberTables
 from ecornn.errors import BuildError
-from ecornn.program import (
-    BACKWARD,
-    FORWARD,
-    RUN,
-    Chunks,
-    Concurrent,
-    Entry,
-    Fill,
-    Launch,
-    Loop,
-    Program,
-    Relay,
-    Wave,
-    WaveLayer,
-)
+from ecornn.program import ENTRIES, Chunks, Concurrent, Entry, Fill, Launch, Loop, Program, Relay, Wave, WaveLayer
 
 FILES = ("host_cuda.cc", "host_cuda.h", "cuda_driver.h", "cuda_streams.h", "ecornn_blob.h", "number_tables.h")
-ENTRIES = RUN, FORWARD, BACKWARD  # that host_cuda.cc exports
 LANES = 32  # kMaxLanes of cuda_streams.h
 CHUNK = ("first_step", "all_steps")
 ADD, EXISTING = "add", "existing"  # a scalar, and the pointer that says it

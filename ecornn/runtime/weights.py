@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.dtypes import DLPACK
-from ecornn.errors import (
-    ArgumentError,
-    DeviceError,
-    DTypeError,
-    ModuleError,
-    NotFiniteError,
-    ShapeError,
-    WeightsError,
-)
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ModuleError, NotFiniteError, ShapeError, WeightsError
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import FINITE, PACKED
 from ecornn.runtime.dlpack import CPU, CUDA, DLDataType, DLTensor
@@ -256,13 +248,11 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
 def _read(parameter: Parameter, value: Any, library: Library, there: bool) -> Any:
     name = f"weights[{parameter.name!r}]"
     shape = _shape(value, name)
-    if there:
-        if shape != parameter.shape:
-            raise ShapeError(f"{name}.shape", shape, str(parameter.shape))
-        return value.detach()
-    array = arrays_of(value, name).to_host(value, name, library)
+    array = value.detach() if there else arrays_of(value, name).to_host(value, name, library)
     if shape != parameter.shape:
         raise ShapeError(f"{name}.shape", shape, str(parameter.shape))
+    if there:
+        return array
     if array.dtype.kind != "f":
         raise DTypeError(f"{name}.dtype", str(array.dtype), "a floating-point type")
     if array.dtype.itemsize > 8 or not array.dtype.isnative:
