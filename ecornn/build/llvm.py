@@ -40,22 +40,17 @@ def generate(program: Program, device: Device) -> Generated:
         if not entry.calls or not all(isinstance(call, Parallel) for call in entry.calls):
             raise BuildError(f"a CPU program is made of Parallel calls; the schedule made for {name!r} "
                              f"{[type(c).__name__ for c in entry.calls]}")
-    module = _module(program.functions, device)
-    folder = resources.files("ecornn.build")
-    host = {name: (folder / name).read_text() for name in (*HEADERS, "host_cpu.cc")}  # the same for all programs
-    return Generated(
-        sources={"program.cc": tables(program), **host}, objects={"worker.o": _object(module)},
-        emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
-                      asm=lambda: str(module.inspect_source("asm"))))
-
-
-def _object(module: Module) -> bytes:
+    module, files = _module(program.functions, device), resources.files("ecornn.build")
+    host = {name: (files / name).read_text() for name in (*HEADERS, "host_cpu.cc")}  # the same for all programs
     with temporary.folder() as folder:
         module.write_to_file(str(folder / "worker.o"), "o")
         code = (folder / "worker.o").read_bytes()
     if b"TVMBackend" in code:
         raise BuildError("the code calls TVM's runtime library; a module file must not need it")
-    return code
+    return Generated(
+        sources={"program.cc": tables(program), **host}, objects={"worker.o": code},
+        emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
+                      asm=lambda: str(module.inspect_source("asm"))))
 
 
 def tables(program: Program) -> str:

@@ -222,8 +222,21 @@ def read(model: Any, node: str | None = None) -> Node:
     Raises :class:`ModuleError` where the file cannot be read or the model contradicts itself, :class:`ArgumentError`
     where onnx is not installed or not one node is of that name, and what :func:`interpret` raises.
     """
-    scope, chosen = choose(load(model), node)
-    return from_proto(chosen, {name: scope.constant(name) for name in chosen.input[1:] if name})
+    nodes, inside = recurrent(load(model))
+    named = [(s, n) for s, n in nodes if node is None or node == n.name or (node and node in n.output)]
+    if len(named) == 1:
+        scope, chosen = named[0]
+        return from_proto(chosen, {name: scope.constant(name) for name in chosen.input[1:] if name})
+    if len(named) > 1 and node is not None:
+        outputs = ", ".join(title(n, by_output=True) for _, n in named)
+        raise ArgumentError("node", node, f"a name that one node has; by their outputs these are {outputs}")
+    names = [n.name for _, n in nodes]
+    listed = [f"{title(n, names.count(n.name) > 1)} ({n.op_type})" for _, n in nodes]
+    hidden = [f"{title(n)} ({n.op_type}) of the function {function}" for function, n in inside]
+    allowed = f"one of {', '.join(listed)}" if nodes else "a model with an LSTM, GRU or RNN of ONNX's"
+    if hidden:
+        allowed += f"; inline the model's functions (onnx.inliner) for {', '.join(hidden)}"
+    raise ArgumentError("node", node, allowed)
 
 
 def load(model: Any) -> Any:
@@ -256,25 +269,6 @@ def recurrent(model: Any, variable: Collection[str] = ()) -> tuple[list[tuple[Sc
     graphs = Scope(model.graph, model.opset_import, variable=variable).inner()
     return ([(scope, n) for scope in graphs for n in are(scope.nodes)],
             [(f.name, n) for f in model.functions for n in are(f.node)])
-
-
-def choose(model: Any, name: str | None) -> tuple[Scope, Any]:
-    """The one recurrent node of that name, or with an output of it, and where it is; :class:`ArgumentError` where it is
-    not one."""
-    nodes, inside = recurrent(model)
-    named = [(s, n) for s, n in nodes if name is None or name == n.name or (name and name in n.output)]
-    if len(named) == 1:
-        return named[0]
-    if len(named) > 1 and name is not None:
-        outputs = ", ".join(title(n, by_output=True) for _, n in named)
-        raise ArgumentError("node", name, f"a name that one node has; by their outputs these are {outputs}")
-    names = [n.name for _, n in nodes]
-    listed = [f"{title(n, names.count(n.name) > 1)} ({n.op_type})" for _, n in nodes]
-    hidden = [f"{title(n)} ({n.op_type}) of the function {function}" for function, n in inside]
-    allowed = f"one of {', '.join(listed)}" if nodes else "a model with an LSTM, GRU or RNN of ONNX's"
-    if hidden:
-        allowed += f"; inline the model's functions (onnx.inliner) for {', '.join(hidden)}"
-    raise ArgumentError("node", name, allowed)
 
 
 def from_proto(node: Any, tensors: Mapping[str, Any], shared: Shared | None = None) -> Node:
