@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,11 @@ def write(folder: Path) -> Path:
     from tvm_ffi import libinfo
 
     runtime, package = Path(libinfo.find_libtvm_ffi()), Path(str(resources.files("ecornn")))
+    texts = [path.read_text() for place in ("onnxruntime", "include") for path in sorted((package / place).iterdir())
+             if path.suffix in (".cc", ".h", ".hpp")]
     content = package_library("onnxruntime", package / "onnxruntime" / SOURCE,
                               (package / "include", libinfo.find_dlpack_include_path()), FLAGS,
-                              (f"-L{runtime.parent}", *LINKED), (*FLAGS, *LINKED, *_texts(package)))
+                              (f"-L{runtime.parent}", *LINKED), (*FLAGS, *LINKED, *texts))
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as name:
         library = Path(name, NAME)
         library.write_bytes(content)
@@ -47,13 +48,6 @@ def write(folder: Path) -> Path:
         for path in (Path(name, runtime.name), library):  # a process that has an older one loaded keeps it
             path.replace(folder / path.name)
     return folder / NAME
-
-
-def _texts(package: Path) -> Iterator[str]:
-    for place in ("onnxruntime", "include"):
-        for path in sorted((package / place).iterdir()):
-            if path.suffix in (".cc", ".h", ".hpp"):
-                yield path.read_text()
 
 
 def folder_of(model: str | os.PathLike[str]) -> Path:

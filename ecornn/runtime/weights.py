@@ -119,16 +119,16 @@ class PackedWeights:
         _check(self._api.repack(self._layer, named, len(given), stream, ctypes.byref(error)), error)
 
     def repack_at(self, pointers: Sequence[int], dtype: str, stream: int, optional: bool | None = None) -> None:
-        """As :meth:`repack` on a GPU, on this stream, of contiguous weights at these addresses, in the manifest's
-        order, of one data type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked. ``optional``:
-        what only gradients of first states are made of (True), or all else (False); default: both."""
+        """Packs contiguous weights at these addresses of a GPU, on this stream, in the manifest's order, of one data
+        type (float32, float16 or bfloat16); 0 stands for zeros. Nothing is checked. ``optional``: what only gradients
+        of first states are made of (True), or all else (False); default: both."""
         parts = NEEDED | OPTIONAL if optional is None else OPTIONAL if optional else NEEDED
         self._pack_at(pointers, dtype, None, parts, stream)
 
     def repack_here(self, pointers: Sequence[int], changed: Collection[int] | None = None) -> bool:
-        """As :meth:`repack` on a CPU, of contiguous float32 weights at these addresses, in the manifest's order;
-        ``changed``: numbers of those that are not as they were. Nothing is checked. False, and nothing done, where the
-        module's code cannot pack all that it reads."""
+        """Packs contiguous float32 weights at these addresses of a CPU, in the manifest's order; ``changed``: numbers
+        of those that are not as they were. Nothing is checked. False, and nothing done, where the module's code cannot
+        pack all that it reads."""
         flags = None if changed is None else bytes(n in changed for n in range(len(pointers)))
         return self._pack_at(pointers, "float32", flags, NEEDED | OPTIONAL, 0)
 
