@@ -7,7 +7,8 @@ import os
 import shlex
 import shutil
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ecornn.build.generated import Generated, NumberTables
 from ecornn.errors import BuildError
 
 COMPILERS = ("c++", "g++", "clang++")
+LIBRARY = ("-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-w")  # flags of a package's own one
 SOURCE_SUFFIXES = (".cc", ".cpp", ".c", ".s")  # other files are headers
 MARK = 0x6E72726F63652E31  # kMark of host_cuda.h
 ALIGNMENT = 64  # bytes, of what lies behind a library
@@ -116,21 +118,28 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
     return cache.entry("object", (_version(compiler), version("apache-tvm-ffi"), *flags, *texts), compile)
 
 
-def package_library(kind: str, source: Path, folders: Iterable[object], flags: Sequence[str], linked: Sequence[str],
-                    parts: Sequence[str]) -> bytes:
-    """The bytes of a shared library that is compiled from a C++ file of the package: from the build cache, as an entry
-    of that ``kind``, or new. ``folders`` have headers; ``parts`` are all texts that the library depends on, but for the
-    compiler.
+def package_library(source: str, linked: Sequence[str], folders: Sequence[str] = (),
+                    parts: Sequence[str] = ()) -> bytes:
+    """The bytes of a shared library that is compiled from a C++ file of the package, such as ``jax/handler.cc``: from
+    the build cache, or new. ``folders`` have headers of others, which ``parts`` name with their versions.
 
     Raises :class:`BuildError` without a C++ compiler, and with the message of one that fails.
     """
+    from tvm_ffi import libinfo
+
+    package = Path(str(resources.files("ecornn")))
+    file, own = package / source, package / "include"
+    places = [*(f"-I{folder}" for folder in (*folders, own, libinfo.find_dlpack_include_path())),
+              f"-L{Path(libinfo.find_libtvm_ffi()).parent}"]
+    texts = [path.read_text() for place in (file.parent, own) for path in sorted(place.iterdir())
+             if path.suffix in (".cc", ".h", ".hpp")]
+
     def compile() -> bytes:
         with temporary.folder() as folder:
-            run_tool([*find_compiler(), *flags, *(f"-I{f}" for f in folders), str(source), *linked, "-o", "made.so"],
-                     folder)
+            run_tool([*find_compiler(), *LIBRARY, *places, str(file), *linked, "-o", "made.so"], folder)
             return (folder / "made.so").read_bytes()
 
-    return cache.entry(kind, (identity(), *parts), compile)
+    return cache.entry(file.parent.name, (identity(), *parts, *LIBRARY, *linked, *texts), compile)
 
 
 def identity() -> str:

@@ -6,8 +6,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,21 +27,12 @@ from ecornn.workload import summed
 TARGETS = {"cpu": "ecornn_jax_cpu", "CUDA": "ecornn_jax_cuda"}  # XLA's platform -> the library's function
 TARGET = "ecornn"  # XLA's name of the handlers
 ABI = 1
-FLAGS = ("-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-w")
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """The handlers, known to XLA. Raises :class:`~ecornn.errors.BuildError` without a C++ compiler."""
-    from tvm_ffi import libinfo
-
-    package = Path(str(resources.files("ecornn")))
-    texts = [(package / name).read_text() for name in ("jax/handler.cc", "include/ecornn.h",
-                                                       "include/ecornn_checksum.h")]
-    content = package_library(
-        "jax", package / "jax" / "handler.cc",
-        (jax.ffi.include_dir(), libinfo.find_dlpack_include_path(), package / "include"), FLAGS, ("-ldl",),
-        (jax.version.__version__, *FLAGS, *texts))
+    content = package_library("jax/handler.cc", ("-ldl",), (jax.ffi.include_dir(),), (jax.version.__version__,))
     with temporary.folder() as folder:
         path = folder / "handler.so"
         path.write_bytes(content)

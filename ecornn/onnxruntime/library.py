@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from ecornn.build.link import package_library
 from ecornn.errors import ArgumentError, ModuleError
 
 NAME = "libecornn_onnxruntime.so"
-SOURCE = "operators.cc"
-FLAGS = ("-shared", "-fPIC", "-O2", "-std=c++17", "-pthread", "-fvisibility=hidden", "-w")
+SOURCE = "onnxruntime/operators.cc"
 # modules need libtvm_ffi, which lies beside them; the library must bring it though it has no use for it
-LINKED = ("-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-ltvm_ffi", "-Wl,--as-needed", "-ldl", "-Wl,-z,noexecstack")
+LINKED = ("-pthread", "-Wl,-rpath,$ORIGIN", "-Wl,--no-as-needed", "-ltvm_ffi", "-Wl,--as-needed", "-ldl",
+          "-Wl,-z,noexecstack")
 THREADS = "ecornn.threads"  # the entry of session options that operators.cc reads
 # ONNX Runtime's threads go on spinning after a node of theirs, on the cores that the next compiled one needs
 SPINNING = "session.intra_op.allow_spinning"
@@ -34,12 +33,7 @@ def write(folder: Path) -> Path:
     """
     from tvm_ffi import libinfo
 
-    runtime, package = Path(libinfo.find_libtvm_ffi()), Path(str(resources.files("ecornn")))
-    texts = [path.read_text() for place in ("onnxruntime", "include") for path in sorted((package / place).iterdir())
-             if path.suffix in (".cc", ".h", ".hpp")]
-    content = package_library("onnxruntime", package / "onnxruntime" / SOURCE,
-                              (package / "include", libinfo.find_dlpack_include_path()), FLAGS,
-                              (f"-L{runtime.parent}", *LINKED), (*FLAGS, *LINKED, *texts))
+    runtime, content = Path(libinfo.find_libtvm_ffi()), package_library(SOURCE, LINKED)
     with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as name:
         library = Path(name, NAME)
         library.write_bytes(content)
