@@ -24,15 +24,7 @@ _COPIES = "copies"  # key of the device memory for host arrays
 
 
 class Caller:
-    """Packed weights and what every call needs, made once.
-
-    Parameters
-    ----------
-    manifest, library : of the module
-    weights : by name, as :meth:`Module.bind` takes them
-    device : number of the GPU; 0 for a CPU
-    threads : CPU threads of a call; None on a GPU
-    """
+    """Packed weights and what every call needs, made once of what :class:`PackedWeights` are made of."""
 
     def __init__(self, manifest: Manifest, library: Library, weights: Mapping[str, Any], device: int,
                  threads: int | None) -> None:
