@@ -109,7 +109,11 @@ class _Writer:
         """One call of the program."""
         match call:
             case Fill():
-                words = self.fill(call)
+                place, size = self.place(call.buffer, "Fill of"), self.itemsize[call.buffer]
+                if not 0 <= call.byte <= 255:
+                    raise BuildError(f"Fill of {call.buffer!r}: {call.byte} is no byte")
+                words = [place, call.byte, call.extent.fixed * size, call.extent.per_step * size,  # a memset's bytes
+                         self.names[call.buffer]]
             case Launch():
                 words = self.launch(call, loop, chunks)
             case Loop():
@@ -149,14 +153,6 @@ class _Writer:
         rows = [word for n, size in call.rows.items() for word in (self.place(n, "rows of"), size * self.itemsize[n])]
         states = [self.place(name, "state") for pair in call.states for name in pair]
         return [len(call.rows), *rows, len(call.states), *states]
-
-    def fill(self, call: Fill) -> Words:
-        """A memset, whose size is known only with T."""
-        place = self.place(call.buffer, "Fill of")
-        if not 0 <= call.byte <= 255:
-            raise BuildError(f"Fill of {call.buffer!r}: {call.byte} is no byte")
-        size = self.itemsize[call.buffer]
-        return [place, call.byte, call.extent.fixed * size, call.extent.per_step * size, self.names[call.buffer]]
 
     def launch(self, launch: Launch, loop: bool, chunks: bool) -> Words:
         """Checks a launch and writes where its arguments come from."""

@@ -187,12 +187,15 @@ class Modules:
     def times(self, compiled: Compiled, scope: Scope, node: Any, meaning: Node, sizes: tuple[int, int],
               where: str) -> Times | None:
         """Seconds of a call of a node and of its module by itself, taken once of nodes alike; None: it cannot be."""
+        from onnx import helper
+
         key = compiled.path, meaning.dtype, meaning.batch_first, sizes, tuple(meaning.outputs), tuple(meaning.inputs)
         if key not in self._times:
             if not self._times:
                 library.write(self.folder)
             graph, feeds = alone(node, meaning, scope, *sizes)
-            own, changed = (_model(graph) for _ in range(2))
+            opsets = [helper.make_opsetid("", OWN_OPSET), helper.make_opsetid(DOMAIN, 1)]  # for ours, too
+            own, changed = (helper.make_model(graph, opset_imports=opsets, ir_version=IR) for _ in range(2))
             inner = Scope(changed.graph, changed.opset_import)
             tensors, one = Tensors(Names([inner])), inner.nodes[0]
             apply(changed, [(inner, one, replacement(one, meaning, tensors, compiled))], {inner: tensors})
@@ -204,14 +207,6 @@ class Modules:
         for compiled in self.known.values():
             if compiled.path not in paths:
                 compiled.path.unlink(missing_ok=True)
-
-
-def _model(graph: Any) -> Any:
-    """A model of one node, which may become one of ours."""
-    from onnx import helper
-
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", OWN_OPSET), helper.make_opsetid(DOMAIN, 1)],
-                             ir_version=IR)
 
 
 class Sizes:

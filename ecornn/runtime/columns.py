@@ -58,8 +58,8 @@ class Columns:
     @property
     def inside(self) -> Ints:
         """(T, C), the step of its sequence at each place; 0 where there is none."""
-        found = np.zeros(self.table.size, np.int32)
-        found[self.places] = _steps(self.first)
+        found, first = np.zeros(self.table.size, np.int32), self.first
+        found[self.places] = np.arange(first[-1]) - np.repeat(first[:-1], np.diff(first))  # 0, 1, ... for each
         return found.reshape(self.table.shape)
 
     def of_sequence(self, number: int) -> Places:
@@ -202,11 +202,6 @@ def _wrapped(lengths: list[int], groups: list[Group], steps: int) -> Begin:
             places[s] = at % steps, at // steps
             at += steps if i < alone else lengths[s]
     return places
-
-
-def _steps(first: NDArray[Any]) -> NDArray[Any]:
-    """0, 1, ... for each sequence, one sequence after the other."""
-    return np.asarray(np.arange(first[-1]) - np.repeat(first[:-1], np.diff(first)))
 
 
 def _integers(name: str, value: Any) -> NDArray[Any]:
