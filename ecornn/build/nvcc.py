@@ -143,8 +143,7 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] =
                    "-o", str(output)]
         status, log = run(command, WORK)
         if status != 0:
-            raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}"
-                             f"{temporary.limited()}")
+            raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}{temporary.limited()}")
         return output.read_bytes(), log
 
 

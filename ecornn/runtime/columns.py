@@ -218,9 +218,8 @@ def place_lengths(value: Any, steps: int, batch: int, arrays: Arrays, like: Any,
                   library: Library) -> tuple[Placed, int]:
     """The lengths as int32 on the device of ``like``, and how many steps the longest row has.
 
-    Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked.
-    Raises :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for what is no (B,) of
-    integers from 0 to T.
+    Lengths that are on a GPU are not waited for: the steps are then all of x's, and no value is checked. Raises
+    :class:`ArgumentError`, :class:`ShapeError` or :class:`DTypeError` for what is no (B,) of integers from 0 to T.
     """
     if value is None:
         value = np.full(batch, steps, np.int32)

@@ -356,8 +356,7 @@ class Layer(Caller):
         self.check_kind(arrays, name, dtype, place)
         return arrays.ready(array, name)
 
-    def _sums(self, arrays: Arrays, gradients: Mapping[str, Any] | None,
-              like: Any) -> Iterator[tuple[str, Placed]]:
+    def _sums(self, arrays: Arrays, gradients: Mapping[str, Any] | None, like: Any) -> Iterator[tuple[str, Placed]]:
         parameters, wanted = self.manifest.parameters, summed(self.manifest.workload.dtype)
         if gradients is None:
             made = arrays.several([p.shape for p in parameters], like, wanted, zeros=not self.training.writes)

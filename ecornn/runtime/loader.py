@@ -74,8 +74,7 @@ class Module:
     def __repr__(self) -> str:
         m = self.manifest
         what = ", ".join(filter(None, (str(m.workload), str(m.stack), m.schedule)))
-        return (f"<ecornn.Module {what} for {m.device.name} ({m.device.arch}), "
-                f"{m.provenance}>")
+        return f"<ecornn.Module {what} for {m.device.name} ({m.device.arch}), {m.provenance}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickle has the file's content: it may be read where the file is not."""

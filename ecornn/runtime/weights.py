@@ -214,8 +214,7 @@ def read_weights(manifest: Manifest, weights: Mapping[str, Any], library: Librar
     missing = [name for name in expected if name not in weights]
     extra = [str(name) for name in weights if name not in expected]
     if missing or extra:
-        wrong = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", extra))
-                 if names]
+        wrong = [f"{what} {', '.join(names)}" for what, names in (("missing", missing), ("unexpected", extra)) if names]
         raise WeightsError(f"weights of {manifest.workload.cell}: {'; '.join(wrong)}; expected "
                            f"{', '.join(expected)}", [*missing, *extra])
     there = manifest.device.kind == "cuda" and all(
