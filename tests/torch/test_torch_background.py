@@ -157,6 +157,38 @@ def test_calls_that_one_module_serves_have_it_compiled_once(compilers: Compilers
         assert [job.spec.batch for job in compilers.asked] == [4, 32]
 
 
+def test_similar_lengths_share_a_module_also_across_programs(compilers: Compilers):
+    """The T of the first call is rounded to a power of 2."""
+    for steps in (100, 128, 180):
+        compiling.outcomes.clear()
+        _, ours = pair(torch.nn.GRU, 6, 7)
+        ours(torch.randn(steps, 3, 6))
+    assert {(job.spec.seq, job.spec.batch) for job in compilers.asked} == {(128, 3)}
+
+
+def test_a_module_of_more_rows_stands_in_for_one_that_is_compiled(compilers: Compilers):
+    theirs, ours = pair(torch.nn.GRU, 6, 7)
+    x = torch.randn(3, 2, 6)
+
+    def same() -> None:
+        assert not by_torch(lambda: ours(x))
+        torch.testing.assert_close(theirs(x)[0], ours(x)[0], **FORWARD)
+
+    with torch.no_grad():
+        ours(torch.randn(3, 12, 6))
+        compilers.go()
+        for _ in range(3):  # more than it takes to remember a call
+            same()
+        assert [job.spec.batch for job in compilers.asked] == [12, 2] and compilers.asked[-1].pending
+        assert by_torch(lambda: ours(torch.randn(3, 20, 6)))  # there are none of so many rows
+        compilers.go()
+        for _ in range(3):
+            same()
+        engine = ecornn.torch.engine.engine_of(ours)
+        (call,) = [call for call in engine.calls.values() if call is not None and call.one is not None]
+        assert call.one.layer.manifest.workload.batch == 2  # remembered is the module that is right
+
+
 def test_calls_like_a_pending_one_go_the_short_way(compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
     """Only the first of its kind is looked at, until its module is there, or somebody watches, or wants to wait."""
     theirs, ours = pair(torch.nn.GRU, 6, 7)
@@ -215,7 +247,7 @@ def test_it_is_said_once(compilers: Compilers, caplog: pytest.LogCaptureFixture)
             ours(torch.randn(3, batch, 6))
     assert compilers.go() == 2
     (said,) = caplog.messages
-    assert "in the background, from gru T=3 B=1 I=6 H=11 float32 on" in said and "prepare(model, *example)" in said
+    assert "in the background, from gru T=4 B=1 I=6 H=11 float32 on" in said and "prepare(model, *example)" in said
 
 
 def waiting(monkeypatch: pytest.MonkeyPatch, how: str) -> Any:
