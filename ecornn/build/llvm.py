@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ from ecornn.build.opaque_values import hide
 from ecornn.device import Device
 from ecornn.errors import BuildError
 from ecornn.host_cpu import known, machine_of, promised, used
+from ecornn.interrupts import safe_interrupts
 from ecornn.program import Parallel, Program
 
 if TYPE_CHECKING:
@@ -22,8 +25,10 @@ HEADERS = ("cpu_openmp.h", "cpu_pack.h", "cpu_team.h", "cpu_waiting.h", "ecornn_
 SCALARS = 4  # thread, threads, T, B come before the pointers
 
 
-def generate(program: Program, device: Device) -> Generated:
-    """Object file and host code of a program of :class:`~ecornn.program.Parallel` calls.
+@safe_interrupts()
+def generate(program: Program, device: Device, apart: bool = False) -> Generated:
+    """Object file and host code of a program of :class:`~ecornn.program.Parallel` calls; ``apart``: an object file of
+    each function, several of which are made at the same time.
 
     A function's parameters are int32 ``thread``, ``threads``, ``T``, ``B`` and one pointer a buffer.
     Raises :class:`BuildError` where the program is of another form, LLVM does not know the CPU, or
@@ -33,13 +38,23 @@ def generate(program: Program, device: Device) -> Generated:
         if not entry.calls or not all(isinstance(call, Parallel) for call in entry.calls):
             raise BuildError(f"a CPU program is made of Parallel calls; the schedule made for {name!r} "
                              f"{[type(c).__name__ for c in entry.calls]}")
-    module = _module(program.functions, device)
+    parts = [{name: function} for name, function in program.functions.items()] if apart else [program.functions]
+    with ThreadPoolExecutor(at_once()) as threads:  # TVM and LLVM let go of Python's lock
+        objects = list(threads.map(lambda part: _object(_module(part, device)), parts))
     folder = resources.files("ecornn.build")
     host = {name: (folder / name).read_text() for name in (*HEADERS, "host_cpu.cc")}  # the same for all programs
     return Generated(
-        sources={"program.cc": tables(program), **host}, objects={"worker.o": _object(module)},
+        sources={"program.cc": tables(program), **host},
+        objects={f"worker{number or ''}.o": code for number, code in enumerate(objects)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
-                      asm=lambda: str(module.inspect_source("asm"))))
+                      asm=lambda: str(_module(program.functions, device).inspect_source("asm"))))
+
+
+def at_once() -> int:
+    """The number of functions that are compiled at the same time: one a core, or a fourth of that in a process that
+    others go before."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // 4) if os.nice(0) > 0 else cores
 
 
 def _object(module: Module) -> bytes:

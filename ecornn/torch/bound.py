@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ecornn.errors import ArgumentError, DeviceError, NotFiniteError
+from ecornn.errors import ArgumentError, DeviceError, NotFiniteError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Layer, Module
 from ecornn.torch import background
@@ -26,6 +26,7 @@ GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have capt
 NEAR = 16  # times the batch of a call, the largest batch of a module that stands in for the call's own
 OFTEN = 32  # calls of few steps on a GPU that the module of longer ones serves before their own is compiled
 
+TRAINING = -1  # in place of steps: modules that train, as long as they stand in for others
 # the kind of a call: device, data type, masks, precision, and 1, 2, 4 or 8 steps on a GPU, or 0 for any number
 Alike = tuple[torch.device, torch.dtype, str, "str | None", int]
 
@@ -123,17 +124,18 @@ class BoundLayer:
 
 
 class BoundLayers:
-    """The bound layers of an engine that train, or those that do not.
+    """The bound layers of an engine that train, or those that do not; the latter know the former, ``trained``.
 
     On a CPU, and where they train, weights are packed in place. On a GPU each stream has its own layers that train, so
     that packing comes before its use in the order of the stream. CUDA graphs have one that no stream uses any more: it
     was packed and called before, as PyTorch asks for, and belongs to them since the first capture. Each forward pass in
     a graph packs, since weights change between its replays. Layers that do not train are bound anew on a GPU, and serve
-    all streams.
+    all streams. On a CPU a layer that trains computes results as fast as one that does not: where there is or will be
+    one, it serves these calls, too.
     """
 
-    def __init__(self, kind: Kind, trains: bool = True) -> None:
-        self._kind, self._trains = kind, trains
+    def __init__(self, kind: Kind, trained: BoundLayers | None = None) -> None:
+        self._kind, self._trains, self._trained = kind, trained is None, trained
         # the kind of a call and where it runs -> the batch that was compiled for -> the layer
         self._bound: dict[tuple[Any, ...], dict[int, BoundLayer]] = {}
         # the kind of a call -> the batch -> the module, wherever it runs; and what is compiled in the background
@@ -142,7 +144,7 @@ class BoundLayers:
         # the kind of a call -> the T of the first one; and, of few steps, the number of calls without their own module
         self._first: dict[Alike, int] = {}
         self._calls: dict[Alike, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock() if trained is None else trained._lock
 
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False,
@@ -191,13 +193,31 @@ class BoundLayers:
 
     def serves(self, x: Any, sizes: tuple[int, int]) -> bool:
         """Tells whether calls like this one have the module that they should, and not one that stands in for it."""
-        modules = self._modules.get(self._alike(x, sizes[0], ""), {})
-        return fitting(modules, sizes[1], _most(sizes[1], "")) in modules
+        alike, batch = self._alike(x, sizes[0], ""), sizes[1]
+        return self._has(alike, batch) or self._by_trained(x, alike, batch)
+
+    def _has(self, alike: Alike, batch: int, pending: bool = False) -> bool:
+        """Tells whether there is a module for such calls, or also whether one is ``pending``."""
+        rooms = {*self._modules.get(alike, ()), *(self._pending.get(alike, ()) if pending else ())}
+        return fitting(rooms, batch, _most(batch, alike[2])) in rooms
+
+    def _by_trained(self, x: Any, alike: Alike, batch: int) -> bool:
+        """Tells whether the layers that train have such calls as well."""
+        return (self._trained is not None and x.is_cpu and not self._has(alike, batch)
+                and self._trained._has(alike, batch, pending=True))
 
     def _take(self, weights: Sequence[torch.Tensor], x: Any, sizes: tuple[int, int], masks: str,
               again: bool) -> BoundLayer:
         steps, batch = sizes
         alike, where = self._alike(x, steps, masks), _where(x) if self._trains or x.is_cpu else None
+        if self._trained is not None and self._by_trained(x, alike, batch):
+            try:
+                return self._trained._take(weights, x, sizes, masks, again)
+            except ScheduleError:
+                pass  # of gradients
+            except PendingError as pending:
+                if pending.job is None or not pending.job.error:
+                    raise
         bound, modules = self._bound.setdefault((*alike, where), {}), self._modules.setdefault(alike, {})
         room = fitting(bound if where == GRAPHS else modules, batch, _most(batch, masks))
         known = bound.get(room)
@@ -266,7 +286,12 @@ class BoundLayers:
         try:
             modules[room] = background.start(pending[room], device.type).module()
         except PendingError:
-            near = self._near([many, alike] if few else [alike], batch) if masks != "sequences" else None
+            kinds = [many, alike] if few else [alike]
+            if self._trained is not None:
+                training: Alike = (device, dtype, masks, precision, TRAINING)
+                self._modules[training] = self._trained._modules.get(many, {})
+                kinds.append(training)
+            near = self._near(kinds, batch) if masks != "sequences" else None
             if near is None:
                 raise
             return near

@@ -218,7 +218,7 @@ def test_fewer_rows_use_what_was_compiled(gpu: Any):
 def test_calls_of_few_steps_have_layers_of_their_own(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(bound, "compiled", lambda spec, target: asked.append(spec.seq) or gpu.module)
-    layers, weights, seen = BoundLayers(KIND, trains=False), weights_of(), {}
+    layers, weights, seen = BoundLayers(KIND, BoundLayers(KIND)), weights_of(), {}
     for steps in (1, 300, 1, 2, 3, 4, 7, 8, 9, 500):
         one = layers.take(weights, x_of(), (steps, 2))
         seen[steps] = one
@@ -232,7 +232,7 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
     asked: list[background.Job] = []
     monkeypatch.setattr(background, "start", lambda spec, target: next(
         (job for job in asked if job.spec == spec), None) or asked.append(background.Job(spec, target)) or asked[-1])
-    layers, weights = BoundLayers(KIND, trains=False), weights_of()
+    layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
 
     def take(steps: int) -> Any:
         with background.accepting():
@@ -257,7 +257,7 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
 def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any,
                                                                              monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "start", lambda spec, target: background.Job(spec, target, gpu.module))
-    layers, weights = BoundLayers(KIND, trains=False), weights_of()
+    layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
     with background.accepting():
         for steps in (1, 300, 1):
             layers.give(layers.take(weights, x_of(), (steps, 2)))
