@@ -60,8 +60,8 @@ def _linked(compiler: Sequence[str], objects: dict[str, bytes], binaries: dict[s
     with temporary.folder() as folder:
         inputs = write_inputs({}, objects, binaries, folder, functions)
         run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
-                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-Wl,--strip-debug", "-ltvm_ffi", "-ldl", "-o", "made.so"],
-                 folder)
+                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-Wl,--strip-debug", "-ltvm_ffi",
+                  "-ldl", "-o", "made.so"], folder)
         return (folder / "made.so").read_bytes()
 
 
