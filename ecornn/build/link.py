@@ -8,6 +8,7 @@ import shlex
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ from ecornn.build import cache
 from ecornn.build.commands import ANSWER, WORK, first_lines, run
 from ecornn.build.generated import Generated, NumberTables
 from ecornn.errors import BuildError
+from ecornn.interrupts import safe_interrupts
 
 COMPILERS = ("c++", "g++", "clang++")
 LIBRARY = ("-shared", "-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-w")  # flags of a package's own one
@@ -59,8 +61,8 @@ def _linked(compiler: Sequence[str], objects: dict[str, bytes], binaries: dict[s
     with temporary.folder() as folder:
         inputs = write_inputs(objects, binaries, folder, functions)
         run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
-                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-ltvm_ffi", "-ldl", "-o", "made.so"],
-                 folder)
+                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-Wl,--strip-debug", "-ltvm_ffi",
+                  "-ldl", "-o", "made.so"], folder)
         return (folder / "made.so").read_bytes()
 
 
@@ -89,14 +91,19 @@ def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: b
 
 def objects_of(compiler: Sequence[str], generated: Generated) -> dict[str, bytes]:
     """File name -> bytes of all object files."""
-    return {**generated.objects, **_compiled(compiler, generated.sources), **_compiled(compiler, generated.shared)}
+    return {**generated.objects, **_compiled(compiler, generated.sources, generated.shared)}
 
 
-def _compiled(compiler: Sequence[str], sources: Mapping[str, str]) -> dict[str, bytes]:
-    """An object file of each C++ source; the other files are headers."""
-    headers = tuple((name, text) for name, text in sources.items() if not name.endswith(SOURCE_SUFFIXES))
-    return {f"{name}.o": _object(tuple(compiler), (name, text), headers)
-            for name, text in sources.items() if name.endswith(SOURCE_SUFFIXES)}
+@safe_interrupts()
+def _compiled(compiler: Sequence[str], *groups: Mapping[str, str]) -> dict[str, bytes]:
+    """An object file of each C++ source of several groups; the other files of a group are its headers."""
+    made = []
+    for group in groups:
+        headers = tuple((name, text) for name, text in group.items() if not name.endswith(SOURCE_SUFFIXES))
+        made += [((name, text), headers) for name, text in group.items() if name.endswith(SOURCE_SUFFIXES)]
+    with ThreadPoolExecutor(max(1, len(made))) as threads:  # that wait for the compiler
+        objects = threads.map(lambda one: _object(tuple(compiler), *one), made)
+        return {f"{name}.o": code for ((name, _), _), code in zip(made, objects, strict=True)}
 
 
 @functools.lru_cache(maxsize=8)

@@ -29,15 +29,16 @@ from ecornn.program import Program
 MANIFEST = "ecornn_manifest"
 
 
-def generate(program: Program, device: Device) -> Generated:
-    """Machine code and host code of ``program``, not linked. Raises :class:`~ecornn.errors.BuildError`."""
+def generate(program: Program, device: Device, apart: bool = False) -> Generated:
+    """Machine code and host code of ``program``, not linked; ``apart``: in several files where that takes less time.
+    Raises :class:`~ecornn.errors.BuildError`."""
     if device.kind == "cuda":
         from ecornn.build import cuda
 
         return cuda.generate(program, device)
     from ecornn.build import llvm
 
-    return llvm.generate(program, device)
+    return llvm.generate(program, device, apart)
 
 
 def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
@@ -57,7 +58,7 @@ def _complete(program: Program, manifest: Manifest) -> Generated:
     if device.kind == "llvm" and (machine := machine_of(device)) != os.uname().machine:
         raise BuildError(f"a module for {device.arch} is linked on an {machine} machine: compile it there, or have "
                          "the object file of its code with --emit object")
-    generated = generate(program, device)
+    generated = generate(program, device, apart=True)
     own = {MANIFEST: msgspec.json.encode(manifest), c_tables.SYMBOL: c_tables.tables(manifest, program.entries)}
     return replace(generated, binaries={**own, **generated.binaries}, shared={**generated.shared, **c_tables.sources()},
                    functions=c_tables.functions(program, device))

@@ -6,23 +6,30 @@ Weights that have changed are read where torch has them, and packed where the la
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
 
-from ecornn.errors import ArgumentError, DeviceError, NotFiniteError
+from ecornn.errors import ArgumentError, DeviceError, NotFiniteError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
 from ecornn.torch import background
 from ecornn.torch.background import PendingError
-from ecornn.torch.compiling import KEPT, NAMES, compiled, few_steps, fitting, precision_of, serves
+from ecornn.torch.compiling import KEPT, NAMES, about, compiled, few_steps, fitting, outcomes, precision_of, serves
 from ecornn.torch.kind import Kind, parameters
 from ecornn.torch.snapshot import Snapshot
 
 GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured
+NEAR = 16  # times the batch of a call, the largest batch of a module that stands in for the call's own
+OFTEN = 32  # calls of few steps on a GPU that the module of longer ones serves before their own is compiled
+
+TRAINING = -1  # in place of steps: modules that train, as long as they stand in for others
+# the kind of a call: device, data type, masks, precision, and 1, 2, 4 or 8 steps on a GPU, or 0 for any number
+Alike = tuple[torch.device, torch.dtype, str, "str | None", int]
 
 
 class DeviceWeights:
@@ -118,23 +125,27 @@ class BoundLayer:
 
 
 class BoundLayers:
-    """The bound layers of an engine that train, or those that do not.
+    """The bound layers of an engine that train, or those that do not; the latter know the former, ``trained``.
 
     On a CPU, and where they train, weights are packed in place. On a GPU each stream has its own layers that train, so
     that packing comes before its use in the order of the stream. CUDA graphs have one that no stream uses any more: it
     was packed and called before, as PyTorch asks for, and belongs to them since the first capture. Each forward pass in
     a graph packs, since weights change between its replays. Layers that do not train are bound anew on a GPU, and serve
-    all streams.
+    all streams. On a CPU a layer that trains computes results as fast as one that does not: where there is or will be
+    one, it serves these calls, too.
     """
 
-    def __init__(self, kind: Kind, trains: bool = True) -> None:
-        self._kind, self._trains = kind, trains
+    def __init__(self, kind: Kind, trained: BoundLayers | None = None) -> None:
+        self._kind, self._trains, self._trained = kind, trained is None, trained
         # the kind of a call and where it runs -> the batch that was compiled for -> the layer
         self._bound: dict[tuple[Any, ...], dict[int, BoundLayer]] = {}
         # the kind of a call -> the batch -> the module, wherever it runs; and what is compiled in the background
-        self._modules: dict[tuple[Any, ...], dict[int, Module]] = {}
-        self._pending: dict[tuple[Any, ...], dict[int, LayerSpec]] = {}
-        self._lock = threading.Lock()
+        self._modules: dict[Alike, dict[int, Module]] = {}
+        self._pending: dict[Alike, dict[int, LayerSpec]] = {}
+        # the kind of a call -> the T of the first one; and, of few steps, the number of calls without their own module
+        self._first: dict[Alike, int] = {}
+        self._calls: dict[Alike, int] = {}
+        self._lock = threading.Lock() if trained is None else trained._lock
 
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False,
@@ -181,12 +192,33 @@ class BoundLayers:
                 for one in bound.values():
                     one.snapshot.outdate()
 
+    def serves(self, x: Any, sizes: tuple[int, int]) -> bool:
+        """Tells whether calls like this one have the module that they should, and not one that stands in for it."""
+        alike, batch = self._alike(x, sizes[0], ""), sizes[1]
+        return self._has(alike, batch) or self._by_trained(x, alike, batch)
+
+    def _has(self, alike: Alike, batch: int, pending: bool = False) -> bool:
+        """Tells whether there is a module for such calls, or also whether one is ``pending``."""
+        rooms = {*self._modules.get(alike, ()), *(self._pending.get(alike, ()) if pending else ())}
+        return fitting(rooms, batch, _most(batch, alike[2])) in rooms
+
+    def _by_trained(self, x: Any, alike: Alike, batch: int) -> bool:
+        """Tells whether the layers that train have such calls as well."""
+        return (self._trained is not None and x.is_cpu and not self._has(alike, batch)
+                and self._trained._has(alike, batch, pending=True))
+
     def _take(self, weights: Sequence[torch.Tensor], x: Any, sizes: tuple[int, int], masks: str,
               again: bool) -> BoundLayer:
         steps, batch = sizes
-        precision = precision_of(self._kind, x)
-        few = 0 if self._trains or x.is_cpu else few_steps(steps)
-        alike, where = (x.device, x.dtype, masks, precision, few), _where(x) if self._trains or x.is_cpu else None
+        alike, where = self._alike(x, steps, masks), _where(x) if self._trains or x.is_cpu else None
+        if self._trained is not None and self._by_trained(x, alike, batch):
+            try:
+                return self._trained._take(weights, x, sizes, masks, again)
+            except ScheduleError:
+                pass  # of gradients
+            except PendingError as pending:
+                if pending.job is None or not pending.job.error:
+                    raise
         bound, modules = self._bound.setdefault((*alike, where), {}), self._modules.setdefault(alike, {})
         room = fitting(bound if where == GRAPHS else modules, batch, _most(batch, masks))
         known = bound.get(room)
@@ -197,15 +229,14 @@ class BoundLayers:
             return known
         if wrong := [w for w in weights if w.device != x.device]:
             raise DeviceError("weights.device", str(wrong[0].device), f"{x.device}, as the input's")
-        if known is None and background.accepts() and not x.is_cpu and torch.cuda.is_current_stream_capturing():
-            raise PendingError(None)  # a graph keeps what is called in it
-        target = "cpu" if x.is_cpu else "cuda"
-        keep = (self._kind.keep or KEPT[target]) if self._trains else None
-
-        # made only to compile: the identity of a cell of a user's own takes its analysis, 50 ms
-        def spec(room: int) -> LayerSpec:
-            return self._kind.spec(room, few or steps, NAMES[x.dtype], masks, keep, precision)
-
+        if known is None and background.accepts():
+            if not x.is_cpu and torch.cuda.is_current_stream_capturing():
+                raise PendingError(None)  # a graph keeps what is called in it
+            alike, room = self._served(alike, batch, steps)
+            bound, modules = self._bound.setdefault((*alike, where), {}), self._modules[alike]
+            known = bound.get(room)
+            if known is not None and known.snapshot.holds(weights, again):
+                return known
         try:
             if known is not None and not known.busy and where is not None:
                 known.pack(weights)
@@ -214,29 +245,71 @@ class BoundLayers:
                 module = known.layer.module
             elif room in modules:
                 module = modules[room]
-            elif background.accepts():
-                room, module = self._compiled_behind(alike, batch, spec, target)
             else:
-                module = modules[room] = compiled(spec(room), target)
+                module = modules[room] = compiled(self._spec(alike, room, steps), x.device.type)
             one = bound[room] = BoundLayer(self._kind, module, weights, x)
         except NotFiniteError:
-            one = bound[room] = BoundLayer(self._kind, compiled(spec(room), target, infinite=True), weights, x)
+            module = compiled(self._spec(alike, room, steps), x.device.type, infinite=True)
+            one = bound[room] = BoundLayer(self._kind, module, weights, x)
         return one
 
-    def _compiled_behind(self, alike: tuple[Any, ...], batch: int, spec: Callable[[int], LayerSpec],
-                         target: str) -> tuple[int, Module]:
-        """The room and the module for a batch that none of the modules takes, if it is compiled.
+    def _alike(self, x: Any, steps: int, masks: str) -> Alike:
+        few = 0 if self._trains or x.is_cpu else few_steps(steps)
+        return x.device, x.dtype, masks, precision_of(self._kind, x), few
 
-        Raises :class:`PendingError` if it is not, and :class:`ScheduleError` where no schedule serves the layer."""
-        modules, pending = self._modules[alike], self._pending.setdefault(alike, {})
-        room = fitting({*modules, *pending}, batch, _most(batch, alike[2]))
+    def _spec(self, alike: Alike, room: int, steps: int) -> LayerSpec:
+        """The layer to compile for calls that are ``alike``, by the T of the first of them."""
+        device, dtype, masks, precision, few = alike
+        keep = (self._kind.keep or KEPT[device.type]) if self._trains else None
+        steps = few or about(self._first.setdefault(alike, steps))
+        return self._kind.spec(room, steps, NAMES[dtype], masks, keep, precision)
+
+    def _served(self, alike: Alike, batch: int, steps: int) -> tuple[Alike, int]:
+        """The kind of call and the room of a module that is there: the one that serves this call as it should, which
+        is compiled in the background, or one nearby that stands in for it.
+
+        Calls of few steps that are rare have the module of longer ones, if there is or will be one. Raises
+        :class:`PendingError` if none is there, and :class:`ScheduleError` where no schedule serves the layer.
+        """
+        device, dtype, masks, precision, few = alike
+        modules, pending = self._modules.setdefault(alike, {}), self._pending.setdefault(alike, {})
+        room = fitting({*modules, *pending}, batch, _most(batch, masks))
+        if room in modules:
+            return alike, room
         if room not in pending:
-            pending[room] = spec(room)
-        modules[room] = background.start(pending[room], target).module()
+            pending[room] = self._spec(alike, room, steps)
+        many: Alike = (device, dtype, masks, precision, 0)
+        if few and masks != "sequences" and (pending[room], device.type, False) not in outcomes and (
+                self._modules.get(many) or self._pending.get(many)):
+            self._calls[alike] = count = self._calls.get(alike, 0) + 1
+            if count < OFTEN:
+                return self._served(many, batch, steps)
+        try:
+            modules[room] = background.start(pending[room], device.type).module()
+        except PendingError:
+            kinds = [many, alike] if few else [alike]
+            if self._trained is not None:
+                training: Alike = (device, dtype, masks, precision, TRAINING)
+                self._modules[training] = self._trained._modules.get(many, {})
+                kinds.append(training)
+            near = self._near(kinds, batch) if masks != "sequences" else None
+            if near is None:
+                raise
+            return near
         del pending[room]
-        return room, modules[room]
+        return alike, room
 
-    def _for_graphs(self, alike: tuple[Any, ...], batch: int) -> tuple[int, BoundLayer]:
+    def _near(self, kinds: Sequence[Alike], batch: int) -> tuple[Alike, int] | None:
+        """The kind of call, of these, and the batch of the smallest module that is there and takes this batch."""
+        for kind in kinds:  # a module may have come since the last call of its own kind
+            for room, spec in [*self._pending.get(kind, {}).items()]:
+                if isinstance(module := outcomes.get((spec, kind[0].type, False)), Module):
+                    self._modules[kind][room] = module
+                    del self._pending[kind][room]
+        near = [(kind, room) for kind in kinds for room in self._modules.get(kind, ()) if batch <= room <= NEAR * batch]
+        return min(near, key=itemgetter(1), default=None)
+
+    def _for_graphs(self, alike: Alike, batch: int) -> tuple[int, BoundLayer]:
         """Takes a layer from a stream that it was bound for, and gives it to CUDA graphs."""
         for key, bound in self._bound.items():
             room = fitting(bound, batch, _most(batch, alike[2]))

@@ -9,6 +9,7 @@ default is that they may. If its settings differ, the one nearest to an RNN wins
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -79,8 +80,15 @@ def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
 
 def few_steps(steps: int) -> int:
     """The T that a layer on a GPU is compiled for if a call has few ``steps``: 1, 2, 4 or 8, so that similar lengths
-    share a module; 0 if they are many, and the T of the first call serves all."""
+    share a module; 0 if they are many, and one module serves all."""
     return 1 << (steps - 1).bit_length() if steps <= FEW else 0
+
+
+def about(steps: int) -> int:
+    """The T that a layer is compiled for which serves all calls, by the ``steps`` of the first: the nearest power of 2,
+    so that programs of other lengths find its module in the cache. Records within a factor of 2 count as equally
+    near."""
+    return 1 << round(math.log2(steps)) if steps <= FEW else max(2 * FEW, 1 << round(math.log2(steps)))
 
 
 def fitting(bound: Collection[int], batch: int, most: int) -> int:

@@ -50,8 +50,8 @@ class Engine:
         self.refused: set[tuple[Any, ...]] = set()
         self.pending: dict[tuple[Any, ...], Job] = {}
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
-        self.inference, self.trained = BoundLayers(kind, trains=False), BoundLayers(kind)
-        self.training = self.trained.layer
+        self.trained = BoundLayers(kind)
+        self.inference, self.training = BoundLayers(kind, self.trained), self.trained.layer
         self._parts: dict[int, Engine] = {}
         self.calls: dict[Any, Any] = {}
         self.shared: Any = None

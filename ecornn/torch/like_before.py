@@ -69,6 +69,8 @@ def remember(engine: Engine, module: Any, x: torch.Tensor, weights: Sequence[tor
     if engine.kind.projection or watched((x, *weights)) or not (x.is_cpu or (x.is_cuda and _raw and not _capturing())):
         return
     key, layers, calls = _key(module, x), engine.inference, engine.calls
+    if not (asked or layers.serves(x, module.call_sizes(x))):
+        return
     call: Call | None = calls.get(key)
     if call is None:
         if len(calls) >= MOST:

@@ -25,7 +25,7 @@ from ecornn.module_cache import known
 from ecornn.torch import engine, falling_back, training
 from ecornn.torch.background import Compilers
 from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell
-from ecornn.torch.compiling import KEPT, NAMES, checked_keep, compiled, few_steps, precision_of, serves
+from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of, serves
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.modules import GRU, LSTM, RNN, Compiled, Sequences
 
@@ -236,7 +236,7 @@ def specs(module: Any, call: Call) -> list[LayerSpec]:
     alone = module._drops or (call.asked and training.by_layer(module, engine.weights_of(module)))
     kinds = [text_of(module, layer) for layer in range(module.num_layers)] if alone else [text_of(module)]
     keep = KEPT[call.target] if call.asked else None
-    steps = (few_steps(call.steps) if call.target == "cuda" and not call.asked else 0) or call.steps
+    steps = (few_steps(call.steps) if call.target == "cuda" and not call.asked else 0) or about(call.steps)
     return [kind_of(kind).spec(call.batch, steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
 
 

@@ -21,8 +21,10 @@ from cpu_sample import Sample
 from events import until
 from limits import relative as error
 
-from ecornn import compiler
+from ecornn import compiler, temporary
+from ecornn.build import llvm
 from ecornn.build.llvm import generate
+from ecornn.compose import compose
 from ecornn.errors import BuildError
 from ecornn.host_cpu import detect
 from ecornn.manifest import decode
@@ -240,3 +242,33 @@ def test_detect():
     assert found.arch == (os.environ.get("ECORNN_TEST_CPU") or found.arch)
     assert 1 <= found.cores <= len(os.sched_getaffinity(0))
     assert np.isfinite(found.l2) and found.memory > 1 << 28
+
+
+def test_functions_compiled_apart_are_the_same_code():
+    """Several at a time, in threads: what is built is what is emitted."""
+    planned = compiler.plan("gru", hidden=9, input=5, batch=3, bidirectional=True, training=True)
+    program = compose(planned.stack, planned.workload, planned.programs(), planned.overlap)
+    together, apart = (llvm.generate(program, planned.device, apart=one) for one in (False, True))
+    assert len(together.objects) == 1 and len(apart.objects) == len(program.functions) == 6
+
+    def code(objects: dict[str, bytes], tmp: Path) -> dict[str, str]:
+        """The instructions of each function, without addresses and targets of jumps."""
+        found = {}
+        for name, content in objects.items():
+            (tmp / name).write_bytes(content)
+            text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(tmp / name)], capture_output=True,
+                                  text=True, check=True).stdout
+            for function, body in re.findall(r"<(\w+)>:\n((?:.+\n)+)", text):
+                found[function] = re.sub(r"^ *\w+:|\b[0-9a-f]+ <.*>|#.*|0x\w+\(%rip\)", "", body, flags=re.M)
+        return found
+
+    with temporary.folder() as folder:
+        assert code(apart.objects, folder) == code(together.objects, folder)
+
+
+@pytest.mark.parametrize(("nice", "expected"), [(0, 8), (10, 2)])
+def test_a_process_that_others_go_before_compiles_less_at_once(nice: int, expected: int,
+                                                               monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(os, "nice", lambda _: nice)
+    assert llvm.at_once() == expected

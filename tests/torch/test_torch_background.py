@@ -116,7 +116,7 @@ def test_pytorch_computes_until_the_module_is_there(given: str, options: dict[st
 
     assert by_torch(lambda: gradients(ours, x)) and by_torch(lambda: ours(x))
     same()
-    assert compilers.go() == 2  # with gradients, and without
+    assert compilers.go() == 1  # with gradients, which serves calls without
     same()
     with torch.no_grad():
         assert not by_torch(lambda: ours(x))
@@ -155,6 +155,68 @@ def test_calls_that_one_module_serves_have_it_compiled_once(compilers: Compilers
         compilers.go()
         assert by_torch(lambda: ours(torch.randn(3, 20, 6))) and not by_torch(lambda: ours(torch.randn(3, 2, 6)))
         assert [job.spec.batch for job in compilers.asked] == [4, 32]
+
+
+def test_similar_lengths_share_a_module_also_across_programs(compilers: Compilers):
+    """The T of the first call is rounded to a power of 2."""
+    for steps in (100, 128, 180):
+        compiling.outcomes.clear()
+        _, ours = pair(torch.nn.GRU, 6, 7)
+        ours(torch.randn(steps, 3, 6))
+    assert {(job.spec.seq, job.spec.batch) for job in compilers.asked} == {(128, 3)}
+
+
+def test_a_module_of_more_rows_stands_in_for_one_that_is_compiled(compilers: Compilers):
+    theirs, ours = pair(torch.nn.GRU, 6, 7)
+    x = torch.randn(3, 2, 6)
+
+    def same() -> None:
+        assert not by_torch(lambda: ours(x))
+        torch.testing.assert_close(theirs(x)[0], ours(x)[0], **FORWARD)
+
+    with torch.no_grad():
+        ours(torch.randn(3, 12, 6))
+        compilers.go()
+        for _ in range(3):  # more than it takes to remember a call
+            same()
+        assert [job.spec.batch for job in compilers.asked] == [12, 2] and compilers.asked[-1].pending
+        assert by_torch(lambda: ours(torch.randn(3, 20, 6)))  # there are none of so many rows
+        compilers.go()
+        for _ in range(3):
+            same()
+        engine = ecornn.torch.engine.engine_of(ours)
+        (call,) = [call for call in engine.calls.values() if call is not None and call.one is not None]
+        assert call.one.layer.manifest.workload.batch == 2  # remembered is the module that is right
+
+
+def test_on_a_cpu_a_module_that_trains_serves_evaluation(compilers: Compilers):
+    """Also while it is compiled, and with one packing of the weights; not where it could not be compiled."""
+    theirs, ours = pair(torch.nn.GRU, 6, 7)
+    x = torch.randn(3, 2, 6)
+
+    def evaluates() -> bool:
+        with torch.no_grad():
+            torch.testing.assert_close(theirs(x)[0], ours(x)[0], **FORWARD)
+            return not by_torch(lambda: ours(x))
+
+    gradients(ours, x)
+    assert not evaluates()
+    compilers.go()
+    for _ in range(4):  # also by the short way of calls like earlier ones
+        assert evaluates()
+    gradients(ours, x)
+    assert evaluates() and len(compilers.asked) == 1
+    engine = ecornn.torch.engine.engine_of(ours)
+    assert not engine.inference._bound or not any(engine.inference._bound.values())
+    _, other = pair(torch.nn.GRU, 6, 13)
+    compilers.fault = WorkerError("ScheduleError: no gradients", lost=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own layer trains
+        gradients(other, x)
+        compilers.go()
+        compilers.fault = None
+        with torch.no_grad():
+            assert by_torch(lambda: other(x)) and compilers.go() == 1 and not by_torch(lambda: other(x))
 
 
 def test_calls_like_a_pending_one_go_the_short_way(compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
@@ -215,7 +277,7 @@ def test_it_is_said_once(compilers: Compilers, caplog: pytest.LogCaptureFixture)
             ours(torch.randn(3, batch, 6))
     assert compilers.go() == 2
     (said,) = caplog.messages
-    assert "in the background, from gru T=3 B=1 I=6 H=11 float32 on" in said and "prepare(model, *example)" in said
+    assert "in the background, from gru T=4 B=1 I=6 H=11 float32 on" in said and "prepare(model, *example)" in said
 
 
 def waiting(monkeypatch: pytest.MonkeyPatch, how: str) -> Any:

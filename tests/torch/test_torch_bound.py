@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
-from ecornn.torch import bound, compiling, snapshot
+from ecornn.torch import background, bound, compiling, snapshot
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.kind import kind_of
 from ecornn.torch.snapshot import Snapshot, suspect
@@ -62,8 +62,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def x_of(batch: int = 2, device: str = "cpu") -> Any:
-    return SimpleNamespace(shape=(5, batch, 3), dtype=torch.float32, device=torch.device(device), is_cpu=False)
+class Here:
+    """The device of the weights, which are on the CPU, as if it were a GPU."""
+
+    type, index = "cuda", 0
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or other == torch.device("cpu")
+
+    def __hash__(self) -> int:
+        return 0
+
+
+HERE = Here()
+
+
+def x_of(batch: int = 2, device: Any = HERE) -> Any:
+    return SimpleNamespace(shape=(5, batch, 3), dtype=torch.float32, device=device, is_cpu=False)
 
 
 def weights_of(kind: Any = KIND) -> list[torch.Tensor]:
@@ -203,18 +218,55 @@ def test_fewer_rows_use_what_was_compiled(gpu: Any):
 def test_calls_of_few_steps_have_layers_of_their_own(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(bound, "compiled", lambda spec, target: asked.append(spec.seq) or gpu.module)
-    layers, weights, seen = BoundLayers(KIND, trains=False), weights_of(), {}
+    layers, weights, seen = BoundLayers(KIND, BoundLayers(KIND)), weights_of(), {}
     for steps in (1, 300, 1, 2, 3, 4, 7, 8, 9, 500):
         one = layers.take(weights, x_of(), (steps, 2))
         seen[steps] = one
         layers.give(one)
-    assert asked == [1, 300, 2, 4, 8]
+    assert asked == [1, 256, 2, 4, 8]
     assert seen[3] is seen[4] and seen[7] is seen[8] and seen[9] is seen[500] is seen[300]
+
+
+def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkeypatch: pytest.MonkeyPatch):
+    """If there is or will be one; their own is compiled once they are frequent, and serves them when it is there."""
+    asked: list[background.Job] = []
+    monkeypatch.setattr(background, "start", lambda spec, target: next(
+        (job for job in asked if job.spec == spec), None) or asked.append(background.Job(spec, target)) or asked[-1])
+    layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
+
+    def take(steps: int) -> Any:
+        with background.accepting():
+            layers.give(one := layers.take(weights, x_of(), (steps, 2)))
+        return one
+
+    for steps in (300, 3):
+        with pytest.raises(background.PendingError):
+            take(steps)
+    assert [job.spec.seq for job in asked] == [256]
+    asked[0].outcome = gpu.module
+    long = take(300)
+    for _ in range(2, bound.OFTEN):
+        assert take(3) is long and len(asked) == 1
+        assert not layers.serves(x_of(), (3, 2)) and layers.serves(x_of(), (300, 2))
+    assert take(3) is long and take(4) is long and [job.spec.seq for job in asked] == [256, 4]
+    asked[1].outcome = NotingModule()
+    assert take(3) is take(4) is not long and take(2) is long
+    assert layers.serves(x_of(), (3, 2)) and len(asked) == 2
+
+
+def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any,
+                                                                             monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "start", lambda spec, target: background.Job(spec, target, gpu.module))
+    layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
+    with background.accepting():
+        for steps in (1, 300, 1):
+            layers.give(layers.take(weights, x_of(), (steps, 2)))
+    assert layers.serves(x_of(), (1, 2)) and layers.serves(x_of(), (300, 2))
 
 
 def test_weights_elsewhere_are_refused(gpu: Any):
     with pytest.raises(DeviceError, match=r"weights\.device='cpu'.*cuda:1"), \
-            BoundLayers(KIND).layer(weights_of(), x_of(device="cuda:1"), ""):
+            BoundLayers(KIND).layer(weights_of(), x_of(device=torch.device("cuda:1")), ""):
         pass
     assert not gpu.module.bound
 

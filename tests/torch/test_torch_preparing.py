@@ -43,7 +43,7 @@ def test_a_process_says_that_it_compiles_and_the_next_one_need_not(tmp_path: Pat
         return done.stdout.strip(), done.stderr.strip()
 
     used, said = run()
-    assert used == "True" and said.count("compiling gru T=3 B=2 I=5 H=6 float32, as the first call") == 1
+    assert used == "True" and said.count("compiling gru T=4 B=2 I=5 H=6 float32, as the first call") == 1
     assert "ecornn.torch.prepare(model, *example) does it ahead" in said and len(said.splitlines()) == 1
     assert run() == ("False", "")
     (tmp_path / "logs").mkdir()
@@ -81,7 +81,7 @@ def test_what_is_prepared_is_what_first_calls_need(asked: list[str], capsys: Any
     kinds, before = [type(m) for m in model.modules()], torch.random.get_rng_state()
     with torch.no_grad(), caplog.at_level(logging.WARNING, "ecornn"):
         assert ecornn.torch.prepare(model, x, processes=1) == 2
-    assert asked == ["gru T=3 B=2 I=5 H=7 float32", "rnn_tanh T=3 B=2 I=7 H=4 float32"]
+    assert asked == ["gru T=4 B=2 I=5 H=7 float32", "rnn_tanh T=4 B=2 I=7 H=4 float32"]
     said = [line.partition(" layers")[0] for line in capsys.readouterr().err.splitlines()]
     assert [line for line in said if line.startswith("ecornn")] == ["ecornn: 1 of 2", "ecornn: 2 of 2"]
     assert [type(m) for m in model.modules()] == kinds and torch.equal(torch.random.get_rng_state(), before)

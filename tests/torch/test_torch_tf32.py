@@ -68,7 +68,7 @@ def precision(layer: Any, asked: list[Any], x: Any = None) -> str | None:
     """What a new layer of this kind is compiled with, also if it trains."""
     kind, weights = kind_of(text_of(layer)), [*layer.parameters()]
     for trains in (False, True):
-        take(BoundLayers(kind, trains), weights, x)
+        take(BoundLayers(kind, None if trains else BoundLayers(kind)), weights, x)
     one, other = asked[-2:]
     assert one.workload.precision == other.workload.precision
     return one.workload.precision
@@ -107,7 +107,8 @@ def test_what_pytorch_says_of_the_whole_backend_is_followed(asked: list[Any]):
 
 def test_a_change_between_calls_takes_another_module_and_back_the_first(asked: list[Any]):
     layer = layer_of()
-    layers, weights = BoundLayers(kind_of(text_of(layer)), False), [*layer.parameters()]
+    kind, weights = kind_of(text_of(layer)), [*layer.parameters()]
+    layers = BoundLayers(kind, BoundLayers(kind))
     first = take(layers, weights)
     torch.backends.cudnn.rnn.fp32_precision = "ieee"
     second = take(layers, weights)
