@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grid_summary import FILE, singles
-from measured_rows import Results, read
+from measured_rows import FILE, Results, read, singles
 from msgspec import structs
 from report import layer, table, times
 from side_by_side import CELLS, DEVICE, WARM, environment, float64_forward, kernels, relative, summary

@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from statistics import geometric_mean
 
-from grid_summary import FILE, singles
+from measured_rows import FILE, singles
 from msgspec import structs, to_builtins
 
 from ecornn.bench.grid import Layer, Own, read_grid

@@ -24,7 +24,7 @@ from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolEx
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
-from grid_summary import FILE
+from measured_rows import FILE
 from report import layer, table
 
 from ecornn import __version__

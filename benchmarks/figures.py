@@ -18,9 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from grid_summary import Group, Summary, members
+from measured_rows import Group, Summary, members, read
 from measured_rows import mean as geometric
-from measured_rows import read
 
 from ecornn.bench.results import RowLog
 

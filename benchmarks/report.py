@@ -17,8 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grid_summary import CLIFF, HIGH, Summary, singles
-from measured_rows import Results, mean, name_of, read, size
+from measured_rows import CLIFF, HIGH, Results, Summary, mean, name_of, read, singles, size
 
 PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"), Path("docs/CELLS.md"))  # from the checkout
 NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu", "slstm": "sLSTM",

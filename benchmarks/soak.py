@@ -44,18 +44,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from heap import in_use, share_one_heap, workspaces
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ecornn
 import ecornn.torch
+from ecornn.runtime.memory import Pool
 from ecornn.torch.kind import text_of
 
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32
 STILL = 120  # seconds in one call after which a thread is taken to hang
 BUSY = "import os\nwhile os.getppid() == {}:\n    pass"
 EVERY = 5  # seconds between looks at the memory
+_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 TORCH = [  # a layer, its sizes, what it is, and (T, B) of calls; the last one is what tests compile anyway
     ("LSTM", (24, 40), {"num_layers": 2}, [(18, 5), (7, 3), (2, 1)]),
     ("GRU", (16, 32), {"bidirectional": True}, [(18, 5), (7, 3), (2, 1)]),
@@ -172,6 +173,40 @@ def flat(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.nn.utils.rnn.PackedSequence):
         return [result.data]
     return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
+
+
+class Heap(ctypes.Structure):
+    """What mallinfo2() of malloc.h returns, in bytes, of the heaps of all threads."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "chunks", "small", "mappings", "mapped", "most",
+                                                     "small_free", "in_use", "free", "releasable")]
+
+
+def in_use() -> int | None:
+    """Bytes that malloc() has given and not got back, after a collection; None with a C library that does not say."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = Heap
+    gc.collect()
+    found = libc.mallinfo2()
+    return int(found.in_use + found.mapped)
+
+
+def share_one_heap() -> bool:
+    """Has all threads that begin later use one heap of malloc()'s. Each otherwise has one of its own, from which others
+    get nothing: what a process has then grows as long as the peaks of its threads meet otherwise than before, though
+    no more is in use. False with a C library that does not take it."""
+    libc = ctypes.CDLL(None)
+    return hasattr(libc, "mallopt") and bool(libc.mallopt(_ARENA_MAX, 1))
+
+
+def workspaces() -> tuple[int, int]:
+    """Bytes that layers keep for their next calls, and the most pieces that one of them keeps: as many as its calls
+    that ran at the same time."""
+    pools = [value for value in gc.get_objects() if type(value) is Pool]
+    kept = [pieces for pool in pools for pieces in pool.idle().values()]
+    return sum(sum(pieces) for pieces in kept), max(map(len, kept), default=0)
 
 
 def resident() -> float:

@@ -32,8 +32,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from grid_summary import HIGH, Summary
-from measured_rows import Results, of_bench, read
+from measured_rows import HIGH, Results, Summary, of_bench, read
 from msgspec import to_builtins
 from report import layer, table, times
 from stage_cells import SERVED, Bare, spec
