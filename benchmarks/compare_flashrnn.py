@@ -52,8 +52,8 @@ from side_by_side import (
     graph_of,
     options,
     relative,
-    summary,
-    take_turns,
+    timed,
+    told,
 )
 
 import ecornn
@@ -229,9 +229,7 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
             inputs.append(x)
             kept.append((layer, y))
             row[f"{name}_config"] = {"schedule": module.manifest.schedule, **module.manifest.config}
-        times = take_turns(sides, lambda: [x.copy_(torch.randn_like(x)) for x in inputs], repeats, seconds)
-    for name, values in times.items():
-        row |= summary(name, values, T)
+        row |= timed(sides, lambda: [x.copy_(torch.randn_like(x)) for x in inputs], repeats, T, seconds)
     least = min(row[f"{name}_us"] for name in backends(cell, hidden))
     row["ratio"], row["ratio_recurrence"] = (least / row[f"{name}_us"] for name in ("ecornn", "ecornn_recurrence"))
     return row
@@ -300,7 +298,6 @@ def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures the layers that are asked for; whether all of them could be."""
     layers = [(cell, H) for cell, H in (TRAINED if arguments.training else LAYERS)
               if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
-    line = line_of_training if arguments.training else line_of
     context, rows = multiprocessing.get_context("spawn"), others(arguments.output, layers) if arguments.only else []
     waiting: dict[Any, Any] = {}  # pipe -> process
     measured = 0
@@ -322,25 +319,10 @@ def measure_all(arguments: argparse.Namespace) -> bool:
                 process.join()
             rows.append(row)
             measured += 1
-            print(line(row), flush=True)
+            print(told(row), flush=True)
             if arguments.output:
                 write(arguments.output, found, rows)
     return measured == len(layers)
-
-
-def line_of(row: dict) -> str:
-    """A row for people."""
-    theirs = ", ".join(f"{row[f'{name}_us']:.2f}" for name in backends(row["cell"], row["H"]))
-    return (f"{row['cell']:14} H={row['H']:4} ecornn {row['ecornn_us']:.2f}, recurrence "
-            f"{row['ecornn_recurrence_us']:.2f}, FlashRNN {theirs}  {row['ratio_recurrence']:.2f}x "
-            f"({row['ratio']:.2f}x whole)")
-
-
-def line_of_training(row: dict) -> str:
-    """A row for people."""
-    return (f"{row['cell']:14} H={row['H']:4} forward and backward: ecornn {row['ecornn_us']:.2f}, cuDNN "
-            f"{row['cudnn_us']:.2f}, FlashRNN {row['flashrnn_us']:.2f}  {row['ratio_flashrnn']:.2f}x  errors "
-            f"{row['error']:.1e}, {row['cudnn_error']:.1e}, {row['flashrnn_error']:.1e}")
 
 
 def others(path: Path | None, layers: list[tuple[str, int]]) -> list[dict]:
