@@ -32,8 +32,6 @@ from ecornn.bench.results import RowLog
 from ecornn.errors import ScheduleError
 
 ASKED = 0.7  # of cuBLAS's rate, at least
-
-
 REPEATS = 20
 WHOLE = {"hoisted": Own(config={"ahead": 100})}
 

@@ -23,14 +23,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from side_by_side import relative
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
@@ -423,19 +425,9 @@ def compared(sizes: Sizes, found: list[torch.Tensor], whole: Batch) -> dict[str,
     return worst
 
 
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference).norm() / reference.norm()).item()
-
-
-@contextmanager
-def one_node() -> Iterator[None]:
+def one_node() -> AbstractContextManager[Any]:
     """Stacks are one node of the graph within, not one for each layer."""
-    before = training.by_layer
-    training.by_layer = lambda *_: False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        training.by_layer = before
+    return patch.object(training, "by_layer", lambda *_: False)
 
 
 def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -176,41 +176,27 @@ def singles() -> list[str]:
     return [name for dtype in DTYPES for name in dict.fromkeys(found) if name.split()[-1] == dtype]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Rows of the grid in one data type."""
+class Group(NamedTuple):
+    """Rows of the grid in one data type, of so many that are ``expected``: the geometric mean of their ratios to cuDNN,
+    the row with the least, and how many are ``below`` 1."""
 
     dtype: str
-    rows: list[dict[str, Any]]
+    rows: list[Row]
     expected: int
-
-    @property
-    def mean(self) -> float:
-        """Geometric mean of the ratios to cuDNN."""
-        return mean(r["ratio"] for r in self.rows)
-
-    @property
-    def least(self) -> dict[str, Any]:
-        return min(self.rows, key=lambda r: r["ratio"])
-
-    @property
-    def below(self) -> int:
-        return sum(r["ratio"] < 1 for r in self.rows)
+    mean: float
+    least: Row
+    below: int
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A size off every tile, and the next tile up."""
+class Pair(NamedTuple):
+    """A size off every tile, the next tile up, and how many times as long the first takes."""
 
-    off: dict[str, Any]
-    up: dict[str, Any]
-
-    @property
-    def cliff(self) -> float:
-        return self.off["ecornn_us"] / self.up["ecornn_us"]
+    off: Row
+    up: Row
+    cliff: float
 
 
-def with_floor(row: Mapping[str, Any], gpu: str) -> dict[str, Any]:
+def with_floor(row: Mapping[str, Any], gpu: str) -> Row:
     """A row with what `ecornn/floor.py` says is its floor, where the constants of its GPU were measured."""
     device = measured(gpu)
     if device is None or "floor_us" in row or row.get("failed"):
@@ -231,7 +217,7 @@ class Summary:
         self.failed = [row for row in every.values() if row.get("failed")]
         self.rows = {name: row for name, row in every.items() if not row.get("failed")}
 
-    def measured(self, wanted: Iterable[str]) -> list[dict[str, Any]]:
+    def measured(self, wanted: Iterable[str]) -> list[Row]:
         """The rows of these layers, as far as there are any."""
         return [self.rows[name] for name in wanted if name in self.rows]
 
@@ -241,18 +227,20 @@ class Summary:
         for name, dtypes in (("float16 and bfloat16", DTYPES[:2]), *((d, (d,)) for d in DTYPES)):
             wanted = [layer for layer in singles() if layer.split()[-1] in dtypes]
             if rows := self.measured(wanted):
-                found.append(Group(name, rows, len(wanted)))
+                ratios = [r["ratio"] for r in rows]
+                found.append(Group(name, rows, len(wanted), mean(ratios), min(rows, key=lambda r: r["ratio"]),
+                                   sum(ratio < 1 for ratio in ratios)))
         return found
 
-    def worst(self, count: int) -> list[dict[str, Any]]:
+    def worst(self, count: int) -> list[Row]:
         """Rows of the grid with the least ratios, worst first."""
         return sorted(self.measured(singles()), key=lambda r: r["ratio"])[:count]
 
-    def high(self) -> list[dict[str, Any]]:
+    def high(self) -> list[Row]:
         """Rows that take more than 1.5 times their floor, the furthest first."""
         return sorted((r for r in self.rows.values() if r.get("over_floor", 0) > HIGH), key=lambda r: -r["over_floor"])
 
-    def scaling(self) -> list[dict[str, Any]]:
+    def scaling(self) -> list[Row]:
         """The Persistent RNNs case, with TFLOP/s of the recurrent product, and the exchange floor over time."""
         return [r | {"tflops": 2e-6 * r["H"] ** 2 * r["B"] / r["ecornn_us"],
                      "share": r["floor"]["exchange"] / r["ecornn_us"] if "floor" in r else None}
@@ -260,5 +248,5 @@ class Summary:
 
     def pairs(self) -> list[Pair]:
         """Sizes off every tile beside the next tile up."""
-        return [Pair(self.rows[off], self.rows[up]) for off, up in zip(members("off"), members("up"), strict=True)
-                if off in self.rows and up in self.rows]
+        found = [self.measured(pair) for pair in zip(members("off"), members("up"), strict=True)]
+        return [Pair(*pair, pair[0]["ecornn_us"] / pair[1]["ecornn_us"]) for pair in found if len(pair) == 2]

@@ -15,7 +15,7 @@ from limits import limit, relative
 from measured_rows import Summary, of_bench, read
 from msgspec import structs, to_builtins
 from rooms import ROOT
-from stage_cells import Bare, spec, without_products
+from why_above_floor import Bare, spec, without_products
 
 import ecornn
 from ecornn import floor as floors
