@@ -258,7 +258,7 @@ def test_gradients_beside_flashrnn(cell: str):
 
 
 def test_what_a_log_is_worth_elsewhere():
-    from compare_logs import summary, worth
+    from search_tables import losses, worth
 
     from ecornn.tune.space import Candidate
     from ecornn.workload import Workload
@@ -269,7 +269,7 @@ def test_what_a_log_is_worth_elsewhere():
     assert unknown == 1  # nobody timed c there
     (row,) = rows
     assert (row["transferred_us"], row["best_us"], row["loss"]) == (3.0, 2.0, 1.5)
-    assert summary(rows)["worst_loss"] == 1.5
+    assert losses(rows)["worst_loss"] == 1.5
 
 
 def test_compile_time_reads_nvccs_own_report(tmp_path: Path):
