@@ -7,6 +7,7 @@
     python benchmarks/search_tables.py list again.jsonl --fastest 100 --of benchmarks/results/a_table.jsonl.xz
     python benchmarks/search_tables.py worth tuning_logs/h100.jsonl.xz tuning_logs/h200.jsonl.xz \
         --times benchmarks/results/transfer_h200_on_h100.jsonl.xz --output benchmarks/results/transfer_h100_h200.json
+    python benchmarks/search_tables.py training h100-training.jsonl --limit 240 --only "lstm 1024x16x768"
 
 Of each workload the defaults and then configurations drawn uniformly from all that fit, without repetition, up to
 `--trials` of them or the whole space, in an order that is the same in every run. `--fastest` lists only so many of each
@@ -20,6 +21,13 @@ would lose. Only times of the other GPU itself enter, each the best known of a c
 it was in one. A workload whose best configuration the other GPU never timed is left out and counted. `--times` are
 records in which either GPU timed what the other's log had found: they say how fast that is, and nothing is chosen by
 them.
+
+`training`: searches the recurrences of the backward passes of the layers of ``grids/training.toml``, `--trials` of each
+[8], into the log FILE. Several layers are searched at once, in the order of the rows, so that the GPU need not wait for
+builds. What is left of `--limit` when a layer begins is its limit; then the fastest of each are measured once more
+beside its default. Every trial is in the log as soon as it is done: the same command again goes on, with more --trials
+too. For each layer it prints the microseconds a step of the default and of the best; `ecornn log export --best` takes
+what is to ship.
 """
 
 from __future__ import annotations
@@ -38,10 +46,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+from msgspec import structs
 
+from ecornn.bench.grid import Layer, read_grid
 from ecornn.cells import get
 from ecornn.device import Device
 from ecornn.errors import EcornnError
+from ecornn.layer_spec import LayerSpec
 from ecornn.schedules.base import Schedule, Task
 from ecornn.targets import resolve
 from ecornn.task import make_task
@@ -53,10 +64,16 @@ from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.workload import Workload
 
 if TYPE_CHECKING:
-    from ecornn.tune.session import Session
+    from ecornn.tune.session import Result, Session
 
 Wanted = TypeVar("Wanted")
 Times = dict[Workload, dict[Candidate, float]]  # µs a step
+# Recurrences, each with the first row that has it: layers of a stack, both directions and all I share one.
+Recurrences = dict[Workload, tuple[Layer, LayerSpec]]
+TRAINING = Path(__file__).parent / "grids" / "training.toml"
+ROWS = [layer for layer in read_grid(TRAINING).expanded(TRAINING.name) if not layer.group]
+LEAST = 5.0  # seconds: with less no layer begins
+WON = 1.02
 H100 = "sm_90a"
 # Cells, H from 128 to 2816, B from 1 to 128 and data types; CELL:H:B:T:DTYPE.
 WORKLOADS = {
@@ -247,20 +264,107 @@ def compare(logs: Sequence[Path], times: Sequence[Path], output: Path | None) ->
         output.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def layers(only: Sequence[str], device: Device) -> dict[int, Recurrences]:
+    """The recurrences by the multiprocessors that they have: two directions may run side by side."""
+    from ecornn.compiler import plan_layer
+
+    found: dict[int, Recurrences] = {}
+    for row in ROWS:
+        if not only or any(part in row.name for part in only):
+            layer = row.case.layer()
+            both = row.case.bidirectional
+            cores = plan_layer(layer, target=device).task.device.cores if both else device.cores
+            found.setdefault(cores, {}).setdefault(layer.workload.adjoint, (row, layer))
+    return found
+
+
+def spent(log: Path, device: Device) -> dict[Workload, float]:
+    """Seconds of the runs that the log has, on a device."""
+    found: dict[Workload, float] = {}
+    for trial in trials_of(log) if log.exists() else []:
+        if trial.device.identity == device.identity:
+            found[trial.workload] = max(found.get(trial.workload, 0.0), trial.seconds)
+    return found
+
+
+def search(session: Session, wanted: Recurrences, log: Path, trials: int, limit: float,
+           at_once: int) -> dict[Workload, Result | str]:
+    """What was found of each, or why nothing was; of those that the time did not suffice for nothing."""
+    begin, earlier, found = time.monotonic(), spent(log, session.device), dict[Workload, "Result | str"]()
+
+    def note(work: Workload, result: Result | EcornnError) -> None:
+        found[work] = str(result) if isinstance(result, EcornnError) else result
+        print(f"{time.monotonic() - begin:6.1f} s  {line(wanted[work][0], found[work])}", flush=True)
+
+    def tune(work: Workload) -> None:
+        left = limit - (time.monotonic() - begin)
+        if left >= LEAST:
+            note(work, session.tune_workload(wanted[work][1], work, trials=trials, output=log, early_stop=False,
+                                             time_limit=left + earlier.get(work, 0.0)))
+
+    in_threads(session, tune, note, wanted, at_once)
+    return found
+
+
+def line(row: Layer, result: Result | str) -> str:
+    """A layer for people: the default and the best, and in which knobs they differ."""
+    if isinstance(result, str):
+        return f"{row.name:40} {result}"
+    finish, why = result.finish, "".join(f"; {count} failed: {reason}" for reason, count in result.failures.items())
+    default, best = finish.default, finish.best
+    if best is None or finish.best_us is None or default is None:
+        return f"{row.name:40} none ran of {finish.trials}{why}"
+    of_default = f"{finish.default_us:7.3f}" if finish.default_us else " failed"
+    changed = " ".join(f"{k}={v}" for k, v in best.config.items()
+                       if best.schedule != default.schedule or v != default.config[k])
+    gain = f"{finish.default_us / finish.best_us:5.3f}x" if finish.default_us else ""
+    return (f"{row.name:40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {finish.trials:3} trials"
+            f"  {best.schedule} {changed or '(the default)'}{why}")
+
+
+def report(wanted: Recurrences, found: dict[Workload, Result | str]) -> str:
+    """All rows in their order, and what was gained."""
+    rows = [line(row, found.get(work, "not begun: the time had passed")) for work, (row, _) in wanted.items()]
+    gains = [r.finish.default_us / r.finish.best_us for r in found.values()
+             if not isinstance(r, str) and r.finish.best_us and r.finish.default_us]
+    total = f"{len(gains)} of {len(wanted)} searched"
+    if gains:
+        total += (f", geometric mean {statistics.geometric_mean(gains):.3f}x, {sum(g > WON for g in gains)} faster by "
+                  f"more than {WON - 1:.0%}, most {max(gains):.2f}x")
+    return "\n".join([*rows, total])
+
+
+def train(log: Path, only: Sequence[str], trials: int, limit: float, at_once: int, timeout: float) -> None:
+    """``training``: searches, by the multiprocessors that recurrences have."""
+    from ecornn.tune.choose import present
+    from ecornn.tune.session import Session
+
+    begin, device = time.monotonic(), present("cuda")
+    reports = []
+    for cores, wanted in sorted(layers(only, device).items(), reverse=True):
+        with Session(structs.replace(device, cores=cores), timeout=timeout) as session:
+            head = f"{len(wanted)} recurrences on {cores} multiprocessors of {device.name}"
+            print(head, flush=True)
+            found = search(session, wanted, log, trials, limit - (time.monotonic() - begin), at_once)
+            reports.append(f"\n{head}\n{report(wanted, found)}")
+    print("\n".join(reports) + f"\n{time.monotonic() - begin:.0f} s")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("sizes", "list", "run", "worth"))
+    parser.add_argument("action", choices=("sizes", "list", "run", "worth", "training"))
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=[Path("build/search_tables.jsonl")],
                         help="a table, or the logs of two GPUs [build/search_tables.jsonl]")
     parser.add_argument("--target", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--workloads", nargs="+", metavar="CELL:H:B:T:DTYPE", help="default: twelve, or two on a CPU")
-    parser.add_argument("--trials", type=int, default=2000, help="configurations of a table [%(default)s]")
+    parser.add_argument("--trials", type=int, help="configurations of a table [2000], or of a layer in training [8]")
     parser.add_argument("--fastest", type=int, metavar="COUNT", help="with --of: no others are listed")
     parser.add_argument("--of", type=Path, help="a table")
     parser.add_argument("--logs", type=Path, help="run: folder of the logs [the user's]")
-    parser.add_argument("--limit", type=float, default=1e9, help="run: seconds after which nothing new begins")
-    parser.add_argument("--at-once", type=int, default=8, help="run: workloads in preparation [%(default)s]")
-    parser.add_argument("--timeout", type=float, default=60.0, help="run: seconds of a build or measurement")
+    parser.add_argument("--limit", type=float, help="seconds after which nothing new begins [training: 240]")
+    parser.add_argument("--at-once", type=int, default=8, help="workloads in preparation [%(default)s]")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a build or measurement [%(default)s]")
+    parser.add_argument("--only", action="append", default=[], help="training: rows whose name has this; may repeat")
     parser.add_argument("--times", type=Path, nargs="*", default=[], help="worth: logs of either GPU that only say how "
                         "fast configurations are")
     parser.add_argument("--output", type=Path, help="worth: JSON file to write")
@@ -277,14 +381,17 @@ def main() -> None:
         return
     (file,), texts = arguments.files, arguments.workloads or list(WORKLOADS[arguments.target])
     device = resolve(H100 if arguments.target == "cuda" else "cpu")
-    if arguments.action == "sizes":
+    common = arguments.at_once, arguments.timeout
+    if arguments.action == "training":
+        train(file, arguments.only, arguments.trials or 8, arguments.limit or 240.0, *common)
+    elif arguments.action == "sizes":
         sizes(texts, device)
     elif arguments.action == "run":
         if arguments.logs:
             os.environ["ECORNN_TUNING_LOGS"] = str(arguments.logs)
-        run(file, arguments.limit, arguments.at_once, arguments.timeout, arguments.target)
+        run(file, arguments.limit or 1e9, *common, arguments.target)
     else:
-        write_list(file, texts, device, arguments.fastest or arguments.trials, arguments.of)
+        write_list(file, texts, device, arguments.fastest or arguments.trials or 2000, arguments.of)
 
 
 if __name__ == "__main__":
