@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -96,8 +96,9 @@ def packed_training(key: str) -> str:
     return span(r[key] for r in rows("h100_packed_training.json") if r["H"] == 64)
 
 
-def issue(H: int, fits: Callable[[int], bool]) -> Callable[[], str]:
-    return lambda: packed("pytorch#149194", lambda r: r["H"] == H and fits(r["T"]))
+def issue(hidden: int) -> str:
+    """The same of a model with so many units, of sequences that are long."""
+    return packed("pytorch#149194", lambda r: r["H"] == hidden and r["T"] >= 500)
 
 
 def variants(word: str, of: tuple[str, ...], sizes: tuple[int, ...] = (256, 1024)) -> list[float]:
@@ -158,22 +159,16 @@ def workloads(*names: str) -> str:
     return str(len({r.workload for r in records if isinstance(r, Trial)}))
 
 
-def served(sessions: int, side: str) -> Callable[[], str]:
+def served(sessions: int, side: str) -> str:
     """Requests a second of a service, and the 50th and 99th percentile of one."""
-    def cell() -> str:
-        (row,) = (r[side] for r in rows("serving_cpu.json") if r["sessions"] == sessions)
-        return f"{row['rate']:.0f}, {row['p50_ms']:.1f}, {row['p99_ms']:.1f}"
-
-    return cell
+    (row,) = (r[side] for r in rows("serving_cpu.json") if r["sessions"] == sessions)
+    return f"{row['rate']:.0f}, {row['p50_ms']:.1f}, {row['p99_ms']:.1f}"
 
 
-def step(hidden: int) -> Callable[[], str]:
+def step(hidden: int) -> str:
     """Microseconds of a step that C calls, of an LSTM with one input."""
-    def time() -> str:
-        (row,) = (r for r in rows("real_time.json") if (r["cell"], r["H"], r["I"]) == ("lstm", hidden, 1))
-        return f"{row['step_ns'] / 1000:.2f}"
-
-    return time
+    (row,) = (r for r in rows("real_time.json") if (r["cell"], r["H"], r["I"]) == ("lstm", hidden, 1))
+    return f"{row['step_ns'] / 1000:.2f}"
 
 
 LITTLE = "clip|zoneout|peepholes|coupled|heads"
@@ -202,8 +197,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "projection.tf32": lambda: rates("tf32-both"),
     "projection.float32": lambda: rates("float32"),
     "packed.uniform": lambda: packed("uniform", lambda r: True),
-    "packed.issue64": issue(64, lambda T: T >= 500),
-    "packed.issue256": issue(256, lambda T: T >= 500),
+    "packed.issue64": lambda: issue(64),
+    "packed.issue256": lambda: issue(256),
     "packed.issue100": lambda: packed("pytorch#149194", lambda r: r["T"] == 100),
     "packed.training64": lambda: packed_training("ratio"),
     "padded.training64": lambda: packed_training("packing_costs"),
@@ -234,8 +229,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search.random_near": random_near,
     "search.others_until": lambda: until("others"),
     "search.none_until": lambda: until("none"),
-} | {f"served.{side}{sessions}": served(sessions, side) for side in ("ecornn", "torch") for sessions in (1, 100, 1000)
-     } | {f"steps.lstm{hidden}": step(hidden) for hidden in (16, 40, 64)}
+} | {f"served.{side}{sessions}": partial(served, sessions, side) for side in ("ecornn", "torch")
+     for sessions in (1, 100, 1000)} | {f"steps.lstm{hidden}": partial(step, hidden) for hidden in (16, 40, 64)}
 
 
 def differences(text: str) -> list[tuple[str, str, str]]:
