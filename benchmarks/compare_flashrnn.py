@@ -29,13 +29,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ from typing import Any
 import msgspec
 import side_by_side
 import torch
-from measured_rows import of_bench
+from measured_rows import alone, of_bench
 from side_by_side import (
     DEVICE,
     WrongResultError,
@@ -282,8 +282,8 @@ def compare_training(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: fl
         "ratio_flashrnn": found["flashrnn_us"] / found["ecornn_us"]}
 
 
-def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespace) -> None:
-    """A layer, in a process of its own: sends the environment and the row."""
+def serve(cell: str, hidden: int, arguments: argparse.Namespace) -> tuple[dict, dict]:
+    """The environment and the row of a layer, in a process of its own."""
     prepare(arguments.builds, cell, hidden)
     torch.manual_seed(0)
     gpu = Gpu(arguments.lock)
@@ -291,32 +291,21 @@ def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespac
     found = environment()
     row["time"] = found["time"]  # a file may have rows of several runs
     gpu.give()
-    pipe.send((found, row))
+    return found, row
 
 
 def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures the layers that are asked for; whether all of them could be."""
     layers = [(cell, H) for cell, H in (TRAINED if arguments.training else LAYERS)
               if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
-    context, rows = multiprocessing.get_context("spawn"), others(arguments.output, layers) if arguments.only else []
-    waiting: dict[Any, Any] = {}  # pipe -> process
-    measured = 0
-    for cell, hidden in layers:
-        ours, other = context.Pipe()
-        process = context.Process(target=serve, args=(other, cell, hidden, arguments))
-        process.start()
-        other.close()
-        waiting[ours] = process
-    while waiting:
-        pipe: Any
-        for pipe in wait(list(waiting)):
-            process = waiting.pop(pipe)
+    rows, measured = others(arguments.output, layers) if arguments.only else [], 0
+    with ThreadPoolExecutor(max(1, len(layers))) as threads:
+        for one in as_completed([threads.submit(alone, serve, *layer, arguments) for layer in layers]):
             try:
-                found, row = pipe.recv()
-            except EOFError:  # it has said why
+                found, row = one.result()
+            except Exception:  # whatever stopped one layer's process, the others are measured
+                traceback.print_exc()
                 continue
-            finally:
-                process.join()
             rows.append(row)
             measured += 1
             print(told(row), flush=True)

@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
-from measured_rows import FILE
+from measured_rows import FILE, alone
 from report import layer, table
 
 from ecornn.bench.grid import Layer, read_grid
@@ -72,11 +71,10 @@ def slowest(times: Path) -> dict[str, float]:
 
 def in_new_process(row: Layer, device: Device, folder: Path) -> dict:
     """The same, or ``failed``."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(compile_cold, row, device, folder).result()
-        except (EcornnError, BrokenExecutor) as error:
-            return {"failed": f"{type(error).__name__}: {error}"}
+    try:
+        return alone(compile_cold, row, device, folder)
+    except (EcornnError, BrokenExecutor) as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def environment(device: Device, jobs: int) -> dict:

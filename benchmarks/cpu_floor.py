@@ -185,7 +185,7 @@ def measured(cell: str, T: int, B: int, H: int, threads: int) -> dict:
     for _ in range(15):
         x = rng.standard_normal((T, B, H), np.float32)
         times.append(wall_clock(lambda x=x: layer(x)))
-    flops = 4 * T * B * H * H * {"lstm": 4, "gru": 3}[cell]
+    flops = 4 * T * B * H * H * GATES[cell]
     return {"cell": cell, "T": T, "B": B, "I": H, "H": H, "config": dict(planned.found.config),
             "loops": loops(generate(planned).emitted["asm"]), "gflops": 1e-9 * flops / float(np.median(times[3:]))}
 

@@ -12,16 +12,14 @@ calls, all sides in turns. Aims: `layer(x)` 25 at most, the drop-in 40.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from side_by_side import environment, options
 
 import ecornn
 import ecornn.torch
@@ -80,24 +78,16 @@ def timed(sides: dict[str, Callable[[], Any]], repeats: int, wait: Callable[[], 
 
 
 def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, repeats=(40, "blocks of each side"))
     parser.add_argument("--cpu", action="store_true", help="of the CPU, though there is a GPU")
-    parser.add_argument("--repeats", type=int, default=40, help="blocks of each side (default: 40)")
-    parser.add_argument("--output", type=Path, help="JSON")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu"
     if device == "cpu":
         torch.set_num_threads(1)
-        from ecornn.host_cpu import cpuinfo
-
-        where = cpuinfo().get("model name", "a CPU")
-    else:
-        where = torch.cuda.get_device_name()
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    found: dict[str, Any] = {"device": where, "torch": torch.__version__, "ecornn": ecornn.__version__,
-                             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-                             "rows": []}
+    where = environment(cpu=device == "cpu")
+    found: dict[str, Any] = {"device": where.get("gpu", where.get("cpu")), "rows": []} | {
+        name: where[name] for name in ("torch", "ecornn", "time")}
     for cell in CELLS:
         for steps in STEPS:
             sides = timed(sides_of(cell, steps, device), arguments.repeats, wait)

@@ -9,9 +9,11 @@ long the fastest library takes as ours, and what else the file says.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,6 +158,12 @@ def with_ratio(row: Row) -> Row:
 def size(row: Row) -> str:
     """T x B x I x H."""
     return "x".join(str(row.get(name)) for name in ("T", "B", "I", "H"))
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process that has done nothing else."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def mean(values: Iterable[float]) -> float:

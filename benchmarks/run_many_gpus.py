@@ -83,13 +83,10 @@ class Failed(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = side_by_side.options(
+        __doc__, seconds=(1.0, "of timing, for each point"), trials=(64, "for each layer that is tuned"),
+        limit=(500.0, "seconds for everything: later parts are left out"), gpus=(torch.cuda.device_count() or 2, ""))
     parser.add_argument("--only", action="append", choices=[*PARTS], help="parts; may repeat [all]")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of timing, for each point")
-    parser.add_argument("--limit", type=float, default=500.0, help="seconds for everything: later parts are left out")
-    parser.add_argument("--trials", type=int, default=64, help="for each layer that is tuned")
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--output", type=Path, help="JSON file of results")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="print those of a file's results; nothing is run")
     parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE}")
     arguments = parser.parse_args()
