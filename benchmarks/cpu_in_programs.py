@@ -34,12 +34,10 @@ import argparse
 import copy
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count, product
 from pathlib import Path
@@ -48,7 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 from measured_rows import mean
-from side_by_side import environment, host_clock, options, relative, replaced, summary, timed, told, write
+from side_by_side import busy, environment, host_clock, options, relative, replaced, summary, timed, told, write
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -70,20 +68,6 @@ LIMITS = {"inference": 1e-5, "training": 2e-5}
 PROGRAMS = ("turns", "busy", "service")
 Times = list[tuple[float, float]]  # seconds of the operation and of the call
 Row = dict[str, Any]
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """While ``count`` processes compute."""
-    code = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
-    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(count)]
-    try:
-        time.sleep(1.0 if processes else 0.0)
-        yield
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
 
 
 class Program:

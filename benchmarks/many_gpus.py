@@ -24,10 +24,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -87,15 +86,9 @@ def main() -> None:
     distributed.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A model: ``layers`` of LSTM, and a linear layer on them.
-
-    Attributes
-    ----------
-    T, I, H : steps, values of x, units
-    rows : of the batch on a GPU, ascending; each twice the one before
-    """
+class Sizes(NamedTuple):
+    """A model: ``layers`` of LSTM, and a linear layer on them; T steps, I values of x, H units; and ``rows`` of the
+    batch on a GPU, ascending, each twice the one before."""
 
     layers: int
     bidirectional: bool
@@ -464,11 +457,8 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
 
 def mark() -> Any:
     """A point in the work of the GPU, or in time."""
-    if not GPU:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if GPU else (
+        time.perf_counter())
 
 
 def since(begun: Any, end: Any) -> float:

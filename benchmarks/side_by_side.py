@@ -11,9 +11,12 @@ import copy
 import datetime
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +135,20 @@ def replaced(library: torch.nn.Module) -> torch.nn.Module:
     ours = copy.deepcopy(library)
     ecornn.torch.replace(ours, wait=True)
     return ours
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """While ``count`` processes compute."""
+    code = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(count)]
+    try:
+        time.sleep(1.0 if processes else 0.0)
+        yield
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
 
 
 def kernels(function: Callable[[], object]) -> list[tuple[str, float, float]]:

@@ -31,7 +31,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -44,6 +43,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from side_by_side import CELLS, busy
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -54,7 +54,6 @@ from ecornn.torch.kind import text_of
 
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32
 STILL = 120  # seconds in one call after which a thread is taken to hang
-BUSY = "import os\nwhile os.getppid() == {}:\n    pass"
 EVERY = 5  # seconds between looks at the memory
 _ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 TORCH = [  # a layer, its sizes, what it is, and (T, B) of calls; the last one is what tests compile anyway
@@ -121,9 +120,8 @@ def module_cases(folder: Path, draw: np.random.Generator, few: bool = False) -> 
 
 def weights_of(options: dict[str, Any], draw: np.random.Generator) -> dict[str, np.ndarray]:
     """By torch's names, from torch.nn's layer of these sizes."""
-    kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}[options["cell"]]
-    layer = kind(options["input"], options["hidden"], options.get("layers", 1),
-                 bidirectional=options.get("bidirectional", False))
+    layer = CELLS[options["cell"]](options["input"], options["hidden"], options.get("layers", 1),
+                                   bidirectional=options.get("bidirectional", False))
     return {name: draw.uniform(-0.3, 0.3, tuple(w.shape)).astype(np.float32) for name, w in layer.named_parameters()}
 
 
@@ -353,14 +351,9 @@ def main() -> int:
                 raise SystemExit(f"{case.name}: relative error {found:.2g}, above {case.limit:.2g}")
         print(f"{len(cases)} calls of {len({c.name for c in cases})} kinds, {arguments.threads} threads, "
               f"{arguments.busy} busy processes, {resident():.1f} MB", flush=True)
-        busy = [subprocess.Popen([sys.executable, "-c", BUSY.format(os.getpid())]) for _ in range(arguments.busy)]
-        try:
+        with busy(arguments.busy):
             soak = Soak(cases, arguments.threads)
             memory = soak.run(arguments.seconds, each=arguments.each)
-        finally:
-            for process in busy:
-                process.kill()
-                process.wait()
     if memory:
         soak.faults += not_flat(memory, arguments.growth, arguments.threads, one_heap)
     for fault in soak.faults[:5]:
