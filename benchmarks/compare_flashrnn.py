@@ -44,21 +44,12 @@ import msgspec
 import side_by_side
 import torch
 from measured_rows import alone, of_bench
-from side_by_side import (
-    DEVICE,
-    WrongResultError,
-    environment,
-    float64_forward,
-    graph_of,
-    options,
-    relative,
-    timed,
-    told,
-)
+from side_by_side import DEVICE, WrongResultError, environment, float64_forward, options, relative, timed, told
 
 import ecornn
 from ecornn.bench.grid import Case
 from ecornn.bench.measure import Plan, measure
+from ecornn.bench.turns import graph_of
 from ecornn.cells import get
 from ecornn.errors import ScheduleError
 from ecornn.targets import resolve

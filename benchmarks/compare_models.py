@@ -80,28 +80,18 @@ STAGES = {"pack": "ecornn_pack_weights", "recurrence backward": "backward_(persi
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is trained.
-
-    Attributes
-    ----------
-    sizes : that a row has
-    draw : a batch: inputs and targets
-    work : ``unit``s, as words, in a step
-    captured : whether the loss can be in a CUDA graph
-    compiled : a step whose parts PyTorch compiles, if there is one
-    wanted : how many times as fast as torch.nn's it should be
-    """
+    """A model, and how it is trained."""
 
     name: str
-    sizes: dict[str, Any]
+    sizes: dict[str, Any]  # that a row has
     model: nn.Module
     criterion: Callable[..., torch.Tensor]
-    draw: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
-    work: int
+    draw: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]  # a batch: inputs and targets
+    work: int  # ``unit``s, as words, in a step
     unit: str
-    captured: bool
-    wanted: float
-    compiled: type[Step] | None = None
+    captured: bool  # whether the loss can be in a CUDA graph
+    wanted: float  # how many times as fast as torch.nn's it should be
+    compiled: type[Step] | None = None  # a step whose parts PyTorch compiles, if there is one
 
     def step(self, model: nn.Module, kind: torch.dtype | None, of: type[Step] = Step) -> Step:
         return of(model, self.criterion, *self.draw(), kind=kind)

@@ -48,7 +48,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from side_by_side import CELLS, environment, graph_of, options, relative, replaced, timed, told, write
+from side_by_side import CELLS, environment, options, relative, replaced, timed, told, write
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
 import ecornn
@@ -208,10 +208,10 @@ def compare_columns(shape: Shape, width: int, lengths: Any, library: Any, layers
     xs = {name: rows[columns.inside, columns.table] for name, columns in found.items()}  # graphs read and write these
     outs = {name: torch.empty((*x.shape[:2], H * (1 + both)), device="cuda", dtype=kind) for name, x in xs.items()}
     for name, columns in found.items():
-        sides[name] = graph_of(lambda n=name, c=columns: layers["columns"](xs[n], sequences=c, out=outs[n]))
+        sides[name] = turns.graph_of(lambda n=name, c=columns: layers["columns"](xs[n], sequences=c, out=outs[n]))
     full, counts = torch.randn(least, width, I, device="cuda").to(kind), torch.as_tensor(lengths).int().cuda()
-    sides["alone"] = graph_of(lambda: layers["alone"](full))
-    sides["lengths"] = graph_of(lambda: layers["lengths"](rows, lengths=counts))
+    sides["alone"] = turns.graph_of(lambda: layers["alone"](full))
+    sides["lengths"] = turns.graph_of(lambda: layers["lengths"](rows, lengths=counts))
     packed = pack_sequence(sequences, enforce_sorted=False)
     exact = torch.cat(unpack_sequence(copy.deepcopy(library).double()(packed.double())[0]))
     theirs, errors = torch.cat(unpack_sequence(library(packed)[0])), {}
@@ -233,12 +233,12 @@ def runs_of(layer: Any, x: torch.Tensor, dy: torch.Tensor, **masks: Any) -> dict
         return layer.backward(layer.forward(x, **masks)[2], dy)
 
     _, _, kept = layer.forward(x, **masks)
-    backward = graph_of(lambda: layer.backward(dataclasses.replace(kept), dy))
+    backward = turns.graph_of(lambda: layer.backward(dataclasses.replace(kept), dy))
 
     def again(kept: Any = kept) -> None:
         backward.replay()
 
-    return {"": again, "_step": graph_of(step).replay}
+    return {"": again, "_step": turns.graph_of(step).replay}
 
 
 def gradients(library: torch.nn.RNNBase, rows: list[torch.Tensor], drows: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,8 +26,6 @@ import torch
 import ecornn
 from ecornn.bench import turns
 from ecornn.bench.turns import WAIT, settle
-from ecornn.bench.turns import WARM as WARM
-from ecornn.bench.turns import graph_of as graph_of
 from ecornn.host_cpu import detect
 
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}

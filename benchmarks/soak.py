@@ -20,7 +20,6 @@ library does not share one only that must be flat.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import ctypes
@@ -43,7 +42,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from side_by_side import CELLS, busy
+from side_by_side import CELLS, busy, options
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -93,17 +92,17 @@ def error(found: list[Any], wanted: list[np.ndarray]) -> float:
 
 def module_cases(folder: Path, draw: np.random.Generator, few: bool = False) -> Iterator[Case]:
     """Modules of ``ecornn.compile``: layers that are shared, with 1 and 2 threads; bound anew; and loaded anew."""
-    for name, (options, sizes) in [*COMPILED.items()][:1 if few else None]:
-        module = ecornn.compile(target="cpu", **options)
+    for name, (given, sizes) in [*COMPILED.items()][:1 if few else None]:
+        module = ecornn.compile(target="cpu", **given)
         file = folder / f"{name.split(',')[0].replace(' ', '_')}.so"
         module.save(file)
         spec = module.manifest.workload
-        weights = weights_of(options, draw)
+        weights = weights_of(given, draw)
         shared = [module.bind(weights, threads=threads) for threads in (1, 2)]
         for steps, batch in sizes:
             x = draw.standard_normal((steps, batch, spec.input)).astype(np.float32)
-            masks = {"lengths": [1 + n * (steps - 1) // batch for n in range(batch)]} if "lengths" in options else {}
-            y, state = ecornn.reference(options["cell"], x, weights, **masks)
+            masks = {"lengths": [1 + n * (steps - 1) // batch for n in range(batch)]} if "lengths" in given else {}
+            y, state = ecornn.reference(given["cell"], x, weights, **masks)
             wanted = [y, *state]
 
             def run(layer: Any, x: Any = x, masks: Any = masks) -> list[Any]:
@@ -118,17 +117,17 @@ def module_cases(folder: Path, draw: np.random.Generator, few: bool = False) -> 
                 ecornn.load(file).bind(weights, threads=1)), wanted)
 
 
-def weights_of(options: dict[str, Any], draw: np.random.Generator) -> dict[str, np.ndarray]:
+def weights_of(given: dict[str, Any], draw: np.random.Generator) -> dict[str, np.ndarray]:
     """By torch's names, from torch.nn's layer of these sizes."""
-    layer = CELLS[options["cell"]](options["input"], options["hidden"], options.get("layers", 1),
-                                   bidirectional=options.get("bidirectional", False))
+    layer = CELLS[given["cell"]](given["input"], given["hidden"], given.get("layers", 1),
+                                   bidirectional=given.get("bidirectional", False))
     return {name: draw.uniform(-0.3, 0.3, tuple(w.shape)).astype(np.float32) for name, w in layer.named_parameters()}
 
 
 def torch_cases(few: bool = False) -> Iterator[Case]:
     """Layers of ``ecornn.torch``, which all threads share: called, packed, with other weights, trained, copied."""
-    for name, sizes, options, calls in TORCH[-1 if few else 0:]:
-        theirs = getattr(torch.nn, name)(*sizes, **options).double()
+    for name, sizes, given, calls in TORCH[-1 if few else 0:]:
+        theirs = getattr(torch.nn, name)(*sizes, **given).double()
         model = torch.nn.Sequential(copy.deepcopy(theirs).float())
         ecornn.torch.replace(model)
         for steps, batch in calls:
@@ -216,20 +215,12 @@ def resident() -> float:
 
 
 class Memory(NamedTuple):
-    """MB at one time.
+    """MB at one time."""
 
-    Attributes
-    ----------
-    process : that are in memory, without what was freed
-    given : that malloc() has given and not got back, without ``workspaces``
-    workspaces : that layers keep for later calls
-    pieces : the most that one layer keeps
-    """
-
-    process: float
-    given: float
-    workspaces: float
-    pieces: int
+    process: float  # that are in memory, without what was freed
+    given: float  # that malloc() has given and not got back, without ``workspaces``
+    workspaces: float  # that layers keep for later calls
+    pieces: int  # the most that one layer keeps
 
     @classmethod
     def now(cls) -> Memory:
@@ -330,14 +321,11 @@ def not_flat(memory: list[Memory], allowed: float, threads: int, one_heap: bool)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = options(__doc__, threads=(16, ""), busy=(len(os.sched_getaffinity(0)), "processes that take cores"),
+                     growth=(4.0, "MB more that are still flat"),
+                     each=(0, "calls of each kind at least, however long these take"))
     parser.add_argument("seconds", type=float, nargs="?", default=600)
-    parser.add_argument("--threads", type=int, default=16)
-    parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="processes that take cores")
-    parser.add_argument("--growth", type=float, default=4, help="MB more that are still flat")
     parser.add_argument("--few", action="store_true", help="of one module and one layer, which compile in seconds")
-    parser.add_argument("--each", type=int, default=0, help="calls of each kind at least, however long these take")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     faulthandler.enable()
     os.environ.setdefault("ECORNN_STRICT", "1")

@@ -61,19 +61,12 @@ class Bare(Cell):
     """A cell of so many gates without gate math: h' is the largest of its gates' sums.
 
     h' = max over g of (W_g x + b_g + R_g h); with a second state c, h' is at least c, and c' = h' / 2.
-
-    Attributes
-    ----------
-    gates : recurrent products, and hoisted values, of a unit
-    second : whether there is a state c, which never leaves its thread
-    given : whether there is an input product; without it, x is not read
-    multiplied : False: recurrent weights are sampled as zeros, as kernels without recurrent products compute
     """
 
-    gates: int
-    second: bool = False
-    given: bool = True
-    multiplied: bool = True
+    gates: int  # recurrent products, and hoisted values, of a unit
+    second: bool = False  # whether there is a state c, which never leaves its thread
+    given: bool = True  # whether there is an input product; without it, x is not read
+    multiplied: bool = True  # False: recurrent weights are sampled as zeros, as kernels without their products compute
 
     @property
     def name(self) -> str:
