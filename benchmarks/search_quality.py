@@ -69,6 +69,7 @@ BUDGETS = (8, 16, 32, 64, 128, 256)
 KINDS = ("random", "model", "warmed")
 Curves = dict[str, list[list[float]]]  # kind of search -> best so far of each seed
 Times = dict[Candidate, Trial]
+asked = cache(task_of)  # each process replays many searches of a table
 BUILDERS = 16
 
 
@@ -176,12 +177,6 @@ def usable(work: Workload, device: Device, trials: Sequence[Trial]) -> Iterator[
         now = up_to_date(trial, by_name.get(trial.schedule), task)
         if unfit(by_name.get(trial.schedule), task, now.config) is None:
             yield now
-
-
-@cache
-def asked(work: Workload, device: Device) -> tuple[Task, list[Schedule]]:
-    """As :func:`search_tables.task_of`: each process replays many searches of a table."""
-    return task_of(work, device)
 
 
 @cache
