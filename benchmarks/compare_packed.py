@@ -198,7 +198,7 @@ def laid(lengths: Any, width: int, together: int) -> dict[str, ecornn.Columns]:
 
 
 def compare_columns(shape: Shape, width: int, lengths: Any, library: Any, layers: dict[str, Any],
-            repeats: int) -> dict[str, Any]:
+                    repeats: int) -> dict[str, Any]:
     """One row: all sides checked and timed on one draw of lengths."""
     _, _, _, I, H, depth, both = shape
     longest, least, kind = int(lengths.max()), -(-int(lengths.sum()) // width), getattr(torch, DTYPE)
@@ -251,7 +251,7 @@ def gradients(library: torch.nn.RNNBase, rows: list[torch.Tensor], drows: list[t
 
 
 def train_columns(shape: Shape, width: int, lengths: Any, library: Any, layers: dict[str, Any],
-                     repeats: int) -> dict[str, Any]:
+                  repeats: int) -> dict[str, Any]:
     """One draw of lengths: gradients of columns checked, all sides timed."""
     _, _, _, I, H, depth, both = shape
     longest, least, kind = int(lengths.max()), -(-int(lengths.sum()) // width), getattr(torch, DTYPE)

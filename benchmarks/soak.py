@@ -120,7 +120,7 @@ def module_cases(folder: Path, draw: np.random.Generator, few: bool = False) -> 
 def weights_of(given: dict[str, Any], draw: np.random.Generator) -> dict[str, np.ndarray]:
     """By torch's names, from torch.nn's layer of these sizes."""
     layer = CELLS[given["cell"]](given["input"], given["hidden"], given.get("layers", 1),
-                                   bidirectional=given.get("bidirectional", False))
+                                 bidirectional=given.get("bidirectional", False))
     return {name: draw.uniform(-0.3, 0.3, tuple(w.shape)).astype(np.float32) for name, w in layer.named_parameters()}
 
 
