@@ -173,8 +173,8 @@ def speech(T: int, B: int, H: int, layers: int = 5) -> Case:
                 example.ctc, draw, B, "sounds", False, 1.8)
 
 
-def set_dropout(model: nn.Module, share: float) -> None:
-    for part in model.modules():
+def set_dropout(models: dict[str, nn.Module], share: float) -> None:
+    for part in (part for model in models.values() for part in model.modules()):
         if isinstance(part, nn.Dropout):
             part.p = share
         elif isinstance(part, nn.RNNBase):
@@ -226,8 +226,7 @@ def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None,
 
     dropout = case.sizes.get("dropout", 0.0)
     if dropout:
-        for model in models.values():
-            set_dropout(model, NOTHING)
+        set_dropout(models, NOTHING)
     exact = copy.deepcopy(models["torch"]).double()
     wanted = found(Step, exact, None, torch.float64)
     (loss, *gradients), (library_loss, *library) = (
@@ -239,8 +238,7 @@ def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None,
         if not error <= limit:
             raise WrongResultError(f"{name}: error {error:.2e}, allowed {limit:.2e}")
     if dropout:
-        for model in models.values():
-            set_dropout(model, dropout)
+        set_dropout(models, dropout)
     return {"ecornn_error": max(gradients), "torch_error": max(library), "ecornn_loss_error": loss,
             "torch_loss_error": library_loss}
 

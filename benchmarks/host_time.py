@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -88,14 +89,13 @@ def main() -> None:
     where = environment(cpu=device == "cpu")
     found: dict[str, Any] = {"device": where.get("gpu", where.get("cpu")), "rows": []} | {
         name: where[name] for name in ("torch", "ecornn", "time")}
-    for cell in CELLS:
-        for steps in STEPS:
-            sides = timed(sides_of(cell, steps, device), arguments.repeats, wait)
-            found["rows"].append({"cell": cell, "T": steps, "B": 1, "H": H, "us": sides})
-            print(f"{cell} T={steps}: " + ", ".join(f"{name} {one['median']:.1f} ({one['p20']:.1f} to {one['p80']:.1f})"
-                                                    for name, one in sides.items()), flush=True)
-            if arguments.output:
-                arguments.output.write_text(json.dumps(found, indent=1) + "\n")
+    for cell, steps in product(CELLS, STEPS):
+        sides = timed(sides_of(cell, steps, device), arguments.repeats, wait)
+        found["rows"].append({"cell": cell, "T": steps, "B": 1, "H": H, "us": sides})
+        print(f"{cell} T={steps}: " + ", ".join(f"{name} {one['median']:.1f} ({one['p20']:.1f} to {one['p80']:.1f})"
+                                                for name, one in sides.items()), flush=True)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

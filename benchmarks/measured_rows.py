@@ -21,7 +21,8 @@ import numpy as np
 
 from ecornn.bench.grid import Grid, read_grid
 from ecornn.bench.results import RowLog
-from ecornn.floor import floor, measured
+from ecornn.device import Device
+from ecornn.floor import Floor, floor, measured
 
 LIBRARIES = ("cudnn", "cudnn-tf32", "torch", "onnxruntime")
 # Sides as files have them that were written before grids.
@@ -204,13 +205,21 @@ class Pair(NamedTuple):
     cliff: float
 
 
+def arithmetic_of(row: Mapping[str, Any]) -> str:
+    """The type that our products round their factors to."""
+    return {"tf32": "float32", "tf32-both": "tf32"}.get(row["dtype"], row["dtype"])
+
+
+def floor_of(row: Mapping[str, Any], gpu: Device) -> Floor:
+    return floor(gpu, row["cell"], row["B"], row["I"], row["H"], arithmetic_of(row))
+
+
 def with_floor(row: Mapping[str, Any], gpu: str) -> Row:
     """A row with what `ecornn/floor.py` says is its floor, where the constants of its GPU were measured."""
     device = measured(gpu)
     if device is None or "floor_us" in row or row.get("failed"):
         return dict(row)
-    arithmetic = {"tf32": "float32", "tf32-both": "tf32"}.get(row["dtype"], row["dtype"])
-    least = floor(device, row["cell"], row["B"], row["I"], row["H"], arithmetic)
+    least = floor_of(row, device)
     return dict(row) | {"floor_us": least.total, "over_floor": row["ecornn_us"] / least.total,
                         "floor": {"exchange": least.exchange}}
 

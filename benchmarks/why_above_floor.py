@@ -37,7 +37,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from measured_rows import HIGH, Results, Summary, of_bench, read
+from measured_rows import HIGH, Results, Summary, arithmetic_of, floor_of, of_bench, read
 from msgspec import to_builtins
 from report import layer, table, times
 
@@ -46,7 +46,7 @@ from ecornn.bench.measure import Plan, measure_into
 from ecornn.bench.results import Row, RowLog
 from ecornn.cells import Cell, get, pointwise, product
 from ecornn.device import Device
-from ecornn.floor import GATES, Floor, floor, measured, polled
+from ecornn.floor import GATES, measured, polled
 
 SERVED = ("persistent", "persistent_wide")  # by without_products()
 STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
@@ -181,15 +181,6 @@ def described(layer: Layer, row: Row) -> dict[str, Any]:
     """The stages of a row, with the configuration that they are of, as `ecornn report` reads them."""
     found, whole = of_bench(to_builtins(row)), layer.own["whole"]
     return {"stages": stages_of(found), "waits": waits(found), "schedule": whole.schedule, "config": whole.config}
-
-
-def arithmetic_of(row: dict[str, Any]) -> str:
-    """The type that our products round their factors to."""
-    return {"tf32": "float32", "tf32-both": "tf32"}.get(row["dtype"], row["dtype"])
-
-
-def floor_of(row: dict[str, Any], gpu: Device) -> Floor:
-    return floor(gpu, row["cell"], row["B"], row["I"], row["H"], arithmetic_of(row))
 
 
 def waits(row: dict[str, Any]) -> int:
