@@ -316,11 +316,16 @@ class Through(nn.Module):
 def times_of(run: Any) -> dict[str, tuple[float, float]]:
     """Microseconds and launches a step of each kernel."""
     run()
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    for name, begin, end in kernels(lambda: [run() for _ in range(STEPS)]):
-        found[name].append(end - begin)
-    return {name: (sum(values) / STEPS, len(values) / STEPS)
-            for name, values in sorted(found.items(), key=lambda each: -sum(each[1]))}
+    found = kernels(lambda: [run() for _ in range(STEPS)])
+    return {name: (sum(times) / STEPS, len(times) / STEPS) for name, times in by_name(found)}
+
+
+def by_name(found: list[tuple[str, float, float]]) -> list[tuple[str, list[float]]]:
+    """Microseconds of each launch of a kernel, of kernels with the most in all first."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for name, begin, end in found:
+        times[name].append(end - begin)
+    return sorted(times.items(), key=lambda each: -sum(each[1]))
 
 
 def shortened(found: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
@@ -386,12 +391,9 @@ def show(title: str, part: str, layer: ecornn.Layer, x: torch.Tensor, dy: torch.
         step()
     _, _, kept = layer.forward(x)
     found = kernels(lambda: layer.forward(x) if part == "forward" else layer.backward(kept, dy))
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    for name, begin, end in found:
-        times[name].append(end - begin)
     spans = [(begin, end) for _, begin, end in found]
     print(f"{title}: microseconds, launches, microseconds a step and layer")
-    for kernel, values in sorted(times.items(), key=lambda each: -sum(each[1])):
+    for kernel, values in by_name(found):
         print(f"  {kernel[:44]:44} {sum(values):9.1f} {len(values):5} {sum(values) / steps:8.3f}")
     busy, end = 0.0, 0.0
     for start, stop in sorted(spans):

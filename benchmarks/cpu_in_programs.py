@@ -6,6 +6,8 @@
     python benchmarks/cpu_in_programs.py cells --output benchmarks/results/cpu_cells.json
     python benchmarks/cpu_in_programs.py weights
     python benchmarks/cpu_in_programs.py lengths
+    python benchmarks/cpu_in_programs.py host --output benchmarks/results/host_time_h100.json        # of a GPU
+    python benchmarks/cpu_in_programs.py host --cpu --output benchmarks/results/host_time_cpu.json
 
 turns: each call comes after an operation of PyTorch's, a product and a relu of as many values as the layer reads, as in
 any model. busy: the same while other processes compute, so many for each core. service: threads of one process, each
@@ -17,15 +19,20 @@ which may wait for what a call leaves behind. Milliseconds: 50th and 99th percen
 of grids/cpu.toml (--suite: its groups). Outputs of both sides are compared first.
 
 cells: replaced cells and torch.nn's, called in a loop, as policies and decoders call them. A row is the median of
-microseconds a step with the 20th and 80th percentile, of forward alone ("inference") or of a whole training step with
-SGD.
+microseconds a step with the 20th and 80th percentile, of forward alone ("inference") or of a training step with SGD.
 weights: an LSTM whose weights are new at each call, as weight norm, hypernetworks and ``functional_call`` make them,
 with and without gradients; beside that, the same weights each time.
 lengths: an LSTM's rows of lengths uniform in 1..T, against all rows at full length and PyTorch's packed sequences. The
 share of valid steps is what a layer would need that spent nothing on rows that have ended.
+host: how long Python and the driver take from ``layer(x)`` until it returns. Layers of 16 units, so that what is
+computed takes next to nothing, without and with states. On a CPU one thread runs a call to its end: NumPy arrays, torch
+tensors, and the drop-in beside torch.nn; `entry` is the module's own function with the same arguments. On a GPU calls
+return before they have run: tensors of the GPU, the drop-in and torch.nn, blocks of calls between which the GPU is
+waited for, outside the time. Microseconds a call: p20, median and p80 of blocks of 50 calls, all sides in turns. Aims:
+`layer(x)` 25 at most, the drop-in 40.
 
-Inputs are new in each round, but for the x of new weights. Outputs and gradients are compared with float64 first;
-with new weights ours are compared with PyTorch's in each round.
+In all but host inputs are new in each round, but for the x of new weights. Outputs and gradients are compared with
+float64 first; with new weights ours are compared with PyTorch's in each round.
 """
 
 from __future__ import annotations
@@ -50,7 +57,7 @@ from side_by_side import busy, environment, host_clock, options, relative, repla
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-import ecornn
+import ecornn.torch
 from ecornn.bench import turns
 from ecornn.bench.grid import read_grid
 from ecornn.host_cpu import detect
@@ -61,6 +68,7 @@ FILE = Path(__file__).parent / "grids" / "cpu.toml"
 SINGLE = ("layers", "latency", "grid")  # the suites of single layers
 BLOCKS = 8  # turns of each side
 REQUESTS = 8  # threads of a service
+UNITS, CALLS = 16, 50  # of layers whose host time is measured, and calls of a block
 LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 CELLS = ("LSTMCell", "GRUCell", "RNNCell")
 SIZES = [(1, 64), (1, 256), (1, 512), (8, 128), (32, 256), (64, 512)]  # B, H of cells; I is H
@@ -295,6 +303,72 @@ def compare_lengths(hidden: int, arguments: argparse.Namespace) -> Row:
     return {"H": hidden, "T": T, "B": B, "valid": float(np.mean(shares)), **row}
 
 
+def sides_of(cell: str, steps: int, device: str) -> dict[str, Callable[[], Any]]:
+    """Calls of one layer by name."""
+    made = ecornn.compile(cell, hidden=UNITS, input=UNITS, batch=1, seq=steps, target=device)
+    theirs = getattr(torch.nn, cell.upper())(UNITS, UNITS, device=device)
+    ours = getattr(ecornn.torch, cell.upper())(UNITS, UNITS, device=device)
+    ours.wait = True  # a first call is not PyTorch's
+    layer = made.bind({name: value.detach() for name, value in theirs.named_parameters()},
+                      threads=1 if device == "cpu" else None)
+    x = torch.randn(steps, 1, UNITS, device=device)
+    _, state = layer(x)
+    _, whole = theirs(x)
+    found: dict[str, Callable[[], Any]] = {
+        "tensor": lambda: layer(x), "tensor, states": lambda: layer(x, state),
+        "drop-in": lambda: ours(x), "drop-in, states": lambda: ours(x, whole),
+        "torch.nn": lambda: theirs(x), "torch.nn, states": lambda: theirs(x, whole)}
+    if device == "cpu":
+        rows, before = x.numpy(), tuple(s.numpy() for s in state)
+        found |= {"NumPy": lambda: layer(rows), "NumPy, states": lambda: layer(rows, before)}
+    return found | {"entry": entry_of(layer, x)}
+
+
+def entry_of(layer: Any, x: torch.Tensor) -> Callable[[], Any]:
+    """The module's function alone, with the arguments of a call."""
+    run, given = layer._run, []
+    layer._run = lambda *arguments: given.append(arguments)
+    kept = layer(x)  # whose memory the arguments point to
+    layer._run = run
+    return lambda: run(*given[0]) or kept
+
+
+def in_blocks(sides: dict[str, Callable[[], Any]], repeats: int,
+              wait: Callable[[], None]) -> dict[str, dict[str, float]]:
+    """p20, median and p80 of each, microseconds a call."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    with torch.no_grad():
+        for turn in range(repeats + 2):
+            for name, call in sides.items():
+                wait()
+                begin = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                taken = time.perf_counter() - begin
+                if turn > 1:
+                    times[name].append(taken / CALLS * 1e6)
+        wait()
+    return {name: dict(zip(("p20", "median", "p80"), map(float, np.percentile(values, [20, 50, 80])), strict=True))
+            for name, values in times.items()}
+
+
+def host_time(arguments: argparse.Namespace) -> None:
+    """The rows of ``host``, of a GPU if there is one and --cpu is not given."""
+    device = "cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    where, rows = environment(cpu=device == "cpu"), list[Row]()
+    head = {"device": where.get("gpu", where.get("cpu"))} | {name: where[name] for name in ("torch", "ecornn", "time")}
+    for cell, steps in product(("lstm", "gru"), (1, 8, 100)):
+        sides = in_blocks(sides_of(cell, steps, device), arguments.repeats, wait)
+        rows.append({"cell": cell, "T": steps, "B": 1, "H": UNITS, "us": sides})
+        print(f"{cell} T={steps}: " + ", ".join(f"{name} {one['median']:.1f} ({one['p20']:.1f} to {one['p80']:.1f})"
+                                                for name, one in sides.items()), flush=True)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+
+
 def in_programs(arguments: argparse.Namespace) -> None:
     """A row of each layer and load, in the file at once."""
     loads = arguments.busy or [2, 4] if arguments.mode == "busy" else [0]
@@ -320,19 +394,27 @@ def in_programs(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = options(__doc__, threads=(detect().cores, "of both sides"), repeats=(15, "timed rounds a row"),
+    parser = options(__doc__, threads=(detect().cores, "of both sides"), repeats=(0, "timed rounds; 0: 15, of host 40"),
                      budget=(3.0, "seconds of each side and row of a program"),
                      steps=(32, "calls of a cell's loop"), seq=(0, "T of a layer; 0: 32, of lengths 100"),
                      batch=(0, "B of a layer; 0: 4, of lengths 32"))
-    parser.add_argument("mode", choices=(*PROGRAMS, "cells", "weights", "lengths"))
+    parser.add_argument("mode", choices=(*PROGRAMS, "cells", "weights", "lengths", "host"))
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512], help="H of layers [%(default)s]")
     for name, choices, about in (("suite", SINGLE, "of layers of programs [all]"), ("kind", LIMITS, "only this kind"),
-                                 ("cell", (*LAYERS, *CELLS), "only this layer or cell")):
+                                 ("cell", None, "only this layer or cell")):
         parser.add_argument(f"--{name}", choices=choices, action="append", help=f"{about}; may repeat")
     parser.add_argument("--only", metavar="SIZE", action="append", help="only TxBxIxH, or BxH of cells; may repeat")
     parser.add_argument("--shape", metavar="TxBxIxH", action="append", help="these instead of a suite's; may repeat")
     parser.add_argument("--busy", type=int, action="append", help="busy processes for each core; may repeat [2, 4]")
+    parser.add_argument("--cpu", action="store_true", help="host: of the CPU, though there is a GPU")
     arguments = parser.parse_args()
+    known = CELLS if arguments.mode == "cells" else LAYERS
+    if unknown := {*(arguments.cell or ())} - {*known}:
+        parser.error(f"--cell: {', '.join(unknown)}; expected some of {', '.join(known)}")
+    arguments.repeats = arguments.repeats or (40 if arguments.mode == "host" else 15)
+    if arguments.mode == "host":
+        host_time(arguments)
+        return
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     if arguments.mode in PROGRAMS:

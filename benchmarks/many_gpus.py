@@ -214,7 +214,7 @@ def inference(seconds: float, note: Callable[..., None]) -> None:
 
 def rate(calls: Callable[[int], None], threads: int, seconds: float) -> float:
     """Calls a second of so many threads together, each on its device."""
-    ready, begun = threading.Barrier(threads + 1), []
+    ready = threading.Barrier(threads + 1)
 
     def work(number: int) -> int:
         with torch.no_grad():
@@ -229,9 +229,9 @@ def rate(calls: Callable[[int], None], threads: int, seconds: float) -> float:
     with ThreadPoolExecutor(threads) as pool:
         running = [pool.submit(work, number) for number in range(threads)]
         ready.wait()
-        begun.append(time.perf_counter())
+        begun = time.perf_counter()
         done = sum(one.result() for one in running)
-        return done / (time.perf_counter() - begun[0])
+        return done / (time.perf_counter() - begun)
 
 
 def in_turns(stacks: list[torch.nn.Module], inputs: list[torch.Tensor], wanted: torch.Tensor, seconds: float) -> bool:
