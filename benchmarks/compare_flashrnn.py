@@ -289,7 +289,10 @@ def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures the layers that are asked for; whether all of them could be."""
     layers = [(cell, H) for cell, H in (TRAINED if arguments.training else LAYERS)
               if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
-    rows, measured = others(arguments.output, layers) if arguments.only else [], 0
+    rows, measured = [], 0
+    if arguments.only and arguments.output and arguments.output.exists():  # other layers stay as they are
+        known = json.loads(arguments.output.read_text())["rows"]
+        rows = [row for row in known if (row["cell"], row["H"]) not in layers]
     with ThreadPoolExecutor(max(1, len(layers))) as threads:
         for one in as_completed([threads.submit(alone, serve, *layer, arguments) for layer in layers]):
             try:
@@ -303,12 +306,6 @@ def measure_all(arguments: argparse.Namespace) -> bool:
             if arguments.output:
                 write(arguments.output, found, rows)
     return measured == len(layers)
-
-
-def others(path: Path | None, layers: list[tuple[str, int]]) -> list[dict]:
-    """Rows that a file has of other layers than these."""
-    found = json.loads(path.read_text())["rows"] if path and path.exists() else []
-    return [row for row in found if (row["cell"], row["H"]) not in layers]
 
 
 def write(path: Path, where: dict, rows: list[dict]) -> None:

@@ -378,28 +378,23 @@ def of_layer(name: str, row: LayerSpec) -> None:
                              for p in module.manifest.parameters})
         x = torch.randn(row.seq, row.batch, row.workload.input, device=DEVICE).to(kind)
         dy = torch.randn(row.seq, row.batch, row.hidden * (1 + row.bidirectional), device=DEVICE).to(kind)
-        for part in ("forward", "backward"):
-            show(f"{name}, {part}", part, layer, x, dy, row.seq * row.layers)
+        for _ in range(3):
+            layer.backward(layer.forward(x)[2], dy)
+        show(f"{name}, forward", kernels(lambda: layer.forward(x)), row.seq * row.layers)
+        _, _, kept = layer.forward(x)
+        show(f"{name}, backward", kernels(lambda: layer.backward(kept, dy)), row.seq * row.layers)
 
 
-def show(title: str, part: str, layer: ecornn.Layer, x: torch.Tensor, dy: torch.Tensor, steps: int) -> None:
+def show(title: str, found: list[tuple[str, float, float]], steps: int) -> None:
     """A table of the kernels of one entry, in microseconds and microseconds a step."""
-    def step() -> None:
-        layer.backward(layer.forward(x)[2], dy)
-
-    for _ in range(3):
-        step()
-    _, _, kept = layer.forward(x)
-    found = kernels(lambda: layer.forward(x) if part == "forward" else layer.backward(kept, dy))
-    spans = [(begin, end) for _, begin, end in found]
     print(f"{title}: microseconds, launches, microseconds a step and layer")
     for kernel, values in by_name(found):
         print(f"  {kernel[:44]:44} {sum(values):9.1f} {len(values):5} {sum(values) / steps:8.3f}")
     busy, end = 0.0, 0.0
-    for start, stop in sorted(spans):
+    for _, start, stop in found:  # as they began
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
-    whole = end - min(start for start, _ in spans)
+    whole = end - found[0][1]
     print(f"  {'gaps':44} {whole - busy:9.1f} {'':5} {(whole - busy) / steps:8.3f}")
     print(f"  {'in all':44} {whole:9.1f} {'':5} {whole / steps:8.3f}", flush=True)
 

@@ -205,10 +205,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="results of grids/cpu.toml, to stand beside the floors")
     parser.add_argument("--loops", action="store_true", help="the hot loops of layers in place of floors")
     arguments = parser.parse_args()
-    threads = arguments.threads
-    found = hot_loops(threads) if arguments.loops else floors(threads, arguments.rows)
+    found = hot_loops(arguments.threads) if arguments.loops else floors(arguments.threads, arguments.rows)
     if arguments.output:
-        where = {"cpu": detect().name, "arch": detect().arch, "threads": threads}
+        where = {"cpu": detect().name, "arch": detect().arch, "threads": arguments.threads}
         arguments.output.write_text(json.dumps(where | found, indent=1) + "\n")
 
 

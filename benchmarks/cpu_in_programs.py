@@ -133,9 +133,8 @@ def suite_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def library_of(cell: str, input: int, hidden: int) -> torch.nn.RNNBase:
     """The layer of torch.nn."""
-    if cell.startswith("rnn"):
-        return torch.nn.RNN(input, hidden, nonlinearity=cell[4:])
-    return {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell](input, hidden)
+    kind, _, nonlinearity = cell.partition("_")
+    return getattr(torch.nn, kind.upper())(input, hidden, **({"nonlinearity": nonlinearity} if nonlinearity else {}))
 
 
 def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: list[int],

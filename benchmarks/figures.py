@@ -91,11 +91,6 @@ def packed(case: str, fits: Callable[[dict[str, Any]], bool]) -> str:
     return span(r["ratio"] for r in rows("h100_packed.json") if r["case"] == case and fits(r))
 
 
-def packed_training(key: str) -> str:
-    """Of pytorch#149194's model with 64 units in training."""
-    return span(r[key] for r in rows("h100_packed_training.json") if r["H"] == 64)
-
-
 def issue(hidden: int) -> str:
     """The same of a model with so many units, of sequences that are long."""
     return packed("pytorch#149194", lambda r: r["H"] == hidden and r["T"] >= 500)
@@ -200,8 +195,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "packed.issue64": lambda: issue(64),
     "packed.issue256": lambda: issue(256),
     "packed.issue100": lambda: packed("pytorch#149194", lambda r: r["T"] == 100),
-    "packed.training64": lambda: packed_training("ratio"),
-    "padded.training64": lambda: packed_training("packing_costs"),
+    "packed.training64": lambda: span(r["ratio"] for r in rows("h100_packed_training.json") if r["H"] == 64),
+    "padded.training64": lambda: span(r["packing_costs"] for r in rows("h100_packed_training.json") if r["H"] == 64),
     "columns.more": lambda: f"{max(1 / s - 1 for r in rows('h100_columns.json') for s in r['share']):.0%}",
     "variants.little": lambda: f"{max(variants(LITTLE, ('lstm', 'gru'))) - 1:.0%}",
     "variants.vanilla256": lambda: cost(variants(LITTLE, ("rnn_tanh",), (256,))),

@@ -444,7 +444,7 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
             wait()
             for p in model.parameters():
                 p.grad = None
-            return [since(begun, m) for m in (*marks, end)]
+            return [begun.elapsed_time(m) if GPU else (m - begun) * 1e3 for m in (*marks, end)]
 
         with one_node() if how == "one_node" else nullcontext():
             each = [backward() for _ in range(8)][3:]  # by then buckets are what they will stay
@@ -459,10 +459,6 @@ def mark() -> Any:
     """A point in the work of the GPU, or in time."""
     return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if GPU else (
         time.perf_counter())
-
-
-def since(begun: Any, end: Any) -> float:
-    return begun.elapsed_time(end) if GPU else (end - begun) * 1e3
 
 
 def sharded(sizes: Sizes, part: Batch, wanted: list[torch.Tensor], seconds: float) -> dict[str, Any]:

@@ -58,11 +58,10 @@ def main() -> None:
     before = ["chrt", "--fifo", str(arguments.priority)] if arguments.priority else []
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
         folder = Path(name)
-        program, cases = compiled(folder), []
-        for cell in arguments.cells.split(","):
-            for hidden in map(int, arguments.hidden.split(",")):
-                for inputs in sorted({1, hidden}):
-                    cases.append(prepared(cell, hidden, inputs, arguments.steps, folder / f"{cell}{hidden}-{inputs}"))
+        program = compiled(folder)
+        cases = [prepared(cell, hidden, inputs, arguments.steps, folder / f"{cell}{hidden}-{inputs}")
+                 for cell in arguments.cells.split(",") for hidden in map(int, arguments.hidden.split(","))
+                 for inputs in sorted({1, hidden})]
         times: list[list[float]] = [[] for _ in cases]
         longest = [0.0] * len(cases)
         for _ in range(arguments.turns):

@@ -54,7 +54,6 @@ from ecornn.torch.kind import text_of
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32
 STILL = 120  # seconds in one call after which a thread is taken to hang
 EVERY = 5  # seconds between looks at the memory
-_ARENA_MAX = -8  # M_ARENA_MAX of malloc.h
 TORCH = [  # a layer, its sizes, what it is, and (T, B) of calls; the last one is what tests compile anyway
     ("LSTM", (24, 40), {"num_layers": 2}, [(18, 5), (7, 3), (2, 1)]),
     ("GRU", (16, 32), {"bidirectional": True}, [(18, 5), (7, 3), (2, 1)]),
@@ -195,7 +194,7 @@ def share_one_heap() -> bool:
     get nothing: what a process has then grows as long as the peaks of its threads meet otherwise than before, though
     no more is in use. False with a C library that does not take it."""
     libc = ctypes.CDLL(None)
-    return hasattr(libc, "mallopt") and bool(libc.mallopt(_ARENA_MAX, 1))
+    return hasattr(libc, "mallopt") and bool(libc.mallopt(-8, 1))  # M_ARENA_MAX of malloc.h
 
 
 def workspaces() -> tuple[int, int]:
