@@ -122,10 +122,8 @@ def of_former(row: Row, renamed: Mapping[str, str]) -> Row:
         found |= {f"{side}_us": found.pop(name) * 1e3 / row["T"],
                   **{f"{side}_{p}": found[f"{side}_{p}"] * 1e3 / row["T"] for p in ("p20", "p80")}}
     sides = [name.removesuffix("_us") for name in found if name.endswith("_us") and f"{name[:-3]}_p20" in found]
-    if "ours" in sides or not {"int8", "ecornn"} & {*sides}:
-        taken = {old: new for old, new in renamed.items() if old in sides}
-    else:
-        taken = {old: new for old, new in renamed.items() if old in sides and new != "ecornn"}
+    unnamed = "ours" in sides or not {"int8", "ecornn"} & {*sides}  # ours has another name
+    taken = {old: new for old, new in renamed.items() if old in sides and (unnamed or new != "ecornn")}
     for old, new in taken.items():
         for end in ("us", "p20", "p80"):
             found[f"{new}_{end}"] = found.pop(f"{old}_{end}")
