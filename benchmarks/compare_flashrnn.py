@@ -29,13 +29,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,22 +43,13 @@ from typing import Any
 import msgspec
 import side_by_side
 import torch
-from measured_rows import of_bench
-from side_by_side import (
-    DEVICE,
-    WrongResultError,
-    environment,
-    float64_forward,
-    graph_of,
-    options,
-    relative,
-    summary,
-    take_turns,
-)
+from measured_rows import alone, of_bench
+from side_by_side import DEVICE, WrongResultError, environment, float64_forward, options, relative, timed, told
 
 import ecornn
 from ecornn.bench.grid import Case
 from ecornn.bench.measure import Plan, measure
+from ecornn.bench.turns import graph_of
 from ecornn.cells import get
 from ecornn.errors import ScheduleError
 from ecornn.targets import resolve
@@ -229,9 +220,7 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
             inputs.append(x)
             kept.append((layer, y))
             row[f"{name}_config"] = {"schedule": module.manifest.schedule, **module.manifest.config}
-        times = take_turns(sides, lambda: [x.copy_(torch.randn_like(x)) for x in inputs], repeats, seconds)
-    for name, values in times.items():
-        row |= summary(name, values, T)
+        row |= timed(sides, lambda: [x.copy_(torch.randn_like(x)) for x in inputs], repeats, T, seconds)
     least = min(row[f"{name}_us"] for name in backends(cell, hidden))
     row["ratio"], row["ratio_recurrence"] = (least / row[f"{name}_us"] for name in ("ecornn", "ecornn_recurrence"))
     return row
@@ -284,8 +273,8 @@ def compare_training(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: fl
         "ratio_flashrnn": found["flashrnn_us"] / found["ecornn_us"]}
 
 
-def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespace) -> None:
-    """A layer, in a process of its own: sends the environment and the row."""
+def serve(cell: str, hidden: int, arguments: argparse.Namespace) -> tuple[dict, dict]:
+    """The environment and the row of a layer, in a process of its own."""
     prepare(arguments.builds, cell, hidden)
     torch.manual_seed(0)
     gpu = Gpu(arguments.lock)
@@ -293,60 +282,30 @@ def serve(pipe: Connection, cell: str, hidden: int, arguments: argparse.Namespac
     found = environment()
     row["time"] = found["time"]  # a file may have rows of several runs
     gpu.give()
-    pipe.send((found, row))
+    return found, row
 
 
 def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures the layers that are asked for; whether all of them could be."""
     layers = [(cell, H) for cell, H in (TRAINED if arguments.training else LAYERS)
               if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
-    line = line_of_training if arguments.training else line_of
-    context, rows = multiprocessing.get_context("spawn"), others(arguments.output, layers) if arguments.only else []
-    waiting: dict[Any, Any] = {}  # pipe -> process
-    measured = 0
-    for cell, hidden in layers:
-        ours, other = context.Pipe()
-        process = context.Process(target=serve, args=(other, cell, hidden, arguments))
-        process.start()
-        other.close()
-        waiting[ours] = process
-    while waiting:
-        pipe: Any
-        for pipe in wait(list(waiting)):
-            process = waiting.pop(pipe)
+    rows, measured = [], 0
+    if arguments.only and arguments.output and arguments.output.exists():  # other layers stay as they are
+        known = json.loads(arguments.output.read_text())["rows"]
+        rows = [row for row in known if (row["cell"], row["H"]) not in layers]
+    with ThreadPoolExecutor(max(1, len(layers))) as threads:
+        for one in as_completed([threads.submit(alone, serve, *layer, arguments) for layer in layers]):
             try:
-                found, row = pipe.recv()
-            except EOFError:  # it has said why
+                found, row = one.result()
+            except Exception:  # whatever stopped one layer's process, the others are measured
+                traceback.print_exc()
                 continue
-            finally:
-                process.join()
             rows.append(row)
             measured += 1
-            print(line(row), flush=True)
+            print(told(row), flush=True)
             if arguments.output:
                 write(arguments.output, found, rows)
     return measured == len(layers)
-
-
-def line_of(row: dict) -> str:
-    """A row for people."""
-    theirs = ", ".join(f"{row[f'{name}_us']:.2f}" for name in backends(row["cell"], row["H"]))
-    return (f"{row['cell']:14} H={row['H']:4} ecornn {row['ecornn_us']:.2f}, recurrence "
-            f"{row['ecornn_recurrence_us']:.2f}, FlashRNN {theirs}  {row['ratio_recurrence']:.2f}x "
-            f"({row['ratio']:.2f}x whole)")
-
-
-def line_of_training(row: dict) -> str:
-    """A row for people."""
-    return (f"{row['cell']:14} H={row['H']:4} forward and backward: ecornn {row['ecornn_us']:.2f}, cuDNN "
-            f"{row['cudnn_us']:.2f}, FlashRNN {row['flashrnn_us']:.2f}  {row['ratio_flashrnn']:.2f}x  errors "
-            f"{row['error']:.1e}, {row['cudnn_error']:.1e}, {row['flashrnn_error']:.1e}")
-
-
-def others(path: Path | None, layers: list[tuple[str, int]]) -> list[dict]:
-    """Rows that a file has of other layers than these."""
-    found = json.loads(path.read_text())["rows"] if path and path.exists() else []
-    return [row for row in found if (row["cell"], row["H"]) not in layers]
 
 
 def write(path: Path, where: dict, rows: list[dict]) -> None:

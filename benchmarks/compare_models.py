@@ -1,7 +1,9 @@
-"""Whole models in training, of compiled layers and of torch.nn's, in turns, in one process.
+"""Whole models in training, of compiled layers and of torch.nn's, in turns, in one process; and where a step goes.
 
     python benchmarks/compare_models.py --output benchmarks/results/h100_models.json
     python benchmarks/compare_models.py --only language --compile
+    python benchmarks/compare_models.py --stages --output benchmarks/results/h100_model_stages.json
+    python benchmarks/compare_models.py --kernels "lstm 1024x16x768x768 bfloat16 training"
 
 The models are those of examples/: a language model of words with dropout, 2 x 650, and a speech recognizer, five layers
 of 800 in both directions with CTC. A step is all of it: a new batch, forward, loss, backward, clipping, Adam; on a GPU
@@ -12,6 +14,17 @@ graphs (of the recognizer all but the loss, which PyTorch captures only in some 
 graphs of steps of which PyTorch compiles what is not recurrent (:class:`CompiledStep`), and under torch.compile if
 asked for. Times are medians with 20th and 80th percentiles in milliseconds a step, on the host's clock, of several
 steps in a row. Where a compiled layer cannot run, that is an error.
+
+``--stages``: the language model's steps, as one CUDA graph each: as it is written, and with all but the recurrent
+layers compiled by PyTorch. A third model, ``rest``, has the same parameters, but its recurrent layers pass on what they
+get, and zeros as the gradients of their weights: what embedding, dropout, scores, loss, clipping and Adam take. All
+three take turns. No recurrent layers, however fast, make a step shorter than ``rest``, so that ``torch / rest`` bounds
+what can be reached, and ``torch / wanted - rest`` is what is left to them. Kernels are those of the graphs, by CUPTI
+through PyTorch's profiler, in microseconds a step.
+
+``--kernels``: of rows of ``grids/training.toml``, the kernels of forward and of backward, of one call after some
+others. ``gaps`` is what is left of the time from the first kernel's start to the last one's end, where kernels of two
+streams count once.
 """
 
 from __future__ import annotations
@@ -21,8 +34,11 @@ import importlib
 import itertools
 import os
 import platform
+import re
 import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +51,17 @@ from training_steps import DEVICE, Step, middle, peak, take_turns
 # PyTorch after that, which says how its threads wait
 # isort: split
 import torch
-from side_by_side import WrongResultError, environment, options, relative, write
+from side_by_side import WrongResultError, environment, kernels, options, relative, told, write
 from torch import nn
 from torch.func import functional_call
 from torch.optim.adam import adam
 
 import ecornn.torch
+from ecornn.bench.grid import read_grid
+from ecornn.compiler import compile_layer
+from ecornn.layer_spec import LayerSpec
 
+FILE = Path(__file__).parent / "grids" / "training.toml"
 KINDS = {"bf16": torch.bfloat16, "f32": None}  # of autocast
 FLOAT32 = 2e-5  # relative, of float32
 ONE_ROUNDING = 2.0**-8  # of the loss to bfloat16: a single number is as near as chance has it
@@ -50,32 +70,28 @@ BATCHES = 8  # that take turns
 SIDES = ("ecornn", "torch")
 COMPILED = "compiled graph"
 GRAPHS = ["graph", COMPILED]
+STEPS = 5  # that are profiled
+# Kernels of ecornn are named by what they do; of other libraries they have longer names.
+STAGES = {"pack": "ecornn_pack_weights", "recurrence backward": "backward_(persistent|layout|step|start)",
+          "recurrence forward": "(persistent|fused|layout|step|start|whole)", "dx": "backward_inputs",
+          "weights": "backward_(add_)?outer", "projection": "(project|align)",
+          "replay": "backward_(replay|gather|align)", "sums": "backward_(sums|once|finish|no_)"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and how it is trained.
-
-    Attributes
-    ----------
-    sizes : that a row has
-    draw : a batch: inputs and targets
-    work : ``unit``s, as words, in a step
-    captured : whether the loss can be in a CUDA graph
-    compiled : a step whose parts PyTorch compiles, if there is one
-    wanted : how many times as fast as torch.nn's it should be
-    """
+    """A model, and how it is trained."""
 
     name: str
-    sizes: dict[str, Any]
+    sizes: dict[str, Any]  # that a row has
     model: nn.Module
     criterion: Callable[..., torch.Tensor]
-    draw: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
-    work: int
+    draw: Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]  # a batch: inputs and targets
+    work: int  # ``unit``s, as words, in a step
     unit: str
-    captured: bool
-    wanted: float
-    compiled: type[Step] | None = None
+    captured: bool  # whether the loss can be in a CUDA graph
+    wanted: float  # how many times as fast as torch.nn's it should be
+    compiled: type[Step] | None = None  # a step whose parts PyTorch compiles, if there is one
 
     def step(self, model: nn.Module, kind: torch.dtype | None, of: type[Step] = Step) -> Step:
         return of(model, self.criterion, *self.draw(), kind=kind)
@@ -157,8 +173,8 @@ def speech(T: int, B: int, H: int, layers: int = 5) -> Case:
                 example.ctc, draw, B, "sounds", False, 1.8)
 
 
-def set_dropout(model: nn.Module, share: float) -> None:
-    for part in model.modules():
+def set_dropout(models: dict[str, nn.Module], share: float) -> None:
+    for part in (part for model in models.values() for part in model.modules()):
         if isinstance(part, nn.Dropout):
             part.p = share
         elif isinstance(part, nn.RNNBase):
@@ -210,8 +226,7 @@ def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None,
 
     dropout = case.sizes.get("dropout", 0.0)
     if dropout:
-        for model in models.values():
-            set_dropout(model, NOTHING)
+        set_dropout(models, NOTHING)
     exact = copy.deepcopy(models["torch"]).double()
     wanted = found(Step, exact, None, torch.float64)
     (loss, *gradients), (library_loss, *library) = (
@@ -223,8 +238,7 @@ def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None,
         if not error <= limit:
             raise WrongResultError(f"{name}: error {error:.2e}, allowed {limit:.2e}")
     if dropout:
-        for model in models.values():
-            set_dropout(model, dropout)
+        set_dropout(models, dropout)
     return {"ecornn_error": max(gradients), "torch_error": max(library), "ecornn_loss_error": loss,
             "torch_loss_error": library_loss}
 
@@ -259,23 +273,130 @@ def compare(case: Case, dtype: str, ways: list[str], seconds: float, together: i
                 step = case.step(models[name], kind, case.compiled)
             run = step.graphed(case.captured) if way in GRAPHS else step
             sides[name] = lambda step=step, run=run: (step.load(*next(batches)), run())  # type: ignore[misc]
-        timed = dict(row) | {"way": way} | (of_compiled if way == COMPILED else {})
-        for name, times in take_turns(sides, seconds, together, 7).items():
-            median, p20, p80 = middle(times)
-            timed |= {f"{name}_ms": median * 1e3, f"{name}_p20": p20 * 1e3, f"{name}_p80": p80 * 1e3,
-                      f"{name}_per_second": case.work / median, "repetitions": len(times)}
-        yield timed | {"ratio": timed["torch_ms"] / timed["ecornn_ms"]}
+        timed = in_turns(sides, seconds, together)
+        yield row | {"way": way} | (of_compiled if way == COMPILED else {}) | timed | {
+            f"{name}_per_second": 1e3 * case.work / timed[f"{name}_ms"] for name in SIDES} | {
+            "ratio": timed["torch_ms"] / timed["ecornn_ms"]}
 
 
-def line(r: dict) -> str:
-    """One row for people."""
-    if "fault" in r:
-        return f"{r['model']:18} {r['fault']}"
-    memory = f"  {r['ecornn_mib']:.0f} / {r['torch_mib']:.0f} MiB" if "ecornn_mib" in r else ""
-    return (f"{r['model']:18} {r['dtype']:5} {r['way']:14} ecornn {r['ecornn_ms']:8.2f} [{r['ecornn_p20']:.2f}, "
-            f"{r['ecornn_p80']:.2f}]  torch.nn {r['torch_ms']:8.2f} [{r['torch_p20']:.2f}, {r['torch_p80']:.2f}] ms  "
-            f"{r['ecornn_per_second']:.0f} / {r['torch_per_second']:.0f} {r['unit']} a second  {r['ratio']:.2f}x of "
-            f"{r['wanted']:.1f}x  error {r['ecornn_error']:.1e} / {r['torch_error']:.1e}{memory}")
+def in_turns(sides: dict[str, Callable[[], object]], seconds: float, together: int) -> dict[str, float]:
+    """Milliseconds of steps, as a row has them."""
+    row: dict[str, float] = {}
+    for name, times in take_turns(sides, seconds, together, 7).items():
+        ends = (f"{name}_ms", f"{name}_p20", f"{name}_p80")
+        row |= dict(zip(ends, (1e3 * value for value in middle(times)), strict=True)) | {"repetitions": len(times)}
+    return row
+
+
+class _Through(torch.autograd.Function):
+    """x as it is, with zeros for the gradients of weights."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.like = weights
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return gradient, *(torch.zeros_like(weight) for weight in ctx.like)
+
+
+class Through(nn.Module):
+    """Layers of as many units as inputs that do nothing."""
+
+    def __init__(self, layers: nn.RNNBase) -> None:
+        super().__init__()
+        self.layers = layers
+
+    @torch.compiler.disable  # as the layers of the others
+    def forward(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
+        return _Through.apply(x, *self.layers.parameters()), state
+
+
+def times_of(run: Any) -> dict[str, tuple[float, float]]:
+    """Microseconds and launches a step of each kernel."""
+    run()
+    found = kernels(lambda: [run() for _ in range(STEPS)])
+    return {name: (sum(times) / STEPS, len(times) / STEPS) for name, times in by_name(found)}
+
+
+def by_name(found: list[tuple[str, float, float]]) -> list[tuple[str, list[float]]]:
+    """Microseconds of each launch of a kernel, of kernels with the most in all first."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for name, begin, end in found:
+        times[name].append(end - begin)
+    return sorted(times.items(), key=lambda each: -sum(each[1]))
+
+
+def shortened(found: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The same by names without where PyTorch keeps them, and without all of their types."""
+    made: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for name, (microseconds, launches) in found.items():
+        name = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")[:100]
+        made[name] = (round(made[name][0] + microseconds, 2), made[name][1] + launches)
+    return dict(made)
+
+
+def stages(found: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Microseconds a step of kernels of the recurrent layers, by what they do, and of all others."""
+    times: defaultdict[str, float] = defaultdict(float)
+    for name, (microseconds, _) in found.items():
+        stage = next((stage for stage, pattern in STAGES.items() if re.match(pattern, name)), "others")
+        times[stage] += microseconds
+    return dict(times)
+
+
+def compared(case: Case, way: str, of: type[Step], seconds: float) -> dict[str, Any]:
+    """A row: the three models in turns, and their kernels."""
+    models = {"torch": copy.deepcopy(case.model).to(DEVICE)}
+    models |= {name: copy.deepcopy(models["torch"]) for name in ("ecornn", "rest")}
+    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
+    rest: Any = models["rest"]
+    rest.recurrent = Through(rest.recurrent)
+    batches = itertools.cycle([case.draw() for _ in range(BATCHES)])
+    sides, graphs = {}, {}
+    for name, model in models.items():
+        step = case.step(model, KINDS["bf16"], of)
+        graphs[name] = step.graphed()
+        sides[name] = lambda step=step, run=graphs[name]: (step.load(*next(batches)), run())
+    row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": "bf16", "way": way, "wanted": case.wanted}
+    row |= in_turns(sides, seconds, 5)
+    row |= {"ratio": row["torch_ms"] / row["ecornn_ms"], "bound": row["torch_ms"] / row["rest_ms"],
+            "layers_ms": {name: row[f"{name}_ms"] - row["rest_ms"] for name in ("ecornn", "torch")},
+            "left_ms": row["torch_ms"] / case.wanted - row["rest_ms"]}
+    found = {name: times_of(graph) for name, graph in graphs.items()}
+    return row | {"stages_us": stages(found["ecornn"]),
+                  "kernels_us": {name: shortened(each) for name, each in found.items()}}
+
+
+def of_layer(name: str, row: LayerSpec) -> None:
+    """The tables of a layer's two passes."""
+    kind = getattr(torch, row.dtype)
+    with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
+        module = compile_layer(row, target="cuda", out=Path(folder, "module.so"))
+        layer = module.bind({p.name: (torch.rand(p.shape, device=DEVICE) * 2 - 1).to(kind) / row.hidden ** 0.5
+                             for p in module.manifest.parameters})
+        x = torch.randn(row.seq, row.batch, row.workload.input, device=DEVICE).to(kind)
+        dy = torch.randn(row.seq, row.batch, row.hidden * (1 + row.bidirectional), device=DEVICE).to(kind)
+        for _ in range(3):
+            layer.backward(layer.forward(x)[2], dy)
+        show(f"{name}, forward", kernels(lambda: layer.forward(x)), row.seq * row.layers)
+        _, _, kept = layer.forward(x)
+        show(f"{name}, backward", kernels(lambda: layer.backward(kept, dy)), row.seq * row.layers)
+
+
+def show(title: str, found: list[tuple[str, float, float]], steps: int) -> None:
+    """A table of the kernels of one entry, in microseconds and microseconds a step."""
+    print(f"{title}: microseconds, launches, microseconds a step and layer")
+    for kernel, values in by_name(found):
+        print(f"  {kernel[:44]:44} {sum(values):9.1f} {len(values):5} {sum(values) / steps:8.3f}")
+    busy, end = 0.0, 0.0
+    for _, start, stop in found:  # as they began
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    whole = end - found[0][1]
+    print(f"  {'gaps':44} {whole - busy:9.1f} {'':5} {(whole - busy) / steps:8.3f}")
+    print(f"  {'in all':44} {whole:9.1f} {'':5} {whole / steps:8.3f}", flush=True)
 
 
 def main() -> None:
@@ -284,9 +405,27 @@ def main() -> None:
     parser.add_argument("--only", choices=["language", "speech"], help="this model only")
     parser.add_argument("--dtype", choices=[*KINDS], default="bf16" if DEVICE == "cuda" else "f32")
     parser.add_argument("--compile", action="store_true", help="also under torch.compile, which takes a minute")
+    parser.add_argument("--stages", action="store_true", help="where the steps of the language model go")
+    parser.add_argument("--kernels", nargs="+", metavar="LAYER", help="the kernels of these layers in place of models")
     arguments = parser.parse_args()
+    if DEVICE != "cuda" and (arguments.stages or arguments.kernels):
+        sys.exit("this needs a CUDA GPU and a PyTorch that sees it")
+    if arguments.kernels:
+        layers = {layer.name: layer.case.layer() for layer in read_grid(FILE).expanded(FILE.name)}
+        if unknown := set(arguments.kernels) - set(layers):
+            sys.exit(f"no row {', '.join(unknown)}; there are: {', '.join(layers)}")
+        for name in arguments.kernels:
+            of_layer(name, layers[name])
+        return
     os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
+    if arguments.stages:
+        case, rows = language(*map(int, arguments.language.split(","))), []
+        for way, of in (("graph", Step), (COMPILED, CompiledStep)):
+            rows.append(compared(case, way, of, arguments.seconds))
+            print(told({name: value for name, value in rows[-1].items() if name != "kernels_us"}), flush=True)
+            write(arguments.output, environment(), rows)
+        return
     torch.backends.cudnn.allow_tf32 = False
     ways = ["plain", *(GRAPHS if DEVICE == "cuda" else []), *(["compile"] if arguments.compile else [])]
     done: list[dict] = []
@@ -296,12 +435,12 @@ def main() -> None:
             try:
                 for row in compare(case, arguments.dtype, ways, arguments.seconds, arguments.together):
                     done.append(row)
-                    print(line(row), flush=True)
+                    print(told(row), flush=True)
             except (WrongResultError, ecornn.errors.EcornnError) as error:
                 done.append({"model": case.name, "fault": str(error)})
         cpu = {} if DEVICE == "cuda" else {"threads": torch.get_num_threads(), "python": platform.python_version()}
         write(arguments.output, environment(cpu=bool(cpu)) | cpu, done)
-    print("\n" + "\n".join(map(line, done)))
+    print("\n" + "\n".join(map(told, done)))
     sys.exit(any("fault" in row for row in done))
 
 

@@ -1,6 +1,9 @@
-"""Packed sequences: ``ecornn.torch``'s layer and PyTorch's, on the same PackedSequence, in turns.
+"""Packed sequences, ``ecornn.torch``'s layer and PyTorch's in turns; and sequences laid end to end in columns.
 
     python benchmarks/compare_packed.py --output benchmarks/results/h100_packed.json
+    python benchmarks/compare_packed.py --training --output benchmarks/results/h100_packed_training.json
+    python benchmarks/compare_packed.py --columns --output benchmarks/results/h100_columns.json
+    python benchmarks/compare_packed.py --columns --training --output benchmarks/results/h100_columns_training.json
 
 Lengths are uniform in 1..T, in float16. Both are called as they are (no graph: lengths are read on the host); so is
 our own module with ``lengths``, by them and with all rows at full length, on padded rows. ``columns`` are those that
@@ -16,42 +19,62 @@ end, which the issue compares with.
 ``--training``: that model in training, the gradients of the mean of y, by ``ecornn.torch``, by PyTorch, and by
 PyTorch on padded rows (``padded``), as they are called, in float32. ``packing`` is what all but ``padded`` have of
 PyTorch: packing, padding and its gradient, around no layer.
+
+``--columns``: such columns against the same valid steps as a plain layer of columns that are all full, kernels alone,
+in CUDA graphs, in turns; float16. A row has some draws of lengths uniform in 1..T: ``columns``, sequences that may wrap
+around (``together`` neighbours); ``whole``, those that may not; ``alone``, ceil(valid / C)
+steps of a plain layer of C columns; ``lengths``, a row of a padded batch for each sequence. Times are microseconds a
+layer and step of the longest sequence (of both directions together); ``share`` is alone / columns. y of columns and
+whole is compared with PyTorch in float64 first: within twice the error of PyTorch's own float16.
+
+``--columns --training``: of each side the backward pass, and with ``_step`` forward and backward; ``share`` is then
+columns / alone of the backward pass, which is to be at most 1.1. ``cudnn_step`` is PyTorch's packed layer as it is
+called. All gradients of columns are compared with PyTorch's in float64 first: within twice the error of PyTorch's own
+float16; and two runs have the same bits.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import torch
-from side_by_side import CELLS, environment, options, relative, summary, write
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from side_by_side import CELLS, environment, options, relative, replaced, timed, told, write
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
 import ecornn
-import ecornn.torch
 from ecornn.bench import turns
 from ecornn.torch.packed import columns_for
 
 Shape = tuple[str, int, int, int, int, int, bool]
+NAMES = ("cell", "T", "B", "I", "H", "layers", "bidirectional")  # of a Shape
 PACKED: list[Shape] = [
     ("lstm", 300, 32, 512, 512, 1, False), ("lstm", 300, 32, 512, 512, 2, True), ("gru", 300, 32, 800, 800, 1, True)]
-
 ISSUE: list[Shape] = [("lstm", T, 32, 64, H, 2, False) for H in (64, 256) for T in (100, 500, 2000, 4000)]
+DTYPE, SIDES = "float16", ("columns", "whole", "alone", "lengths")
+TRAINED = ("columns", "alone", "lengths")
+CASES: list[tuple[Shape, int]] = [  # cell, T, sequences, I, H, layers, bidirectional; columns
+    (("lstm", 300, 32, 512, 512, 1, False), 16), (("lstm", 300, 32, 512, 512, 2, True), 16),
+    (("gru", 300, 32, 800, 800, 1, True), 16), (("lstm", 300, 64, 1024, 1024, 1, False), 32)]
 
 
-def build(shape: Shape, dtype: str, folder: str) -> str:
-    """Compiles the module of a row, and returns its file."""
+def build(shape: Shape, dtype: str, width: int, kind: str, training: bool, folder: str) -> str:
+    """Compiles a row's module for sequences in so many ``columns``, for so many rows of the same length (``alone``), or
+    for a padded batch (``lengths``), and returns its file."""
     cell, T, B, I, H, layers, both = shape
-    out = f"{folder}/{'-'.join(map(str, shape))}.so"
-    ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=layers,
-                   bidirectional=both, lengths=True, out=out)
+    out = f"{folder}/{'-'.join(map(str, shape))}-{kind}.so"
+    ecornn.compile(cell, hidden=H, input=I, batch=B if kind == "lengths" else width, seq=T, dtype=dtype, target="cuda",
+                   layers=layers, bidirectional=both, sequences=kind == "columns", lengths=kind == "lengths",
+                   training=training, out=out)
     return out
 
 
@@ -74,16 +97,9 @@ def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tens
     return found, library
 
 
-def timed(sides: dict[str, Any], repeats: int, steps: int) -> dict[str, float]:
-    """Microseconds a step of calls that take turns, the host's work for them included."""
-    row = {}
-    for name, values in turns.take_turns(sides, lambda: None, repeats, float("inf"), called).items():
-        row |= summary(name, values, steps)
-    return row
-
-
 def called(call: Callable[[], object]) -> float:
-    """Microseconds between events before and after a call on an idle GPU, for which nothing waits."""
+    """Microseconds between events before and after a call on an idle GPU, for which nothing waits: the host's work for
+    it is included."""
     return turns.gpu_clock(call, 0) * 1e6
 
 
@@ -91,9 +107,7 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[st
     """One row of packed sequences."""
     _, T, B, I, _, layers, _ = shape
     library = library_of(shape, dtype)
-    layer = bound(file, library)
-    ours = copy.deepcopy(library)
-    ecornn.torch.replace(ours, wait=True)
+    layer, ours = bound(file, library), replaced(library)
     lengths = torch.randint(1, T + 1, (B,))
     lengths[0] = T
     x = torch.randn(T, B, I, device="cuda").to(getattr(torch, dtype))
@@ -105,8 +119,8 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[st
         check(f"{shape} padded", layer(x, lengths=on_gpu)[0], theirs, exact)
         error = check(str(shape), pad_packed_sequence(ours(packed)[0], total_length=T)[0], theirs, exact)
         row = timed({"ecornn": lambda: ours(packed), "padded": lambda: layer(x, lengths=on_gpu),
-                     "full": lambda: layer(x, lengths=full), "cudnn": lambda: library(packed)}, repeats,
-                    T * layers)
+                     "full": lambda: layer(x, lengths=full), "cudnn": lambda: library(packed)}, lambda: None, repeats,
+                    T * layers, clock=called)
     return describe(shape, dtype, error) | row | {
         "case": "uniform", "valid": float(lengths.double().mean()) / T,
         "columns": columns_for(np.sort(lengths.numpy())[::-1]), "ratio": row["cudnn_us"] / row["ecornn_us"]}
@@ -126,9 +140,7 @@ def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str,
     """One row of pytorch#149194."""
     cell, T, B, I, H, layers, both = shape
     library = CELLS[cell](I, H, layers, bidirectional=both).to(device).eval()
-    ours = copy.deepcopy(library)
-    ecornn.torch.replace(ours, wait=True)
-    x, lengths = torch.randn(T, B, I, device=device), triangular(T, B)
+    ours, x, lengths = replaced(library), torch.randn(T, B, I, device=device), triangular(T, B)
     with torch.inference_mode():
         exact = packed_and_padded(copy.deepcopy(library).double(), x.double(), lengths)
         error = check(str(shape), packed_and_padded(ours, x, lengths), packed_and_padded(library, x, lengths), exact)
@@ -136,7 +148,7 @@ def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str,
                      "cudnn": lambda: packed_and_padded(library, x, lengths),
                      "cudnn_padded": lambda: library(x),
                      "packing": lambda: packed_and_padded(lambda packed: (packed,), x, lengths)},
-                    max(3, min(repeats, repeats * 1000 // T)), T * layers)
+                    lambda: None, max(3, min(repeats, repeats * 1000 // T)), T * layers, clock=called)
     return describe(shape, "float32", error) | row | {
         "case": "pytorch#149194", "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
@@ -146,9 +158,7 @@ def train_issue(shape: Shape, repeats: int) -> dict[str, Any]:
     """One row of pytorch#149194 in training: the gradients of the mean of y, by both, and by PyTorch on padded rows."""
     cell, T, B, I, H, layers, both = shape
     library = CELLS[cell](I, H, layers, bidirectional=both).cuda()
-    ours = copy.deepcopy(library)
-    ecornn.torch.replace(ours, wait=True)
-    x, lengths = torch.randn(T, B, I, device="cuda"), triangular(T, B)
+    ours, x, lengths = replaced(library), torch.randn(T, B, I, device="cuda"), triangular(T, B)
 
     def step(layer: Any) -> list[torch.Tensor]:
         kind = next(layer.parameters()).dtype
@@ -173,54 +183,173 @@ def train_issue(shape: Shape, repeats: int) -> dict[str, Any]:
         sys.exit(f"{shape}: error {errors[0]:.2e}, PyTorch's {errors[1]:.2e}")
     row = timed({"ecornn": lambda: step(ours), "cudnn": lambda: step(library), "padded": padded,
                  "packing": packing},
-                max(3, min(repeats, repeats * 1000 // T)), T * layers)
+                lambda: None, max(3, min(repeats, repeats * 1000 // T)), T * layers, clock=called)
     return {"T": T, "B": B, "I": I, "H": H, "layers": layers, "error": errors[0], "cudnn_error": errors[1], **row,
             "ratio": row["cudnn_us"] / row["ecornn_us"], "packing_costs": row["ecornn_us"] / row["padded_us"]}
 
 
-def told(row: dict[str, Any]) -> str:
-    """A row in a line."""
-    extra = f" {row['case']}, {row['valid']:.2f} valid" if "case" in row else ""
-    if "padded_us" in row:
-        extra += f", padded {row['padded_us']:.2f}, full {row['full_us']:.2f}"
-    if "packing_us" in row:
-        extra += f", {row['packing_us']:.2f} of it packing, cuDNN on padded rows {row['cudnn_padded_us']:.2f}"
-    return (f"{row['dtype']} ecornn {row['ecornn_us']:.2f} [{row['ecornn_p20']:.2f}, {row['ecornn_p80']:.2f}]{extra}  "
-            f"cuDNN {row['cudnn_us']:.2f} [{row['cudnn_p20']:.2f}, {row['cudnn_p80']:.2f}] us  {row['ratio']:.2f}x  "
-            f"error {row['error']:.1e} / {row['cudnn_error']:.1e}")
-
-
 def describe(shape: Shape, dtype: str, error: tuple[float, float]) -> dict[str, Any]:
-    names = ("cell", "T", "B", "I", "H", "layers", "bidirectional")
-    return dict(zip(names, shape, strict=True)) | {"dtype": dtype, "error": error[0], "cudnn_error": error[1]}
+    return dict(zip(NAMES, shape, strict=True)) | {"dtype": dtype, "error": error[0], "cudnn_error": error[1]}
 
 
-def trained(r: dict[str, Any]) -> str:
-    """A row of training in a line."""
-    return (f"ecornn {r['ecornn_us']:.2f}, cuDNN {r['cudnn_us']:.2f}, cuDNN padded {r['padded_us']:.2f} us/step; "
-            f"{r['ratio']:.2f}x, {r['packing_costs']:.2f} of padded, {r['packing_us']:.2f} of it packing; error "
-            f"{r['error']:.1e} / {r['cudnn_error']:.1e}")
+def laid(lengths: Any, width: int, together: int) -> dict[str, ecornn.Columns]:
+    """Where the sequences of a draw lie."""
+    return {"columns": ecornn.Columns.of(lengths, width, together), "whole": ecornn.Columns.of(lengths, width)}
+
+
+def compare_columns(shape: Shape, width: int, lengths: Any, library: Any, layers: dict[str, Any],
+                    repeats: int) -> dict[str, Any]:
+    """One row: all sides checked and timed on one draw of lengths."""
+    _, _, _, I, H, depth, both = shape
+    longest, least, kind = int(lengths.max()), -(-int(lengths.sum()) // width), getattr(torch, DTYPE)
+    rows = torch.randn(longest, len(lengths), I, device="cuda").to(kind)
+    sequences = [rows[:n, s] for s, n in enumerate(lengths)]
+    found, sides = laid(lengths, width, layers["columns"].together), {}
+    xs = {name: rows[columns.inside, columns.table] for name, columns in found.items()}  # graphs read and write these
+    outs = {name: torch.empty((*x.shape[:2], H * (1 + both)), device="cuda", dtype=kind) for name, x in xs.items()}
+    for name, columns in found.items():
+        sides[name] = turns.graph_of(lambda n=name, c=columns: layers["columns"](xs[n], sequences=c, out=outs[n]))
+    full, counts = torch.randn(least, width, I, device="cuda").to(kind), torch.as_tensor(lengths).int().cuda()
+    sides["alone"] = turns.graph_of(lambda: layers["alone"](full))
+    sides["lengths"] = turns.graph_of(lambda: layers["lengths"](rows, lengths=counts))
+    packed = pack_sequence(sequences, enforce_sorted=False)
+    exact = torch.cat(unpack_sequence(copy.deepcopy(library).double()(packed.double())[0]))
+    theirs, errors = torch.cat(unpack_sequence(library(packed)[0])), {}
+    for name, columns in found.items():
+        outs[name].fill_(float("nan"))
+        sides[name].replay()
+        y = outs[name].reshape(-1, H * (1 + both))[torch.from_numpy(columns.places).cuda()]
+        errors[name] = check(f"{shape} {name}", y, theirs, exact)
+    row: dict[str, Any] = {"longest": longest, "valid": int(lengths.sum()), "together": layers["columns"].together,
+                           "error": errors["columns"][0], "cudnn_error": errors["columns"][1]}
+    row |= timed({name: sides[name].replay for name in SIDES}, lambda: None, repeats, longest * depth)
+    return row | {"share": row["alone_us"] / row["columns_us"], "whole_share": row["alone_us"] / row["whole_us"],
+                  "steps": {name: len(columns.table) / max(longest, least) for name, columns in found.items()}}
+
+
+def runs_of(layer: Any, x: torch.Tensor, dy: torch.Tensor, **masks: Any) -> dict[str, Any]:
+    """The backward pass alone, and a whole step; they hold what their graphs read."""
+    def step() -> Any:
+        return layer.backward(layer.forward(x, **masks)[2], dy)
+
+    _, _, kept = layer.forward(x, **masks)
+    backward = turns.graph_of(lambda: layer.backward(dataclasses.replace(kept), dy))
+
+    def again(kept: Any = kept) -> None:
+        backward.replay()
+
+    return {"": again, "_step": turns.graph_of(step).replay}
+
+
+def gradients(library: torch.nn.RNNBase, rows: list[torch.Tensor], drows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """PyTorch's, of the rows one behind the other and of all weights."""
+    inputs = [row.detach().requires_grad_() for row in rows]
+    y = library(pack_sequence(inputs, enforce_sorted=False))[0]
+    made = torch.autograd.grad(y.data, [*inputs, *library.parameters()],
+                               pack_sequence(drows, enforce_sorted=False).data)
+    return [torch.cat(made[:len(rows)]), *made[len(rows):]]
+
+
+def train_columns(shape: Shape, width: int, lengths: Any, library: Any, layers: dict[str, Any],
+                  repeats: int) -> dict[str, Any]:
+    """One draw of lengths: gradients of columns checked, all sides timed."""
+    _, _, _, I, H, depth, both = shape
+    longest, least, kind = int(lengths.max()), -(-int(lengths.sum()) // width), getattr(torch, DTYPE)
+
+    def drawn(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device="cuda").to(kind)
+
+    x, dy = drawn(longest, len(lengths), I), drawn(longest, len(lengths), H * (1 + both))
+    columns = ecornn.Columns.of(lengths, width, layers["columns"].together)
+    laid_x, laid_dy = (v[columns.inside, columns.table] for v in (x, dy))
+    rows, drows = ([v[:n, s] for s, n in enumerate(lengths)] for v in (x, dy))
+    places, names = torch.from_numpy(columns.places).cuda(), [n for n, _ in library.named_parameters()]
+
+    def ours() -> list[torch.Tensor]:
+        found = layers["columns"].backward(layers["columns"].forward(laid_x, sequences=columns)[2], laid_dy)
+        return [found.x.reshape(-1, I)[places], *(found.weights[n] for n in names)]
+
+    theirs = gradients(library, rows, drows)
+    exact = gradients(copy.deepcopy(library).double(), [r.double() for r in rows], [r.double() for r in drows])
+    found, errors = ours(), []
+    for name, one, other, wanted in zip(("x", *names), found, theirs, exact, strict=True):
+        errors.append((relative(one, wanted), relative(other, wanted)))
+        if not errors[-1][0] <= 2 * errors[-1][1] + 1e-6:
+            sys.exit(f"{shape}, gradient of {name}: error {errors[-1][0]:.2e}, PyTorch's {errors[-1][1]:.2e}")
+    if not all(map(torch.equal, found, ours())):
+        sys.exit(f"{shape}: two runs differ")
+    del exact, theirs, found
+    full, dfull = drawn(least, width, I), drawn(least, width, H * (1 + both))
+    counts = torch.as_tensor(lengths).int().cuda()
+    with torch.no_grad():
+        sides = {"columns": runs_of(layers["columns"], laid_x, laid_dy, sequences=columns),
+                 "alone": runs_of(layers["alone"], full, dfull),
+                 "lengths": runs_of(layers["lengths"], x, dy, lengths=counts)}
+    runs = {name + part: run for name, of in sides.items() for part, run in of.items()}
+    runs["cudnn_step"] = lambda: gradients(library, rows, drows)
+    row: dict[str, Any] = {"longest": longest, "valid": int(lengths.sum()), "together": layers["columns"].together,
+                           "steps": len(columns.table), "least": least, "error": max(e for e, _ in errors),
+                           "cudnn_error": max(e for _, e in errors)}
+    row |= timed(runs, lambda: None, repeats, longest * depth)
+    return row | {"share": row["columns_us"] / row["alone_us"], "step_share": row["columns_step_us"]
+                  / row["alone_step_us"]}
+
+
+def described(shape: Shape, width: int, draws: list[dict[str, Any]]) -> dict[str, Any]:
+    """A case: its sizes, and the median with 20th and 80th percentile of its draws."""
+    row: dict[str, Any] = dict(zip(NAMES, shape, strict=True)) | {"columns": width, "dtype": DTYPE, "draws": draws}
+    for name in (name for name in draws[0] if name.endswith(("_us", "share"))):
+        row[name] = [float(v) for v in np.percentile([draw[name] for draw in draws], [50, 20, 80])]
+    return row
+
+
+def all_packed(arguments: argparse.Namespace, built: Callable[..., Future[str]]) -> Iterator[dict[str, Any]]:
+    """The rows of packed sequences, printed."""
+    training, shapes = arguments.training, ISSUE if arguments.training else PACKED + ISSUE
+    shapes = [shapes[n] for n in arguments.rows or range(len(shapes))]
+    files = {shape: built(shape, arguments.dtype, 0, "lengths", False) for shape in shapes if shape not in ISSUE}
+    wait(files.values())  # nothing else runs while a row is timed
+    for shape in shapes:
+        if shape in ISSUE:
+            row = (train_issue if training else compare_issue)(shape, arguments.repeats)
+        else:
+            row = compare_packed(shape, arguments.dtype, arguments.repeats, files[shape].result())
+        print(told(row), flush=True)
+        yield row
+
+
+def all_columns(arguments: argparse.Namespace, built: Callable[..., Future[str]]) -> Iterator[dict[str, Any]]:
+    """The cases of columns, printed."""
+    training, count = arguments.training, arguments.draws or (4 if arguments.training else 8)
+    one: Callable[..., dict[str, Any]] = train_columns if training else compare_columns
+    cases = [CASES[n] for n in arguments.rows or range(len(CASES))]
+    files = [{kind: built(shape, DTYPE, width, kind, training) for kind in TRAINED} for shape, width in cases]
+    wait([file for of in files for file in of.values()])
+    for (shape, width), of in zip(cases, files, strict=True):
+        library, rng = library_of(shape, DTYPE).train(training), np.random.default_rng(0)
+        layers = {kind: bound(file.result(), library) for kind, file in of.items()}
+        with torch.inference_mode(not training):
+            drawn = [rng.integers(1, shape[1] + 1, shape[2]) for _ in range(count)]
+            draws = [one(shape, width, lengths, library, layers, arguments.repeats) for lengths in drawn]
+        row = described(shape, width, draws)
+        print(told(row), flush=True)
+        yield row
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=(20, "timed repetitions a row"))
-    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="float16")
-    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these rows, counted from 0")
-    parser.add_argument("--training", action="store_true", help="pytorch#149194 in training")
+    parser = options(__doc__, repeats=(20, "timed repetitions a row, or a draw"))
+    parser.add_argument("--columns", action="store_true", help="columns in place of packed sequences")
+    parser.add_argument("--training", action="store_true", help="training steps in place of forward passes")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], default="float16", help="of packed sequences")
+    parser.add_argument("--draws", type=int, help="of lengths, for columns [8, with --training 4]")
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="only these, counted from 0")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.training:
         os.environ["ECORNN_STRICT"] = "1"  # never PyTorch against itself
-    rows, shapes = [], ISSUE if arguments.training else PACKED + ISSUE
-    shapes = [shapes[n] for n in arguments.rows or range(len(shapes))]
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        built = {shape: pool.submit(build, shape, arguments.dtype, folder) for shape in shapes if shape not in ISSUE}
-        wait(built.values())  # nothing else runs while a row is timed
-        for shape in shapes:
-            rows.append((train_issue if arguments.training else compare_issue)(shape, arguments.repeats)
-                        if shape in ISSUE
-                        else compare_packed(shape, arguments.dtype, arguments.repeats, built[shape].result()))
-            print(f"{shape} {trained(rows[-1]) if arguments.training else told(rows[-1])}", flush=True)
+        rows = [*(all_columns if arguments.columns else all_packed)(
+            arguments, lambda *of: pool.submit(build, *of, folder))]
     write(arguments.output, environment(), rows)
 
 

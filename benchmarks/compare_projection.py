@@ -20,21 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from grid_summary import FILE, singles
-from measured_rows import Results, read
+from measured_rows import FILE, Results, read, singles
 from msgspec import structs
 from report import layer, table, times
-from side_by_side import CELLS, DEVICE, WARM, environment, float64_forward, kernels, relative, summary
+from side_by_side import CELLS, DEVICE, environment, float64_forward, kernels, relative, summary
 
 import ecornn
 from ecornn.bench.grid import Layer, Own, read_grid, selected
 from ecornn.bench.measure import Plan, compiled
 from ecornn.bench.results import RowLog
+from ecornn.bench.turns import WARM
 from ecornn.errors import ScheduleError
 
 ASKED = 0.7  # of cuBLAS's rate, at least
-
-
 REPEATS = 20
 WHOLE = {"hoisted": Own(config={"ahead": 100})}
 

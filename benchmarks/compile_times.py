@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
-from grid_summary import FILE
+from measured_rows import FILE, alone
 from report import layer, table
 
-from ecornn import __version__
 from ecornn.bench.grid import Layer, read_grid
 from ecornn.bench.results import RowLog
 from ecornn.device import Device
@@ -74,22 +71,20 @@ def slowest(times: Path) -> dict[str, float]:
 
 def in_new_process(row: Layer, device: Device, folder: Path) -> dict:
     """The same, or ``failed``."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(compile_cold, row, device, folder).result()
-        except (EcornnError, BrokenExecutor) as error:
-            return {"failed": f"{type(error).__name__}: {error}"}
+    try:
+        return alone(compile_cold, row, device, folder)
+    except (EcornnError, BrokenExecutor) as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 def environment(device: Device, jobs: int) -> dict:
     """What a file of results says of where they come from."""
-    from ecornn.host_cpu import detect
+    import side_by_side  # with PyTorch: not what processes that compile begin with
+
     from ecornn.tune.choose import cuda_compiler
 
-    return {"gpu": device.name, "compiler": cuda_compiler(), "cpu": detect().name,
-            "cores": len(os.sched_getaffinity(0)), "jobs": jobs, "ecornn": __version__,
-            "command": " ".join(["python", *sys.argv]),
-            "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
+    return side_by_side.environment(cpu=True) | {"gpu": device.name, "compiler": cuda_compiler(), "jobs": jobs,
+                                                 "cores": len(os.sched_getaffinity(0))}
 
 
 def report(path: Path, log: RowLog) -> list[str]:

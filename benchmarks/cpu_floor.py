@@ -28,11 +28,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from measured_rows import read
-from side_by_side import options
+from side_by_side import options, told
 
 import ecornn
 from ecornn.build.link import find_compiler
@@ -132,27 +133,20 @@ def floors(threads: int, results: Path | None) -> dict:
           "additions")
     for size, speed in found["stream_gb_per_s"].items():
         print(f"{int(size) >> 10:6} KB a thread: {speed:.0f} GB/s")
-    rows = read(results).good if results else []
-    at = {(r["cell"], r["H"]): r | {"ecornn_ms": r["ecornn_us"] * r["T"] / 1e3}
-          for r in rows if r["group"] == "latency"}
+    at = {(r["cell"], r["H"]): r for r in (read(results).good if results else []) if r["group"] == "latency"}
     found["floors"] = []
-    for cell, gates in GATES.items():
-        for h in HIDDEN:
-            weights = 4 * gates * h * h
-            hoisted = 2 * STEPS * gates * h * h / found["fma_gflops"] * 1e-6
-            steps = STEPS * weights / found["stream_gb_per_s"][str(weights // threads)] * 1e-6
-            row = {"cell": cell, "T": STEPS, "B": 1, "I": h, "H": h, "hoisted_ms": hoisted, "steps_ms": steps,
-                   "floor_ms": hoisted + steps}
-            text = f"{cell:8} 100x1x{h}x{h}: {hoisted:.3f} + {steps:.3f} = {hoisted + steps:.3f} ms"
-            if (cell, h) in at:
-                r = at[cell, h]
-                peer = r["ratio"] * r["ecornn_ms"]
-                row |= {"ecornn_ms": r["ecornn_ms"], "peer_ms": peer, "ratio": r["ratio"],
-                        "ratio_at_the_floor": peer / row["floor_ms"]}
-                text += (f"; ecornn {r['ecornn_ms']:.3f} ({r['ecornn_ms'] / row['floor_ms']:.2f} floors), faster peer "
-                         f"{peer:.3f}, ratio {r['ratio']:.2f}x, at the floor {row['ratio_at_the_floor']:.2f}x")
-            found["floors"].append(row)
-            print(text)
+    for (cell, gates), h in product(GATES.items(), HIDDEN):
+        weights = 4 * gates * h * h
+        hoisted = 2 * STEPS * gates * h * h / found["fma_gflops"] * 1e-6
+        steps = STEPS * weights / found["stream_gb_per_s"][str(weights // threads)] * 1e-6
+        row = {"cell": cell, "T": STEPS, "B": 1, "I": h, "H": h, "hoisted_ms": hoisted, "steps_ms": steps,
+               "floor_ms": hoisted + steps}
+        if r := at.get((cell, h)):
+            ours = r["ecornn_us"] * r["T"] / 1e3
+            row |= {"ecornn_ms": ours, "peer_ms": r["ratio"] * ours, "ratio": r["ratio"],
+                    "ratio_at_the_floor": r["ratio"] * ours / row["floor_ms"]}
+        found["floors"].append(row)
+        print(told(row))
     return found
 
 
@@ -185,7 +179,7 @@ def measured(cell: str, T: int, B: int, H: int, threads: int) -> dict:
     for _ in range(15):
         x = rng.standard_normal((T, B, H), np.float32)
         times.append(wall_clock(lambda x=x: layer(x)))
-    flops = 4 * T * B * H * H * {"lstm": 4, "gru": 3}[cell]
+    flops = 4 * T * B * H * H * GATES[cell]
     return {"cell": cell, "T": T, "B": B, "I": H, "H": H, "config": dict(planned.found.config),
             "loops": loops(generate(planned).emitted["asm"]), "gflops": 1e-9 * flops / float(np.median(times[3:]))}
 
@@ -202,10 +196,7 @@ def hot_loops(threads: int) -> dict:
         row = measured(*layer, threads)
         row["share_of_peak"] = row["gflops"] / peak
         rows.append(row)
-        print(f"{row['cell']} {row['T']}x{row['B']}x{row['I']}x{row['H']}: {row['gflops']:.1f} GFLOP/s, "
-              f"{row['share_of_peak']:.0%} of the peak")
-        for loop in row["loops"]:
-            print("   loop: " + ", ".join(f"{count} {name}" for name, count in loop.items()))
+        print("\n   loop: ".join(map(told, (row, *row["loops"]))))
     return {"peak_1_thread": one, "peak": peak, "rows": rows}
 
 
@@ -214,10 +205,9 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, help="results of grids/cpu.toml, to stand beside the floors")
     parser.add_argument("--loops", action="store_true", help="the hot loops of layers in place of floors")
     arguments = parser.parse_args()
-    threads = arguments.threads
-    found = hot_loops(threads) if arguments.loops else floors(threads, arguments.rows)
+    found = hot_loops(arguments.threads) if arguments.loops else floors(arguments.threads, arguments.rows)
     if arguments.output:
-        where = {"cpu": detect().name, "arch": detect().arch, "threads": threads}
+        where = {"cpu": detect().name, "arch": detect().arch, "threads": arguments.threads}
         arguments.output.write_text(json.dumps(where | found, indent=1) + "\n")
 
 

@@ -1,8 +1,13 @@
-"""The drop-in on a CPU where it is not alone: a replaced layer against torch.nn's, as parts of programs.
+"""The drop-in on a CPU where it is not alone, and calls that `ecornn bench` does not make; both sides in turns.
 
     python benchmarks/cpu_in_programs.py turns --output benchmarks/results/cpu_in_programs.json
     python benchmarks/cpu_in_programs.py busy --busy 2 --busy 4 --output ...
     python benchmarks/cpu_in_programs.py service --output ...
+    python benchmarks/cpu_in_programs.py cells --output benchmarks/results/cpu_cells.json
+    python benchmarks/cpu_in_programs.py weights
+    python benchmarks/cpu_in_programs.py lengths
+    python benchmarks/cpu_in_programs.py host --output benchmarks/results/host_time_h100.json        # of a GPU
+    python benchmarks/cpu_in_programs.py host --cpu --output benchmarks/results/host_time_cpu.json
 
 turns: each call comes after an operation of PyTorch's, a product and a relu of as many values as the layer reads, as in
 any model. busy: the same while other processes compute, so many for each core. service: threads of one process, each
@@ -12,52 +17,65 @@ Nothing is set in the environment. Sides take turns in blocks of some calls, of 
 the threads of the other side have stopped spinning. A call's time is from its begin to its end, as is the operation's,
 which may wait for what a call leaves behind. Milliseconds: 50th and 99th percentile of all calls. The layers are those
 of grids/cpu.toml (--suite: its groups). Outputs of both sides are compared first.
+
+cells: replaced cells and torch.nn's, called in a loop, as policies and decoders call them. A row is the median of
+microseconds a step with the 20th and 80th percentile, of forward alone ("inference") or of a training step with SGD.
+weights: an LSTM whose weights are new at each call, as weight norm, hypernetworks and ``functional_call`` make them,
+with and without gradients; beside that, the same weights each time.
+lengths: an LSTM's rows of lengths uniform in 1..T, against all rows at full length and PyTorch's packed sequences. The
+share of valid steps is what a layer would need that spent nothing on rows that have ended.
+host: how long Python and the driver take from ``layer(x)`` until it returns. Layers of 16 units, so that what is
+computed takes next to nothing, without and with states. On a CPU one thread runs a call to its end: NumPy arrays, torch
+tensors, and the drop-in beside torch.nn; `entry` is the module's own function with the same arguments. On a GPU calls
+return before they have run: tensors of the GPU, the drop-in and torch.nn, blocks of calls between which the GPU is
+waited for, outside the time. Microseconds a call: p20, median and p80 of blocks of 50 calls, all sides in turns. Aims:
+`layer(x)` 25 at most, the drop-in 40.
+
+In all but host inputs are new in each round, but for the x of new weights. Outputs and gradients are compared with
+float64 first; with new weights ours are compared with PyTorch's in each round.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
+from itertools import chain, count, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from measured_rows import mean
-from side_by_side import environment, options, relative, write
+from side_by_side import busy, environment, host_clock, options, relative, replaced, summary, timed, told, write
+from torch.func import functional_call
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import ecornn.torch
+from ecornn.bench import turns
 from ecornn.bench.grid import read_grid
-from ecornn.bench.turns import settle
 from ecornn.host_cpu import detect
+from ecornn.numpy_reference import random_weights, reference
+from ecornn.tune.timing import wall_clock
 
-CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 FILE = Path(__file__).parent / "grids" / "cpu.toml"
 SINGLE = ("layers", "latency", "grid")  # the suites of single layers
 BLOCKS = 8  # turns of each side
-BUDGET = 3.0  # seconds of each side, about
 REQUESTS = 8  # threads of a service
+UNITS, CALLS = 16, 50  # of layers whose host time is measured, and calls of a block
+LAYERS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CELLS = ("LSTMCell", "GRUCell", "RNNCell")
+SIZES = [(1, 64), (1, 256), (1, 512), (8, 128), (32, 256), (64, 512)]  # B, H of cells; I is H
+LIMITS = {"inference": 1e-5, "training": 2e-5}
+PROGRAMS = ("turns", "busy", "service")
 Times = list[tuple[float, float]]  # seconds of the operation and of the call
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """While ``count`` processes compute."""
-    code = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
-    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(count)]
-    try:
-        time.sleep(1.0 if processes else 0.0)
-        yield
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
+Row = dict[str, Any]
 
 
 class Program:
@@ -115,20 +133,17 @@ def suite_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def library_of(cell: str, input: int, hidden: int) -> torch.nn.RNNBase:
     """The layer of torch.nn."""
-    if cell.startswith("rnn"):
-        return torch.nn.RNN(input, hidden, nonlinearity=cell[4:])
-    return {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}[cell](input, hidden)
+    kind, _, nonlinearity = cell.partition("_")
+    return getattr(torch.nn, kind.upper())(input, hidden, **({"nonlinearity": nonlinearity} if nonlinearity else {}))
 
 
 def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: list[int],
-            run: Callable[[Program, float], Times]) -> Iterator[dict]:
+            run: Callable[[Program, float], Times]) -> Iterator[Row]:
     """A row for each load: busy processes for each core."""
     library = library_of(cell, shape[2], shape[3]).eval()
-    ours = copy.deepcopy(library)
-    holder = torch.nn.Sequential(ours)
-    ecornn.torch.replace(holder, wait=True)
+    ours = replaced(library)
     torch.manual_seed(0)
-    theirs_program, program = Program(library, shape), Program(holder[0], shape)
+    theirs_program, program = Program(library, shape), Program(ours, shape)
     program.x, program.weight = theirs_program.x, theirs_program.weight
     expected, found = theirs_program.once()[2], program.once()[2]
     error = relative(found, expected)
@@ -140,7 +155,7 @@ def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: l
             for _ in range(BLOCKS):
                 for name, side in (("ecornn", program), ("torch", theirs_program)):
                     if not load:
-                        settle()
+                        turns.settle()
                     times[name] += run(side, budget / BLOCKS)
         row = {"cell": cell, **dict(zip("TBIH", shape, strict=True)), "busy": load}
         for name, values in times.items():
@@ -153,62 +168,269 @@ def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: l
         yield row
 
 
-def line(row: dict) -> str:
-    """A row in words."""
-    sides = [f"{side} {row[f'{side}_ms']:.3f} p99 {row[f'{side}_p99_ms']:.3f} (operation "
-             f"{row[f'{side}_operation_ms']:.3f})" for side in ("ecornn", "torch")]
-    shape = "x".join(str(row[name]) for name in "TBIH")
-    return (f"{row['cell']:8} {shape:15} busy {row['busy']} {'  '.join(sides)} ms  {row['ratio_ms']:.2f}x "
-            f"p99 {row['ratio_p99_ms']:.2f}x, with the operation {row['ratio_both_ms']:.2f}x "
-            f"p99 {row['ratio_p99_both_ms']:.2f}x, {row['ecornn_calls']} and {row['torch_calls']} calls")
+def add(path: Path, row: Row) -> None:
+    """Adds the row to the file, in place of an older one of the same program."""
+    def key(row: Row) -> list[Any]:
+        return [row[name] for name in ("mode", "cell", "T", "B", "I", "H", "busy", "threads")]
 
-
-def key(row: dict) -> tuple:
-    return tuple(row[name] for name in ("mode", "cell", "T", "B", "I", "H", "busy", "threads"))
-
-
-def add(path: Path, row: dict) -> None:
-    """Adds the row to the file."""
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     where = {"numpy": np.__version__, "kernel": os.uname().release,
              "command": "python benchmarks/cpu_in_programs.py MODE"}
     write(path, environment(cpu=True) | where, [r for r in old if key(r) != key(row)] + [row])
 
 
-def main() -> None:
-    parser = options(__doc__, threads=(detect().cores, "of both sides"),
-                     budget=(BUDGET, "seconds of each side and row"))
-    parser.add_argument("mode", choices=("turns", "busy", "service"))
-    parser.add_argument("--suite", choices=SINGLE, action="append", help="of layers; may repeat [all]")
-    parser.add_argument("--cell", choices=CELLS, action="append", help="only this cell; may repeat")
-    parser.add_argument("--only", metavar="TxBxIxH", action="append", help="only this shape; may repeat")
-    parser.add_argument("--shape", metavar="TxBxIxH", action="append", help="these instead of a suite's; may repeat")
-    parser.add_argument("--busy", type=int, action="append", help="busy processes for each core; may repeat [2, 4]")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+def loop(cell: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The output states of all steps."""
+    hx, found = None, []
+    for row in x:
+        hx = cell(row, hx)
+        found.append(hx[0] if isinstance(hx, tuple) else hx)
+    return torch.stack(found)
+
+
+def train(cell: torch.nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
+    """A training step; the gradients."""
+    cell.zero_grad()
+    loop(cell, x).square().mean().backward()
+    if optimizer is not None:
+        optimizer.step()
+    return [p.grad for p in cell.parameters()]
+
+
+def results(cell: torch.nn.Module, x: torch.Tensor, kind: str) -> list[torch.Tensor]:
+    """The results of this kind of call."""
+    if kind == "training":
+        return train(cell, x)
+    with torch.no_grad():
+        return [loop(cell, x)]
+
+
+def compare_cells(name: str, size: tuple[int, int], kind: str, arguments: argparse.Namespace) -> Row:
+    """One row: loops of calls, each from the states of the one before."""
+    torch.manual_seed(0)
+    batch, hidden = size
+    library = getattr(torch.nn, name)(hidden, hidden)
+    sides, x = {"ecornn": replaced(library), "torch": library}, torch.randn(arguments.steps, batch, hidden)
+    row: Row = {"cell": name, "B": batch, "H": hidden, "kind": kind, "steps": arguments.steps, "device": "cpu",
+                "threads": torch.get_num_threads()}
+    wanted = results(copy.deepcopy(library).double(), x.double(), kind)
+    for side, cell in sides.items():
+        row[f"{side}_error"] = max(map(relative, results(cell, x, kind), wanted))
+        if not row[f"{side}_error"] <= LIMITS[kind]:
+            sys.exit(f"{name} B={batch} H={hidden}: {side} has error {row[f'{side}_error']:.2e}")
+    if kind == "training":
+        runs = {side: partial(train, cell, x, torch.optim.SGD(cell.parameters(), 1e-6)) for side, cell in sides.items()}
+    else:
+        runs = {side: partial(loop, cell, x) for side, cell in sides.items()}
+    with torch.set_grad_enabled(kind == "training"):
+        found, _ = turns.host_turns(runs, lambda: x.copy_(torch.randn_like(x)), arguments.repeats, float("inf"),
+                                    lambda run: wall_clock(run) * 1e6)
+    for side, times in found.items():
+        row |= summary(side, [*chain(*times)], arguments.steps)
+    return row | {"ratio": row["torch_us"] / row["ecornn_us"]}
+
+
+def call(layer: torch.nn.Module, weights: dict[str, torch.Tensor], x: torch.Tensor,
+         training: bool) -> list[torch.Tensor]:
+    """y, or the gradients of all weights."""
+    if not training:
+        with torch.no_grad():
+            return [functional_call(layer, weights, (x,))[0]]
+    for weight in weights.values():
+        weight.requires_grad_().grad = None
+    functional_call(layer, weights, (x,))[0].square().mean().backward()
+    return [weight.grad for weight in weights.values()]
+
+
+def compare_weights(hidden: int, training: bool, new: bool, arguments: argparse.Namespace) -> Row:
+    """One row: both sides get the same tensors."""
+    T, B, numbers = arguments.seq or 32, arguments.batch or 4, count()
+    theirs = torch.nn.LSTM(hidden, hidden)
+    base, x = {k: v.detach() for k, v in theirs.named_parameters()}, torch.randn(T, B, hidden)
+    weights, found = dict(base), dict[str, list[torch.Tensor]]()
+
+    def check() -> None:
+        """The last round's."""
+        if not max(map(relative, found.get("ecornn", []), found.get("torch", [])), default=0.0) < LIMITS["inference"]:
+            sys.exit(f"H={hidden}: the two sides differ")
+
+    def fresh() -> None:
+        check()
+        number = next(numbers)
+        weights.update({k: v.detach() * (1 + 0.01 * number) if new else v for k, v in base.items()})
+
+    def run(side: str, layer: torch.nn.Module) -> None:
+        found[side] = call(layer, weights, x, training)
+
+    row = timed({"ecornn": partial(run, "ecornn", replaced(theirs)), "torch": partial(run, "torch", theirs)}, fresh,
+                arguments.repeats, 1, clock=host_clock)
+    check()
+    return {"H": hidden, "T": T, "B": B, "training": training, "new": new, **row,
+            "ratio": row["torch_us"] / row["ecornn_us"]}
+
+
+def compare_lengths(hidden: int, arguments: argparse.Namespace) -> Row:
+    """One row: a module with lengths, another one without, and PyTorch's packed sequences."""
+    T, B, rng = arguments.seq or 100, arguments.batch or 32, np.random.default_rng(0)
+    weights = random_weights("lstm", hidden, hidden, 0)
+    with_lengths, without = (ecornn.compile("lstm", hidden=hidden, batch=B, seq=T, target="cpu", lengths=given).bind(
+        weights, threads=arguments.threads) for given in (True, False))
+    theirs = torch.nn.LSTM(hidden, hidden)
+    theirs.load_state_dict({n: torch.from_numpy(w) for n, w in weights.items()})
+    x, lengths, shares = np.empty((T, B, hidden), np.float32), np.empty(B, np.int64), list[float]()
+
+    def fresh() -> None:
+        x[:], lengths[:] = rng.standard_normal(x.shape), rng.integers(1, T + 1, B)
+        shares.append(lengths.sum() / (T * B))
+
+    def packed() -> Any:
+        with torch.inference_mode():
+            rows = pack_padded_sequence(torch.from_numpy(x), torch.from_numpy(lengths), enforce_sorted=False)
+            return pad_packed_sequence(theirs(rows)[0], total_length=T)[0].numpy()
+
+    sides: dict[str, Callable[[], Any]] = {
+        "full": lambda: without(x)[0], "full_by_lengths": lambda: with_lengths(x)[0],
+        "lengths": lambda: with_lengths(x, lengths=lengths)[0],
+        "sorted": lambda: with_lengths(x, lengths=np.sort(lengths))[0], "torch": packed}
+    fresh()
+    expected, _ = reference("lstm", x, weights, lengths=lengths)
+    for side in ("lengths", "torch"):
+        error = np.linalg.norm(sides[side]() - expected) / np.linalg.norm(expected)
+        if not error < LIMITS["inference"]:
+            sys.exit(f"{side}: relative error {error:.2g}")
+    row = timed(sides, fresh, arguments.repeats, 1, clock=host_clock)
+    return {"H": hidden, "T": T, "B": B, "valid": float(np.mean(shares)), **row}
+
+
+def sides_of(cell: str, steps: int, device: str) -> dict[str, Callable[[], Any]]:
+    """Calls of one layer by name."""
+    made = ecornn.compile(cell, hidden=UNITS, input=UNITS, batch=1, seq=steps, target=device)
+    theirs = getattr(torch.nn, cell.upper())(UNITS, UNITS, device=device)
+    ours = getattr(ecornn.torch, cell.upper())(UNITS, UNITS, device=device)
+    ours.wait = True  # a first call is not PyTorch's
+    layer = made.bind({name: value.detach() for name, value in theirs.named_parameters()},
+                      threads=1 if device == "cpu" else None)
+    x = torch.randn(steps, 1, UNITS, device=device)
+    _, state = layer(x)
+    _, whole = theirs(x)
+    found: dict[str, Callable[[], Any]] = {
+        "tensor": lambda: layer(x), "tensor, states": lambda: layer(x, state),
+        "drop-in": lambda: ours(x), "drop-in, states": lambda: ours(x, whole),
+        "torch.nn": lambda: theirs(x), "torch.nn, states": lambda: theirs(x, whole)}
+    if device == "cpu":
+        rows, before = x.numpy(), tuple(s.numpy() for s in state)
+        found |= {"NumPy": lambda: layer(rows), "NumPy, states": lambda: layer(rows, before)}
+    return found | {"entry": entry_of(layer, x)}
+
+
+def entry_of(layer: Any, x: torch.Tensor) -> Callable[[], Any]:
+    """The module's function alone, with the arguments of a call."""
+    run, given = layer._run, []
+    layer._run = lambda *arguments: given.append(arguments)
+    kept = layer(x)  # whose memory the arguments point to
+    layer._run = run
+    return lambda: run(*given[0]) or kept
+
+
+def in_blocks(sides: dict[str, Callable[[], Any]], repeats: int,
+              wait: Callable[[], None]) -> dict[str, dict[str, float]]:
+    """p20, median and p80 of each, microseconds a call."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    with torch.no_grad():
+        for turn in range(repeats + 2):
+            for name, call in sides.items():
+                wait()
+                begin = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                taken = time.perf_counter() - begin
+                if turn > 1:
+                    times[name].append(taken / CALLS * 1e6)
+        wait()
+    return {name: dict(zip(("p20", "median", "p80"), map(float, np.percentile(values, [20, 50, 80])), strict=True))
+            for name, values in times.items()}
+
+
+def host_time(arguments: argparse.Namespace) -> None:
+    """The rows of ``host``, of a GPU if there is one and --cpu is not given."""
+    device = "cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu"
+    if device == "cpu":
+        torch.set_num_threads(1)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    where, rows = environment(cpu=device == "cpu"), list[Row]()
+    head = {"device": where.get("gpu", where.get("cpu"))} | {name: where[name] for name in ("torch", "ecornn", "time")}
+    for cell, steps in product(("lstm", "gru"), (1, 8, 100)):
+        sides = in_blocks(sides_of(cell, steps, device), arguments.repeats, wait)
+        rows.append({"cell": cell, "T": steps, "B": 1, "H": UNITS, "us": sides})
+        print(f"{cell} T={steps}: " + ", ".join(f"{name} {one['median']:.1f} ({one['p20']:.1f} to {one['p80']:.1f})"
+                                                for name, one in sides.items()), flush=True)
+        if arguments.output:
+            arguments.output.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+
+
+def in_programs(arguments: argparse.Namespace) -> None:
+    """A row of each layer and load, in the file at once."""
     loads = arguments.busy or [2, 4] if arguments.mode == "busy" else [0]
-    rows = []
+    run = in_threads if arguments.mode == "service" else Program.block
     if arguments.shape:
-        layers = [(c, tuple(map(int, s.split("x")))) for s in arguments.shape for c in arguments.cell or CELLS]
+        layers = [(cell, tuple(map(int, shape.split("x")))) for shape, cell in product(arguments.shape, LAYERS)]
     else:
         layers = [layer for suite in arguments.suite or SINGLE for layer in suite_of(suite)]
+    rows: list[Row] = []
     for cell, shape in layers:
-        if cell not in (arguments.cell or CELLS) or "x".join(map(str, shape)) not in (
-                arguments.only or ["x".join(map(str, shape))]):
+        size = "x".join(map(str, shape))
+        if cell not in (arguments.cell or [cell]) or size not in (arguments.only or [size]):
             continue
         with torch.no_grad():
-            for row in compare(cell, shape, arguments.budget, loads,
-                               in_threads if arguments.mode == "service" else Program.block):
-                row = {"mode": arguments.mode, "threads": arguments.threads, **row}
-                rows.append(row)
+            for row in compare(cell, shape, arguments.budget, loads, run):
+                rows.append({"mode": arguments.mode, "threads": arguments.threads, **row})
                 if arguments.output:
-                    add(arguments.output, row)
-                print(line(row), flush=True)
-    for load in loads:
-        for what in ("ms", "p99_ms", "both_ms"):
-            ratios = [row[f"ratio_{what}"] for row in rows if row["busy"] == load]
-            print(f"busy {load}, {what}: geometric mean {mean(ratios):.2f}x, "
-                  f"least {min(ratios):.2f}x, {len(ratios)} rows")
+                    add(arguments.output, rows[-1])
+                print(told(rows[-1]), flush=True)
+    for load, what in product(loads, ("ms", "p99_ms", "both_ms")):
+        ratios = [row[f"ratio_{what}"] for row in rows if row["busy"] == load]
+        print(f"busy {load}, {what}: geometric mean {mean(ratios):.2f}x, least {min(ratios):.2f}x, {len(ratios)} rows")
+
+
+def main() -> None:
+    parser = options(__doc__, threads=(detect().cores, "of both sides"), repeats=(0, "timed rounds; 0: 15, of host 40"),
+                     budget=(3.0, "seconds of each side and row of a program"),
+                     steps=(32, "calls of a cell's loop"), seq=(0, "T of a layer; 0: 32, of lengths 100"),
+                     batch=(0, "B of a layer; 0: 4, of lengths 32"))
+    parser.add_argument("mode", choices=(*PROGRAMS, "cells", "weights", "lengths", "host"))
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512], help="H of layers [%(default)s]")
+    for name, choices, about in (("suite", SINGLE, "of layers of programs [all]"), ("kind", LIMITS, "only this kind"),
+                                 ("cell", None, "only this layer or cell")):
+        parser.add_argument(f"--{name}", choices=choices, action="append", help=f"{about}; may repeat")
+    parser.add_argument("--only", metavar="SIZE", action="append", help="only TxBxIxH, or BxH of cells; may repeat")
+    parser.add_argument("--shape", metavar="TxBxIxH", action="append", help="these instead of a suite's; may repeat")
+    parser.add_argument("--busy", type=int, action="append", help="busy processes for each core; may repeat [2, 4]")
+    parser.add_argument("--cpu", action="store_true", help="host: of the CPU, though there is a GPU")
+    arguments = parser.parse_args()
+    known = CELLS if arguments.mode == "cells" else LAYERS
+    if unknown := {*(arguments.cell or ())} - {*known}:
+        parser.error(f"--cell: {', '.join(unknown)}; expected some of {', '.join(known)}")
+    arguments.repeats = arguments.repeats or (40 if arguments.mode == "host" else 15)
+    if arguments.mode == "host":
+        host_time(arguments)
+        return
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    if arguments.mode in PROGRAMS:
+        in_programs(arguments)
+        return
+    wanted, one = {
+        "cells": (product(arguments.cell or CELLS, SIZES, arguments.kind or LIMITS), compare_cells),
+        "weights": (product(arguments.hidden, (False, True), (False, True)), compare_weights),
+        "lengths": (product(arguments.hidden), compare_lengths)}[arguments.mode]
+    rows = []
+    for each in wanted:
+        if arguments.mode != "cells" or not arguments.only or "x".join(map(str, each[1])) in arguments.only:
+            rows.append(one(*each, arguments))
+            print(told(rows[-1]), flush=True)
+    write(arguments.output, environment(cpu=True), rows)
+    if ratios := [row["ratio"] for row in rows if "ratio" in row]:
+        print(f"geometric mean {mean(ratios):.2f}x, least {min(ratios):.2f}x, {len(ratios)} rows")
 
 
 if __name__ == "__main__":

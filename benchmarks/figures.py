@@ -13,14 +13,13 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from grid_summary import Group, Summary, members
+from measured_rows import Group, Summary, members, read
 from measured_rows import mean as geometric
-from measured_rows import read
 
 from ecornn.bench.results import RowLog
 
@@ -92,13 +91,9 @@ def packed(case: str, fits: Callable[[dict[str, Any]], bool]) -> str:
     return span(r["ratio"] for r in rows("h100_packed.json") if r["case"] == case and fits(r))
 
 
-def packed_training(key: str) -> str:
-    """Of pytorch#149194's model with 64 units in training."""
-    return span(r[key] for r in rows("h100_packed_training.json") if r["H"] == 64)
-
-
-def issue(H: int, fits: Callable[[int], bool]) -> Callable[[], str]:
-    return lambda: packed("pytorch#149194", lambda r: r["H"] == H and fits(r["T"]))
+def issue(hidden: int) -> str:
+    """The same of a model with so many units, of sequences that are long."""
+    return packed("pytorch#149194", lambda r: r["H"] == hidden and r["T"] >= 500)
 
 
 def variants(word: str, of: tuple[str, ...], sizes: tuple[int, ...] = (256, 1024)) -> list[float]:
@@ -159,22 +154,16 @@ def workloads(*names: str) -> str:
     return str(len({r.workload for r in records if isinstance(r, Trial)}))
 
 
-def served(sessions: int, side: str) -> Callable[[], str]:
+def served(sessions: int, side: str) -> str:
     """Requests a second of a service, and the 50th and 99th percentile of one."""
-    def cell() -> str:
-        (row,) = (r[side] for r in rows("serving_cpu.json") if r["sessions"] == sessions)
-        return f"{row['rate']:.0f}, {row['p50_ms']:.1f}, {row['p99_ms']:.1f}"
-
-    return cell
+    (row,) = (r[side] for r in rows("serving_cpu.json") if r["sessions"] == sessions)
+    return f"{row['rate']:.0f}, {row['p50_ms']:.1f}, {row['p99_ms']:.1f}"
 
 
-def step(hidden: int) -> Callable[[], str]:
+def step(hidden: int) -> str:
     """Microseconds of a step that C calls, of an LSTM with one input."""
-    def time() -> str:
-        (row,) = (r for r in rows("real_time.json") if (r["cell"], r["H"], r["I"]) == ("lstm", hidden, 1))
-        return f"{row['step_ns'] / 1000:.2f}"
-
-    return time
+    (row,) = (r for r in rows("real_time.json") if (r["cell"], r["H"], r["I"]) == ("lstm", hidden, 1))
+    return f"{row['step_ns'] / 1000:.2f}"
 
 
 LITTLE = "clip|zoneout|peepholes|coupled|heads"
@@ -203,11 +192,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "projection.tf32": lambda: rates("tf32-both"),
     "projection.float32": lambda: rates("float32"),
     "packed.uniform": lambda: packed("uniform", lambda r: True),
-    "packed.issue64": issue(64, lambda T: T >= 500),
-    "packed.issue256": issue(256, lambda T: T >= 500),
+    "packed.issue64": lambda: issue(64),
+    "packed.issue256": lambda: issue(256),
     "packed.issue100": lambda: packed("pytorch#149194", lambda r: r["T"] == 100),
-    "packed.training64": lambda: packed_training("ratio"),
-    "padded.training64": lambda: packed_training("packing_costs"),
+    "packed.training64": lambda: span(r["ratio"] for r in rows("h100_packed_training.json") if r["H"] == 64),
+    "padded.training64": lambda: span(r["packing_costs"] for r in rows("h100_packed_training.json") if r["H"] == 64),
     "columns.more": lambda: f"{max(1 / s - 1 for r in rows('h100_columns.json') for s in r['share']):.0%}",
     "variants.little": lambda: f"{max(variants(LITTLE, ('lstm', 'gru'))) - 1:.0%}",
     "variants.vanilla256": lambda: cost(variants(LITTLE, ("rnn_tanh",), (256,))),
@@ -235,8 +224,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search.random_near": random_near,
     "search.others_until": lambda: until("others"),
     "search.none_until": lambda: until("none"),
-} | {f"served.{side}{sessions}": served(sessions, side) for side in ("ecornn", "torch") for sessions in (1, 100, 1000)
-     } | {f"steps.lstm{hidden}": step(hidden) for hidden in (16, 40, 64)}
+} | {f"served.{side}{sessions}": partial(served, sessions, side) for side in ("ecornn", "torch")
+     for sessions in (1, 100, 1000)} | {f"steps.lstm{hidden}": partial(step, hidden) for hidden in (16, 40, 64)}
 
 
 def differences(text: str) -> list[tuple[str, str, str]]:

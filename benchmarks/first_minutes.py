@@ -69,7 +69,6 @@ FIRST = [
     Step("And another:", ".venv/bin/ecornn tune --cell lstm --hidden 8OO", 2),
 ]
 
-
 # Of the tree itself, by PYTHONPATH. What is installed is this interpreter's.
 RUN = "python -m ecornn"
 IN_PLACE = [

@@ -23,14 +23,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from side_by_side import relative
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
@@ -85,15 +86,9 @@ def main() -> None:
     distributed.destroy_process_group()
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A model: ``layers`` of LSTM, and a linear layer on them.
-
-    Attributes
-    ----------
-    T, I, H : steps, values of x, units
-    rows : of the batch on a GPU, ascending; each twice the one before
-    """
+class Sizes(NamedTuple):
+    """A model: ``layers`` of LSTM, and a linear layer on them; T steps, I values of x, H units; and ``rows`` of the
+    batch on a GPU, ascending, each twice the one before."""
 
     layers: int
     bidirectional: bool
@@ -219,7 +214,7 @@ def inference(seconds: float, note: Callable[..., None]) -> None:
 
 def rate(calls: Callable[[int], None], threads: int, seconds: float) -> float:
     """Calls a second of so many threads together, each on its device."""
-    ready, begun = threading.Barrier(threads + 1), []
+    ready = threading.Barrier(threads + 1)
 
     def work(number: int) -> int:
         with torch.no_grad():
@@ -234,9 +229,9 @@ def rate(calls: Callable[[int], None], threads: int, seconds: float) -> float:
     with ThreadPoolExecutor(threads) as pool:
         running = [pool.submit(work, number) for number in range(threads)]
         ready.wait()
-        begun.append(time.perf_counter())
+        begun = time.perf_counter()
         done = sum(one.result() for one in running)
-        return done / (time.perf_counter() - begun[0])
+        return done / (time.perf_counter() - begun)
 
 
 def in_turns(stacks: list[torch.nn.Module], inputs: list[torch.Tensor], wanted: torch.Tensor, seconds: float) -> bool:
@@ -423,19 +418,9 @@ def compared(sizes: Sizes, found: list[torch.Tensor], whole: Batch) -> dict[str,
     return worst
 
 
-def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    return ((value.double() - reference).norm() / reference.norm()).item()
-
-
-@contextmanager
-def one_node() -> Iterator[None]:
+def one_node() -> AbstractContextManager[Any]:
     """Stacks are one node of the graph within, not one for each layer."""
-    before = training.by_layer
-    training.by_layer = lambda *_: False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        training.by_layer = before
+    return patch.object(training, "by_layer", lambda *_: False)
 
 
 def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
@@ -459,7 +444,7 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
             wait()
             for p in model.parameters():
                 p.grad = None
-            return [since(begun, m) for m in (*marks, end)]
+            return [begun.elapsed_time(m) if GPU else (m - begun) * 1e3 for m in (*marks, end)]
 
         with one_node() if how == "one_node" else nullcontext():
             each = [backward() for _ in range(8)][3:]  # by then buckets are what they will stay
@@ -472,15 +457,8 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
 
 def mark() -> Any:
     """A point in the work of the GPU, or in time."""
-    if not GPU:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def since(begun: Any, end: Any) -> float:
-    return begun.elapsed_time(end) if GPU else (end - begun) * 1e3
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)) if GPU else (
+        time.perf_counter())
 
 
 def sharded(sizes: Sizes, part: Batch, wanted: list[torch.Tensor], seconds: float) -> dict[str, Any]:

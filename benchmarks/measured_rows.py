@@ -1,4 +1,5 @@
-"""Rows of files of results, of ``ecornn bench --output`` and of the programs that were before it, in one form.
+"""Rows of files of results, of ``ecornn bench --output`` and of the programs that were before it, in one form; and
+those of grids/grid.toml summed up: means, rows below a bound, scaling, cliffs, floors.
 
 A row is a dict: ``name``, ``group``, ``cell``, ``T``, ``B``, ``I``, ``H``, ``dtype``, ``sides`` (ours, ``ecornn``,
 first), of each side ``SIDE_us``, ``SIDE_p20`` and ``SIDE_p80`` in microseconds a step, ``ratio``, how many times as
@@ -8,15 +9,20 @@ long the fastest library takes as ours, and what else the file says.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ecornn.bench.grid import Grid, read_grid
 from ecornn.bench.results import RowLog
+from ecornn.device import Device
+from ecornn.floor import Floor, floor, measured
 
 LIBRARIES = ("cudnn", "cudnn-tf32", "torch", "onnxruntime")
 # Sides as files have them that were written before grids.
@@ -26,6 +32,10 @@ FORMER = {"chosen": "ecornn", "variant": "ecornn", "heads": "ecornn", "ours": "e
 GROUPS = ("kind", "paper", "plain", "suite")  # names of the group in these
 KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "tf32": "tf32-both"}  # in those of training
 PUBLISHED = {"published": {"torch": "loop"}}
+DTYPES = ("float16", "bfloat16", "tf32", "tf32-both", "float32")
+HIGH = 1.5  # times the floor that needs a reason
+CLIFF = 1.3  # how much longer a size off every tile may take than the next tile up
+FILE = Path(__file__).parent / "grids" / "grid.toml"
 Row = dict[str, Any]
 
 
@@ -112,10 +122,8 @@ def of_former(row: Row, renamed: Mapping[str, str]) -> Row:
         found |= {f"{side}_us": found.pop(name) * 1e3 / row["T"],
                   **{f"{side}_{p}": found[f"{side}_{p}"] * 1e3 / row["T"] for p in ("p20", "p80")}}
     sides = [name.removesuffix("_us") for name in found if name.endswith("_us") and f"{name[:-3]}_p20" in found]
-    if "ours" in sides or not {"int8", "ecornn"} & {*sides}:
-        taken = {old: new for old, new in renamed.items() if old in sides}
-    else:
-        taken = {old: new for old, new in renamed.items() if old in sides and new != "ecornn"}
+    unnamed = "ours" in sides or not {"int8", "ecornn"} & {*sides}  # ours has another name
+    taken = {old: new for old, new in renamed.items() if old in sides and (unnamed or new != "ecornn")}
     for old, new in taken.items():
         for end in ("us", "p20", "p80"):
             found[f"{new}_{end}"] = found.pop(f"{old}_{end}")
@@ -151,6 +159,109 @@ def size(row: Row) -> str:
     return "x".join(str(row.get(name)) for name in ("T", "B", "I", "H"))
 
 
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process that has done nothing else."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def mean(values: Iterable[float]) -> float:
     """Geometric."""
     return float(np.exp(np.mean(np.log(list(values)))))
+
+
+@cache
+def members(group: str) -> tuple[str, ...]:
+    """The names of the layers of a group of the grid; without one of all layers."""
+    grid = read_grid(FILE)
+    return tuple(dict.fromkeys(layer.name for layer in (grid.members(group) if group else grid.expanded(FILE.name))))
+
+
+def singles() -> list[str]:
+    """The layers that geometric means are of, by data type."""
+    found = [*members("layers"), *members("sizes")]
+    return [name for dtype in DTYPES for name in dict.fromkeys(found) if name.split()[-1] == dtype]
+
+
+class Group(NamedTuple):
+    """Rows of the grid in one data type, of so many that are ``expected``: the geometric mean of their ratios to cuDNN,
+    the row with the least, and how many are ``below`` 1."""
+
+    dtype: str
+    rows: list[Row]
+    expected: int
+    mean: float
+    least: Row
+    below: int
+
+
+class Pair(NamedTuple):
+    """A size off every tile, the next tile up, and how many times as long the first takes."""
+
+    off: Row
+    up: Row
+    cliff: float
+
+
+def arithmetic_of(row: Mapping[str, Any]) -> str:
+    """The type that our products round their factors to."""
+    return {"tf32": "float32", "tf32-both": "tf32"}.get(row["dtype"], row["dtype"])
+
+
+def floor_of(row: Mapping[str, Any], gpu: Device) -> Floor:
+    return floor(gpu, row["cell"], row["B"], row["I"], row["H"], arithmetic_of(row))
+
+
+def with_floor(row: Mapping[str, Any], gpu: str) -> Row:
+    """A row with what `ecornn/floor.py` says is its floor, where the constants of its GPU were measured."""
+    device = measured(gpu)
+    if device is None or "floor_us" in row or row.get("failed"):
+        return dict(row)
+    least = floor_of(row, device)
+    return dict(row) | {"floor_us": least.total, "over_floor": row["ecornn_us"] / least.total,
+                        "floor": {"exchange": least.exchange}}
+
+
+class Summary:
+    """Measured rows by name; what was not measured, or failed, is left out everywhere and counted."""
+
+    def __init__(self, rows: Iterable[Mapping[str, Any]], gpu: str = "") -> None:
+        order = {name: number for number, name in enumerate(members(""))}
+        every = {row["name"]: with_floor(row, gpu) for row in
+                 sorted(rows, key=lambda r: order.get(r["name"], len(order)))}
+        self.failed = [row for row in every.values() if row.get("failed")]
+        self.rows = {name: row for name, row in every.items() if not row.get("failed")}
+
+    def measured(self, wanted: Iterable[str]) -> list[Row]:
+        """The rows of these layers, as far as there are any."""
+        return [self.rows[name] for name in wanted if name in self.rows]
+
+    def groups(self) -> list[Group]:
+        """By data type, and both 16-bit ones together first."""
+        found = []
+        for name, dtypes in (("float16 and bfloat16", DTYPES[:2]), *((d, (d,)) for d in DTYPES)):
+            wanted = [layer for layer in singles() if layer.split()[-1] in dtypes]
+            if rows := self.measured(wanted):
+                ratios = [r["ratio"] for r in rows]
+                found.append(Group(name, rows, len(wanted), mean(ratios), min(rows, key=lambda r: r["ratio"]),
+                                   sum(ratio < 1 for ratio in ratios)))
+        return found
+
+    def worst(self, count: int) -> list[Row]:
+        """Rows of the grid with the least ratios, worst first."""
+        return sorted(self.measured(singles()), key=lambda r: r["ratio"])[:count]
+
+    def high(self) -> list[Row]:
+        """Rows that take more than 1.5 times their floor, the furthest first."""
+        return sorted((r for r in self.rows.values() if r.get("over_floor", 0) > HIGH), key=lambda r: -r["over_floor"])
+
+    def scaling(self) -> list[Row]:
+        """The Persistent RNNs case, with TFLOP/s of the recurrent product, and the exchange floor over time."""
+        return [r | {"tflops": 2e-6 * r["H"] ** 2 * r["B"] / r["ecornn_us"],
+                     "share": r["floor"]["exchange"] / r["ecornn_us"] if "floor" in r else None}
+                for r in self.measured(members("scaling"))]
+
+    def pairs(self) -> list[Pair]:
+        """Sizes off every tile beside the next tile up."""
+        found = [self.measured(pair) for pair in zip(members("off"), members("up"), strict=True)]
+        return [Pair(*pair, pair[0]["ecornn_us"] / pair[1]["ecornn_us"]) for pair in found if len(pair) == 2]

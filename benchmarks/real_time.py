@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from side_by_side import environment, options, write
+from side_by_side import environment, options, told, write
 
 import ecornn
 from ecornn.build.link import find_compiler
@@ -58,11 +58,10 @@ def main() -> None:
     before = ["chrt", "--fifo", str(arguments.priority)] if arguments.priority else []
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
         folder = Path(name)
-        program, cases = compiled(folder), []
-        for cell in arguments.cells.split(","):
-            for hidden in map(int, arguments.hidden.split(",")):
-                for inputs in sorted({1, hidden}):
-                    cases.append(prepared(cell, hidden, inputs, arguments.steps, folder / f"{cell}{hidden}-{inputs}"))
+        program = compiled(folder)
+        cases = [prepared(cell, hidden, inputs, arguments.steps, folder / f"{cell}{hidden}-{inputs}")
+                 for cell in arguments.cells.split(",") for hidden in map(int, arguments.hidden.split(","))
+                 for inputs in sorted({1, hidden})]
         times: list[list[float]] = [[] for _ in cases]
         longest = [0.0] * len(cases)
         for _ in range(arguments.turns):
@@ -86,8 +85,7 @@ def finished(case: dict, times: list[float], longest: float) -> dict:
         sys.exit(f"{row}: y differs by {row['error']:.2e}")
     row |= dict(zip(("p20_ns", "step_ns", "p80_ns"), np.percentile(times, [20, 50, 80]).round(1).tolist(), strict=True))
     row |= {"longest_ns": longest, "aim_ns": AIMS.get(row["H"])}
-    print(f"{row['cell']:5} H={row['H']:3} I={row['I']:3}  {row['step_ns']:7.0f} ns a step ({row['p20_ns']:.0f} to "
-          f"{row['p80_ns']:.0f}), longest {longest:.0f}; aim {row['aim_ns'] or '-'}")
+    print(told(row))
     return row
 
 

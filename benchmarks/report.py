@@ -17,13 +17,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grid_summary import CLIFF, HIGH, Summary, singles
-from measured_rows import Results, mean, name_of, read, size
+from measured_rows import CLIFF, HIGH, Results, Row, Summary, mean, name_of, read, singles, size
 
 PAGES = (Path("docs/PERFORMANCE.md"), Path("docs/PERFORMANCE_CPU.md"), Path("docs/CELLS.md"))  # from the checkout
 NAMES = {"lstm": "LSTM", "gru": "GRU", "rnn_tanh": "vanilla tanh", "rnn_relu": "vanilla relu", "slstm": "sLSTM",
          "slstm(heads=8)": "sLSTM with 8 heads,", "slstm8": "sLSTM", "block_gru8": "block GRU"}
-Row = dict[str, Any]
 WIDTH, HEIGHT = 520, 340  # words can still be read where a phone shows it
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 62, 44
 MOST = 16.0  # ratio at the upper end

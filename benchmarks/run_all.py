@@ -61,7 +61,7 @@ GPU = [
     grid("layers", *JOBS, docs=True), grid("grid", *JOBS, docs=True),
     program("reasons", "why_above_floor.py", "benchmarks/results/{name}_grid.jsonl", report=True),
     grid("stacks", *JOBS, docs=True), program("packed", "compare_packed.py"),
-    program("columns", "compare_columns.py"),
+    program("columns", "compare_packed.py", "--columns"),
     program("projection", "compare_projection.py", report=True), grid("ablation", *JOBS), grid("variants", *JOBS),
     grid("published", *JOBS, docs=True), grid("heads", *JOBS, docs=True), grid("classes", *JOBS, docs=True),
     grid("integer_weights", *JOBS, docs=True), program("compile_times", "compile_times.py", report=True),
@@ -71,11 +71,10 @@ CPU = [grid("cpu"), grid("cpu_training")]
 NAMED = [  # what is measured where it is asked for
     grid("training", *JOBS), grid("past_chip", *JOBS), program("models", "compare_models.py"),
     program("packed_training", "compare_packed.py", "--training"),
-    program("columns_training", "compare_columns.py", "--training"),
-    program("many_gpus", "run_many_gpus.py"), program("cpu_cells", "cpu_calls.py", "cells"),
+    program("columns_training", "compare_packed.py", "--columns", "--training"),
+    program("many_gpus", "run_many_gpus.py"), program("cpu_cells", "cpu_in_programs.py", "cells"),
     program("cpu_in_programs", "cpu_in_programs.py", "turns"), program("serving", "serving.py"),
-    program("real_time", "real_time.py"), program("host_time", "host_time.py"),
-    program("programs", "compare_programs.py")]
+    program("real_time", "real_time.py"), program("host_time", "cpu_in_programs.py", "host")]
 OWN_PAGE = ("reasons", "projection", "compile_times")
 
 

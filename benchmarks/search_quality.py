@@ -44,7 +44,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from search_tables import task_of, trials_of
@@ -69,6 +69,7 @@ BUDGETS = (8, 16, 32, 64, 128, 256)
 KINDS = ("random", "model", "warmed")
 Curves = dict[str, list[list[float]]]  # kind of search -> best so far of each seed
 Times = dict[Candidate, Trial]
+asked = cache(task_of)  # each process replays many searches of a table
 BUILDERS = 16
 
 
@@ -122,8 +123,7 @@ class Looked:
 
     def next(self, seconds: float | None = None) -> tuple[Candidate, Outcome]:
         candidate = self.waiting.popleft()
-        trial = self.table[candidate]
-        return candidate, Outcome.of(trial)
+        return candidate, Outcome.of(self.table[candidate])
 
     def drop(self) -> None:
         self.waiting.clear()
@@ -180,12 +180,6 @@ def usable(work: Workload, device: Device, trials: Sequence[Trial]) -> Iterator[
 
 
 @cache
-def asked(work: Workload, device: Device) -> tuple[Task, list[Schedule]]:
-    """As :func:`search_tables.task_of`: each process replays many searches of a table."""
-    return task_of(work, device)
-
-
-@cache
 def others(mine: Workload) -> Log:
     """The shipped records but those of this workload, or of this layer at less than twice or half the batch."""
 
@@ -221,11 +215,12 @@ def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
         Tuner(Search(space, model, seed, lent=lent), Looked(times, quiet), journal, settings,
               Environment(first.versions, first.clocks)).run()
         tried = journal.search
-    found, best = [], float("inf")
-    for trial in tried:
-        best = min(best, trial.times.median if trial.times else best)
-        found.append(best / table.best)
-    return found
+    return so_far([trial.times and trial.times.median for trial in tried], table.best)
+
+
+def so_far(trials: Iterable[float | None], best: float) -> list[float]:
+    """The best so far after each trial, relative to the ``best``; None: it failed."""
+    return [us / best for us in itertools.accumulate((us or math.inf for us in trials), min)]
 
 
 def needed(run: Sequence[float | None], goal: float) -> float:
@@ -321,27 +316,15 @@ def plot(data: dict[str, Curves], device: str, sizes: dict[str, int], path: Path
     figure.savefig(path, dpi=90)
 
 
-@dataclass(frozen=True)
-class Live:
-    """A search of the whole space: its device, the records it knew and what it found (`search_rate.py`)."""
+class Live(NamedTuple):
+    """A search of the whole space by `search_rate.py`: the records that it knew; relative to the best of the table, the
+    best so far after each trial, and the best after a last measurement; and the file with its report."""
 
     workload: str
-    device: str
     records: str
-    found: dict[str, Any]
-    best: float  # of the table, µs per step
-    report: str = ""  # where it is
-
-    @property
-    def curve(self) -> list[float]:
-        """Best so far after each trial, relative to the best of the table."""
-        so_far = itertools.accumulate((us or math.inf for us in self.found["trials_us"]), min)
-        return [us / self.best for us in so_far]
-
-    @property
-    def ratio(self) -> float:
-        """The best after a last measurement, relative to the best of the table."""
-        return self.found["best_us"] / self.best
+    curve: list[float]
+    ratio: float
+    report: str
 
 
 def lives(groups: Iterable[tuple[Sequence[Table], Sequence[Path]]]) -> list[Live]:
@@ -354,9 +337,9 @@ def lives(groups: Iterable[tuple[Sequence[Table], Sequence[Path]]]) -> list[Live
             report = json.loads(path.read_text())
             for row in report["rows"]:
                 for work, one in row["found"].items():
-                    if (work, report["device"]) in best and one["best_us"]:
-                        found.append(Live(work, report["device"], report["records"], one, best[work, report["device"]],
-                                          path.stem))
+                    if (least := best.get((work, report["device"]))) and one["best_us"]:
+                        found.append(Live(work, report["records"], so_far(one["trials_us"], least),
+                                          one["best_us"] / least, path.stem))
     return found
 
 
@@ -382,7 +365,7 @@ def until(found: Sequence[Live], goal: float) -> tuple[float, int]:
 
 
 def line(records: str, budget: int, of: dict[str, tuple[float, list[float]]]) -> str:
-    """Of the table that is printed."""
+    """A line of the table that is printed."""
     middle, single = [m for m, _ in of.values()], [v for _, values in of.values() for v in values]
     return (f"| {records} | {budget} | {statistics.geometric_mean(middle):.3f} | {max(middle):.3f} | "
             f"{sum(m <= NEAR for m in middle)} of {len(middle)} | {sum(v <= NEAR for v in single)} of {len(single)} |")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from side_by_side import environment, options, write
+from side_by_side import environment, options, told, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 SERVING = importlib.import_module("12_serving")
@@ -44,9 +44,8 @@ def row_of(sessions: int, ports: dict[str, int], arguments: argparse.Namespace) 
         p50, p99 = np.percentile(seconds[side], [50, 99]) * 1e3
         row[side] = {"rate": round(rate, 1), "rate_p20": round(low, 1), "rate_p80": round(high, 1),
                      "p50_ms": round(p50, 3), "p99_ms": round(p99, 3)}
-        print(f"{sessions:5} sessions, {side:7} {rate:7.0f} requests/s [{low:.0f}, {high:.0f}], p50 {p50:.2f} ms, "
-              f"p99 {p99:.2f} ms", flush=True)
     row["ratio"] = round(float(np.median(np.divide(rates["ecornn"], rates["torch"]))), 3)
+    print(told(row), flush=True)
     return row
 
 

@@ -7,12 +7,16 @@ so that a graph is queued before it starts and the time between its events is th
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import importlib.metadata
 import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +25,7 @@ import torch
 
 import ecornn
 from ecornn.bench import turns
-from ecornn.bench.turns import FEWEST as FEWEST
 from ecornn.bench.turns import WAIT, settle
-from ecornn.bench.turns import WARM as WARM
-from ecornn.bench.turns import graph_of as graph_of
 from ecornn.host_cpu import detect
 
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
@@ -93,16 +94,59 @@ def host_clock(run: Callable[[], object]) -> float:
     return (time.perf_counter() - begin) * 1e6
 
 
-def take_turns(sides: Mapping[str, Callable[[], object]], fresh: Callable[[], object], repeats: int,
-               seconds: float) -> dict[str, list[float]]:
-    """Microseconds of every run; ``repeats`` of each side, or as many as ``seconds`` allow."""
-    return turns.take_turns(sides, fresh, repeats, seconds, clock)
+def timed(sides: Mapping[str, Callable[[], object]], fresh: Callable[[], object], repeats: int, steps: int,
+          seconds: float = float("inf"), clock: Callable[[Callable[[], object]], float] = clock) -> dict[str, float]:
+    """Microseconds a step of sides that take turns, as a row has them; ``repeats`` of each, or as many as ``seconds``
+    allow."""
+    row: dict[str, float] = {}
+    for name, times in turns.take_turns(sides, fresh, repeats, seconds, clock).items():
+        row |= summary(name, times, steps)
+    return row
 
 
 def summary(name: str, times: list[float], steps: int) -> dict[str, float]:
     """Median, 20th and 80th percentile in microseconds a step, as a row has them."""
     p20, median, p80 = np.percentile(times, [20, 50, 80]) / steps
     return {f"{name}_us": float(median), f"{name}_p20": float(p20), f"{name}_p80": float(p80)}
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """A row for people: all of it that is short, by name; of times the median and [20th, 80th percentile]."""
+    spread = {name: [value, row[f"{name[:-3]}_p20"], row[f"{name[:-3]}_p80"]] for name, value in row.items()
+              if name.endswith(("_us", "_ms")) and f"{name[:-3]}_p20" in row}
+    named = {name: spread.get(name, value) for name, value in row.items() if not name.endswith(("_p20", "_p80"))}
+    return " ".join(f"{name}={words}" for name, value in named.items() if (words := _shown(value)))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return "{:.4g} [{:.4g}, {:.4g}]".format(*value) if len(value) == 3 and isinstance(value[0], float) else ""
+    return str(value)
+
+
+def replaced(library: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a layer or model of torch.nn whose layers are ours, of the same weights, compiled."""
+    import ecornn.torch
+
+    ours = copy.deepcopy(library)
+    ecornn.torch.replace(ours, wait=True)
+    return ours
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """While ``count`` processes compute."""
+    code = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(count)]
+    try:
+        time.sleep(1.0 if processes else 0.0)
+        yield
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
 
 
 def kernels(function: Callable[[], object]) -> list[tuple[str, float, float]]:

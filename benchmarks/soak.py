@@ -20,7 +20,6 @@ library does not share one only that must be flat.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import copy
 import ctypes
@@ -31,7 +30,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -44,17 +42,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from heap import in_use, share_one_heap, workspaces
+from side_by_side import CELLS, busy, options
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import ecornn
 import ecornn.torch
+from ecornn.runtime.memory import Pool
 from ecornn.torch.kind import text_of
 
 FORWARD, BACKWARD = 1e-5, 2e-5  # relative errors of float32
 STILL = 120  # seconds in one call after which a thread is taken to hang
-BUSY = "import os\nwhile os.getppid() == {}:\n    pass"
 EVERY = 5  # seconds between looks at the memory
 TORCH = [  # a layer, its sizes, what it is, and (T, B) of calls; the last one is what tests compile anyway
     ("LSTM", (24, 40), {"num_layers": 2}, [(18, 5), (7, 3), (2, 1)]),
@@ -93,17 +91,17 @@ def error(found: list[Any], wanted: list[np.ndarray]) -> float:
 
 def module_cases(folder: Path, draw: np.random.Generator, few: bool = False) -> Iterator[Case]:
     """Modules of ``ecornn.compile``: layers that are shared, with 1 and 2 threads; bound anew; and loaded anew."""
-    for name, (options, sizes) in [*COMPILED.items()][:1 if few else None]:
-        module = ecornn.compile(target="cpu", **options)
+    for name, (given, sizes) in [*COMPILED.items()][:1 if few else None]:
+        module = ecornn.compile(target="cpu", **given)
         file = folder / f"{name.split(',')[0].replace(' ', '_')}.so"
         module.save(file)
         spec = module.manifest.workload
-        weights = weights_of(options, draw)
+        weights = weights_of(given, draw)
         shared = [module.bind(weights, threads=threads) for threads in (1, 2)]
         for steps, batch in sizes:
             x = draw.standard_normal((steps, batch, spec.input)).astype(np.float32)
-            masks = {"lengths": [1 + n * (steps - 1) // batch for n in range(batch)]} if "lengths" in options else {}
-            y, state = ecornn.reference(options["cell"], x, weights, **masks)
+            masks = {"lengths": [1 + n * (steps - 1) // batch for n in range(batch)]} if "lengths" in given else {}
+            y, state = ecornn.reference(given["cell"], x, weights, **masks)
             wanted = [y, *state]
 
             def run(layer: Any, x: Any = x, masks: Any = masks) -> list[Any]:
@@ -118,18 +116,17 @@ def module_cases(folder: Path, draw: np.random.Generator, few: bool = False) -> 
                 ecornn.load(file).bind(weights, threads=1)), wanted)
 
 
-def weights_of(options: dict[str, Any], draw: np.random.Generator) -> dict[str, np.ndarray]:
+def weights_of(given: dict[str, Any], draw: np.random.Generator) -> dict[str, np.ndarray]:
     """By torch's names, from torch.nn's layer of these sizes."""
-    kind = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}[options["cell"]]
-    layer = kind(options["input"], options["hidden"], options.get("layers", 1),
-                 bidirectional=options.get("bidirectional", False))
+    layer = CELLS[given["cell"]](given["input"], given["hidden"], given.get("layers", 1),
+                                 bidirectional=given.get("bidirectional", False))
     return {name: draw.uniform(-0.3, 0.3, tuple(w.shape)).astype(np.float32) for name, w in layer.named_parameters()}
 
 
 def torch_cases(few: bool = False) -> Iterator[Case]:
     """Layers of ``ecornn.torch``, which all threads share: called, packed, with other weights, trained, copied."""
-    for name, sizes, options, calls in TORCH[-1 if few else 0:]:
-        theirs = getattr(torch.nn, name)(*sizes, **options).double()
+    for name, sizes, given, calls in TORCH[-1 if few else 0:]:
+        theirs = getattr(torch.nn, name)(*sizes, **given).double()
         model = torch.nn.Sequential(copy.deepcopy(theirs).float())
         ecornn.torch.replace(model)
         for steps, batch in calls:
@@ -174,6 +171,40 @@ def flat(result: Any) -> list[torch.Tensor]:
     return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
 
 
+class Heap(ctypes.Structure):
+    """What mallinfo2() of malloc.h returns, in bytes, of the heaps of all threads."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "chunks", "small", "mappings", "mapped", "most",
+                                                     "small_free", "in_use", "free", "releasable")]
+
+
+def in_use() -> int | None:
+    """Bytes that malloc() has given and not got back, after a collection; None with a C library that does not say."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = Heap
+    gc.collect()
+    found = libc.mallinfo2()
+    return int(found.in_use + found.mapped)
+
+
+def share_one_heap() -> bool:
+    """Has all threads that begin later use one heap of malloc()'s. Each otherwise has one of its own, from which others
+    get nothing: what a process has then grows as long as the peaks of its threads meet otherwise than before, though
+    no more is in use. False with a C library that does not take it."""
+    libc = ctypes.CDLL(None)
+    return hasattr(libc, "mallopt") and bool(libc.mallopt(-8, 1))  # M_ARENA_MAX of malloc.h
+
+
+def workspaces() -> tuple[int, int]:
+    """Bytes that layers keep for their next calls, and the most pieces that one of them keeps: as many as its calls
+    that ran at the same time."""
+    pools = [value for value in gc.get_objects() if type(value) is Pool]
+    kept = [pieces for pool in pools for pieces in pool.idle().values()]
+    return sum(sum(pieces) for pieces in kept), max(map(len, kept), default=0)
+
+
 def resident() -> float:
     """MB of this process that are in memory, without what was freed."""
     gc.collect()
@@ -183,20 +214,12 @@ def resident() -> float:
 
 
 class Memory(NamedTuple):
-    """MB at one time.
+    """MB at one time."""
 
-    Attributes
-    ----------
-    process : that are in memory, without what was freed
-    given : that malloc() has given and not got back, without ``workspaces``
-    workspaces : that layers keep for later calls
-    pieces : the most that one layer keeps
-    """
-
-    process: float
-    given: float
-    workspaces: float
-    pieces: int
+    process: float  # that are in memory, without what was freed
+    given: float  # that malloc() has given and not got back, without ``workspaces``
+    workspaces: float  # that layers keep for later calls
+    pieces: int  # the most that one layer keeps
 
     @classmethod
     def now(cls) -> Memory:
@@ -297,14 +320,11 @@ def not_flat(memory: list[Memory], allowed: float, threads: int, one_heap: bool)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = options(__doc__, threads=(16, ""), busy=(len(os.sched_getaffinity(0)), "processes that take cores"),
+                     growth=(4.0, "MB more that are still flat"),
+                     each=(0, "calls of each kind at least, however long these take"))
     parser.add_argument("seconds", type=float, nargs="?", default=600)
-    parser.add_argument("--threads", type=int, default=16)
-    parser.add_argument("--busy", type=int, default=len(os.sched_getaffinity(0)), help="processes that take cores")
-    parser.add_argument("--growth", type=float, default=4, help="MB more that are still flat")
     parser.add_argument("--few", action="store_true", help="of one module and one layer, which compile in seconds")
-    parser.add_argument("--each", type=int, default=0, help="calls of each kind at least, however long these take")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     faulthandler.enable()
     os.environ.setdefault("ECORNN_STRICT", "1")
@@ -318,14 +338,9 @@ def main() -> int:
                 raise SystemExit(f"{case.name}: relative error {found:.2g}, above {case.limit:.2g}")
         print(f"{len(cases)} calls of {len({c.name for c in cases})} kinds, {arguments.threads} threads, "
               f"{arguments.busy} busy processes, {resident():.1f} MB", flush=True)
-        busy = [subprocess.Popen([sys.executable, "-c", BUSY.format(os.getpid())]) for _ in range(arguments.busy)]
-        try:
+        with busy(arguments.busy):
             soak = Soak(cases, arguments.threads)
             memory = soak.run(arguments.seconds, each=arguments.each)
-        finally:
-            for process in busy:
-                process.kill()
-                process.wait()
     if memory:
         soak.faults += not_flat(memory, arguments.growth, arguments.threads, one_heap)
     for fault in soak.faults[:5]:

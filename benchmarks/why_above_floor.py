@@ -5,9 +5,9 @@
 Every row is timed by itself. Its sides have its schedule and knobs, and one stage less each time:
 
     whole         the row's cell
-    bare          without gate math: h' is the largest of its gates' sums (stage_cells.py)
+    bare          without gate math: h' is the largest of its gates' sums; a `Bare` cell
     recurrence    and without the input product: neither the projection nor its values are there
-    unmultiplied  and without recurrent products (stage_cells.py): blocks still wait for all of h, and add zeros
+    unmultiplied  and without recurrent products (`without_products`): blocks still wait for all of h, and add zeros
 
 So gate math = whole - bare, projection = bare - recurrence, products = recurrence - unmultiplied (with the weights that
 are read in every step), and what is left is exchange and synchronisation: polling the state, barriers inside a block,
@@ -29,26 +29,123 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-from grid_summary import HIGH, Summary
-from measured_rows import Results, of_bench, read
+from measured_rows import HIGH, Results, Summary, arithmetic_of, floor_of, of_bench, read
 from msgspec import to_builtins
 from report import layer, table, times
-from stage_cells import SERVED, Bare, spec
 
 from ecornn.bench.grid import Case, Layer, Own, selected
 from ecornn.bench.measure import Plan, measure_into
 from ecornn.bench.results import Row, RowLog
+from ecornn.cells import Cell, get, pointwise, product
 from ecornn.device import Device
-from ecornn.floor import GATES, Floor, floor, measured, polled
+from ecornn.floor import GATES, measured, polled
 
+SERVED = ("persistent", "persistent_wide")  # by without_products()
 STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 STAGES = ("gate math", "projection", "products", "exchange", "recurrence")
 ALSO = 0.5  # of the largest excess: what else is named
 LONGEST = 60.0  # seconds that a row may take
 MORE = 1.05  # times as long as with products: what is then said of a step without
+
+
+@dataclass(frozen=True)
+class Bare(Cell):
+    """A cell of so many gates without gate math: h' is the largest of its gates' sums.
+
+    h' = max over g of (W_g x + b_g + R_g h); with a second state c, h' is at least c, and c' = h' / 2.
+    """
+
+    gates: int  # recurrent products, and hoisted values, of a unit
+    second: bool = False  # whether there is a state c, which never leaves its thread
+    given: bool = True  # whether there is an input product; without it, x is not read
+    multiplied: bool = True  # False: recurrent weights are sampled as zeros, as kernels without their products compute
+
+    @property
+    def name(self) -> str:
+        return f"bare{self.gates}" + "c" * self.second + "_recurrence" * (not self.given) + "_zero" * (
+            not self.multiplied)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("h", "c") if self.second else ("h",)
+
+    def parameters(self, input: int, hidden: int) -> Mapping[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {"weight_ih": (self.gates, hidden, input)} if self.given else {}
+        return found | {"weight_hh": (self.gates, hidden, hidden), "bias_ih": (self.gates, hidden)}
+
+    def step(self, x: Any, states: Any, parameters: Mapping[str, Any]) -> list[Any]:
+        from tvm import tirx
+
+        h, *rest = states
+        gh, bias = product(h, parameters["weight_hh"]), parameters["bias_ih"]
+        gx = product(x, parameters["weight_ih"]) if self.given else None
+
+        def largest(b: Any, j: Any) -> Any:
+            value = rest[0][b, j] if rest else None
+            for g in range(self.gates):
+                gate = (bias[g, j] if gx is None else gx[b, g, j] + bias[g, j]) + gh[b, g, j]
+                value = gate if value is None else tirx.max(value, gate)
+            return value
+
+        new = pointwise(largest, h, "state")
+        half = tirx.const(0.5, "float32")
+        return [new, *(pointwise(lambda b, j: half * new[b, j], h, "kept") for _ in rest)]
+
+    def sample(self, name: str, shape: tuple[int, ...], rng: Any) -> Any:
+        """Weights so small that the state stays near 1 over any number of steps."""
+        bound = 1.0 if name == "bias_ih" else 0.25 * shape[2] ** -0.5
+        return bound * rng.uniform(-1, 1, shape) * (self.multiplied or name != "weight_hh")
+
+
+# By the names that `spec` has for them
+CELLS = {cell.name: cell for gates in (1, 3, 4) for second in (False, True) for cell in (
+    Bare(gates, second), Bare(gates, second, False), Bare(gates, second, False, False))}
+globals().update(CELLS)
+
+
+def spec(cell: Bare) -> str:
+    """The name under which other processes find one of ``CELLS``."""
+    return f"why_above_floor:{cell.name}"
+
+
+@contextmanager
+def without_products() -> Iterator[None]:
+    """While schedules make kernels in this process, those that are ``SERVED`` leave their recurrent products out, so
+    that these can be told from the wait for h.
+
+    Everything else stays: every block polls or copies all of h and waits until it is there, partial sums (zeros) are
+    stored, added and synchronised, h' is sent. Weights that are kept are read once, before the first step, and none
+    later. What such a module computes is the layer with recurrent weights of zero, with which it is checked like any
+    other.
+    """
+    from ecornn.schedules.persistent import products
+    from ecornn.schedules.persistent_wide import warps
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    def keep_zero(acc: list[Any], a: Any, b: Any, keep: Any, dtype: str) -> None:
+        """The first product of a step clears the sums."""
+        from tvm.tirx.script.builder import ir as T
+
+        for value in acc if int(keep) == 0 else ():
+            T.buffer_store(value.source, T.float32(0), list(value.indices))
+
+    # in the kernel's file alone: products of x, which other kernels make, stay
+    instructions = SimpleNamespace(**{**vars(warps.isa), "wgmma": keep_zero, "wgmma_registers": keep_zero})
+    with ExitStack() as stack:
+        for owner, name, other in ((products, "multiply_pair", nothing), (products._Weights, "load", nothing),
+                                   (products._Weights, "_from_l2", nothing), (products.Stream, "begin", nothing),
+                                   (warps, "isa", instructions)):
+            stack.enter_context(patch.object(owner, name, other))
+        yield
 
 
 def layers_of(path: Path) -> list[Layer]:
@@ -68,12 +165,16 @@ def layer_of(row: dict[str, Any]) -> Layer:
            "recurrence": Own(cell=spec(Bare(gates, second, False)), schedule=row["schedule"], config=alone)}
     if row["schedule"] in SERVED:
         own["unmultiplied"] = Own(cell=spec(Bare(gates, second, False, False)), schedule=row["schedule"], config=alone,
-                                  within="stage_cells:without_products")
+                                  within="why_above_floor:without_products")
+    return Layer(name=row["name"], case=case_of(row), against=(), own=own)
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """The case of a row."""
     arithmetic = arithmetic_of(row)
-    case = Case(cell=row["cell"], seq=row["T"], batch=row["B"], input=row["I"], hidden=row["H"], target="cuda",
+    return Case(cell=row["cell"], seq=row["T"], batch=row["B"], input=row["I"], hidden=row["H"], target="cuda",
                 dtype="float32" if arithmetic == "tf32" else arithmetic,
                 precision="tf32" if arithmetic == "tf32" else None)
-    return Layer(name=row["name"], case=case, against=(), own=own)
 
 
 def described(layer: Layer, row: Row) -> dict[str, Any]:
@@ -82,32 +183,18 @@ def described(layer: Layer, row: Row) -> dict[str, Any]:
     return {"stages": stages_of(found), "waits": waits(found), "schedule": whole.schedule, "config": whole.config}
 
 
-def arithmetic_of(row: dict[str, Any]) -> str:
-    """The type that our products round their factors to."""
-    return {"tf32": "float32", "tf32-both": "tf32"}.get(row["dtype"], row["dtype"])
-
-
-def floor_of(row: dict[str, Any], gpu: Device) -> Floor:
-    return floor(gpu, row["cell"], row["B"], row["I"], row["H"], arithmetic_of(row))
-
-
 def waits(row: dict[str, Any]) -> int:
     """How often in a step a warp of `persistent` waits for a part of h: what it multiplies at a time is limited by its
     registers. The parts come one after the other, each a trip."""
     config = knobs_of(row)
     if config.pop("schedule") != "persistent":
         return 1
-    from ecornn.cells import get
     from ecornn.schedules import all_schedules
     from ecornn.targets import KNOWN
     from ecornn.task import make_task
-    from ecornn.workload import Workload
 
-    arithmetic = arithmetic_of(row)
-    work = Workload(row["cell"], row["H"], row["I"], row["B"], row["T"],
-                    "float32" if arithmetic == "tf32" else arithmetic,
-                    precision="tf32" if arithmetic == "tf32" else None)
-    plan = all_schedules()["persistent"].plan(make_task(get(row["cell"]), work, KNOWN["sm_90a"]), config)
+    task = make_task(get(row["cell"]), case_of(row).layer().workload, KNOWN["sm_90a"])
+    plan = all_schedules()["persistent"].plan(task, config)
     return sum(-(-phase.pairs // phase.polled_pairs) for phase in plan.phases)
 
 

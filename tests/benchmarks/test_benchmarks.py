@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import compile_times
-import grid_summary
+import measured_rows
 import numpy as np
 import pytest
 import report
-from grid_summary import Summary, members, singles
-from measured_rows import Results, mean, of_bench, read
+from measured_rows import Results, Summary, mean, members, of_bench, read, singles
 from rooms import ROOT
 
 from ecornn import floor as floors
@@ -32,7 +31,7 @@ FAILED = "rnn_tanh 300x20x800x800 float32"
 
 
 def layers() -> list[Layer]:
-    return read_grid(grid_summary.FILE).expanded("grid.toml")
+    return read_grid(measured_rows.FILE).expanded("grid.toml")
 
 
 def result(layer: Layer, us: float, ratio: float) -> Row:
@@ -167,13 +166,13 @@ def test_summary(results: Results):
     assert (len(both.rows), both.expected, len(single.rows), single.expected) == (70, 70, 5, 6)
     assert [r["name"] for r in s.failed] == [FAILED]
     pair = s.pairs()[0]
-    assert pair.cliff == pytest.approx(3.0 / (1 + 20 / 64)) and pair.cliff > grid_summary.CLIFF
-    assert all(p.cliff <= grid_summary.CLIFF for p in s.pairs()[1:]) and len(s.pairs()) == 8
+    assert pair.cliff == pytest.approx(3.0 / (1 + 20 / 64)) and pair.cliff > measured_rows.CLIFF
+    assert all(p.cliff <= measured_rows.CLIFF for p in s.pairs()[1:]) and len(s.pairs()) == 8
     four = next(p for p in s.scaling() if p["B"] == 4)
     assert four["tflops"] == pytest.approx(2 * 1152 ** 2 * 4 / (1 + 4 / 64) / 1e6)
     assert four["share"] == pytest.approx(floors.floor(floors.H100, "rnn_tanh", 4, 1152, 1152, "float16").exchange
                                           / (1 + 4 / 64))
-    assert all(r["over_floor"] == r["ecornn_us"] / r["floor_us"] > grid_summary.HIGH for r in s.high())
+    assert all(r["over_floor"] == r["ecornn_us"] / r["floor_us"] > measured_rows.HIGH for r in s.high())
 
 
 def test_tables(results: Results, monkeypatch: pytest.MonkeyPatch):
@@ -259,7 +258,7 @@ def test_gradients_beside_flashrnn(cell: str):
 
 
 def test_what_a_log_is_worth_elsewhere():
-    from compare_logs import summary, worth
+    from search_tables import losses, worth
 
     from ecornn.tune.space import Candidate
     from ecornn.workload import Workload
@@ -270,7 +269,7 @@ def test_what_a_log_is_worth_elsewhere():
     assert unknown == 1  # nobody timed c there
     (row,) = rows
     assert (row["transferred_us"], row["best_us"], row["loss"]) == (3.0, 2.0, 1.5)
-    assert summary(rows)["worst_loss"] == 1.5
+    assert losses(rows)["worst_loss"] == 1.5
 
 
 def test_compile_time_reads_nvccs_own_report(tmp_path: Path):

@@ -31,6 +31,6 @@ def test_the_drop_in_in_programs():
         assert min(row["ecornn_calls"], row["torch_calls"]) >= 3 * cpu_in_programs.BLOCKS
         assert 0 < row["torch_ms"] <= row["torch_p99_ms"] <= row["torch_p99_both_ms"]
         assert row["ratio_ms"] == row["torch_ms"] / row["ecornn_ms"]
-        assert cpu_in_programs.line(row | {"mode": "turns"}).startswith("gru      4x2x5x6 ")
+        assert cpu_in_programs.told({"mode": "turns", **row}).startswith("mode=turns cell=gru T=4 B=2 I=5 H=6 busy=0 ")
         (row,) = cpu_in_programs.compare("gru", (4, 2, 5, 6), 0.01, [0], cpu_in_programs.in_threads)
         assert row["torch_calls"] >= 3 * cpu_in_programs.BLOCKS * cpu_in_programs.REQUESTS

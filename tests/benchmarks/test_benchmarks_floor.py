@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import why_above_floor
 from cuda_on_cpu import Emulated, inputs
-from grid_summary import Summary
 from limits import limit, relative
-from measured_rows import of_bench, read
+from measured_rows import Summary, of_bench, read
 from msgspec import structs, to_builtins
 from rooms import ROOT
-from stage_cells import Bare, spec, without_products
+from why_above_floor import Bare, spec, without_products
 
 import ecornn
 from ecornn import floor as floors

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import run_many_gpus
-import scaling_model
 from rooms import ROOT
-from scaling_model import BEGIN, BUCKET, END, NETWORKS, PAGE, Link, Model, Stack
+from run_many_gpus import BEGIN, BUCKET, END, NETWORKS, PAGE, Link, Model, Stack
 
 LINK = Link(20e-6, 300e9)
 SPEECH = {"layers": 5, "bidirectional": True, "T": 300, "I": 101, "H": 800}
@@ -84,12 +83,12 @@ def test_the_page_has_what_the_results_say(tmp_path: Path):
     data = {"environment": {"gpus": 2, "gpu": "A", "cores": 8, "torch": "2", "cuda": "13", "nccl": "2", "command": "c"},
             "parts": results(0.0)}
     path.write_text(json.dumps(data))
-    text = scaling_model.section(path)
+    text = run_many_gpus.section(path)
     assert "| speech | 8 | ecornn | 8.80" in text and "| 128 | 4 | " in text and "| 16 | 32 | " in text
     page = (ROOT / PAGE).read_text()
     shown = page.split(BEGIN)[1].split(END)[0]
     (name,) = {*re.findall(r"results/(\w+_many_gpus\.json)", page)}
-    assert shown == scaling_model.section(ROOT / "benchmarks/results" / name)
+    assert shown == run_many_gpus.section(ROOT / "benchmarks/results" / name)
 
 
 def test_wrong_results_and_parts_that_hang_or_fail_are_said(tmp_path: Path):

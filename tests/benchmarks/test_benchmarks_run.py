@@ -18,7 +18,7 @@ SMALL = [Layer(name=f"{cell} 3x2x8x8 float32", case=Case(cell=cell, input=8, **C
 
 
 def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
-    import side_by_side
+    from ecornn.bench.turns import FEWEST, take_turns
 
     now = [0.0]
 
@@ -26,13 +26,12 @@ def test_seconds_end_a_row(monkeypatch: pytest.MonkeyPatch):
         now[0] += 1
         return now[0]
 
-    monkeypatch.setattr(side_by_side, "clock", clock)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     sides = {"a": lambda: None, "b": lambda: None}
-    assert len(side_by_side.take_turns(sides, lambda: None, 30, 25.0)["a"]) == 13
-    times = side_by_side.take_turns(sides, lambda: None, 30, 0.0)
-    assert len(times["a"]) == len(times["b"]) == side_by_side.FEWEST
-    assert len(side_by_side.take_turns(sides, lambda: None, 5, 1e9)["b"]) == 5
+    assert len(take_turns(sides, lambda: None, 30, 25.0, clock)["a"]) == 13
+    times = take_turns(sides, lambda: None, 30, 0.0, clock)
+    assert len(times["a"]) == len(times["b"]) == FEWEST
+    assert len(take_turns(sides, lambda: None, 5, 1e9, clock)["b"]) == 5
 
 
 def test_everything_is_measured_and_put_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -189,7 +189,7 @@ def test_live_searches_are_set_against_what_a_gpu_like_theirs_measured(tmp_path:
             [report("a", H100.name, [4.0, None, 3.0]), report("x", "it", [1.0])]),
           ([table(second, 2.0)], [report("b", H100.name, [6.0, 3.0]), report("c", H100.name, [9.0], ("third",))])]
     found = search_quality.lives(on)
-    assert [(one.report, one.workload, one.best) for one in found] == [
+    assert [(one.report, one.workload, 3.0 / one.ratio) for one in found] == [
         ("a", first, 2.0), ("a", second, 4.0), ("b", first, 2.0), ("b", second, 2.0)]
     assert [one.curve for one in found] == [[2.0, 2.0, 1.5], [1.0, 1.0, 0.75], [3.0, 1.5], [3.0, 1.5]]
     at = search_quality.medians(found, 2)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import runtime_sample as sample
-from heap import in_use
+from soak import in_use
 from tvm_ffi import libinfo
 
 import ecornn

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import search_tables
 import step_cells
-import tune_training_set
 from c_interface_sample import FakeGPU
 from click.testing import CliRunner
 from cuda_on_cpu import DTYPES, Emulated
@@ -256,23 +256,23 @@ def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, c
         return Layer(name=name_of(case), case=case)
 
     both = row("gru", 300, 20, 64, 64, "float16", True)  # side by side, on a half each
-    monkeypatch.setattr(tune_training_set, "ROWS", [both])
-    assert {c: [*map(str, of)] for c, of in tune_training_set.layers([], H100).items()} == {
+    monkeypatch.setattr(search_tables, "ROWS", [both])
+    assert {c: [*map(str, of)] for c, of in search_tables.layers([], H100).items()} == {
         H100.cores // 2: ["gru T=300 B=20 H=64 float16, backward"]}
     small = [row("rnn_tanh", 9, 2, width, 64, "float16") for width in (64, 24)]
-    monkeypatch.setattr(tune_training_set, "ROWS", [*small, row("gru", 9, 2, 32, 32, "float32")])
-    (cores, wanted), = tune_training_set.layers(["rnn_tanh 9x2", "gru"], H100).items()
+    monkeypatch.setattr(search_tables, "ROWS", [*small, row("gru", 9, 2, 32, 32, "float32")])
+    (cores, wanted), = search_tables.layers(["rnn_tanh 9x2", "gru"], H100).items()
     assert cores == H100.cores and len(wanted) == 2  # one for both I
     log = tmp_path / "set.jsonl"
-    found = tune_training_set.search(pretended, wanted, log, 3, 60.0, 2)
+    found = search_tables.search(pretended, wanted, log, 3, 60.0, 2)
     assert {w: r.finish.trials for w, r in found.items()} == dict.fromkeys(wanted, 3)
-    text = tune_training_set.report(wanted, found)
+    text = search_tables.report(wanted, found)
     assert "2 of 2 searched, geometric mean" in text and text.count("us/step") == 2
-    assert tune_training_set.spent(log, H100).keys() == wanted.keys()
-    again = tune_training_set.search(pretended, wanted, log, 3, 60.0, 2)
+    assert search_tables.spent(log, H100).keys() == wanted.keys()
+    again = search_tables.search(pretended, wanted, log, 3, 60.0, 2)
     assert all(r.fresh == 0 for r in again.values())
-    late = tune_training_set.search(pretended, wanted, tmp_path / "late.jsonl", 3, 1.0, 2)
-    assert late == {} and "not begun" in tune_training_set.report(wanted, late)
+    late = search_tables.search(pretended, wanted, tmp_path / "late.jsonl", 3, 1.0, 2)
+    assert late == {} and "not begun" in search_tables.report(wanted, late)
     assert "default" in capsys.readouterr().out
 
 
