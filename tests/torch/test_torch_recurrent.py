@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_layers import B, H, I, T, error
-from test_torch_training import BACKWARD, FORWARD, check, given, with_seed
+from torch_pairs import B, H, I, T, alike, states, with_seed
+from torch_values import BACKWARD, close
 
 import ecornn
 import ecornn.torch
@@ -71,12 +71,12 @@ def test_a_cell_of_ones_own(layers: int, bidirectional: bool):
         def forward(self, x: Any, hx: Any) -> Any:
             return by_hand(self.layer, x, hx)
 
-    x, hx = given(False, layers * (1 + bidirectional), 2)
-    check(ByHand(), ours, x, hx)
+    x, hx = torch.randn(T, B, I), states("LSTM", layers * (1 + bidirectional))
+    alike(ByHand(), ours, x, hx)
     if layers == 1:
         y = ours(x, hx)[0]
         with torch.no_grad():
-            assert error(ours(x, hx)[0], y.detach().double()) < FORWARD
+            close(ours(x, hx)[0], y)
         torch._dynamo.reset()
         assert torch.equal(torch.compile(ours, fullgraph=True, backend="aot_eager")(x, hx)[0], y)
         first = ecornn.torch.Recurrent(Smoothed(), I, H, batch_first=True)
@@ -92,8 +92,7 @@ def test_built_in_cells_with_options_train_as_layers():
     theirs = torch.nn.LSTM(I, H, 2, dropout=0.5)  # which clips nothing here
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(T, B, I)
-    for one, other in zip(with_seed(ours, x, 5)[1], with_seed(theirs, x, 5)[1], strict=True):
-        assert error(one, other.double()) < 2 * BACKWARD
+    close(with_seed(ours, x, 5)[1], with_seed(theirs, x, 5)[1], 2 * BACKWARD)
     assert "lstm(clip=3), 7, 11, num_layers=2, dropout=0.5" in repr(ours).replace("3.0", "3")
     assert kind_of(text_of(ours)).cell is ours.cell
     name = name_of(Smoothed())
