@@ -21,16 +21,13 @@ from ecornn.errors import DerivativeError, DTypeError, ShapeError
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def options_of(bias: bool, batch_first: bool, deep: bool) -> dict[str, Any]:
-    return {"bias": bias, "batch_first": batch_first, **({"num_layers": 2, "bidirectional": True} if deep else {})}
-
-
 @pytest.mark.parametrize("deep", [False, True], ids=["one layer", "two of two directions"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_forward_without_a_batch(name: str, bias: bool, batch_first: bool, deep: bool):
     """test_forward: one sequence is a batch of one."""
-    theirs, ours = (layer.eval() for layer in pair(name, **options_of(bias, batch_first, deep)))
+    options = {"num_layers": 2, "bidirectional": True} if deep else {}
+    theirs, ours = (layer.eval() for layer in pair(name, bias=bias, batch_first=batch_first, **options))
     primed(ours)
     x, parts = torch.randn(T, I), 4 if deep else 1
     for hx in (None, states(name, parts, 0)):

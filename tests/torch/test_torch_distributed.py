@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The weights after training on this process's part of each x; and what happened in the last step, in order:
+    """The weights after training on these parts of each x; and what happened in the last step, in order:
     ``backward of N`` of so many weights, and ``bucket`` with the weights whose gradients left together."""
     happened: list[str] = []
     names = {id(p): name for name, p in model.named_parameters()}
@@ -83,7 +83,7 @@ def train(model: nn.Module, xs: list[torch.Tensor], happened: list[str]) -> None
     for x in xs:
         happened.clear()
         optimizer.zero_grad()
-        model(x.chunk(2, 1)[torch.distributed.get_rank()]).square().mean().backward()
+        model(x).square().mean().backward()
         optimizer.step()
 
 
@@ -93,14 +93,14 @@ def in_one_process() -> None:
     take_small_tiles()
     torch.distributed.init_process_group("gloo", init_method=f"file://{file}.store", rank=rank, world_size=2)
     given = torch.load(file)
+    xs = [x.chunk(2, 1)[rank] for x in given["x"]]
 
     def model() -> Model:
         made = Model(ecornn.torch.GRU(*given["sizes"], bidirectional=True), 2 * given["sizes"][1])
         made.load_state_dict(given["weights"])
         return made
 
-    weights, happened = data_parallel(model(), given["x"])
-    torch.save((weights, happened, sharded(model(), given["x"])), Path(f"{file}{rank}"))
+    torch.save((*data_parallel(model(), xs), sharded(model(), xs)), Path(f"{file}{rank}"))
     torch.distributed.destroy_process_group()
 
 
@@ -115,12 +115,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
                                 "PYTHONPATH": os.pathsep.join(sys.path)}
     made = [subprocess.Popen([sys.executable, "-W", "ignore", __file__, str(rank), file], env=environment)
             for rank in range(2)]
-    model.double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for x in xs:
-        optimizer.zero_grad()
-        model(x.double()).square().mean().backward()
-        optimizer.step()
+    train(model.double(), [x.double() for x in xs], [])
     assert [process.wait() for process in made] == [0, 0]
     return model.state_dict(), *(torch.load(f"{file}{rank}") for rank in range(2))
 
