@@ -25,7 +25,9 @@ from torch_values import BACKWARD, close, double, error, flat, same
 import ecornn.torch
 from ecornn.errors import FallbackError
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:LSTM with projections")]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(  # PyTorch's
+    "ignore:LSTM with projections", "ignore:Anomaly Detection", "ignore:.torch.jit.script. is deprecated",
+    "ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")]
 P = 3  # a projection
 DEEP = {"num_layers": 2, "bidirectional": True}
 
@@ -159,7 +161,6 @@ def test_frozen_weights(name: str, frozen: str):
 
 
 @pytest.mark.parametrize("settings", ["anomaly", "deterministic", "float64 by default"])
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_under_other_settings(name: str, settings: str):
     """detect_anomaly, use_deterministic_algorithms, set_default_dtype: the same numbers."""
     _, ours = pair(name)
@@ -408,7 +409,6 @@ def test_what_that_exporter_refuses(strict: bool, monkeypatch: pytest.MonkeyPatc
         torch.onnx.export(layer.eval(), (torch.randn(T, B, I),), dynamo=True, verbose=False)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_scripts(name: str):
     """test_jit of RNNs. Differs: torch.jit.script compiles what PyTorch has, and is told so; restore() helps."""
     class First(torch.nn.Module):
@@ -430,7 +430,6 @@ def test_scripts(name: str):
 
 
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "GRUCell"])
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:torch.quantize_per_tensor")
 def test_quantize_dynamic(name: str):
     """test_quantized RNNs. Differs: quantize_dynamic goes by exact classes, and leaves a replaced layer as it is, which
     warns; restore() before, or the layer's name, as for all that makes other layers of PyTorch's."""

@@ -59,7 +59,6 @@ def test_to_empty(name: str):
 
 
 def test_repr(name: str):
-    """test_repr"""
     for options in ({}, {"num_layers": 2, "bias": False, "batch_first": True, "dropout": 0.5, "bidirectional": True}):
         ours, theirs = (getattr(where, name)(I, H, **options) for where in (ecornn.torch, torch.nn))
         assert repr(ours) == repr(theirs) == str(ours)

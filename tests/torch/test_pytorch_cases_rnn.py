@@ -45,7 +45,6 @@ def test_rnn_args_check(name: str, wrong: str):
     ((2, BAD, P), (2, BAD, H)), ((2, B, BAD), (2, B, BAD)), ((BAD, B, P), (BAD, B, H)), ((2, B, H), (2, B, H)),
     ((2, B, P), (2, B, P)), ((2, B, P), (BAD, B, H)), ((2, P), (2, H)), ((H, B, P), (2, B, H))])
 def test_projections_lstm_args_check(h: tuple[int, ...], c: tuple[int, ...]):
-    """test_projections_lstm_args_check"""
     for layer in both("LSTM", I, H, 2, proj_size=P):
         with pytest.raises(RuntimeError):
             layer(torch.randn(T, B, I), (torch.zeros(h), torch.zeros(c)))
@@ -239,7 +238,6 @@ def test_partial_flat_weights(name: str):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_error_rnn_seq_len_zero(name: str, bidirectional: bool):
-    """test_error_RNN_seq_len_zero"""
     for layer, grad in itertools.product(both(name, I, H, bidirectional=bidirectional), (False, True)):
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError):
             layer(torch.ones(0, B, I))

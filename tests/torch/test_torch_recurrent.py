@@ -36,24 +36,30 @@ class Smoothed(ecornn.Cell):
         return [new, ecornn.pointwise(lambda b, j: slow[b, j] + te.sigmoid(v[1, j]) * (new[b, j] - slow[b, j]), h)]
 
 
-def by_hand(layer: Any, x: Any, hx: Any) -> Any:
+class ByHand(torch.nn.Module):
     """The same in PyTorch's operations, of the parameters of a Recurrent in float64: y and the states."""
-    ends = [[], []]
-    for number in range(layer.num_layers):
-        rows = []
-        for way, end in enumerate(("", "_reverse")[:1 + layer.bidirectional]):
-            w, r, v = (getattr(layer, f"{name}_l{number}{end}") for name in ("weight_ih", "weight_hh", "rate"))
-            place = number * (1 + layer.bidirectional) + way
-            (h, slow), outputs = [s[place] for s in hx], [None] * len(x)
-            for t in reversed(range(len(x))) if way else range(len(x)):
-                h = torch.tanh(x[t] @ w.T + h @ r.T + v[:H] * slow)
-                slow = slow + torch.sigmoid(v[H:]) * (h - slow)
-                outputs[t] = h
-            rows.append(torch.stack(outputs))
-            ends[0].append(h)
-            ends[1].append(slow)
-        x = torch.cat(rows, -1)
-    return x, tuple(torch.stack(states) for states in ends)
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any, hx: Any) -> Any:
+        layer, ends = self.layer, [[], []]
+        for number in range(layer.num_layers):
+            rows = []
+            for way, end in enumerate(("", "_reverse")[:1 + layer.bidirectional]):
+                w, r, v = (getattr(layer, f"{name}_l{number}{end}") for name in ("weight_ih", "weight_hh", "rate"))
+                place = number * (1 + layer.bidirectional) + way
+                (h, slow), outputs = [s[place] for s in hx], [None] * len(x)
+                for t in reversed(range(len(x))) if way else range(len(x)):
+                    h = torch.tanh(x[t] @ w.T + h @ r.T + v[:H] * slow)
+                    slow = slow + torch.sigmoid(v[H:]) * (h - slow)
+                    outputs[t] = h
+                rows.append(torch.stack(outputs))
+                ends[0].append(h)
+                ends[1].append(slow)
+            x = torch.cat(rows, -1)
+        return x, tuple(torch.stack(states) for states in ends)
 
 
 @pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
@@ -62,17 +68,8 @@ def test_a_cell_of_ones_own(layers: int, bidirectional: bool):
     assert max(float(w.detach().abs().max()) for w in ours.parameters()) <= H ** -0.5
     theirs = copy.deepcopy(ours).double()
     assert list(theirs.state_dict())[:3] == ["weight_ih_l0", "weight_hh_l0", "rate_l0"]
-
-    class ByHand(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = theirs
-
-        def forward(self, x: Any, hx: Any) -> Any:
-            return by_hand(self.layer, x, hx)
-
     x, hx = torch.randn(T, B, I), states("LSTM", layers * (1 + bidirectional))
-    alike(ByHand(), ours, x, hx)
+    alike(ByHand(theirs), ours, x, hx)
     if layers == 1:
         y = ours(x, hx)[0]
         with torch.no_grad():

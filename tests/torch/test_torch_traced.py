@@ -105,10 +105,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@torch.no_grad()
 def loop(module: nn.Module, x: torch.Tensor, states: list[torch.Tensor], together: bool) -> Any:
-    """y and the last states of the module itself, called step by step in float64."""
-    module, now, y = copy.deepcopy(module).double(), [s.double() for s in states], []
+    """y and the last states of a module in float64, called step by step."""
+    now, y = [s.double() for s in states], []
     for row in x.double():
         found = module(row, tuple(now) if together else now[0]) if together or len(now) == 1 else module(row, *now)
         found = list(found) if isinstance(found, tuple) else [found]
@@ -130,7 +129,8 @@ def test_a_layer_of_a_traced_step_is_the_modules_loop(name: str, one_thread: Non
     x = torch.randn(T, B, I, generator=generator)
     states = [torch.randn(B, H, generator=generator) for _ in cell.traced.states]
     together = name in ("LSTMCell", "norms")
-    y, last = loop(module, x, states, together)
+    with torch.no_grad():
+        y, last = loop(copy.deepcopy(module).double(), x, states, together)
     given = [torch.zeros(1, B, H)] * cell.shown + [s[None] for s in states]
     with torch.no_grad():
         got, after = layer(x, tuple(given) if len(given) > 1 else given[0])
@@ -151,11 +151,7 @@ def test_gradients_reach_the_modules_weights(kind: Callable[..., nn.Module], one
     x = torch.randn(T, B, I, generator=torch.Generator().manual_seed(2))
     layer(x)[0].square().sum().backward()
     double = copy.deepcopy(module).double()
-    h, total = torch.zeros(B, H, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for row in x.double():
-        h = double(row, h)
-        total = total + h.square().sum()
-    total.backward()
+    loop(double, x, [torch.zeros(B, H)], False)[0].square().sum().backward()
     for parameter in double.parameters():  # as weights are taken
         parameter.data = parameter.grad
     wanted = cell.weights(double)
