@@ -76,12 +76,6 @@ class Tuple(Step):
 
 def draw(seed: int) -> Drawn:
     """The step of a seed, the same each time."""
-    found = _drawn(seed)
-    found.seed = seed
-    return found
-
-
-def _drawn(seed: int) -> Drawn:
     r = random.Random(seed)
     torch.manual_seed(seed)
     H = r.choice([5, 6, 7, 8])
@@ -91,8 +85,11 @@ def _drawn(seed: int) -> Drawn:
         module = kind(I, H)
         lstm = isinstance(module, nn.LSTMCell)
         options = {"states": ("h", "c")} if lstm and kind is not nn.LSTMCell else {}
-        return Drawn(module, options, CAPTURED, I, H, 1 + lstm, lstm, [kind.__name__])
-    return Writer(r, I, H).written()
+        found = Drawn(module, options, CAPTURED, I, H, 1 + lstm, lstm, [kind.__name__])
+    else:
+        found = Writer(r, I, H).written()
+    found.seed = seed
+    return found
 
 
 class Writer:

@@ -275,14 +275,6 @@ def test_the_order_of_rows_does_not_matter(name: str, bidirectional: bool):
     close(made[1], made[0], 1e-5)
 
 
-def test_gradients_of_padding_are_zero():
-    _, ours = pair("GRU")
-    x = torch.randn(T, B, I, requires_grad=True)
-    ours(pack_padded_sequence(x, LENGTHS, enforce_sorted=False))[0].data.square().sum().backward()
-    for number, length in enumerate(LENGTHS):
-        assert x.grad[:length, number].all() and not x.grad[length:, number].any()
-
-
 @pytest.mark.parametrize("where", ["y", "state"])
 def test_writes_to_results(where: str):
     """In-place operations on packed y and on states, with gradients."""

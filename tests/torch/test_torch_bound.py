@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -28,18 +27,7 @@ from ecornn.torch.snapshot import Snapshot, suspect
 KIND = kind_of("GRU(input=3,hidden=4,layers=1,bias=1,bidirectional=0,projection=0)")
 NO_BIAS = kind_of("GRU(input=3,hidden=4,layers=1,bias=0,bidirectional=0,projection=0)")
 NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
-WHERE = (("generic", "all"), ("cuda", "all"), ("cuda", "rnn"), ("cuda", "conv"), ("cuda", "matmul"))
-
-
-@pytest.fixture(autouse=True)
-def _settings() -> Iterator[None]:
-    """PyTorch's default, and what was there before again afterwards."""
-    before = [torch._C._get_fp32_precision_getter(*where) for where in WHERE]
-    torch.backends.fp32_precision = torch.backends.cudnn.fp32_precision = "none"
-    torch.backends.cudnn.allow_tf32 = True
-    yield
-    for where, value in zip(WHERE, before, strict=True):
-        torch._C._set_fp32_precision_setter(*where, value)
+pytestmark = pytest.mark.usefixtures("cudnn_settings")
 
 
 class NotingLayer:

@@ -379,6 +379,7 @@ def _precisions() -> tuple[list[str], bool | None]:
         return found, None
 
 
+@pytest.mark.usefixtures("cudnn_settings")
 @pytest.mark.parametrize("older", [True, False])
 @pytest.mark.parametrize("newer", [{}, {"rnn": "tf32", "conv": "ieee"}, {"rnn": "ieee", "conv": "ieee"},
                                    {"rnn": "none", "conv": "none"}, {"rnn": "none", "conv": "tf32", "cudnn": "ieee"},
@@ -388,20 +389,16 @@ def test_pytorchs_settings_are_as_before(older, newer):
     backends = torch.backends
     where = {"generic": backends, "cudnn": backends.cudnn, "rnn": backends.cudnn.rnn, "conv": backends.cudnn.conv}
     backends.cudnn.allow_tf32 = older
-    try:
-        for name, value in newer.items():
-            where[name].fp32_precision = value
-        before = _precisions()
-        same_step(Module(lambda m, x, h: torch.tanh(x + m.lin(h))))
-        assert _precisions() == before
-        both = {"rnn": "tf32", "conv": "tf32"} if older else {"rnn": "none", "conv": "none"}
-        for name, value in both.items():
-            where[name].fp32_precision = value
-        if "generic" not in newer and "cudnn" not in newer:
-            assert backends.cudnn.allow_tf32 is older
-    finally:
-        backends.fp32_precision = backends.cudnn.fp32_precision = "none"
-        backends.cudnn.allow_tf32 = True
+    for name, value in newer.items():
+        where[name].fp32_precision = value
+    before = _precisions()
+    same_step(Module(lambda m, x, h: torch.tanh(x + m.lin(h))))
+    assert _precisions() == before
+    both = {"rnn": "tf32", "conv": "tf32"} if older else {"rnn": "none", "conv": "none"}
+    for name, value in both.items():
+        where[name].fp32_precision = value
+    if "generic" not in newer and "cudnn" not in newer:
+        assert backends.cudnn.allow_tf32 is older
 
 
 def test_plain_tensors_and_shared_spellings():

@@ -20,7 +20,6 @@ from torch_values import BACKWARD, agree, close, double, error, flat
 
 import ecornn.torch
 from ecornn.errors import ArgumentError, DerivativeError, DTypeError, FallbackError, ShapeError
-from ecornn.runtime.loader import Module
 from ecornn.torch import LSTM, Recurrent, compiling, engine, replace, restore
 from ecornn.torch.kind import kind_of, text_of
 
@@ -180,29 +179,6 @@ def test_threads_that_train_the_same_layer():
         found = [*pool.map(lambda scale: [run(ours, x, scale) for _ in range(20)], scales)]
     for some, exact in zip(found, wanted, strict=True):
         assert max(error(one, exact) for one in some) < BACKWARD
-
-
-def test_scaled_gradients():
-    theirs, ours = pair("GRU")
-    scaler, optimizer = torch.amp.GradScaler("cpu", 2.0 ** 10), torch.optim.SGD(ours.parameters(), lr=0.0)
-    x = torch.randn(T, B, I)
-    scaler.scale(ours(x)[0].square().sum()).backward()
-    theirs(x.double())[0].square().sum().backward()
-    scaler.unscale_(optimizer)
-    close([w.grad for w in ours.parameters()], [w.grad for w in theirs.parameters()], BACKWARD)
-
-
-def test_weights_are_packed_where_they_were(monkeypatch: pytest.MonkeyPatch):
-    """One module and one memory for all steps; nothing is packed where nothing changed."""
-    bound: list[int] = []
-    plain = Module.bind
-    monkeypatch.setattr(Module, "bind", lambda *a, **k: (bound.append(1), plain(*a, **k))[1])
-    _, ours = pair("GRU")
-    optimizer, x = torch.optim.SGD(ours.parameters(), lr=0.1), torch.randn(T, B, I)
-    for _ in range(4):
-        ours(x)[0].square().sum().backward()
-        optimizer.step()
-    assert len(bound) == 1
 
 
 def test_500_steps_stay_with_torch_nn():
