@@ -305,18 +305,20 @@ def test_what_is_kept_is_of_the_module_that_runs(monkeypatch: pytest.MonkeyPatch
     assert seen[0].workload.precision == "tf32"
 
 
-def test_the_option_of_replace():
+@pytest.mark.parametrize("option, value, words", [
+    ("tf32", False, "tf32='all' is not allowed; expected None, True or False"),
+    ("keep", "states", "keep='all' is not allowed; expected None, states or gates")])
+def test_options_of_replace(option: str, value: Any, words: str):
     model = torch.nn.Sequential(torch.nn.LSTM(3, 4), torch.nn.LSTMCell(3, 4))
-    assert ecornn.torch.replace(model, tf32=False).swapped == ("0", "1")
-    made: Any = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-    for one in (model, *made):
-        assert one[0].tf32 is False and kind_of(text_of(one[0])).tf32 is False
+    assert ecornn.torch.replace(model, **{option: value}).swapped == ("0", "1")
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert getattr(one[0], option) == value == getattr(kind_of(text_of(one[0])), option)
     ecornn.torch.restore(model)
-    assert not hasattr(model[0], "tf32")
+    assert not hasattr(model[0], option)
     ecornn.torch.replace(model)
-    assert model[0].tf32 is None and "tf32" not in text_of(model[0])
-    with pytest.raises(ArgumentError, match="tf32='high' is not allowed; expected None, True or False"):
-        ecornn.torch.replace(model, tf32="high")  # type: ignore[arg-type]
+    assert getattr(model[0], option) is None and option not in text_of(model[0])
+    with pytest.raises(ArgumentError, match=words):
+        ecornn.torch.replace(model, **{option: "all"})
 
 
 def test_a_layers_attribute_may_be_set():
