@@ -103,8 +103,8 @@ def test_attributes_weights_and_threads_that_change(taken: list[Any], one_thread
     assert len({*taken}) >= 3
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])
+@pytest.mark.parametrize(("name", "bias"), [("LSTM", True), ("GRU", True), ("GRU", False), ("RNN", True),
+                                            ("LSTMCell", True), ("GRUCell", True), ("RNNCell", True)])
 def test_pytorchs_defaults_are_not_those_of_a_layer(name: str, bias: bool, taken: list[Any]):
     theirs, ours = pair(name, bias=bias)
     x = torch.randn(3, I) if "Cell" in name else torch.randn(2, 3, I)
