@@ -62,7 +62,7 @@ MUTANTS = (
            "1.90821492927058770002e-10", "1.908215e-10", "cpu/test_cpu_math.py"),
     Mutant("float64 on CPUs: a layer's sums are those of float32", "ecornn/workload.py",
            'return "float64" if dtype == "float64" else "float32"', 'return "float32"',
-           "torch/test_torch_float64.py -k gradcheck"),
+           "torch/test_torch_training.py -k gradcheck"),
     Mutant("kept states: of rows that took no part, too", "schedules/scalars/gate_threads.py",
            "value = self.timeline.masked(ended.live, value, T.float32(0))", "value = T.let('value', value)",
            "kernels/test_kept_emulated.py -k persistent"),

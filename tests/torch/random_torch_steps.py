@@ -11,24 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch_step_parts as parts
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
-from torch_step_parts import (
-    Clipped,
-    Cubed,
-    Doubled,
-    LeakyRNN,
-    NormedLSTM,
-    SlowGRU,
-    Spike,
-    assigned,
-    counted,
-    hooked,
-    silent,
-    trained,
-    written,
-)
 
 CAPTURED, REFUSED, EITHER = "captured", "refused", "either"
 
@@ -90,23 +76,20 @@ class Tuple(Step):
 
 def draw(seed: int) -> Drawn:
     """The step of a seed, the same each time."""
-    found = _drawn(seed)
-    found.seed = seed
-    return found
-
-
-def _drawn(seed: int) -> Drawn:
     r = random.Random(seed)
     torch.manual_seed(seed)
     H = r.choice([5, 6, 7, 8])
     I = H if r.random() < 0.3 else r.choice([3, 4, 9])
     if r.random() < 0.08:
-        kind = r.choice([NormedLSTM, SlowGRU, LeakyRNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+        kind = r.choice([parts.NormedLSTM, parts.SlowGRU, parts.LeakyRNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
         module = kind(I, H)
         lstm = isinstance(module, nn.LSTMCell)
         options = {"states": ("h", "c")} if lstm and kind is not nn.LSTMCell else {}
-        return Drawn(module, options, CAPTURED, I, H, 1 + lstm, lstm, [kind.__name__])
-    return Writer(r, I, H).written()
+        found = Drawn(module, options, CAPTURED, I, H, 1 + lstm, lstm, [kind.__name__])
+    else:
+        found = Writer(r, I, H).written()
+    found.seed = seed
+    return found
 
 
 class Writer:
@@ -152,9 +135,7 @@ class Writer:
             c = r.choice([0.5, 2.0])
             module.register_forward_hook(lambda m, i, o: o * c if isinstance(o, torch.Tensor) else None)
             self.words.append(f"hook of the step: * {c}")
-        options = {"states": ("h", "c")} if isinstance(module, Tuple) else {}
-        if isinstance(module, Three):
-            options["states"] = ("h", "c")
+        options = {"states": ("h", "c")} if isinstance(module, (Tuple, Three)) else {}
         return Drawn(module, options, self.wanted, self.I, self.H, self.count, isinstance(module, Tuple), self.words)
 
     # -- helpers ------------------------------------------------------------------------------------
@@ -183,7 +164,7 @@ class Writer:
         kind = r.choice(["plain"] * 4 + ["no bias", "doubled", "weight_norm", "spectral", "pruned", "hook", "pre hook",
                                           "frozen", "masked", "orthogonal", "sequential", "tied", "half"])
         kind = "hook" if kind == "pre hook" and of_x and r.random() < 0.8 else kind
-        layer: nn.Module = (Doubled if kind == "doubled" else nn.Linear)(fan_in, fan_out, bias=kind != "no bias")
+        layer: nn.Module = (parts.Doubled if kind == "doubled" else nn.Linear)(fan_in, fan_out, bias=kind != "no bias")
         if kind == "weight_norm":
             layer = parametrizations.weight_norm(layer, dim=r.choice([0, 1, None]))
         elif kind == "spectral":
@@ -268,7 +249,7 @@ class Writer:
             ("reshape", lambda g: [g.reshape(len(g), k, H)[:, i] for i in range(k)]),
             ("unflatten", lambda g: g.unflatten(1, (k, H)).permute(1, 0, 2)),
             ("in place", lambda g: (g[:, :H].tanh_(), g)[1].chunk(k, 1)),
-            ("assigned", lambda g: assigned(g, H).chunk(k, 1)),
+            ("assigned", lambda g: parts.assigned(g, H).chunk(k, 1)),
             ("narrow", lambda g: [g.narrow(1, i * H, H) for i in range(k)]),
             ("softmax", lambda g: g.view(-1, k, H).softmax(1).unbind(1)),
             ("tensor_split", lambda g: torch.tensor_split(g, k, dim=1)),
@@ -305,7 +286,8 @@ class Writer:
             ("logsigmoid", lambda p, q: F.logsigmoid(p) * c), ("softsign", lambda p, q: F.softsign(p - q)),
             ("sin", lambda p, q: torch.sin(p) + torch.cos(q)), ("logic", lambda p, q: torch.where(
                 (p > 0) & ~(q > c) | (q < -c), p, q)), ("sign", lambda p, q: p.sign() * c + q),
-            ("hardtanh", lambda p, q: F.hardtanh(p, -c, c) + q), ("function", lambda p, q: Cubed.apply(p * 0.5) + q),
+            ("hardtanh", lambda p, q: F.hardtanh(p, -c, c) + q),
+            ("function", lambda p, q: parts.Cubed.apply(p * 0.5) + q),
             ("threshold", lambda p, q: F.threshold(p, 0.1, c)),
             ("tensor constant", lambda p, q: p * torch.tensor(c) + q),
             ("zeros", lambda p, q: torch.zeros_like(p) + q * c), ("full", lambda p, q: p + q.new_full(q.shape, c)),
@@ -363,7 +345,7 @@ class Writer:
         modules: dict[str, Callable[[], nn.Module]] = {
             "LayerNorm": lambda: nn.LayerNorm(H, eps=eps), "plain LayerNorm": lambda: nn.LayerNorm(
                 H, elementwise_affine=False), "RMSNorm": lambda: nn.RMSNorm(H, eps=eps),
-            "BatchNorm": lambda: trained(nn.BatchNorm1d(H)).eval(), "Softmax": lambda: nn.Softmax(dim=-1),
+            "BatchNorm": lambda: parts.trained(nn.BatchNorm1d(H)).eval(), "Softmax": lambda: nn.Softmax(dim=-1),
             "GroupNorm": lambda: nn.GroupNorm(1 if H % 2 else 2, H)}
         forms: dict[str, Callable[[Any], Any]] = {
             "softmax": lambda p: torch.softmax(p, dim=1), "log_softmax": lambda p: F.log_softmax(p, dim=-1),
@@ -395,7 +377,7 @@ class Writer:
             ("squeeze", lambda p, q: torch.squeeze(p.unsqueeze(1) + q.unsqueeze(1), dim=1)),
             ("cat chunk", lambda p, q: torch.cat([p, q], -1).tanh().chunk(2, -1)[1]),
             ("flatten", lambda p, q: torch.stack([p, q], 1).flatten(1)[:, H:]),
-            ("scatter", lambda p, q: written(torch.cat([p, q], 1), q, H)), ("glu", lambda p, q: F.glu(
+            ("scatter", lambda p, q: parts.written(torch.cat([p, q], 1), q, H)), ("glu", lambda p, q: F.glu(
                 torch.cat([p, q], 1), dim=-1)), ("view", lambda p, q: p.view(p.shape[0], -1) + q.reshape(-1, H)),
             ("expand", lambda p, q: p.mean(1, keepdim=True).expand(-1, H) * q), ("swapaxes", lambda p, q: torch.stack(
                 [p, q], 1).swapaxes(0, 1)[0] * 1.0), ("movedim", lambda p, q: torch.stack([p, q], 2).movedim(2, 0)[1]),
@@ -409,15 +391,17 @@ class Writer:
         r, n = self.r, self.any()
         self.reads = [n]
         forms: list[tuple[str, str, Callable[[Any, Any], Any]]] = [
-            ("spike", REFUSED, lambda m, p: Spike.apply(p)), ("clipped", REFUSED, lambda m, p: Clipped.apply(p)),
-            ("detach", REFUSED, lambda m, p: p.detach() * p), ("no_grad", REFUSED, lambda m, p: silent(p) + p),
+            ("spike", REFUSED, lambda m, p: parts.Spike.apply(p)),
+            ("clipped", REFUSED, lambda m, p: parts.Clipped.apply(p)),
+            ("detach", REFUSED, lambda m, p: p.detach() * p), ("no_grad", REFUSED, lambda m, p: parts.silent(p) + p),
             ("branch", REFUSED, lambda m, p: p if p.sum() > 0 else -p),
             ("item", REFUSED, lambda m, p: p * p.sum().item()),
             ("random", REFUSED, lambda m, p: F.dropout(p, 0.5, training=True)), ("rand", REFUSED, lambda m, p:
              p + torch.rand_like(p)), ("batch", REFUSED, lambda m, p: p - p.mean(0)), ("roll", EITHER, lambda m, p:
              torch.roll(p, 1, 1)), ("cumsum", EITHER, lambda m, p: torch.cumsum(p, 1)), ("unit", EITHER, lambda m, p:
-             p * p[:, :1]), ("sort", EITHER, lambda m, p: p.sort(1).values), ("hook", REFUSED, lambda m, p: hooked(p)),
-            ("counter", REFUSED, lambda m, p: counted(m, p)), ("outer", EITHER, lambda m, p: torch.einsum(
+             p * p[:, :1]), ("sort", EITHER, lambda m, p: p.sort(1).values),
+            ("hook", REFUSED, lambda m, p: parts.hooked(p)),
+            ("counter", REFUSED, lambda m, p: parts.counted(m, p)), ("outer", EITHER, lambda m, p: torch.einsum(
                 "bi,bj,bj->bi", p, p, p)), ("max", EITHER, lambda m, p: p - p.max(1, keepdim=True).values)]
         words, wanted, how = r.choice(forms)
         self.wanted = wanted

@@ -1,55 +1,33 @@
-"""What PyTorch tests of every module (its test_modules.py and common_modules.py), of ecornn.torch's layers.
-
-docs/PYTORCH_CASES.md lists these by intent, with what differs and why.
-"""
+"""What PyTorch tests of every module (its test_modules.py and common_modules.py) and of packed sequences (its
+nn/test_packed_sequence.py), of ecornn.torch's layers. docs/PYTORCH_CASES.md lists these by intent, with what differs
+and why."""
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
-import pickle
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from pytorch_cases import (
-    BACKWARD,
-    NAMES,
-    B,
-    H,
-    I,
-    T,
-    agree,
-    alike,
-    close,
-    double,
-    error,
-    flat,
-    gradients,
-    pair,
-    primed,
-    states,
-)
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
+from torch_pairs import LENGTHS, B, H, I, T, alike, copied, gradients, primed, states
+from torch_pairs import training_pair as pair
+from torch_values import BACKWARD, close, double, error, flat, same
 
 import ecornn.torch
-from ecornn.errors import DerivativeError, DTypeError
+from ecornn.errors import DerivativeError, DTypeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def options_of(bias: bool, batch_first: bool, deep: bool) -> dict[str, Any]:
-    return {"bias": bias, "batch_first": batch_first, **({"num_layers": 2, "bidirectional": True} if deep else {})}
 
 
 @pytest.mark.parametrize("deep", [False, True], ids=["one layer", "two of two directions"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("name", NAMES)
 def test_forward_without_a_batch(name: str, bias: bool, batch_first: bool, deep: bool):
     """test_forward: one sequence is a batch of one."""
-    theirs, ours = (layer.eval() for layer in pair(name, **options_of(bias, batch_first, deep)))
+    options = {"num_layers": 2, "bidirectional": True} if deep else {}
+    theirs, ours = (layer.eval() for layer in pair(name, bias=bias, batch_first=batch_first, **options))
     primed(ours)
     x, parts = torch.randn(T, I), 4 if deep else 1
     for hx in (None, states(name, parts, 0)):
@@ -62,7 +40,6 @@ def test_forward_without_a_batch(name: str, bias: bool, batch_first: bool, deep:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("name", NAMES)
 def test_factory_kwargs(name: str, dtype: torch.dtype):
     """test_factory_kwargs, test_device_ctx_init: parameters are made of the type and where they were asked for."""
     kind = getattr(ecornn.torch, name)
@@ -72,7 +49,6 @@ def test_factory_kwargs(name: str, dtype: torch.dtype):
         assert {w.device.type for w in kind(I, H).parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_to_empty(name: str):
     """test_to_empty: a layer made on ``meta`` gets memory, and is a layer."""
     layer = getattr(ecornn.torch, name)(I, H, device="meta").to_empty(device="cpu")
@@ -82,37 +58,30 @@ def test_to_empty(name: str):
         close(layer(x), other.double()(x.double()))
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_repr(name: str):
-    """test_repr"""
     for options in ({}, {"num_layers": 2, "bias": False, "batch_first": True, "dropout": 0.5, "bidirectional": True}):
         ours, theirs = (getattr(where, name)(I, H, **options) for where in (ecornn.torch, torch.nn))
         assert repr(ours) == repr(theirs) == str(ours)
 
 
 @pytest.mark.parametrize("how", ["state_dict", "torch.save", "pickle", "deepcopy"])
-@pytest.mark.parametrize("name", NAMES)
 def test_save_load_and_pickle(name: str, how: str):
     """test_save_load, test_pickle: another layer that gives the same, and is not the same."""
     _, ours = pair(name)
     x = torch.randn(T, B, I)
-    wanted = flat(ours(x))
-    file = io.BytesIO()
+    wanted = ours(x)
     if how == "state_dict":
+        file = io.BytesIO()
         torch.save(ours.state_dict(), file)
         file.seek(0)
         other = getattr(ecornn.torch, name)(I, H)
         other.load_state_dict(torch.load(file))
-    elif how == "torch.save":
-        torch.save(ours, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
     else:
-        other = copy.deepcopy(ours) if how == "deepcopy" else pickle.loads(pickle.dumps(ours))
-    assert all(torch.equal(one, two) for one, two in zip(flat(other(x)), wanted, strict=True))
+        other = copied(ours, how)
+    same(other(x), wanted)
     with torch.no_grad():
         other.weight_hh_l0.zero_()
-    assert all(torch.equal(one, two) for one, two in zip(flat(ours(x)), wanted, strict=True))
+    same(ours(x), wanted)
     assert not torch.equal(other(x)[0], wanted[0])
 
 
@@ -124,7 +93,6 @@ def gaps(tensor: torch.Tensor, how: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("how", ["interleaved", "transposed"])
-@pytest.mark.parametrize("name", NAMES)
 def test_non_contiguous_tensors(name: str, how: str):
     """test_non_contiguous_tensors: of x, of states and of the gradients that come back."""
     _, ours = pair(name)
@@ -135,52 +103,40 @@ def test_non_contiguous_tensors(name: str, how: str):
     directions = [torch.randn(t.shape) for t in found]
     wanted, exact = gradients(ours, x, hx, directions)
     for given in itertools.product((x, gaps(x, how)), (hx, apart), (directions, [gaps(d, how) for d in directions])):
-        found, made = gradients(ours, *given)
-        for one, other in zip((*flat(found), *made), (*flat(wanted), *exact), strict=True):
-            assert torch.equal(one, other)
+        same(gradients(ours, *given), (wanted, exact))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-@pytest.mark.parametrize("name", NAMES)
 def test_grad(name: str, bias: bool):
     """test_grad: gradients of x, states and weights. PyTorch's are by differences in float64; these against its own."""
     alike(*pair(name, bias=bias), torch.randn(T, B, I), states(name, 1))
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_grad_without_a_batch(name: str):
     theirs, ours = pair(name)
     alike(theirs, primed(ours, trains=True), torch.randn(T, I), states(name, 1, 0))
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_gradgrad(name: str):
     """test_gradgrad. Differs: gradients of gradients are refused, with the way out, as cuDNN refuses them."""
     theirs, ours = pair(name)
     x = torch.randn(T, B, I, requires_grad=True)
-    first, = torch.autograd.grad(ours(x)[0].square().sum(), x, create_graph=True)
     exact = x.detach().double().requires_grad_()
-    wanted, = torch.autograd.grad(theirs(exact)[0].square().sum(), exact)
-    assert error(first.detach(), wanted) < BACKWARD
+
+    def first(layer: Any, x: Any) -> Any:
+        return torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)[0]
+
+    found, wanted = first(ours, x), first(theirs, exact)
+    close(found, wanted, BACKWARD)
     with pytest.raises(DerivativeError, match=r"ecornn\.torch\.restore"):
-        first.sum().backward()
+        found.square().sum().backward()
     ecornn.torch.restore(ours)
-    torch.autograd.grad(ours(x)[0].square().sum(), x, create_graph=True)[0].sum().backward()
-    assert x.grad is not None
-
-
-def test_modes_differ_where_there_is_dropout():
-    """test_if_train_and_eval_modes_differ"""
-    _, ours = pair("GRU", num_layers=2, dropout=0.5)
-    x = torch.randn(T, B, I)
-    with torch.no_grad():
-        assert not torch.equal(ours(x)[0], ours(x)[0])
-        ours.eval()
-        assert torch.equal(ours(x)[0], ours(x)[0])
+    first(ours, x).square().sum().backward()
+    wanted.square().sum().backward()
+    close(x.grad, exact.grad, BACKWARD)
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["set", "swap"])
-@pytest.mark.parametrize("name", NAMES)
 def test_to(name: str, swap: bool):
     """test_to: parameters get another type, also by swapping tensors, which none may refer to weakly."""
     theirs, ours = pair(name)
@@ -203,27 +159,33 @@ def test_to(name: str, swap: bool):
     alike(theirs, ours, x)
 
 
-@pytest.mark.parametrize(("options", "kind", "words"), [
-    ({"hidden_size": 0}, ValueError, "hidden_size must be greater than zero"),
-    ({"input_size": 0}, ValueError, "input_size must be greater than zero"),
-    ({"num_layers": 0}, ValueError, "num_layers must be greater than zero"),
-    ({"input_size": 7.0}, TypeError, "input_size should be of type int, got: float"),
-    ({"hidden_size": "11"}, TypeError, "hidden_size should be of type int, got: str"),
-    ({"bias": 0}, TypeError, "bias should be of type bool, got: int"),
-    ({"bias": "True"}, TypeError, "bias should be of type bool, got: str"),
-    ({"batch_first": 1}, TypeError, "batch_first should be of type bool, got: int"),
-    ({"dropout": 1.5}, ValueError, "dropout should be a number in range"),
-    ({"dropout": True}, ValueError, "dropout should be a number in range"),
-    ({"colour": 3}, TypeError, "unexpected keyword argument 'colour'"),
+EVERY = "LSTM GRU RNN"
+
+
+@pytest.mark.parametrize(("names", "options", "kind", "words"), [
+    (EVERY, {"hidden_size": 0}, ValueError, "hidden_size must be greater than zero"),
+    (EVERY, {"input_size": 0}, ValueError, "input_size must be greater than zero"),
+    (EVERY, {"num_layers": 0}, ValueError, "num_layers must be greater than zero"),
+    (EVERY, {"input_size": 7.0}, TypeError, "input_size should be of type int, got: float"),
+    (EVERY, {"hidden_size": "11"}, TypeError, "hidden_size should be of type int, got: str"),
+    (EVERY, {"bias": 0}, TypeError, "bias should be of type bool, got: int"),
+    (EVERY, {"bias": "True"}, TypeError, "bias should be of type bool, got: str"),
+    (EVERY, {"batch_first": 1}, TypeError, "batch_first should be of type bool, got: int"),
+    (EVERY, {"dropout": 1.5}, ValueError, "dropout should be a number in range"),
+    (EVERY, {"dropout": True}, ValueError, "dropout should be a number in range"),
+    (EVERY, {"colour": 3}, TypeError, "unexpected keyword argument 'colour'"),
+    ("GRU RNN", {"proj_size": 3}, ValueError, "proj_size argument is only supported for LSTM, not RNN or GRU"),
+    *(("LSTM", {"proj_size": size}, ValueError, "proj_size") for size in (-1, H, H + 1)),
+    *(("RNN", {"nonlinearity": word}, ValueError, "'tanh' or 'relu'") for word in ("garbage", "")),
 ])
-def test_construction_errors(options: dict[str, Any], kind: type[Exception], words: str):
-    """test_errors: what PyTorch says of a wrong constructor's argument is what ours says."""
-    for where, name in itertools.product((torch.nn, ecornn.torch), NAMES):
+def test_construction_errors(names: str, options: dict[str, Any], kind: type[Exception], words: str):
+    """test_errors, test_projections_errors_on_gru_and_rnn: what PyTorch says of a wrong constructor's argument is what
+    ours says."""
+    for where, name in itertools.product((torch.nn, ecornn.torch), names.split()):
         with pytest.raises(kind, match=words):
             getattr(where, name)(**{"input_size": I, "hidden_size": H, **options})
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_forward_errors(name: str):
     """test_errors: a wrong data type is a ValueError that says which is expected."""
     theirs, ours = (getattr(where, name)(I, H) for where in (torch.nn, ecornn.torch))
@@ -235,13 +197,148 @@ def test_forward_errors(name: str):
         ours(x)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_other_types_than_float32(name: str):
-    """test_forward of other data types: values are PyTorch's, whoever computes them."""
-    ours, theirs = (getattr(where, name)(I, H).double() for where in (ecornn.torch, torch.nn))
-    theirs.load_state_dict(ours.state_dict())
-    x = torch.randn(T, B, I).double()
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        warnings.simplefilter("ignore")
-        patch.setenv("ECORNN_STRICT", "0")
-        agree(ours(x), theirs(x), 1e-12)
+# -- packed sequences ------------------------------------------------------------------------------
+LONGEST_FIRST = [6, 5, 3, 1]
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
+@pytest.mark.parametrize("enforce_sorted", [False, True], ids=["any order", "sorted"])
+@pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
+def test_pack_padded_sequence(name: str, batch_first: bool, enforce_sorted: bool, state: bool):
+    """test_pack_padded_sequence through a layer: y packed as x is, last states in the order of the sequences."""
+    theirs, ours = pair(name, batch_first=batch_first)
+    lengths = LONGEST_FIRST if enforce_sorted else LENGTHS
+    x = pack_padded_sequence(torch.randn(*((B, T) if batch_first else (T, B)), I), lengths, batch_first, enforce_sorted)
+    hx = states(name, 1) if state else None
+    with torch.no_grad():
+        y, after = ours(x, hx)
+        wanted = theirs(double(x), double(hx))
+    close((y, after), wanted)
+    assert isinstance(y, PackedSequence)
+    for one, other in zip(y[1:], x[1:], strict=True):
+        assert one is other or torch.equal(one, other)
+    rows, found = pad_packed_sequence(y, batch_first)
+    assert found.tolist() == lengths
+    ends = [(rows if batch_first else rows.transpose(0, 1))[n, length - 1] for n, length in enumerate(lengths)]
+    assert torch.equal(torch.stack(ends), flat(after)[0][0])
+
+
+@pytest.mark.parametrize("padding", [0.0, float("nan"), 1e30])
+@pytest.mark.parametrize("total", [T, T + 2])
+def test_total_length_and_padding(total: int, padding: float):
+    """test_total_length, test_pad_packed_sequence: what padding holds is nobody's."""
+    theirs, ours = pair("GRU")
+    x = torch.full((T, B, I), padding)
+    for number, length in enumerate(LENGTHS):
+        x[:length, number] = torch.randn(length, I)
+    packed = pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
+    with torch.no_grad():
+        found = pad_packed_sequence(ours(packed)[0], total_length=total)[0]
+        wanted = pad_packed_sequence(theirs(double(packed))[0], total_length=total)[0]
+    assert found.shape == (total, B, H) and not found[T:].any()
+    close(found, wanted)
+
+
+def test_pack_sequence(name: str):
+    """test_pack_sequence, test_unpack_sequence: each of a list of sequences as it is alone."""
+    theirs, ours = pair(name)
+    rows = [torch.randn(length, I) for length in LENGTHS]
+    with torch.no_grad():
+        found = unpack_sequence(ours(pack_sequence(rows, enforce_sorted=False))[0])
+    for one, row in zip(found, rows, strict=True):
+        close(one, theirs(row.double())[0].detach())
+
+
+def test_sequences_of_one_length(name: str):
+    """Packed, these are the padded rows."""
+    _, ours = pair(name)
+    x = torch.randn(T, B, I)
+    with torch.no_grad():
+        y, after = ours(pack_padded_sequence(x, [T] * B))
+        wanted = ours(x)
+        close((y.data.view(T, B, H), after), wanted)
+
+
+@pytest.mark.parametrize(("name", "bidirectional"), [("LSTM", True), ("GRU", False)])
+def test_the_order_of_rows_does_not_matter(name: str, bidirectional: bool):
+    """test_variable_sequence: shuffled sequences give shuffled results, and gradients."""
+    _, ours = pair(name, bidirectional=bidirectional)
+    x, order, made = torch.randn(T, B, I), torch.tensor([2, 0, 3, 1]), []
+    for index in (torch.arange(B), order):
+        leaf = x[:, index].clone().requires_grad_()
+        y, after = ours(pack_padded_sequence(leaf, [LENGTHS[n] for n in index], enforce_sorted=False))
+        rows = pad_packed_sequence(y, total_length=T)[0]
+        loss = rows.square().sum() + sum(s.square().sum() for s in flat(after))
+        grads = torch.autograd.grad(loss, [leaf, *ours.parameters()])
+        back = torch.argsort(index)
+        made.append([rows[:, back], *(s[:, back] for s in flat(after)), grads[0][:, back], *grads[1:]])
+    close(made[1], made[0], 1e-5)
+
+
+@pytest.mark.parametrize("where", ["y", "state"])
+def test_writes_to_results(where: str):
+    """In-place operations on packed y and on states, with gradients."""
+    theirs, ours = pair("GRU")
+    x, made = torch.randn(T, B, I), []
+    for layer, given in ((theirs, x.double()), (ours, x)):
+        y, after = layer(pack_padded_sequence(given, LONGEST_FIRST))
+        (y.data if where == "y" else after).add_(1)
+        (y.data.square().sum() + after.square().sum()).backward()
+        made.append([w.grad for w in layer.parameters()])
+    close(made[1], made[0], BACKWARD)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
+@pytest.mark.parametrize(("sizes", "rows", "kind"), [
+    ([2, 2, 1], 4, ShapeError), ([1, 2, 2], 5, ShapeError), ([2, 2, -1], 4, ShapeError), ([], 0, ShapeError),
+    ([2, 3, 1], 6, ShapeError), ("int32", 5, DTypeError)])
+def test_batch_sizes_that_fit_nothing(sizes: Any, rows: int, kind: type[Exception], grad: bool):
+    """A PackedSequence that is put together by hand: PyTorch raises what it comes across, ours names batch_sizes. One
+    of them ended the process: its rows were read from beyond the data."""
+    theirs, ours = (where.GRU(I, H) for where in (torch.nn, ecornn.torch))
+    sizes = torch.tensor([2, 2, 1], dtype=torch.int32) if sizes == "int32" else torch.tensor(sizes, dtype=torch.int64)
+    with torch.set_grad_enabled(grad):
+        for layer in (theirs, ours):
+            with pytest.raises((RuntimeError, IndexError)) as caught:
+                layer(PackedSequence(torch.randn(rows, I), sizes))
+    assert isinstance(caught.value, kind) and isinstance(caught.value, RuntimeError)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
+@pytest.mark.parametrize(("sizes", "rows"), [([2, 2, 1], 7), ([2, 2, 0], 4), ([0], 0)])
+def test_batch_sizes_that_are_unusual(sizes: list[int], rows: int, grad: bool):
+    """More rows than sizes have, a step of no rows, and no sequence at all: as PyTorch takes them."""
+    theirs, ours = pair("GRU")
+    ours.double().float()
+    x = torch.randn(rows, I)
+    with torch.set_grad_enabled(grad):
+        found = ours(pack_padded_sequence(torch.randn(T, B, I), LONGEST_FIRST))  # compiles for these
+        found = ours(PackedSequence(x, torch.tensor(sizes)))
+        wanted = theirs(PackedSequence(x.double(), torch.tensor(sizes)))
+    assert len(found[0].data) == sum(sizes)
+    for one, other in zip(flat(found), flat(wanted), strict=True):
+        assert one.shape == other.shape and (not one.numel() or error(one.detach(), other.detach()) < 1e-5)
+
+
+@pytest.mark.parametrize(("data", "hx", "words"), [
+    ((5,), None, "input.shape"), ((5, I, 1), None, "input.shape"), ((5, I + 1), None, "input.shape"),
+    ((5, I), (1, 3, H), r"h_0\.shape"), ((5, I), (1, H), r"h_0\.shape"), ((5, I), (1, 2, H + 1), r"h_0\.shape")])
+def test_arguments_that_do_not_fit(data: tuple[int, ...], hx: tuple[int, ...] | None, words: str):
+    """check_forward_args of packed sequences."""
+    for layer in (torch.nn.GRU(I, H), ecornn.torch.GRU(I, H)):
+        with pytest.raises(RuntimeError) as caught:
+            layer(PackedSequence(torch.randn(data), torch.tensor([2, 2, 1])), None if hx is None else torch.zeros(hx))
+    assert isinstance(caught.value, ShapeError)
+    with pytest.raises(ShapeError, match=words):
+        raise caught.value
+
+
+def test_types_and_devices():
+    """test_type_casts, test_to: a PackedSequence of another type is what PyTorch makes of it."""
+    _, ours = pair("GRU")
+    x = pack_padded_sequence(torch.randn(T, B, I), LENGTHS, enforce_sorted=False)
+    with torch.no_grad():
+        close(ours(x.double().float()), ours(x))
+        with pytest.raises(ValueError, match="as the weights'"):
+            ours(x.double())
+        assert ours(x.to("cpu"))[0].data.device.type == "cpu"

@@ -1,42 +1,24 @@
 """What PyTorch tests of RNN, LSTM and GRU (its test_nn.py, test_autograd.py), of ecornn.torch's layers.
-
-docs/PYTORCH_CASES.md lists these by intent, with what differs and why.
-"""
+docs/PYTORCH_CASES.md lists these by intent, with what differs and why."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from pytorch_cases import (
-    BACKWARD,
-    NAMES,
-    B,
-    H,
-    I,
-    T,
-    alike,
-    close,
-    double,
-    error,
-    flat,
-    gradients,
-    pair,
-    primed,
-    states,
-)
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch_pairs import LENGTHS, B, H, I, T, alike, copied, gradients, load, primed, states
+from torch_pairs import training_pair as pair
+from torch_values import BACKWARD, close, double, error, flat, same
 
 import ecornn.torch
 from ecornn.errors import ArgumentError, DeviceError, FallbackError, ShapeError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:LSTM with projections")]
 P, BAD = 3, 7 * 13  # a projection, and a size that fits nothing
-LENGTHS = [6, 5, 3, 1]
 DEEP = {"num_layers": 2, "bidirectional": True}
 
 
@@ -46,7 +28,6 @@ def both(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("wrong", ["input's batch", "state's batch", "input's size", "state's size", "state's layers"])
-@pytest.mark.parametrize("name", NAMES)
 def test_rnn_args_check(name: str, wrong: str):
     """test_rnn_args_check, test_cudnn_forward_exception: a RuntimeError that names the argument and what fits."""
     shape, hidden = [T, B, I], [2, B, H]
@@ -64,14 +45,12 @@ def test_rnn_args_check(name: str, wrong: str):
     ((2, BAD, P), (2, BAD, H)), ((2, B, BAD), (2, B, BAD)), ((BAD, B, P), (BAD, B, H)), ((2, B, H), (2, B, H)),
     ((2, B, P), (2, B, P)), ((2, B, P), (BAD, B, H)), ((2, P), (2, H)), ((H, B, P), (2, B, H))])
 def test_projections_lstm_args_check(h: tuple[int, ...], c: tuple[int, ...]):
-    """test_projections_lstm_args_check"""
     for layer in both("LSTM", I, H, 2, proj_size=P):
         with pytest.raises(RuntimeError):
             layer(torch.randn(T, B, I), (torch.zeros(h), torch.zeros(c)))
 
 
 @pytest.mark.parametrize(("axes", "state"), [(1, None), (4, None), (3, 2), (2, 3)])
-@pytest.mark.parametrize("name", NAMES)
 def test_numbers_of_axes(name: str, axes: int, state: int | None):
     """The checks of no-batch inputs: 2 or 3 axes, and states of as many."""
     x = torch.randn((2, T, B, I)[4 - axes:] if axes != 2 else (T, I))
@@ -94,7 +73,6 @@ def test_states_of_another_kind(name: str, hx: Any):
         ours(torch.randn(T, B, I), hx)
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_rnn_check_device(name: str):
     """test_rnn_check_device, with ``meta`` as the other device."""
     layer, x = getattr(ecornn.torch, name)(I, H), torch.randn(T, B, I)
@@ -106,39 +84,15 @@ def test_rnn_check_device(name: str):
         layer(x.to("meta"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rnn_initial_hidden_state(name: str):
-    """test_rnn_initial_hidden_state: without states they are zeros."""
-    _, ours = pair(name, **DEEP)
-    x, zeros = torch.randn(T, B, I), torch.zeros(4, B, H)
-    with torch.no_grad():
-        for one, other in zip(flat(ours(x)), flat(ours(x, (zeros, zeros) if name == "LSTM" else zeros)), strict=True):
-            assert torch.equal(one, other)
-
-
-def test_projections_lstm_initial_hidden_state():
-    """test_projections_lstm_initial_hidden_state"""
-    theirs, ours = pair("LSTM", num_layers=2, proj_size=P)
-    x, zeros = torch.randn(T, B, I), (torch.zeros(2, B, P), torch.zeros(2, B, H))
-    found = ours(x)
-    for one, other in zip(flat(found), flat(ours(x, zeros)), strict=True):
-        assert torch.equal(one, other)
-    close(found, theirs(x.double()))
-
-
-@pytest.mark.parametrize("name", ["GRU", "RNN"])
-def test_projections_errors_on_gru_and_rnn(name: str):
-    """test_projections_errors_on_gru_and_rnn"""
-    for where in (torch.nn, ecornn.torch):
-        with pytest.raises(ValueError, match="proj_size argument is only supported for LSTM, not RNN or GRU"):
-            getattr(where, name)(I, H, 2, proj_size=P)
-
-
-@pytest.mark.parametrize("size", [-1, H, H + 1])
-def test_sizes_of_projections(size: int):
-    for where in (torch.nn, ecornn.torch):
-        with pytest.raises(ValueError, match="proj_size"):
-            where.LSTM(I, H, proj_size=size)
+@pytest.mark.parametrize(("name", "width"), [("LSTM", H), ("GRU", H), ("RNN", H), ("LSTM", P)])
+def test_rnn_initial_hidden_state(name: str, width: int):
+    """test_rnn_initial_hidden_state, test_projections_lstm_initial_hidden_state: without states they are zeros."""
+    theirs, ours = pair(name, **(DEEP if width == H else {"num_layers": 2, "proj_size": P}))
+    x, zeros = torch.randn(T, B, I), [torch.zeros(4 if width == H else 2, B, size) for size in (width, H)]
+    with torch.set_grad_enabled(width == P):
+        found = ours(x)
+        same(found, ours(x, tuple(zeros) if name == "LSTM" else zeros[0]))
+        close(found, theirs(x.double()))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
@@ -154,14 +108,15 @@ def test_rnn_against_another_implementation(name: str, options: dict[str, Any], 
     alike(theirs, ours, x, states(name, parts, B, options.get("proj_size", H)))
 
 
-@pytest.mark.parametrize("as_tensor", [False, True], ids=["list", "tensor"])
+@pytest.mark.parametrize("enforce_sorted", [False, True], ids=["any order", "sorted"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
 @pytest.mark.parametrize(("name", "bidirectional"), [("LSTM", True), ("GRU", False)])
-def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bool, as_tensor: bool):
+def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bool, enforce_sorted: bool):
     """test_RNN_cpu_vs_cudnn_no_dropout, of packed sequences; test_variable_sequence: as each sequence alone."""
     theirs, ours = pair(name, batch_first=batch_first, bidirectional=bidirectional)
     x, hx = torch.randn(*((B, T) if batch_first else (T, B)), I), states(name, 1 + bidirectional)
-    packed = pack_padded_sequence(x, torch.tensor(LENGTHS) if as_tensor else LENGTHS, batch_first)
+    lengths = torch.tensor(LENGTHS).sort(descending=True).values if enforce_sorted else LENGTHS
+    packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted)
 
     class Packed(torch.nn.Module):
         def __init__(self, layer: Any) -> None:
@@ -169,14 +124,14 @@ def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bo
             self.layer = layer
 
         def forward(self, data: torch.Tensor, hx: Any) -> Any:
-            return self.layer(PackedSequence(data, packed.batch_sizes), hx)
+            return self.layer(PackedSequence(data, *packed[1:]), hx)
 
     (wanted, exact), (found, grads) = (gradients(Packed(layer), packed.data, hx) for layer in (theirs, ours))
     close(found, wanted)
     close(grads, exact, BACKWARD)
     rows = x if batch_first else x.transpose(0, 1)
     padded = torch.nn.utils.rnn.pad_packed_sequence(found[0], True)[0]
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         alone = theirs(rows[number, :length].double(), tuple(s[:, number].double() for s in hx) if name == "LSTM"
                        else hx[:, number].double())[0]
         assert error(padded[number, :length].detach(), alone.detach()) < 1e-5
@@ -185,11 +140,7 @@ def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bo
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_rnn_with_dropout_against_another_implementation(p: float):
     """test_RNN_cpu_vs_cudnn_with_dropout: of none and of all, which need no random numbers."""
-    theirs, ours = pair("GRU", num_layers=2, dropout=p)
-    if p:
-        alike(theirs, ours, torch.randn(T, B, I))
-    else:
-        close(ours(x := torch.randn(T, B, I)), theirs(x.double()))
+    alike(*pair("GRU", num_layers=2, dropout=p), torch.randn(T, B, I))
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
@@ -221,14 +172,12 @@ def test_rnn_dropout_scales(p: float, train: bool):
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("p", [0, 0.3])
 def test_rnn_dropout_state(p: float, train: bool):
-    """test_RNN_dropout_state: two calls, and one of a copy from a file, draw anew."""
+    """test_RNN_dropout_state, test_if_train_and_eval_modes_differ: two calls, and one of a copy from a file, draw anew
+    where they train."""
     layer, x = ecornn.torch.GRU(I, H, 2, dropout=p).train(train), torch.randn(T, B, I)
-    file = io.BytesIO()
     with torch.no_grad():
         found = [layer(x), layer(x)]
-        torch.save(layer, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+        other = copied(layer, "torch.save")
         other.flatten_parameters()
         found.append(other(x))
     for one, two in itertools.pairwise(found):
@@ -251,7 +200,6 @@ def test_rnn_change_dropout(train: bool):
             before = one.double()
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_dropout_of_one_layer_warns(name: str):
     for where in (torch.nn, ecornn.torch):
         with pytest.warns(UserWarning, match="dropout option adds dropout after all but last"):
@@ -268,16 +216,12 @@ def test_rnn_weight_norm(weight: str):
     for layer in (theirs, ours):
         torch.nn.utils.weight_norm(layer, weight)
     close(ours(x), wanted)
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        layer(given)[0].square().sum().backward()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert error(one.grad, other.grad) < BACKWARD
+    close(gradients(ours, x)[1], gradients(theirs, x)[1], BACKWARD)
     torch.nn.utils.remove_weight_norm(ours, weight)
     close(ours(x), wanted)
     assert [*ours.state_dict()].count(weight) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_partial_flat_weights(name: str):
     """test_partial_flat_weights: a weight that is away while the others move."""
     theirs, ours = pair(name)
@@ -293,16 +237,13 @@ def test_partial_flat_weights(name: str):
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("name", NAMES)
 def test_error_rnn_seq_len_zero(name: str, bidirectional: bool):
-    """test_error_RNN_seq_len_zero"""
     for layer, grad in itertools.product(both(name, I, H, bidirectional=bidirectional), (False, True)):
         with torch.set_grad_enabled(grad), pytest.raises(RuntimeError):
             layer(torch.ones(0, B, I))
 
 
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
-@pytest.mark.parametrize("name", NAMES)
 def test_rnn_batch_of_none(name: str, batch_first: bool):
     """test_RNN_input_size_zero: no sequences give no rows, and zero gradients."""
     layer = getattr(ecornn.torch, name)(I, H, batch_first=batch_first)
@@ -323,14 +264,6 @@ def test_rnn_nonlinearity(kind: str, how: str):
         close(ours(x := torch.randn(T, B, I)), theirs.double()(x.double()))
 
 
-@pytest.mark.parametrize("args", [(1, "garbage"), (1, "")])
-def test_rnn_nonlinearity_that_is_none(args: Any):
-    for where in (torch.nn, ecornn.torch):
-        with pytest.raises(ValueError, match="'tanh' or 'relu'"):
-            where.RNN(I, H, *args)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_weights_that_move(name: str):
     """test_cudnn_weight_format: a weight gets other memory, which stays its own."""
     theirs, ours = pair(name)
@@ -364,7 +297,6 @@ def test_weight_tying():
     close(ours(x), theirs(x.double()))
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_state_dicts(name: str):
     """test_load_state_dict of a layer: names, strictness, sizes, and ``all_weights``."""
     theirs, ours = both(name, I, H, **DEEP)
@@ -381,7 +313,6 @@ def test_state_dicts(name: str):
         ours.load_state_dict({**theirs.state_dict(), "weight_ih_l0": torch.zeros(3, 3)})
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_parameters_again(name: str):
     """reset_parameters, apply, requires_grad_, zero_grad, share_memory and flatten_parameters of a called layer."""
     theirs, ours = pair(name)
@@ -392,7 +323,7 @@ def test_parameters_again(name: str):
                                                    if w.dim() == 2]),
                    lambda m: m.share_memory()):
         change(ours)
-        theirs.load_state_dict({n: w.double() for n, w in ours.state_dict().items()})
+        load(theirs, ours)
         alike(theirs, ours, x)
     ours(x)[0].sum().backward()
     ours.zero_grad()
@@ -401,7 +332,6 @@ def test_parameters_again(name: str):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30])
-@pytest.mark.parametrize("name", NAMES)
 def test_values_that_are_no_numbers(name: str, value: float):
     """NaN and what is too large go where they go in PyTorch, rows beside them stay clean, also in gradients."""
     theirs, ours = pair(name)
@@ -415,7 +345,6 @@ def test_values_that_are_no_numbers(name: str, value: float):
         assert error(one.detach().nan_to_num(), other.detach().double().nan_to_num()) < 1e-5
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_calls_by_name_and_fewer_rows(name: str):
     """``input=`` and ``hx=``; then other T and B, one step and one row."""
     theirs, ours = pair(name)

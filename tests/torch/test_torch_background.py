@@ -16,17 +16,13 @@ import psutil
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
+from torch_values import BACKWARD, close, flat
 
 import ecornn.torch
 from ecornn import module_cache
 from ecornn.errors import ArgumentError, ScheduleError, ShapeError
 from ecornn.torch import background, compiling, snapshot
 from ecornn.worker import WorkerError
-
-# Relative errors in float32 of a layer's results and of its gradients, to which all of the project's are held; both
-# sides are float32, and differ in the order of their sums.
-FORWARD: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
-BACKWARD: dict[str, float] = {"rtol": 2e-5, "atol": 2e-5}
 
 
 class Compilers:
@@ -92,8 +88,7 @@ def pair(kind: Any, *sizes: int, **options: Any) -> tuple[Any, Any]:
 def gradients(layer: Any, *given: Any) -> list[torch.Tensor]:
     """y and the gradients of a step of training."""
     layer.zero_grad()
-    y = layer(*given)[0]
-    y = y.data if hasattr(y, "batch_sizes") else y
+    y = flat(layer(*given))[0]
     y.square().sum().backward()
     return [y.detach(), *(p.grad for p in layer.parameters())]
 
@@ -109,10 +104,9 @@ def test_pytorch_computes_until_the_module_is_there(given: str, options: dict[st
     x = CALLS[given]()
 
     def same() -> None:
-        for one, other in zip(gradients(theirs, x), gradients(ours, x), strict=True):
-            torch.testing.assert_close(one, other, **BACKWARD)
+        close(gradients(ours, x), gradients(theirs, x), BACKWARD)
         with torch.no_grad():
-            torch.testing.assert_close(theirs(x)[1], ours(x)[1], **FORWARD)
+            close(ours(x), theirs(x))
 
     assert by_torch(lambda: gradients(ours, x)) and by_torch(lambda: ours(x))
     same()
@@ -137,8 +131,7 @@ def test_a_cell_goes_over_within_a_sequence(compilers: Compilers):
         state[0].square().sum().backward()
         return [state[0].detach(), *(p.grad for p in cell.parameters())]
 
-    for one, other in zip(steps(theirs), steps(ours), strict=True):
-        torch.testing.assert_close(one, other, **BACKWARD)
+    close(steps(ours), steps(theirs), BACKWARD)
     assert not by_torch(lambda: ours(inputs[0]))
 
 
@@ -172,7 +165,7 @@ def test_a_module_of_more_rows_stands_in_for_one_that_is_compiled(compilers: Com
 
     def same() -> None:
         assert not by_torch(lambda: ours(x))
-        torch.testing.assert_close(theirs(x)[0], ours(x)[0], **FORWARD)
+        close(ours(x), theirs(x))
 
     with torch.no_grad():
         ours(torch.randn(3, 12, 6))
@@ -196,7 +189,7 @@ def test_on_a_cpu_a_module_that_trains_serves_evaluation(compilers: Compilers):
 
     def evaluates() -> bool:
         with torch.no_grad():
-            torch.testing.assert_close(theirs(x)[0], ours(x)[0], **FORWARD)
+            close(ours(x), theirs(x))
             return not by_torch(lambda: ours(x))
 
     gradients(ours, x)
@@ -232,7 +225,7 @@ def test_calls_like_a_pending_one_go_the_short_way(compilers: Compilers, monkeyp
         x = torch.randn(steps, 3, 6)
         with torch.set_grad_enabled(grad):
             for _ in range(3):
-                torch.testing.assert_close(ours(x)[0], theirs(x)[0], **FORWARD)
+                close(ours(x), theirs(x))
         return len(looked)
 
     assert [looks(5), looks(5), looks(4), looks(5, grad=False), looks(5, grad=False)] == [1, 0, 1, 1, 0]
@@ -259,14 +252,13 @@ def test_a_pending_step_of_training_changes_weights_that_are_bound(compilers: Co
         ours(x)
     steps = [torch.optim.SGD(layer.parameters(), lr=0.5, fused=True) for layer in (theirs, ours)]
     for _ in range(3):
-        for one, other in zip(gradients(theirs, x), gradients(ours, x), strict=True):
-            torch.testing.assert_close(one, other, **BACKWARD)
+        close(gradients(ours, x), gradients(theirs, x), BACKWARD)
         assert compilers.asked[-1].pending
         for step in steps:
             step.step()
         with torch.no_grad():
             assert not by_torch(lambda: ours(x))
-            torch.testing.assert_close(ours(x)[0], theirs(x)[0], **FORWARD)
+            close(ours(x), theirs(x))
 
 
 def test_it_is_said_once(compilers: Compilers, caplog: pytest.LogCaptureFixture):
@@ -280,28 +272,17 @@ def test_it_is_said_once(compilers: Compilers, caplog: pytest.LogCaptureFixture)
     assert "in the background, from gru T=4 B=1 I=6 H=11 float32 on" in said and "prepare(model, *example)" in said
 
 
-def waiting(monkeypatch: pytest.MonkeyPatch, how: str) -> Any:
-    """A layer that waits, by one of the ways to say so."""
-    layer = torch.nn.GRU(6, 7)
-    ecornn.torch.replace(layer, wait=how == "wait")
+@pytest.mark.parametrize("how", ["wait", "ECORNN_WAIT", "ECORNN_STRICT", "ECORNN_CACHE", "deterministic", "own cell"])
+def test_a_call_waits_where_that_is_asked_for(how: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
+    """And that of a cell which PyTorch lacks."""
+    layer = ecornn.torch.Recurrent("indrnn", 6, 7) if how == "own cell" else torch.nn.GRU(6, 7)
+    if how != "own cell":
+        ecornn.torch.replace(layer, wait=how == "wait")
     if how.startswith("ECORNN"):
-        monkeypatch.setenv(how, "1")
-    if how == "ECORNN_CACHE":
-        monkeypatch.setenv(how, "off")
+        monkeypatch.setenv(how, "off" if how == "ECORNN_CACHE" else "1")
     if how == "deterministic":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    return layer
-
-
-@pytest.mark.parametrize("how", ["wait", "ECORNN_WAIT", "ECORNN_STRICT", "ECORNN_CACHE", "deterministic"])
-def test_a_call_waits_where_that_is_asked_for(how: str, compilers: Compilers, monkeypatch: pytest.MonkeyPatch):
-    layer = waiting(monkeypatch, how)
     assert not by_torch(lambda: layer(torch.randn(3, 2, 6))) and not compilers.asked
-
-
-def test_cells_that_pytorch_lacks_wait(compilers: Compilers):
-    ecornn.torch.Recurrent("indrnn", 6, 7)(torch.randn(3, 2, 6))
-    assert not compilers.asked
 
 
 def test_transforms_and_graphs_have_the_operator(compilers: Compilers):
@@ -341,8 +322,7 @@ def test_a_checkpoint_computes_the_same_again(compilers: Compilers):
     x = torch.randn(3, 2, 6, requires_grad=True)
     y, wanted = (checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=False) for layer in (ours, theirs))
     compilers.go()
-    (gradient,), (right,) = (torch.autograd.grad(one.square().sum(), [x]) for one in (y, wanted))
-    torch.testing.assert_close(gradient, right, **BACKWARD)
+    close(*(torch.autograd.grad(one.square().sum(), [x]) for one in (y, wanted)), BACKWARD)
     assert not compilers.asked
 
 
@@ -402,28 +382,30 @@ assert not compiled()
 """
 
 
-def environment(tmp_path: Path) -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "ECORNN_WAIT"} | {
-        "ECORNN_CACHE": str(tmp_path / "cache")}
+@pytest.fixture
+def started(start: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Starts a process that goes on with more lines of PROGRAM, and has an empty cache."""
+    environment = {name: value for name, value in os.environ.items() if name != "ECORNN_WAIT"}
+    return lambda more, *given: start([sys.executable, "-c", PROGRAM + more, *given], stdout=-1, stderr=-1, text=True,
+                                      env=environment | {"ECORNN_CACHE": str(tmp_path / "cache")})
 
 
-def test_a_worker_process_compiles_and_the_next_process_loads(tmp_path: Path, start: Any):
+def test_a_worker_process_compiles_and_the_next_process_loads(started: Callable[..., Any]):
     for tvm in (True, False):
-        program = PROGRAM + """
+        done = started("""
 job.wait()
 assert compiled(), job.error
 worker = background._compilers._workers[0]
 assert os.getpriority(os.PRIO_PROCESS, worker.process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
 assert "tvm" not in sys.modules
-"""
-        done = start([sys.executable, "-c", program], env=environment(tmp_path), text=True, stderr=-1)
+""")
         _, said = done.communicate()
         assert done.returncode == 0, said
         assert ("in the background" in said) is tvm and said.count("\n") == int(tvm)
 
 
-def test_a_forked_child_goes_on_without_its_parents_worker(tmp_path: Path, start: Any):
-    program = PROGRAM + """
+def test_a_forked_child_goes_on_without_its_parents_worker(started: Callable[..., Any]):
+    done = started("""
 child = os.fork()
 if child == 0:
     torch.set_num_threads(1)
@@ -435,23 +417,21 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 job.wait()
 assert compiled()
-"""
-    done = start([sys.executable, "-c", program], env=environment(tmp_path), text=True, stderr=-1)
+""")
     _, said = done.communicate()
     assert done.returncode == 0, said
 
 
 @pytest.mark.parametrize("how", ["ends", "SIGINT", "SIGKILL"])
-def test_nothing_is_left_when_a_process_ends(how: str, tmp_path: Path, start: Any):
+def test_nothing_is_left_when_a_process_ends(how: str, tmp_path: Path, started: Callable[..., Any]):
     """Neither processes nor half an entry, and it ends at once."""
-    program = PROGRAM + """
+    one = started("""
 while background._compilers._workers[0].process is None:
     job.wait(0.01)
 print(background._compilers._workers[0].process.pid, flush=True)
 if sys.argv[1] != "ends":
     threading.Event().wait()
-"""
-    one = start([sys.executable, "-c", program, how], env=environment(tmp_path), stdout=-1, text=True, stderr=-1)
+""", how)
     group = int(one.stdout.readline())
     if how != "ends":
         one.send_signal(getattr(signal, how))
@@ -484,7 +464,7 @@ def test_a_cuda_graph_keeps_what_ran_before_it(compilers: Compilers):
             with warns, torch.cuda.graph(graph):
                 y = ours(x)[0]
             graph.replay()
-            torch.testing.assert_close(theirs(x)[0], y, **FORWARD)
+            close(y, theirs(x)[0])
             if not module_is_there:
                 compilers.go()
                 ours(x)

@@ -1,30 +1,39 @@
-"""Which layer a training step on a GPU takes, and when weights are packed in it: by streams and captures, with layers
-that only take notes."""
+"""Which layer a training step on a GPU takes, when weights are packed in it, and which precision of float32 products it
+is compiled with: by streams and captures, cuDNN's settings and a layer's own word, with layers that only take notes;
+and what of packed sequences lies in which columns."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
-from ecornn.errors import ArgumentError, DeviceError, ScheduleError
-from ecornn.torch import background, bound, compiling, snapshot
+import ecornn.compiler
+import ecornn.torch
+from ecornn.errors import ArgumentError, DerivativeError, DeviceError, ScheduleError
+from ecornn.torch import GRU, background, bound, compiling, engine, operator, packed, snapshot, training
 from ecornn.torch.bound import BoundLayers
-from ecornn.torch.kind import kind_of
+from ecornn.torch.kind import kind_of, text_of
+from ecornn.torch.replacing import Call, specs
 from ecornn.torch.snapshot import Snapshot, suspect
 
 KIND = kind_of("GRU(input=3,hidden=4,layers=1,bias=1,bidirectional=0,projection=0)")
 NO_BIAS = kind_of("GRU(input=3,hidden=4,layers=1,bias=0,bidirectional=0,projection=0)")
 NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
+pytestmark = pytest.mark.usefixtures("cudnn_settings")
 
 
 class NotingLayer:
     def __init__(self, module: Any) -> None:
         self.module, self.device, self.packed, self.rest, self.checked = module, 0, [], [], 0
-        self.manifest = SimpleNamespace(parameters=[SimpleNamespace(name=name) for name in NAMES],
+        self.manifest = SimpleNamespace(parameters=[SimpleNamespace(name=name, shape=()) for name in NAMES],
                                         packed_for_optional=module.packed_for_optional)
 
     def repack_at(self, pointers: list[int], dtype: str, queue: int, optional: bool) -> None:
@@ -36,24 +45,25 @@ class NotingLayer:
 
 class NotingModule:
     packed_for_optional: Any = msgspec.UNSET
+    target = "cuda"
 
     def __init__(self) -> None:
         self.bound: list[NotingLayer] = []
 
     def bind(self, weights: Any, device: int, threads: int | None) -> NotingLayer:
-        assert threads is None and {*weights} == {*NAMES}
+        assert (threads is None) == (self.target == "cuda") and {*weights} == {*NAMES}
         self.bound.append(NotingLayer(self))
         return self.bound[-1]
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A GPU's stream, capture and module, to be set."""
-    found = SimpleNamespace(stream=1, capturing=False, module=NotingModule(), rooms=[])
+    """A GPU's stream, capture and module, to be set; and the specs that are compiled."""
+    found = SimpleNamespace(stream=1, capturing=False, module=NotingModule(), specs=[])
 
     def compiled(spec: Any, target: str, infinite: bool = False) -> NotingModule:
-        assert target == "cuda" and spec.training
-        found.rooms.append(spec.batch)
+        found.specs.append(spec)
+        found.module.target = target
         return found.module
 
     monkeypatch.setattr(bound, "compiled", compiled)
@@ -77,8 +87,9 @@ class Here:
 HERE = Here()
 
 
-def x_of(batch: int = 2, device: Any = HERE) -> Any:
-    return SimpleNamespace(shape=(5, batch, 3), dtype=torch.float32, device=device, is_cpu=False)
+def x_of(batch: int = 2, device: Any = HERE, dtype: torch.dtype = torch.float32, is_cpu: bool = False) -> Any:
+    return SimpleNamespace(shape=(5, batch, 3), dtype=dtype, device=torch.device("cpu") if is_cpu else device,
+                           is_cpu=is_cpu, is_cuda=not is_cpu)
 
 
 def weights_of(kind: Any = KIND) -> list[torch.Tensor]:
@@ -86,8 +97,9 @@ def weights_of(kind: Any = KIND) -> list[torch.Tensor]:
     return [torch.zeros(shape, requires_grad=True) for shape in shapes]
 
 
-def call(layers: BoundLayers, weights: Any, batch: int = 2, again: bool = False, states: bool = True) -> Any:
-    with layers.layer(weights, x_of(batch), "", again=again, states=states) as layer:
+def call(layers: BoundLayers, weights: Any, batch: int = 2, again: bool = False, states: bool = True,
+         x: Any = None) -> Any:
+    with layers.layer(weights, x or x_of(batch), "", again=again, states=states) as layer:
         return layer
 
 
@@ -106,7 +118,7 @@ def test_weights_that_changed_are_packed_in_place_on_the_current_stream(gpu: Any
     assert call(layers, others) is first and first.checked == 1 and len(first.packed) == 2
     suspect(others)
     assert call(layers, others) is first and first.packed[-1][0] == [w.data_ptr() for w in others]
-    assert gpu.module.bound == [first] and gpu.rooms == [2]
+    assert gpu.module.bound == [first] and [(spec.batch, spec.training) for spec in gpu.specs] == [(2, True)]
 
 
 def test_what_gradients_of_first_states_need_is_packed_where_these_are_wanted(gpu: Any):
@@ -212,18 +224,16 @@ def test_fewer_rows_use_what_was_compiled(gpu: Any):
     layers, weights = BoundLayers(KIND), weights_of()
     first = call(layers, weights, 8)
     assert call(layers, weights, 3) is first
-    assert call(layers, weights, 9) is not first and gpu.rooms == [8, 16]
+    assert call(layers, weights, 9) is not first and [spec.batch for spec in gpu.specs] == [8, 16]
 
 
-def test_calls_of_few_steps_have_layers_of_their_own(gpu: Any, monkeypatch: pytest.MonkeyPatch):
-    asked = []
-    monkeypatch.setattr(bound, "compiled", lambda spec, target: asked.append(spec.seq) or gpu.module)
+def test_calls_of_few_steps_have_layers_of_their_own(gpu: Any):
     layers, weights, seen = BoundLayers(KIND, BoundLayers(KIND)), weights_of(), {}
     for steps in (1, 300, 1, 2, 3, 4, 7, 8, 9, 500):
         one = layers.take(weights, x_of(), (steps, 2))
         seen[steps] = one
         layers.give(one)
-    assert asked == [1, 256, 2, 4, 8]
+    assert [spec.seq for spec in gpu.specs] == [1, 256, 2, 4, 8]
     assert seen[3] is seen[4] and seen[7] is seen[8] and seen[9] is seen[500] is seen[300]
 
 
@@ -272,8 +282,6 @@ def test_weights_elsewhere_are_refused(gpu: Any):
 
 
 def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPatch):
-    import ecornn.compiler
-
     times = []
 
     def refuses(*args: Any, **kwargs: Any) -> None:
@@ -287,3 +295,204 @@ def test_what_no_schedule_serves_is_found_out_once(monkeypatch: pytest.MonkeyPat
             compiling.compiled(KIND.spec(2, 3, "float32", "", "states"), "cuda")
     assert len(times) == 1
     compiling.outcomes.clear()
+
+
+# -- the precision of float32 products ----------------------------------------------------------
+def precision(layer: Any, gpu: Any, x: Any = None) -> str | None:
+    """What a new layer of this kind is compiled with, also if it trains."""
+    kind, weights = kind_of(text_of(layer)), [*layer.parameters()]
+    for trains in (False, True):
+        call(BoundLayers(kind, None if trains else BoundLayers(kind)), weights, x=x)
+    one, other = gpu.specs[-2:]
+    assert one.workload.precision == other.workload.precision
+    return one.workload.precision
+
+
+def test_pytorchs_default_is_tf32(gpu: Any):
+    assert precision(GRU(3, 4), gpu) == "tf32"
+    for x in (x_of(dtype=torch.bfloat16), x_of(is_cpu=True)):
+        assert precision(GRU(3, 4), gpu, x) is None
+
+
+@pytest.mark.parametrize("setting, allowed", [
+    (lambda b: setattr(b.cudnn, "allow_tf32", False), False),
+    (lambda b: setattr(b.cudnn.rnn, "fp32_precision", "ieee"), False),
+    (lambda b: setattr(b.cudnn.rnn, "fp32_precision", "tf32"), True),
+    (lambda b: setattr(b.cudnn.conv, "fp32_precision", "ieee"), True),
+    (lambda b: setattr(b.cuda.matmul, "fp32_precision", "ieee"), True),
+    (lambda b: (setattr(b, "fp32_precision", "tf32"), setattr(b.cudnn.rnn, "fp32_precision", "ieee")), False),
+    (lambda b: (setattr(b, "fp32_precision", "ieee"), setattr(b.cudnn.rnn, "fp32_precision", "tf32")), True),
+], ids=["allow_tf32", "rnn ieee", "rnn tf32", "conv ieee", "matmul ieee", "rnn over all", "tf32 over all"])
+def test_cudnns_settings_are_followed(setting: Any, allowed: bool, gpu: Any):
+    setting(torch.backends)
+    wanted = "tf32" if allowed else None
+    assert precision(GRU(3, 4), gpu) == wanted
+    assert precision(GRU(3, 4, tf32=True), gpu) == "tf32" and precision(GRU(3, 4, tf32=False), gpu) is None
+
+
+def test_what_pytorch_says_of_the_whole_backend_is_followed(gpu: Any):
+    """The setting of RNNs is left open here."""
+    torch.backends.cudnn.allow_tf32 = False
+    for generic, allowed in (("ieee", False), ("tf32", True)):
+        torch.backends.fp32_precision = generic
+        assert precision(GRU(3, 4), gpu) == ("tf32" if allowed else None)
+        assert torch.backends.cudnn.rnn.fp32_precision == generic
+
+
+def test_a_change_between_calls_takes_another_module_and_back_the_first(gpu: Any):
+    layer = GRU(3, 4)
+    kind, weights = kind_of(text_of(layer)), [*layer.parameters()]
+    layers = BoundLayers(kind, BoundLayers(kind))
+    first = call(layers, weights)
+    torch.backends.cudnn.rnn.fp32_precision = "ieee"
+    assert call(layers, weights) is not first and [spec.workload.precision for spec in gpu.specs] == ["tf32", None]
+    torch.backends.cudnn.rnn.fp32_precision = "tf32"
+    assert call(layers, weights) is first and len(gpu.specs) == 2
+
+
+def test_what_is_kept_is_of_the_module_that_runs(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+    monkeypatch.setattr(training, "compiled", lambda spec, target: seen.append(spec) or SimpleNamespace(manifest=None))
+    monkeypatch.setattr(training, "kept_layout", lambda manifest, steps, batch: ({}, 7))
+    assert training.kept_bytes(kind_of(text_of(GRU(3, 4))), x_of(device="cuda"), None) == 7
+    assert seen[0].workload.precision == "tf32"
+
+
+@pytest.mark.parametrize("option, value, words", [
+    ("tf32", False, "tf32='all' is not allowed; expected None, True or False"),
+    ("keep", "states", "keep='all' is not allowed; expected None, states or gates")])
+def test_options_of_replace(option: str, value: Any, words: str):
+    model = torch.nn.Sequential(torch.nn.LSTM(3, 4), torch.nn.LSTMCell(3, 4))
+    assert ecornn.torch.replace(model, **{option: value}).swapped == ("0", "1")
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert getattr(one[0], option) == value == getattr(kind_of(text_of(one[0])), option)
+    ecornn.torch.restore(model)
+    assert not hasattr(model[0], option)
+    ecornn.torch.replace(model)
+    assert getattr(model[0], option) is None and option not in text_of(model[0])
+    with pytest.raises(ArgumentError, match=words):
+        ecornn.torch.replace(model, **{option: "all"})
+
+
+def test_a_layers_attribute_may_be_set():
+    layer = GRU(3, 4)
+    first = engine.engine_of(layer)
+    assert engine.engine_of(layer) is first and first.kind.tf32 is None
+    layer.tf32 = False
+    assert engine.engine_of(layer).kind.tf32 is False
+
+
+def test_prepare_compiles_what_will_run():
+    found = specs(GRU(3, 4), Call(5, 2, "float32", "", "cuda", True, "tf32"))
+    assert [spec.workload.precision for spec in found] == ["tf32"]
+
+
+@pytest.mark.gpu
+def test_a_layer_on_a_gpu_is_as_exact_as_cudnn(name: str):
+    """By default as near as cuDNN with TF32, to twice its error; exact where PyTorch is told so, and by the option."""
+    torch.manual_seed(0)
+    layer = getattr(torch.nn, name)(200, 256).cuda()
+    ours, exact = copy.deepcopy(layer), copy.deepcopy(layer).double()
+    ecornn.torch.replace(ours)
+    x = torch.randn(30, 9, 200, device="cuda")
+
+    def error(one: Any) -> float:
+        with torch.no_grad():
+            wanted = exact(x.double())[0]
+            return float((one(x)[0].double() - wanted).norm() / wanted.norm())
+
+    assert 1e-5 < error(ours) <= 2 * error(layer)
+    ours.tf32 = False
+    assert error(ours) < 1e-5
+    ours.tf32, torch.backends.cudnn.allow_tf32 = None, False
+    assert error(ours) < 1e-5
+    ours.tf32 = True
+    assert error(ours) > 1e-5
+
+    x.requires_grad_()
+    ours.tf32 = None
+    ours(x)[0].square().sum().backward()
+    found, x.grad = x.grad, None
+    exact_x = x.detach().double().requires_grad_()
+    exact(exact_x)[0].square().sum().backward()
+    assert float((found.double() - exact_x.grad).norm() / exact_x.grad.norm()) < 2e-5
+
+
+# -- packed sequences in columns, with gradients: PyTorch's own layers in place of a module -------
+H, I, LENGTHS = 5, 3, [8, 8, 8, 8, 3, 1, 1]
+
+
+def by_torch(library: torch.nn.LSTM, names: list[str], columns: Any, tensors: Any) -> list[torch.Tensor]:
+    """y in columns, and the states, each sequence apart."""
+    x, h, c, *weights = tensors
+    y, states = x.new_zeros(x.shape[0] * x.shape[1], 2 * H), []
+    for number in range(columns.count):
+        at = torch.from_numpy(columns.of_sequence(number))
+        first = tuple(s[:, number:number + 1].contiguous() for s in (h, c))
+        given = x.flatten(0, 1)[at][:, None], first
+        rows, after = torch.func.functional_call(library, dict(zip(names, weights, strict=True)), given)
+        y, states = y.index_copy(0, at, rows[:, 0]), [*states, after]
+    return [y.view(*x.shape[:2], -1), *(torch.cat(each, 1) for each in zip(*states, strict=True))]
+
+
+@pytest.fixture
+def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An LSTM, whose engine is PyTorch, as those of its layers are."""
+    torch.manual_seed(0)
+    library = torch.nn.LSTM(I, H, 2, bidirectional=True)
+
+    def forward(engine, weights, x, state, columns):
+        called.append(engine)
+        return [*by_torch(engine.library, engine.names, columns, (x, *state, *weights)), x.new_empty(0)]
+
+    def backward(engine, weights, x, state, columns, y, kept, gradients, want_state=True):
+        with torch.enable_grad():
+            tensors = [t.detach().requires_grad_() for t in (x, *state, *weights)]
+            return torch.autograd.grad(by_torch(engine.library, engine.names, columns, tensors), tensors, gradients)
+
+    def engine_of(library: torch.nn.LSTM, together: int) -> Any:
+        return SimpleNamespace(library=library, names=[name for name, _ in library.named_parameters()], refused=set(),
+                               training=lambda *_, **__: nullcontext(SimpleNamespace(together=together)))
+
+    called: list[Any] = []
+    engine = engine_of(library, 3)
+    library.called = called
+    engine.part = lambda number, kind: engine_of(torch.nn.LSTM(2 * H if number else I, H, bidirectional=True),
+                                                 6 if number else 3)
+    monkeypatch.setattr(operator, "training", SimpleNamespace(forward=forward, backward=backward))
+    monkeypatch.setattr(packed, "engine_of", lambda module: engine)
+    monkeypatch.setattr(packed, "_width", lambda gpu, sizes: 3)
+    return library
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_gradients_are_those_of_the_packed_layer(lstm: Any, by_layer: bool):
+    """Some sequences wrap around; those of first states are in the order of the sequences."""
+    ours = ecornn.torch.LSTM(I, H, 2, bidirectional=True)
+    ours.load_state_dict(lstm.state_dict())
+    if by_layer:
+        ours.weight_hh_l0.register_post_accumulate_grad_hook(lambda _: None)
+    found = []
+    for module in (lstm, ours):
+        generator = torch.Generator().manual_seed(1)
+        rows = [torch.randn(n, I, generator=generator).requires_grad_() for n in LENGTHS[::-1]]
+        state = [torch.randn(4, len(LENGTHS), H, generator=generator).requires_grad_() for _ in range(2)]
+        y, after = module(pack_sequence(rows, enforce_sorted=False), tuple(state))
+        outputs = [y.data, *after]
+        dy = [torch.randn(o.shape, generator=generator) for o in outputs]
+        found.append([*outputs, *torch.autograd.grad(outputs, [*rows, *state, *module.parameters()], dy)])
+    for value, wanted in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(value, wanted)
+    assert [engine.library.input_size for engine in lstm.called] == ([I, 2 * H] if by_layer else [I])
+    sizes = pack_sequence(rows, enforce_sorted=False).batch_sizes
+    assert packed.laid(sizes.numpy().tobytes(), 3, 3).columns.wrapped.size
+
+
+def test_gradients_of_gradients_are_refused(lstm: Any):
+    ours = ecornn.torch.LSTM(I, H, 2, bidirectional=True)
+    x = torch.randn(sum(LENGTHS), I).requires_grad_()
+    rows = torch.split(x, LENGTHS)
+    y, _ = ours(pack_sequence(rows), tuple(torch.zeros(4, len(LENGTHS), H) for _ in range(2)))
+    (dx,) = torch.autograd.grad(y.data.sum(), x, create_graph=True)
+    with pytest.raises(DerivativeError, match="restore"):
+        dx.sum().backward()

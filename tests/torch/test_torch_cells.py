@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from test_torch_layers import agree, double, flat
-from test_torch_replacing import copied
 from torch.utils.checkpoint import checkpoint
+from torch_pairs import B, H, I, T, copied, load, pair
+from torch_values import agree, double, flat
 
 import ecornn.torch
 from ecornn.errors import DerivativeError, FallbackError
 from ecornn.torch import engine, like_before, stepping_training
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-I, H, B, T = 7, 11, 4, 5
 KINDS: list[tuple[str, dict[str, Any]]] = [("LSTMCell", {}), ("GRUCell", {}), ("RNNCell", {}),
                                            ("RNNCell", {"nonlinearity": "relu"})]
 EVERY = pytest.mark.parametrize("name, options", KINDS, ids=["LSTM", "GRU", "tanh", "relu"])
 
 
 @pytest.fixture(autouse=True)
-def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ecornn.torch.RNNCell, "least", 0)  # these steps are all small
 
 
@@ -43,7 +41,7 @@ def test_small_steps_of_a_training_are_left_to_pytorch(monkeypatch: pytest.Monke
     agree_in_gradients(ours, theirs, x)
     optimizer = torch.optim.SGD(ours.parameters(), 0.1, fused=True)  # which raises no version
     optimizer.step(lambda: ours(x).sum().backward())
-    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    load(theirs, ours)
     with torch.no_grad():
         agree(ours(x), theirs(x.double()))
 
@@ -67,14 +65,6 @@ class Loop(torch.nn.Module):
         return torch.stack(found)
 
 
-def pair(name: str, **options: Any) -> tuple[Any, Any]:
-    """torch's cell in float64 and ours, with the same weights."""
-    ours = getattr(ecornn.torch, name)(I, H, **options)
-    theirs = getattr(torch.nn, name)(I, H, **options).double()
-    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
-    return theirs, ours
-
-
 def state_of(name: str, *rows: int) -> Any:
     made = tuple(torch.rand(*rows, H) - 0.5 for _ in range(2))
     return made if name == "LSTMCell" else made[0]
@@ -94,7 +84,7 @@ def agree_in_gradients(ours: torch.nn.Module, theirs: torch.nn.Module, x: torch.
 def test_sparse_rows_are_left_to_pytorch(name: str, options: dict[str, Any]):
     theirs, ours = pair(name, **options)
     x, hx = torch.randn(B, I), state_of(name, B)
-    found = [t.detach() for t in flat(ours(x.to_sparse(), hx))]
+    found = ours(x.to_sparse(), hx)
     with torch.no_grad():
         wanted = theirs(x.double(), double(hx))
         agree(found, wanted)
@@ -179,16 +169,8 @@ def test_backward_passes_of_threads_at_the_same_time():
     theirs, ours = pair("GRUCell")
     x = torch.randn(4, T, B, I)
     losses = [Loop(ours)(part).square().sum() for part in x]
-    found: list[Any] = [None] * 4
-
-    def run(number: int) -> None:
-        found[number] = torch.autograd.grad(losses[number], [*ours.parameters()])
-
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(lambda loss: torch.autograd.grad(loss, [*ours.parameters()]), losses)]
     for one, part in zip(found, x, strict=True):
         agree(one, torch.autograd.grad(Loop(theirs)(part.double()).square().sum(), [*theirs.parameters()]), 2e-6)
 
@@ -211,7 +193,7 @@ def test_training_is_torchs(fused: bool):
             optimizer.zero_grad()
             total.backward()
             optimizer.step()
-    agree([p.detach() for p in ours.parameters()], [p.detach() for p in theirs.parameters()], 1e-5)
+    agree(ours.parameters(), theirs.parameters(), 1e-5)
 
 
 def test_weights_written_between_the_passes():
@@ -235,7 +217,7 @@ def test_gradients_of_gradients_are_refused():
     loss, asked = Loop(ours)(x[None]).sum(), [x, *ours.parameters()]
     wanted = torch.autograd.grad(loss, asked, retain_graph=True)
     found = torch.autograd.grad(loss, asked, create_graph=True)
-    agree([g.detach() for g in found], [g.double() for g in wanted])
+    agree(found, [g.double() for g in wanted])
     for one in (found[0], found[2]):
         with pytest.raises(DerivativeError, match="restore"):
             one.sum().backward(retain_graph=True)
@@ -277,7 +259,7 @@ def test_functional_calls_and_transforms():
     found = torch.func.grad(lambda w: loss(ours, w, x[0]))(others)
     wanted = torch.func.grad(lambda w: loss(theirs, w, x[0].double()))(twice)
     agree([*found.values()], [*wanted.values()], 2e-6)
-    agree(torch.func.vmap(ours)(x).detach(), torch.stack([*map(theirs, x.double())]).detach())
+    agree(torch.func.vmap(ours)(x), torch.stack([*map(theirs, x.double())]))
 
 
 def test_replace_and_restore():
@@ -363,22 +345,11 @@ def test_what_is_not_compiled_is_pytorchs():
         ours(torch.randn(B, I))
     with pytest.raises(FallbackError, match="restore"):
         torch.jit.script(ours)
-    graph = torch.fx.symbolic_trace(Loop2(ours))
-    assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["cell"]
+    graph = torch.fx.symbolic_trace(torch.nn.Sequential(ours))
+    assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["0"]
     with torch.no_grad():
         x = torch.randn(B, I)
-        agree(graph(x), theirs(x.double())[0])
-
-
-class Loop2(torch.nn.Module):
-    """One call."""
-
-    def __init__(self, cell: torch.nn.Module) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cell(x)[0]
+        agree(graph(x), theirs(x.double()))
 
 
 def test_prepare_compiles_what_a_loop_calls(capsys: pytest.CaptureFixture[str]):

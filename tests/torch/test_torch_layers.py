@@ -3,84 +3,34 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch_pairs import LENGTHS, B, H, I, T, load, operands, pair, states
+from torch_values import BACKWARD, agree, double, same
 
 import ecornn.compiler
 import ecornn.torch
-from ecornn.errors import ArgumentError, DTypeError, ShapeError
-from ecornn.torch import compiling, engine
-from ecornn.torch.kind import text_of
+from ecornn.errors import ArgumentError, DTypeError
+from ecornn.torch import compiling
 
-I, H, T, B = 7, 11, 6, 4
-LENGTHS = [3, 6, 1, 5]
 KINDS = [("LSTM", {}), ("GRU", {}), ("RNN", {"nonlinearity": "tanh"}), ("RNN", {"nonlinearity": "relu"})]
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
-def pair(name: str, **options: Any) -> tuple[Any, Any]:
-    """torch's layer in float64 and ours, with the same weights."""
-    ours = getattr(ecornn.torch, name)(I, H, **options).eval()
-    theirs = getattr(torch.nn, name)(I, H, **options).double().eval()
-    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
-    return theirs, ours
-
-
-def flat(result: Any) -> list[Any]:
-    """Every tensor of a result, in order."""
-    if isinstance(result, torch.nn.utils.rnn.PackedSequence):
-        return [result.data]
-    return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
-
-
-def error(found: Any, wanted: Any) -> float:
-    value = float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
-    return value if np.isfinite(value) else float("inf")
-
-
-def agree(ours: Any, theirs: Any, limit: float = 1e-6) -> None:
-    found, wanted = flat(ours), flat(theirs)
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert one.shape == other.shape and error(one, other) < limit
-
-
-def double(value: Any) -> Any:
-    if isinstance(value, tuple) and not isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        return tuple(double(v) for v in value)
-    return None if value is None else value.double()
-
-
-def calls(batch_first: bool, parts: int, states: int):
-    """(input, hx) of every kind."""
-    def hx(batch: int) -> Any:
-        made = tuple(torch.rand(parts, batch, H) - 0.5 for _ in range(states))
-        return made if states > 1 else made[0]
-
-    for contiguous, start in itertools.product((True, False), (None, hx(B))):
-        x = torch.randn(B, T, I) if batch_first else torch.randn(T, B, I)
-        if not contiguous:
-            x = torch.randn(*x.shape[:2], 2 * I)[..., ::2]
-        yield x, start
-    x = torch.randn(B, T, I) if batch_first else torch.randn(T, B, I)
-    for is_sorted, start in itertools.product((True, False), (None, hx(B))):
-        lengths = sorted(LENGTHS, reverse=True) if is_sorted else LENGTHS
-        yield torch.nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first, is_sorted), start
-
-
-def operands(layer: Any, x: Any, *state: Any) -> tuple[Any, ...]:
-    """Of the operator."""
-    return x, list(state), None, engine.weights_of(layer), text_of(layer)
+def calls(batch_first: bool, hx: Any) -> Iterator[tuple[Any, Any]]:
+    """(input, hx) of every kind: contiguous, strided, packed in order and in any order; from zeros and from states."""
+    shape = (B, T) if batch_first else (T, B)
+    x = torch.randn(*shape, I)
+    for given in (x, torch.randn(*shape, 2 * I)[..., ::2], pack_padded_sequence(x, sorted(LENGTHS)[::-1], batch_first),
+                  pack_padded_sequence(x, LENGTHS, batch_first, enforce_sorted=False)):
+        yield from ((given, None), (given, hx))
 
 
 def small(name: str, options: dict[str, Any], layers: int, bidirectional: bool) -> Any:
@@ -95,8 +45,7 @@ def test_matrix(name: str, options: dict[str, Any], layers: int, bidirectional: 
     for bias, batch_first in itertools.product((True, False), (False, True)):
         theirs, ours = pair(name, num_layers=layers, bidirectional=bidirectional, bias=bias,
                             batch_first=batch_first, **options)
-        states = 1 + (name == "LSTM")
-        for x, hx in calls(batch_first, layers * (1 + bidirectional), states):
+        for x, hx in calls(batch_first, states(name, layers * (1 + bidirectional))):
             with torch.inference_mode():
                 agree(ours(x, hx), theirs(double(x), double(hx)))
 
@@ -107,8 +56,7 @@ def test_projections(layers: int, bidirectional: bool):
     options = {"num_layers": layers, "bidirectional": bidirectional, "proj_size": 3}
     for bias, batch_first in ((True, False), (False, True)):
         theirs, ours = pair("LSTM", bias=bias, batch_first=batch_first, **options)
-        for x, hx in calls(batch_first, layers * (1 + bidirectional), 2):
-            hx = hx and (hx[0][..., :3].contiguous(), hx[1])
+        for x, hx in calls(batch_first, states("LSTM", layers * (1 + bidirectional), B, 3)):
             with torch.inference_mode():
                 agree(ours(x, hx), theirs(double(x), double(hx)))
         with torch.no_grad(), torch.random.fork_rng():
@@ -127,42 +75,6 @@ def test_the_arguments_of_the_constructor_are_torchs():
         ecornn.torch.RNN(I, H, nonlinearity="sine")
 
 
-def test_one_sequence_without_a_batch():
-    theirs, ours = pair("LSTM", bidirectional=True)
-    x, hx = torch.randn(T, I), (torch.rand(2, H), torch.rand(2, H))
-    with torch.no_grad():
-        agree(ours(x, hx), theirs(double(x), double(hx)))
-
-
-def test_state_dict_both_ways():
-    """torch's state_dict into ours is in the matrix's set-up, reversed; here ours into torch's, and a file."""
-    ours = ecornn.torch.GRU(I, H, 2, bidirectional=True)
-    theirs = torch.nn.GRU(I, H, 2, bidirectional=True)
-    assert list(ours.state_dict()) == list(theirs.state_dict()) and repr(ours) == repr(theirs)
-    ours.load_state_dict(theirs.state_dict())
-    file = io.BytesIO()
-    torch.save(ours.state_dict(), file)
-    file.seek(0)
-    other = torch.nn.GRU(I, H, 2, bidirectional=True)
-    other.load_state_dict(torch.load(file))
-    for one, two in zip(theirs.state_dict().values(), other.state_dict().values(), strict=True):
-        assert torch.equal(one, two)
-
-
-def test_changed_weights_are_seen():
-    theirs, ours = pair("GRU")
-    x = torch.randn(T, B, I)
-    with torch.no_grad():
-        agree(ours(x), theirs(double(x)))
-        ours.weight_hh_l0.mul_(0.5)
-        theirs.weight_hh_l0.mul_(0.5)
-        agree(ours(x), theirs(double(x)))
-        fresh = torch.randn_like(ours.bias_ih_l0)
-        ours.bias_ih_l0 = torch.nn.Parameter(fresh)
-        theirs.bias_ih_l0 = torch.nn.Parameter(fresh.double())
-        agree(ours(x), theirs(double(x)))
-
-
 @pytest.mark.parametrize("called_before", [False, True])
 def test_functional_call_uses_its_own_weights(called_before: bool):
     theirs, ours = pair("LSTM")
@@ -176,19 +88,6 @@ def test_functional_call_uses_its_own_weights(called_before: bool):
     halved["weight_hh_l0"].requires_grad_()
     ours.train().requires_grad_(False)
     assert torch.func.functional_call(ours, halved, (x,))[0].requires_grad
-
-
-@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
-def test_parametrized_weights(kind: str):
-    theirs, ours = pair("GRU")
-    x = torch.randn(T, B, I)
-    made = [getattr(torch.nn.utils.parametrizations, kind)(layer, "weight_hh_l0") for layer in (theirs, ours)]
-    made[0].load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
-    with torch.no_grad():
-        for scale in (1, 0.3, 0.3, 0.3):
-            for layer in made:
-                next(layer.parametrizations.weight_hh_l0.parameters())[:H].mul_(scale)
-            agree(ours(x), theirs(double(x)))
 
 
 @pytest.mark.parametrize(("kind", "options"), [
@@ -205,7 +104,7 @@ def test_training_steps_are_seen(kind: str, options: dict[str, Any], compiled: b
     call(x)[0].sum().backward()
     optimizer.step()
     call.eval()
-    theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
+    load(theirs, ours)
     with torch.no_grad():
         agree(call(x), theirs(double(x)))
 
@@ -234,17 +133,6 @@ def test_load_state_dict_is_seen_in_inference_mode(assign: bool):
         agree(ours(x), theirs(double(x)))
 
 
-def test_weights_that_went_through_another_type_are_seen():
-    """float32 again, perhaps where they were, but no longer what they were."""
-    theirs, ours = pair("GRU")
-    x = torch.randn(T, B, I)
-    with torch.no_grad():
-        ours(x)
-        ours.half().float()
-        theirs.load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
-        agree(ours(x), theirs(double(x)))
-
-
 @pytest.mark.parametrize("value", [np.inf, -np.inf])
 def test_infinite_weights_are_as_pytorchs(value: float, monkeypatch: pytest.MonkeyPatch):
     """Also where products of pairs would be chosen, as on CPUs of AMD."""
@@ -265,16 +153,6 @@ def test_infinite_weights_are_as_pytorchs(value: float, monkeypatch: pytest.Monk
     compiling.outcomes.clear()
 
 
-def test_copies_are_layers_of_their_own():
-    theirs, ours = pair("GRU")
-    x, other = torch.randn(T, B, I), copy.deepcopy(ours)
-    with torch.no_grad():
-        ours(x)
-        other.weight_hh_l0.zero_()
-        agree(ours(x), theirs(double(x)))
-        assert error(other(x)[0], theirs(double(x))[0]) > 1e-3
-
-
 def test_other_batches_use_what_was_compiled():
     theirs, ours = pair("GRU")
     compiling.outcomes.clear()
@@ -289,28 +167,21 @@ def test_under_torch_compile():
     """Through the registered operator, with its shapes known, and without a break in the graph."""
     theirs, ours = pair("LSTM", num_layers=2, bidirectional=True)
 
-    class Model(torch.nn.Module):
-        def __init__(self, layer: Any) -> None:
-            super().__init__()
-            self.layer = layer
+    def run(layer: Any, x: Any) -> Any:
+        y, (h, _) = layer(x * 2)
+        return torch.relu(y).sum(0), h + 1
 
-        def forward(self, x: Any) -> Any:
-            y, (h, _) = self.layer(x * 2)
-            return torch.relu(y).sum(0), h + 1
-
-    x = torch.randn(T, B, I)
-    fast = torch.compile(Model(ours), fullgraph=True, backend="aot_eager")
+    fast = torch.compile(lambda x: run(ours, x), fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        agree(fast(x), Model(theirs)(double(x)))
-        again = torch.randn(T, B, I)
-        agree(fast(again), Model(theirs)(double(again)))
+        for x in (torch.randn(T, B, I), torch.randn(T, B, I)):
+            agree(fast(x), run(theirs, double(x)))
         torch.library.opcheck(torch.ops.ecornn.recurrent, operands(ours, x),
                               test_utils=("test_schema", "test_faketensor"))
 
 
 def test_packed_sequences_under_torch_compile():
     theirs, ours = pair("GRU", bidirectional=True)
-    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.randn(T, B, I), LENGTHS, enforce_sorted=False)
+    packed = pack_padded_sequence(torch.randn(T, B, I), LENGTHS, enforce_sorted=False)
     fast = torch.compile(lambda given: ours(given)[0].data + 1, backend="aot_eager")
     with torch.no_grad():
         agree(fast(packed), theirs(double(packed))[0].data + 1)
@@ -352,12 +223,6 @@ def test_replace_swaps_what_it_can_and_says_what_it_could_not():
     assert ecornn.torch.replace(torch.nn.GRU(I, H).double()).swapped == ("GRU",)
 
 
-def same(found: Any, wanted: Any) -> None:
-    """Bit for bit, and of one type."""
-    for one, other in zip(flat(found), flat(wanted), strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape and torch.equal(one, other)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_other_types_on_a_cpu_are_pytorchs(dtype: Any):
     layer, x = ecornn.torch.LSTM(I, H).eval().to(dtype), torch.randn(T, B, I, dtype=dtype)
@@ -385,7 +250,6 @@ def test_autocast_on_a_cpu_is_pytorchs():
                     layer(given)
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
 def test_no_sequences_and_one_that_is_traced(name: str):
     layer, theirs = getattr(ecornn.torch, name)(I, H, batch_first=True).eval(), getattr(torch.nn, name)
     with torch.no_grad():
@@ -399,26 +263,45 @@ def test_no_sequences_and_one_that_is_traced(name: str):
 
 def test_states_in_a_list():
     theirs, ours = pair("LSTM")
-    x, states = torch.randn(T, B, I), [torch.rand(1, B, H), torch.rand(1, B, H)]
-    wanted = [t.detach() for t in flat(theirs(x.double(), [s.double() for s in states]))]
+    x, given = torch.randn(T, B, I), [torch.rand(1, B, H), torch.rand(1, B, H)]
+    wanted = theirs(x.double(), [s.double() for s in given])
     for trained in (False, True):
-        found = flat(ours.train(trained).requires_grad_(trained)(x, states))
-        agree([t.detach() for t in found], wanted)
+        found = ours.train(trained).requires_grad_(trained)(x, given)
+        agree(found, wanted)
         assert found[0].requires_grad == trained
 
 
-def test_what_cannot_run_is_refused():
-    with pytest.raises(ValueError, match="proj_size"):
-        ecornn.torch.LSTM(I, H, proj_size=H)
-    layer, state = ecornn.torch.LSTM(I, H).eval(), torch.zeros(1, B, H)
-    x = torch.randn(T, B, I)
-    with torch.no_grad():
-        for call, kind, words in [((x[..., 1:],), ShapeError, "input.shape"), ((x.double(),), DTypeError, "float64"),
-                                  ((x, (state, state[..., 1:])), ShapeError, "c_0.shape"),
-                                  ((x.bfloat16(),), DTypeError, "float32, as the weights'"),
-                                  ((x, state), ArgumentError, "(h_0, c_0)"),
-                                  ((x, (state, None)), ArgumentError, "c_0"),
-                                  ((x, (state.double(), state)), DTypeError, "h_0.dtype")]:
-            with pytest.raises(kind) as caught:
-                layer(*call)
-            assert words in str(caught.value)
+@pytest.mark.parametrize("places", [("cpu", "cpu"), pytest.param(("cuda:0", "cpu"), marks=pytest.mark.gpu),
+                                    pytest.param(("cuda:0", "cuda:1"), marks=pytest.mark.gpu)], ids=str)
+def test_threads_take_devices_in_turns(places: tuple[str, str], monkeypatch: pytest.MonkeyPatch):
+    """Training steps and calls without gradients: the bits that each device gives alone, near float64's."""
+    if torch.cuda.device_count() < sum("cuda" in place for place in places):
+        pytest.skip("needs as many GPUs")
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    exact, x = torch.nn.GRU(5, 8, bidirectional=True).double(), torch.randn(7, 3, 5)
+    layers = []
+    for place in places:
+        layers.append(ecornn.torch.GRU(5, 8, bidirectional=True).to(place))
+        layers[-1].load_state_dict(exact.state_dict())
+    inputs = [x.to(place) for place in places]
+
+    def step(number: int) -> list[torch.Tensor]:
+        layer = layers[number]
+        with torch.no_grad():
+            alone = layer(inputs[number])[0]
+        y, state = layer(inputs[number])
+        gradients = torch.autograd.grad(y.square().sum() + state.sum(), [*layer.parameters()])
+        return [t.detach().cpu() for t in (alone, y, state, *gradients)]
+
+    wanted = [step(number) for number in range(2)]
+    y, state = exact(x.double())
+    right = [y, y, state, *torch.autograd.grad(y.square().sum() + state.sum(), [*exact.parameters()])]
+    for found in wanted:
+        agree(found, right, BACKWARD)
+
+    def work(first: int) -> bool:
+        return all(torch.equal(one, other) for turn in range(12) for number in [(first + turn) % 2]
+                   for one, other in zip(step(number), wanted[number], strict=True))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert [*threads.map(work, range(2))] == [True, True]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_layers import B, H, I, T, error
-from test_torch_training import BACKWARD, FORWARD, check, given, with_seed
+from torch_pairs import B, H, I, T, alike, states, with_seed
+from torch_values import BACKWARD, close
 
 import ecornn
 import ecornn.torch
@@ -36,24 +36,30 @@ class Smoothed(ecornn.Cell):
         return [new, ecornn.pointwise(lambda b, j: slow[b, j] + te.sigmoid(v[1, j]) * (new[b, j] - slow[b, j]), h)]
 
 
-def by_hand(layer: Any, x: Any, hx: Any) -> Any:
+class ByHand(torch.nn.Module):
     """The same in PyTorch's operations, of the parameters of a Recurrent in float64: y and the states."""
-    ends = [[], []]
-    for number in range(layer.num_layers):
-        rows = []
-        for way, end in enumerate(("", "_reverse")[:1 + layer.bidirectional]):
-            w, r, v = (getattr(layer, f"{name}_l{number}{end}") for name in ("weight_ih", "weight_hh", "rate"))
-            place = number * (1 + layer.bidirectional) + way
-            (h, slow), outputs = [s[place] for s in hx], [None] * len(x)
-            for t in reversed(range(len(x))) if way else range(len(x)):
-                h = torch.tanh(x[t] @ w.T + h @ r.T + v[:H] * slow)
-                slow = slow + torch.sigmoid(v[H:]) * (h - slow)
-                outputs[t] = h
-            rows.append(torch.stack(outputs))
-            ends[0].append(h)
-            ends[1].append(slow)
-        x = torch.cat(rows, -1)
-    return x, tuple(torch.stack(states) for states in ends)
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any, hx: Any) -> Any:
+        layer, ends = self.layer, [[], []]
+        for number in range(layer.num_layers):
+            rows = []
+            for way, end in enumerate(("", "_reverse")[:1 + layer.bidirectional]):
+                w, r, v = (getattr(layer, f"{name}_l{number}{end}") for name in ("weight_ih", "weight_hh", "rate"))
+                place = number * (1 + layer.bidirectional) + way
+                (h, slow), outputs = [s[place] for s in hx], [None] * len(x)
+                for t in reversed(range(len(x))) if way else range(len(x)):
+                    h = torch.tanh(x[t] @ w.T + h @ r.T + v[:H] * slow)
+                    slow = slow + torch.sigmoid(v[H:]) * (h - slow)
+                    outputs[t] = h
+                rows.append(torch.stack(outputs))
+                ends[0].append(h)
+                ends[1].append(slow)
+            x = torch.cat(rows, -1)
+        return x, tuple(torch.stack(states) for states in ends)
 
 
 @pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
@@ -62,21 +68,12 @@ def test_a_cell_of_ones_own(layers: int, bidirectional: bool):
     assert max(float(w.detach().abs().max()) for w in ours.parameters()) <= H ** -0.5
     theirs = copy.deepcopy(ours).double()
     assert list(theirs.state_dict())[:3] == ["weight_ih_l0", "weight_hh_l0", "rate_l0"]
-
-    class ByHand(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = theirs
-
-        def forward(self, x: Any, hx: Any) -> Any:
-            return by_hand(self.layer, x, hx)
-
-    x, hx = given(False, layers * (1 + bidirectional), 2)
-    check(ByHand(), ours, x, hx)
+    x, hx = torch.randn(T, B, I), states("LSTM", layers * (1 + bidirectional))
+    alike(ByHand(theirs), ours, x, hx)
     if layers == 1:
         y = ours(x, hx)[0]
         with torch.no_grad():
-            assert error(ours(x, hx)[0], y.detach().double()) < FORWARD
+            close(ours(x, hx)[0], y)
         torch._dynamo.reset()
         assert torch.equal(torch.compile(ours, fullgraph=True, backend="aot_eager")(x, hx)[0], y)
         first = ecornn.torch.Recurrent(Smoothed(), I, H, batch_first=True)
@@ -92,8 +89,7 @@ def test_built_in_cells_with_options_train_as_layers():
     theirs = torch.nn.LSTM(I, H, 2, dropout=0.5)  # which clips nothing here
     theirs.load_state_dict(ours.state_dict())
     x = torch.randn(T, B, I)
-    for one, other in zip(with_seed(ours, x, 5)[1], with_seed(theirs, x, 5)[1], strict=True):
-        assert error(one, other.double()) < 2 * BACKWARD
+    close(with_seed(ours, x, 5)[1], with_seed(theirs, x, 5)[1], 2 * BACKWARD)
     assert "lstm(clip=3), 7, 11, num_layers=2, dropout=0.5" in repr(ours).replace("3.0", "3")
     assert kind_of(text_of(ours)).cell is ours.cell
     name = name_of(Smoothed())

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
-from test_torch_layers import B, H, I, T, agree, double, error, flat
-from test_torch_training import ancestors
+from torch_pairs import B, H, I, T, ancestors, copied, load
+from torch_values import agree, double, error
 
 import ecornn.torch
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ShapeError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
-NAMES = ("LSTM", "GRU", "RNN")
 
 
 class Own(torch.nn.LSTM):
@@ -52,7 +50,6 @@ def by_torch(model: Model, x: torch.Tensor) -> torch.Tensor:
     return exact.double()(double(x)).detach()
 
 
-@pytest.mark.parametrize("name", NAMES)
 def test_a_layer_is_what_it_was(name: str):
     model, x = compiled(getattr(torch.nn, name)(I, H)), torch.randn(T, B, I)
     assert isinstance(model.layer, getattr(torch.nn, name)) and isinstance(model.layer, getattr(ecornn.torch, name))
@@ -62,18 +59,6 @@ def test_a_layer_is_what_it_was(name: str):
     assert ecornn.torch.restore(model) == ("layer",) and type(model.layer) is getattr(torch.nn, name)
     model = compiled(model.layer, fullgraph=True)
     assert type(model.layer) is getattr(ecornn.torch, name)
-
-
-def copied(model: Any, how: str) -> Any:
-    """A copy of a model, by one of the ways there are."""
-    if how == "deepcopy":
-        return copy.deepcopy(model)
-    if how == "pickle":
-        return pickle.loads(pickle.dumps(model))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
@@ -91,8 +76,7 @@ def test_copies(layer: Any, how: str):
 def test_a_class_of_ones_own_that_leaves_calls_to_pytorch():
     model, x = compiled(Own(I, H, note="kept")), torch.randn(T, B, I)
     assert isinstance(model.layer, Own) and model.layer.widths() == (I, H) and model.layer.note == "kept"
-    with torch.no_grad():
-        agree(model(x), by_torch(model, x))
+    agree(model(x), by_torch(model, x))
     ecornn.torch.restore(model)
     assert type(model.layer) is Own
 
@@ -128,7 +112,7 @@ class AndDoubled(ScaledLSTM):
 def test_a_forward_that_goes_on_in_pytorchs_goes_on_in_ours(kind: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ECORNN_STRICT", "1")
     model, x = compiled(kind(I, H)), torch.randn(T, B, I)
-    agree(model(x).detach(), by_torch(model, x))
+    agree(model(x), by_torch(model, x))
     assert isinstance(model.layer, kind) and isinstance(model.layer, ecornn.torch.LSTM)
     assert "RecurrentForward" in ancestors(model(x))
     made = pickle.loads(pickle.dumps(model))
@@ -194,7 +178,7 @@ def test_spectral_norm_as_a_parametrization(name: str):
 def test_weights_that_are_no_parameters(name: str, kind: str):
     """As of layers that are frozen as buffers, or whose weights another module sets."""
     layer, theirs = getattr(torch.nn, name)(I, H), getattr(torch.nn, name)(I, H).double().requires_grad_(False)
-    theirs.load_state_dict({k: v.double() for k, v in layer.state_dict().items()})
+    load(theirs, layer)
     for weight, value in [*layer.named_parameters()]:
         delattr(layer, weight)
         if kind == "buffer":
@@ -215,17 +199,12 @@ def test_weights_that_are_no_parameters(name: str, kind: str):
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_symbolic_traces_have_a_layer_as_one_node(fullgraph: bool):
+def test_symbolic_traces_have_a_layer_as_one_node_and_torch_jit_script_none(fullgraph: bool):
     model, x = compiled(torch.nn.LSTM(I, H), fullgraph=fullgraph), torch.randn(T, B, I)
     graph = torch.fx.symbolic_trace(model)
     assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["layer"]
     with torch.no_grad():
         agree(graph(x), by_torch(model, x))
-
-
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_torch_jit_script_is_refused(fullgraph: bool):
-    model = compiled(torch.nn.LSTM(I, H), fullgraph=fullgraph)
     with pytest.raises(FallbackError, match=r"call ecornn\.torch\.restore\(model\) first"):
         torch.jit.script(model)
     ecornn.torch.restore(model)
@@ -241,19 +220,14 @@ def test_torch_compile_does_not_look_into_what_it_refuses():
     model, x = compiled(torch.nn.LSTM(I, H)), torch.randn(T, B, I)
     fast = torch.compile(model, backend="eager")
     for _ in range(2):
-        agree(flat(fast(x))[0].detach(), by_torch(model, x))
+        agree(fast(x), by_torch(model, x))
         with torch.no_grad():
             agree(fast(x), by_torch(model, x))
     assert counters["frames"]["total"] < 5
-    whole = torch.compile(compiled(model_of(model), fullgraph=True), backend="eager", fullgraph=True)
+    ecornn.torch.restore(other := copy.deepcopy(model))
+    whole = torch.compile(compiled(other.layer, fullgraph=True), backend="eager", fullgraph=True)
     with torch.no_grad():
         agree(whole(x), by_torch(model, x))
-
-
-def model_of(model: Model) -> torch.nn.Module:
-    made = copy.deepcopy(model)
-    ecornn.torch.restore(made)
-    return made.layer
 
 
 def test_errors_are_those_that_pytorchs_users_catch_and_numpys():

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
+from torch_step_parts import Cubed, Spike, counted, hooked, silent
 
 import ecornn
 import ecornn.torch
@@ -104,10 +105,9 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@torch.no_grad()
 def loop(module: nn.Module, x: torch.Tensor, states: list[torch.Tensor], together: bool) -> Any:
-    """y and the last states of the module itself, called step by step in float64."""
-    module, now, y = copy.deepcopy(module).double(), [s.double() for s in states], []
+    """y and the last states of a module in float64, called step by step."""
+    now, y = [s.double() for s in states], []
     for row in x.double():
         found = module(row, tuple(now) if together else now[0]) if together or len(now) == 1 else module(row, *now)
         found = list(found) if isinstance(found, tuple) else [found]
@@ -129,7 +129,8 @@ def test_a_layer_of_a_traced_step_is_the_modules_loop(name: str, one_thread: Non
     x = torch.randn(T, B, I, generator=generator)
     states = [torch.randn(B, H, generator=generator) for _ in cell.traced.states]
     together = name in ("LSTMCell", "norms")
-    y, last = loop(module, x, states, together)
+    with torch.no_grad():
+        y, last = loop(copy.deepcopy(module).double(), x, states, together)
     given = [torch.zeros(1, B, H)] * cell.shown + [s[None] for s in states]
     with torch.no_grad():
         got, after = layer(x, tuple(given) if len(given) > 1 else given[0])
@@ -150,11 +151,7 @@ def test_gradients_reach_the_modules_weights(kind: Callable[..., nn.Module], one
     x = torch.randn(T, B, I, generator=torch.Generator().manual_seed(2))
     layer(x)[0].square().sum().backward()
     double = copy.deepcopy(module).double()
-    h, total = torch.zeros(B, H, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-    for row in x.double():
-        h = double(row, h)
-        total = total + h.square().sum()
-    total.backward()
+    loop(double, x, [torch.zeros(B, H)], False)[0].square().sum().backward()
     for parameter in double.parameters():  # as weights are taken
         parameter.data = parameter.grad
     wanted = cell.weights(double)
@@ -221,16 +218,12 @@ def test_what_is_not_taken_is_named_with_its_line(fault: str, monkeypatch: pytes
 
 
 def test_missing_sizes_and_names_are_errors():
-    with pytest.raises(ArgumentError, match=r"input_size=None.*an attribute of the module"):
-        ecornn.torch.cell(nn.Linear(3, 3))
-    with pytest.raises(ArgumentError, match="step=3"):
-        ecornn.torch.cell(3)
-    with pytest.raises(ArgumentError, match="states='h'"):
-        ecornn.torch.cell(sized(MGU), states="h")
-    with pytest.raises(ArgumentError, match="arguments behind x"):
-        ecornn.torch.cell(lambda x: x, input_size=3, hidden_size=3)
-    with pytest.raises(ArgumentError, match="name='1'"):
-        ecornn.torch.cell(sized(MGU), name="1")
+    sizes = {"input_size": 3, "hidden_size": 3}
+    for step, options, words in ((nn.Linear(3, 3), {}, r"input_size=None.*an attribute of the module"),
+                                 (3, {}, "step=3"), (sized(MGU), {"states": "h"}, "states='h'"),
+                                 (lambda x: x, sizes, "arguments behind x"), (sized(MGU), {"name": "1"}, "name='1'")):
+        with pytest.raises(ArgumentError, match=words):
+            ecornn.torch.cell(step, **options)
 
 
 # -- what a module does beside its forward's expressions ----------------------------------------
@@ -286,12 +279,12 @@ def test_subclasses_of_pytorchs_cells_have_their_own_forward():
 
 
 def test_statements_in_place():
-    def written(m, x, h):
+    def written(x, h):
         a = h * 1.0
         a.tanh_()
         return a
 
-    cell = ecornn.torch.cell(lambda x, h: written(None, x, h), input_size=2, hidden_size=2)
+    cell = ecornn.torch.cell(written, input_size=2, hidden_size=2)
     (found,) = one_step(cell, torch.zeros(1, 2), torch.tensor([[2.0, -1.0]]))
     np.testing.assert_allclose(found, [[0.9640276, -0.7615942]], rtol=1e-6)
     same_step(Module(lambda m, x, h: h.mul_(0.5).add_(x)), torch.randn(B, H))
@@ -310,12 +303,6 @@ def test_hooks_and_parametrizations():
         cell = same_step(Module(lambda m, x, h: torch.tanh(x + m.lin(h)), lin=wrapped))
         learned = {n.replace(".", "_"): p for n, p in (*wrapped.named_parameters(), *wrapped.named_buffers())}
         assert {n for n in cell.weights() if "lin" in n} == {f"lin_{n}_l0" for n in learned}
-
-
-def test_softplus_has_its_threshold():
-    cell = ecornn.torch.cell(lambda x, h: F.softplus(h, threshold=1), input_size=1, hidden_size=2)
-    (found,) = one_step(cell, torch.zeros(1, 1), torch.tensor([[2.0, 0.5]]))
-    np.testing.assert_allclose(found, [[2.0, 0.974077]], rtol=1e-6)
 
 
 def test_buffers_and_frozen_parameters_do_not_train(one_thread: None):
@@ -344,63 +331,19 @@ def test_buffers_and_frozen_parameters_do_not_train(one_thread: None):
     assert not torch.equal(layer.lin_weight_l0, module.lin.weight)
 
 
-class Surrogate(torch.autograd.Function):
-    """A step with another function's gradient."""
-
-    @staticmethod
-    def forward(ctx, v):
-        ctx.save_for_backward(v)
-        return (v > 0).to(v.dtype)
-
-    @staticmethod
-    def backward(ctx, g):
-        (v,) = ctx.saved_tensors
-        return g / (1 + v.abs()) ** 2
-
-
-class Square(torch.autograd.Function):
-    """With its own gradient."""
-
-    @staticmethod
-    def forward(ctx, v):
-        ctx.save_for_backward(v)
-        return v * v
-
-    @staticmethod
-    def backward(ctx, g):
-        (v,) = ctx.saved_tensors
-        return 2 * v * g
-
-
-def silent(h):
-    with torch.no_grad():
-        return 2 * h
-
-
-def hooked(h):
-    h = 1 * h
-    if h.requires_grad:
-        h.register_hook(lambda g: 2 * g)
-    return h
-
-
 def test_other_gradients_than_the_forwards_are_errors():
-    for function, words in ((Surrogate.apply, r"(?s)Surrogate, a torch.autograd.Function.*test_torch_traced.py:\d+"),
+    for function, words in ((Spike.apply, r"(?s)Spike, a torch.autograd.Function.*test_torch_traced.py:\d+"),
                             (lambda h: h.detach() * h, "detach drops a gradient"),
                             (lambda h: silent(h) + h, "torch.no_grad drops a gradient"),
                             (hooked, "a hook of a tensor")):
         with pytest.raises(CellError, match=words):
             ecornn.torch.cell(Module(lambda m, x, h, f=function: x + f(m.lin(h))), input_size=I, hidden_size=H)
-    same_step(Module(lambda m, x, h: x + Square.apply(m.lin(h))))
+    same_step(Module(lambda m, x, h: x + Cubed.apply(m.lin(h))))
 
 
 def test_what_changes_between_calls_is_an_error():
-    def counted(m, x, h):
-        m.calls = getattr(m, "calls", 0) + 1
-        return h * m.calls
-
     with pytest.raises(CellError, match="changes between calls"):
-        ecornn.torch.cell(Module(counted), input_size=I, hidden_size=H)
+        ecornn.torch.cell(Module(lambda m, x, h: counted(m, h)), input_size=I, hidden_size=H)
     with pytest.raises(CellError, match=r"changes norm.running_mean, .* of its module in each call"):
         ecornn.torch.cell(Module(lambda m, x, h: m.norm(x + h), norm=nn.BatchNorm1d(H)), input_size=I, hidden_size=H)
     same_step(Module(lambda m, x, h: m.norm(x + h), norm=nn.BatchNorm1d(H)).eval())
@@ -436,6 +379,7 @@ def _precisions() -> tuple[list[str], bool | None]:
         return found, None
 
 
+@pytest.mark.usefixtures("cudnn_settings")
 @pytest.mark.parametrize("older", [True, False])
 @pytest.mark.parametrize("newer", [{}, {"rnn": "tf32", "conv": "ieee"}, {"rnn": "ieee", "conv": "ieee"},
                                    {"rnn": "none", "conv": "none"}, {"rnn": "none", "conv": "tf32", "cudnn": "ieee"},
@@ -445,20 +389,16 @@ def test_pytorchs_settings_are_as_before(older, newer):
     backends = torch.backends
     where = {"generic": backends, "cudnn": backends.cudnn, "rnn": backends.cudnn.rnn, "conv": backends.cudnn.conv}
     backends.cudnn.allow_tf32 = older
-    try:
-        for name, value in newer.items():
-            where[name].fp32_precision = value
-        before = _precisions()
-        same_step(Module(lambda m, x, h: torch.tanh(x + m.lin(h))))
-        assert _precisions() == before
-        both = {"rnn": "tf32", "conv": "tf32"} if older else {"rnn": "none", "conv": "none"}
-        for name, value in both.items():
-            where[name].fp32_precision = value
-        if "generic" not in newer and "cudnn" not in newer:
-            assert backends.cudnn.allow_tf32 is older
-    finally:
-        backends.fp32_precision = backends.cudnn.fp32_precision = "none"
-        backends.cudnn.allow_tf32 = True
+    for name, value in newer.items():
+        where[name].fp32_precision = value
+    before = _precisions()
+    same_step(Module(lambda m, x, h: torch.tanh(x + m.lin(h))))
+    assert _precisions() == before
+    both = {"rnn": "tf32", "conv": "tf32"} if older else {"rnn": "none", "conv": "none"}
+    for name, value in both.items():
+        where[name].fp32_precision = value
+    if "generic" not in newer and "cudnn" not in newer:
+        assert backends.cudnn.allow_tf32 is older
 
 
 def test_plain_tensors_and_shared_spellings():

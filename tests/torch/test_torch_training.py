@@ -1,159 +1,39 @@
-"""Training with ecornn.torch on a CPU: gradients against torch.nn in float64, and what surrounds a backward pass."""
+"""Training with ecornn.torch on a CPU: gradients against torch.nn in float64, what surrounds a backward pass, and what
+is kept for it. The cases of PyTorch's own tests are in test_pytorch_cases_*.py."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from test_torch_layers import KINDS, LENGTHS, B, H, I, T, double, error, flat, operands, pair
+from cpu_cells import Peephole
+from torch.autograd import gradcheck
 from torch.func import functional_call, grad, vmap
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
-from torch.utils.checkpoint import checkpoint
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch_pairs import LENGTHS, B, H, I, T, alike, operands, pair, states, with_seed
+from torch_values import BACKWARD, agree, close, double, error, flat
 
 import ecornn.torch
-from ecornn.errors import DerivativeError, DTypeError, FallbackError, ShapeError
-from ecornn.runtime.loader import Module
-from ecornn.torch.kind import text_of
+from ecornn.errors import ArgumentError, DerivativeError, DTypeError, FallbackError, ShapeError
+from ecornn.torch import LSTM, Recurrent, compiling, engine, replace
+from ecornn.torch.kind import kind_of, text_of
 
-FORWARD, BACKWARD = 1e-5, 2e-5  # relative, of float32 against float64
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
     # PyTorch's, the last one of torch.compile where a graph breaks
     "ignore:LSTM with projections", "ignore:There is a performance drop", "ignore:The .grad attribute of a Tensor that",
     "ignore:.torch.jit.script")]
 
 
-def leaves(value: Any) -> list[torch.Tensor]:
-    """Tensors that gradients are asked of."""
-    return [t for t in flat(value) if t.requires_grad] if value is not None else []
-
-
-def step(layer: Any, x: Any, hx: Any, weights: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a layer gives, and the gradients of a sum of that with ``weights``: of its parameters, x and states."""
-    found = flat(layer(x, hx))
-    loss = sum((t * w.to(t.dtype)).sum() for t, w in zip(found, weights, strict=True))
-    return found, list(torch.autograd.grad(loss, [*layer.parameters(), *leaves(x), *leaves(hx)]))
-
-
-def check(theirs: Any, ours: Any, x: Any, hx: Any) -> None:
-    """Values and all gradients of ours, within float32's of theirs in float64."""
-    weights = [torch.randn(t.shape) for t in flat(theirs(double(x), double(hx)))]
-    found, gradients = step(ours, x, hx, weights)
-    wanted, exact = step(theirs, double(x), double(hx), weights)
-    assert all("RecurrentForward" in ancestors(t) for t in found)
-    assert len(gradients) == len(exact)
-    for one, other in zip(found, wanted, strict=True):
-        assert error(one.detach(), other.detach()) < FORWARD
-    for one, other in zip(gradients, exact, strict=True):
-        assert one.shape == other.shape and one.dtype == torch.float32
-        assert error(one, other) < BACKWARD
-
-
-def ancestors(tensor: torch.Tensor) -> str:
-    """The names of the functions that it comes from."""
-    seen, todo, names = set(), [tensor.grad_fn], []
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            names.append(node.name())
-            todo += [before for before, _ in node.next_functions]
-    return " ".join(names)
-
-
-def given(batch_first: bool, parts: int, states: int, width: int = H) -> tuple[torch.Tensor, Any]:
-    x = torch.randn(*((B, T) if batch_first else (T, B)), I, requires_grad=True)
-    hx = [torch.rand(parts, B, width if n == 0 else H, requires_grad=True) for n in range(states)]
-    return x, tuple(hx) if states > 1 else hx[0]
-
-
-@pytest.mark.parametrize(("name", "options"), [
-    pytest.param(name, options, marks=[pytest.mark.exhaustive] * ("relu" in options.values()))
-    for name, options in KINDS])
-def test_gradients(name: str, options: dict[str, Any]):
-    for bias, batch_first in ((True, False), (False, True)):
-        theirs, ours = pair(name, bias=bias, batch_first=batch_first, **options)
-        x, hx = given(batch_first, 1, 1 + (name == "LSTM"))
-        check(theirs.train(), ours.train(), x, hx)
-        check(theirs, ours.eval(), x, None)
-    x = torch.randn(T, 3, I, requires_grad=True)  # fewer rows than were compiled for
-    check(*pair(name, **options), x, None)
-
-
 @pytest.mark.parametrize(("name", "bidirectional"), [("LSTM", True), ("GRU", False)])
 def test_gradients_of_stacks(name: str, bidirectional: bool):
     theirs, ours = pair(name, num_layers=2, bidirectional=bidirectional)
     torch.set_num_threads(2)
-    check(theirs, ours, *given(False, 2 + 2 * bidirectional, 1 + (name == "LSTM")))
-
-
-def test_gradients_of_projections():
-    theirs, ours = pair("LSTM", num_layers=2, proj_size=3)
-    check(theirs, ours, *given(False, 2, 2, 3))
-    check(theirs, ours, torch.randn(T, B, I, requires_grad=True), None)
-
-
-@pytest.mark.parametrize(("name", "bidirectional"), [("LSTM", True), ("GRU", False)])
-def test_gradients_of_packed_sequences(name: str, bidirectional: bool):
-    theirs, ours = pair(name, bidirectional=bidirectional)
-    for is_sorted in (True, False):
-        x, hx = given(False, 1 + bidirectional, 1 + (name == "LSTM"))
-        x = pack_padded_sequence(x, sorted(LENGTHS, reverse=True) if is_sorted else LENGTHS, enforce_sorted=is_sorted)
-        x = PackedSequence(x.data.detach().requires_grad_(), *x[1:])
-        check(theirs, ours, x, hx)
-        check(theirs, ours, x, None)
-
-
-def test_one_sequence_without_a_batch():
-    theirs, ours = pair("GRU")
-    check(theirs, ours, torch.randn(T, I, requires_grad=True), torch.rand(1, H, requires_grad=True))
-
-
-@pytest.mark.parametrize("asked", ["x", "weights", "one weight", "state"])
-def test_only_some_inputs_require_gradients(asked: str):
-    theirs, ours = pair("GRU")
-    x, hx = torch.randn(T, B, I), torch.rand(1, B, H)
-    for layer in (theirs, ours):
-        layer.requires_grad_(asked == "weights")
-        layer.bias_hh_l0.requires_grad_(asked in ("weights", "one weight"))
-    (x if asked == "x" else hx).requires_grad_(asked in ("x", "state"))
-    made = []
-    for layer, kind in ((theirs, torch.float64), (ours, torch.float32)):
-        leaf = [t.detach().to(kind).requires_grad_(t.requires_grad) for t in (x, hx)]
-        y, _ = layer(*leaf)
-        y.square().sum().backward()
-        made.append([t.grad for t in (*leaf, *layer.parameters())])
-    for one, other in zip(*reversed(made), strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or error(one, other) < BACKWARD
-    assert any(one is not None for one in made[1])
-
-
-def losses(layer: Any, xs: Any) -> Any:
-    return [layer(x)[0].square().sum() for x in xs]
-
-
-def test_accumulation_and_a_layer_that_is_called_twice():
-    theirs, ours = pair("LSTM")
-    xs = [torch.randn(T, B, I) for _ in range(3)]
-    for layer, some in ((theirs, [x.double() for x in xs]), (ours, xs)):
-        for loss in losses(layer, some):
-            loss.backward()  # added to what is there
-        first, second, _ = losses(layer, some)
-        (first + second).backward()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert error(one.grad, other.grad) < BACKWARD
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(reentrant: bool):
-    _, ours = pair("LSTM")
-    x = torch.randn(T, B, I, requires_grad=True)
-    wanted = torch.autograd.grad(ours(x)[0].square().sum(), x)[0]
-    checkpoint(lambda x: ours(x)[0].square().sum(), x, use_reentrant=reentrant).backward()
-    assert torch.equal(x.grad, wanted)
+    alike(theirs, ours, torch.randn(T, B, I), states(name, 2 + 2 * bidirectional))
 
 
 def test_saved_tensors_may_be_away():
@@ -181,9 +61,8 @@ def test_under_torch_compile():
         exact = x.detach().double().requires_grad_()
         fast(x).square().sum().backward()
         theirs(2 * exact)[0].sin().square().sum().backward()
-        assert error(x.grad, exact.grad) < BACKWARD
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert error(one.grad, other.grad) < BACKWARD
+        close(x.grad, exact.grad, BACKWARD)
+    close([w.grad for w in ours.parameters()], [w.grad for w in theirs.parameters()], BACKWARD)
 
 
 def test_packed_sequences_under_torch_compile():
@@ -195,8 +74,9 @@ def test_packed_sequences_under_torch_compile():
     for call, packed in ((fast, x), (lambda packed: theirs(packed)[0].data.sin(), exact)):
         packed.data.requires_grad_()
         call(packed).square().sum().backward()
-    for one, other in zip([x.data, *ours.parameters()], [exact.data, *theirs.parameters()], strict=True):
-        assert error(one.grad, other.grad) < BACKWARD
+    found, wanted = ([t.grad for t in leaves] for leaves in ((x.data, *ours.parameters()),
+                                                             (exact.data, *theirs.parameters())))
+    close(found, wanted, BACKWARD)
 
 
 def test_the_operators_as_pytorch_checks_them():
@@ -218,22 +98,14 @@ def test_transforms():
         return dict(zip(wanted, torch.autograd.grad(loss(theirs, wanted, x.double()), [*wanted.values()]), strict=True))
 
     each = [exact(x) for x in xs]
-    for name, value in grad(lambda w: loss(ours, w, xs[0]))(weights).items():
-        assert error(value, each[0][name]) < BACKWARD
+    one = grad(lambda w: loss(ours, w, xs[0]))(weights)
     samples = vmap(grad(lambda w, x: loss(ours, w, x)), in_dims=(None, 0))(weights, xs)
     added = grad(lambda w: vmap(lambda x: loss(ours, w, x))(xs).sum())(weights)
     for name in weights:
-        for n, wanted in enumerate(each):
-            assert error(samples[name][n], wanted[name]) < BACKWARD
-        assert error(added[name], sum(wanted[name] for wanted in each)) < BACKWARD
+        wanted = [some[name] for some in each]
+        close([one[name], *samples[name], added[name]], [wanted[0], *wanted, sum(wanted)], BACKWARD)
     with pytest.raises(DerivativeError):
         grad(lambda x: grad(lambda x: ours(x)[0].square().sum())(x).sum())(xs[0])
-
-
-def with_seed(layer: Any, x: Any, seed: int) -> tuple[Any, list[torch.Tensor]]:
-    torch.manual_seed(seed)
-    y = flat(layer(x)[0])[0]
-    return y, list(torch.autograd.grad(y.square().sum(), layer.parameters()))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -244,9 +116,8 @@ def test_dropout_draws_as_pytorch_does(packed: bool):
     x = pack_padded_sequence(x, LENGTHS, enforce_sorted=False) if packed else x
     y, gradients = with_seed(ours, x, 3)
     wanted, exact = with_seed(theirs, x, 3)
-    assert error(y.detach(), wanted.detach().double()) < FORWARD
-    for one, other in zip(gradients, exact, strict=True):
-        assert error(one, other.double()) < 2 * BACKWARD  # both in float32
+    close(y, wanted)
+    close(gradients, exact, 2 * BACKWARD)  # both in float32
     assert torch.equal(y, with_seed(ours, x, 3)[0]) and not torch.equal(y, with_seed(ours, x, 4)[0])
     with torch.no_grad():
         torch.manual_seed(3)
@@ -254,49 +125,6 @@ def test_dropout_draws_as_pytorch_does(packed: bool):
         before = torch.random.get_rng_state()
         ours.eval()(x)
         assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_weights_that_change_before_the_backward_pass():
-    _, ours = pair("GRU")
-    x = torch.randn(T, B, I)
-    y, _ = ours(x)
-    with torch.no_grad():
-        ours.weight_hh_l0.mul_(0.5)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-    y, _ = ours(x)
-    y.detach().zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_backward_twice():
-    _, ours = pair("LSTM")
-    x = torch.randn(T, B, I, requires_grad=True)
-    loss = ours(x)[0].square().sum()
-    loss.backward(retain_graph=True)
-    first, x.grad = x.grad, None
-    loss.backward()  # what was kept is read, and stays
-    assert torch.equal(x.grad, first)
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-
-
-def test_gradients_of_gradients_are_refused_and_restore_helps():
-    theirs, ours = pair("RNN")
-    x = torch.randn(T, B, I, requires_grad=True)
-
-    def penalty(layer: Any, x: Any) -> Any:
-        return torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)[0].square().sum()
-
-    found = penalty(ours, x)
-    with pytest.raises(DerivativeError, match=r"ecornn\.torch\.restore"):
-        found.backward()
-    assert ecornn.torch.restore(torch.nn.Sequential(ours)) == ("0",) and type(ours) is torch.nn.RNN
-    penalty(ours, x).backward()
-    exact = x.detach().double().requires_grad_()
-    penalty(theirs, exact).backward()
-    assert error(x.grad, exact.grad) < BACKWARD
 
 
 def test_wrong_gradients_are_refused():
@@ -319,18 +147,18 @@ def test_wrong_gradients_are_refused():
             assert words in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("SGD", {"fused": True}), ("SGD", {}), ("Adam", {"fused": True})])
-def test_every_step_of_an_optimizer_is_seen(kind: str, options: dict[str, Any]):
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_every_step_of_a_fused_optimizer_is_seen(kind: str):
     theirs, ours = pair("GRU")
     x = torch.randn(T, B, I)
-    made = [getattr(torch.optim, kind)(layer.parameters(), lr=0.1, **options) for layer in (theirs, ours)]
+    made = [getattr(torch.optim, kind)(layer.parameters(), lr=0.1, fused=True) for layer in (theirs, ours)]
     for _ in range(3):
         for layer, optimizer, value in zip((theirs, ours), made, (x.double(), x), strict=True):
             optimizer.zero_grad()
             layer(value)[0].square().sum().backward()
             optimizer.step()
     with torch.no_grad():
-        assert error(ours(x)[0], theirs(x.double())[0]) < 1e-4  # of steps, which differ by more than their gradients
+        close(ours(x), theirs(x.double()), 1e-4)  # of steps, which differ by more than their gradients
 
 
 def test_threads_that_train_the_same_layer():
@@ -351,49 +179,6 @@ def test_threads_that_train_the_same_layer():
         found = [*pool.map(lambda scale: [run(ours, x, scale) for _ in range(20)], scales)]
     for some, exact in zip(found, wanted, strict=True):
         assert max(error(one, exact) for one in some) < BACKWARD
-
-
-def test_scaled_gradients():
-    theirs, ours = pair("GRU")
-    scaler, optimizer = torch.amp.GradScaler("cpu", 2.0 ** 10), torch.optim.SGD(ours.parameters(), lr=0.0)
-    x = torch.randn(T, B, I)
-    scaler.scale(ours(x)[0].square().sum()).backward()
-    theirs(x.double())[0].square().sum().backward()
-    scaler.unscale_(optimizer)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert error(one.grad, other.grad) < BACKWARD
-
-
-def test_weights_are_packed_where_they_were(monkeypatch: pytest.MonkeyPatch):
-    """One module and one memory for all steps; nothing is packed where nothing changed."""
-    bound: list[int] = []
-    plain = Module.bind
-    monkeypatch.setattr(Module, "bind", lambda *a, **k: (bound.append(1), plain(*a, **k))[1])
-    _, ours = pair("GRU")
-    optimizer, x = torch.optim.SGD(ours.parameters(), lr=0.1), torch.randn(T, B, I)
-    for _ in range(4):
-        ours(x)[0].square().sum().backward()
-        optimizer.step()
-    assert len(bound) == 1
-
-
-@pytest.mark.parametrize("name", ["LSTM", "GRU"])
-def test_a_model_whose_layers_were_replaced_trains_on(name: str):
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.head = getattr(torch.nn, name)(I, H), torch.nn.Linear(H, 2)
-
-        def forward(self, x: Any) -> Any:
-            return self.head(self.rnn(x)[0][-1])
-
-    model = Model().train()
-    exact, x = copy.deepcopy(model).double(), torch.randn(T, B, I)
-    assert ecornn.torch.replace(model).swapped == ("rnn",)
-    for layer, value in ((exact, x.double()), (model, x)):
-        torch.nn.functional.cross_entropy(layer(value), torch.arange(B) % 2).backward()
-    for one, other in zip(model.parameters(), exact.parameters(), strict=True):
-        assert error(one.grad, other.grad) < BACKWARD
 
 
 def test_500_steps_stay_with_torch_nn():
@@ -428,3 +213,96 @@ def test_what_must_be_pytorchs_says_so(monkeypatch: pytest.MonkeyPatch):
     with pytest.warns(UserWarning, match=r"PyTorch's own layer runs: .*this is torch\.bfloat16 on cpu"):
         layer(x)[0].sum().backward()
     assert layer.weight_hh_l0.grad is not None
+
+
+# -- float64 ------------------------------------------------------------------------------------
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("make", [
+    ecornn.torch.LSTM, pytest.param(ecornn.torch.GRU, marks=pytest.mark.exhaustive), ecornn.torch.RNN,
+    lambda *sizes: Recurrent(Peephole(), *sizes)], ids=["LSTM", "GRU", "RNN", "own cell"])
+def test_gradcheck(make: Callable[..., Any]):
+    """Of x, first states and all weights, each value moved by itself."""
+    layer = make(3, 5).double()
+    count = len(layer.state_names)
+
+    def call(x: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, last = layer(x, given[:count] if count > 1 else given[0])
+        return (y, *last) if count > 1 else (y, last)
+
+    assert gradcheck(call, (normal(4, 2, 3), *(normal(1, 2, 5) for _ in range(count)), *layer.parameters()))
+
+
+def test_single_values_of_large_weights_are_seen():
+    """gradcheck writes these through ``.data``, which counts no versions."""
+    layer, x = ecornn.torch.RNN(I, 40).double(), normal(T, B, I)
+    before = layer(x)[0]
+    layer.weight_hh_l0.data[7, 11] += 1.0
+    assert not torch.equal(layer(x)[0], before)
+
+
+def test_layers_of_float64_are_those_of_pytorch(name: str):
+    """Replaced; padded, packed, and their gradients, to the last digits."""
+    theirs = getattr(torch.nn, name)(3, 5).double()
+    model = torch.nn.ModuleDict({"layer": copy.deepcopy(theirs)})
+    assert replace(model).swapped == ("layer",)
+    x = normal(4, 2, 3)
+    for packed in (False, True):
+        found = []
+        for layer in (theirs, model["layer"]):
+            y, _ = layer(pack_padded_sequence(x, [2, 4], enforce_sorted=False) if packed else x)
+            loss = flat(y)[0].sin().sum()
+            found.append([loss, *torch.autograd.grad(loss, [x, *layer.parameters()])])
+        agree(found[1], found[0], 1e-13)
+        assert {t.dtype for t in found[1]} == {torch.float64}
+
+
+# -- what graphs and layers say of what a training step keeps -----------------------------------
+
+
+def forward_of(layer: torch.nn.Module, x: torch.Tensor) -> torch.fx.Node:
+    """The node of a traced call that keeps what a backward pass reads."""
+    graph = make_fx(lambda x: layer(x)[0], tracing_mode="fake", _allow_non_fake_inputs=True)(x).graph
+    (found,) = (node for node in graph.nodes if "recurrent_forward" in str(node.target))
+    return found
+
+
+def test_graphs_say_what_a_step_keeps_and_keep_that(monkeypatch: pytest.MonkeyPatch):
+    theirs, ours = pair("GRU")
+    x = torch.randn(T, B, I)
+    usual, weights = forward_of(ours, x), engine.weights_of(ours)
+    monkeypatch.setitem(compiling.KEPT, "cpu", "states")  # as another version, device or option may have it
+    other = forward_of(ours, x)
+    assert [kind_of(node.args[4]).keep for node in (usual, other)] == ["gates", "states"]
+    exact = torch.autograd.grad(theirs(x.double())[0].square().sum(), [*theirs.parameters()])
+    sizes = set()
+    for node in (usual, other):  # a graph that was made before goes on with what it was made for
+        with torch.no_grad():
+            y, h, kept = torch.ops.ecornn.recurrent_forward(x, [], None, weights, node.args[4])
+            found = torch.ops.ecornn.recurrent_backward(x, [], None, weights, node.args[4], y, kept,
+                                                        [2 * y, torch.zeros_like(h)])
+        assert kept.shape == node.meta["val"][-1].shape
+        agree(found[1:], exact, BACKWARD)
+        sizes.add(kept.numel())
+    assert len(sizes) == 2
+
+
+def test_who_asks_for_states_has_them():
+    """A layer keeps less; its gradients are the same ones to rounding."""
+    theirs, ours = pair("LSTM")
+    x = torch.randn(T, B, I)
+    wanted = torch.autograd.grad(theirs(x.double())[0].square().sum(), [*theirs.parameters()])
+    sizes = []
+    for keep in (None, "states", "gates"):
+        ours.keep = keep  # attributes may be set between calls
+        y = ours(x)[0]
+        (kept,) = (t for t in y.grad_fn.saved_tensors if t is not None and t.dtype is torch.uint8)
+        sizes.append(kept.numel())
+        agree(torch.autograd.grad(y.square().sum(), [*ours.parameters()]), wanted, BACKWARD)
+    assert sizes[0] == sizes[2] > 4 * sizes[1]
+    for made in (lambda: LSTM(3, 4, keep="all"), lambda: Recurrent("gru", 3, 4, keep="all")):
+        with pytest.raises(ArgumentError, match=r"keep='all' is not allowed; expected None, states or gates"):
+            made()
+    assert LSTM(3, 4, keep="states").keep == Recurrent("gru", 3, 4, keep="states").keep == "states"

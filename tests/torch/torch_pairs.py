@@ -1,0 +1,107 @@
+"""What tests of layers in PyTorch share: a layer of ours and torch.nn's in float64 on the same weights, calls and
+gradients of both. Sizes are the same in many files: these share what is compiled for them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch_values import BACKWARD, close, flat
+
+import ecornn.torch
+from ecornn.torch import engine
+from ecornn.torch.kind import text_of
+
+I, H, T, B = 7, 11, 6, 4
+LENGTHS = [3, 6, 1, 5]
+
+
+def pair(name: str, **options: Any) -> tuple[Any, Any]:
+    """torch's layer or cell in float64 and ours, with the same weights."""
+    ours = getattr(ecornn.torch, name)(I, H, **options).eval()
+    theirs = getattr(torch.nn, name)(I, H, **options).double().eval()
+    load(theirs, ours)
+    return theirs, ours
+
+
+def training_pair(name: str, **options: Any) -> tuple[Any, Any]:
+    """The same in training mode."""
+    return tuple(layer.train() for layer in pair(name, **options))
+
+
+def load(theirs: torch.nn.Module, ours: torch.nn.Module) -> None:
+    """Our layer's weights as they are now, in float64."""
+    theirs.load_state_dict({name: value.double() for name, value in ours.state_dict().items()})
+
+
+def operands(layer: Any, x: Any, *state: Any) -> tuple[Any, ...]:
+    """Of the operator."""
+    return x, list(state), None, engine.weights_of(layer), text_of(layer)
+
+
+def primed(layer: Any, trains: bool = False) -> Any:
+    """The layer, called once for T and B: calls of fewer rows and other lengths use what was compiled for these."""
+    with torch.set_grad_enabled(trains):
+        layer(torch.zeros((B, T, I) if layer.batch_first else (T, B, I)))
+    return layer
+
+
+def states(name: str, parts: int, batch: int = B, width: int = H) -> Any:
+    """First states (parts, batch, H), or without the axis for none; ``width`` is h's."""
+    made = [torch.randn(*((parts, batch) if batch else (parts,)), w) for w in (width, H)[:1 + (name == "LSTM")]]
+    return tuple(made) if len(made) > 1 else made[0]
+
+
+def gradients(layer: Any, x: Any, hx: Any = None, directions: Any = None) -> tuple[Any, list[torch.Tensor]]:
+    """What a layer gives, and the gradients, of a sum of that weighted by ``directions``, of x, states and weights."""
+    kind = next(layer.parameters()).dtype
+    leaves = [t.detach().to(kind).requires_grad_() for t in (x, *(() if hx is None else flat(hx)))]
+    given = None if hx is None else tuple(leaves[1:]) if isinstance(hx, tuple) else leaves[1]
+    found = layer(leaves[0], given)
+    parts = flat(found)
+    if directions is None:
+        directions = [torch.linspace(-1, 2, t.numel()).view(t.shape) for t in parts]
+    loss = sum((t * d.to(kind)).sum() for t, d in zip(parts, directions, strict=True))
+    return found, list(torch.autograd.grad(loss, [*leaves, *layer.parameters()]))
+
+
+def alike(theirs: Any, ours: Any, x: Any, hx: Any = None) -> None:
+    """Values and all gradients of ours are torch.nn's."""
+    wanted, exact = gradients(theirs, x, hx)
+    found, made = gradients(ours, x, hx)
+    close(found, wanted)
+    close(made, exact, BACKWARD)
+
+
+def with_seed(layer: Any, x: Any, seed: int) -> tuple[Any, list[torch.Tensor]]:
+    """y of a call that draws, and the gradients of its weights."""
+    torch.manual_seed(seed)
+    y = flat(layer(x)[0])[0]
+    return y, list(torch.autograd.grad(y.square().sum(), layer.parameters()))
+
+
+def ancestors(tensor: torch.Tensor) -> str:
+    """The names of the functions that it comes from."""
+    seen, todo, names = set(), [tensor.grad_fn], []
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.append(node.name())
+            todo += [before for before, _ in node.next_functions]
+    return " ".join(names)
+
+
+def copied(model: Any, how: str) -> Any:
+    """A copy of a model, by one of the ways there are."""
+    if how == "deepcopy":
+        return copy.deepcopy(model)
+    if how == "pickle":
+        return pickle.loads(pickle.dumps(model))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
