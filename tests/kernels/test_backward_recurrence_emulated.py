@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adjoint_recurrence import draw, laid, lowered, recur
+from backward_passes import draw, laid, lowered, recur
 from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
 from emulated import masks_of, task_of
 from exact import ALL_CELLS

@@ -1,6 +1,6 @@
 """What directions, lengths and resets of a layer mean to the recurrence of its adjoint, against a tape, in float64.
 
-The layer is written with factors of 0 and 1 here; ``adjoint_recurrence.recur`` cuts each row where the layer did.
+The layer is written with factors of 0 and 1 here; ``backward_passes.recur`` cuts each row where the layer did.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adjoint_recurrence import Sample, recur
+from backward_passes import Sample, recur
 from emulated import masks_of
 from test_adjoint import B, H, T, adjoint_of, cell_of, close, formula, graph_of, width
 from test_adjoint import Sample as Arguments
