@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import test_adjoint
-from backward_passes import Passes
+from backward_passes import Passes, Sample, recur
 from cuda_on_cpu import DTYPES
 from emulated import TINY, masks_of
 from step_cells import SQUARE
@@ -18,7 +18,7 @@ from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.evaluate import hoist, start, step
 from ecornn.analysis.kept import kept
-from ecornn.schedules.backward.assemble import parts_of, state_gradients
+from ecornn.schedules.backward.assemble import parts_of, recurrence_task, state_gradients
 from ecornn.schedules.backward.memory import Memory, materialized, replayed
 from ecornn.schedules.backward.passes import input_gradients, places_of_inputs
 from ecornn.schedules.backward.weights import step_sums, vector_gradients, weight_gradients
@@ -136,32 +136,6 @@ def test_what_follows_the_recurrence(tmp_path, cell, sizes, dtype, traversal, ad
         assert (error <= limit).all(), (name, float((error - limit).max()), float(np.abs(exactly).max()))
 
 
-def recur(memory, hoisted, weights, dstates, masks):
-    """What the recurrence leaves: ``outputs`` (T, B, O, H) and ``last_<state>``; from ``hoisted`` (T, B, Q, H)."""
-    graph, traversal, (steps, batch, _, H) = memory.adjoint.recurrence, memory.task.traversal, hoisted.shape
-    constants, current = start(graph, weights), {v: np.zeros((batch, H)) for v in graph.states.values()}
-    for name, gradient in dstates.items():
-        current[graph.states[memory.adjoint.first[name]]] = gradient
-    outputs = np.zeros((steps, batch, len(written(memory.adjoint)), H))
-    lengths = masks.get("lengths", np.full(batch, steps))
-    for t in range(steps) if traversal.reverse else reversed(range(steps)):
-        now = constants | current | {v: hoisted[t, :, q] for q, v in enumerate(graph.hoisted_outputs)}
-        step(graph, weights, now, (batch, H))
-        live = (t < lengths)[:, None]
-        for o, var in enumerate(written(memory.adjoint)):
-            outputs[t, :, o] = np.where(live, now[var], 0)
-        new = {graph.states[n]: np.where(live, now[v], current[graph.states[n]]) for n, v in graph.results.items()}
-        if traversal.resets:
-            fresh = np.zeros(batch, bool)
-            if not traversal.reverse:
-                fresh = (t < lengths) & masks["resets"][t].astype(bool)
-            elif t + 1 < steps:
-                fresh = (t + 1 < lengths) & masks["resets"][t + 1].astype(bool)
-            new = {v: np.where(fresh[:, None], 0, value) for v, value in new.items()}
-        current = new
-    return {"outputs": outputs, **{f"last_{n}": current[v] for n, v in graph.states.items()}}
-
-
 def by_rows(memory, x, weights, states, dy, dstates, masks):
     """Gradients in float64, sequence by sequence; states after each step."""
     traversal, steps, batch = memory.task.traversal, *x.shape[:2]
@@ -248,7 +222,12 @@ def test_all_gradients(tmp_path, cell, sizes, traversal):
     found = Passes(part, tmp_path, kinds)
     start_at = found.run(steps, batch, given, parameters, twice=False)  # the first half: what follows reads NaN
     hoisted = unpacked(start_at["hoisted"], layout, steps * batch).reshape(steps, batch, layout.outputs, H)
-    found = found.run(steps, batch, given | recur(memory, hoisted, weights, dstates, masks), parameters)
+    task = recurrence_task(memory.task, memory.adjoint)
+    ends = {n: np.zeros((batch, H)) for n in task.graph.states}
+    ends |= {memory.adjoint.first[n]: gradient.astype(np.float64) for n, gradient in dstates.items()}
+    outputs, last = recur(task, Sample(weights, hoisted.reshape(steps * batch, -1, H), ends), masks)
+    left = {"outputs": outputs, **{f"last_{n}": value for n, value in last.items()}}
+    found = found.run(steps, batch, given | left, parameters)
     for name, exactly in ({f"d_{n}": g for n, g in total.items()} | {f"d_{n}_in": g for n, g in first.items()}
                           | {"dx": dx}).items():
         assert np.abs(found[name] - exactly).max() <= 2e-5 * max(1.0, np.abs(exactly).max()), name

@@ -173,14 +173,13 @@ def test_a_step_a_launch_with_tf32(tmp_path):
     check_recurrence(tmp_path, LayoutTransform(), task_of("lstm", (3, 5, 9, 32), "tf32", SMALL))
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), L2, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), L2, ids=str)
 def test_through_l2(tmp_path, cell, sizes, dtype, change, traversal):
     layer = task_of(cell, sizes, dtype, SMALL, traversal)
     check_recurrence(tmp_path, Persistent(), layer, cut(layer, **change))
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CLUSTERS,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CLUSTERS, ids=str)
 def test_in_clusters(tmp_path, cell, sizes, dtype, change, traversal):
     layer = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
     check_recurrence(tmp_path, Persistent(), layer, cut(layer, carrier="cluster", fences="rare", **change))

@@ -99,7 +99,7 @@ def cut(task: Task, **change: Any) -> dict[str, Any]:
     return {"gate_warps": min(busy, -config["warps"] % 4 or 4), **config}
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=str)
 def test_matches_float64(tmp_path, cell, sizes, dtype, change):
     task = task_of(cell, sizes, dtype, SMALL)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
@@ -117,8 +117,7 @@ def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
     check_numbers(tmp_path, Persistent(), task, config)
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS, ids=str)
 def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
     task = task_of(cell, sizes, dtype, SMALL, traversal)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
@@ -182,8 +181,7 @@ STREAMED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], int, l
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "expected"), STREAMED,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "expected"), STREAMED, ids=str)
 def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell, sizes, dtype, change, kilobytes,
                                                      expected, arch):
     """By bulk copies into rings, or without those straight into registers."""
@@ -246,8 +244,7 @@ CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traver
 
 
 @pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CLUSTERS,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CLUSTERS, ids=str)
 def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
     """Words arrive as early as they can, and as late."""
     task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)

@@ -49,8 +49,7 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal
 ]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CASES,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CASES, ids=str)
 def test_matches_float64_with_weights_rounded_alike(tmp_path, cell, sizes, dtype, change, traversal):
     task = task_of(cell, sizes, f"{dtype}, int8", replace(SMALL, cores=15), traversal)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))

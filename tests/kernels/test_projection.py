@@ -64,7 +64,7 @@ def task(cell, sizes, dtype, cores):
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "cores"), CASES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "cores"), CASES, ids=str)
 def test_matches_float64(tmp_path, cell, sizes, dtype, cores):
     made = task(cell, sizes, dtype, cores)
     check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made))

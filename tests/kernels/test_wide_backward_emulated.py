@@ -62,8 +62,7 @@ SHARED: list[tuple[str, Sizes, str, dict[str, Any], Traversal]] = [
 ]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CASES + SHARED,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CASES + SHARED, ids=str)
 def test_matches_float64(tmp_path, cell, sizes, dtype, change, traversal):
     check_recurrence(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, traversal), cut(**change))
 
@@ -170,7 +169,7 @@ NORM = "lstm(layer_norm)"
     ("gru_reset_before", (6, 5, 9, 20), "float32", {}, Traversal(True, 1, True, True), None),  # two exchanges
     ("rnn_tanh", (1, 1, 1, 1), "tf32", {}, ALONE, None),
     ("pair", (5, 5, 24, 40), "float32", {}, Traversal(True, 2, True, True), None),  # two of three operands
-], ids=lambda v: str(v).replace(" ", ""))
+], ids=str)
 def test_a_launch_a_step_matches_float64(tmp_path, cell, sizes, dtype, change, traversal, batch):
     layer, schedule = task_of(cell, sizes, dtype, SMALL, traversal), LayoutTransform()
     task = recurrence_task(layer, adjoint(layer.graph, layer.workload.hidden))
