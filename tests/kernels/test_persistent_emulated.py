@@ -135,12 +135,6 @@ def test_columns_of_random_lengths(tmp_path, reverse, seed):
     check_numbers(tmp_path, Persistent(), task, config, masks={"sequences": columns.marked})
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_fewer_masked_rows_than_compiled(tmp_path, reverse):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Traversal(reverse, 2, True, True))
-    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=100 if reverse else 0), batch=2)
-
-
 def test_no_projection_beside_a_recurrence_that_goes_backwards():
     """Workers would begin with the rows that are needed last."""
     schedule, ahead = Persistent(), (0, 25, 50, 75)
@@ -219,9 +213,13 @@ def test_products_that_are_too_much_code_are_loops(tmp_path, monkeypatch, cell, 
     check_numbers(tmp_path, Persistent(), task, config)
 
 
-def test_fewer_rows_than_compiled(tmp_path):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL)
-    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=0), batch=2)
+@pytest.mark.parametrize(("cores", "traversal", "change"), [
+    (6, Traversal(), {"ahead": 0}), (6, Traversal(False, 2, True, True), {"ahead": 0}),
+    (6, Traversal(True, 2, True, True), {}),
+    (12, Traversal(True, 2, True, True), {"carrier": "cluster", "fences": "rare"})], ids=str)
+def test_fewer_rows_than_compiled(tmp_path, cores, traversal, change):
+    task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=cores), traversal)
+    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, **change), batch=2)
 
 
 # (cell, sizes, dtype, change, traversal) of groups that are clusters
@@ -254,12 +252,6 @@ def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, tra
     assert (last.grid, last.cluster, last.cooperative) == (plan.groups * plan.blocks, plan.blocks, False)
     assert not any(b.name.startswith("exchange") for b in program.buffers)
     check_numbers(tmp_path, Persistent(), task, config, lazy=lazy)
-
-
-def test_fewer_rows_than_a_cluster_is_compiled_for(tmp_path):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Traversal(True, 2, True, True))
-    config = cut(task, groups=2, units=24, carrier="cluster", fences="rare")
-    check_numbers(tmp_path, Persistent(), task, config, batch=2)
 
 
 def test_what_clusters_cannot_do_is_refused():

@@ -151,11 +151,14 @@ def test_programs_agree_with_their_buffers(schedule: str):
                           "stages": 6}, "shared memory"),
     ("layout_transform", {"units": 32, "rows": 128, "row_warps": 1, "batch_warps": 1, "split": 1, "depth": 1,
                           "stages": 2}, "registers"),
+    ("elementwise", {"prefetch": 8, "group": 16}, "groups of 16 steps"),
+    ("elementwise", {"prefetch": 128, "threads": 256, "units": 4}, "shared memory"),
+    ("elementwise", {"group": 16, "units": 4, "threads": 256, "prefetch": 16}, "registers"),
 ])
 def test_configurations_that_cannot_run(schedule: str, knobs: dict[str, Any], reason: str):
-    task = task_of("lstm", (4, 300, 64, 512), "float16", KNOWN["sm_90a"])
-    config = {**SCHEDULES[schedule].default(task), **knobs}
-    assert reason in str(SCHEDULES[schedule].check(task, config))
+    cell, sizes = ("highway", (300, 20, 800, 800)) if schedule == "elementwise" else ("lstm", (4, 300, 64, 512))
+    task, found = task_of(cell, sizes, "float16", KNOWN["sm_90a"]), all_schedules()[schedule]
+    assert reason in str(found.check(task, {**found.default(task), **knobs}))
 
 
 def test_what_phases_hand_on():
@@ -304,15 +307,6 @@ def test_it_is_chosen_for_such_cells_and_for_no_other():
     assert "has a recurrent product" in str(SCHEDULE.serves(other))
     assert SCHEDULE.expected(alone) < min(s.expected(other) for s in all_schedules().values()
                                           if s.kind == "cuda" and s.serves(other) is None)
-
-
-@pytest.mark.parametrize(("knobs", "reason"), [
-    ({"prefetch": 8, "group": 16}, "groups of 16 steps"),
-    ({"prefetch": 128, "threads": 256, "units": 4}, "shared memory"),
-    ({"group": 16, "units": 4, "threads": 256, "prefetch": 16}, "registers")])
-def test_elementwise_configurations_that_cannot_run(knobs: dict[str, Any], reason: str):
-    task = task_of("highway", (300, 20, 800, 800), "float16", KNOWN["sm_90a"])
-    assert reason in str(SCHEDULE.check(task, {**SCHEDULE.default(task), **knobs}))
 
 
 @pytest.mark.parametrize(("cell", "dtype", "traversal"), [
