@@ -20,29 +20,9 @@ import ml_dtypes
 import numpy as np
 from cuda_as_cpp import translate
 
+from ecornn import program as programs
 from ecornn.build.cuda import lower
 from ecornn.build.link import find_compiler
-from ecornn.program import (
-    KEPT,
-    MADE,
-    PACKED,
-    RUN,
-    TENSORS,
-    WHOLE,
-    WORKSPACE,
-    Buffer,
-    Call,
-    Chunks,
-    Concurrent,
-    Fill,
-    Launch,
-    Loop,
-    Packing,
-    Program,
-    Relay,
-    Wave,
-    WaveLayer,
-)
 
 Memory = dict[str, np.ndarray]
 HEADER = Path(__file__).with_name("cuda_on_cpu.h")
@@ -110,15 +90,15 @@ class Emulated:
     change : makes another text of the CUDA source
     """
 
-    def __init__(self, program: Program, folder: Path, arch: str = "sm_90a", lazy: bool = True, ordered: bool = False,
-                 change: Callable[[str], str] = str) -> None:
+    def __init__(self, program: programs.Program, folder: Path, arch: str = "sm_90a", lazy: bool = True,
+                 ordered: bool = False, change: Callable[[str], str] = str) -> None:
         kernels, source = lower(program, arch)
         self.program, self.kernels, self.lazy = program, kernels, lazy
         self.library = compiled(translate(change(source)), [k.symbol for k in kernels.values()], folder, ordered)
 
     def run(self, x: np.ndarray, states: Mapping[str, np.ndarray],
             parameters: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray] | None = None,
-            directions: int = 1, entry: str = RUN) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+            directions: int = 1, entry: str = programs.RUN) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """y and the new states; every output and workspace holds NaN before, behind each lies a guard. ``kept`` has
         what else the entry left for others.
 
@@ -130,14 +110,14 @@ class Emulated:
         width = directions * hidden
         memory: dict[str, np.ndarray] = {}
         for b in self.program.buffers:
-            if b.tensor is not None and TENSORS[b.tensor].optional:
+            if b.tensor is not None and programs.TENSORS[b.tensor].optional:
                 memory[b.name] = np.ascontiguousarray(given[b.tensor], DTYPES[b.dtype]).reshape(-1)
             else:
                 memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, rows * hidden, width))
         self.carry_out(memory, steps, batch, entry)
-        self.kept = {b.name: memory[b.name] for b in self.program.buffers if b.role == KEPT}
+        self.kept = {b.name: memory[b.name] for b in self.program.buffers if b.role == programs.KEPT}
         for b in self.program.buffers:
-            if b.role in (WORKSPACE, MADE, KEPT):
+            if b.role in (programs.WORKSPACE, programs.MADE, programs.KEPT):
                 tail = memory[b.name].view(np.uint8)[-GUARD:]
                 assert (tail == 0xA5).all(), f"{b.name} was written beyond its end"
         y = memory["y"][:steps * batch * width].reshape(steps, batch, width)
@@ -145,20 +125,20 @@ class Emulated:
                for b in self.program.buffers if b.tensor == "state_out"}
         return y, out
 
-    def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = RUN, add: bool = True) -> None:
+    def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = programs.RUN, add: bool = True) -> None:
         """An entry's calls on the buffers; ``add``: gradients of parameters are added to what is there."""
         scalars = {"T": steps, "B": batch, "add": int(add)}
         for call, values, own in _in_turn(self.program.entries[entry].calls, scalars, memory):
             self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
-    def _allocate(self, b: Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
+    def _allocate(self, b: programs.Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
                   parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int, int]) -> np.ndarray:
         steps, batch, state, width = sizes
         if b.tensor == "x":
             return x.copy().reshape(-1)
         if b.tensor == "state_in":
             return states[b.name.removesuffix("_in")].copy().reshape(-1)
-        if b.role == PACKED:
+        if b.role == programs.PACKED:
             assert b.packing is not None
             made = pack(b.packing, parameters).reshape(-1)
             assert made.size == b.extent.at(0), b.name
@@ -169,10 +149,10 @@ class Emulated:
         return raw.view(DTYPES[b.dtype])
 
     def _call(self, call: Any, memory: Mapping[str, np.ndarray], values: Mapping[str, Any], steps: int) -> None:
-        if isinstance(call, Fill):
+        if isinstance(call, programs.Fill):
             memory[call.buffer][:call.extent.at(steps)].view(np.uint8)[:] = call.byte
             return
-        assert isinstance(call, Launch)
+        assert isinstance(call, programs.Launch)
         kernel = self.kernels[call.function]
         names = [call.names.get(a, a) for a in kernel.arguments]
         given = [ctypes.c_void_p(memory[n].ctypes.data) if n in memory else values[n] for n in names]
@@ -190,18 +170,18 @@ GUARD = 256  # bytes behind each buffer
 Single = tuple[Any, dict[str, int], Memory]  # a Fill or Launch, with the scalars and the buffers
 
 
-def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> Iterator[Single]:
+def _in_turn(calls: Iterable[programs.Call], values: dict[str, int], memory: Memory) -> Iterator[Single]:
     """One launch after the other; of branches that run at the same time, one of each in turn."""
     for call in calls:
-        if isinstance(call, Concurrent):
+        if isinstance(call, programs.Concurrent):
             yield from _mixed([_in_turn(branch, values, memory) for branch in call.branches])
-        elif isinstance(call, Wave):
+        elif isinstance(call, programs.Wave):
             steps = call.steps(values["T"])
             chunks = -(-values["T"] // steps)
             for diagonal in range(chunks + len(call.layers) - 1):
                 yield from _mixed([_chunk(layer, (diagonal - i) * steps, steps, values, memory)
                                    for i, layer in enumerate(call.layers) if 0 <= diagonal - i < chunks])
-        elif isinstance(call, Chunks):
+        elif isinstance(call, programs.Chunks):
             firsts = range(0, values["T"], call.steps)
             for n, first in enumerate(reversed(firsts) if call.reverse else firsts):
                 own = memory | {b: memory[b][first * values["B"] * size:] for b, size in call.rows.items()}
@@ -211,7 +191,7 @@ def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> I
                 scalars = {"T": steps, "first_step": first, "all_steps": values["T"],
                            "add": int(values["add"] or n > 0)}
                 yield from _in_turn(call.calls, values | scalars, own)
-        elif isinstance(call, Relay):
+        elif isinstance(call, programs.Relay):
             size, places = values["B"] * call.row, [memory[call.before], memory[call.after]]
             found = memory[call.given]
             if values["T"] == 1 and np.shares_memory(found[:size], memory[call.written][:size]):
@@ -221,13 +201,14 @@ def _in_turn(calls: Iterable[Call], values: dict[str, int], memory: Memory) -> I
                 own = memory | {call.before: found, call.after: places[(t + 1) % 2]}
                 yield from ((one, values | {"t": t}, own) for one in call.calls)
                 found = places[(t + 1) % 2]
-        elif isinstance(call, Loop):
+        elif isinstance(call, programs.Loop):
             yield from ((one, values | {"t": t}, memory) for t in range(values["T"]) for one in call.calls)
         else:
             yield call, values, memory
 
 
-def _chunk(layer: WaveLayer, first: int, steps: int, values: dict[str, int], memory: Memory) -> Iterator[Single]:
+def _chunk(layer: programs.WaveLayer, first: int, steps: int, values: dict[str, int],
+           memory: Memory) -> Iterator[Single]:
     """A layer's launches for the steps from ``first`` on."""
     own = memory | {n: memory[n][first * values["B"] * size:] for n, size in layer.rows.items()}
     own |= {before: memory[then] for before, then in layer.states} if first else {}
@@ -238,9 +219,10 @@ def _mixed(branches: list[Iterator[Single]]) -> Iterator[Single]:
     return filter(None, chain.from_iterable(zip_longest(*branches)))
 
 
-def pack(packing: Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
+def pack(packing: programs.Packing, parameters: Mapping[str, np.ndarray]) -> np.ndarray:
     """A packed weight buffer, as :class:`~ecornn.program.Packing` defines it; parameters (G, H[, K])."""
-    sources = [None if not name else np.concatenate(parameters[name]) if gate == WHOLE else parameters[name][gate]
+    every = programs.WHOLE
+    sources = [None if not name else np.concatenate(parameters[name]) if gate == every else parameters[name][gate]
                for name, gate in packing.sources]
     full = np.zeros(packing.pad, np.float32)
     for gate, source in enumerate(sources):

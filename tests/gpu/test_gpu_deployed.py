@@ -8,22 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import c_abi_sample as sample
 import numpy as np
 import pytest
 import torch
-from c_abi_sample import (
-    BACKWARD,
-    HERE,
-    arrays_of,
-    check_gradients,
-    close,
-    compiled,
-    gradients_of,
-    read,
-    run,
-    training_arrays,
-    write,
-)
 
 import ecornn
 from ecornn.build.nvcc import find_nvcc
@@ -56,32 +44,32 @@ def program(source: str, folder: Path) -> Path:
     root = toolkit()
     if root is None:
         pytest.skip("there is no CUDA toolkit, whose headers the program includes")
-    return compiled(HERE / source, folder / "program", f"-isystem{root}/include",
-                    last=[f"-L{root}/lib64", f"-Wl,-rpath,{root}/lib64", "-lcudart"])
+    return sample.compiled(sample.HERE / source, folder / "program", f"-isystem{root}/include",
+                           last=[f"-L{root}/lib64", f"-Wl,-rpath,{root}/lib64", "-lcudart"])
 
 
 def test_a_layer_from_c(tmp_path: Path):
     """With weights of both memories, on a stream, in a graph, and a tensor elsewhere refused."""
     module = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cuda", layers=2, bidirectional=True,
                             out=tmp_path / "gru.so")
-    here, arrays = tmp_path / "arrays", arrays_of(module, x=(T, B, I), other_x=(T, B, I), h_in=(4, B, H))
-    write(here, arrays)
-    said = run(program("cuda_program.c", tmp_path), module.path, here, T, B)
+    here, arrays = tmp_path / "arrays", sample.arrays_of(module, x=(T, B, I), other_x=(T, B, I), h_in=(4, B, H))
+    sample.write(here, arrays)
+    said = sample.run(program("cuda_program.c", tmp_path), module.path, here, T, B)
     assert said.startswith("5 ") and "x is on DLPack's device (1, 0)" in said
     weights = {p.name: arrays[p.name] for p in module.manifest.parameters}
     y, (h,) = ecornn.reference("gru", arrays["x"], weights, (arrays["h_in"],))
-    close(read(here, "y", T, B, 2 * H), y)
-    close(read(here, "h_out", 4, B, H), h)
+    sample.close(sample.read(here, "y", T, B, 2 * H), y)
+    sample.close(sample.read(here, "h_out", 4, B, H), h)
     y, _ = ecornn.reference("gru", arrays["other_x"], weights)
-    close(read(here, "other_y", T, B, 2 * H), y)
-    close(read(here, "y_after_repack", T, B, 2 * H), y)
+    sample.close(sample.read(here, "other_y", T, B, 2 * H), y)
+    sample.close(sample.read(here, "y_after_repack", T, B, 2 * H), y)
 
 
 def test_threads_and_a_training_step_from_cpp(tmp_path: Path, lstm: Module):
-    here, arrays = tmp_path / "arrays", training_arrays(lstm)
-    write(here, arrays)
-    run(program("cuda_program.cc", tmp_path), lstm.path, here, T, B)
-    check_gradients(here, arrays, lstm)
+    here, arrays = tmp_path / "arrays", sample.training_arrays(lstm)
+    sample.write(here, arrays)
+    sample.run(program("cuda_program.cc", tmp_path), lstm.path, here, T, B)
+    sample.check_gradients(here, arrays, lstm)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +89,7 @@ def test_jax(jax: Any, lstm: Module):
     """Values and gradients under jit, twice with other weights, and rows by vmap."""
     import ecornn.jax
 
-    arrays, layer = training_arrays(lstm), ecornn.jax.recurrent(lstm)
+    arrays, layer = sample.training_arrays(lstm), ecornn.jax.recurrent(lstm)
     dh, dc, dy = (jax.numpy.asarray(arrays[name]) for name in ("dh", "dc", "dy"))
 
     @jax.jit
@@ -119,14 +107,14 @@ def test_jax(jax: Any, lstm: Module):
         assert {d.platform for d in found[0].devices()} == {"gpu"}
         y, after = ecornn.reference("lstm", arrays["x"], {n: signed[n] for n in weights}, state)
         for one, exact in zip(found, (y, *after), strict=True):
-            close(np.asarray(one), exact)
-        dx, dweights, dstate = gradients_of(signed, lstm)
-        close(np.asarray(gradients[1]), dx, BACKWARD)
+            sample.close(np.asarray(one), exact)
+        dx, dweights, dstate = sample.gradients_of(signed, lstm)
+        sample.close(np.asarray(gradients[1]), dx, sample.BACKWARD)
         for one, exact in zip((*gradients[2], *(gradients[0][n] for n in weights)),
                               (*dstate, *(dweights[n] for n in weights)), strict=True):
-            close(np.asarray(one), exact, BACKWARD)
+            sample.close(np.asarray(one), exact, sample.BACKWARD)
     rows = jax.jit(jax.vmap(layer, in_axes=(None, 1), out_axes=(1, 0)))(weights, arrays["x"][:, :, None])
-    close(np.asarray(rows[0])[:, :, 0], ecornn.reference("lstm", arrays["x"], weights)[0])
+    sample.close(np.asarray(rows[0])[:, :, 0], ecornn.reference("lstm", arrays["x"], weights)[0])
 
 
 LONELY = """
@@ -187,7 +175,7 @@ def test_an_exported_program(tmp_path: Path, ahead: bool):
     there = {"PATH": str(tmp_path / "empty"), "ECORNN_CACHE": "off", "ECORNN_MODULES": str(tmp_path / "modules")}
     subprocess.run([sys.executable, "-c", LONELY, *(str(p) for p in (file, tmp_path / "x.npy", tmp_path / "y.npy"))],
                    check=True, env=os.environ | there)
-    close(np.load(tmp_path / "y.npy"), exact(x.double()).detach().numpy())
+    sample.close(np.load(tmp_path / "y.npy"), exact(x.double()).detach().numpy())
 
 
 @pytest.fixture(scope="module")

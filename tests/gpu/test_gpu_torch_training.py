@@ -15,15 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import ecornn.torch
-from ecornn.errors import (
-    ArgumentError,
-    DerivativeError,
-    DeviceError,
-    DTypeError,
-    FallbackError,
-    ScheduleError,
-    ShapeError,
-)
+from ecornn import errors
 from ecornn.runtime import caller, weights
 from ecornn.torch import bound, engine
 from ecornn.torch.kind import text_of
@@ -348,7 +340,7 @@ def test_a_capture_needs_a_call_before():
     *_, ours = pair("RNN", nonlinearity="tanh")
     x = torch.randn(T, B, I, device="cuda")
     torch.cuda.synchronize()
-    with pytest.raises(ArgumentError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(errors.ArgumentError, match="before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         ours(x + 1)
     torch.cuda.synchronize()
     ours(x)[0].sum().backward()
@@ -436,15 +428,17 @@ def test_what_is_wrong_is_refused():
     with torch.no_grad():
         y, after, kept = torch.ops.ecornn.recurrent_forward(*given)
         for dy, dstate, memory, kind, words in [
-                (y[1:], after, kept, ShapeError, "dy.shape"), (y.double(), after, kept, DTypeError, "dy.dtype"),
-                (y.cpu(), after, kept, DeviceError, "dy.device"), (y, state[..., 1:], kept, ShapeError, "dstate[0]"),
-                (y, after, kept.new_empty(5), ShapeError, "memory.shape")]:
+                (y[1:], after, kept, errors.ShapeError, "dy.shape"),
+                (y.double(), after, kept, errors.DTypeError, "dy.dtype"),
+                (y.cpu(), after, kept, errors.DeviceError, "dy.device"),
+                (y, state[..., 1:], kept, errors.ShapeError, "dstate[0]"),
+                (y, after, kept.new_empty(5), errors.ShapeError, "memory.shape")]:
             with pytest.raises(kind) as caught:
                 torch.ops.ecornn.recurrent_backward(*given, y, memory, [dy, dstate])
             assert words in str(caught.value)
-    with pytest.raises(DTypeError, match="input"):
+    with pytest.raises(errors.DTypeError, match="input"):
         ours(x.half())
-    with pytest.raises(DeviceError, match="weights"):
+    with pytest.raises(errors.DeviceError, match="weights"):
         ecornn.torch.GRU(I, H)(x)
     y, _ = ours(x)
     with torch.no_grad():
@@ -457,18 +451,18 @@ def test_what_is_wrong_is_refused():
         y.sum().backward()
     x.requires_grad_()
     (first,) = torch.autograd.grad(ours(x)[0].sum(), x, create_graph=True)
-    with pytest.raises(DerivativeError, match="restore"):
+    with pytest.raises(errors.DerivativeError, match="restore"):
         first.sum().backward()
 
 
 def test_what_no_schedule_serves_is_pytorchs(monkeypatch: pytest.MonkeyPatch):
     def refuses(*args: Any, **kwargs: Any) -> None:
-        raise ScheduleError("no schedule carries out the adjoint")
+        raise errors.ScheduleError("no schedule carries out the adjoint")
 
     monkeypatch.setattr(bound, "compiled", refuses)
     _, theirs, ours = pair("GRU")
     x = torch.randn(T, B, I, device="cuda")
-    with pytest.raises(FallbackError, match="carries out the adjoint"):
+    with pytest.raises(errors.FallbackError, match="carries out the adjoint"):
         ours(x)
     monkeypatch.setenv("ECORNN_STRICT", "0")
     with pytest.warns(UserWarning, match="PyTorch's own layer runs: no compiled layer has these gradients"):

@@ -1,4 +1,5 @@
-"""On a GPU: torch's stream and allocator, CUDA graphs, and NumPy by way of copies."""
+"""On a GPU: torch's stream and allocator, CUDA graphs, and NumPy by way of copies; calls like an earlier one, which
+take the short way with the same results; as many batch rows as a call may have, more bytes than 32 bits count."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from limits import relative
 
 import ecornn
+import ecornn.torch
 from ecornn.errors import DeviceError
 from ecornn.numpy_reference import random_weights
 from ecornn.runtime import Module
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:RNN module weights")]
 T, B, I, H = 12, 4, 48, 64
 WEIGHTS = random_weights("lstm", I, H)
 LIMIT = 2e-5  # relative, of float32 with float32 accumulation over 12 steps
@@ -112,3 +115,116 @@ def test_tensors_elsewhere(module: Module):
 def test_save_and_load(module: Module, tmp_path: Path):
     module.save(tmp_path / "again.so")
     check(ecornn.load(tmp_path / "again.so").bind(WEIGHTS)(inputs()), inputs())
+
+
+LIBRARY = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
+
+
+@pytest.mark.parametrize(("cell", "T", "B", "H"), [
+    ("lstm", 100, 65536, 64),  # many blocks in turns
+    ("gru", 80, 65536, 128),
+    ("rnn_tanh", 4000, 2048, 256),  # groups of blocks
+    ("lstm", 2000, 512, 512),
+])
+def test_the_longest_call(cell: str, T: int, B: int, H: int):
+    """Rows do not depend on each other, so that a few tell whether offsets are right: the first, the last, some
+    between, in all steps."""
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < 48 << 30:
+        pytest.skip("needs 48 GiB of GPU memory")
+    torch.manual_seed(0)
+    library = LIBRARY[cell](H, H).cuda().half()
+    module = ecornn.compile(cell, hidden=H, batch=B, seq=T, dtype="float16", target="cuda")
+    layer = module.bind({k: v.detach() for k, v in library.named_parameters()})
+    T = module.manifest.longest
+    assert max(b.extent.at(T) for b in module.manifest.buffers) > (1 << 31) * 0.95
+    x = torch.randn(T, B, H, device="cuda", dtype=torch.float16)
+    y = torch.full_like(x, float("nan"))
+    rows = torch.tensor([0, 1, B // 3, B // 2, B - 9, B - 2, B - 1], device="cuda")
+    with torch.no_grad():
+        layer(x, out=y)
+        some, found = x[:, rows].contiguous(), y[:, rows].double().cpu().numpy()
+        rounded = library(some)[0].double().cpu().numpy()
+        expected = library.double()(some.double())[0].cpu().numpy()
+    assert torch.isfinite(y[-1]).all()
+    assert relative(found, expected) <= 2 * relative(rounded, expected) + 1e-6
+
+
+WIDTH, UNITS = 24, 40
+
+
+def flat(result: Any) -> list[torch.Tensor]:
+    """All tensors of a result."""
+    return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in flat(part)]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two results are, bit for bit."""
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in zip(flat(one), flat(other), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "shape", "options"), [
+    ("LSTM", (1, 4, WIDTH), {}), ("GRU", (5, 4, WIDTH), {"num_layers": 2, "bidirectional": True}),
+    ("RNN", (5, WIDTH), {}), ("LSTM", (4, 50, WIDTH), {"batch_first": True}), ("LSTMCell", (4, WIDTH), {}),
+    ("GRUCell", (WIDTH,), {})], ids=str)
+def test_values(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: torch.dtype, taken: list[Any]):
+    layer = getattr(ecornn.torch, name)(WIDTH, UNITS, device="cuda", dtype=dtype, **options)
+    x = torch.randn(shape, device="cuda", dtype=dtype)
+    short = not name.endswith("Cell")  # cells have gone the long way on an H100 so far
+    for state in (None, layer(x) if name.endswith("Cell") else layer(x)[1]):
+        given = () if state is None else (state,)
+        wanted = layer(x, *given)
+        for _ in range(3):
+            layer(x, *given)
+        taken.clear()
+        assert equal(layer(x, *given), wanted) and len(taken) == short
+        strided = torch.stack((x, x), -1)[..., 0]
+        assert equal(layer(strided, *given), wanted) and len(taken) == 2 * short
+
+
+def test_streams_weights_and_graphs(taken: list[Any]):
+    layer = ecornn.torch.LSTM(WIDTH, UNITS, device="cuda", dtype=torch.float16)
+    x = torch.randn(9, 3, WIDTH, device="cuda", dtype=torch.float16)
+    for _ in range(4):
+        wanted = layer(x)
+    taken.clear()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.synchronize()
+        other = layer(x)
+        torch.cuda.synchronize()
+    assert equal(other, wanted) and len(taken) == 1
+    layer.weight_hh_l0.mul_(2)
+    changed = layer(x)
+    assert len(taken) == 1 and not equal(changed, wanted)
+    layer(x), layer(x)
+    taken.clear()
+    assert equal(layer(x), changed) and len(taken) == 1
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x)
+    assert len(taken) == 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert equal(captured, changed)
+
+
+def test_what_differs_goes_the_long_way(taken: list[Any]):
+    layer = ecornn.torch.GRU(WIDTH, UNITS, device="cuda")
+    x = torch.randn(9, 3, WIDTH, device="cuda")
+    for _ in range(4):
+        layer(x)
+    taken.clear()
+    with torch.autocast("cuda", torch.bfloat16):
+        assert layer(x)[0].dtype is torch.bfloat16
+    with torch.enable_grad():
+        assert layer(x)[0].requires_grad
+    before = torch.backends.cudnn.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = not before
+        layer(x)
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+    assert not taken
+    layer(x)
+    assert len(taken) == 1

@@ -101,22 +101,14 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(ALL_CELLS, cell.name, cell)
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), [*HEADS, *MORE_HEADS],
-                         ids=lambda v: str(v).replace(" ", ""))
-def test_heads(tmp_path, cell, sizes, dtype, change, traversal):
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), [*TRAVERSALS, *HEADS, *MORE_HEADS], ids=str)
+def test_traversals_and_heads(tmp_path, cell, sizes, dtype, change, traversal):
     check_numbers(tmp_path, PersistentBlock(), task_of(cell, sizes, dtype, SMALL, traversal), CUT | change)
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=str)
 def test_matches_float64(tmp_path, cell, sizes, dtype, change):
     check_numbers(tmp_path, PersistentBlock(), task_of(cell, sizes, dtype, SMALL), CUT | change)
-
-
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
-                         ids=lambda v: str(v).replace(" ", ""))
-def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
-    task = task_of(cell, sizes, dtype, SMALL, traversal)
-    check_numbers(tmp_path, PersistentBlock(), task, CUT | change)
 
 
 def test_fewer_rows_than_compiled_and_what_is_kept(tmp_path):

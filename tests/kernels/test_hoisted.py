@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from cuda_on_cpu import Emulated, inputs
 from emulated import TINY, check_numbers, task_of
-from msgspec.structs import replace
 from test_persistent_emulated import SMALL, cut
-from test_persistent_wide import config_of
+from test_persistent_wide import config_for
 
 from ecornn.schedules import all_schedules
 from ecornn.schedules.elementwise import Elementwise
@@ -71,14 +70,6 @@ PERSISTENT: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Trav
     ("gated", (4, 3, 24, 39), "bfloat16", {"units": 8}, ALONE),
     ("pair", (6, 5, 24, 39), "float16", {"units": 8}, Traversal(True, 2, True, True)),
 ]
-
-
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), PERSISTENT, ids=str)
-def test_persistent(tmp_path, cell, sizes, dtype, change, traversal):
-    task = task_of(cell, sizes, dtype, SMALL, traversal)
-    check_numbers(tmp_path, Persistent(), task, cut(task, hoisted="same", **change))
-
-
 WIDE: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
     ("lstm", (5, 9, 7, 129), "float16", {"units": 26}, ALONE),
     ("gru", (5, 20, 16, 135), "bfloat16", {"units": 24, "registers": 0}, ALONE),
@@ -87,15 +78,7 @@ WIDE: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]
     ("gru", (9, 7, 9, 79), "float16", {"units": 48, "row_teams": 2, "parts": 2}, Traversal(True, 1, True, True)),
     ("lstm", (7, 23, 6, 90), "bfloat16", {"units": 46, "row_teams": 3, "parts": 3, "registers": 0}, ALONE),
 ]
-
-
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), WIDE, ids=str)
-def test_persistent_wide(tmp_path, cell, sizes, dtype, change, traversal):
-    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, traversal),
-                  config_of(hoisted="same", **change))
-
-
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "knobs"), [
+LAYOUT_TRANSFORM: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("lstm", (5, 20, 33, 65), "bfloat16", {}),
     ("lstm", (13, 10, 200, 72), "float16", {}),  # two columns of tiles by warpgroups
     ("gru", (6, 22, 136, 87), "float16", {}),
@@ -104,10 +87,15 @@ def test_persistent_wide(tmp_path, cell, sizes, dtype, change, traversal):
     ("gated", (4, 33, 80, 40), "bfloat16", {}),
     ("lstm", (3, 33, 31, 70), "float16", {  # more items than are read before the product
         "units": 16, "rows": 40, "row_warps": 1, "batch_warps": 1, "split": 2, "depth": 1, "stages": 2}),
-], ids=str)
-def test_layout_transform(tmp_path, cell, sizes, dtype, knobs):
-    task, schedule = task_of(cell, sizes, dtype, replace(HOPPER, cores=3)), LayoutTransform()
-    check_numbers(tmp_path, schedule, task, {**schedule.default(task), **knobs, "hoisted": "same"})
+]
+
+
+@pytest.mark.parametrize(("schedule", "cell", "sizes", "dtype", "change", "traversal"), [
+    *((Persistent(), *case) for case in PERSISTENT), *((PersistentWide(), *case) for case in WIDE),
+    *((LayoutTransform(), *case, ALONE) for case in LAYOUT_TRANSFORM)], ids=lambda v: getattr(v, "name", str(v)))
+def test_matches_float64(tmp_path, schedule, cell, sizes, dtype, change, traversal):
+    task = task_of(cell, sizes, dtype, SMALL if schedule.name.startswith("persistent") else TINY, traversal)
+    check_numbers(tmp_path, schedule, task, config_for(schedule, task, hoisted="same", **change))
 
 
 @pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])

@@ -8,8 +8,7 @@ import pytest
 from emulated import TINY, check_numbers, task_of
 from exact import ALL_CELLS
 from msgspec.structs import replace
-from test_persistent_emulated import SMALL, cut
-from test_persistent_wide import config_of as wide
+from test_persistent_wide import SMALL, config_for
 from tvm_ffi import structural_equal
 
 from ecornn.device import Device
@@ -33,18 +32,16 @@ PERSISTENT: list[Any] = [
      trains(False, 2, True, True), 4),
     ("slstm", (5, 5, 9, 40), "tf32", {}, trains(True, resets=True), None),  # three states besides y
     ("pair", (1, 1, 24, 9), "bfloat16", {"units": 8, "warps": 1}, trains(), None),  # y is the second state
-    pytest.param("lstm(layer_norm)", (5, 3, 24, 40), "bfloat16", {}, trains(resets=True), None,
-                 marks=pytest.mark.exhaustive),
 ]
 WIDE: list[tuple[str, Sizes, str, dict[str, Any], Traversal, int | None]] = [
     ("lstm", (5, 9, 7, 41), "bfloat16", {"units": 16}, trains(True, 2, True, True), None),
     ("lstm", (5, 11, 7, 96), "float16", {"units": 48, "row_teams": 2, "registers": 50}, trains(lengths=True), 3),
 ]
-STEPS: list[tuple[str, str, Sizes, str, Traversal, int | None]] = [
-    ("layout_transform", "lstm", (4, 5, 7, 17), "bfloat16", trains(True, 2, True, True), 3),
-    ("layout_transform", "pair", (4, 3, 5, 9), "float32", trains(resets=True), None),
-    ("fused_step", "lstm", (4, 3, 5, 7), "float16", trains(lengths=True), None),
-    ("fused_step", "blend", (4, 5, 5, 9), "float32", trains(True, 2, True, True), 3),  # rows have statistics
+STEPS: list[tuple[str, str, Sizes, str, dict[str, Any], Traversal, int | None]] = [
+    ("layout_transform", "lstm", (4, 5, 7, 17), "bfloat16", {}, trains(True, 2, True, True), 3),
+    ("layout_transform", "pair", (4, 3, 5, 9), "float32", {}, trains(resets=True), None),
+    ("fused_step", "lstm", (4, 3, 5, 7), "float16", {}, trains(lengths=True), None),
+    ("fused_step", "blend", (4, 5, 5, 9), "float32", {}, trains(True, 2, True, True), 3),  # rows have statistics
 ]
 ELEMENTWISE: list[tuple[str, Sizes, str, dict[str, Any], Traversal, int | None]] = [
     ("highway", (21, 3, 5, 12), "float16", {"units": 4, "group": 4}, trains(False, 2, True, True), None),
@@ -53,28 +50,15 @@ ELEMENTWISE: list[tuple[str, Sizes, str, dict[str, Any], Traversal, int | None]]
 ]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal", "batch"), PERSISTENT, ids=str)
-def test_persistent(tmp_path, cell, sizes, dtype, change, traversal, batch):
-    task = task_of(cell, sizes, dtype, replace(SMALL, cores=9), traversal)
-    check_numbers(tmp_path, all_schedules()["persistent"], task, cut(task, **change), batch)
-
-
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal", "batch"), WIDE, ids=str)
-def test_persistent_wide(tmp_path, cell, sizes, dtype, change, traversal, batch):
-    task = task_of(cell, sizes, dtype, SMALL, traversal)
-    check_numbers(tmp_path, all_schedules()["persistent_wide"], task, wide(**change), batch)
-
-
-@pytest.mark.parametrize(("schedule", "cell", "sizes", "dtype", "traversal", "batch"), STEPS, ids=str)
-def test_one_launch_a_step(tmp_path, schedule, cell, sizes, dtype, traversal, batch):
-    task, found = task_of(cell, sizes, dtype, TINY, traversal), all_schedules()[schedule]
-    check_numbers(tmp_path, found, task, found.default(task), batch)
-
-
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal", "batch"), ELEMENTWISE, ids=str)
-def test_elementwise(tmp_path, cell, sizes, dtype, change, traversal, batch):
-    task, found = task_of(cell, sizes, dtype, TINY, traversal), all_schedules()["elementwise"]
-    check_numbers(tmp_path, found, task, {**found.default(task), **change}, batch)
+@pytest.mark.parametrize(("schedule", "cell", "sizes", "dtype", "change", "traversal", "batch"), [
+    *(("persistent", *case) for case in PERSISTENT), *(("persistent_wide", *case) for case in WIDE), *STEPS,
+    *(("elementwise", *case) for case in ELEMENTWISE),
+    pytest.param("persistent", "lstm(layer_norm)", (5, 3, 24, 40), "bfloat16", {}, trains(resets=True), None,
+                 marks=pytest.mark.exhaustive)], ids=str)
+def test_matches_float64(tmp_path, schedule, cell, sizes, dtype, change, traversal, batch):
+    device = {"persistent": replace(SMALL, cores=9), "persistent_wide": SMALL}.get(schedule, TINY)
+    task, found = task_of(cell, sizes, dtype, device, traversal), all_schedules()[schedule]
+    check_numbers(tmp_path, found, task, config_for(found, task, **change), batch)
 
 
 @pytest.mark.exhaustive

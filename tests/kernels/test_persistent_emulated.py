@@ -1,4 +1,5 @@
-"""The persistent kernel, emulated on the CPU: every way in which a layer can be cut."""
+"""The persistent kernel, emulated on the CPU: every way in which a layer can be cut; its layouts, by doing in NumPy
+what the tensor cores do with them."""
 
 from __future__ import annotations
 
@@ -14,8 +15,11 @@ from ecornn.build import nvcc
 from ecornn.build.cuda import lower
 from ecornn.runtime import Columns
 from ecornn.schedules.base import Task
+from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent import plan as persistent_plan
+from ecornn.schedules.persistent.exchange import word_of
+from ecornn.schedules.persistent.plan import packing_of
 from ecornn.targets import KNOWN
 from ecornn.workload import Traversal
 
@@ -95,7 +99,7 @@ def cut(task: Task, **change: Any) -> dict[str, Any]:
     return {"gate_warps": min(busy, -config["warps"] % 4 or 4), **config}
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=str)
 def test_matches_float64(tmp_path, cell, sizes, dtype, change):
     task = task_of(cell, sizes, dtype, SMALL)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
@@ -113,8 +117,7 @@ def test_with_variables_for_arrays(tmp_path, monkeypatch, dtype):
     check_numbers(tmp_path, Persistent(), task, config)
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS, ids=str)
 def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
     task = task_of(cell, sizes, dtype, SMALL, traversal)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
@@ -130,12 +133,6 @@ def test_columns_of_random_lengths(tmp_path, reverse, seed):
     config = cut(task, groups=2, units=24)
     assert Persistent().program(task, Persistent().plan(task, config)).together == 6
     check_numbers(tmp_path, Persistent(), task, config, masks={"sequences": columns.marked})
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_fewer_masked_rows_than_compiled(tmp_path, reverse):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL, Traversal(reverse, 2, True, True))
-    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=100 if reverse else 0), batch=2)
 
 
 def test_no_projection_beside_a_recurrence_that_goes_backwards():
@@ -178,8 +175,7 @@ STREAMED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], int, l
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_80", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "expected"), STREAMED,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "kilobytes", "expected"), STREAMED, ids=str)
 def test_reads_weights_from_l2_where_they_do_not_fit(tmp_path, monkeypatch, cell, sizes, dtype, change, kilobytes,
                                                      expected, arch):
     """By bulk copies into rings, or without those straight into registers."""
@@ -217,9 +213,13 @@ def test_products_that_are_too_much_code_are_loops(tmp_path, monkeypatch, cell, 
     check_numbers(tmp_path, Persistent(), task, config)
 
 
-def test_fewer_rows_than_compiled(tmp_path):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", SMALL)
-    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, ahead=0), batch=2)
+@pytest.mark.parametrize(("cores", "traversal", "change"), [
+    (6, Traversal(), {"ahead": 0}), (6, Traversal(False, 2, True, True), {"ahead": 0}),
+    (6, Traversal(True, 2, True, True), {}),
+    (12, Traversal(True, 2, True, True), {"carrier": "cluster", "fences": "rare"})], ids=str)
+def test_fewer_rows_than_compiled(tmp_path, cores, traversal, change):
+    task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=cores), traversal)
+    check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, **change), batch=2)
 
 
 # (cell, sizes, dtype, change, traversal) of groups that are clusters
@@ -242,8 +242,7 @@ CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traver
 
 
 @pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CLUSTERS,
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), CLUSTERS, ids=str)
 def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
     """Words arrive as early as they can, and as late."""
     task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
@@ -253,12 +252,6 @@ def test_state_travels_inside_clusters(tmp_path, cell, sizes, dtype, change, tra
     assert (last.grid, last.cluster, last.cooperative) == (plan.groups * plan.blocks, plan.blocks, False)
     assert not any(b.name.startswith("exchange") for b in program.buffers)
     check_numbers(tmp_path, Persistent(), task, config, lazy=lazy)
-
-
-def test_fewer_rows_than_a_cluster_is_compiled_for(tmp_path):
-    task = task_of("lstm", (5, 9, 16, 34), "float16", replace(SMALL, cores=12), Traversal(True, 2, True, True))
-    config = cut(task, groups=2, units=24, carrier="cluster", fences="rare")
-    check_numbers(tmp_path, Persistent(), task, config, batch=2)
 
 
 def test_what_clusters_cannot_do_is_refused():
@@ -288,3 +281,83 @@ def test_clusters_are_offered_where_there_are_any(device, values):
 def test_copies_that_come_at_once(tmp_path):
     task = task_of("gru", (4, 3, 16, 40), "bfloat16", SMALL)
     check_numbers(tmp_path, Persistent(), task, cut(task, ahead=0), lazy=False)
+
+
+def pack(packing, parameters):
+    """Packing as program.py defines it, in float64."""
+    stacked = np.stack([parameters[name][gate] if name else np.zeros_like(next(iter(parameters.values()))[0])
+                        for name, gate in packing.sources])
+    full = np.zeros(packing.pad)
+    full[tuple(slice(0, s) for s in stacked.shape)] = stacked
+    return full.reshape(packing.split).transpose(packing.order).copy()
+
+
+# 13 and 65 are off every tile, 40 leaves the last block without all of its units
+@pytest.mark.parametrize("hidden,batch", [(13, 3), (40, 9), (65, 20)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("cell", ["lstm", "gru", "gru_reset_before", "rnn_tanh"])
+def test_fragments_multiply_to_the_product(cell, dtype, hidden, batch):
+    rng = np.random.default_rng(hidden)
+    task = task_of(cell, (4, batch, hidden, hidden), dtype, KNOWN["sm_90a"])
+    plan = Persistent().plan(task, Persistent().default(task))
+    parameters = {n: rng.standard_normal(s) for n, s in task.graph.parameters.items()}
+    n = per_word(dtype)
+    for index, phase in enumerate(plan.phases):
+        rows = task.graph.phases[index].products
+        h = rng.standard_normal((plan.groups * plan.columns, hidden))
+        expected = np.einsum("bk,gjk->bgj", h, np.stack([parameters[r.term.parameter][r.term.gate] for r in rows]))
+        exchange = np.zeros((plan.groups, plan.slot_words(phase), n))
+        for group in range(plan.groups):
+            for column in range(plan.columns):
+                for unit in range(hidden):
+                    word = word_of(plan, phase, 0, unit - unit % n, column)
+                    exchange[group, word, unit % n] = h[group * plan.columns + column, unit]
+        words = exchange.reshape(plan.groups, phase.operands, plan.warps, phase.warp_pairs, plan.tiles, 8, 4, 4, n)
+        octets = phase.octets(plan.units)
+        weights = pack(packing_of(task, plan, index), parameters).reshape(
+            plan.blocks, plan.warps, phase.operands, phase.warp_pairs, octets, 8, 4, 4, n)
+        # lane (row or column, quarter) and its four words: the sum over a fragment is over quarter, word, value
+        product = np.einsum("bwopvrqcn,gowptmqcn->gtmbvr", weights, words)
+        product = product.reshape(plan.groups * plan.columns, plan.blocks, octets, 8)
+        e = phase.interleave
+        for g in range(len(rows)):
+            for unit in range(hidden):
+                block, local = divmod(unit, plan.units)
+                row = (g // e * plan.units * e + local // (8 // e) * 8 + local % (8 // e) * e + g % e)
+                found = product[:, block, row // 8, row % 8]
+                # the same float64 terms in another order: a word in the wrong place is off by whole terms
+                np.testing.assert_allclose(found, expected[:, g, unit], rtol=1e-12, atol=1e-12)
+
+
+def test_every_word_has_one_place():
+    task = task_of("lstm", (4, 20, 65, 65), "float16", KNOWN["sm_90a"])
+    plan = Persistent().plan(task, Persistent().default(task))
+    places = [word_of(plan, plan.phases[0], 0, unit, column)
+              for unit in range(0, 65, 2) for column in range(plan.columns)]
+    assert len(set(places)) == len(places)
+    assert min(places) >= 0 and max(places) < plan.slot_words(plan.phases[0])
+
+
+@pytest.mark.parametrize("cell,hidden,batch,dtype", [
+    ("lstm", 2048, 1, "bfloat16"),  # 33.6 MB of the 63 MB on chip
+    ("gru", 1536, 16, "float16"), ("lstm", 800, 20, "float32"), ("rnn_tanh", 1, 1, "float16")])
+def test_default_configuration_is_valid(cell, hidden, batch, dtype):
+    task = task_of(cell, (4, batch, hidden, hidden), dtype, KNOWN["sm_90a"])
+    schedule = Persistent()
+    assert schedule.serves(task) is None
+    assert schedule.check(task, schedule.default(task)) is None
+
+
+def test_weights_beyond_the_chip_are_refused_with_a_reason():
+    reason = Persistent().serves(task_of("lstm", (4, 1, 4096, 4096), "bfloat16", KNOWN["sm_90a"]))
+    assert reason is not None and "do not fit" in reason
+
+
+@pytest.mark.parametrize("change,reason", [
+    ({"units": 2}, "blocks on"),
+    ({"units": 21}, "multiple of")])
+def test_impossible_configurations_are_named(change, reason):
+    task = task_of("lstm", (4, 20, 800, 800), "bfloat16", KNOWN["sm_90a"])
+    schedule = Persistent()
+    found = schedule.check(task, {**schedule.default(task), **change})
+    assert found is not None and reason in found

@@ -53,16 +53,14 @@ def some(cases: list[Any], quick: tuple[int, ...]) -> list[Any]:
     return [case if n in quick else pytest.param(*case, marks=pytest.mark.slow) for n, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), some(CASES, (0, 3, 4, 8)),
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), some(CASES, (0, 3, 4, 8)), ids=str)
 def test_through_l2(tmp_path, cell, sizes, dtype, change, traversal):
     task = task_of(cell, sizes, dtype, SMALL, traversal)
     check_numbers(tmp_path, Persistent(), task, cut(task, **change))
 
 
 @pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), some(CLUSTERS, (0, 3, 5)),
-                         ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), some(CLUSTERS, (0, 3, 5)), ids=str)
 def test_in_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
     """Words arrive as early as they can, and as late."""
     task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)

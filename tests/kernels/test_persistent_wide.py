@@ -11,10 +11,12 @@ from emulated import check_numbers, task_of
 from msgspec.structs import replace
 from sanitize import CASES as SANITIZED
 from sanitize import cell_of
+from test_persistent_emulated import cut
 from without_spills import needs_ptxas, resources_without_spills
 
 from ecornn.build.cuda import lower
 from ecornn.compiler import plan
+from ecornn.schedules.base import Schedule, Task
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.persistent_wide.plan import packing_of
 from ecornn.targets import KNOWN
@@ -46,9 +48,11 @@ def config_of(**change: Any) -> dict[str, Any]:
             "math": "fast", **change}
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), CASES, ids=lambda v: str(v).replace(" ", ""))
-def test_matches_float64(tmp_path, cell, sizes, dtype, change):
-    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change))
+def config_for(schedule: Schedule, task: Task, **change: Any) -> dict[str, Any]:
+    """With these knobs: of a persistent schedule in a few blocks, of others the default's."""
+    if schedule.name == "persistent":
+        return cut(task, **change)
+    return config_of(**change) if schedule.name == "persistent_wide" else {**schedule.default(task), **change}
 
 
 # 2 or 3 warpgroups with rows of their own, and blocks that share K
@@ -68,14 +72,6 @@ SHARED: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
     ("echo", (9, 3, 0, 150), "float16", {"units": 128, "row_teams": 2, "parts": 3, "registers": 0}),
     ("gru", (6, 21, 8, 72), "bfloat16", {"units": 72, "row_teams": 3, "parts": 3, "groups": 2}),
 ]
-
-
-@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), SHARED, ids=lambda v: str(v).replace(" ", ""))
-def test_rows_and_k_are_shared(tmp_path, cell, sizes, dtype, change, lazy):
-    check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL), config_of(**change), lazy=lazy)
-
-
 TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
     ("lstm", (5, 3, 24, 40), "bfloat16", {}, Traversal(reverse=True)),
     ("gru", (5, 3, 7, 40), "float16", {"units": 8}, Traversal(directions=2)),
@@ -93,9 +89,9 @@ TRAVERSALS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Trav
 ]
 
 
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), TRAVERSALS,
-                         ids=lambda v: str(v).replace(" ", ""))
-def test_directions_lengths_and_resets(tmp_path, cell, sizes, dtype, change, traversal):
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"),
+                         [*((*case, Traversal()) for case in CASES), *TRAVERSALS], ids=str)
+def test_matches_float64(tmp_path, cell, sizes, dtype, change, traversal):
     check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, SMALL, traversal), config_of(**change))
 
 
@@ -129,8 +125,8 @@ PAST: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), PAST, ids=lambda v: str(v).replace(" ", ""))
-def test_weights_past_the_chip(tmp_path, cell, sizes, dtype, change, lazy):
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change"), SHARED + PAST, ids=str)
+def test_rows_and_k_are_shared_and_weights_past_the_chip(tmp_path, cell, sizes, dtype, change, lazy):
     device = replace(SMALL, cores=17) if sizes[3] > 2000 else SMALL
     check_numbers(tmp_path, PersistentWide(), task_of(cell, sizes, dtype, device), config_of(**change), lazy=lazy)
 

@@ -1,6 +1,9 @@
-"""The projection on wgmma, emulated on the CPU, and what the compiler makes of it for the GPU."""
+"""The projection on wgmma, emulated on the CPU, and what the compiler makes of it for the GPU; how blocks share the
+tiles of the one on mma."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 from emulated import check_numbers, task_of
@@ -13,7 +16,10 @@ from ecornn.build.cuda import lower
 from ecornn.program import Program
 from ecornn.schedules import rates
 from ecornn.schedules.assemble import shared_buffers
+from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS
 from ecornn.schedules.gemm.projection import job_of, project
+from ecornn.schedules.gemm.rows_mma import blocks_of, spares_warps
+from ecornn.schedules.gemm.rows_mma import shape_of as shape_on_mma
 from ecornn.schedules.gemm.rows_wgmma import shape_of
 from ecornn.schedules.gemm.wgmma_mainloop import THREADS
 from ecornn.schedules.hoisted import hoisted_of
@@ -58,7 +64,7 @@ def task(cell, sizes, dtype, cores):
 
 
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "cores"), CASES, ids=lambda v: str(v).replace(" ", ""))
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "cores"), CASES, ids=str)
 def test_matches_float64(tmp_path, cell, sizes, dtype, cores):
     made = task(cell, sizes, dtype, cores)
     check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made))
@@ -123,3 +129,34 @@ def test_compiles_without_spills(cell, hidden, input, dtype, wide):
     found = resources_without_spills(source, "project_kernel")["project_kernel"]
     if wide:  # what setmaxnreg starts from is what a block of 384 threads gets; from less it would wait forever
         assert found["registers"] == 168 and "setmaxnreg" in source
+
+
+@pytest.mark.parametrize(("cell", "sizes", "spared"), [
+    ("gru", (300, 200, 100, 100), True),  # four columns of 32 units, the last one of four
+    ("lstm", (100, 1000, 100, 100), True),
+    ("rnn_tanh", (300, 64, 100, 140), True),  # two of 128
+    ("gru", (300, 64, 96, 96), False),  # three whole ones
+    ("lstm", (300, 64, 256, 256), False),
+    ("gru", (300, 64, 20, 20), True),  # one column: nothing to share
+], ids=str)
+def test_blocks_of_float32_share_the_columns(cell: str, sizes: tuple[int, int, int, int], spared: bool):
+    """Each block has as many tiles of the last column, where warps have less to do, as any other, but for one."""
+    task = task_of(cell, sizes, "float32", HOPPER)
+    job = job_of(task)
+    shape, (launch,) = shape_on_mma(job), project(task).calls
+    blocks = blocks_of(job, shape)
+    assert spares_warps(job, shape) is spared and launch.grid == blocks and 2 * HOPPER.cores - 4 < blocks
+    assert (shape.units * shape.columns - sizes[3] >= shape.units // COLUMN_WARPS) is spared
+    tiles = -(-sizes[0] * sizes[1] // shape.height) * shape.columns
+    last = Counter(tile % blocks for tile in range(tiles) if tile % shape.columns == shape.columns - 1)
+    if spared:
+        counts = [last[block] for block in range(min(blocks, tiles))]
+        assert max(counts) - min(counts) <= 1
+    else:
+        assert blocks == 2 * HOPPER.cores
+
+
+def test_other_types_have_whole_multiprocessors():
+    """They multiply padding, too: all columns take as long."""
+    job = job_of(task_of("gru", (300, 200, 100, 100), "float16", KNOWN["sm_80"]))
+    assert not spares_warps(job, shape_on_mma(job)) and blocks_of(job, shape_on_mma(job)) % KNOWN["sm_80"].cores == 0
