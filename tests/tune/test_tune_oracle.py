@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from ecornn.interpreter import FUNCTIONS, interpret
 from ecornn.numpy_reference import STEPS, reference
 from ecornn.task import make_task
 from ecornn.tune.measuring import answers_of, check
-from ecornn.tune.oracle import draw, relative_error, write
+from ecornn.tune.oracle import draw, relative_error, rounded, write
 from ecornn.tune.record import tolerance
 from ecornn.tune.timing import arrays_for
 from ecornn.workload import Workload
@@ -162,8 +164,6 @@ def test_the_check_of_candidates_sees_an_error_of_the_analysis(tmp_path, monkeyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_answers_are_of_inputs_that_the_dtype_can_hold(dtype, tmp_path):
-    from ecornn.tune.oracle import rounded
-
     path = tmp_path / "answers.npz"
     write(path, BUILTIN["lstm"], Workload("lstm", 6, 5, 3, 9, dtype), seed=0)
     with np.load(path, allow_pickle=False) as found:
@@ -298,17 +298,12 @@ def test_what_compile_refuses():
 
 
 def test_importing_the_tuner_imports_no_compiler():
-    import subprocess
-
     program = ("import ecornn.tune, ecornn.compiler, ecornn.worker, sys; "
                "assert not {'tvm', 'torch', 'xgboost'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_builder_imports_tvm_without_pytorch_which_a_users_file_may_import_later():
-    import importlib.util
-    import subprocess
-
     later = "import torch" if importlib.util.find_spec("torch") else "pass"
     program = (f"from ecornn.tune.building import ready; import sys; ready(None); "
                f"assert 'tvm' in sys.modules and 'torch' not in sys.modules; {later}; "
