@@ -39,8 +39,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "logs"
 
 
-def run(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(main, list(arguments))
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, [*map(str, arguments)])
     assert result.exit_code == code, result.output + repr(result.exception)
     return result.output
 

@@ -8,15 +8,13 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
+from test_cli import folder, run  # noqa: F401  (a user's folder of its own for each test)
 from test_records import DAY, H100, finish, start, trial
 
 from ecornn.cells import get
-from ecornn.cli import main
 from ecornn.schedules import all_schedules, revisions
 from ecornn.targets import KNOWN
 from ecornn.task import make_task
@@ -30,12 +28,6 @@ from ecornn.workload import Workload
 
 def lines(records, name: str = "a.jsonl") -> list[Line]:
     return [Line(Path(name), number, record) for number, record in enumerate(records, 1)]
-
-
-def run(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(main, list(map(str, arguments)))
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.output
 
 
 # few events and few results, so that equal and contradicting records occur

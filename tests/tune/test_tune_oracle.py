@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import step_cells
+from test_records import trial
 
 import ecornn
 from ecornn.analysis import graph
@@ -25,7 +26,10 @@ from ecornn.dtypes import DTYPES
 from ecornn.errors import ArgumentError, CellError, ScheduleError
 from ecornn.interpreter import FUNCTIONS, interpret
 from ecornn.numpy_reference import STEPS, reference
+from ecornn.schedules import all_schedules
+from ecornn.targets import resolve
 from ecornn.task import make_task
+from ecornn.tune.log import append
 from ecornn.tune.measuring import answers_of, check
 from ecornn.tune.oracle import draw, relative_error, rounded, write
 from ecornn.tune.record import tolerance
@@ -255,12 +259,6 @@ def test_a_worker_that_imports_a_script_does_not_tune(monkeypatch):
 
 
 def test_compile_uses_the_record_and_removes_its_file(tmp_path, monkeypatch):
-    from test_records import trial
-
-    from ecornn.schedules import all_schedules
-    from ecornn.targets import resolve
-    from ecornn.tune.log import append
-
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))
     untuned = ecornn.compile("rnn_relu", hidden=16, batch=2, target="cpu")
     assert untuned.manifest.provenance.startswith("untuned default of cpu_sequence: no record applies")

@@ -286,7 +286,6 @@ def test_knobs_that_no_rule_reads_cost_nothing():
 def test_a_schedule_that_copies_the_configuration_has_read_all_of_it():
     config = Watched({"a": 1, "b": 2})
     assert {**config} == {"a": 1, "b": 2} and set(config.read) == {"a", "b"}
-    assert Watched({"a": 1}).get("b", 3) == 3
 
 
 @pytest.mark.parametrize("whole", [True, False])
