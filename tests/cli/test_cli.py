@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +19,11 @@ from events import until
 from test_records import trial
 
 import ecornn
+from ecornn.cells.lstm import LSTM
 from ecornn.cli import main
 from ecornn.cli.compile_commands import knob
 from ecornn.compiler import plan
-from ecornn.errors import ArgumentError
+from ecornn.errors import ArgumentError, DTypeError
 from ecornn.tune.log import append, read
 from ecornn.tune.record import Finish, Times
 from ecornn.workload import Workload
@@ -37,8 +39,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "logs"
 
 
-def run(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(main, list(arguments))
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, [*map(str, arguments)])
     assert result.exit_code == code, result.output + repr(result.exception)
     return result.output
 
@@ -343,3 +345,21 @@ def test_the_command_ends_for_sizes_of_a_million(tmp_path: Path, folder: Path, s
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "no record applies" in done.stderr and file.exists() and "and 999999 more" in done.stderr
+
+
+@pytest.mark.parametrize(("argument", "value", "allowed"), [
+    ("cell", LSTM, r"an instance of the class, as LSTM\(\)"), ("cell", None, "a cell's name"), ("cell", 5, "a Cell"),
+    ("target", 5, "an architecture"), ("schedule", 5, "a schedule's name"), ("config", "rows=3", "a dict"),
+    ("config", ["rows=3"], "a dict")])
+def test_an_argument_of_another_type_is_named(argument: str, value: Any, allowed: str):
+    with pytest.raises(ArgumentError, match=rf"^{argument}=.*{allowed}"):
+        ecornn.compile(**{"cell": "lstm", "hidden": 8, "schedule": "cpu_sequence", "target": "cpu", argument: value})
+
+
+def test_a_data_type_that_a_device_does_not_have_is_named():
+    for target, dtype, allowed in (("sm_90a", "float64", "float32, float16, bfloat16 on a GPU"),
+                                   ("cpu", "bfloat16", "float32, float64 on a CPU")):
+        with pytest.raises(DTypeError, match=f"^dtype='{dtype}' is not allowed; expected one of {allowed}$"):
+            ecornn.compile("lstm", hidden=8, dtype=dtype, target=target)
+    with pytest.raises(DTypeError, match=r"^weights='int16' is not allowed; expected None with dtype float64"):
+        ecornn.compile("lstm", hidden=8, dtype="float64", weights="int16", target="cpu")

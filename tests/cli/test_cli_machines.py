@@ -1,30 +1,44 @@
 """The command line for programs: JSON alone on standard output, all else on standard error, and each exit code that the
-reference of commands has."""
+reference of commands has; and help of every command, which fits a narrow terminal and whose examples can be pasted."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import psutil
 import pytest
 import site_commands
 from click.testing import CliRunner, Result
 from events import all_end
-from test_cli_help import COMMANDS
 from test_records import trial
 
 from ecornn.cli import common, main
+from ecornn.cli.common import folded
 from ecornn.tune.log import append
 from ecornn.tune.record import Times
 
 LAYER = ["--cell", "lstm", "--hidden", "24", "--batch", "3", "--seq", "12", "--target", "cpu"]
+
+
+def every(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
+    """The names of each command, as they are typed."""
+    for name, command in group.commands.items():
+        yield (*names, name)
+        if isinstance(command, click.Group):
+            yield from every(command, *names, name)
+
+
+COMMANDS = [(), *every(main)]
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +190,45 @@ def test_code_130_is_stopped_and_leaves_nothing_behind(tmp_path, which, start):
     all_end(below)
     assert running.returncode == 130 and "Traceback" not in said and said.endswith("stopped\n")
     assert not list(temporary.iterdir()) and not (tmp_path / "m.so").exists()
+
+
+def help_of(names: tuple[str, ...], columns: int) -> str:
+    done = CliRunner().invoke(main, [*names, "--help"], terminal_width=columns)
+    assert done.exit_code == 0 and not done.stderr
+    return done.stdout
+
+
+def typed(text: str) -> list[list[str]]:
+    """The commands in a help text, as a shell reads them; what stands behind one with a gap is left out."""
+    lines = [re.split(r"(?<=\S) {2,}(?=\S)", line)[0] for line in re.sub(r" \\\n *", " ", text).splitlines()]
+    return [shlex.split(line) for line in lines if re.match(r" +([A-Z_]+=\S+ )?(ecornn|python)[ -]", line)]
+
+
+@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
+def test_help_fits_its_terminal(names):
+    for columns in (60, 80):
+        for line in help_of(names, columns).splitlines():
+            assert len(line) <= columns, line
+
+
+@pytest.mark.parametrize("names", COMMANDS, ids=" ".join)
+def test_every_command_is_shown_by_examples_or_has_few_options(names):
+    text = help_of(names, 80)
+    assert "Usage:" in text and (len(typed(text)) or len(re.findall(r"^  -", text, re.MULTILINE)) <= 5)
+
+
+def test_commands_of_a_group_are_said_in_whole_sentences():
+    for columns in (60, 80):
+        assert "..." not in help_of((), columns).replace("[ARGS]...", "")
+        assert "..." not in help_of(("log",), columns).replace("[ARGS]...", "")
+
+
+def test_examples_can_be_pasted_at_any_width():
+    """A command that is folded is the same command to a shell."""
+    line = "  ecornn compile --cell 'lstm(peepholes, clip=3)' --hidden 8 --lengths -o out.so"
+    for room in range(24, 90):
+        out = "\n".join(folded(f"\b\nExamples:\n{line}    what it does, and in which order\n  ecornn doctor", room))
+        (command,) = (text for text in typed(out) if text[1] == "compile")
+        assert command == shlex.split(line)
+        assert "what it does" in " ".join(out.split()) and "\0" not in out
+        assert all(len(part) <= max(room, 40) for part in out.splitlines())  # --cell has 40

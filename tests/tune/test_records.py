@@ -1,9 +1,10 @@
-"""The log's format: whatever is in a file, records come out or a problem that names the line."""
+"""The log's format: whatever is in a file, also mutated lines, records come out or a problem that names the line."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from ecornn.workload import Workload
 
 WORK = Workload("lstm", 800, 800, 20, 300, "bfloat16")
 H100 = KNOWN["sm_90a"]
+DAY = "2026-01-31T12:00:00Z"
 
 
 def trial(**changes: object) -> Trial:
@@ -30,6 +32,17 @@ def trial(**changes: object) -> Trial:
               "versions": {"tvm": "0.27"}, "seed": 0, "seconds": 1.5, "times": Times.of([3.0, 1.0, 2.0]),
               "check": 1e-3, "source": "00ff"}
     return Trial(**{**fields, **changes})
+
+
+def start(run: str = "ab-1") -> Start:
+    return Start(run=run, workload=WORK, device=H100, schedules={"persistent": 1}, trials=9, seed=0, versions={},
+                 time=DAY)
+
+
+def finish(run: str = "ab-1", us: float = 1.0) -> Finish:
+    best = Choice("persistent", {"blocks": 100})
+    return Finish(run=run, reason="trials", trials=2, seconds=3.0, best=best, best_us=us, default=best,
+                  default_us=2.0, time=DAY)
 
 
 shown = st.characters(exclude_categories=("Cc", "Cf", "Cs", "Zl", "Zp"))
@@ -219,13 +232,8 @@ def test_what_a_device_was_is_in_every_trial():
 
 
 def test_all_kinds_round_trip(tmp_path):
-    choice = Choice("persistent", {"blocks": 100})
-    records = [
-        Start(run="ab-1", workload=WORK, device=H100, schedules={"persistent": 1}, trials=9, seed=0,
-              versions={}),
-        trial(), trial(times=None, check=None, error="run: took longer than 60 s and was stopped"),
-        Finish(run="ab-1", reason="trials", trials=2, seconds=3.0, best=choice, best_us=1.0,
-               default=choice, default_us=2.0)]
+    records = [start(), trial(), trial(times=None, check=None, error="run: took longer than 60 s and was stopped"),
+               finish()]
     path = tmp_path / "folder" / "log.jsonl"
     for record in records:
         append(path, record)
@@ -323,3 +331,60 @@ def test_percentiles_are_numpys(runs):
     found = Times.of(runs)
     assert [found.p20, found.median, found.p80] == pytest.approx(
         np.percentile(runs, [20, 50, 80]).tolist(), rel=1e-4)
+
+
+TOKENS = [b"null", b"true", b"-1", b"1e999", b"NaN", b"[]", b"{}", b'""', b"\\u0000", b"\\ud800", b"9" * 40,
+          b"[" * 200, b'"' + b"x" * 300 + b'"', b"\xff\xfe", b",", b":", b"}", b'"kind":"start"', b"-0.0",
+          b'"__import__(\'os\')"', b"1.5", b"\n", b"\r", b"\x00"]
+
+
+def mutated(rng: random.Random, line: bytes) -> bytes:
+    """A line with one to four mutations: bytes, tokens, cuts, repetitions, swapped fields."""
+    data = bytearray(line)
+    for _ in range(rng.randint(1, 4)):
+        at, end = sorted((rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)))
+        kind = rng.randrange(6)
+        if kind == 0 and data:
+            data[at % len(data)] = rng.randrange(256)
+        elif kind == 1:
+            data[at:at] = rng.choice(TOKENS)
+        elif kind == 2:
+            del data[at:min(end, at + 40)]
+        elif kind == 3:
+            data[at:at] = data[at:min(end, at + 60)]
+        elif kind == 4:
+            data[at:at + rng.randint(1, 12)] = rng.choice(TOKENS)
+        else:
+            parts = bytes(data).split(b",")
+            rng.shuffle(parts)
+            data = bytearray(b",".join(parts))
+    return bytes(data)
+
+
+def test_a_hundred_thousand_mutated_lines():
+    rng = random.Random(0)
+    lines = [encode(r) for r in (trial(), trial(times=None, check=None, error="run: x"), start(), finish())]
+    accepted = refused = 0
+    for _ in range(100_000):
+        try:
+            record = decode(mutated(rng, rng.choice(lines)))
+        except RecordError as error:
+            assert str(error)
+            refused += 1
+        else:
+            assert decode(encode(record)) == record
+            accepted += 1
+    assert accepted > 500 and refused > 50_000  # both sides are exercised
+
+
+def test_a_mutated_file_gives_every_line_or_a_problem_that_names_it():
+    rng = random.Random(2)
+    good = [trial(index=i) for i in range(200)]
+    rows = [encode(record) for record in good]
+    for i in range(0, 200, 2):
+        rows[i] = mutated(rng, rows[i]).replace(b"\n", b" ") + b"\n"
+    log = parse(b"".join(rows), Path("x.jsonl"))
+    assert len(log.lines) + len(log.problems) == sum(1 for row in rows if row.strip())
+    kept = [line.record for line in log.lines]
+    assert [r for r in kept if r.index % 2] == good[1::2] or len(kept) > 100
+    assert all(problem.startswith("x.jsonl:") for problem in log.problems)

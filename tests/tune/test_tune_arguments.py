@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from events import all_end, until
 from msgspec import structs
 from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
-from test_tune_merge import finish, start
+from test_records import finish, start
 from tune_fakes import DEVICE, ENTRIES, make
 
 import ecornn

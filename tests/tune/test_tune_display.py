@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Callable
 
 import pytest
+from events import until
 from rich.console import Console
 from test_tune_run import HERE, TASK, ConfigSpace, CostModel, Instant, Search, Tuner
 from tune_fakes import DEVICE, Fake, cost
@@ -83,11 +83,6 @@ def test_progress_knows_the_default_and_how_long_it_takes_at_most(tmp_path):
     assert f"{seen[9].default_us / seen[9].best_us:.2f}x the default, 2.00x PyTorch, at most " in said
     assert " left" not in progress.standing(seen[-1])
     assert [progress.duration(s) for s in (7.4, 59.6, 125, 3600)] == ["7 s", "1:00", "2:05", "1:00:00"]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def test_no_silence_where_there_is_no_terminal(monkeypatch):

@@ -20,8 +20,8 @@ from ecornn.schedules.persistent import Persistent
 from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune.choose import choose
-from ecornn.tune.log import Line, Log
-from ecornn.tune.lookup import find, moved, unfit, within
+from ecornn.tune.log import Line, Log, read_all, shipped_folder
+from ecornn.tune.lookup import find, moved, possible, unfit, within
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times, Trial, decode, encode
 from ecornn.tune.selection import best_lines
@@ -432,9 +432,6 @@ def test_a_time_far_below_the_schedules_estimate_is_not_believed(us: float, batc
 
 
 def test_no_record_that_ships_is_faster_than_a_device_can_be():
-    from ecornn.tune.log import read_all, shipped_folder
-    from ecornn.tune.lookup import possible
-
     tasks: dict[object, Task] = {}
     for one in read_all([shipped_folder()]).trials():
         work = one.workload

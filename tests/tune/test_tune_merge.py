@@ -8,47 +8,26 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
-from test_records import H100, WORK, trial
+from test_cli import folder, run  # noqa: F401  (a user's folder of its own for each test)
+from test_records import DAY, H100, finish, start, trial
 
 from ecornn.cells import get
-from ecornn.cli import main
 from ecornn.schedules import all_schedules, revisions
 from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune.log import Line, Log, append, read, rewrite
 from ecornn.tune.lookup import find
-from ecornn.tune.record import Choice, Finish, Outcome, Start, Times, Trial
+from ecornn.tune.record import Outcome, Times, Trial
 from ecornn.tune.selection import best_lines, merge, worth_keeping
 from ecornn.tune.verify import Check
 from ecornn.workload import Workload
 
-DAY = "2026-01-31T12:00:00Z"
-
-
-def start(run: str = "ab-1") -> Start:
-    return Start(run=run, workload=WORK, device=H100, schedules={"persistent": 1}, trials=9, seed=0, versions={},
-                 time=DAY)
-
-
-def finish(run: str = "ab-1", us: float = 1.0) -> Finish:
-    best = Choice("persistent", {"blocks": 100})
-    return Finish(run=run, reason="trials", trials=2, seconds=3.0, best=best, best_us=us, default=best,
-                  default_us=2.0, time=DAY)
-
 
 def lines(records, name: str = "a.jsonl") -> list[Line]:
     return [Line(Path(name), number, record) for number, record in enumerate(records, 1)]
-
-
-def run(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(main, list(map(str, arguments)))
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.output
 
 
 # few events and few results, so that equal and contradicting records occur

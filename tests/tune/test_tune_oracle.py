@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import step_cells
+from test_records import trial
 
 import ecornn
 from ecornn.analysis import graph
@@ -23,9 +26,12 @@ from ecornn.dtypes import DTYPES
 from ecornn.errors import ArgumentError, CellError, ScheduleError
 from ecornn.interpreter import FUNCTIONS, interpret
 from ecornn.numpy_reference import STEPS, reference
+from ecornn.schedules import all_schedules
+from ecornn.targets import resolve
 from ecornn.task import make_task
+from ecornn.tune.log import append
 from ecornn.tune.measuring import answers_of, check
-from ecornn.tune.oracle import draw, relative_error, write
+from ecornn.tune.oracle import draw, relative_error, rounded, write
 from ecornn.tune.record import tolerance
 from ecornn.tune.timing import arrays_for
 from ecornn.workload import Workload
@@ -162,8 +168,6 @@ def test_the_check_of_candidates_sees_an_error_of_the_analysis(tmp_path, monkeyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_answers_are_of_inputs_that_the_dtype_can_hold(dtype, tmp_path):
-    from ecornn.tune.oracle import rounded
-
     path = tmp_path / "answers.npz"
     write(path, BUILTIN["lstm"], Workload("lstm", 6, 5, 3, 9, dtype), seed=0)
     with np.load(path, allow_pickle=False) as found:
@@ -255,12 +259,6 @@ def test_a_worker_that_imports_a_script_does_not_tune(monkeypatch):
 
 
 def test_compile_uses_the_record_and_removes_its_file(tmp_path, monkeypatch):
-    from test_records import trial
-
-    from ecornn.schedules import all_schedules
-    from ecornn.targets import resolve
-    from ecornn.tune.log import append
-
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))
     untuned = ecornn.compile("rnn_relu", hidden=16, batch=2, target="cpu")
     assert untuned.manifest.provenance.startswith("untuned default of cpu_sequence: no record applies")
@@ -298,17 +296,12 @@ def test_what_compile_refuses():
 
 
 def test_importing_the_tuner_imports_no_compiler():
-    import subprocess
-
     program = ("import ecornn.tune, ecornn.compiler, ecornn.worker, sys; "
                "assert not {'tvm', 'torch', 'xgboost'} & set(sys.modules)")
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_builder_imports_tvm_without_pytorch_which_a_users_file_may_import_later():
-    import importlib.util
-    import subprocess
-
     later = "import torch" if importlib.util.find_spec("torch") else "pass"
     program = (f"from ecornn.tune.building import ready; import sys; ready(None); "
                f"assert 'tvm' in sys.modules and 'torch' not in sys.modules; {later}; "

@@ -110,8 +110,6 @@ def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeyp
 def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                       capsys: pytest.CaptureFixture[str]):
     """The defaults are those that a search here would find, and are looked for elsewhere."""
-    from ecornn.schedules import all_schedules
-
     task = make_task(get("lstm"), WORK, H100)
     preferred = serving_or_raise(task)[0]
     default = dict(preferred.default(task))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -25,6 +26,7 @@ from ecornn.cli import main
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError, ServerError
 from ecornn.tune import Session, pool, remote
 from ecornn.tune.log import read
+from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.remote import HANDSHAKE, WARM, NoServer, Tracker, outliving, require_loopback, start
 from ecornn.worker import WorkerError
@@ -370,14 +372,9 @@ def test_a_port_of_the_system_is_named(monkeypatch):
 
 
 def test_files_outside_the_sessions_folder_are_refused(tmp_path):
-    import json
-
-    import msgspec
     import tvm_ffi
 
-    from ecornn.tune.measuring import Measure
-    from ecornn.tune.remote import measure_here
     tvm_ffi.register_global_func("tvm.rpc.server.workpath", lambda name: str(tmp_path / name), override=True)
     for paths, answers in ((("../x.so",), "a.npz"), (("x.so",), "/etc/passwd"), ((str(Path("/x.so")),), "a.npz")):
         request = msgspec.json.encode(Measure(paths, answers, 1e-5, 3, 0)).decode()
-        assert "outside" in json.loads(measure_here(None, request, 1.0))["error"]
+        assert "outside" in json.loads(remote.measure_here(None, request, 1.0))["error"]

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,11 +50,15 @@ def candidate(behaviour: str, a: int = 1) -> Candidate:
     return Candidate.of("fake", {"a": a, "b": 0, "behaviour": behaviour})
 
 
+def evaluating(pool: Pool, hidden: int = 8, limit: float = 600.0,
+               oracle: Callable[[Path], object] = Path.touch, earlier: Sequence[Trial] = ()) -> ProcessEvaluator:
+    return ProcessEvaluator(make(hidden=hidden), "lstm", oracle, pool, limit=limit, seed=0, earlier=earlier)
+
+
 @contextmanager
 def evaluator(limit: float = 200.0, builders: int = 2, quiet: bool = True,
               earlier: Sequence[Trial] = ()) -> Iterator[ProcessEvaluator]:
-    with Pool(ENTRIES, builders, quiet=quiet) as pool, ProcessEvaluator(
-            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=limit, seed=0, earlier=earlier) as made:
+    with Pool(ENTRIES, builders, quiet=quiet) as pool, evaluating(pool, limit=limit, earlier=earlier) as made:
         yield made
 
 
@@ -284,9 +288,8 @@ def test_threads_share_the_processes_and_no_measurement_waits_for_another_oracle
         ready.wait()
         path.write_bytes(b"")
 
-    with Pool(ENTRIES, 2, quiet=False) as pool, ProcessEvaluator(
-            TASK, "lstm", slow, pool, limit=LIMIT, seed=0) as late, ProcessEvaluator(
-            make(hidden=9), "lstm", lambda path: path.write_bytes(b""), pool, limit=LIMIT, seed=0) as other:
+    with Pool(ENTRIES, 2, quiet=False) as pool, evaluating(pool, limit=LIMIT, oracle=slow) as late, \
+            evaluating(pool, 9, LIMIT) as other:
         late.submit([candidate("ok")], None)
         assert outcomes(other, [candidate("ok")])[candidate("ok")].times and not ready.is_set()
         ready.set()
@@ -336,8 +339,7 @@ def test_the_files_of_a_run_that_was_killed_are_removed_by_a_later_one(tmp_path,
 
 
 def test_what_a_closed_pool_fails_at_is_no_trial(tmp_path):
-    with Pool(ENTRIES, 1) as pool, ProcessEvaluator(
-            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=1e6, seed=0) as measure:
+    with Pool(ENTRIES, 1) as pool, evaluating(pool, limit=1e6) as measure:
         measure.submit([candidate("hang")], None)
         ran = measure.answers.with_name("measured")
         threading.Thread(target=lambda: (until(ran.exists), pool.close())).start()
@@ -346,8 +348,7 @@ def test_what_a_closed_pool_fails_at_is_no_trial(tmp_path):
 
 
 def test_who_waits_for_what_a_closed_pool_will_never_do_is_told():
-    with Pool(ENTRIES, 1) as pool, ProcessEvaluator(
-            TASK, "lstm", lambda path: path.write_bytes(b""), pool, limit=1e6, seed=0) as measure:
+    with Pool(ENTRIES, 1) as pool, evaluating(pool, limit=1e6) as measure:
         measure.pending = 1  # a build that was given up before it began
         threading.Timer(0.5, pool.close).start()
         with ThreadPoolExecutor(1) as thread, pytest.raises(Closed):
@@ -394,9 +395,7 @@ def test_the_processes_stay_from_one_workload_to_the_next(tmp_path):
     with Pool(ENTRIES, 2, quiet=True) as pool:
         seen = []
         for number in range(3):
-            task = make(hidden=8 + number)
-            with ProcessEvaluator(
-                    task, "lstm", lambda path: path.write_bytes(b""), pool, limit=LIMIT, seed=0) as measure:
+            with evaluating(pool, 8 + number, LIMIT) as measure:
                 assert outcomes(measure, [candidate("ok")])[candidate("ok")].times
             seen.append(sorted(w.process.pid for w in pool.workers))
         assert seen[0] == seen[1] == seen[2]

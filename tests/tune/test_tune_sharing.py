@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 from events import LIMIT, until
+from test_tune_run import HERE, candidate, evaluating
 from tune_fakes import ENTRIES, Fake, make
 
-from ecornn.tune.choose import Environment
-from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import Journal, digest_of
 from ecornn.tune.log import read
 from ecornn.tune.model import CostModel
@@ -22,20 +21,12 @@ from ecornn.tune.tuner import Settings, Tuner
 from ecornn.worker import Worker, WorkerError
 
 
-def candidate(behaviour: str, a: int = 1) -> Candidate:
-    return Candidate.of("fake", {"a": a, "b": 0, "behaviour": behaviour})
-
-
-def evaluator(pool: Pool, hidden: int = 8, limit: float = 600.0) -> ProcessEvaluator:
-    return ProcessEvaluator(make(hidden=hidden), "lstm", lambda path: path.write_bytes(b""), pool, limit=limit, seed=0)
-
-
 @pytest.mark.parametrize("quiet", [True, False])
 def test_the_end_of_one_run_stops_nothing_of_another(quiet, monkeypatch, short_if_endless):
     monkeypatch.setattr("ecornn.tune.evaluate.PATIENCE", 0.5)
     mine, others = ("slow_build", "slow_build") if quiet else ("hang", "ok")
-    with Pool(ENTRIES, 2, measurers=1 if quiet else 2, quiet=quiet) as pool, evaluator(pool) as one, \
-            evaluator(pool, 9, 400.0) as other:
+    with Pool(ENTRIES, 2, measurers=1 if quiet else 2, quiet=quiet) as pool, evaluating(pool) as one, \
+            evaluating(pool, 9, 400.0) as other:
         one.submit([candidate(mine)], None)
         other.submit([candidate(others)], None)
         busy = pool.builders if quiet else pool.measurers
@@ -46,12 +37,10 @@ def test_the_end_of_one_run_stops_nothing_of_another(quiet, monkeypatch, short_i
 
 
 def run(path: Path, pool: Pool, finalists: list[Candidate]):
-    schedule = Fake(("ok", "fickle"))
-    task = make()
-    with evaluator(pool) as measure:
-        search = Search(ConfigSpace(task, [schedule]), CostModel(), 0, known=finalists, defaults=False)
+    with evaluating(pool) as measure:
+        search = Search(ConfigSpace(make(), [Fake(("ok", "fickle"))]), CostModel(), 0, known=finalists, defaults=False)
         return Tuner(search, measure, Journal.open(path, "digest", True), Settings(len(finalists), 0),
-                     Environment({"ecornn": "test"})).run()
+                     HERE).run()
 
 
 def test_a_finalist_that_fails_in_the_comparison_is_recorded_and_not_the_best(tmp_path):
@@ -67,7 +56,7 @@ def test_where_nothing_can_be_measured_any_more_no_finalist_is_blamed(monkeypatc
         raise WorkerError("the server was lost 3 times", lost=False)
 
     both = [candidate("ok", 5), candidate("ok", 4)]
-    with Pool(ENTRIES, 2, quiet=True) as pool, evaluator(pool) as measure:
+    with Pool(ENTRIES, 2, quiet=True) as pool, evaluating(pool) as measure:
         measure.submit(both, None)
         assert all(measure.next()[1].times for _ in both)
         assert len(measure.compare(both)) == 2
