@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import late_cells
 import numpy as np
 import pytest
 import step_cells
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 SIZES = (6, 5, 9, 22)
 BOTH = Traversal(True, 2, True, True)
-known = known_by_name(late_cells.CELLS)
+known = known_by_name(step_cells.LATE)
 
 
 @pytest.mark.parametrize(("cell", "schedule", "dtype", "change", "traversal"), [
@@ -61,10 +60,10 @@ def test_their_adjoints(tmp_path: Path, cell: str, schedule: str, dtype: str, tr
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name == "scrn" else pytest.mark.exhaustive) for name in late_cells.CELLS])
+    pytest.param(name, marks=() if name == "scrn" else pytest.mark.exhaustive) for name in step_cells.LATE])
 def test_training_compiles_for_a_gpu_and_runs_on_a_cpu(name: str):
     """The module of a GPU has a backward pass; that of a CPU has gradients that differences agree with."""
-    cell = late_cells.CELLS[name]
+    cell = step_cells.LATE[name]
     entries = ecornn.compile(cell, hidden=24, input=9, batch=3, target="sm_90a", training=True).manifest.entries
     assert {"run", "forward", "backward"} <= {*entries}
     module = ecornn.compile(cell, hidden=7, input=4, batch=3, dtype="float64", target="cpu", training=True)

@@ -8,14 +8,14 @@ import ml_dtypes
 import msgspec.structs
 import numpy as np
 import pytest
-from cpu_cells import Chain, Peephole, run
-from cpu_cells import sigmoid as logistic
 from cpu_sample import rows_that_fit
 from hypothesis import given
 from hypothesis import strategies as st
 from limits import relative as error
 from numpy_packing import pack
 from pairwise import halved
+from step_cells import Chain, Peephole, run
+from step_cells import sigmoid as logistic
 
 import ecornn
 from ecornn.cells import get
@@ -213,7 +213,7 @@ def test_cells_of_a_user(cell, kind):
     shaped = {n: generator.uniform(-0.2, 0.2, s).astype(np.float32) for n, s in cell.parameters(19, 37).items()}
     flat = {cell.parameter_name(n): p.reshape(-1, *p.shape[2:]) for n, p in shaped.items()}
     x, (y, _) = called(cell, (19, 37, 3, 6), flat, kind)
-    zeros = [np.zeros((3, 37))] * len(cell.states)
+    zeros = dict.fromkeys(cell.states, np.zeros((3, 37)))
     assert error(y, run(cell, x, zeros, shaped)[0]) < {"bfloat16": 1e-2, "int8": 5e-2, **FIXED}[kind]
 
 

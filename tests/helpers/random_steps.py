@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from limits import relative
 from random_step_operators import COMPARED, GUARDED, SMOOTH, STEPPED
+from tape import Call, train
 from tvm import te, tirx
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
-from ecornn.numpy_gradients import Traced, backward, plain
+from ecornn.numpy_gradients import Traced, plain
 
 STEPS, BATCH, INPUT, HIDDEN = 3, 3, 5, 12
 PARTS = 2  # heads of a product, groups of a reduction
@@ -402,17 +404,6 @@ def _renumbered(e: Any, number: dict[str, dict[int, int]]) -> Any:
     return (e[0], number[e[0]][e[1]]) if e[0] in number else tuple(_renumbered(v, number) for v in e)
 
 
-@dataclass
-class Arguments:
-    """Of a training step, in float32: x (T, B, I), states and their gradients (B, H), dy (T, B, H)."""
-
-    x: np.ndarray
-    states: list[np.ndarray]
-    parameters: dict[str, np.ndarray]
-    dy: np.ndarray
-    dstates: list[np.ndarray]
-
-
 @dataclass(frozen=True)
 class Drawn:
     """A random step. ``square``: it reads x at the unit, and needs I = H."""
@@ -435,7 +426,7 @@ class Drawn:
         """The input size that goes with a hidden size."""
         return hidden if self.square else input
 
-    def sample(self, steps: int = STEPS, batch: int = BATCH, hidden: int = HIDDEN, input: int = INPUT) -> Arguments:
+    def sample(self, steps: int = STEPS, batch: int = BATCH, hidden: int = HIDDEN, input: int = INPUT) -> Call:
         """Random arguments that are well conditioned in float32. Raises ValueError where 40 draws give none."""
         for attempt in range(40):
             a = self._arguments(np.random.default_rng([self.seed, attempt]), steps, batch, hidden, input)
@@ -443,7 +434,7 @@ class Drawn:
                 return a
         raise ValueError(f"no well conditioned arguments\n{self.description}")
 
-    def _arguments(self, rng: np.random.Generator, steps: int, batch: int, hidden: int, input: int) -> Arguments:
+    def _arguments(self, rng: np.random.Generator, steps: int, batch: int, hidden: int, input: int) -> Call:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
@@ -451,41 +442,30 @@ class Drawn:
         shapes = self.cell.parameters(input, hidden)
         parameters = {n: (rng.uniform(-1, 1, s) / s[-1] ** 0.5 * (1 if len(s) > 2 else 3)).astype(np.float32)
                       for n, s in shapes.items()}
-        return Arguments(normal(steps, batch, input), [0.5 * normal(batch, hidden) for _ in states], parameters,
-                         normal(steps, batch, hidden), [normal(batch, hidden) for _ in states])
+        x, first = normal(steps, batch, input), [0.5 * normal(batch, hidden) for _ in states]
+        return Call(x, first, normal(steps, batch, hidden), [normal(batch, hidden) for _ in states], parameters)
 
-    def _conditioned(self, a: Arguments) -> bool:
+    def _conditioned(self, a: Call) -> bool:
         exact, margin = self._gradients(a, False)
         if margin < NEAR or not all(np.isfinite(v).all() for v in exact.values()):
             return False
         rounded, _ = self._gradients(a, True)
-        return all(relative(rounded[n], v) < SENSITIVE for n, v in exact.items())
+        return all(relative(rounded[n], v, 1e-6) < SENSITIVE for n, v in exact.items())
 
-    def reference(self, a: Arguments) -> dict[str, np.ndarray]:
+    def reference(self, a: Call) -> dict[str, np.ndarray]:
         """In float64: y, dx, ``<state>_out``, ``d<state>_in``, ``gradient_<parameter>``."""
         return self._gradients(a, False)[0]
 
-    def _gradients(self, a: Arguments, rounds: bool) -> tuple[dict[str, np.ndarray], float]:
-        x, parameters = Traced(a.x), {n: Traced(p) for n, p in a.parameters.items()}
-        first = [Traced(s) for s in a.states]
-        states, y, margin, names = list(first), [], np.inf, self.cell.states
-        for t in range(len(a.x)):
-            tape = Tape(x[t], dict(zip(names, states, strict=True)), parameters, rounds)
+    def _gradients(self, a: Call, rounds: bool) -> tuple[dict[str, np.ndarray], float]:
+        margins: list[float] = []
+
+        def step(x: Traced, states: list[Traced], parameters: dict[str, Traced]) -> list[Traced]:
+            tape = Tape(x, dict(zip(self.cell.states, states, strict=True)), parameters, rounds)
             made = self.cell.carry_out(tape)
-            states = made[:len(names)]
-            y.append(made[-1] if self.cell.output else made[0])
-            margin = min(margin, tape.margin)
-        dy, dstates = (np.asarray(d, np.float64) for d in (a.dy, a.dstates))
-        backward([*zip(y, dy, strict=True), *zip(states, dstates, strict=True)])
-        found = {"y": np.stack([v.value for v in y]), "dx": x.gradient}
-        found |= {f"{n}_out": s.value for n, s in zip(names, states, strict=True)}
-        found |= {f"d{n}_in": s.gradient for n, s in zip(names, first, strict=True)}
-        return found | {f"gradient_{n}": p.gradient for n, p in parameters.items()}, margin
+            margins.append(tape.margin)
+            return made
 
-
-def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The norm of a difference, beside that of what is right."""
-    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-6))
+        return train(self.cell, step, a), min(margins)
 
 
 def draw(seed: int, states: int | None = None, more: bool = False) -> Drawn:

@@ -7,10 +7,10 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
-import late_cells
 import pytest
 from emulated import check_numbers, known_by_name, task_of
 from msgspec.structs import replace
+from step_cells import LATE
 from test_persistent_emulated import SMALL, cut
 
 from ecornn.build.cuda import lower
@@ -25,7 +25,7 @@ from ecornn.targets import KNOWN
 from ecornn.workload import Traversal
 
 SCHEDULE = Persistent()
-known = known_by_name(late_cells.CELLS)
+known = known_by_name(LATE)
 
 
 class InAnotherOrder(Persistent):

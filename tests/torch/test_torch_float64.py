@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cells import Peephole
+from step_cells import Peephole
 from torch.autograd import gradcheck
 from torch.nn.utils.rnn import pack_padded_sequence
 
