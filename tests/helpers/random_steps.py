@@ -15,18 +15,36 @@ from typing import Any
 
 import numpy as np
 from limits import relative
-from random_step_operators import COMPARED, GUARDED, SMOOTH, STEPPED
 from tape import Call, train
 from tvm import te, tirx
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
-from ecornn.numpy_gradients import Traced, plain
+from ecornn.numpy_gradients import Traced, erf, plain
 
 STEPS, BATCH, INPUT, HIDDEN = 3, 3, 5, 12
 PARTS = 2  # heads of a product, groups of a reduction
 NEAR = 2e-4  # a tie, for float32
 SENSITIVE = 4e-6  # relative, of what rounding every value to float32 changes
 Expression = tuple[Any, ...]  # (kind, ...): see ``Drawing.expression``
+
+
+def _sigmoid(v: Any) -> Any:
+    return 0.5 * (1 + np.tanh(0.5 * v))
+
+
+# operators of one value, by their names in te: the value and the slope in float64
+SMOOTH: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tanh": (np.tanh, lambda v: 1 - np.tanh(v) ** 2),
+    "sigmoid": (_sigmoid, lambda v: _sigmoid(v) * (1 - _sigmoid(v))),
+    "sin": (np.sin, np.cos), "cos": (np.cos, lambda v: -np.sin(v)),
+    "atan": (np.arctan, lambda v: 1 / (1 + v * v)),
+    "erf": (erf, lambda v: 2 / np.sqrt(np.pi) * np.exp(-v * v))}
+# of a value that is at least zero, or at most one; each is written as the operator of a square, or of a tanh
+GUARDED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "sqrt": (np.sqrt, lambda v: 0.5 / np.sqrt(v)), "rsqrt": (lambda v: v ** -0.5, lambda v: -0.5 * v ** -1.5),
+    "log": (np.log, lambda v: 1 / v), "log1p": (np.log1p, lambda v: 1 / (1 + v))}
+STEPPED = {"floor": np.floor, "ceil": np.ceil, "round": np.round}
+COMPARED = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
 
 
 class Drawing:
@@ -327,11 +345,11 @@ class Tape:
             return self.p["v"][rest[0]]
         v = [self.scalar(a, values) for a in rest if isinstance(a, tuple)]
         if kind in ("smooth", "guarded"):
-            known, value = {**SMOOTH, **GUARDED}[rest[0]], plain(v[0])
-            made = known.value(value)
+            (function, slope), value = (SMOOTH | GUARDED)[rest[0]], plain(v[0])
+            made = function(value)
             if not isinstance(v[0], Traced):
                 return made
-            return Traced(made, [(v[0], lambda g: g * known.slope(value))])
+            return Traced(made, [(v[0], lambda g: g * slope(value))])
         if kind == "stepped":
             value = plain(v[0])
             between = value * 2 if rest[0] == "round" else value  # halves are ties, too
@@ -417,8 +435,8 @@ class Drawn:
 
     @property
     def description(self) -> str:
-        """The step in lines, ``v<n> = ...``."""
-        lines = [f"v{n} = {_text(s)}" for n, s in zip(self.cell.needed, self.cell.statements, strict=True)]
+        """The step in lines, ``v<n> = ...``, expressions as tuples."""
+        lines = [f"v{n} = {s}" for n, s in zip(self.cell.needed, self.cell.statements, strict=True)]
         new = [f"{s}' = v{n}" for s, n in zip((*self.cell.states, "y"), self.cell.drawing.results, strict=False)]
         return "\n".join([f"{self.cell.name}:", *(f"  {line}" for line in lines + new)])
 
@@ -468,12 +486,12 @@ class Drawn:
         return train(self.cell, step, a), min(margins)
 
 
-def draw(seed: int, states: int | None = None, more: bool = False) -> Drawn:
-    """A random step, the same for the same seed, of ``states`` states, or of one to four. ``more``: also with products
-    with heads, reductions of groups, and a y that is no state."""
+def draw(seed: int, more: bool = False) -> Drawn:
+    """A random step, the same for the same seed, of one to four states. ``more``: also with products with heads,
+    reductions of groups, and a y that is no state."""
     for attempt in range(40):
         rng = np.random.default_rng([seed, attempt, 48])
-        drawing = Drawing(rng, states or int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])), more)
+        drawing = Drawing(rng, int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])), more)
         drawn = Drawn(seed, RandomCell(f"random_step_{seed}", drawing))
         try:
             drawn.sample()
@@ -481,28 +499,3 @@ def draw(seed: int, states: int | None = None, more: bool = False) -> Drawn:
             continue
         return drawn
     raise ValueError(f"no well conditioned step of seed {seed}")
-
-
-def _text(e: Any) -> str:
-    if not isinstance(e, tuple):
-        return str(e)
-    kind, *rest = e
-    if kind in ("value", "number", "held"):
-        return f"v{rest[0]}"
-    if kind == "constant":
-        return f"{rest[0]:g}"
-    if kind in ("+", "-", "*", "/"):
-        return f"({_text(rest[0])} {kind} {_text(rest[1])})"
-    if kind == "compare":
-        return f"({_text(rest[1])} {rest[0]} {_text(rest[2])})"
-    if kind == "pointwise":
-        return _text(rest[0])
-    if kind == "vector":
-        return f"v[{rest[0]}]"
-    if kind in ("smooth", "guarded", "stepped"):
-        return f"{rest[0]}({_text(rest[1])})"
-    if kind in ("product", "heads"):
-        return f"R{rest[1]} v{rest[0]}" + " in heads" * (kind == "heads")
-    if kind in ("row", "whole", "groups"):
-        return f"{rest[0]} of v{rest[1]}" + " in groups" * (kind == "groups")
-    return f"{kind}({', '.join(map(_text, rest))})" if rest else kind

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ecornn.numpy_gradients import Traced, backward
 
 @dataclass
 class Call:
-    """The arguments of a training step and, after it, what it made; ``parameters`` in te shape."""
+    """The arguments of a training step; ``parameters`` in te shape."""
 
     x: np.ndarray
     states: list[np.ndarray]
@@ -24,7 +24,6 @@ class Call:
     lengths: np.ndarray | None = None
     resets: np.ndarray | None = None
     sequences: np.ndarray | None = None
-    made: dict[str, np.ndarray] = field(default_factory=dict)
 
     def moved(self, way: Call, by: float) -> Call:
         """``by`` times another call's arguments farther."""
