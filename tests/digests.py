@@ -22,10 +22,8 @@ from typing import Any
 
 import msgspec
 import rooms  # noqa: F401  makes the modules below importable
-from cpu_cells import Chain, Peephole, Residual
 from exact import ALL_CELLS
-from statistic_cells import Thrice
-from step_cells import CELLS, SQUARE
+from step_cells import CELLS, SQUARE, Chain, Peephole, Residual, Thrice
 
 from ecornn.build import cuda, llvm
 from ecornn.cells import BUILTIN, Cell, get

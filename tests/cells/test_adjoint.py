@@ -6,13 +6,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import late_cells
 import numpy as np
 import pytest
 import test_variants as variants
-from cpu_cells import Chain, Peephole, Residual
-from statistic_cells import Thrice
-from step_cells import CELLS, SQUARE
+from step_cells import CELLS, LATE, SQUARE, Chain, Peephole, Residual, Thrice
 
 from ecornn.analysis import StepGraph, analyse
 from ecornn.analysis.adjoint import Adjoint, adjoint
@@ -27,18 +24,18 @@ from ecornn.targets import KNOWN
 from ecornn.workload import Workload
 
 T, B, I, H = variants.T, variants.B, variants.I, variants.H
-OF_CPU: dict[str, Any] = {cell.name: cell for cell in (Peephole(), Chain(), Residual())}
-OF_STEP: dict[str, Any] = {**CELLS, "thrice": Thrice(), **late_cells.CELLS}
+OF_STEP: dict[str, Any] = {**CELLS, "thrice": Thrice(), **LATE,
+                           **{cell.name: cell for cell in (Peephole(), Chain(), Residual())}}
 OPTIONED = [*BUILTIN, *(type(BUILTIN[name])(**options).spec() for name, options in variants.CASES),
             "lstm(gate=softsign,new=relu,out=scaled_tanh:1.5:0.7)", "rnn_tanh(new=softplus)",
             "gru(new=thresholded_relu:0.2)"]
-ALL = list(dict.fromkeys([*OPTIONED, *OF_STEP, *OF_CPU]))
+ALL = list(dict.fromkeys([*OPTIONED, *OF_STEP]))
 Step = Callable[[Any, list[Any], dict[str, Any]], list[Any]]
 
 
 def cell_of(name: str | Cell) -> Cell:
     """The cell of that name; one that has a ``formula`` of its own may be passed itself."""
-    return name if isinstance(name, Cell) else OF_STEP.get(name) or OF_CPU.get(name) or get(name)
+    return name if isinstance(name, Cell) else OF_STEP.get(name) or get(name)
 
 
 def width(name: str) -> int:
@@ -48,8 +45,6 @@ def width(name: str) -> int:
 def formula(name: str | Cell) -> Step:
     """The cell's step in NumPy, apart from its te graph."""
     cell: Any = cell_of(name)
-    if name in OF_CPU:
-        return cell.numpy
     if name in OF_STEP or cell is name:
         return lambda x, states, p: list(cell.formula(x, dict(zip(cell.states, states, strict=True)), p)[0].values())
     changed = {k: v for k, v in cell.options.items() if v != cell.OPTIONS[k]}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import input_cells
 import numpy as np
-import output_cells
+import other_cells
 import published
 import pytest
 import step_cells
@@ -23,8 +22,8 @@ from ecornn.numpy_reference import random_weights, reference
 from ecornn.workload import Stack, Workload
 
 OPTIONS = ("lstm(peepholes,clip=3)", "lstm(layer_norm)", "lstm(projection,zoneout_h=0.1)", "gru(layer_norm)")
-CELLS: dict[str, Cell] = BUILTIN | {name: get(name) for name in OPTIONS} | step_cells.CELLS | input_cells.CELLS | (
-    output_cells.CELLS)
+CELLS: dict[str, Cell] = BUILTIN | {name: get(name) for name in OPTIONS} | step_cells.CELLS | (
+    other_cells.INPUTS | other_cells.OUTPUTS)
 USUAL = ("lif", "on_lstm", "slstm_heads", "lstm_phased", "clockwork", "skip_rnn", "lmu", "mega_ema", "selective_ssm")
 PUBLISHED = [pytest.param(cell, id=name, marks=() if name in USUAL else pytest.mark.exhaustive)
              for name, cell in published.CELLS.items()]
@@ -96,18 +95,12 @@ def test_a_loop_goes_through_stacks_and_has_their_gradients(cell: str):
 
 
 def test_what_pytorch_has_nothing_for_is_said():
-    class Counted(Cell):
-        name, states = "counted", ("h",)
-
-        def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-            return {"W": (1, hidden, input)}
-
-        def step(self, x: Any, states: Any, p: Any) -> Any:
-            (h,), wx = states, product(x, p["W"], 0)
-            return [pointwise(lambda b, j: te.tanh(wx[b, j] + tirx.popcount(tirx.Cast("int32", h[b, j]))), h)]
+    def step(x: Any, h: Any, p: Any) -> Any:
+        wx = product(x, p["W"], 0)
+        return [pointwise(lambda b, j: te.tanh(wx[b, j] + tirx.popcount(tirx.Cast("int32", h[b, j]))), h)]
 
     with pytest.raises(CellError, match="popcount"):
-        torch_step(Counted(), 4, 4, 2)
+        torch_step(step_cells.Given(step, lambda input, hidden: {"W": (1, hidden, input)}), 4, 4, 2)
 
 
 def test_the_nearest_cell_of_cudnn():

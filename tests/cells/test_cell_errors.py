@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import step_cells
+from step_cells import Given
 from tvm import te, tirx, topi
 
 import ecornn
@@ -25,19 +27,9 @@ from ecornn.workload import SINGLE, Workload
 DEEP = r"cell 'faulty.*: its step has more operators.*sys\.setrecursionlimit"
 
 
-class Faulty(Cell):
-    """A cell whose step is given."""
-
-    name, states, unread = "faulty", ("h",), ("W", "R", "b")
-
-    def __init__(self, step: Any) -> None:
-        self.made = step
-
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "R": (1, hidden, hidden), "b": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
-        return self.made(x, states[0], p)
+def faulty(step: Any) -> Given:
+    return Given(step, lambda input, hidden: {"W": (1, hidden, input), "R": (1, hidden, hidden), "b": (1, hidden)},
+                 name="faulty", unread=("W", "R", "b"))
 
 
 def neighbour(x: Any, h: Any, p: Any) -> Any:
@@ -87,14 +79,6 @@ def transposed(x: Any, h: Any, p: Any) -> Any:
     return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, k, j], axis=k))]  # here
 
 
-def unknown(x: Any, h: Any, p: Any) -> Any:
-    return [pointwise(lambda b, j: h[b, j] + p["weights"][0, j], h)]  # here
-
-
-def wide(x: Any, h: Any, p: Any) -> Any:
-    return [te.compute((h.shape[0], 2), lambda b, j: h[b, j])]  # here
-
-
 def remainder(x: Any, h: Any, p: Any) -> Any:
     return [pointwise(lambda b, j: tirx.Cast("float32", tirx.truncmod(tirx.Cast("int32", h[b, j]), 3)), h)]  # here
 
@@ -103,21 +87,9 @@ def residual(x: Any, h: Any, p: Any) -> Any:
     return [te.compute(h.shape, lambda b, j: h[b, j] + x[b, j])]  # here
 
 
-def wrong_weight(x: Any, h: Any, p: Any) -> Any:
-    return [product(h, p["W"], 0)]  # here
-
-
 def part_of_a_row(x: Any, h: Any, p: Any) -> Any:
     k = te.reduce_axis((0, 3), "k")
     return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, j, k], axis=k))]  # here
-
-
-def no_such_gate(x: Any, h: Any, p: Any) -> Any:
-    return [product(h, p["R"], 3)]  # here
-
-
-def no_such_vector(x: Any, h: Any, p: Any) -> Any:
-    return [te.compute(h.shape, lambda b, j: h[b, j] + p["b"][1, j])]  # here
 
 
 def narrow_operand(x: Any, h: Any, p: Any) -> Any:
@@ -175,26 +147,6 @@ def no_value(x: Any, h: Any, p: Any) -> Any:
     return [pointwise(forgotten, h)]  # here
 
 
-def condition(x: Any, h: Any, p: Any) -> Any:
-    return [pointwise(lambda b, j: h[b, j] > 0.0, h)]  # here
-
-
-def constant(x: Any, h: Any, p: Any) -> Any:
-    return [pointwise(lambda b, j: 0.5, h)]  # here
-
-
-def no_number(x: Any, h: Any, p: Any) -> Any:
-    return [product(h, p["R"], 0.5)]  # here
-
-
-def one_index(x: Any, h: Any, p: Any) -> Any:
-    return [pointwise(lambda b, j: h[b], h)]  # here
-
-
-def by_topi(x: Any, h: Any, p: Any) -> Any:
-    return [topi.matmul(h, p["R"])]  # here
-
-
 def constant_operand(x: Any, h: Any, p: Any) -> Any:
     half = pointwise(lambda b, j: te.const(0.5, "float32"), h)
     return [product(half, p["R"], 0)]  # here
@@ -206,35 +158,55 @@ def computed_weight(x: Any, h: Any, p: Any) -> Any:
     return [product(h, across, 0)]  # here
 
 
+WRONG: dict[str, tuple[Any, str]] = {
+    "unknown": (lambda x, h, p: [pointwise(lambda b, j: h[b, j] + p["weights"][0, j], h)],  # here
+                "KeyError: 'weights'"),
+    "wide": (lambda x, h, p: [te.compute((h.shape[0], 2), lambda b, j: h[b, j])],  # here
+             "expected (B, H)"),
+    "wrong_weight": (lambda x, h, p: [product(h, p["W"], 0)],  # here
+                     "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
+    "no_such_gate": (lambda x, h, p: [product(h, p["R"], 3)],  # here
+                     "there is no gate 3 of R, which has 1"),
+    "no_such_vector": (lambda x, h, p: [te.compute(h.shape, lambda b, j: h[b, j] + p["b"][1, j])],  # here
+                       "there is no gate 1 of b, which has 1"),
+    "condition": (lambda x, h, p: [pointwise(lambda b, j: h[b, j] > 0.0, h)],  # here
+                  "new state 'h' is a condition; expected a value, such as tirx.Select"),
+    "constant": (lambda x, h, p: [pointwise(lambda b, j: 0.5, h)],  # here
+                 "'h' is a constant"),
+    "no_number": (lambda x, h, p: [product(h, p["R"], 0.5)],  # here
+                  "gates=0.5): gates must be an integer, or a sequence of integers"),
+    "one_index": (lambda x, h, p: [pointwise(lambda b, j: h[b], h)],  # here
+                  "Need to provide 2 index in tensor but 1 was provided"),
+    "by_topi": (lambda x, h, p: [topi.matmul(h, p["R"])],  # here
+                "Tensor dimension mismatch"),
+    "no_gates": (lambda x, h, p: [product(h, p["R"], ())],  # here
+                 "there must be one gate at least")}
+
+
 @pytest.mark.parametrize(("step", "words"), [
+    *(pytest.param(*case, id=name) for name, case in WRONG.items()),
     (extern, "made is a ExternOp; only te.compute is supported"),
     (scanned, "made is a ScanOp; only te.compute is supported"),
     (own_placeholder, "other is not an argument of step()"),
     (constant_in_a_product, "is not a product sum_k source[b, k] * weight[gate, j, k]"),
     (constant_in_a_sum, "the sum 'count' has a term that is a constant"),
     (no_value, "function(b, j) returned None; expected a value such as h[b, j]"),
-    (condition, "new state 'h' is a condition; expected a value, such as tirx.Select"),
-    (constant, "'h' is a constant"),
-    (no_number, "gates=0.5): gates must be an integer, or a sequence of integers"),
-    (one_index, "Need to provide 2 index in tensor but 1 was provided"), (by_topi, "Tensor dimension mismatch"),
     (constant_operand, "pointwise, which is multiplied, is a constant"),
     (computed_weight, "with a parameter as it is; what is computed of parameters is made in derived()"),
     (narrow_operand, "h[b, j] is read beside 4 values a row; what is narrower than H is computed of products"),
     (wide_operand, "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
     (narrow_value, "narrow has 4 values a row"), (no_such_part, "there is no parts[b, 2, j]; its shape is (3, 2, 6)"),
-    (no_such_gate, "there is no gate 3 of R, which has 1"), (no_such_vector, "there is no gate 1 of b, which has 1"),
     (residual, "needs an input size of H; here I = 4 and H = 6"),
-    (wrong_weight, "sums 6 terms of h, which has 6 values a row, and W, whose rows have 4"),
     (part_of_a_row, "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
     (neighbour, "must be read at [b, j]"), (smallest, "is not a sum"), (largest_product, "is not a product"),
     (started, "is not a product"),
     (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"),
     (transposed, "is not a product"),
-    (unknown, "KeyError: 'weights'"), (wide, "expected (B, H)"), (remainder, "Mod, which cannot be scheduled")],
+    (remainder, "Mod, which cannot be scheduled")],
     ids=lambda v: getattr(v, "__name__", ""))
 def test_errors_point_at_the_line(step: Any, words: str):
     with pytest.raises(CellError) as caught:
-        analyse(Faulty(step), 4, 6)
+        analyse(faulty(step), 4, 6)
     assert caught.value.at is not None and words in str(caught.value)
     file, line = caught.value.at
     source = Path(__file__).read_text().splitlines()
@@ -243,7 +215,7 @@ def test_errors_point_at_the_line(step: Any, words: str):
 
 
 def test_a_cell_that_reads_x_needs_an_input_of_its_own_size():
-    cell = Faulty(residual)
+    cell = faulty(residual)
     ecornn.compile(cell, hidden=6, layers=2, target="cpu")
     with pytest.raises(CellError, match="I = 4 and H = 6"):
         ecornn.compile(cell, hidden=6, input=4, target="cpu")
@@ -251,23 +223,12 @@ def test_a_cell_that_reads_x_needs_an_input_of_its_own_size():
         ecornn.compile(cell, hidden=6, layers=2, bidirectional=True, target="cpu")
 
 
-def test_parameters_have_a_gate_and_states_names_of_their_own():
-    cell = Faulty(lambda x, h, p: [h])
-    cell.parameters = lambda input, hidden: {"W": (0, hidden, input)}
-    with pytest.raises(CellError, match="with G >= 1"):
-        analyse(cell, 4, 6)
-    cell = Faulty(lambda x, h, p: [h, h])
-    cell.states = ("h", "h")
-    with pytest.raises(CellError, match="not all different"):
-        analyse(cell, 4, 6)
-
-
 def test_a_state_that_is_no_tensor():
     for made, words in ([3], "no tensor: 3"), (None, "no tensor: None"), ({"h": 1}, "no tensor: {'h': 1}"), (
             [1, 2], "returned 2 tensors for 1 states"):
         with pytest.raises(CellError, match=words) as caught:
-            analyse(Faulty(lambda x, h, p, made=made: made), 4, 6)
-        assert caught.value.at == (__file__, Faulty.step.__code__.co_firstlineno)
+            analyse(faulty(lambda x, h, p, made=made: made), 4, 6)
+        assert caught.value.at == (step_cells.__file__, Given.step.__code__.co_firstlineno)
 
 
 def test_a_profiler_that_was_there_stays():
@@ -291,7 +252,7 @@ def test_a_program_that_is_profiled_compiles_and_is_profiled_on():
     try:
         analyse(get("lstm"), 8, 8)
         with pytest.raises(CellError, match="must be read at"):
-            analyse(Faulty(neighbour), 8, 8)
+            analyse(faulty(neighbour), 8, 8)
     finally:
         profile.disable()
     assert any("analyse" in str(entry.code) for entry in profile.getstats())
@@ -318,35 +279,26 @@ def test_values_that_cannot_be_computed_point_at_the_line(value: Any, words: str
     test_errors_point_at_the_line(computed(value), words)
 
 
-@pytest.mark.parametrize(("states", "words"), [
-    ((), "states is (); expected a tuple of at least one name"), ("h", "states is 'h'; expected a tuple"),
-    (("my h",), "state 'my h': the name of a state has letters, digits and underscores"), ((3,), "state 3: the name")])
-def test_states_have_names(states: Any, words: str):
-    cell = Faulty(lambda x, h, p: [h])
-    cell.states = states
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"states": ()}, "states is (); expected a tuple of at least one name"),
+    ({"states": "h"}, "states is 'h'; expected a tuple"),
+    ({"states": ("my h",)}, "state 'my h': the name of a state has letters, digits and underscores"),
+    ({"states": (3,)}, "state 3: the name"), ({"states": ("h", "h")}, "not all different"),
+    ({"parameters": lambda input, hidden: {"W": (0, hidden, input)}}, "with G >= 1"),
+    *(({"name": name}, f"cell {name!r}: a name has letters") for name in (None, "", "a-b", 3))])
+def test_a_cell_and_states_have_names_and_parameters_a_gate(changes: dict[str, Any], words: str):
+    cell = faulty(lambda x, h, p: [h] * len(cell.states))
+    vars(cell).update(changes)
     with pytest.raises(CellError, match=re.escape(words)):
         analyse(cell, 4, 6)
 
 
-@pytest.mark.parametrize("name", [None, "", "a-b", 3])
-def test_a_cell_has_a_name(name: Any):
-    cell = Faulty(lambda x, h, p: [h])
-    cell.name = name
-    with pytest.raises(CellError, match=f"cell {name!r}: a name has letters"):
-        analyse(cell, 4, 6)
-
-
 def test_what_parameters_raises_is_an_error_of_the_cell():
-    cell = Faulty(lambda x, h, p: [h])
+    cell = faulty(lambda x, h, p: [h])
     cell.parameters = lambda input, hidden: {"R": (hidden // (hidden - 6), hidden, hidden)}
     with pytest.raises(CellError, match=r"parameters\(\) failed: ZeroDivisionError") as caught:
         analyse(cell, 4, 6)
     assert caught.value.at is not None
-
-
-def test_gates_must_be_some():
-    with pytest.raises(CellError, match="there must be one gate at least"):
-        analyse(Faulty(lambda x, h, p: [product(h, p["R"], ())]), 4, 6)
 
 
 def test_a_function_of_a_unit_may_have_default_arguments():
@@ -354,7 +306,7 @@ def test_a_function_of_a_unit_may_have_default_arguments():
         made = product(h, p["R"], 0)
         return [pointwise(lambda b, j, made=made: te.tanh(made[b, j]), h)]
 
-    assert len(analyse(Faulty(step), 4, 6).phases) == 1
+    assert len(analyse(faulty(step), 4, 6).phases) == 1
 
 
 def test_a_cell_with_heads_has_an_identity():
@@ -364,8 +316,8 @@ def test_a_cell_with_heads_has_an_identity():
             raise ValueError("H must be a multiple of 8")
         return {"R": (1, hidden, hidden)}
 
-    cells = [Faulty(lambda x, h, p: [product(h, p["R"], 0)]), Faulty(lambda x, h, p: [product(h, p["R"], -1)]),
-             Faulty(lambda x, h, p: [pointwise(lambda b, j: te.tanh(h[b, j]), h)])]
+    cells = [faulty(lambda x, h, p: [product(h, p["R"], 0)]), faulty(lambda x, h, p: [product(h, p["R"], -1)]),
+             faulty(lambda x, h, p: [pointwise(lambda b, j: te.tanh(h[b, j]), h)])]
     for cell in cells:
         cell.parameters = parameters
     first, same, other = (cell.identity() for cell in cells)
@@ -408,7 +360,7 @@ def test_parameters_that_are_not_read_are_named(unread: Any, words: str, mark: s
 
 def test_cells_that_differ_where_h_is_large_have_identities_of_their_own():
     def cell(most: int) -> Cell:
-        return Faulty(lambda x, h, p: [product(h if h.shape[1] < most else pointwise(
+        return faulty(lambda x, h, p: [product(h if h.shape[1] < most else pointwise(
             lambda b, j: te.tanh(h[b, j]), h), p["R"], 0)])
 
     plain, same, wide, wider = (cell(most).identity() for most in (1 << 30, 1 << 29, 1000, 3000))
@@ -440,7 +392,7 @@ def in_tensors(depth: int) -> Any:
 @pytest.mark.parametrize("behind_one_another", [in_one_expression, in_tensors])
 def test_more_operators_than_pythons_stack_has_room_for(behind_one_another: Any):
     with pytest.raises(CellError, match=DEEP):
-        analyse(Faulty(behind_one_another(2000)), 3, 4)
+        analyse(faulty(behind_one_another(2000)), 3, 4)
 
 
 @pytest.mark.parametrize("behind_one_another", [in_one_expression, in_tensors])
@@ -450,11 +402,11 @@ def test_the_deepest_step_that_is_analysed(behind_one_another: Any):
     while not_any_more - fits > 1:
         depth = (fits + not_any_more) // 2
         try:
-            analyse(Faulty(behind_one_another(depth)), 4, 4)
+            analyse(faulty(behind_one_another(depth)), 4, 4)
             fits = depth
         except CellError:
             not_any_more = depth
-    cell = Faulty(behind_one_another(fits - 8))  # as many as their callers have frames more
+    cell = faulty(behind_one_another(fits - 8))  # as many as their callers have frames more
     weights = {name: np.zeros(shape) for name, shape in cell.parameters(4, 4).items()}
     interpret(cell, np.zeros((2, 3, 4)), weights, [np.ones((3, 4))])
     work = Workload(cell="faulty", seq=2, batch=3, input=4, hidden=4, dtype="float32")

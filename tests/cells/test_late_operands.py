@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import late_cells
 import numpy as np
 import pytest
 import step_cells
+from drawn_layers import Drawn
 from emulated import TINY, check_numbers, known_by_name, task_of
 from exact import ALL_CELLS
 from msgspec.structs import replace
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 SIZES = (6, 5, 9, 22)
 BOTH = Traversal(True, 2, True, True)
-known = known_by_name(late_cells.CELLS)
+known = known_by_name(step_cells.LATE)
 
 
 @pytest.mark.parametrize(("cell", "schedule", "dtype", "change", "traversal"), [
@@ -61,36 +61,18 @@ def test_their_adjoints(tmp_path: Path, cell: str, schedule: str, dtype: str, tr
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=() if name == "scrn" else pytest.mark.exhaustive) for name in late_cells.CELLS])
+    pytest.param(name, marks=() if name == "scrn" else pytest.mark.exhaustive) for name in step_cells.LATE])
 def test_training_compiles_for_a_gpu_and_runs_on_a_cpu(name: str):
-    """The module of a GPU has a backward pass; that of a CPU has gradients that differences agree with."""
-    cell = late_cells.CELLS[name]
+    """The module of a GPU has a backward pass; that of a CPU makes what the formula and the adjoint do."""
+    cell = step_cells.LATE[name]
     entries = ecornn.compile(cell, hidden=24, input=9, batch=3, target="sm_90a", training=True).manifest.entries
     assert {"run", "forward", "backward"} <= {*entries}
     module = ecornn.compile(cell, hidden=7, input=4, batch=3, dtype="float64", target="cpu", training=True)
-    rng = np.random.default_rng(0)
-    weights = {p.name: rng.uniform(-0.4, 0.4, p.shape) for p in module.manifest.parameters}
-    x, dy = rng.uniform(-1, 1, (5, 3, 4)), rng.uniform(-1, 1, (5, 3, 7))
-    shapes = cell.parameters(4, 7)
-
-    def loss(x: Any, weights: Any) -> float:
-        parameters = {n: weights[f"{n}_l0"].reshape(s) for n, s in shapes.items()}
-        y, _ = step_cells.run(cell, x, {n: np.zeros((3, 7)) for n in cell.states}, parameters)
-        return float((y * dy).sum())
-
-    layer = module.bind(weights)
-    y, _, kept = layer.forward(x)
-    found = layer.backward(kept, dy)
-    assert abs((y * dy).sum() - loss(x, weights)) < 1e-12
-    for key in ("x", *weights):
-        gradient = found.x if key == "x" else found.weights[key]
-        along = rng.standard_normal(gradient.shape)
-
-        def moved(by: Any, key: str = key) -> float:
-            return loss(x + by, weights) if key == "x" else loss(x, weights | {key: weights[key] + by})
-
-        slope = (moved(1e-5 * along) - moved(-1e-5 * along)) / 2e-5  # exact to 1e-10
-        assert abs(slope - (gradient * along).sum()) < 1e-8 * max(1.0, abs(slope)), key
+    drawn = Drawn(cell, (5, 3, 4, 7), scale=0.4)
+    layer = module.bind(drawn.weights)
+    y, last, kept = layer.forward(drawn.x, drawn.first)
+    drawn.check_call(y, last, 1e-12)
+    drawn.check_backward(layer.backward(kept, drawn.dy, drawn.dlast), 1e-10)
 
 
 @pytest.mark.parametrize("schedule", ["persistent", "persistent_wide"])

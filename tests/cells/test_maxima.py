@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import group_cells
-import maximum_cells
 import numpy as np
 import pytest
 import torch
-from analysed_step import run_analysed
 from drawn_layers import Drawn
 from emulated import TINY, check_numbers, known_by_name, training_program
 from emulated_training import check
 from msgspec import structs
+from other_cells import MAXIMA as CELLS
+from step_cells import Given, run_analysed
 from test_persistent_emulated import SMALL, cut
 from tvm import te
 
@@ -35,7 +34,6 @@ from ecornn.workload import ALONE, SINGLE, Traversal, Workload
 
 T, B, I, H = 6, 4, 5, 22
 BOTH = Traversal(True, 2, True, True)
-CELLS = maximum_cells.CELLS | group_cells.CELLS
 known = known_by_name(CELLS)
 
 
@@ -111,27 +109,17 @@ def test_a_training_step_of_a_gpu(tmp_path: Path, name: str, dtype: str, keep: s
     check(drawn.train(program, tmp_path), drawn.wanted(), {"float32": 2e-5, "bfloat16": 16 * 2.0 ** -8}[dtype])
 
 
-class Most(Cell):
-    """Each unit becomes the largest one: values that are equal share the gradient."""
-
-    name, states = "most", ("h",)
-
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
-        (h,) = states
+def test_equal_values_share_the_gradient():
+    """As those of PyTorch's amax do; each unit becomes the largest one."""
+    def step(x: Any, h: Any, p: Any) -> Any:
         top = largest(h)
         return [pointwise(lambda b, j: h[b, j] * 0.5 + top[b] * x[b, j], h)]
 
-
-def test_equal_values_share_the_gradient():
-    """As those of PyTorch's amax do."""
     h = np.array([[2.0, -1.0, 2.0, 1.0], [-3.0, -3.0, -3.0, -3.0]])
     x, d = np.random.default_rng(0).normal(size=(1, 2, 4)), np.arange(8.0).reshape(2, 4)
     first = torch.tensor(h, requires_grad=True)
     (first * 0.5 + first.amax(dim=1, keepdim=True) * torch.tensor(x[0])).backward(torch.tensor(d))
-    _, _, (found,) = backpropagate(adjoint(analyse(Most(), 4, 4), 4), x, {}, [h], d[None], [np.zeros((2, 4))])
+    _, _, (found,) = backpropagate(adjoint(analyse(Given(step), 4, 4), 4), x, {}, [h], d[None], [np.zeros((2, 4))])
     np.testing.assert_allclose(found, first.grad.numpy(), rtol=1e-12)
 
 
@@ -207,33 +195,17 @@ def beside(h: Any) -> Any:
     (lambda h: largest(h, groups=5), "h_largest: groups=5 must be an integer of which H = 12 is a multiple"),
     (lambda h: softmax(h, groups=0), "groups=0 must be an integer of which H = 12 is a multiple")])
 def test_what_is_wrong_of_groups_is_said(step: Any, says: str):
-    class Of(Cell):
-        name, states = "of", ("h",)
-
-        def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-            return {}
-
-        def step(self, x: Any, states: Any, p: Any) -> Any:
-            return [step(states[0])]
-
     with pytest.raises(CellError) as caught:
-        analyse(Of(), 5, 12)
+        analyse(Given(lambda x, h, p: [step(h)]), 5, 12)
     assert says in str(caught.value) and caught.value.at is not None
 
 
 def test_very_many_groups():
     """Of each of them a statistic is written out, and lanes of a row send two of these each."""
-    class Many(Cell):
-        name, states = "many", ("h",)
-
-        def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-            return {"R": (1, hidden, hidden)}
-
-        def step(self, x: Any, states: Any, p: Any) -> Any:
-            return [softmax(product(states[0], p["R"], 0), groups=int(states[0].shape[1]) // 2)]
-
+    many = Given(lambda x, h, p: [softmax(product(h, p["R"], 0), groups=int(h.shape[1]) // 2)],
+                 lambda input, hidden: {"R": (1, hidden, hidden)}, name="many")
     with pytest.raises(CellError, match="has 65 groups; 64 are the most"):
-        analyse(Many(), 5, 130)
-    task = Task(Workload("many", 40, I, B, T), analyse(Many(), I, 40), structs.replace(SMALL, cores=15))
+        analyse(many, 5, 130)
+    task = Task(Workload("many", 40, I, B, T), analyse(many, I, 40), structs.replace(SMALL, cores=15))
     found = all_schedules()["persistent"].check(task, cut(task, fences="rare", carrier="l2", units=8))
     assert found == "20 statistics at once, of rows of 8 lanes"

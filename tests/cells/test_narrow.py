@@ -10,6 +10,7 @@ import pytest
 import smaller_matrices
 from cpu_training_sample import Call
 from smaller_matrices import B, I, T, drawn, flat, gradients
+from step_cells import Given
 from test_cpu_weights import needs_vnni
 from tvm import te
 
@@ -235,19 +236,6 @@ def test_trains_emulated_on_a_gpu(schedule: str, cell: LowRank, hidden: int, dty
     smaller_matrices.check_training_on_a_gpu(tmp_path, schedule, cell, hidden, dtype, *gradients_of(cell, hidden))
 
 
-class Wrong(Cell):
-    name, states = "wrong", ("h",)
-
-    def __init__(self, step: Any, **shapes: tuple[int, ...]) -> None:
-        self.made, self.shapes, self.unread = step, shapes, tuple(shapes)
-
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return self.shapes
-
-    def step(self, x, states, p):
-        return [self.made(states[0], p)]
-
-
 def through(value: Any) -> Any:
     """A step that multiplies ``value(narrow, h, b, j)`` of a narrow product by U."""
     def step(h: Any, p: Any) -> Any:
@@ -268,8 +256,9 @@ def through(value: Any) -> Any:
      "read for each hidden unit has H, here 6"),
     (lambda h, p: product(product(h, p["V"], 0), p["T"], 0), "sums 3 terms of h_V, which has 3 values a row, and T")])
 def test_what_is_wrong_is_said(step: Any, says: str):
+    shapes = {"V": (1, 3, 6), "U": (1, 6, 3), "T": (1, 6, 2), "X": (1, 6, 12)}
     with pytest.raises(CellError) as caught:
-        analyse(Wrong(step, V=(1, 3, 6), U=(1, 6, 3), T=(1, 6, 2), X=(1, 6, 12)), 12, 6)
+        analyse(Given(lambda x, h, p: [step(h, p)], lambda input, hidden: shapes, unread=tuple(shapes)), 12, 6)
     assert says in str(caught.value) and caught.value.at is not None
 
 

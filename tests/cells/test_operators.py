@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rooms import ROOT
+from step_cells import Given
 from tvm import te, tirx
 
 import ecornn
@@ -136,20 +137,10 @@ def test_ties_are_pytorchs():
         np.testing.assert_array_equal(got, leaf.grad.numpy(), err_msg=str(function))
 
 
-class Faulty(Cell):
-    name, states = "faulty", ("h",)
-
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
-        (h,) = states
-        return [te.compute(h.shape, lambda b, j: tirx.nextafter(h[b, j], h[b, j]) + 1.0)]  # here
-
-
 def test_an_unknown_operator_is_named_with_its_line():
+    cell = Given(lambda x, h, p: [te.compute(h.shape, lambda b, j: tirx.nextafter(h[b, j], h[b, j]) + 1.0)])  # here
     with pytest.raises(CellError, match="uses nextafter, which cannot be scheduled") as caught:
-        analyse(Faulty(), 4, 4)
+        analyse(cell, 4, 4)
     assert caught.value.at is not None
     file, line = caught.value.at
     assert Path(file) == Path(__file__) and Path(file).read_text().splitlines()[line - 1].endswith("# here")
@@ -184,6 +175,14 @@ class Calls(Cell):
         return [new(key, state) for key, state in zip(CALLS, states, strict=True)]
 
 
+def values(x: Any) -> Iterator[Any]:
+    """The new states of :class:`Calls` by the table's own functions."""
+    for key in CALLS:
+        low, high = WITHIN.get(key, (-2, 2))
+        operand = x * (high - low) + low
+        yield OPERATORS[key].numpy(operand > 0 if key == "if_then_else" else operand, *[operand] * (arity(key) - 1))
+
+
 @pytest.mark.parametrize("dtype", ("float32", "float64"))
 def test_cpus_compute_every_function(dtype: str):
     """In float64 to as many units in the last place."""
@@ -191,11 +190,7 @@ def test_cpus_compute_every_function(dtype: str):
     x = np.random.default_rng(0).integers(0, 1024, (1, 3, 16)).astype(dtype) / 1024
     _, states = layer(x)
     units = np.finfo(dtype).eps / EPS
-    for key, got in zip(CALLS, states, strict=True):
-        low, high = WITHIN.get(key, (-2, 2))
-        operand = x[0].astype(np.longdouble) * (high - low) + low
-        first = [operand > 0] if key == "if_then_else" else [operand]
-        expected = OPERATORS[key].numpy(*first, *[operand] * (arity(key) - 1))
+    for key, got, expected in zip(CALLS, states, values(x[0].astype(np.longdouble)), strict=True):
         relative, absolute = ERRORS.get(key, (OF_LIBM, 0.0))
         np.testing.assert_allclose(got, expected, rtol=relative * units, atol=absolute * units, err_msg=key)
 
@@ -204,11 +199,7 @@ def test_the_reference_computes_every_function():
     """Which candidates of the tuner are checked against."""
     x = np.random.default_rng(0).integers(1, 1024, (1, 3, 16)) / 1024
     _, states = ecornn.reference(Calls(), x, {}, [np.zeros((3, 16))] * len(CALLS))
-    for key, got in zip(CALLS, states, strict=True):
-        low, high = WITHIN.get(key, (-2, 2))
-        operand = x[0] * (high - low) + low
-        first = [operand > 0] if key == "if_then_else" else [operand]
-        expected = OPERATORS[key].numpy(*first, *[operand] * (arity(key) - 1))
+    for key, got, expected in zip(CALLS, states, values(x[0]), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-13, err_msg=key)
 
 

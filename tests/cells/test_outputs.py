@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import output_cells
 import pytest
 import torch
-from analysed_step import run_analysed
 from drawn_layers import Drawn
 from emulated import TINY, check_numbers, known_by_name, training_program
 from emulated_training import check
 from msgspec import structs
+from other_cells import OUTPUTS as CELLS
+from step_cells import run_analysed
 
 import ecornn
 from ecornn.analysis import analyse
@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 T, B, I, H = 6, 4, 5, 22
 BOTH = Traversal(True, 2, True, True)
-CELLS = output_cells.CELLS
 known = known_by_name(CELLS)
 
 

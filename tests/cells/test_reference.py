@@ -1,17 +1,34 @@
-"""The float64 reference: against scalar loops, closed forms, and PyTorch where it is installed."""
+"""The float64 reference: against scalar loops, closed forms, and differences of itself; of a user's cell, whose te step
+it carries out, against formulas written apart and against built-in layers."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+import step_cells
+from exact import in_float64, of_stack
+from tvm import te
 
-from ecornn.errors import ArgumentError, ShapeError, WeightsError
+import ecornn
+from ecornn.cells import Cell, get, pointwise, product
+from ecornn.errors import ArgumentError, CellError, ShapeError, WeightsError
 from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights, reference
+from ecornn.workload import SINGLE
 
 T, B, I, H = 6, 3, 5, 4  # all different, so that a swapped axis shows
 EXACT = 1e-13  # float64 rounding of sums of a few terms
+NEAR = {"rtol": 1e-12, "atol": 1e-12}  # the same through some steps
+LENGTHS = [T, 2, 0]
+RESETS = np.array([[0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]], bool)
+
+
+def close(found, wanted, **limits):
+    """That each of some arrays is near to its own."""
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, **limits)
 
 
 def sigmoid(z):
@@ -66,26 +83,7 @@ def test_scalar_loop(cell):
     x, weights, state = problem(cell)
     y, after = reference(cell, x, weights, state)
     expected, expected_after = scalar_loop(cell, x, weights, state)
-    np.testing.assert_allclose(y, expected, rtol=EXACT, atol=EXACT)
-    for got, want in zip(after, expected_after, strict=True):
-        np.testing.assert_allclose(got, want, rtol=EXACT, atol=EXACT)
-
-
-@pytest.mark.parametrize("cell", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
-def test_pytorch(cell):
-    import torch
-    x, weights, state = problem(cell, seed=1)
-    layer = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(cell, torch.nn.RNN)
-    options = {"nonlinearity": cell[4:]} if cell.startswith("rnn") else {}
-    layer = layer(I, H, dtype=torch.float64, **options)
-    layer.load_state_dict({name: torch.from_numpy(value.astype(float)) for name, value in weights.items()})
-    tensors = [torch.from_numpy(s)[None] for s in state]
-    with torch.no_grad():
-        expected, after = layer(torch.from_numpy(x), tuple(tensors) if cell == "lstm" else tensors[0])
-    y, got = reference(cell, x, weights, state)
-    np.testing.assert_allclose(y, expected.numpy(), rtol=EXACT, atol=EXACT)
-    for one, other in zip(got, after if cell == "lstm" else (after,), strict=True):
-        np.testing.assert_allclose(one, other[0].numpy(), rtol=EXACT, atol=EXACT)
+    close((y, *after), (expected, *expected_after), rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("cell", STEPS)
@@ -94,9 +92,7 @@ def test_goes_on_where_it_stopped(cell):
     whole, end = reference(cell, x, weights, state)
     first, middle = reference(cell, x[:2], weights, state)
     second, last = reference(cell, x[2:], weights, middle)
-    np.testing.assert_array_equal(np.concatenate([first, second]), whole)
-    for one, other in zip(last, end, strict=True):
-        np.testing.assert_array_equal(one, other)
+    close((np.concatenate([first, second]), *last), (whole, *end), rtol=0)
 
 
 @pytest.mark.parametrize("cell", STEPS)
@@ -106,40 +102,7 @@ def test_no_state_is_zeros_and_nothing_is_written_to_arguments(cell):
     np.testing.assert_array_equal(reference(cell, x, weights)[0], reference(cell, x, weights, zeros)[0])
     kept = [s.copy() for s in state]
     reference(cell, x, weights, state)
-    for one, other in zip(state, kept, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_relu_with_identity_weights_sums_positive_inputs():
-    eye, zero = np.eye(H), np.zeros(H)
-    weights = {"weight_ih_l0": eye, "weight_hh_l0": eye, "bias_ih_l0": zero, "bias_hh_l0": zero}
-    x = np.random.default_rng(0).uniform(0, 1, (T, B, H))
-    y, (h,) = reference("rnn_relu", x, weights)
-    np.testing.assert_allclose(y, np.cumsum(x, axis=0), rtol=EXACT)
-    np.testing.assert_array_equal(h, y[-1])
-
-
-def test_lstm_with_open_gates_counts():
-    """Gates at one and a candidate of one (sigmoid(50), tanh(50) round so): c is the step's number."""
-    weights = {"weight_ih_l0": np.zeros((4, 1)), "weight_hh_l0": np.zeros((4, 1)),
-               "bias_ih_l0": np.full(4, 50.0), "bias_hh_l0": np.zeros(4)}
-    y, (_, c) = reference("lstm", np.zeros((T, 1, 1)), weights)
-    np.testing.assert_allclose(y[:, 0, 0], np.tanh(np.arange(1, T + 1)), rtol=EXACT)
-    np.testing.assert_allclose(c, T, rtol=EXACT)
-
-
-@pytest.mark.parametrize("cell", ["gru", "gru_reset_before"])
-def test_gru_keeps_its_state_while_the_update_gate_is_one(cell):
-    x, weights, state = problem(cell, seed=4)
-    weights["bias_ih_l0"][H:2 * H] = 1000
-    y, _ = reference(cell, x, weights, state)
-    np.testing.assert_array_equal(y, np.broadcast_to(state[0], y.shape))
-
-
-def test_the_reset_forms_differ_by_the_bias_and_the_product():
-    x, weights, state = problem("gru", seed=5)
-    after, before = (reference(c, x, weights, state)[0] for c in ("gru", "gru_reset_before"))
-    assert np.abs(after - before).max() > 1e-3
+    close(state, kept, rtol=0)
 
 
 def test_large_arguments_do_not_overflow():
@@ -188,7 +151,7 @@ def test_layer_normalization(cell):
     import torch
     from torch.nn.functional import layer_norm
 
-    x, lengths = np.random.default_rng(4).standard_normal((T, B, I)), [T, 2, 0]
+    x, lengths = np.random.default_rng(4).standard_normal((T, B, I)), LENGTHS
     weights = random_weights(cell, I, H, 3, layers=2, directions=2)
     w = {n: torch.from_numpy(v.astype(float)) for n, v in weights.items()}
     gates = 4 if cell.startswith("lstm") else 3
@@ -219,4 +182,150 @@ def test_layer_normalization(cell):
         given = outputs
     y, _ = reference(cell, x, weights, lengths=lengths)
     # both are float64, in other orders of summation; 1e-12 is 4500 of its roundings, and |h| <= 1
-    np.testing.assert_allclose(y, given.numpy(), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(y, given.numpy(), **NEAR)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("layers", "directions"), [(1, 1), (2, 2)])
+@pytest.mark.parametrize("cell", [*STEPS, *NORMALIZED])
+def test_gradients_are_differences(cell: str, layers: int, directions: int, ragged: bool):
+    rng, parts, step = np.random.default_rng(0), layers * directions, 1e-6
+    weights: dict[str, Any] = random_weights(cell, I, H, 1, layers, directions)
+    count = (STEPS | NORMALIZED)[cell][1]
+    shape = (parts, B, H) if parts > 1 else (B, H)
+    x, dy = rng.normal(size=(T, B, I)), rng.normal(size=(T, B, directions * H))
+    states, dstates = ([rng.normal(size=shape) for _ in range(count)] for _ in range(2))
+    rows: dict[str, Any] = {"lengths": [T, 0, 3], "resets": rng.random((T, B)) < 0.3} if ragged else {}
+    dx, dweights, firsts = ecornn.reference_gradients(cell, x, weights, states, dy=dy, dstate=dstates, **rows)
+    assert dx.shape == x.shape and {n: g.shape for n, g in dweights.items()} == {n: w.shape for n, w in weights.items()}
+
+    def loss(sign: float) -> float:
+        moved = {n: w + sign * step * ways[1][n] for n, w in weights.items()}
+        y, last = reference(cell, x + sign * step * ways[0], moved,
+                            [s + sign * step * w for s, w in zip(states, ways[2], strict=True)], **rows)
+        return float((y * dy).sum() + sum((s * d).sum() for s, d in zip(last, dstates, strict=True)))
+
+    for _ in range(3):
+        ways: Any = (rng.normal(size=x.shape), {n: rng.normal(size=w.shape) for n, w in weights.items()},
+                     [rng.normal(size=shape) for _ in states])
+        expected = (dx * ways[0]).sum() + sum((dweights[n] * w).sum() for n, w in ways[1].items())
+        expected += sum((g * w).sum() for g, w in zip(firsts, ways[2], strict=True))
+        got = (8 * (loss(1) - loss(-1)) - loss(2) + loss(-2)) / (12 * step)  # of fourth order
+        assert abs(got - expected) <= 1e-6 * max(1.0, abs(expected))
+
+
+def test_steps_beyond_a_length_have_no_gradient():
+    weights, x = random_weights("gru", I, H), np.ones((T, B, I))
+    dx, _, (first,) = ecornn.reference_gradients("gru", x, weights, dy=np.ones((T, B, H)), lengths=[2, 0, T])
+    assert not dx[2:, 0].any() and not dx[:, 1].any() and dx[:2, 0].all() and dx[:, 2].all()
+    assert not first[1].any() and first[0].all()
+
+
+def test_shapes_of_gradients_are_checked():
+    weights, x = random_weights("lstm", I, H), np.ones((T, B, I))
+    with pytest.raises(ShapeError, match=r"dy.shape.*\(6, 3, 4\)"):
+        ecornn.reference_gradients("lstm", x, weights, dy=np.ones((T, B, H + 1)))
+    with pytest.raises(ShapeError, match="len\\(dstate\\)"):
+        ecornn.reference_gradients("lstm", x, weights, dy=np.ones((T, B, H)), dstate=[np.ones((B, H))])
+    with pytest.raises(ShapeError, match=r"dstate\[1\].shape"):
+        ecornn.reference_gradients("lstm", x, weights, dy=np.ones((T, B, H)), dstate=[np.ones((B, H)), np.ones((H,))])
+
+
+def weights_of(cell: Cell, input: int, hidden: int, rng: Any, layers: int = 1, directions: int = 1) -> dict[str, Any]:
+    found = {}
+    for layer in range(layers):
+        for reverse in (False, True)[:directions]:
+            shapes = cell.parameters(directions * hidden if layer else input, hidden)
+            found |= {cell.parameter_name(n, layer, reverse): rng.uniform(-1, 1, (s[0] * s[1], *s[2:]))
+                      for n, s in shapes.items()}
+    return found
+
+
+@pytest.mark.parametrize("name", ["gated", "pair", "highway", "blend"])
+@pytest.mark.parametrize("masks", [{}, {"lengths": LENGTHS, "resets": RESETS}], ids=["whole", "masked"])
+def test_a_users_cell_is_its_formula(name: str, masks: dict[str, Any]):
+    rng, cell = np.random.default_rng(1), step_cells.CELLS[name]
+    x, weights = rng.normal(size=(T, B, I)), weights_of(cell, I, H, rng)
+    y, after = ecornn.reference(cell, x, weights, **masks)
+    zeros = [np.zeros((B, H))] * len(cell.states)
+    expected, last = of_stack(name, SINGLE, x, zeros, weights, masks, in_float64)
+    close((y, *after), (expected, *last), **NEAR)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_stacks_of_a_cell_are_those_of_the_formula(name: str):
+    """The te step of a built-in cell, given as a Cell, against the formula that its name stands for."""
+    rng = np.random.default_rng(2)
+    x, weights = rng.normal(size=(T, B, I)), random_weights(name, I, H, layers=2, directions=2)
+    state = [rng.normal(size=(4, B, H)) for _ in get(name).states]
+    masks = {"lengths": LENGTHS, "resets": RESETS}
+    expected, last = ecornn.reference(name, x, weights, state, **masks)
+    y, after = ecornn.reference(get(name), x, weights, state, **masks)
+    assert y.dtype == np.float64 and y.shape == (T, B, 2 * H)
+    close((y, *after), (expected, *last), **NEAR)
+
+
+def test_sizes_come_from_the_weights_or_a_state():
+    rng = np.random.default_rng(3)
+    x = rng.normal(size=(T, B, H))
+    for cell in (step_cells.Average(), step_cells.Decay()):
+        weights = weights_of(cell, H, H, rng)
+        assert ecornn.reference(cell, x, weights)[0].shape == (T, B, H)
+        np.testing.assert_allclose(ecornn.reference(cell, x, weights, [x[0]])[0],
+                                   step_cells.run(cell, x, {"h": x[0]}, {n.removesuffix("_l0"): w.reshape(1, H) for
+                                                                         n, w in weights.items()})[0], **NEAR)
+
+
+class Halves(Cell):
+    """Refuses hidden sizes that are odd, with an error of its own."""
+
+    name, states = "halves", ("h",)
+
+    def parameters(self, input, hidden):
+        if hidden % 2:
+            raise ValueError("H must be even")
+        return {"W": (2, hidden, input), "b": (1, hidden)}
+
+    def step(self, x, states, parameters):
+        (h,), wx = states, product(x, parameters["W"])
+        return [pointwise(lambda b, j: wx[b, 0, j] * h[b, j] + parameters["b"][0, j], h)]
+
+
+def test_a_cell_that_refuses_sizes_is_asked_for_those_that_fit():
+    rng = np.random.default_rng(4)
+    x, weights = rng.normal(size=(T, B, I)), weights_of(Halves(), I, H, rng)
+    y, (last,) = ecornn.reference(Halves(), x, weights)
+    h = np.zeros((B, H))
+    for row in x:
+        h = (row @ weights["W_l0"][:H].T) * h + weights["b_l0"]
+    np.testing.assert_allclose(last, h, **NEAR)
+    np.testing.assert_array_equal(y[-1], last)
+
+
+class Partly(Cell):
+    """A sum of a part of each row."""
+
+    name, states = "partly", ("h",)
+
+    def parameters(self, input, hidden):
+        return {}
+
+    def step(self, x, states, parameters):
+        (h,), k = states, te.reduce_axis((0, x.shape[1]), "k")
+        part = te.compute((x.shape[0],), lambda b: te.sum(x[b, k], axis=k, where=k < 2), name="part")
+        return [pointwise(lambda b, j: h[b, j] + part[b], h)]
+
+
+def test_errors_name_what_is_wrong_with_a_users_cell():
+    rng, cell = np.random.default_rng(5), step_cells.CELLS["gated"]
+    x, weights = rng.normal(size=(T, B, I)), weights_of(cell, I, H, rng)
+    with pytest.raises(WeightsError, match=r"weights of 'gated': missing \['b_l0'\], unexpected \['bias'\]"):
+        ecornn.reference(cell, x, {"bias" if n == "b_l0" else n: w for n, w in weights.items()})
+    with pytest.raises(ShapeError, match=r"b_l0.shape=\(4,\).*\(8,\)"):
+        ecornn.reference(cell, x, weights | {"b_l0": np.zeros(H)})
+    with pytest.raises(ShapeError, match=r"len\(state\)=2.*1 for 'gated'"):
+        ecornn.reference(cell, x, weights, [np.zeros((B, H))] * 2)
+    with pytest.raises(ArgumentError, match=r"cell=3 is not allowed; expected an ecornn\.Cell"):
+        ecornn.reference(3, x, weights)
+    with pytest.raises(CellError, match="the sum 'part', which has a condition"):
+        ecornn.reference(Partly(), x, {})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import input_cells
 import numpy as np
 import pytest
 import step_cells
@@ -13,6 +12,7 @@ import torch
 from drawn_layers import Drawn
 from emulated import TINY, check_numbers, known_by_name, training_program
 from emulated_training import check
+from other_cells import INPUTS as CELLS
 
 import ecornn
 from ecornn.analysis import analyse
@@ -31,7 +31,6 @@ pytestmark = pytest.mark.usefixtures("small_tiles")
 
 T, B, I, H = 6, 4, 5, 22
 BOTH = Traversal(True, 2, True, True)
-CELLS = input_cells.CELLS
 known = known_by_name(CELLS)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import step_cells
-from analysed_step import run_analysed
 from emulated import SHAPES, check_numbers, task_of
-from exact import expected
+from exact import expected, in_float64, of_stack
 from limits import Wanted
+from step_cells import run_analysed
 from test_cpu_weights import needs_vnni
 from tvm import te
 
@@ -94,16 +94,25 @@ def test_ways_to_write_a_variance(variance: Any, phases: list[tuple[int, int]]):
     assert np.abs(y[0] - Written.numpy(x[0], h, p)).max() < 1e-6
 
 
-def test_what_is_a_mean():
-    """Deviations from something else are summed as they are."""
-    def about(scale: float) -> Any:
-        def variance(v: Any, mean: Any, size: int) -> Any:
-            other = te.compute(mean.shape, lambda b: mean[b] * te.const(scale, "float32"))
-            return of_deviations(v, other, size)
-        return variance
+def half_of_the_mean(v: Any, mean: Any, size: int) -> Any:
+    return te.compute(mean.shape, lambda b: mean[b] * te.const(0.5, "float32"))
 
-    assert analyse(Written(about(0.5)), 5, 7).statistics[0].squares is None
-    assert len(analyse(Written(about(0.5)), 5, 7).phases) == 3
+
+def half_of_the_sum(v: Any, mean: Any, size: int) -> Any:
+    k = te.reduce_axis((0, size), "k")
+    total = te.compute(mean.shape, lambda b: te.sum(v[b, k], axis=k), name="total")
+    return te.compute(mean.shape, lambda b: total[b] * te.const(0.5 / size, "float32"), name="half")
+
+
+@pytest.mark.parametrize("half", [half_of_the_mean, half_of_the_sum])
+def test_deviations_from_what_is_no_mean_are_sums_of_their_own(half: Any):
+    cell, rng = Written(lambda v, mean, size: of_deviations(v, half(v, mean, size), size)), np.random.default_rng(0)
+    graph = analyse(cell, 7, 11)
+    assert all(s.squares is None for s in graph.statistics) and len(graph.phases) == 3
+    parameters = {n: rng.uniform(-0.3, 0.3, s) for n, s in graph.parameters.items()}
+    x, h = rng.uniform(-1, 1, (4, 3, 7)), rng.uniform(-1, 1, (3, 11))
+    np.testing.assert_allclose(run_analysed(graph, x, parameters, [h])[0], interpret(cell, x, parameters, [h])[0],
+                               rtol=1e-6)  # 0.5 / H is float32's in both, and 1e-6 away from another mean's
 
 
 @pytest.mark.parametrize(("cell", "hoisted", "phases", "parts"), [
@@ -151,32 +160,6 @@ def test_hoisted_values_in_16_bits(tmp_path: Path, schedule: str, cell: str, dty
     check_numbers(tmp_path, chosen, task, config, batch=4)
 
 
-def exact_layer(cell: str, H: int, x: Any, weights: dict[str, Any], **masks: Any) -> Any:
-    """Layers and directions of `step_cells.layer`."""
-    layer = 0
-    while any(name.endswith(f"_l{layer}") for name in weights):
-        outputs = []
-        for reverse in (False, True):
-            end = f"_l{layer}" + ("_reverse" if reverse else "")
-            own = {n.removesuffix(end) + "_l0": w for n, w in weights.items() if n.endswith(end)}
-            if not own:
-                continue
-            outputs.append(_direction(cell, H, x, own, reverse, **masks))
-        x, layer = np.concatenate(outputs, axis=2), layer + 1
-    return x
-
-
-def _direction(cell: str, H: int, x: Any, weights: dict[str, Any], reverse: bool, lengths: Any, resets: Any) -> Any:
-    if not reverse:
-        return step_cells.layer(cell, H, x, weights, lengths, resets)[0]
-    y = np.zeros((*x.shape[:2], H))
-    for b, n in enumerate(lengths):  # row by row, turned round: a mark ends what begins after it
-        marks = np.zeros((n, 1), bool)
-        marks[1:] = resets[1:n, b:b + 1][::-1]
-        y[:n, b:b + 1] = step_cells.layer(cell, H, x[:n, b:b + 1][::-1], weights, None, marks)[0][::-1]
-    return y
-
-
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("cell", "hidden"), [*((c, 21) for c in CELLS), ("blend", 48)])
 def test_stacks_on_this_cpu(cell: str, hidden: int, threads: int):
@@ -184,16 +167,13 @@ def test_stacks_on_this_cpu(cell: str, hidden: int, threads: int):
     found = step_cells.CELLS[cell]
     module = ecornn.compile(found, hidden=hidden, input=I, batch=B, seq=T, layers=2, bidirectional=True, lengths=True,
                             resets=True, target="cpu")
-    weights = {}
-    for layer, width in enumerate((I, 2 * hidden)):
-        for end in ("", "_reverse"):
-            for name, (g, *rest) in found.parameters(width, hidden).items():
-                value = generator.uniform(-0.3, 0.3, (g * rest[0], *rest[1:]))
-                weights[f"{name}_l{layer}{end}"] = value.astype(np.float32)
+    weights = {p.name: generator.uniform(-0.3, 0.3, p.shape).astype(np.float32) for p in module.manifest.parameters}
     x = generator.uniform(-1, 1, (T, B, I)).astype(np.float32)
-    lengths, resets = np.array([7, 1, 4, 0, 6]), generator.random((T, B)) < 0.3
-    y, _ = module.bind(weights, threads=threads)(x, lengths=lengths, resets=resets)
-    wanted = exact_layer(cell, hidden, x.astype(np.float64), weights, lengths=lengths, resets=resets)
+    lengths = np.array([7, 1, 4, 0, 6])
+    masks, zeros = {"lengths": lengths, "resets": generator.random((T, B)) < 0.3}, np.zeros((4, B, hidden))
+    y, _ = module.bind(weights, threads=threads)(x, **masks)
+    stack, states = module.manifest.stack, [zeros] * len(found.states)
+    wanted, _ = of_stack(cell, stack, x, states, weights, masks, in_float64)
     assert np.linalg.norm(y - wanted) / np.linalg.norm(wanted) < 2e-6
     for b, n in enumerate(lengths):
         assert not y[n:, b].any()
@@ -229,31 +209,3 @@ def test_on_this_gpu(cell: str, dtype: str):
     y = y.double().cpu().numpy()
     wanted.check(y)
     assert torch.equal(layer(x)[0].double().cpu(), torch.from_numpy(y))
-
-
-class Apart(Cell):
-    """Sums of squares of deviations from half of the mean, which is not the mean."""
-
-    name, states = "apart", ("h",)
-
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
-
-    def step(self, x, states, parameters):
-        (h,), hidden = states, int(states[0].shape[1])
-        wx, rh = product(x, parameters["W"], 0), product(h, parameters["R"], 0)
-        k, n = (te.reduce_axis((0, hidden), "k") for _ in range(2))
-        total = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="total")
-        half = te.compute(total.shape, lambda b: total[b] * te.const(0.5 / hidden, "float32"), name="half")
-        spread = te.compute(total.shape, lambda b: te.sum((h[b, n] - half[b]) * (h[b, n] - half[b]), axis=n),
-                            name="spread")
-        return [pointwise(lambda b, j: te.tanh(wx[b, j] + rh[b, j] + spread[b]), h)]
-
-
-def test_deviations_from_what_is_no_mean_are_sums_of_their_own():
-    graph, rng = analyse(Apart(), 7, 11), np.random.default_rng(0)
-    assert all(s.squares is None for s in graph.statistics) and len(graph.statistics) == 2
-    parameters = {n: rng.uniform(-0.3, 0.3, s) for n, s in graph.parameters.items()}
-    x, h = rng.uniform(-1, 1, (4, 3, 7)), rng.uniform(-1, 1, (3, 11))
-    np.testing.assert_allclose(run_analysed(graph, x, parameters, [h])[0], interpret(Apart(), x, parameters, [h])[0],
-                               rtol=1e-6)  # 0.5 / H is float32's in both, and 1e-6 away from another mean's

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from analysed_step import run_analysed
 from cuda_on_cpu import Emulated, inputs
 from limits import relative as error
 from msgspec.structs import replace
+from step_cells import normal, run_analysed, sigmoid
 
 import ecornn
 from ecornn.analysis import analyse
@@ -27,10 +27,6 @@ from ecornn.workload import Workload
 T, B, I, H = 5, 3, 6, 18
 
 
-def sigmoid(z: Any) -> Any:
-    return 1.0 / (1.0 + np.exp(-z))
-
-
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {  # from ONNX's operator specification
     "sigmoid": sigmoid, "tanh": np.tanh, "relu": lambda z: np.where(z > 0, z, 0.0),
     "softsign": lambda z: z / (1 + np.abs(z)), "softplus": lambda z: np.log(1 + np.exp(z)),
@@ -40,13 +36,6 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {  # from ONNX's operator specifi
     "scaled_tanh:1.5:0.7": lambda z: 1.5 * np.tanh(0.7 * z),
     "hard_sigmoid": lambda z: np.clip(0.2 * z + 0.5, 0, 1),
     "elu:0.8": lambda z: np.where(z >= 0, z, 0.8 * (np.exp(z) - 1))}
-
-
-def normal(*gates: Any) -> list[Any]:
-    """Layer normalization of all gates together."""
-    values = np.concatenate(gates, axis=1)
-    values = (values - values.mean(axis=1)[:, None]) / np.sqrt(values.var(axis=1)[:, None] + 1e-5)
-    return np.split(values, len(gates), axis=1)
 
 
 def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> list[Any]:

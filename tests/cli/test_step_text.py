@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import step_cells
 from click.testing import CliRunner
-from cpu_cells import Chain, Peephole
-from statistic_cells import Thrice
+from step_cells import Chain, Peephole, Thrice
 
 from ecornn.analysis import analyse
 from ecornn.cells import Cell, get

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec.structs
 import numpy as np
 import pytest
-from cpu_cells import Chain, Residual
 from cpu_sample import ALL_GATES, Sample, rows_that_fit
 from limits import relative as error
 from numpy_packing import pack
 from pairwise import halved
 from rooms import ROOT
+from step_cells import Chain, Residual
 from test_cpu import LIMIT, SIZES, compare
 from test_cpu_weights import needs_vnni
 

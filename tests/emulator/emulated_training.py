@@ -56,7 +56,7 @@ def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int],
 
 
 def train_call(emulated: Emulated, states: Sequence[str], call: Any, **how: bool) -> dict[str, Any]:
-    """The same for the arguments of a call (``cpu_training_sample.Call``) of a layer whose states have these names."""
+    """The same for the arguments of a call (``tape.Call``) of a layer whose states have these names."""
     given = {n: v for n in ("x", "dy", "lengths", "resets", "sequences") if (v := getattr(call, n, None)) is not None}
     made = {"y": call.dy.size, "dx": call.x.size}
     for name, first, last in zip(states, call.states, call.dstates, strict=True):

@@ -24,7 +24,7 @@ from cuda_on_cpu import Emulated, Fault, compiled, inputs
 from emulated import task_of
 from limits import Wanted, relative
 from msgspec.structs import replace
-from statistic_cells import Thrice
+from step_cells import Thrice
 from test_persistent_emulated import SMALL, cut
 from test_persistent_wide import config_of
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec.structs
 import numpy as np
-from numpy_packing import pack as runtime_pack
+from numpy_packing import pack
 
 from ecornn.build.module import build_module
 from ecornn.cells import get
@@ -44,16 +44,6 @@ class Array:
     @property
     def untouched(self) -> bool:
         return bool(np.isnan(self.memory[self.outside]).all())
-
-
-def pack(packing: Any, parameters: dict[str, np.ndarray]) -> np.ndarray:
-    if packing.dtype not in ("float32", "float64"):
-        return runtime_pack(packing, parameters)
-    known = [parameters[name][gate] for name, gate in packing.sources if name]
-    nothing = np.zeros(known[0].shape if known else packing.pad[1:])
-    stacked = np.stack([parameters[name][gate] if name else nothing for name, gate in packing.sources])
-    padded = np.pad(stacked, [(0, to - n) for n, to in zip(stacked.shape, packing.pad, strict=True)])
-    return np.ascontiguousarray(padded.reshape(packing.split).transpose(packing.order), packing.dtype)
 
 
 class Sample:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cpu_sample import Array, pack
+from cpu_sample import Array
 from limits import relative
 from msgspec import structs
+from numpy_packing import pack
+from tape import Call, train
 from test_adjoint import cell_of, formula
 
 from ecornn.build.module import build_module
 from ecornn.cells import Cell
 from ecornn.host_cpu import detect
-from ecornn.numpy_gradients import Traced, backward
 from ecornn.program import BACKWARD, FORWARD, Buffer, Entry, Parallel, Program
 from ecornn.schedules.cpu import CPUSequence
 from ecornn.task import make_manifest, make_task
@@ -23,27 +24,6 @@ from ecornn.workload import ALONE, Traversal, Workload
 
 # relative, of gradients: of float32, and of float64, which is as near to the tape as sums in another order may be
 LIMITS = {"float32": 2e-5, "float64": 1e-13}
-
-
-@dataclass
-class Call:
-    """The arguments of a training step and, after it, what it made."""
-
-    x: np.ndarray
-    states: list[np.ndarray]
-    dy: np.ndarray
-    dstates: list[np.ndarray]
-    parameters: dict[str, np.ndarray]
-    lengths: np.ndarray | None = None
-    resets: np.ndarray | None = None
-    sequences: np.ndarray | None = None
-    made: dict[str, np.ndarray] = field(default_factory=dict)
-
-    def moved(self, way: Call, by: float) -> Call:
-        """``by`` times another call's arguments farther."""
-        return replace(self, x=self.x + by * way.x,
-                       states=[s + by * w for s, w in zip(self.states, way.states, strict=True)],
-                       parameters={n: p + by * way.parameters[n] for n, p in self.parameters.items()})
 
 
 @dataclass
@@ -171,30 +151,8 @@ def build(folder: Path, *layers: Layer) -> None:
 
 
 def reference(name: str | Cell, call: Call, reverse: bool) -> dict[str, np.ndarray]:
-    """The same in float64, by a tape; masks as the runtime describes them."""
-    cell, step = cell_of(name), formula(name)
-    steps, batch, _ = call.x.shape
-    x, parameters = Traced(call.x.astype(np.float64)), {n: Traced(p.astype(np.float64))
-                                                        for n, p in call.parameters.items()}
-    first = [Traced(s.astype(np.float64)) for s in call.states]
-    limit = np.full(batch, steps) if call.lengths is None else call.lengths
-    states, y, output = list(first), [None] * steps, list(cell.states).index(cell.output_state())
-    for t in reversed(range(steps)) if reverse else range(steps):
-        starts = t + 1 if reverse else t
-        fresh = np.zeros(batch, bool)
-        if call.resets is not None and starts < steps:
-            fresh = (call.resets[starts] != 0) & (starts < limit)
-        live = (t < limit).astype(np.float64)[:, None]
-        before = [s * (1.0 - fresh[:, None]) for s in states]
-        after = step(x[t], before, parameters)
-        states = [a * live + s * (1.0 - live) for a, s in zip(after, states, strict=True)]
-        y[t] = after[output] * live
-    backward([*zip(y, call.dy.astype(np.float64), strict=True),
-              *zip(states, [d.astype(np.float64) for d in call.dstates], strict=True)])
-    found = {"y": np.stack([v.value for v in y]), "dx": x.gradient}
-    found |= {f"{n}_out": s.value for n, s in zip(cell.states, states, strict=True)}
-    found |= {f"d{n}_in": s.gradient for n, s in zip(cell.states, first, strict=True)}
-    return found | {f"gradient_{n}": p.gradient for n, p in parameters.items()}
+    """The same in float64, by a tape."""
+    return train(cell_of(name), formula(name), call, reverse)
 
 
 def compare(layer: Layer, call: Call, **how: Any) -> dict[str, np.ndarray]:

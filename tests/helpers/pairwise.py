@@ -1,7 +1,9 @@
-"""Covering arrays: a few combinations of choices in which every pair of values occurs that can; and half of all."""
+"""The cases that tests take: covering arrays, which are a few combinations of choices in which every pair of values
+occurs that can; half of all; and seeds."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -42,3 +44,9 @@ def halved(*axes: Iterable[Any]) -> list[Any]:
     return [pytest.param(*(value for _, value in chosen), id="-".join(str(value) for _, value in chosen),
                          marks=[pytest.mark.exhaustive] * (sum(number for number, _ in chosen) % 2))
             for chosen in product(*map(enumerate, axes))]
+
+
+def seeds(usual: range) -> range:
+    """What exhaustive random tests draw: ``ECORNN_RANDOM=FIRST:END``, so that large runs can be split, or ``usual``."""
+    asked = os.environ.get("ECORNN_RANDOM")
+    return range(*map(int, asked.split(":"))) if asked else usual

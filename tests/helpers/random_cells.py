@@ -13,10 +13,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from limits import relative
+from tape import Call, train
 from tvm import te, tirx
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
-from ecornn.numpy_gradients import Traced, backward, erf
+from ecornn.numpy_gradients import Traced, erf
 from ecornn.workload import Traversal
 
 EPSILON = 0.1  # of a variance: rows are nearly constant at times
@@ -38,19 +40,6 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Call:
-    """Arguments of a training step, float64 arrays of float32 values; ``parameters`` in te shape."""
-
-    x: Array
-    states: list[Array]
-    dy: Array
-    dstates: list[Array]
-    parameters: dict[str, Array]
-    lengths: Array | None = None
-    resets: Array | None = None
-
-
-@dataclass(frozen=True)
 class Drawn:
     """A step: a cell, sizes (T, B, I, H) of which I counts the cell's inputs, how it goes through time, and a call."""
 
@@ -62,8 +51,7 @@ class Drawn:
 
     def errors(self, found: dict[str, Array]) -> dict[str, float]:
         """The relative error of each result, by the names of buffers."""
-        return {n: float(np.linalg.norm(found[n].reshape(-1) - v.reshape(-1)) / max(np.linalg.norm(v), 1e-6))
-                for n, v in self.wanted.items()}
+        return {n: relative(found[n].reshape(-1), v.reshape(-1), 1e-6) for n, v in self.wanted.items()}
 
 
 def draw(seed: int) -> Drawn:
@@ -277,29 +265,14 @@ class _Kinds:
 
 def tape(cell: RandomCell, call: Call, reverse: bool, rng: Any = None) -> dict[str, Array]:
     """What a training step makes of a call, by the names of buffers; ``rng``: as of :meth:`RandomCell.formula`."""
-    (steps, batch, width), hidden = call.x.shape, call.states[0].shape[1]
-    x, p = Traced(call.x), {n: Traced(v) for n, v in call.parameters.items()}
-    first = [Traced(s) for s in call.states]
-    limit = np.full(batch, steps) if call.lengths is None else call.lengths
-    outputs = [cell.returned_names().index(n) for n in cell.output_names()]
-    own, states, y = cell.own_input(width, hidden), list(first), list[Any]([None] * steps)
-    for t in reversed(range(steps)) if reverse else range(steps):
-        starts, fresh = t + 1 if reverse else t, np.zeros(batch, bool)
-        if call.resets is not None and starts < steps:
-            fresh = (call.resets[starts] != 0) & (starts < limit)
-        live, row = (t < limit).astype(np.float64)[:, None], x[t]
-        before = [s * (1.0 - fresh[:, None]) for s in states]
+    hidden = call.states[0].shape[1]
+    own = cell.own_input(call.x.shape[2], hidden)
+
+    def step(row: Traced, states: list[Traced], p: dict[str, Traced]) -> list[Traced]:
         beside = {n: row[:, own + k * hidden:own + (k + 1) * hidden] for k, n in enumerate(cell.inputs)}
-        after = cell.formula(row[:, :own], before, {**p, **beside}, rng)
-        states = [a * live + s * (1.0 - live) for a, s in zip(after, before, strict=False)]
-        y[t] = [after[o] * live for o in outputs]
-    dy = np.split(call.dy, len(outputs), axis=-1)
-    backward([*((v, d[t]) for t, row in enumerate(y) for v, d in zip(row, dy, strict=True)),
-              *zip(states, call.dstates, strict=True)])
-    found = {"y": np.stack([np.concatenate([v.value for v in row], axis=1) for row in y]), "dx": x.gradient}
-    found |= {f"{n}_out": s.value for n, s in zip(cell.states, states, strict=True)}
-    found |= {f"d{n}_in": s.gradient for n, s in zip(cell.states, first, strict=True)}
-    return found | {f"gradient_{n}": v.gradient for n, v in p.items()}
+        return cell.formula(row[:, :own], states, {**p, **beside}, rng)
+
+    return train(cell, step, call, reverse)
 
 
 def _rounded(a: Traced, rng: np.random.Generator) -> Traced:

@@ -14,17 +14,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from random_step_operators import COMPARED, GUARDED, SMOOTH, STEPPED
+from limits import relative
+from tape import Call, train
 from tvm import te, tirx
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
-from ecornn.numpy_gradients import Traced, backward, plain
+from ecornn.numpy_gradients import Traced, erf, plain
 
 STEPS, BATCH, INPUT, HIDDEN = 3, 3, 5, 12
 PARTS = 2  # heads of a product, groups of a reduction
 NEAR = 2e-4  # a tie, for float32
 SENSITIVE = 4e-6  # relative, of what rounding every value to float32 changes
 Expression = tuple[Any, ...]  # (kind, ...): see ``Drawing.expression``
+
+
+def _sigmoid(v: Any) -> Any:
+    return 0.5 * (1 + np.tanh(0.5 * v))
+
+
+# operators of one value, by their names in te: the value and the slope in float64
+SMOOTH: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tanh": (np.tanh, lambda v: 1 - np.tanh(v) ** 2),
+    "sigmoid": (_sigmoid, lambda v: _sigmoid(v) * (1 - _sigmoid(v))),
+    "sin": (np.sin, np.cos), "cos": (np.cos, lambda v: -np.sin(v)),
+    "atan": (np.arctan, lambda v: 1 / (1 + v * v)),
+    "erf": (erf, lambda v: 2 / np.sqrt(np.pi) * np.exp(-v * v))}
+# of a value that is at least zero, or at most one; each is written as the operator of a square, or of a tanh
+GUARDED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "sqrt": (np.sqrt, lambda v: 0.5 / np.sqrt(v)), "rsqrt": (lambda v: v ** -0.5, lambda v: -0.5 * v ** -1.5),
+    "log": (np.log, lambda v: 1 / v), "log1p": (np.log1p, lambda v: 1 / (1 + v))}
+STEPPED = {"floor": np.floor, "ceil": np.ceil, "round": np.round}
+COMPARED = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
 
 
 class Drawing:
@@ -325,11 +345,11 @@ class Tape:
             return self.p["v"][rest[0]]
         v = [self.scalar(a, values) for a in rest if isinstance(a, tuple)]
         if kind in ("smooth", "guarded"):
-            known, value = {**SMOOTH, **GUARDED}[rest[0]], plain(v[0])
-            made = known.value(value)
+            (function, slope), value = (SMOOTH | GUARDED)[rest[0]], plain(v[0])
+            made = function(value)
             if not isinstance(v[0], Traced):
                 return made
-            return Traced(made, [(v[0], lambda g: g * known.slope(value))])
+            return Traced(made, [(v[0], lambda g: g * slope(value))])
         if kind == "stepped":
             value = plain(v[0])
             between = value * 2 if rest[0] == "round" else value  # halves are ties, too
@@ -402,17 +422,6 @@ def _renumbered(e: Any, number: dict[str, dict[int, int]]) -> Any:
     return (e[0], number[e[0]][e[1]]) if e[0] in number else tuple(_renumbered(v, number) for v in e)
 
 
-@dataclass
-class Arguments:
-    """Of a training step, in float32: x (T, B, I), states and their gradients (B, H), dy (T, B, H)."""
-
-    x: np.ndarray
-    states: list[np.ndarray]
-    parameters: dict[str, np.ndarray]
-    dy: np.ndarray
-    dstates: list[np.ndarray]
-
-
 @dataclass(frozen=True)
 class Drawn:
     """A random step. ``square``: it reads x at the unit, and needs I = H."""
@@ -426,8 +435,8 @@ class Drawn:
 
     @property
     def description(self) -> str:
-        """The step in lines, ``v<n> = ...``."""
-        lines = [f"v{n} = {_text(s)}" for n, s in zip(self.cell.needed, self.cell.statements, strict=True)]
+        """The step in lines, ``v<n> = ...``, expressions as tuples."""
+        lines = [f"v{n} = {s}" for n, s in zip(self.cell.needed, self.cell.statements, strict=True)]
         new = [f"{s}' = v{n}" for s, n in zip((*self.cell.states, "y"), self.cell.drawing.results, strict=False)]
         return "\n".join([f"{self.cell.name}:", *(f"  {line}" for line in lines + new)])
 
@@ -435,7 +444,7 @@ class Drawn:
         """The input size that goes with a hidden size."""
         return hidden if self.square else input
 
-    def sample(self, steps: int = STEPS, batch: int = BATCH, hidden: int = HIDDEN, input: int = INPUT) -> Arguments:
+    def sample(self, steps: int = STEPS, batch: int = BATCH, hidden: int = HIDDEN, input: int = INPUT) -> Call:
         """Random arguments that are well conditioned in float32. Raises ValueError where 40 draws give none."""
         for attempt in range(40):
             a = self._arguments(np.random.default_rng([self.seed, attempt]), steps, batch, hidden, input)
@@ -443,7 +452,7 @@ class Drawn:
                 return a
         raise ValueError(f"no well conditioned arguments\n{self.description}")
 
-    def _arguments(self, rng: np.random.Generator, steps: int, batch: int, hidden: int, input: int) -> Arguments:
+    def _arguments(self, rng: np.random.Generator, steps: int, batch: int, hidden: int, input: int) -> Call:
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape).astype(np.float32)
 
@@ -451,49 +460,38 @@ class Drawn:
         shapes = self.cell.parameters(input, hidden)
         parameters = {n: (rng.uniform(-1, 1, s) / s[-1] ** 0.5 * (1 if len(s) > 2 else 3)).astype(np.float32)
                       for n, s in shapes.items()}
-        return Arguments(normal(steps, batch, input), [0.5 * normal(batch, hidden) for _ in states], parameters,
-                         normal(steps, batch, hidden), [normal(batch, hidden) for _ in states])
+        x, first = normal(steps, batch, input), [0.5 * normal(batch, hidden) for _ in states]
+        return Call(x, first, normal(steps, batch, hidden), [normal(batch, hidden) for _ in states], parameters)
 
-    def _conditioned(self, a: Arguments) -> bool:
+    def _conditioned(self, a: Call) -> bool:
         exact, margin = self._gradients(a, False)
         if margin < NEAR or not all(np.isfinite(v).all() for v in exact.values()):
             return False
         rounded, _ = self._gradients(a, True)
-        return all(relative(rounded[n], v) < SENSITIVE for n, v in exact.items())
+        return all(relative(rounded[n], v, 1e-6) < SENSITIVE for n, v in exact.items())
 
-    def reference(self, a: Arguments) -> dict[str, np.ndarray]:
+    def reference(self, a: Call) -> dict[str, np.ndarray]:
         """In float64: y, dx, ``<state>_out``, ``d<state>_in``, ``gradient_<parameter>``."""
         return self._gradients(a, False)[0]
 
-    def _gradients(self, a: Arguments, rounds: bool) -> tuple[dict[str, np.ndarray], float]:
-        x, parameters = Traced(a.x), {n: Traced(p) for n, p in a.parameters.items()}
-        first = [Traced(s) for s in a.states]
-        states, y, margin, names = list(first), [], np.inf, self.cell.states
-        for t in range(len(a.x)):
-            tape = Tape(x[t], dict(zip(names, states, strict=True)), parameters, rounds)
+    def _gradients(self, a: Call, rounds: bool) -> tuple[dict[str, np.ndarray], float]:
+        margins: list[float] = []
+
+        def step(x: Traced, states: list[Traced], parameters: dict[str, Traced]) -> list[Traced]:
+            tape = Tape(x, dict(zip(self.cell.states, states, strict=True)), parameters, rounds)
             made = self.cell.carry_out(tape)
-            states = made[:len(names)]
-            y.append(made[-1] if self.cell.output else made[0])
-            margin = min(margin, tape.margin)
-        dy, dstates = (np.asarray(d, np.float64) for d in (a.dy, a.dstates))
-        backward([*zip(y, dy, strict=True), *zip(states, dstates, strict=True)])
-        found = {"y": np.stack([v.value for v in y]), "dx": x.gradient}
-        found |= {f"{n}_out": s.value for n, s in zip(names, states, strict=True)}
-        found |= {f"d{n}_in": s.gradient for n, s in zip(names, first, strict=True)}
-        return found | {f"gradient_{n}": p.gradient for n, p in parameters.items()}, margin
+            margins.append(tape.margin)
+            return made
+
+        return train(self.cell, step, a), min(margins)
 
 
-def relative(found: np.ndarray, wanted: np.ndarray) -> float:
-    """The norm of a difference, beside that of what is right."""
-    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-6))
-
-
-def draw(seed: int, states: int | None = None, more: bool = False) -> Drawn:
-    """A random step, the same for the same seed, of ``states`` states, or of one to four. ``more``: also with products
-    with heads, reductions of groups, and a y that is no state."""
+def draw(seed: int, more: bool = False) -> Drawn:
+    """A random step, the same for the same seed, of one to four states. ``more``: also with products with heads,
+    reductions of groups, and a y that is no state."""
     for attempt in range(40):
         rng = np.random.default_rng([seed, attempt, 48])
-        drawing = Drawing(rng, states or int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])), more)
+        drawing = Drawing(rng, int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])), more)
         drawn = Drawn(seed, RandomCell(f"random_step_{seed}", drawing))
         try:
             drawn.sample()
@@ -501,28 +499,3 @@ def draw(seed: int, states: int | None = None, more: bool = False) -> Drawn:
             continue
         return drawn
     raise ValueError(f"no well conditioned step of seed {seed}")
-
-
-def _text(e: Any) -> str:
-    if not isinstance(e, tuple):
-        return str(e)
-    kind, *rest = e
-    if kind in ("value", "number", "held"):
-        return f"v{rest[0]}"
-    if kind == "constant":
-        return f"{rest[0]:g}"
-    if kind in ("+", "-", "*", "/"):
-        return f"({_text(rest[0])} {kind} {_text(rest[1])})"
-    if kind == "compare":
-        return f"({_text(rest[1])} {rest[0]} {_text(rest[2])})"
-    if kind == "pointwise":
-        return _text(rest[0])
-    if kind == "vector":
-        return f"v[{rest[0]}]"
-    if kind in ("smooth", "guarded", "stepped"):
-        return f"{rest[0]}({_text(rest[1])})"
-    if kind in ("product", "heads"):
-        return f"R{rest[1]} v{rest[0]}" + " in heads" * (kind == "heads")
-    if kind in ("row", "whole", "groups"):
-        return f"{rest[0]} of v{rest[1]}" + " in groups" * (kind == "groups")
-    return f"{kind}({', '.join(map(_text, rest))})" if rest else kind

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from c_interface_sample import tables_of
 from numpy_packing import pack
+from runtime_sample import tables_of
 
 from ecornn.build import c_tables
 from ecornn.build.link import find_compiler

@@ -12,11 +12,11 @@ import device_packing as emulated
 import msgspec
 import numpy as np
 import pytest
-from c_interface_sample import FakeGPU, tables_of
 from emulated import TINY, task_of, training_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_packing import cast, pack
+from runtime_sample import FakeGPU, tables_of
 from test_c_pack import library as library
 from test_narrow import NarrowInput
 from test_runtime_packing import packings

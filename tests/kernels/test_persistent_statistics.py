@@ -12,7 +12,7 @@ from cuda_on_cpu import Emulated, inputs
 from emulated import check_numbers, task_of
 from limits import relative
 from msgspec.structs import replace
-from statistic_cells import Shared, Thrice
+from step_cells import Shared, Thrice
 from test_persistent_emulated import SMALL, cut
 
 from ecornn.build.cuda import lower

@@ -17,8 +17,8 @@ from cpu_training_sample import Layer, reference
 from cuda_on_cpu import Emulated
 from emulated_training import train_call
 from msgspec import structs
-from random_cells import Call, Drawn
-from random_seeds import seeds
+from pairwise import seeds
+from random_cells import Drawn
 from test_random_steps import Averages, Peak, Projected
 from tvm import te
 
@@ -49,8 +49,7 @@ def draw(seed: int) -> Drawn:
             continue
         break
     wanted = found.reference(a)
-    return Drawn(found.cell, (steps, batch, a.x.shape[2], hidden), ALONE,
-                 Call(a.x, a.states, a.dy, a.dstates, a.parameters), wanted)
+    return Drawn(found.cell, (steps, batch, a.x.shape[2], hidden), ALONE, a, wanted)
 
 
 def program_of(drawn: Drawn, seed: int, chosen: bool) -> tuple[Program, str, str]:

@@ -8,12 +8,12 @@ from dataclasses import replace as changed
 from pathlib import Path
 from typing import Any
 
-import late_cells
 import numpy as np
 import pytest
 from cuda_on_cpu import Emulated, inputs
 from emulated import check_numbers, known_by_name, task_of
 from msgspec.structs import replace
+from step_cells import LATE
 from test_persistent_emulated import SMALL, cut
 
 from ecornn.build.cuda import lower
@@ -32,7 +32,7 @@ from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import FEW, Traversal
 
 SCHEDULE = Persistent()
-known = known_by_name(late_cells.CELLS)
+known = known_by_name(LATE)
 
 
 class InAnotherOrder(Persistent):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from onnxruntime_sample import alike, session
+from pairwise import seeds
 from random_onnx import feeds_of, random_model
-from random_seeds import seeds
 
 import ecornn.onnxruntime
 from ecornn.compiler import compile_layer

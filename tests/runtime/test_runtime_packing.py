@@ -9,10 +9,10 @@ from typing import Any
 import device_packing as emulated
 import numpy as np
 import pytest
-from c_interface_sample import FakeGPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_packing import bfloat16_bits, cast, pack
+from runtime_sample import FakeGPU
 
 import ecornn
 from ecornn.errors import ModuleError, ShapeError, WeightsError

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from random_seeds import seeds
+from pairwise import seeds
 from random_torch_steps import CAPTURED, REFUSED, Drawn, draw
 
 import ecornn

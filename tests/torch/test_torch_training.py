@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cells import Peephole
+from step_cells import Peephole
 from torch.autograd import gradcheck
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import search_tables
 import step_cells
-from c_interface_sample import FakeGPU
 from click.testing import CliRunner
 from cuda_on_cpu import DTYPES, Emulated
 from msgspec import structs
+from runtime_sample import FakeGPU
 from search_rate import PRETEND
 from test_persistent_emulated import SMALL
 from test_tune_lookup import trial
