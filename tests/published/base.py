@@ -9,7 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 from tvm import te, tirx
 
-from ecornn import Cell, product
+from ecornn import Cell, pointwise, product
+
+ONE, TWO, THREE, FOUR = ({"W": (n, "I"), "R": (n, "H"), "b": (n,)} for n in range(1, 5))
 
 
 class Published(Cell):
@@ -39,9 +41,8 @@ class Published(Cell):
     def __repr__(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}()"  # one class, one cell
 
-    @staticmethod
     @abstractmethod
-    def numpy(x: Any, s: Mapping[str, Any], p: Mapping[str, Any]) -> Sequence[Any]:
+    def numpy(self, x: Any, s: Mapping[str, Any], p: Mapping[str, Any]) -> Sequence[Any]:
         """The formula as published: what the step returns, of x (B, I), states (B, H) and parameters by name."""
 
 
@@ -49,6 +50,12 @@ def sums(x: Any, h: Any, p: Mapping[str, Any]) -> Callable[[Any, int, Any], Any]
     """``at(b, g, j)`` = W_g x + R_g h + b_g, on te tensors."""
     wx, rh, v = product(x, p["W"]), product(h, p["R"]), p["b"]
     return lambda b, g, j: wx[b, g, j] + rh[b, g, j] + v[g, j]
+
+
+def lstm(at: Callable[[Any, int, Any], Any], c: Any) -> list[Any]:
+    """h and c of an LSTM, by its sums ``at(b, g, j)`` of input, forget gate, new values and output."""
+    new = pointwise(lambda b, j: te.sigmoid(at(b, 1, j)) * c[b, j] + te.sigmoid(at(b, 0, j)) * te.tanh(at(b, 2, j)), c)
+    return [pointwise(lambda b, j: te.sigmoid(at(b, 3, j)) * te.tanh(new[b, j]), c), new]
 
 
 def relu(value: Any) -> Any:
@@ -63,6 +70,12 @@ def softplus(value: Any) -> Any:
 def affine(x: Any, h: Any, p: Mapping[str, Any]) -> list[Any]:
     """W_g x + R_g h + b_g of every g."""
     return [x @ w.T + h @ r.T + b for w, r, b in zip(p["W"], p["R"], p["b"], strict=True)]
+
+
+def lstm_formula(i: Any, f: Any, g: Any, o: Any, c: Any) -> tuple[Any, Any]:
+    """h and c of an LSTM, by its four sums."""
+    c = sig(f) * c + sig(i) * np.tanh(g)
+    return sig(o) * np.tanh(c), c
 
 
 def sig(z: Any) -> Any:

@@ -51,8 +51,7 @@ class SLSTMHeads(WithHeads):
         norm = pointwise(lambda b, j: f[b, j] * n[b, j] + i[b, j], h)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j)) * cell[b, j] / norm[b, j], h), cell, norm, top]
 
-    @staticmethod
-    def numpy(x, s, p):
+    def numpy(self, x, s, p):
         i, f, z, o = (x @ w.T + r + b for w, r, b in zip(p["W"], each_head(s["h"], p["R"]), p["b"], strict=True))
         log_f = -np.logaddexp(0.0 * f, -f)  # no number: where f lies
         m = np.maximum(log_f + s["m"], i)
@@ -79,8 +78,7 @@ class BlockGRU(WithHeads):
         z = pointwise(lambda b, j: te.sigmoid(a(b, 2, j) - 1.0), h)
         return [pointwise(lambda b, j: z[b, j] * new[b, j] + (1.0 - z[b, j]) * h[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
+    def numpy(self, x, s, p):
         r, n, z = (x @ w.T + r + b for w, r, b in zip(p["W"], each_head(s["h"], p["R"]), p["b"], strict=True))
         z = sig(z - 1.0)
         return (z * np.tanh(sig(r) * n) + (1.0 - z) * s["h"],)
@@ -110,8 +108,7 @@ class DreamerCore(WithHeads):
         z = pointwise(lambda b, j: te.sigmoid(a[b, 2, j] - 1.0), h)
         return [pointwise(lambda b, j: z[b, j] * new[b, j] + (1.0 - z[b, j]) * h[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
+    def numpy(self, x, s, p):
         h, v = s["h"], p["v"]
 
         def normal(value, gain):
