@@ -37,12 +37,12 @@ class ONLSTM(Published):
                         + (i[b, j] * both[b, j] + enter[b, j] - both[b, j]) * te.tanh(a(b, 3, j)), c, "new")
         return [pointwise(lambda b, j: o[b, j] * te.tanh(new[b, j]), h), new]
 
-    def numpy(self, x, s, p):
-        f, i, o, new, forget, enter = affine(x, s["h"], p)
+    def numpy(self, x, h, c, W, R, b, T):
+        f, i, o, new, forget, enter = affine(x, h, W, R, b)
         forget = np.cumsum(soft(forget), axis=1)
         enter = 1 - np.cumsum(soft(enter), axis=1) + soft(enter)
         both = forget * enter
-        c = (sig(f) * both + forget - both) * s["c"] + (sig(i) * both + enter - both) * np.tanh(new)
+        c = (sig(f) * both + forget - both) * c + (sig(i) * both + enter - both) * np.tanh(new)
         return sig(o) * np.tanh(c), c
 
 
@@ -80,15 +80,14 @@ class ONLSTMChunks(Published):
                         + (i[b, j] * both[b, j] + enter[b, j] - both[b, j]) * z[b, j], c, "new")
         return [pointwise(lambda i, j: o[i, j] * te.tanh(new[i, j]), h), new]
 
-    def numpy(self, x, s, p):
-        f, i, o, z = (x @ p["W"][g].T + s["h"] @ p["R"][g].T + p["b"][g] for g in range(4))
-        forget, enter = (soft(x @ m.T + s["h"] @ n.T + b[:len(m)]) for m, n, b in zip(
-            p["M"], p["N"], p["b"][4:], strict=True))
+    def numpy(self, x, h, c, W, R, b, M, N, T):
+        f, i, o, z = (x @ W[g].T + h @ R[g].T + b[g] for g in range(4))
+        forget, enter = (soft(x @ m.T + h @ n.T + v[:len(m)]) for m, n, v in zip(M, N, b[4:], strict=True))
         size = f.shape[1] // forget.shape[1]
         forget = np.repeat(np.cumsum(forget, axis=1), size, axis=1)
         enter = np.repeat(1 - np.cumsum(enter, axis=1) + enter, size, axis=1)
         both = forget * enter
-        c = (sig(f) * both + forget - both) * s["c"] + (sig(i) * both + enter - both) * np.tanh(z)
+        c = (sig(f) * both + forget - both) * c + (sig(i) * both + enter - both) * np.tanh(z)
         return sig(o) * np.tanh(c), c
 
 
@@ -113,14 +112,14 @@ class EntNet(WithHeads):
             new[b, s * own + k] * new[b, s * own + k], axis=k), name="square")
         return [pointwise(lambda b, j: new[b, j] / te.sqrt(square[b, j // own]), h)]
 
-    def numpy(self, x, s, p):
-        read, given = (x @ w.T for w in p["W"])
+    def numpy(self, x, h, W, v, U):
+        read, given = (x @ w.T for w in W)
         slots = (-1, self.heads, read.shape[1] // self.heads)
-        near = (read * (s["h"] + p["v"][0])).reshape(slots).sum(axis=2, keepdims=True)
-        new = each_head(s["h"], p["U"])[0] + p["v"][1] + given
-        new = np.maximum(new, 0.0) + p["v"][2] * np.minimum(new, 0.0)
-        h = s["h"].reshape(slots) + sig(near) * new.reshape(slots)
-        return ((h / np.sqrt(np.square(h).sum(axis=2, keepdims=True))).reshape(s["h"].shape),)
+        near = (read * (h + v[0])).reshape(slots).sum(axis=2, keepdims=True)
+        new = each_head(h, U)[0] + v[1] + given
+        new = np.maximum(new, 0.0) + v[2] * np.minimum(new, 0.0)
+        slot = h.reshape(slots) + sig(near) * new.reshape(slots)
+        return ((slot / np.sqrt(np.square(slot).sum(axis=2, keepdims=True))).reshape(h.shape),)
 
 
 class StateRegularizedRNN(Published):
@@ -134,6 +133,6 @@ class StateRegularizedRNN(Published):
         u = pointwise(lambda b, j: te.tanh(a(b, 0, j)), h, "u")
         return [product(softmax(product(u, p["S"], 0), "weights"), p["S"], 1)]
 
-    def numpy(self, x, s, p):
-        (a,) = affine(x, s["h"], p)
-        return (soft(np.tanh(a) @ p["S"][0].T) @ p["S"][1].T,)
+    def numpy(self, x, h, W, R, b, S):
+        (a,) = affine(x, h, W, R, b)
+        return (soft(np.tanh(a) @ S[0].T) @ S[1].T,)

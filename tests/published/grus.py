@@ -30,10 +30,9 @@ class GRU1(Published):
         return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * te.tanh(
             wx[b, j] + rh[b, j] + v[2, j]), h)]
 
-    def numpy(self, x, s, p):
-        h = s["h"]
-        z, r = (sig(h @ p["R"][n].T + p["b"][n]) for n in (0, 1))
-        return (z * h + (1 - z) * np.tanh(x @ p["W"][0].T + (r * h) @ p["R"][2].T + p["b"][2]),)
+    def numpy(self, x, h, W, R, b):
+        z, r = (sig(h @ R[n].T + b[n]) for n in (0, 1))
+        return (z * h + (1 - z) * np.tanh(x @ W[0].T + (r * h) @ R[2].T + b[2]),)
 
 
 class GRU3(Published):
@@ -47,9 +46,9 @@ class GRU3(Published):
         return [pointwise(lambda b, j: te.sigmoid(v[0, j]) * h[b, j] + (1.0 - te.sigmoid(v[0, j])) * te.tanh(
             wx[b, j] + rh[b, j] + v[2, j]), h)]
 
-    def numpy(self, x, s, p):
-        z, r, b = sig(p["b"][0]), sig(p["b"][1]), p["b"][2]
-        return (z * s["h"] + (1 - z) * np.tanh(x @ p["W"][0].T + (r * s["h"]) @ p["R"][0].T + b),)
+    def numpy(self, x, h, W, R, b):
+        z, r, b = sig(b[0]), sig(b[1]), b[2]
+        return (z * h + (1 - z) * np.tanh(x @ W[0].T + (r * h) @ R[0].T + b),)
 
 
 class MGU(Published):
@@ -65,8 +64,7 @@ class MGU(Published):
         return [pointwise(lambda b, j: (1.0 - f[b, j]) * h[b, j] + f[b, j] * te.tanh(
             wx[b, 1, j] + rh[b, j] + v[1, j]), h)]
 
-    def numpy(self, x, s, p):
-        h, W, R, b = s["h"], p["W"], p["R"], p["b"]
+    def numpy(self, x, h, W, R, b):
         f = sig(x @ W[0].T + h @ R[0].T + b[0])
         return ((1 - f) * h + f * np.tanh(x @ W[1].T + (f * h) @ R[1].T + b[1]),)
 
@@ -84,10 +82,9 @@ class MGU2(Published):
         return [pointwise(lambda b, j: (1.0 - f[b, j]) * h[b, j] + f[b, j] * te.tanh(
             wx[b, j] + rh[b, j] + v[0, j]), h)]
 
-    def numpy(self, x, s, p):
-        h, R = s["h"], p["R"]
+    def numpy(self, x, h, W, R, b):
         f = sig(h @ R[0].T)
-        return ((1 - f) * h + f * np.tanh(x @ p["W"][0].T + (f * h) @ R[1].T + p["b"][0]),)
+        return ((1 - f) * h + f * np.tanh(x @ W[0].T + (f * h) @ R[1].T + b[0]),)
 
 
 class UGRNN(Published):
@@ -100,9 +97,9 @@ class UGRNN(Published):
         g = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)), h)
         return [pointwise(lambda b, j: g[b, j] * h[b, j] + (1.0 - g[b, j]) * te.tanh(a(b, 0, j)), h)]
 
-    def numpy(self, x, s, p):
-        c, g = affine(x, s["h"], p)
-        return (sig(g) * s["h"] + (1 - sig(g)) * np.tanh(c),)
+    def numpy(self, x, h, W, R, b):
+        c, g = affine(x, h, W, R, b)
+        return (sig(g) * h + (1 - sig(g)) * np.tanh(c),)
 
 
 class IntersectionRNN(Published):
@@ -118,9 +115,9 @@ class IntersectionRNN(Published):
         return [pointwise(lambda b, j: gh[b, j] * h[b, j] + (1.0 - gh[b, j]) * te.tanh(a(b, 1, j)), h),
                 pointwise(lambda b, j: gy[b, j] * x[b, j] + (1.0 - gy[b, j]) * relu(a(b, 0, j)), h)]
 
-    def numpy(self, x, s, p):
-        y, h, gh, gy = affine(x, s["h"], p)
-        return (sig(gh) * s["h"] + (1 - sig(gh)) * np.tanh(h), sig(gy) * x + (1 - sig(gy)) * np.maximum(y, 0))
+    def numpy(self, x, h, y, W, R, b):
+        y, n, gh, gy = affine(x, h, W, R, b)
+        return (sig(gh) * h + (1 - sig(gh)) * np.tanh(n), sig(gy) * x + (1 - sig(gy)) * np.maximum(y, 0))
 
 
 class LightGRU(Published):
@@ -133,9 +130,9 @@ class LightGRU(Published):
         z = pointwise(lambda b, j: te.sigmoid(a(b, 0, j)), h)
         return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * relu(a(b, 1, j)), h)]
 
-    def numpy(self, x, s, p):
-        z, n = affine(x, s["h"], p)
-        return (sig(z) * s["h"] + (1 - sig(z)) * np.maximum(n, 0),)
+    def numpy(self, x, h, W, R, b):
+        z, n = affine(x, h, W, R, b)
+        return (sig(z) * h + (1 - sig(z)) * np.maximum(n, 0),)
 
 
 class MUT1(Published):
@@ -152,8 +149,7 @@ class MUT1(Published):
         return [pointwise(lambda b, j: te.tanh(nh[b, j] + te.tanh(x[b, j]) + v[2, j]) * z[b, j]
                           + h[b, j] * (1.0 - z[b, j]), h)]
 
-    def numpy(self, x, s, p):
-        h, W, R, b = s["h"], p["W"], p["R"], p["b"]
+    def numpy(self, x, h, W, R, b):
         z, r = sig(x @ W[0].T + b[0]), sig(x @ W[1].T + h @ R[0].T + b[1])
         return (np.tanh((r * h) @ R[1].T + np.tanh(x) + b[2]) * z + h * (1 - z),)
 
@@ -172,8 +168,7 @@ class MUT2(Published):
         return [pointwise(lambda b, j: te.tanh(nh[b, j] + wx[b, 1, j] + v[2, j]) * z[b, j]
                           + h[b, j] * (1.0 - z[b, j]), h)]
 
-    def numpy(self, x, s, p):
-        h, W, R, b = s["h"], p["W"], p["R"], p["b"]
+    def numpy(self, x, h, W, R, b):
         z, r = sig(x @ W[0].T + h @ R[0].T + b[0]), sig(x + h @ R[1].T + b[1])
         return (np.tanh((r * h) @ R[2].T + x @ W[1].T + b[2]) * z + h * (1 - z),)
 
@@ -192,8 +187,7 @@ class MUT3(Published):
         return [pointwise(lambda b, j: te.tanh(nh[b, j] + wx[b, 2, j] + v[2, j]) * z[b, j]
                           + h[b, j] * (1.0 - z[b, j]), h)]
 
-    def numpy(self, x, s, p):
-        h, W, R, b = s["h"], p["W"], p["R"], p["b"]
+    def numpy(self, x, h, W, R, b):
         z, r = sig(x @ W[0].T + np.tanh(h) @ R[0].T + b[0]), sig(x @ W[1].T + h @ R[1].T + b[1])
         return (np.tanh((r * h) @ R[2].T + x @ W[2].T + b[2]) * z + h * (1 - z),)
 
@@ -209,10 +203,10 @@ class CARU(Published):
         share = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j]) * te.sigmoid(wx[b, 1, j] + rh[b, 1, j] + v[1, j]), h)
         return [pointwise(lambda b, j: (1.0 - share[b, j]) * h[b, j] + share[b, j] * n[b, j], h)]
 
-    def numpy(self, x, s, p):
-        n, z = affine(x, s["h"], p)
-        share = sig(x @ p["W"][0].T) * sig(z)
-        return ((1 - share) * s["h"] + share * np.tanh(n),)
+    def numpy(self, x, h, W, R, b):
+        n, z = affine(x, h, W, R, b)
+        share = sig(x @ W[0].T) * sig(z)
+        return ((1 - share) * h + share * np.tanh(n),)
 
 
 class STAR(Published):
@@ -226,9 +220,9 @@ class STAR(Published):
         return [pointwise(lambda b, j: te.tanh((1.0 - k[b, j]) * h[b, j] + k[b, j] * te.tanh(
             wx[b, 1, j] + v[1, j])), h)]
 
-    def numpy(self, x, s, p):
-        k = sig(x @ p["W"][0].T + s["h"] @ p["R"][0].T + p["b"][0])
-        return (np.tanh((1 - k) * s["h"] + k * np.tanh(x @ p["W"][1].T + p["b"][1])),)
+    def numpy(self, x, h, W, R, b):
+        k = sig(x @ W[0].T + h @ R[0].T + b[0])
+        return (np.tanh((1 - k) * h + k * np.tanh(x @ W[1].T + b[1])),)
 
 
 class NBRC(Published):
@@ -243,7 +237,6 @@ class NBRC(Published):
         return [pointwise(lambda b, j: c[b, j] * h[b, j] + (1.0 - c[b, j]) * te.tanh(
             wx[b, 2, j] + a[b, j] * h[b, j]), h)]
 
-    def numpy(self, x, s, p):
-        h, W, R = s["h"], p["W"], p["R"]
+    def numpy(self, x, h, W, R):
         a, c = 1 + np.tanh(x @ W[0].T + h @ R[0].T), sig(x @ W[1].T + h @ R[1].T)
         return (c * h + (1 - c) * np.tanh(x @ W[2].T + a * h),)

@@ -19,9 +19,9 @@ class NoForgetLSTM(Published):
         new = pointwise(lambda b, j: c[b, j] + te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 1, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 2, j)) * te.tanh(new[b, j]), h), new]
 
-    def numpy(self, x, s, p):
-        i, g, o = affine(x, s["h"], p)
-        c = s["c"] + sig(i) * np.tanh(g)
+    def numpy(self, x, h, c, W, R, b):
+        i, g, o = affine(x, h, W, R, b)
+        c = c + sig(i) * np.tanh(g)
         return sig(o) * np.tanh(c), c
 
 
@@ -36,8 +36,8 @@ class PeepholeLSTM(Published):
                         + te.sigmoid(a(b, 0, j) + v[0, j] * c[b, j]) * te.tanh(a(b, 2, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j) + v[2, j] * new[b, j]) * te.tanh(new[b, j]), h), new]
 
-    def numpy(self, x, s, p):
-        (i, f, g, o), v, c = affine(x, s["h"], p), p["v"], s["c"]
+    def numpy(self, x, h, c, W, R, b, v):
+        i, f, g, o = affine(x, h, W, R, b)
         c = sig(f + v[1] * c) * c + sig(i + v[0] * c) * np.tanh(g)
         return sig(o + v[2] * c) * np.tanh(c), c
 
@@ -53,9 +53,9 @@ class CoupledLSTM(Published):
         new = pointwise(lambda b, j: (1.0 - i[b, j]) * c[b, j] + i[b, j] * te.tanh(a(b, 1, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 2, j)) * te.tanh(new[b, j]), h), new]
 
-    def numpy(self, x, s, p):
-        i, g, o = affine(x, s["h"], p)
-        c = (1 - sig(i)) * s["c"] + sig(i) * np.tanh(g)
+    def numpy(self, x, h, c, W, R, b):
+        i, g, o = affine(x, h, W, R, b)
+        c = (1 - sig(i)) * c + sig(i) * np.tanh(g)
         return sig(o) * np.tanh(c), c
 
 
@@ -75,11 +75,11 @@ class FullGateLSTM(Published):
         new = pointwise(lambda b, j: f[b, j] * c[b, j] + i[b, j] * te.tanh(a(b, 2, j)), c)
         return [pointwise(lambda b, j: o[b, j] * te.tanh(new[b, j]), h), new, *gates]
 
-    def numpy(self, x, s, p):
-        a, old = affine(x, s["h"], p), (s["i"], s["f"], s["o"])
-        i, f, o = (sig(a[place] + sum(gate @ q.T for gate, q in zip(old, p["Q"][3 * n:3 * n + 3], strict=True)))
+    def numpy(self, x, h, c, i, f, o, W, R, b, Q):
+        a, old = affine(x, h, W, R, b), (i, f, o)
+        i, f, o = (sig(a[place] + sum(gate @ q.T for gate, q in zip(old, Q[3 * n:3 * n + 3], strict=True)))
                    for n, place in enumerate((0, 1, 3)))
-        c = f * s["c"] + i * np.tanh(a[2])
+        c = f * c + i * np.tanh(a[2])
         return o * np.tanh(c), c, i, f, o
 
 
@@ -93,9 +93,9 @@ class JANET(Published):
         return [pointwise(lambda b, j: te.sigmoid(a(b, 0, j)) * c[b, j]
                           + (1.0 - te.sigmoid(a(b, 0, j) - 1.0)) * te.tanh(a(b, 1, j)), c)]
 
-    def numpy(self, x, s, p):
-        f, g = affine(x, s["c"], p)
-        return (sig(f) * s["c"] + (1 - sig(f - 1)) * np.tanh(g),)
+    def numpy(self, x, c, W, R, b):
+        f, g = affine(x, c, W, R, b)
+        return (sig(f) * c + (1 - sig(f - 1)) * np.tanh(g),)
 
 
 class SlimLSTM2(Published):
@@ -109,9 +109,9 @@ class SlimLSTM2(Published):
                         * te.tanh(wx[b, j] + rh[b, 2, j] + v[0, j]), c)
         return [pointwise(lambda b, j: te.sigmoid(rh[b, 3, j]) * te.tanh(new[b, j]), h), new]
 
-    def numpy(self, x, s, p):
-        i, f, g, o = (s["h"] @ r.T for r in p["R"])
-        c = sig(f) * s["c"] + sig(i) * np.tanh(x @ p["W"][0].T + g + p["b"][0])
+    def numpy(self, x, h, c, W, R, b):
+        i, f, g, o = (h @ r.T for r in R)
+        c = sig(f) * c + sig(i) * np.tanh(x @ W[0].T + g + b[0])
         return sig(o) * np.tanh(c), c
 
 
@@ -126,9 +126,9 @@ class SlimLSTM3(Published):
                         * te.tanh(wx[b, j] + rh[b, j] + v[2, j]), c)
         return [pointwise(lambda b, j: te.sigmoid(v[3, j]) * te.tanh(new[b, j]), h), new]
 
-    def numpy(self, x, s, p):
-        i, f, g, o = p["b"]
-        c = sig(f) * s["c"] + sig(i) * np.tanh(x @ p["W"][0].T + s["h"] @ p["R"][0].T + g)
+    def numpy(self, x, h, c, W, R, b):
+        i, f, g, o = b
+        c = sig(f) * c + sig(i) * np.tanh(x @ W[0].T + h @ R[0].T + g)
         return sig(o) * np.tanh(c), c
 
 
@@ -141,9 +141,9 @@ class IndyLSTM(Published):
         (h, c), wx, u, v = states, product(x, p["W"]), p["u"], p["b"]
         return lstm(lambda b, g, j: wx[b, g, j] + u[g, j] * h[b, j] + v[g, j], c)
 
-    def numpy(self, x, s, p):
-        given = (x @ w.T + u * s["h"] + b for w, u, b in zip(p["W"], p["u"], p["b"], strict=True))
-        return lstm_formula(*given, s["c"])
+    def numpy(self, x, h, c, W, u, b):
+        given = (x @ w.T + u * h + b for w, u, b in zip(W, u, b, strict=True))
+        return lstm_formula(*given, c)
 
 
 class SubLSTM(Published):
@@ -157,9 +157,9 @@ class SubLSTM(Published):
                         - te.sigmoid(a(b, 0, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(new[b, j]) - te.sigmoid(a(b, 3, j)), h), new]
 
-    def numpy(self, x, s, p):
-        i, f, z, o = (sig(v) for v in affine(x, s["h"], p))
-        c = f * s["c"] + z - i
+    def numpy(self, x, h, c, W, R, b):
+        i, f, z, o = (sig(v) for v in affine(x, h, W, R, b))
+        c = f * c + z - i
         return sig(c) - o, c
 
 
@@ -176,10 +176,10 @@ class NestedLSTM(Published):
         new, deep = lstm(lambda b, g, j: pi[b, g, j] + qo[b, g, j] + e[g, j], d)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j)) * te.tanh(new[b, j]), h), new, deep]
 
-    def numpy(self, x, s, p):
-        i, f, g, o = affine(x, s["h"], p)
-        inner = affine(sig(i) * np.tanh(g), sig(f) * s["c"], {"W": p["P"], "R": p["Q"], "b": p["e"]})
-        c, d = lstm_formula(*inner, s["d"])
+    def numpy(self, x, h, c, d, W, R, b, P, Q, e):
+        i, f, g, o = affine(x, h, W, R, b)
+        inner = affine(sig(i) * np.tanh(g), sig(f) * c, P, Q, e)
+        c, d = lstm_formula(*inner, d)
         return sig(o) * np.tanh(c), c, d
 
 
@@ -203,10 +203,10 @@ class PhasedLSTM(Published):
         return [pointwise(lambda b, j: k[b, j] * out[b, j] + (1.0 - k[b, j]) * h[b, j], h), new,
                 pointwise(lambda b, j: t[b, j] + 1.0, t)]
 
-    def numpy(self, x, s, p):
-        period, shift, share = p["v"]
-        phase, share = np.mod((s["t"] - shift) / period, 1.0), share / 10
+    def numpy(self, x, h, c, t, W, R, b, v):
+        period, shift, share = v
+        phase, share = np.mod((t - shift) / period, 1.0), share / 10
         k = np.where(phase < share / 2, 2 * phase / share,
                      np.where(phase < share, 2 - 2 * phase / share, 0.1 * phase))
-        h, c = lstm_formula(*affine(x, s["h"], p), s["c"])
-        return k * h + (1 - k) * s["h"], k * c + (1 - k) * s["c"], s["t"] + 1
+        out, full = lstm_formula(*affine(x, h, W, R, b), c)
+        return k * out + (1 - k) * h, k * full + (1 - k) * c, t + 1

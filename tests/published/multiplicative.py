@@ -19,8 +19,8 @@ class MultiplicativeLSTM(Published):
         (h, c), mx, mh = states, product(x, p["Wm"], 0), product(states[0], p["Rm"], 0)
         return lstm(sums(x, pointwise(lambda b, j: mx[b, j] * mh[b, j], h, "m"), p), c)
 
-    def numpy(self, x, s, p):
-        return lstm_formula(*affine(x, (x @ p["Wm"][0].T) * (s["h"] @ p["Rm"][0].T), p), s["c"])
+    def numpy(self, x, h, c, Wm, Rm, W, R, b):
+        return lstm_formula(*affine(x, (x @ Wm[0].T) * (h @ Rm[0].T), W, R, b), c)
 
 
 class MIRNN(Published):
@@ -33,8 +33,8 @@ class MIRNN(Published):
         return [pointwise(lambda b, j: te.tanh(v[0, j] * wx[b, j] * rh[b, j] + v[1, j] * rh[b, j]
                                                + v[2, j] * wx[b, j] + v[3, j]), h)]
 
-    def numpy(self, x, s, p):
-        wx, rh, b = x @ p["W"][0].T, s["h"] @ p["R"][0].T, p["b"]
+    def numpy(self, x, h, W, R, b):
+        wx, rh = x @ W[0].T, h @ R[0].T
         return (np.tanh(b[0] * wx * rh + b[1] * rh + b[2] * wx + b[3]),)
 
 
@@ -50,10 +50,10 @@ class DeltaRNN(Published):
         r = pointwise(lambda b, j: te.sigmoid(wx[b, j] + v[4, j]), h)
         return [pointwise(lambda b, j: te.tanh((1.0 - r[b, j]) * z[b, j] + r[b, j] * h[b, j]), h)]
 
-    def numpy(self, x, s, p):
-        wx, rh, b = x @ p["W"][0].T, s["h"] @ p["R"][0].T, p["b"]
+    def numpy(self, x, h, W, R, b):
+        wx, rh = x @ W[0].T, h @ R[0].T
         z, r = np.tanh(b[0] * wx * rh + b[1] * rh + b[2] * wx + b[3]), sig(wx + b[4])
-        return (np.tanh((1 - r) * z + r * s["h"]),)
+        return (np.tanh((1 - r) * z + r * h),)
 
 
 class Mogrifier(Published):
@@ -68,9 +68,9 @@ class Mogrifier(Published):
         qx = product(x1, p["Q"], 1)
         return lstm(sums(x1, pointwise(lambda b, j: 2.0 * te.sigmoid(qx[b, j]) * h[b, j], h, "h1"), p), c)
 
-    def numpy(self, x, s, p):
-        x = 2 * sig(s["h"] @ p["Q"][0].T) * x
-        return lstm_formula(*affine(x, 2 * sig(x @ p["Q"][1].T) * s["h"], p), s["c"])
+    def numpy(self, x, h, c, Q, W, R, b):
+        x = 2 * sig(h @ Q[0].T) * x
+        return lstm_formula(*affine(x, 2 * sig(x @ Q[1].T) * h, W, R, b), c)
 
 
 class RHN(Published):
@@ -91,12 +91,11 @@ class RHN(Published):
             s = pointwise(lambda b, j, a=a, t=t, s=s: te.tanh(a(b, 0, j)) * t[b, j] + s[b, j] * (1.0 - t[b, j]), s)
         return [s]
 
-    def numpy(self, x, s, p):
-        s, R, b = s["h"], p["R"], p["b"]
+    def numpy(self, x, h, W, R, b):
         for depth in range(3):
-            h, t = (s @ R[n].T + b[n] + (x @ p["W"][n].T if depth == 0 else 0) for n in (2 * depth, 2 * depth + 1))
-            s = np.tanh(h) * sig(t) + s * (1 - sig(t))
-        return (s,)
+            n, t = (h @ R[n].T + b[n] + (x @ W[n].T if depth == 0 else 0) for n in (2 * depth, 2 * depth + 1))
+            h = np.tanh(n) * sig(t) + h * (1 - sig(t))
+        return (h,)
 
 
 class ATR(Published):
@@ -109,9 +108,9 @@ class ATR(Published):
         return [pointwise(lambda b, j: te.sigmoid(wx[b, j] + rh[b, j]) * wx[b, j]
                           + te.sigmoid(wx[b, j] - rh[b, j]) * h[b, j], h)]
 
-    def numpy(self, x, s, p):
-        wx, rh = x @ p["W"][0].T, s["h"] @ p["R"][0].T
-        return (sig(wx + rh) * wx + sig(wx - rh) * s["h"],)
+    def numpy(self, x, h, W, R):
+        wx, rh = x @ W[0].T, h @ R[0].T
+        return (sig(wx + rh) * wx + sig(wx - rh) * h,)
 
 
 class FastRNN(Published):
@@ -124,9 +123,8 @@ class FastRNN(Published):
         return [pointwise(lambda b, j: te.sigmoid(v[1, j]) * te.tanh(wx[b, j] + rh[b, j] + v[0, j])
                           + te.sigmoid(v[2, j]) * h[b, j], h)]
 
-    def numpy(self, x, s, p):
-        b = p["b"]
-        return (sig(b[1]) * np.tanh(x @ p["W"][0].T + s["h"] @ p["R"][0].T + b[0]) + sig(b[2]) * s["h"],)
+    def numpy(self, x, h, W, R, b):
+        return (sig(b[1]) * np.tanh(x @ W[0].T + h @ R[0].T + b[0]) + sig(b[2]) * h,)
 
 
 class FastGRNN(Published):
@@ -141,10 +139,10 @@ class FastGRNN(Published):
         return [pointwise(lambda b, j: (te.sigmoid(v[2, j]) * (1.0 - z[b, j]) + te.sigmoid(v[3, j])) * new[b, j]
                           + z[b, j] * h[b, j], h)]
 
-    def numpy(self, x, s, p):
-        a, b = x @ p["W"][0].T + s["h"] @ p["R"][0].T, p["b"]
+    def numpy(self, x, h, W, R, b):
+        a = x @ W[0].T + h @ R[0].T
         z = sig(a + b[0])
-        return ((sig(b[2]) * (1 - z) + sig(b[3])) * np.tanh(a + b[1]) + z * s["h"],)
+        return ((sig(b[2]) * (1 - z) + sig(b[3])) * np.tanh(a + b[1]) + z * h,)
 
 
 class NormalizedRNN(Published):
@@ -157,10 +155,10 @@ class NormalizedRNN(Published):
         n = normalized(pointwise(lambda b, j: wx[b, j] + rh[b, j], h))
         return [pointwise(lambda b, j: te.tanh(v[0, j] * n[b, j] + v[1, j]), h)]
 
-    def numpy(self, x, s, p):
-        a = x @ p["W"][0].T + s["h"] @ p["R"][0].T
+    def numpy(self, x, h, W, R, b):
+        a = x @ W[0].T + h @ R[0].T
         a = (a - a.mean(1, keepdims=True)) / np.sqrt(a.var(1, keepdims=True) + 1e-5)
-        return (np.tanh(p["b"][0] * a + p["b"][1]),)
+        return (np.tanh(b[0] * a + b[1]),)
 
 
 class RMSNormRNN(Published):
@@ -174,9 +172,9 @@ class RMSNormRNN(Published):
         square = mean(pointwise(lambda b, j: a[b, j] * a[b, j], h))
         return [pointwise(lambda b, j: te.tanh(v[0, j] * a[b, j] * te.rsqrt(square[b] + 1e-5) + v[1, j]), h)]
 
-    def numpy(self, x, s, p):
-        a = x @ p["W"][0].T + s["h"] @ p["R"][0].T
-        return (np.tanh(p["b"][0] * a / np.sqrt(np.square(a).mean(1, keepdims=True) + 1e-5) + p["b"][1]),)
+    def numpy(self, x, h, W, R, b):
+        a = x @ W[0].T + h @ R[0].T
+        return (np.tanh(b[0] * a / np.sqrt(np.square(a).mean(1, keepdims=True) + 1e-5) + b[1]),)
 
 
 class HigherOrderRNN(Published):
@@ -190,6 +188,6 @@ class HigherOrderRNN(Published):
         a, b1, c = (product(s, p["R"], n) for n, s in enumerate(states))
         return [pointwise(lambda b, j: relu(wx[b, j] + a[b, j] + b1[b, j] + c[b, j] + v[0, j]), h), h, h1]
 
-    def numpy(self, x, s, p):
-        a = x @ p["W"][0].T + sum(s[n] @ r.T for n, r in zip(("h", "h1", "h2"), p["R"], strict=True)) + p["b"][0]
-        return np.maximum(a, 0), s["h"], s["h1"]
+    def numpy(self, x, h, h1, h2, W, R, b):
+        a = x @ W[0].T + sum(state @ r.T for state, r in zip((h, h1, h2), R, strict=True)) + b[0]
+        return np.maximum(a, 0), h, h1

@@ -23,8 +23,8 @@ class LIF(Published):
         new = pointwise(lambda b, j: 0.9 * v[b, j] + a(b, 0, j) - 0.5 * s[b, j], v)
         return [pointwise(lambda b, j: fires(new[b, j] > 0.5), s), new]
 
-    def numpy(self, x, s, p):
-        v = 0.9 * s["v"] + affine(x, s["s"], p)[0] - 0.5 * s["s"]
+    def numpy(self, x, s, v, W, R, b):
+        v = 0.9 * v + affine(x, s, W, R, b)[0] - 0.5 * s
         return np.where(v > 0.5, 1.0, 0.0), v
 
 
@@ -40,9 +40,9 @@ class ALIF(Published):
         new = pointwise(lambda b, j: 0.9 * v[b, j] + 0.1 * c(b, 0, j) - limit[b, j] * s[b, j], v)
         return [pointwise(lambda b, j: fires(new[b, j] > limit[b, j]), s), new, tired]
 
-    def numpy(self, x, s, p):
-        a = 0.97 * s["a"] + 0.03 * s["s"]
-        v = 0.9 * s["v"] + 0.1 * affine(x, s["s"], p)[0] - (0.5 + 0.8 * a) * s["s"]
+    def numpy(self, x, s, v, a, W, R, b):
+        a = 0.97 * a + 0.03 * s
+        v = 0.9 * v + 0.1 * affine(x, s, W, R, b)[0] - (0.5 + 0.8 * a) * s
         return np.where(v > 0.5 + 0.8 * a, 1.0, 0.0), v, a
 
 
@@ -61,8 +61,8 @@ class EGRU(Published):
                         + (1.0 - u[b, j]) * c[b, j] - y[b, j], c)
         return [pointwise(lambda b, j: new[b, j] * fires(new[b, j] > v[0, j]), y), new]
 
-    def numpy(self, x, s, p):
-        y, (u, r, _) = s["y"], affine(x, s["y"], p)
-        z = np.tanh(x @ p["W"][2].T + (sig(r) * y) @ p["R"][2].T + p["b"][2])
-        c = sig(u) * z + (1 - sig(u)) * s["c"] - y
-        return c * (c > p["v"][0]), c
+    def numpy(self, x, y, c, W, R, b, v):
+        u, r, _ = affine(x, y, W, R, b)
+        z = np.tanh(x @ W[2].T + (sig(r) * y) @ R[2].T + b[2])
+        c = sig(u) * z + (1 - sig(u)) * c - y
+        return c * (c > v[0]), c
