@@ -55,9 +55,6 @@ class Balanced(HTMLParser):
         if tag != "meta":
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attributes: object) -> None:
-        self.names.add(tag)
-
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
