@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,10 +38,9 @@ at_most = 100.0
 
 
 @pytest.fixture(autouse=True)
-def still(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "foreign", lambda: 0.0)
     monkeypatch.setattr(turns, "settle", lambda: None)
-    yield
 
 
 def run(*arguments: str, code: int = 0) -> Result:

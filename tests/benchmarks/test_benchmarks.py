@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import compile_times
 import measured_rows
+import msgspec
 import numpy as np
 import pytest
 import report
@@ -36,7 +35,7 @@ def layers() -> list[Layer]:
 
 def result(layer: Layer, us: float, ratio: float) -> Row:
     """A measurement, as `ecornn bench` has it."""
-    work = replace(layer.case.layer()).workload
+    work = layer.case.layer().workload
     times = {side: Times(us * f, us * f - 0.01, us * f + 0.01, us * f, us * f, us * f, 9)
              for side, f in (("ecornn", 1.0), (layer.against[0], ratio))}
     return Row(case=layer.case, command="", device=ENVIRONMENT["gpu"], workload=work, seq=work.seq, batch=work.batch,
@@ -83,14 +82,8 @@ def test_who_rounds_to_tf32():
     assert [found[d].case.dtype for d in ("float32", "tf32", "tf32-both")] == ["float32"] * 3
     assert [found[d].case.precision for d in ("float32", "tf32", "tf32-both")] == [None, None, "tf32"]
     assert [found[d].against for d in ("float32", "tf32", "tf32-both")] == [("cudnn",), ("cudnn-tf32",), ("cudnn",)]
-    row = of_bench(json.loads(json.dumps(rows_as_json(result(found["tf32"], 2.0, 3.0)))))
+    row = of_bench(json.loads(msgspec.json.encode(result(found["tf32"], 2.0, 3.0))))
     assert (row["dtype"], row["sides"], row["cudnn_us"], row["ratio"]) == ("tf32", ["ecornn", "cudnn"], 6.0, 3.0)
-
-
-def rows_as_json(row: Row) -> Any:
-    import msgspec
-
-    return msgspec.to_builtins(row)
 
 
 def test_sides_of_ours_are_compiled_otherwise():
@@ -118,13 +111,11 @@ def test_a_floor_by_hand():
     assert found.total == pytest.approx(0.1967, abs=1e-4)
 
 
-def test_one_block_exchanges_between_its_warps():
+def test_blocks_and_clusters():
+    """One block exchanges between its warps. Few clusters are on the chip at once: of 64 rows thirteen of 8, not eight
+    of 16. No group of 17 to 31 blocks is faster than one of 32."""
     found = floors.floor(floors.H100, "lstm", 1, 64, 64, "float16")
     assert (found.blocks, found.exchange) == (1, 0.026)
-
-
-def test_few_clusters_are_on_the_chip_at_once():
-    """64 rows: thirteen clusters of 8, not eight of 16. No group of 17 to 31 blocks is faster than one of 32."""
     found = floors.floor(floors.H100, "lstm", 64, 256, 256, "float16")
     assert found.groups <= floors.H100.clusters(16) or found.blocks <= 8
     assert floors.polled(floors.H100, 1, 256, "float16", 1, 17) == dict(gpu_rates(floors.H100).bounds.exchange)[32]
@@ -150,9 +141,8 @@ def test_weights_beyond_the_chip_are_fetched_each_step():
 
 
 def test_no_floor_for_a_gpu_that_was_not_measured():
-    assert floors.measured("NVIDIA A100-SXM4-80GB") is None
-    assert floors.measured("NVIDIA H100 PCIe") is None
-    assert floors.measured("NVIDIA H100 80GB HBM3") is floors.H100
+    assert [floors.measured(f"NVIDIA {name}") for name in ("A100-SXM4-80GB", "H100 PCIe", "H100 80GB HBM3")] == [
+        None, None, floors.H100]
 
 
 def test_summary(results: Results):

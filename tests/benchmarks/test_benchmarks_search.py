@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import search_quality
 import search_rate
@@ -20,9 +21,12 @@ from rooms import ROOT
 from ecornn.device import Device
 from ecornn.schedules.base import Task
 from ecornn.tune import session as sessions
+from ecornn.tune.building import Build
 from ecornn.tune.log import parse, read
 from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.record import Choice
 from ecornn.tune.space import Candidate, ConfigSpace
+from ecornn.worker import Worker
 
 H100 = search_tables.resolve("sm_90a")
 ENTRIES = Entries("search_rate:nothing", "search_rate:pretended_build", "search_rate:nothing",
@@ -31,8 +35,9 @@ SMALL = ["lstm:64:2:10:bfloat16", "gru:64:1:10:float16"]
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H100 whose processes sleep."""
+def pretended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An H100 whose processes sleep, and logs of its own."""
+    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     monkeypatch.setenv(search_rate.PRETEND, json.dumps([0.01, 0.002]))
     monkeypatch.setattr(sessions, "present", lambda target: H100)
 
@@ -69,11 +74,31 @@ def test_a_table_is_a_prefix_of_one_uniform_order():
     assert len(whole) == len(space) and set(whole) == set(space.listing())
 
 
+def test_a_list_is_built_whatever_the_order_of_its_knobs(pretended: None, tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch):
+    path, wanted, asked, call = tmp_path / "set.jsonl", set(), set[bytes](), Worker.call
+
+    def watched(self: Worker, function: str, argument: Any, *rest: Any) -> Any:
+        if isinstance(argument, Build):
+            asked.add(msgspec.json.encode(msgspec.structs.replace(argument, out="")))
+        return call(self, function, argument, *rest)
+
+    monkeypatch.setattr(Worker, "call", watched)
+    for text in SMALL:
+        work = search_tables.workload_of(text)
+        given = search_tables.first(space_of(text), 6)
+        choices = tuple(Choice(c.schedule, dict(reversed(c.knobs))) for c in given)
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(search_tables.Item(text, choices)) + b"\n")
+        wanted |= {msgspec.json.encode(Build(work.cell, work, H100, c.schedule, c.config, "")) for c in given}
+    search_tables.run(path, 60.0, 2, 60.0)
+    assert len(wanted) == 12 and asked == wanted
+
+
 @pytest.mark.exhaustive
 def test_searches_are_replayed_on_tables_that_were_measured(pretended: None, tmp_path: Path,
                                                             monkeypatch: pytest.MonkeyPatch):
     listed, path, output = (tmp_path / name for name in ("list.jsonl", "table.jsonl", "quality"))
-    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
     search_tables.write_list(listed, SMALL, H100, 48)
     search_tables.run(listed, 1e6, 2, 60.0)
     path.write_bytes(b"".join(log.read_bytes() for log in sorted((tmp_path / "logs").glob("*.jsonl"))))

@@ -38,34 +38,31 @@ def case(found: float, limit: float = 1e-5) -> soak.Case:
     return soak.Case("one", lambda: [np.float32([found])], [np.float64([1.0])], limit)
 
 
-def looks_once(monkeypatch: pytest.MonkeyPatch, condition: Callable[[], object]) -> None:
-    """Waits between two looks wait for the condition, and no time passes."""
-    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda seconds: until(condition)))
+def soaked(monkeypatch: pytest.MonkeyPatch, cases: list[soak.Case], threads: int,
+           seen: Callable[[soak.Soak], object]) -> soak.Soak:
+    """A run whose waits between two looks wait until something is ``seen``; no time passes."""
+    one = soak.Soak(cases, threads)
+    monkeypatch.setattr(soak, "time", SimpleNamespace(
+        monotonic=lambda: 0.0, sleep=lambda seconds: until(lambda: seen(one))))
+    one.run(30)
+    return one
 
 
 def test_a_wrong_result_is_a_fault(monkeypatch: pytest.MonkeyPatch):
-    one = soak.Soak([case(1.0), case(1.01)], 2)
-    looks_once(monkeypatch, lambda: one.faults)
-    one.run(30)
+    one = soaked(monkeypatch, [case(1.0), case(1.01)], 2, lambda one: one.faults)
     assert one.faults and "an error of 0.01" in one.faults[0] and one.calls["one"] > 0
 
 
 def test_an_error_is_a_fault(monkeypatch: pytest.MonkeyPatch):
-    def fails() -> list[object]:
-        raise ZeroDivisionError
-
-    one = soak.Soak([soak.Case("other", fails, [])], 1)
-    looks_once(monkeypatch, lambda: one.faults)
-    one.run(30)
+    one = soaked(monkeypatch, [soak.Case("other", lambda: [1 / 0], [])], 1, lambda one: one.faults)
     assert "ZeroDivisionError" in one.faults[0]
 
 
 def test_threads_that_stand_still_are_a_fault(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(soak, "STILL", 0.2)
     go_on = threading.Event()
-    one = soak.Soak([soak.Case("slow", lambda: go_on.wait() and [], [])], 1)
-    looks_once(monkeypatch, lambda: one.doing == ["slow"])
-    one.run(30)
+    waits = soak.Case("slow", lambda: go_on.wait() and [], [])
+    one = soaked(monkeypatch, [waits], 1, lambda one: one.doing == ["slow"])
     go_on.set()
     assert one.faults == ["a thread has stood still for 0.2 seconds in slow"]
 

@@ -59,7 +59,7 @@ def formula(cell: Published, x: Any, parameters: dict[str, Any], states: list[An
     """y and the last states by the cell's formula, in float64."""
     p, now, y = {n: v.astype(np.float64) for n, v in parameters.items()}, [s.astype(np.float64) for s in states], []
     for row in x.astype(np.float64):
-        made = list(cell.numpy(row, dict(zip(cell.states, now, strict=True)), p))
+        made = list(cell.numpy(row, *now, **p))
         now = made[:len(now)]
         y.append(np.concatenate([made[n] for n in output_numbers(cell)], axis=1))
     return np.stack(y), now

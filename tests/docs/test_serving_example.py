@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import sys
-from typing import Any
 
 import numpy as np
 import pytest
-from rooms import ROOT
+from serving_load import Load
 from tornado.web import HTTPError
 
+import ecornn
 
-@pytest.fixture(scope="module")
-def serving() -> Any:
-    folder = str(ROOT / "examples")
-    sys.path.insert(0, folder)
-    try:
-        return importlib.import_module("12_serving")
-    finally:
-        sys.path.remove(folder)
+serving = importlib.import_module("12_serving")
 
 
 class Adding:
@@ -34,7 +26,7 @@ class Adding:
         return h + x, c + 2 * x
 
 
-def test_steps_that_wait_share_a_call(serving: Any):
+def test_steps_that_wait_share_a_call():
     layer = Adding()
 
     async def calls() -> list[float]:
@@ -48,15 +40,15 @@ def test_steps_that_wait_share_a_call(serving: Any):
         assert refused.value.status_code == 503
         sessions.end("a")
         sessions.end("nobody")
-        values.append(float((await sessions.step("e", np.float32([5])))[0]))  # in the row that a had
-        values.append(float((await sessions.step("d", np.float32([1])))[0]))
+        for name, value in (("e", 5), ("d", 1)):  # e in the row that a had
+            values.append(float((await sessions.step(name, np.float32([value])))[0]))
         return values
 
     assert asyncio.run(calls()) == [1, 10, 3, 100, 1000, 5, 1001]
     assert layer.rows == [3, 2, 1, 1]
 
 
-def test_a_client_that_went_away_takes_no_answer(serving: Any):
+def test_a_client_that_went_away_takes_no_answer():
     async def calls() -> float:
         sessions = serving.Sessions(Adding(), 1, 1, most=3, capacity=2)
         sessions.step("a", np.float32([1])).cancel()
@@ -66,10 +58,8 @@ def test_a_client_that_went_away_takes_no_answer(serving: Any):
 
 
 @pytest.mark.parametrize("off", [0.0, 1e-3])
-def test_wrong_answers_are_found(serving: Any, off: float):
-    import ecornn
-
-    found = serving.load.__globals__["Load"]()
+def test_wrong_answers_are_found(off: float):
+    found = Load()
     found.sent = [*np.random.default_rng(0).standard_normal((6, 3), np.float32)]
     weights = {k: v.numpy() for k, v in serving.lstm(4, 3).state_dict().items()}
     found.got = [*ecornn.reference("lstm", np.stack(found.sent)[:, None], weights)[0][:, 0]]

@@ -7,7 +7,8 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -139,9 +140,9 @@ def room(module: str) -> str:
     return ".".join(parts[:3 if parts[1:2] == ["cuda"] else 2]) if layer(module) == "schedules" else layer(module)
 
 
-def imports(tree: ast.Module, modules: dict[str, Path]) -> Iterator[str]:
-    """The full names of the modules that a file imports, at any depth."""
-    for node in ast.walk(tree):
+def imports(nodes: Iterable[ast.AST], modules: Collection[str]) -> Iterator[str]:
+    """The full names of the modules that these statements import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -149,6 +150,13 @@ def imports(tree: ast.Module, modules: dict[str, Path]) -> Iterator[str]:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 yield full if full in modules else str(node.module)
+
+
+@cache
+def imported() -> dict[str, set[str]]:
+    """What each module imports, at any depth; for type checkers, too."""
+    modules = sources()
+    return {name: {*imports(ast.walk(ast.parse(path.read_text())), modules)} for name, path in modules.items()}
 
 
 def at_import(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -173,31 +181,29 @@ def refuse_circles(of: dict[str, set[str]]) -> None:
 
 
 def test_imports_go_down_the_layers():
-    modules, wrong = sources(), []
+    modules, wrong = imported(), []
     assert len(modules) > 20, "the layout changed; this test finds nothing"
-    for name, path in modules.items():
+    for name, targets in modules.items():
         own = room(name)
-        assert own in MAY_IMPORT, f"{path} belongs to no room; say here what {own!r} may import"
-        for target in imports(ast.parse(path.read_text()), modules):
-            if target.split(".")[0] == "ecornn" and room(target) not in MAY_IMPORT[own] | {own}:
-                wrong.append(f"{name} imports {target}")
+        assert own in MAY_IMPORT, f"{name} belongs to no room; say here what {own!r} may import"
+        wrong += [f"{name} imports {target}" for target in targets
+                  if target.split(".")[0] == "ecornn" and room(target) not in MAY_IMPORT[own] | {own}]
     assert not wrong, "\n".join(wrong)
 
 
 def test_what_outputs_are_checked_against_is_apart_from_what_makes_kernels():
-    modules = sources()
+    modules = imported()
     for name in ("ecornn.tune.oracle", "ecornn.interpreter", "ecornn.numpy_layers", "ecornn.numpy_reference",
                  "ecornn.bench.step_loop", "ecornn.bench.expected"):
-        for target in imports(ast.parse(modules[name].read_text()), modules):
+        for target in modules[name]:
             assert layer(target) not in ("analysis", "schedules", "task", "build", "compiler"), f"{name}: {target}"
 
 
 def test_no_circle_of_imports():
     """Neither of files nor of rooms. Imports inside functions count, and those for type checkers."""
-    modules = sources()
+    modules = imported()
     refuse_circles(MAY_IMPORT)
-    refuse_circles({name: {target for target in imports(ast.parse(path.read_text()), modules)
-                           if target in modules and target != name} for name, path in modules.items()})
+    refuse_circles({name: targets & modules.keys() - {name} for name, targets in modules.items()})
 
 
 def test_a_circle_of_imports_is_named():
@@ -206,15 +212,10 @@ def test_a_circle_of_imports_is_named():
 
 
 def test_tvm_and_torch_are_imported_inside_functions_only():
-    wrong = []
-    for name, path in sources().items():
-        if layer(name) == "torch":  # made of torch's classes, and imported by who has it
-            continue
-        for node in at_import(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else (
-                [str(node.module)] if isinstance(node, ast.ImportFrom) else [])
-            wrong += [f"{name} line {node.lineno} imports {n}" for n in names
-                      if n.split(".")[0] in ("tvm", "torch")]
+    """But for ecornn.torch, which is made of torch's classes, and imported by who has it."""
+    wrong = [f"{name} imports {target}" for name, path in sources().items() if layer(name) != "torch"
+             for target in imports(at_import(ast.parse(path.read_text())), ())
+             if target.split(".")[0] in ("tvm", "torch")]
     assert not wrong, "\n".join(wrong)
 
 

@@ -23,16 +23,9 @@ RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".typed")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    result = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True,
-                            text=True)
+    result = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
     assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
     return result.stdout
-
-
-def project_version() -> str:
-    """The version that pyproject.toml has."""
-    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    return version
 
 
 @pytest.fixture(scope="session")
@@ -59,37 +52,37 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
     # A .pth file in site/ adds a folder behind site/, whose own .pth files (the checkout's editable
     # installation among them) are not read: ecornn is the wheel's, all else this environment's.
-    (site / "dependencies.pth").write_text("\n".join({sysconfig.get_path("purelib"),
-                                                      sysconfig.get_path("platlib")}) + "\n")
+    (site / "dependencies.pth").write_text("\n".join({*map(sysconfig.get_path, ("purelib", "platlib"))}) + "\n")
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--prefix", folder,
         "--ignore-installed", wheel, cwd=folder)
     return folder / "bin" / "python"
 
 
-def test_the_wheel_holds_every_file(wheel: Path):
+def test_the_wheel_holds_every_file_and_nothing_else(wheel: Path):
     inside = set(zipfile.ZipFile(wheel).namelist())
     expected = {f"{to}/{path.relative_to(ROOT / place).as_posix()}" for place, to in PLACES.items()
                 for path in (ROOT / place).rglob("*") if path.suffix in RESOURCES or path.name == "py.typed"}
     assert {"ecornn/program.py", "ecornn/schedules/base.py", "ecornn/py.typed"} <= expected
     missing = sorted(expected - inside)
     assert not missing, f"not in the wheel (see [tool.setuptools] in pyproject.toml): {missing}"
-
-
-def test_the_wheel_holds_nothing_else(wheel: Path):
-    stray = [name for name in zipfile.ZipFile(wheel).namelist()
-             if not name.startswith("ecornn/") and ".dist-info/" not in name]
+    stray = [name for name in inside if not name.startswith("ecornn/") and ".dist-info/" not in name]
     assert not stray, "one top-level package only"
 
 
-def test_commands_are_declared(wheel: Path):
+def read_of(wheel: Path, end: str) -> str:
+    """The text of the wheel's one file whose name ends so."""
     archive = zipfile.ZipFile(wheel)
-    (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
-    text = archive.read(name).decode()
+    (name,) = (name for name in archive.namelist() if name.endswith(end))
+    return archive.read(name).decode()
+
+
+def test_commands_are_declared(wheel: Path):
+    text = read_of(wheel, "entry_points.txt")
     assert all(f"{command} = ecornn.console:" in text for command in ("ecornn", "ecornn-tune", "ecornn-compile"))
 
 
 def test_every_file_says_the_same_version():
-    version = project_version()
+    (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     (line,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert line == version
     (date,) = re.findall(r"^date-released: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
@@ -101,18 +94,14 @@ def test_every_file_says_the_same_version():
     assert not {page: named for page, named in pages.items() if named - {version}}
 
 
-def test_links_of_the_packages_page_lead_somewhere(wheel: Path):
-    archive = zipfile.ZipFile(wheel)
-    (name,) = (n for n in archive.namelist() if n.endswith("/METADATA"))
-    text = archive.read(name).decode()
+def test_links_of_the_packages_page_lead_somewhere(wheel: Path, monkeypatch: pytest.MonkeyPatch):
+    text = read_of(wheel, "/METADATA")
     assert "Description-Content-Type: text/markdown" in text and "## Two commands" in text and "<!--" not in text
     targets = re.findall(r"\]\(([^()\s]*)\)", text)
     assert targets and all(target.startswith("https://") for target in targets), targets
-    sys.path.insert(0, str(ROOT))
-    try:
-        from setup import page
-    finally:
-        sys.path.remove(str(ROOT))
+    monkeypatch.syspath_prepend(ROOT)
+    from setup import page
+
     text = page((ROOT / "README.md").read_text(), "https://example.org/ecornn/blob/main")
     assert "](https://example.org/ecornn/blob/main/docs/CONCEPTS.md)" in text
     assert "![Times" in text and not re.search(r"\]\((?!https://)", text)

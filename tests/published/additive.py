@@ -20,18 +20,16 @@ class QRNN(Published):
                         + te.sigmoid(wx[b, 2, j]) * te.tanh(wx[b, 0, j]), c)
         return [pointwise(lambda b, j: te.sigmoid(wx[b, 3, j]) * new[b, j], c), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        z, f, i, o = (x @ w.T for w in p["W"])
-        c = sig(f) * s["c"] + sig(i) * np.tanh(z)
+    def numpy(self, x, h, c, W):
+        z, f, i, o = (x @ w.T for w in W)
+        c = sig(f) * c + sig(i) * np.tanh(z)
         return sig(o) * c, c
 
 
 class SRU(Published):
     """Simple recurrent unit (Lei et al. 2018, arXiv 1709.02755); its highway reads x, so I = H."""
 
-    name, states, square = "sru", ("h", "c"), True
-    shapes = {"W": (3, "I"), "v": (2,), "b": (2,)}
+    name, states, square, shapes = "sru", ("h", "c"), True, {"W": (3, "I"), "v": (2,), "b": (2,)}
 
     def step(self, x, states, p):
         (_, c), wx, v, t = states, product(x, p["W"]), p["v"], p["b"]
@@ -40,29 +38,25 @@ class SRU(Published):
         new = pointwise(lambda b, j: f[b, j] * c[b, j] + (1.0 - f[b, j]) * wx[b, 0, j], c)
         return [pointwise(lambda b, j: r[b, j] * new[b, j] + (1.0 - r[b, j]) * x[b, j], c), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        W, v, b = p["W"], p["v"], p["b"]
-        f, r = (sig(x @ W[n + 1].T + v[n] * s["c"] + b[n]) for n in (0, 1))
-        c = f * s["c"] + (1 - f) * (x @ W[0].T)
+    def numpy(self, x, h, c, W, v, b):
+        f, r = (sig(x @ W[n + 1].T + v[n] * c + b[n]) for n in (0, 1))
+        c = f * c + (1 - f) * (x @ W[0].T)
         return r * c + (1 - r) * x, c
 
 
 class StronglyTypedRNN(Published):
     """T-RNN (Balduzzi and Ghifary 2016, arXiv 1602.02218); with GILR (Martin and Cundy 2018, 1709.04057) alike."""
 
-    name, states = "t_rnn", ("h",)
-    shapes = {"W": (2, "I"), "b": (1,)}
+    name, states, shapes = "t_rnn", ("h",), {"W": (2, "I"), "b": (1,)}
 
     def step(self, x, states, p):
         (h,), wx, v = states, product(x, p["W"]), p["b"]
         f = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j] + v[0, j]), h)
         return [pointwise(lambda b, j: f[b, j] * h[b, j] + (1.0 - f[b, j]) * wx[b, 0, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        f = sig(x @ p["W"][1].T + p["b"][0])
-        return (f * s["h"] + (1 - f) * (x @ p["W"][0].T),)
+    def numpy(self, x, h, W, b):
+        f = sig(x @ W[1].T + b[0])
+        return (f * h + (1 - f) * (x @ W[0].T),)
 
 
 class MinGRU(Published):
@@ -76,10 +70,9 @@ class MinGRU(Published):
         new = pointwise(lambda b, j: tirx.Select(wx[b, 1, j] >= 0.0, wx[b, 1, j] + 0.5, te.sigmoid(wx[b, 1, j])), h)
         return [pointwise(lambda b, j: (1.0 - z[b, j]) * h[b, j] + z[b, j] * new[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        z, n = (x @ w.T for w in p["W"])
-        return ((1 - sig(z)) * s["h"] + sig(z) * np.where(n >= 0, n + 0.5, sig(n)),)
+    def numpy(self, x, h, W):
+        z, n = (x @ w.T for w in W)
+        return ((1 - sig(z)) * h + sig(z) * np.where(n >= 0, n + 0.5, sig(n)),)
 
 
 class MinLSTM(Published):
@@ -93,18 +86,16 @@ class MinLSTM(Published):
         i = pointwise(lambda b, j: te.sigmoid(wx[b, 1, j]), h)
         return [pointwise(lambda b, j: (f[b, j] * h[b, j] + i[b, j] * wx[b, 2, j]) / (f[b, j] + i[b, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        f, i, n = (x @ w.T for w in p["W"])
+    def numpy(self, x, h, W):
+        f, i, n = (x @ w.T for w in W)
         share = sig(f) / (sig(f) + sig(i))
-        return (share * s["h"] + (1 - share) * n,)
+        return (share * h + (1 - share) * n,)
 
 
 class HGRN(Published):
     """Forget gates with a lower bound, outputs gated (Qin et al. 2023, arXiv 2311.04823), real; ``v`` is the bound."""
 
-    name, states = "hgrn", ("o", "h")
-    shapes = {"W": (3, "I"), "v": (1,)}
+    name, states, shapes = "hgrn", ("o", "h"), {"W": (3, "I"), "v": (1,)}
 
     def step(self, x, states, p):
         (_, h), wx, v = states, product(x, p["W"]), p["v"]
@@ -114,20 +105,18 @@ class HGRN(Published):
                         + (1.0 - f[b, j]) * wx[b, 1, j] * te.sigmoid(wx[b, 1, j]), h)
         return [pointwise(lambda b, j: te.sigmoid(wx[b, 2, j]) * new[b, j], h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        f, c, g = (x @ w.T for w in p["W"])
-        least = sig(p["v"][0])
+    def numpy(self, x, o, h, W, v):
+        f, c, g = (x @ w.T for w in W)
+        least = sig(v[0])
         f = least + (1 - least) * sig(f)
-        h = f * s["h"] + (1 - f) * c * sig(c)
+        h = f * h + (1 - f) * c * sig(c)
         return sig(g) * h, h
 
 
 class RGLRU(Published):
     """The recurrence of Griffin (De et al. 2024, arXiv 2402.19427), c = 8; I = H."""
 
-    name, states, square = "rg_lru", ("h",), True
-    shapes = {"W": (2, "I"), "b": (2,), "v": (1,)}
+    name, states, square, shapes = "rg_lru", ("h",), True, {"W": (2, "I"), "b": (2,), "v": (1,)}
 
     def step(self, x, states, p):
         (h,), wx, v, t = states, product(x, p["W"]), p["v"], p["b"]
@@ -136,19 +125,17 @@ class RGLRU(Published):
         return [pointwise(lambda b, j: a[b, j] * h[b, j]
                           + te.sqrt(1.0 - a[b, j] * a[b, j]) * i[b, j] * x[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        r, i = (sig(x @ w.T + b) for w, b in zip(p["W"], p["b"], strict=True))
-        log_a = -8 * soft(p["v"][0]) * r
-        return (np.exp(log_a) * s["h"] + np.sqrt(-np.expm1(2 * log_a)) * i * x,)
+    def numpy(self, x, h, W, b, v):
+        r, i = (sig(x @ w.T + b) for w, b in zip(W, b, strict=True))
+        log_a = -8 * soft(v[0]) * r
+        return (np.exp(log_a) * h + np.sqrt(-np.expm1(2 * log_a)) * i * x,)
 
 
 class LRU(Published):
     """Linear recurrent unit (Orvieto et al. 2023, arXiv 2303.06349): complex numbers as two states; y is the real part
     of h. ``v`` are log nu and log theta."""
 
-    name, states = "lru", ("re", "im")
-    shapes = {"W": (2, "I"), "v": (2,)}
+    name, states, shapes = "lru", ("re", "im"), {"W": (2, "I"), "v": (2,)}
 
     def step(self, x, states, p):
         (re, im), wx, v = states, product(x, p["W"]), p["v"]
@@ -159,11 +146,10 @@ class LRU(Published):
         return [pointwise(lambda b, j: cos[b, j] * re[b, j] - sin[b, j] * im[b, j] + gain[b, j] * wx[b, 0, j], re),
                 pointwise(lambda b, j: sin[b, j] * re[b, j] + cos[b, j] * im[b, j] + gain[b, j] * wx[b, 1, j], re)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        pole = np.exp(-np.exp(p["v"][0]) + 1j * np.exp(p["v"][1]))
-        h = pole * (s["re"] + 1j * s["im"])
-        h = h + np.sqrt(1 - np.abs(pole) ** 2) * (x @ p["W"][0].T + 1j * (x @ p["W"][1].T))
+    def numpy(self, x, re, im, W, v):
+        pole = np.exp(-np.exp(v[0]) + 1j * np.exp(v[1]))
+        h = pole * (re + 1j * im)
+        h = h + np.sqrt(1 - np.abs(pole) ** 2) * (x @ W[0].T + 1j * (x @ W[1].T))
         return h.real, h.imag
 
 
@@ -181,30 +167,27 @@ class SelectiveSSM(Published):
                         + dt[b, j] * wx[b, 1, j] * x[b, j], h)
         return [new, pointwise(lambda b, j: wx[b, 2, j] * new[b, j] + v[2, j] * x[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        dt, B, C = (x @ w.T for w in p["W"])
-        dt = soft(dt + p["v"][1])
-        h = np.exp(-dt * np.exp(p["v"][0])) * s["h"] + dt * B * x
-        return h, C * h + p["v"][2] * x
+    def numpy(self, x, h, y, W, v):
+        dt, B, C = (x @ w.T for w in W)
+        dt = soft(dt + v[1])
+        h = np.exp(-dt * np.exp(v[0])) * h + dt * B * x
+        return h, C * h + v[2] * x
 
 
 class DampedEMA(Published):
     """The moving average of Mega (Ma et al. 2023, arXiv 2209.10655), one dimension a unit; ``v`` are alpha and delta
     before a sigmoid."""
 
-    name, states = "mega_ema", ("h",)
-    shapes = {"W": (1, "I"), "v": (2,)}
+    name, states, shapes = "mega_ema", ("h",), {"W": (1, "I"), "v": (2,)}
 
     def step(self, x, states, p):
         (h,), wx, v = states, product(x, p["W"], 0), p["v"]
         return [pointwise(lambda b, j: te.sigmoid(v[0, j]) * wx[b, j]
                           + (1.0 - te.sigmoid(v[0, j]) * te.sigmoid(v[1, j])) * h[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        alpha, delta = sig(p["v"][0]), sig(p["v"][1])
-        return (alpha * (x @ p["W"][0].T) + (1 - alpha * delta) * s["h"],)
+    def numpy(self, x, h, W, v):
+        alpha, delta = sig(v[0]), sig(v[1])
+        return (alpha * (x @ W[0].T) + (1 - alpha * delta) * h,)
 
 
 class RWKV4(Published):
@@ -228,13 +211,12 @@ class RWKV4(Published):
         return [pointwise(lambda b, j: kept[b, j] * a[b, j] + added[b, j] * wx[b, 2, j], a),
                 pointwise(lambda b, j: kept[b, j] * d[b, j] + added[b, j], a), new, y]
 
-    @staticmethod
-    def numpy(x, s, p):
-        r, k, v = (x @ w.T for w in p["W"])
-        u, decay = p["v"][0], np.exp(p["v"][1])
-        a, d = s["a"] * np.exp(s["m"]), s["d"] * np.exp(s["m"])  # in float64 no exponent is too large here
+    def numpy(self, x, a, d, m, W, v):
+        u, decay = v[0], np.exp(v[1])
+        r, k, v = (x @ w.T for w in W)
+        a, d = a * np.exp(m), d * np.exp(m)  # in float64 no exponent is too large here
         y = sig(r) * (a + np.exp(u + k) * v) / (d + np.exp(u + k))
-        m = np.maximum(s["m"] - decay, k)
+        m = np.maximum(m - decay, k)
         a, d = (np.exp(-decay) * old + np.exp(k) * new for old, new in ((a, v), (d, 1.0)))
         return a / np.exp(m), d / np.exp(m), m, y
 
@@ -242,8 +224,7 @@ class RWKV4(Published):
 class BRC(Published):
     """Bistable recurrent cell (Vecoven et al. 2021, arXiv 2006.05252)."""
 
-    name, states = "brc", ("h",)
-    shapes = {"W": (3, "I"), "v": (2,)}
+    name, states, shapes = "brc", ("h",), {"W": (3, "I"), "v": (2,)}
 
     def step(self, x, states, p):
         (h,), wx, v = states, product(x, p["W"]), p["v"]
@@ -252,8 +233,6 @@ class BRC(Published):
         return [pointwise(lambda b, j: c[b, j] * h[b, j] + (1.0 - c[b, j]) * te.tanh(
             wx[b, 2, j] + a[b, j] * h[b, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        h, W, v = s["h"], p["W"], p["v"]
+    def numpy(self, x, h, W, v):
         a, c = 1 + np.tanh(x @ W[0].T + v[0] * h), sig(x @ W[1].T + v[1] * h)
         return (c * h + (1 - c) * np.tanh(x @ W[2].T + a * h),)

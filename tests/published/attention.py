@@ -20,8 +20,7 @@ class ONLSTM(Published):
     softmaxes, products of a softmax with a triangle of ones, which is the parameter ``T``: gate 0 adds up what is
     before a unit and itself, gate 1 itself and what is behind."""
 
-    name, states = "on_lstm", ("h", "c")
-    shapes = {"W": (6, "I"), "R": (6, "H"), "b": (6,), "T": (2, "H")}
+    name, states, shapes = "on_lstm", ("h", "c"), {"W": (6, "I"), "R": (6, "H"), "b": (6,), "T": (2, "H")}
     fixed = {"T": lambda hidden: np.stack([np.tri(hidden), np.tri(hidden).T])}
 
     def step(self, x, states, p):
@@ -38,13 +37,12 @@ class ONLSTM(Published):
                         + (i[b, j] * both[b, j] + enter[b, j] - both[b, j]) * te.tanh(a(b, 3, j)), c, "new")
         return [pointwise(lambda b, j: o[b, j] * te.tanh(new[b, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        f, i, o, new, forget, enter = affine(x, s["h"], p)
+    def numpy(self, x, h, c, W, R, b, T):
+        f, i, o, new, forget, enter = affine(x, h, W, R, b)
         forget = np.cumsum(soft(forget), axis=1)
         enter = 1 - np.cumsum(soft(enter), axis=1) + soft(enter)
         both = forget * enter
-        c = (sig(f) * both + forget - both) * s["c"] + (sig(i) * both + enter - both) * np.tanh(new)
+        c = (sig(f) * both + forget - both) * c + (sig(i) * both + enter - both) * np.tanh(new)
         return sig(o) * np.tanh(c), c
 
 
@@ -82,16 +80,14 @@ class ONLSTMChunks(Published):
                         + (i[b, j] * both[b, j] + enter[b, j] - both[b, j]) * z[b, j], c, "new")
         return [pointwise(lambda i, j: o[i, j] * te.tanh(new[i, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        f, i, o, z = (x @ p["W"][g].T + s["h"] @ p["R"][g].T + p["b"][g] for g in range(4))
-        forget, enter = (soft(x @ m.T + s["h"] @ n.T + b[:len(m)]) for m, n, b in zip(
-            p["M"], p["N"], p["b"][4:], strict=True))
+    def numpy(self, x, h, c, W, R, b, M, N, T):
+        f, i, o, z = (x @ W[g].T + h @ R[g].T + b[g] for g in range(4))
+        forget, enter = (soft(x @ m.T + h @ n.T + v[:len(m)]) for m, n, v in zip(M, N, b[4:], strict=True))
         size = f.shape[1] // forget.shape[1]
         forget = np.repeat(np.cumsum(forget, axis=1), size, axis=1)
         enter = np.repeat(1 - np.cumsum(enter, axis=1) + enter, size, axis=1)
         both = forget * enter
-        c = (sig(f) * both + forget - both) * s["c"] + (sig(i) * both + enter - both) * np.tanh(z)
+        c = (sig(f) * both + forget - both) * c + (sig(i) * both + enter - both) * np.tanh(z)
         return sig(o) * np.tanh(c), c
 
 
@@ -116,15 +112,14 @@ class EntNet(WithHeads):
             new[b, s * own + k] * new[b, s * own + k], axis=k), name="square")
         return [pointwise(lambda b, j: new[b, j] / te.sqrt(square[b, j // own]), h)]
 
-    @classmethod
-    def numpy(cls, x, s, p):
-        read, given = (x @ w.T for w in p["W"])
-        slots = (-1, cls.heads, read.shape[1] // cls.heads)
-        near = (read * (s["h"] + p["v"][0])).reshape(slots).sum(axis=2, keepdims=True)
-        new = each_head(s["h"], p["U"])[0] + p["v"][1] + given
-        new = np.maximum(new, 0.0) + p["v"][2] * np.minimum(new, 0.0)
-        h = s["h"].reshape(slots) + sig(near) * new.reshape(slots)
-        return ((h / np.sqrt(np.square(h).sum(axis=2, keepdims=True))).reshape(s["h"].shape),)
+    def numpy(self, x, h, W, v, U):
+        read, given = (x @ w.T for w in W)
+        slots = (-1, self.heads, read.shape[1] // self.heads)
+        near = (read * (h + v[0])).reshape(slots).sum(axis=2, keepdims=True)
+        new = each_head(h, U)[0] + v[1] + given
+        new = np.maximum(new, 0.0) + v[2] * np.minimum(new, 0.0)
+        slot = h.reshape(slots) + sig(near) * new.reshape(slots)
+        return ((slot / np.sqrt(np.square(slot).sum(axis=2, keepdims=True))).reshape(h.shape),)
 
 
 class StateRegularizedRNN(Published):
@@ -138,7 +133,6 @@ class StateRegularizedRNN(Published):
         u = pointwise(lambda b, j: te.tanh(a(b, 0, j)), h, "u")
         return [product(softmax(product(u, p["S"], 0), "weights"), p["S"], 1)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        (a,) = affine(x, s["h"], p)
-        return (soft(np.tanh(a) @ p["S"][0].T) @ p["S"][1].T,)
+    def numpy(self, x, h, W, R, b, S):
+        (a,) = affine(x, h, W, R, b)
+        return (soft(np.tanh(a) @ S[0].T) @ S[1].T,)

@@ -9,16 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 from tvm import te, tirx
 
-from ecornn import Cell, product
+from ecornn import Cell, pointwise, product
+
+ONE, TWO, THREE, FOUR = ({"W": (n, "I"), "R": (n, "H"), "b": (n,)} for n in range(1, 5))
 
 
 class Published(Cell):
     """A cell whose ``shapes`` say (G, "I"), (G, "H") or (G,) of each parameter.
 
-    ``numpy(x, s, p)`` is its step on arrays: x (B, I), the states by name, and parameters (G, H, K) and (G, H), to the
-    new states in their order, and behind them outputs that are none. ``hidden``: an H that it can have. ``square``: it
-    reads x at each unit, so that I = H. ``ranges``: where the values of some parameters are drawn from, instead of
-    around 0. ``fixed``: of those that are no weights, the values (G, H[, K]) for H.
+    ``numpy(x, *states, **parameters)`` is its step on arrays: x (B, I), states (B, H) in their order, and parameters
+    (G, H, K) and (G, H), to the new states in their order, and behind them outputs that are none. ``hidden``: an H that
+    it can have. ``square``: it reads x at each unit, so that I = H. ``ranges``: where the values of some parameters are
+    drawn from, instead of around 0. ``fixed``: of those that are no weights, the values (G, H[, K]) for H.
     """
 
     shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
@@ -39,16 +41,21 @@ class Published(Cell):
     def __repr__(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}()"  # one class, one cell
 
-    @staticmethod
     @abstractmethod
-    def numpy(x: Any, s: Mapping[str, Any], p: Mapping[str, Any]) -> Sequence[Any]:
-        """The formula as published: what the step returns, of x (B, I), states (B, H) and parameters by name."""
+    def numpy(self, x: Any, *states: Any, **parameters: Any) -> Sequence[Any]:
+        """The formula as published: what the step returns."""
 
 
 def sums(x: Any, h: Any, p: Mapping[str, Any]) -> Callable[[Any, int, Any], Any]:
     """``at(b, g, j)`` = W_g x + R_g h + b_g, on te tensors."""
     wx, rh, v = product(x, p["W"]), product(h, p["R"]), p["b"]
     return lambda b, g, j: wx[b, g, j] + rh[b, g, j] + v[g, j]
+
+
+def lstm(at: Callable[[Any, int, Any], Any], c: Any) -> list[Any]:
+    """h and c of an LSTM, by its sums ``at(b, g, j)`` of input, forget gate, new values and output."""
+    new = pointwise(lambda b, j: te.sigmoid(at(b, 1, j)) * c[b, j] + te.sigmoid(at(b, 0, j)) * te.tanh(at(b, 2, j)), c)
+    return [pointwise(lambda b, j: te.sigmoid(at(b, 3, j)) * te.tanh(new[b, j]), c), new]
 
 
 def relu(value: Any) -> Any:
@@ -60,9 +67,15 @@ def softplus(value: Any) -> Any:
 
 
 # -- NumPy --------------------------------------------------------------------------------------
-def affine(x: Any, h: Any, p: Mapping[str, Any]) -> list[Any]:
+def affine(x: Any, h: Any, W: Any, R: Any, b: Any) -> list[Any]:
     """W_g x + R_g h + b_g of every g."""
-    return [x @ w.T + h @ r.T + b for w, r, b in zip(p["W"], p["R"], p["b"], strict=True)]
+    return [x @ w.T + h @ r.T + v for w, r, v in zip(W, R, b, strict=True)]
+
+
+def lstm_formula(i: Any, f: Any, g: Any, o: Any, c: Any) -> tuple[Any, Any]:
+    """h and c of an LSTM, by its four sums."""
+    c = sig(f) * c + sig(i) * np.tanh(g)
+    return sig(o) * np.tanh(c), c
 
 
 def sig(z: Any) -> Any:

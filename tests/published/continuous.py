@@ -6,9 +6,7 @@ import numpy as np
 from tvm import te
 
 from ecornn import pointwise, product
-from published.base import Published, affine, sig, sums
-
-ONE = {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
+from published.base import FOUR, ONE, THREE, Published, affine, sig, sums
 
 
 class CTRNN(Published):
@@ -20,10 +18,9 @@ class CTRNN(Published):
         (h,), a, v = states, sums(x, states[0], p), p["v"]
         return [pointwise(lambda b, j: h[b, j] + 0.1 * te.exp(0.0 - v[0, j]) * (te.tanh(a(b, 0, j)) - h[b, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        (a,) = affine(x, s["h"], p)
-        return (s["h"] + 0.1 / np.exp(p["v"][0]) * (np.tanh(a) - s["h"]),)
+    def numpy(self, x, h, W, R, b, v):
+        (a,) = affine(x, h, W, R, b)
+        return (h + 0.1 / np.exp(v[0]) * (np.tanh(a) - h),)
 
 
 class LTC(Published):
@@ -41,11 +38,10 @@ class LTC(Published):
                           / (1.0 + (te.exp(0.0 - v[1, j]) + f[b, j]) / 6.0), states[0])
         return [h]
 
-    @staticmethod
-    def numpy(x, s, p):
-        h, (A, log_tau), dt = s["h"], p["v"], 1 / 6
+    def numpy(self, x, h, W, R, b, v):
+        (A, log_tau), dt = v, 1 / 6
         for _ in range(3):
-            f = sig(x @ p["W"][0].T + h @ p["R"][0].T + p["b"][0])
+            f = sig(x @ W[0].T + h @ R[0].T + b[0])
             h = (h + dt * f * A) / (1 + dt * (1 / np.exp(log_tau) + f))
         return (h,)
 
@@ -53,8 +49,7 @@ class LTC(Published):
 class CfC(Published):
     """Closed-form continuous time (Hasani et al. 2022, arXiv 2106.13898): a backbone of H units and four heads."""
 
-    name, states = "cfc", ("h",)
-    shapes = ONE | {"Q": (4, "H"), "q": (4,)}
+    name, states, shapes = "cfc", ("h",), ONE | {"Q": (4, "H"), "q": (4,)}
 
     def step(self, x, states, p):
         (h,), a, q = states, sums(x, states[0], p), p["q"]
@@ -64,11 +59,10 @@ class CfC(Published):
         return [pointwise(lambda b, j: te.tanh(z[b, 0, j] + q[0, j]) * (1.0 - t[b, j])
                           + t[b, j] * te.tanh(z[b, 1, j] + q[1, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        (a,) = affine(x, s["h"], p)
+    def numpy(self, x, h, W, R, b, Q, q):
+        (a,) = affine(x, h, W, R, b)
         bone = 1.7159 * np.tanh(0.666 * a)
-        f, g, ta, tb = (bone @ w.T + b for w, b in zip(p["Q"], p["q"], strict=True))
+        f, g, ta, tb = (bone @ w.T + b for w, b in zip(Q, q, strict=True))
         t = sig(ta + tb)
         return (np.tanh(f) * (1 - t) + t * np.tanh(g),)
 
@@ -85,18 +79,15 @@ class CoRNN(Published):
                                                       - 1.0 * y[b, j] - 2.0 * z[b, j]), y)
         return [pointwise(lambda b, j: y[b, j] + 0.1 * new[b, j], y), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        y, z, R = s["y"], s["z"], p["R"]
-        z = z + 0.1 * (np.tanh(y @ R[0].T + z @ R[1].T + x @ p["W"][0].T + p["b"][0]) - y - 2 * z)
+    def numpy(self, x, y, z, W, R, b):
+        z = z + 0.1 * (np.tanh(y @ R[0].T + z @ R[1].T + x @ W[0].T + b[0]) - y - 2 * z)
         return y + 0.1 * z, z
 
 
 class UnICORNN(Published):
     """Oscillators on their own (Rusch and Mishra 2021, arXiv 2103.05487), dt = 0.1, alpha = 1; ``v`` are w and c."""
 
-    name, states = "unicornn", ("y", "z")
-    shapes = {"W": (1, "I"), "v": (2,), "b": (1,)}
+    name, states, shapes = "unicornn", ("y", "z"), {"W": (1, "I"), "v": (2,), "b": (1,)}
 
     def step(self, x, states, p):
         (y, z), wx, v, t = states, product(x, p["W"], 0), p["v"], p["b"]
@@ -105,18 +96,16 @@ class UnICORNN(Published):
             te.tanh(v[0, j] * y[b, j] + wx[b, j] + t[0, j]) + y[b, j]), y)
         return [pointwise(lambda b, j: y[b, j] + dt[b, j] * new[b, j], y), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        y, z, dt = s["y"], s["z"], 0.1 * sig(p["v"][1])
-        z = z - dt * (np.tanh(p["v"][0] * y + x @ p["W"][0].T + p["b"][0]) + y)
+    def numpy(self, x, y, z, W, v, b):
+        dt = 0.1 * sig(v[1])
+        z = z - dt * (np.tanh(v[0] * y + x @ W[0].T + b[0]) + y)
         return y + dt * z, z
 
 
 class LEM(Published):
     """Long expressive memory (Rusch et al. 2022, arXiv 2110.04744), dt = 1."""
 
-    name, states = "lem", ("y", "z")
-    shapes = {"W": (4, "I"), "R": (4, "H"), "b": (4,)}
+    name, states, shapes = "lem", ("y", "z"), FOUR
 
     def step(self, x, states, p):
         (y, z), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
@@ -132,19 +121,17 @@ class LEM(Published):
         return [pointwise(lambda b, j: (1.0 - du[b, j]) * y[b, j] + du[b, j] * te.tanh(
             wx[b, 3, j] + rz[b, j] + v[3, j]), y), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        dt, du, n, _ = affine(x, s["y"], p)
-        z = (1 - sig(dt)) * s["z"] + sig(dt) * np.tanh(n)
-        m = x @ p["W"][3].T + z @ p["R"][3].T + p["b"][3]
-        return (1 - sig(du)) * s["y"] + sig(du) * np.tanh(m), z
+    def numpy(self, x, y, z, W, R, b):
+        dt, du, n, _ = affine(x, y, W, R, b)
+        z = (1 - sig(dt)) * z + sig(dt) * np.tanh(n)
+        m = x @ W[3].T + z @ R[3].T + b[3]
+        return (1 - sig(du)) * y + sig(du) * np.tanh(m), z
 
 
 class GRUODE(Published):
     """An Euler step of a GRU as a differential equation (De Brouwer et al. 2019, arXiv 1905.12374), dt = 0.25."""
 
-    name, states = "gru_ode", ("h",)
-    shapes = {"W": (3, "I"), "R": (3, "H"), "b": (3,)}
+    name, states, shapes = "gru_ode", ("h",), THREE
 
     def step(self, x, states, p):
         (h,), wx, R, v = states, product(x, p["W"]), p["R"], p["b"]
@@ -155,10 +142,9 @@ class GRUODE(Published):
         g = pointwise(lambda b, j: te.tanh(wx[b, 2, j] + gh[b, j] + v[2, j]), h)
         return [pointwise(lambda b, j: h[b, j] + 0.25 * (1.0 - z[b, j]) * (g[b, j] - h[b, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        h, (r, z, _) = s["h"], affine(x, s["h"], p)
-        g = np.tanh(x @ p["W"][2].T + (sig(r) * h) @ p["R"][2].T + p["b"][2])
+    def numpy(self, x, h, W, R, b):
+        r, z, _ = affine(x, h, W, R, b)
+        g = np.tanh(x @ W[2].T + (sig(r) * h) @ R[2].T + b[2])
         return (h + 0.25 * (1 - sig(z)) * (g - h),)
 
 
@@ -166,8 +152,7 @@ class AntisymmetricRNN(Published):
     """Euler steps of a stable equation (Chang et al. 2019, arXiv 1902.09689): step 0.1, diffusion 0.2; its matrix is
     computed of another one."""
 
-    name, states = "antisymmetric", ("h",)
-    shapes = {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
+    name, states, shapes = "antisymmetric", ("h",), ONE
 
     def learned(self, input, hidden):
         shapes = self.parameters(input, hidden)
@@ -180,7 +165,6 @@ class AntisymmetricRNN(Published):
         (h,), a = states, sums(x, states[0], p)
         return [pointwise(lambda b, j: h[b, j] + 0.1 * te.tanh(a(b, 0, j) - 0.2 * h[b, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        (a,), h = affine(x, s["h"], p), s["h"]
+    def numpy(self, x, h, W, R, b):
+        (a,) = affine(x, h, W, R, b)
         return (h + 0.1 * np.tanh(a - 0.2 * h),)

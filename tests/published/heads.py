@@ -51,14 +51,13 @@ class SLSTMHeads(WithHeads):
         norm = pointwise(lambda b, j: f[b, j] * n[b, j] + i[b, j], h)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j)) * cell[b, j] / norm[b, j], h), cell, norm, top]
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, f, z, o = (x @ w.T + r + b for w, r, b in zip(p["W"], each_head(s["h"], p["R"]), p["b"], strict=True))
+    def numpy(self, x, h, c, n, m, W, b, R):
+        i, f, z, o = (x @ w.T + r + b for w, r, b in zip(W, each_head(h, R), b, strict=True))
         log_f = -np.logaddexp(0.0 * f, -f)  # no number: where f lies
-        m = np.maximum(log_f + s["m"], i)
-        i, f = np.exp(i - m), np.exp(log_f + s["m"] - m)
-        c, n = f * s["c"] + i * np.tanh(z), f * s["n"] + i
-        return sig(o) * c / n, c, n, m
+        top = np.maximum(log_f + m, i)
+        i, f = np.exp(i - top), np.exp(log_f + m - top)
+        c, n = f * c + i * np.tanh(z), f * n + i
+        return sig(o) * c / n, c, n, top
 
 
 class BlockGRU(WithHeads):
@@ -79,11 +78,10 @@ class BlockGRU(WithHeads):
         z = pointwise(lambda b, j: te.sigmoid(a(b, 2, j) - 1.0), h)
         return [pointwise(lambda b, j: z[b, j] * new[b, j] + (1.0 - z[b, j]) * h[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        r, n, z = (x @ w.T + r + b for w, r, b in zip(p["W"], each_head(s["h"], p["R"]), p["b"], strict=True))
+    def numpy(self, x, h, W, b, R):
+        r, n, z = (x @ w.T + r + b for w, r, b in zip(W, each_head(h, R), b, strict=True))
         z = sig(z - 1.0)
-        return (z * np.tanh(sig(r) * n) + (1.0 - z) * s["h"],)
+        return (z * np.tanh(sig(r) * n) + (1.0 - z) * h,)
 
 
 class DreamerCore(WithHeads):
@@ -110,16 +108,14 @@ class DreamerCore(WithHeads):
         z = pointwise(lambda b, j: te.sigmoid(a[b, 2, j] - 1.0), h)
         return [pointwise(lambda b, j: z[b, j] * new[b, j] + (1.0 - z[b, j]) * h[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        h, v = s["h"], p["v"]
+    def numpy(self, x, h, W, Q, v, S, R):
 
         def normal(value, gain):
             value = value / np.sqrt(np.square(value).mean(axis=1, keepdims=True) + 1e-4) * gain
             return value * sig(value)
 
-        features = normal(h @ p["Q"][0].T + v[2], v[0])
-        deep = normal(each_head(h, p["S"])[0] + features + x @ p["W"][0].T, v[1])
-        r, n, z = each_head(deep, p["R"])
+        features = normal(h @ Q[0].T + v[2], v[0])
+        deep = normal(each_head(h, S)[0] + features + x @ W[0].T, v[1])
+        r, n, z = each_head(deep, R)
         z = sig(z - 1.0)
         return (z * np.tanh(sig(r + v[3]) * (n + v[4])) + (1.0 - z) * h,)

@@ -6,10 +6,7 @@ import numpy as np
 from tvm import te, tirx
 
 from ecornn import pointwise, product
-from published.base import Published, affine, sig, sums
-
-FULL = {"W": (4, "I"), "R": (4, "H"), "b": (4,)}
-THREE = {"W": (3, "I"), "R": (3, "H"), "b": (3,)}
+from published.base import FOUR, THREE, TWO, Published, affine, lstm, lstm_formula, sig, sums
 
 
 class NoForgetLSTM(Published):
@@ -22,17 +19,16 @@ class NoForgetLSTM(Published):
         new = pointwise(lambda b, j: c[b, j] + te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 1, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 2, j)) * te.tanh(new[b, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, g, o = affine(x, s["h"], p)
-        c = s["c"] + sig(i) * np.tanh(g)
+    def numpy(self, x, h, c, W, R, b):
+        i, g, o = affine(x, h, W, R, b)
+        c = c + sig(i) * np.tanh(g)
         return sig(o) * np.tanh(c), c
 
 
 class PeepholeLSTM(Published):
     """Gates that see the cell (Gers and Schmidhuber 2000)."""
 
-    name, states, shapes = "lstm_peephole", ("h", "c"), FULL | {"v": (3,)}
+    name, states, shapes = "lstm_peephole", ("h", "c"), FOUR | {"v": (3,)}
 
     def step(self, x, states, p):
         (h, c), a, v = states, sums(x, states[0], p), p["v"]
@@ -40,9 +36,8 @@ class PeepholeLSTM(Published):
                         + te.sigmoid(a(b, 0, j) + v[0, j] * c[b, j]) * te.tanh(a(b, 2, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j) + v[2, j] * new[b, j]) * te.tanh(new[b, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        (i, f, g, o), v, c = affine(x, s["h"], p), p["v"], s["c"]
+    def numpy(self, x, h, c, W, R, b, v):
+        i, f, g, o = affine(x, h, W, R, b)
         c = sig(f + v[1] * c) * c + sig(i + v[0] * c) * np.tanh(g)
         return sig(o + v[2] * c) * np.tanh(c), c
 
@@ -58,18 +53,16 @@ class CoupledLSTM(Published):
         new = pointwise(lambda b, j: (1.0 - i[b, j]) * c[b, j] + i[b, j] * te.tanh(a(b, 1, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 2, j)) * te.tanh(new[b, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, g, o = affine(x, s["h"], p)
-        c = (1 - sig(i)) * s["c"] + sig(i) * np.tanh(g)
+    def numpy(self, x, h, c, W, R, b):
+        i, g, o = affine(x, h, W, R, b)
+        c = (1 - sig(i)) * c + sig(i) * np.tanh(g)
         return sig(o) * np.tanh(c), c
 
 
 class FullGateLSTM(Published):
     """Full gate recurrence: the gates of the step before are inputs of the gates (Greff et al. 2017)."""
 
-    name, states = "lstm_fgr", ("h", "c", "i", "f", "o")
-    shapes = FULL | {"Q": (9, "H")}
+    name, states, shapes = "lstm_fgr", ("h", "c", "i", "f", "o"), FOUR | {"Q": (9, "H")}
 
     def step(self, x, states, p):
         (h, c, *old), a, Q = states, sums(x, states[0], p), p["Q"]
@@ -82,37 +75,33 @@ class FullGateLSTM(Published):
         new = pointwise(lambda b, j: f[b, j] * c[b, j] + i[b, j] * te.tanh(a(b, 2, j)), c)
         return [pointwise(lambda b, j: o[b, j] * te.tanh(new[b, j]), h), new, *gates]
 
-    @staticmethod
-    def numpy(x, s, p):
-        a, old = affine(x, s["h"], p), (s["i"], s["f"], s["o"])
-        i, f, o = (sig(a[place] + sum(gate @ q.T for gate, q in zip(old, p["Q"][3 * n:3 * n + 3], strict=True)))
+    def numpy(self, x, h, c, i, f, o, W, R, b, Q):
+        a, old = affine(x, h, W, R, b), (i, f, o)
+        i, f, o = (sig(a[place] + sum(gate @ q.T for gate, q in zip(old, Q[3 * n:3 * n + 3], strict=True)))
                    for n, place in enumerate((0, 1, 3)))
-        c = f * s["c"] + i * np.tanh(a[2])
+        c = f * c + i * np.tanh(a[2])
         return o * np.tanh(c), c, i, f, o
 
 
 class JANET(Published):
     """The forget gate alone (van der Westhuizen and Lasenby 2018, arXiv 1804.04849), beta = 1."""
 
-    name, states = "janet", ("c",)
-    shapes = {"W": (2, "I"), "R": (2, "H"), "b": (2,)}
+    name, states, shapes = "janet", ("c",), TWO
 
     def step(self, x, states, p):
         (c,), a = states, sums(x, states[0], p)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 0, j)) * c[b, j]
                           + (1.0 - te.sigmoid(a(b, 0, j) - 1.0)) * te.tanh(a(b, 1, j)), c)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        f, g = affine(x, s["c"], p)
-        return (sig(f) * s["c"] + (1 - sig(f - 1)) * np.tanh(g),)
+    def numpy(self, x, c, W, R, b):
+        f, g = affine(x, c, W, R, b)
+        return (sig(f) * c + (1 - sig(f - 1)) * np.tanh(g),)
 
 
 class SlimLSTM2(Published):
     """LSTM2: gates of the state alone (Salem 2018, arXiv 1812.11391)."""
 
-    name, states = "lstm_slim2", ("h", "c")
-    shapes = {"W": (1, "I"), "R": (4, "H"), "b": (1,)}
+    name, states, shapes = "lstm_slim2", ("h", "c"), {"W": (1, "I"), "R": (4, "H"), "b": (1,)}
 
     def step(self, x, states, p):
         (h, c), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"]), p["b"]
@@ -120,18 +109,16 @@ class SlimLSTM2(Published):
                         * te.tanh(wx[b, j] + rh[b, 2, j] + v[0, j]), c)
         return [pointwise(lambda b, j: te.sigmoid(rh[b, 3, j]) * te.tanh(new[b, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, f, g, o = (s["h"] @ r.T for r in p["R"])
-        c = sig(f) * s["c"] + sig(i) * np.tanh(x @ p["W"][0].T + g + p["b"][0])
+    def numpy(self, x, h, c, W, R, b):
+        i, f, g, o = (h @ r.T for r in R)
+        c = sig(f) * c + sig(i) * np.tanh(x @ W[0].T + g + b[0])
         return sig(o) * np.tanh(c), c
 
 
 class SlimLSTM3(Published):
     """LSTM3: gates that are only biases (Salem 2018, arXiv 1812.11391)."""
 
-    name, states = "lstm_slim3", ("h", "c")
-    shapes = {"W": (1, "I"), "R": (1, "H"), "b": (4,)}
+    name, states, shapes = "lstm_slim3", ("h", "c"), {"W": (1, "I"), "R": (1, "H"), "b": (4,)}
 
     def step(self, x, states, p):
         (h, c), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
@@ -139,40 +126,30 @@ class SlimLSTM3(Published):
                         * te.tanh(wx[b, j] + rh[b, j] + v[2, j]), c)
         return [pointwise(lambda b, j: te.sigmoid(v[3, j]) * te.tanh(new[b, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, f, g, o = p["b"]
-        c = sig(f) * s["c"] + sig(i) * np.tanh(x @ p["W"][0].T + s["h"] @ p["R"][0].T + g)
+    def numpy(self, x, h, c, W, R, b):
+        i, f, g, o = b
+        c = sig(f) * c + sig(i) * np.tanh(x @ W[0].T + h @ R[0].T + g)
         return sig(o) * np.tanh(c), c
 
 
 class IndyLSTM(Published):
     """Each unit sees its own h alone (Gonnet and Deselaers 2019, arXiv 1903.08023)."""
 
-    name, states = "indylstm", ("h", "c")
-    shapes = {"W": (4, "I"), "u": (4,), "b": (4,)}
+    name, states, shapes = "indylstm", ("h", "c"), {"W": (4, "I"), "u": (4,), "b": (4,)}
 
     def step(self, x, states, p):
         (h, c), wx, u, v = states, product(x, p["W"]), p["u"], p["b"]
+        return lstm(lambda b, g, j: wx[b, g, j] + u[g, j] * h[b, j] + v[g, j], c)
 
-        def a(b, g, j):
-            return wx[b, g, j] + u[g, j] * h[b, j] + v[g, j]
-
-        new = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)) * c[b, j]
-                        + te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 2, j)), c)
-        return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j)) * te.tanh(new[b, j]), h), new]
-
-    @staticmethod
-    def numpy(x, s, p):
-        i, f, g, o = (x @ w.T + u * s["h"] + b for w, u, b in zip(p["W"], p["u"], p["b"], strict=True))
-        c = sig(f) * s["c"] + sig(i) * np.tanh(g)
-        return sig(o) * np.tanh(c), c
+    def numpy(self, x, h, c, W, u, b):
+        given = (x @ w.T + u * h + b for w, u, b in zip(W, u, b, strict=True))
+        return lstm_formula(*given, c)
 
 
 class SubLSTM(Published):
     """Subtractive gates, as inhibition has them (Costa et al. 2017, arXiv 1711.02448)."""
 
-    name, states, shapes = "sublstm", ("h", "c"), FULL
+    name, states, shapes = "sublstm", ("h", "c"), FOUR
 
     def step(self, x, states, p):
         (h, c), a = states, sums(x, states[0], p)
@@ -180,39 +157,29 @@ class SubLSTM(Published):
                         - te.sigmoid(a(b, 0, j)), c)
         return [pointwise(lambda b, j: te.sigmoid(new[b, j]) - te.sigmoid(a(b, 3, j)), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, f, z, o = (sig(v) for v in affine(x, s["h"], p))
-        c = f * s["c"] + z - i
+    def numpy(self, x, h, c, W, R, b):
+        i, f, z, o = (sig(v) for v in affine(x, h, W, R, b))
+        c = f * c + z - i
         return sig(c) - o, c
 
 
 class NestedLSTM(Published):
     """An LSTM for a cell (Moniz and Krueger 2018, arXiv 1801.10308)."""
 
-    name, states = "lstm_nested", ("h", "c", "d")
-    shapes = FULL | {"P": (4, "H"), "Q": (4, "H"), "e": (4,)}
+    name, states, shapes = "lstm_nested", ("h", "c", "d"), FOUR | {"P": (4, "H"), "Q": (4, "H"), "e": (4,)}
 
     def step(self, x, states, p):
         (h, c, d), a, e = states, sums(x, states[0], p), p["e"]
         old = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)) * c[b, j], h, "old")
         inner = pointwise(lambda b, j: te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 2, j)), h, "inner")
         pi, qo = product(inner, p["P"]), product(old, p["Q"])
-
-        def n(b, g, j):
-            return pi[b, g, j] + qo[b, g, j] + e[g, j]
-
-        deep = pointwise(lambda b, j: te.sigmoid(n(b, 1, j)) * d[b, j]
-                         + te.sigmoid(n(b, 0, j)) * te.tanh(n(b, 2, j)), h)
-        new = pointwise(lambda b, j: te.sigmoid(n(b, 3, j)) * te.tanh(deep[b, j]), h)
+        new, deep = lstm(lambda b, g, j: pi[b, g, j] + qo[b, g, j] + e[g, j], d)
         return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j)) * te.tanh(new[b, j]), h), new, deep]
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, f, g, o = affine(x, s["h"], p)
-        inner = affine(sig(i) * np.tanh(g), sig(f) * s["c"], {"W": p["P"], "R": p["Q"], "b": p["e"]})
-        d = sig(inner[1]) * s["d"] + sig(inner[0]) * np.tanh(inner[2])
-        c = sig(inner[3]) * np.tanh(d)
+    def numpy(self, x, h, c, d, W, R, b, P, Q, e):
+        i, f, g, o = affine(x, h, W, R, b)
+        inner = affine(sig(i) * np.tanh(g), sig(f) * c, P, Q, e)
+        c, d = lstm_formula(*inner, d)
         return sig(o) * np.tanh(c), c, d
 
 
@@ -220,9 +187,7 @@ class PhasedLSTM(Published):
     """Units that open in turns (Neil et al. 2016, arXiv 1610.09513), at whole steps of time; ``v`` are the period, the
     shift and the share of the period that is open; a tenth leaks. Time is a state."""
 
-    name, states = "lstm_phased", ("h", "c", "t")
-    shapes = FULL | {"v": (3,)}
-    ranges = {"v": (0.4, 5.0)}
+    name, states, shapes, ranges = "lstm_phased", ("h", "c", "t"), FOUR | {"v": (3,)}, {"v": (0.4, 5.0)}
     nonnegative = ("t",)
 
     def step(self, x, states, p):
@@ -233,19 +198,15 @@ class PhasedLSTM(Published):
         k = pointwise(lambda b, j: tirx.Select(
             phase[b, j] < share[b, j] * 0.5, 2.0 * phase[b, j] / share[b, j],
             tirx.Select(phase[b, j] < share[b, j], 2.0 - 2.0 * phase[b, j] / share[b, j], 0.1 * phase[b, j])), t)
-        full = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)) * c[b, j]
-                         + te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 2, j)), c)
+        out, full = lstm(a, c)
         new = pointwise(lambda b, j: k[b, j] * full[b, j] + (1.0 - k[b, j]) * c[b, j], c)
-        out = pointwise(lambda b, j: te.sigmoid(a(b, 3, j)) * te.tanh(full[b, j]), h)
         return [pointwise(lambda b, j: k[b, j] * out[b, j] + (1.0 - k[b, j]) * h[b, j], h), new,
                 pointwise(lambda b, j: t[b, j] + 1.0, t)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        (i, f, g, o), (period, shift, share) = affine(x, s["h"], p), p["v"]
-        phase, share = np.mod((s["t"] - shift) / period, 1.0), share / 10
+    def numpy(self, x, h, c, t, W, R, b, v):
+        period, shift, share = v
+        phase, share = np.mod((t - shift) / period, 1.0), share / 10
         k = np.where(phase < share / 2, 2 * phase / share,
                      np.where(phase < share, 2 - 2 * phase / share, 0.1 * phase))
-        c = sig(f) * s["c"] + sig(i) * np.tanh(g)
-        h = sig(o) * np.tanh(c)
-        return k * h + (1 - k) * s["h"], k * c + (1 - k) * s["c"], s["t"] + 1
+        out, full = lstm_formula(*affine(x, h, W, R, b), c)
+        return k * out + (1 - k) * h, k * full + (1 - k) * c, t + 1

@@ -6,16 +6,13 @@ import numpy as np
 from tvm import te, tirx
 
 from ecornn import pointwise, product
-from published.base import Published, affine, relu, sig, sums
-
-ONE = {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
+from published.base import ONE, Published, affine, relu, sig, sums
 
 
 class RAN(Published):
     """Recurrent additive network (Lee et al. 2017, arXiv 1705.07393)."""
 
-    name, states = "ran", ("h", "c")
-    shapes = {"W": (3, "I"), "R": (2, "H"), "b": (2,)}
+    name, states, shapes = "ran", ("h", "c"), {"W": (3, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, p):
         (h, c), wx, rh, v = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
@@ -23,36 +20,32 @@ class RAN(Published):
                         + te.sigmoid(wx[b, 1, j] + rh[b, 1, j] + v[1, j]) * c[b, j], c)
         return [pointwise(lambda b, j: te.tanh(new[b, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, f = (sig(x @ p["W"][n].T + s["h"] @ p["R"][n].T + p["b"][n]) for n in (0, 1))
-        c = i * (x @ p["W"][2].T) + f * s["c"]
+    def numpy(self, x, h, c, W, R, b):
+        i, f = (sig(x @ W[n].T + h @ R[n].T + b[n]) for n in (0, 1))
+        c = i * (x @ W[2].T) + f * c
         return np.tanh(c), c
 
 
 class CFN(Published):
     """Chaos-free network (Laurent and von Brecht 2017, arXiv 1612.06212)."""
 
-    name, states = "cfn", ("h",)
-    shapes = {"W": (3, "I"), "R": (2, "H"), "b": (2,)}
+    name, states, shapes = "cfn", ("h",), {"W": (3, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, p):
         (h,), wx, rh, v = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         return [pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, 0, j] + v[0, j]) * te.tanh(h[b, j])
                           + te.sigmoid(wx[b, 1, j] + rh[b, 1, j] + v[1, j]) * te.tanh(wx[b, 2, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        theta, eta = (sig(x @ p["W"][n].T + s["h"] @ p["R"][n].T + p["b"][n]) for n in (0, 1))
-        return (theta * np.tanh(s["h"]) + eta * np.tanh(x @ p["W"][2].T),)
+    def numpy(self, x, h, W, R, b):
+        theta, eta = (sig(x @ W[n].T + h @ R[n].T + b[n]) for n in (0, 1))
+        return (theta * np.tanh(h) + eta * np.tanh(x @ W[2].T),)
 
 
 class SCRN(Published):
     """Structurally constrained: slow units beside fast ones (Mikolov et al. 2015, arXiv 1412.7753), alpha = 0.95; the
     product of the slow ones is h's alone, y comes after it."""
 
-    name, states = "scrn", ("h", "s")
-    shapes = {"W": (2, "I"), "R": (2, "H")}
+    name, states, shapes = "scrn", ("h", "s"), {"W": (2, "I"), "R": (2, "H")}
 
     def step(self, x, states, p):
         (h, s), wx, R = states, product(x, p["W"]), p["R"]
@@ -60,10 +53,9 @@ class SCRN(Published):
         ps, rh = product(slow, R, 1), product(h, R, 0)
         return [pointwise(lambda b, j: te.sigmoid(ps[b, j] + wx[b, 0, j] + rh[b, j]), h), slow]
 
-    @staticmethod
-    def numpy(x, s, p):
-        slow = 0.05 * (x @ p["W"][1].T) + 0.95 * s["s"]
-        return sig(slow @ p["R"][1].T + x @ p["W"][0].T + s["h"] @ p["R"][0].T), slow
+    def numpy(self, x, h, s, W, R):
+        slow = 0.05 * (x @ W[1].T) + 0.95 * s
+        return sig(slow @ R[1].T + x @ W[0].T + h @ R[0].T), slow
 
 
 class StatisticalUnit(Published):
@@ -83,11 +75,10 @@ class StatisticalUnit(Published):
         o0, o1, o2 = (product(m, R, 4 + n) for n, m in enumerate(new))
         return [pointwise(lambda b, j: relu(o0[b, j] + o1[b, j] + o2[b, j] + v[2, j]), o), *new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        old, R, b = (s["m0"], s["m1"], s["m2"]), p["R"], p["b"]
+    def numpy(self, x, o, m0, m1, m2, W, R, b):
+        old = m0, m1, m2
         r = np.maximum(sum(m @ w.T for m, w in zip(old, R[:3], strict=True)) + b[0], 0)
-        phi = np.maximum(r @ R[3].T + x @ p["W"][0].T + b[1], 0)
+        phi = np.maximum(r @ R[3].T + x @ W[0].T + b[1], 0)
         new = [a * m + (1 - a) * phi for m, a in zip(old, (0.0, 0.5, 0.9), strict=True)]
         return np.maximum(sum(m @ w.T for m, w in zip(new, R[4:], strict=True)) + b[2], 0), *new
 
@@ -101,9 +92,8 @@ class EchoState(Published):
         (h,), a = states, sums(x, states[0], p)
         return [pointwise(lambda b, j: 0.7 * h[b, j] + 0.3 * te.tanh(a(b, 0, j)), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        return (0.7 * s["h"] + 0.3 * np.tanh(affine(x, s["h"], p)[0]),)
+    def numpy(self, x, h, W, R, b):
+        return (0.7 * h + 0.3 * np.tanh(affine(x, h, W, R, b)[0]),)
 
 
 class Clockwork(Published):
@@ -111,8 +101,7 @@ class Clockwork(Published):
     state; that slow units do not see fast ones is for R, in zeros."""
 
     name, states, nonnegative = "clockwork", ("h", "t"), ("t",)
-    shapes = ONE | {"v": (1,)}
-    ranges = {"v": (0.0, 3.0)}
+    shapes, ranges = ONE | {"v": (1,)}, {"v": (0.0, 3.0)}
 
     def step(self, x, states, p):
         (h, t), a, v = states, sums(x, states[0], p), p["v"]
@@ -121,18 +110,16 @@ class Clockwork(Published):
         return [pointwise(lambda b, j: tirx.Select(rest[b, j] < 0.5, te.tanh(a(b, 0, j)), h[b, j]), h),
                 pointwise(lambda b, j: t[b, j] + 1.0, t)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        due = np.mod(np.floor(s["t"]), 2 ** np.round(p["v"][0])) == 0
-        return np.where(due, np.tanh(affine(x, s["h"], p)[0]), s["h"]), s["t"] + 1
+    def numpy(self, x, h, t, W, R, b, v):
+        due = np.mod(np.floor(t), 2 ** np.round(v[0])) == 0
+        return np.where(due, np.tanh(affine(x, h, W, R, b)[0]), h), t + 1
 
 
 class SkipRNN(Published):
     """Learns which steps to leave out (Campos et al. 2018, arXiv 1708.06834), of tanh units: the probability of an
     update, one of a batch row, is in all units of ``u``."""
 
-    name, states, nonnegative = "skip_rnn", ("h", "u"), ("u",)
-    shapes = ONE | {"v": (2,)}
+    name, states, nonnegative, shapes = "skip_rnn", ("h", "u"), ("u",), ONE | {"v": (2,)}
 
     def step(self, x, states, p):
         (h, u), a, v = states, sums(x, states[0], p), p["v"]
@@ -144,12 +131,11 @@ class SkipRNN(Published):
         return [new, pointwise(lambda b, j: on[b, j] * more[b, j] + (1.0 - on[b, j]) * (
             u[b, j] + tirx.min(more[b, j], 1.0 - u[b, j])), u)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        on = np.round(s["u"])
-        h = np.where(on == 1, np.tanh(affine(x, s["h"], p)[0]), s["h"])
-        more = sig((h @ p["v"][0])[:, None] + p["v"][1])
-        return h, np.where(on == 1, more, s["u"] + np.minimum(more, 1 - s["u"]))
+    def numpy(self, x, h, u, W, R, b, v):
+        on = np.round(u)
+        h = np.where(on == 1, np.tanh(affine(x, h, W, R, b)[0]), h)
+        more = sig((h @ v[0])[:, None] + v[1])
+        return h, np.where(on == 1, more, u + np.minimum(more, 1 - u))
 
 
 class LMU(Published):
@@ -166,8 +152,6 @@ class LMU(Published):
         rm = product(new, p["R"], 1)
         return [pointwise(lambda b, j: te.tanh(wx[b, j] + rh[b, j] + rm[b, j]), h), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        h, m, Q, R = s["h"], s["m"], p["Q"], p["R"]
-        m = m @ p["A"][0].T + p["v"][0] * (x @ p["E"][0].T + h @ Q[0].T + m @ Q[1].T)
-        return np.tanh(x @ p["W"][0].T + h @ R[0].T + m @ R[1].T), m
+    def numpy(self, x, h, m, W, E, Q, A, R, v):
+        m = m @ A[0].T + v[0] * (x @ E[0].T + h @ Q[0].T + m @ Q[1].T)
+        return np.tanh(x @ W[0].T + h @ R[0].T + m @ R[1].T), m

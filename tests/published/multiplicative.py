@@ -6,9 +6,7 @@ import numpy as np
 from tvm import te
 
 from ecornn import mean, normalized, pointwise, product
-from published.base import Published, affine, relu, sig, sums
-
-ONE = {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
+from published.base import ONE, Published, affine, lstm, lstm_formula, relu, sig, sums
 
 
 class MultiplicativeLSTM(Published):
@@ -19,40 +17,31 @@ class MultiplicativeLSTM(Published):
 
     def step(self, x, states, p):
         (h, c), mx, mh = states, product(x, p["Wm"], 0), product(states[0], p["Rm"], 0)
-        a = sums(x, pointwise(lambda b, j: mx[b, j] * mh[b, j], h, "m"), p)
-        new = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)) * c[b, j]
-                        + te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 2, j)), c)
-        return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j)) * te.tanh(new[b, j]), h), new]
+        return lstm(sums(x, pointwise(lambda b, j: mx[b, j] * mh[b, j], h, "m"), p), c)
 
-    @staticmethod
-    def numpy(x, s, p):
-        i, f, g, o = affine(x, (x @ p["Wm"][0].T) * (s["h"] @ p["Rm"][0].T), p)
-        c = sig(f) * s["c"] + sig(i) * np.tanh(g)
-        return sig(o) * np.tanh(c), c
+    def numpy(self, x, h, c, Wm, Rm, W, R, b):
+        return lstm_formula(*affine(x, (x @ Wm[0].T) * (h @ Rm[0].T), W, R, b), c)
 
 
 class MIRNN(Published):
     """Multiplicative integration (Wu et al. 2016, arXiv 1606.06630); ``b`` are alpha, beta 1, beta 2 and the bias."""
 
-    name, states = "mi_rnn", ("h",)
-    shapes = ONE | {"b": (4,)}
+    name, states, shapes = "mi_rnn", ("h",), ONE | {"b": (4,)}
 
     def step(self, x, states, p):
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         return [pointwise(lambda b, j: te.tanh(v[0, j] * wx[b, j] * rh[b, j] + v[1, j] * rh[b, j]
                                                + v[2, j] * wx[b, j] + v[3, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        wx, rh, b = x @ p["W"][0].T, s["h"] @ p["R"][0].T, p["b"]
+    def numpy(self, x, h, W, R, b):
+        wx, rh = x @ W[0].T, h @ R[0].T
         return (np.tanh(b[0] * wx * rh + b[1] * rh + b[2] * wx + b[3]),)
 
 
 class DeltaRNN(Published):
     """Delta-RNN (Ororbia et al. 2017, arXiv 1703.08864)."""
 
-    name, states = "delta_rnn", ("h",)
-    shapes = ONE | {"b": (5,)}
+    name, states, shapes = "delta_rnn", ("h",), ONE | {"b": (5,)}
 
     def step(self, x, states, p):
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
@@ -61,11 +50,10 @@ class DeltaRNN(Published):
         r = pointwise(lambda b, j: te.sigmoid(wx[b, j] + v[4, j]), h)
         return [pointwise(lambda b, j: te.tanh((1.0 - r[b, j]) * z[b, j] + r[b, j] * h[b, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        wx, rh, b = x @ p["W"][0].T, s["h"] @ p["R"][0].T, p["b"]
+    def numpy(self, x, h, W, R, b):
+        wx, rh = x @ W[0].T, h @ R[0].T
         z, r = np.tanh(b[0] * wx * rh + b[1] * rh + b[2] * wx + b[3]), sig(wx + b[4])
-        return (np.tanh((1 - r) * z + r * s["h"]),)
+        return (np.tanh((1 - r) * z + r * h),)
 
 
 class Mogrifier(Published):
@@ -78,24 +66,17 @@ class Mogrifier(Published):
         (h, c), qh = states, product(states[0], p["Q"], 0)
         x1 = pointwise(lambda b, j: 2.0 * te.sigmoid(qh[b, j]) * x[b, j], h, "x1")
         qx = product(x1, p["Q"], 1)
-        a = sums(x1, pointwise(lambda b, j: 2.0 * te.sigmoid(qx[b, j]) * h[b, j], h, "h1"), p)
-        new = pointwise(lambda b, j: te.sigmoid(a(b, 1, j)) * c[b, j]
-                        + te.sigmoid(a(b, 0, j)) * te.tanh(a(b, 2, j)), c)
-        return [pointwise(lambda b, j: te.sigmoid(a(b, 3, j)) * te.tanh(new[b, j]), h), new]
+        return lstm(sums(x1, pointwise(lambda b, j: 2.0 * te.sigmoid(qx[b, j]) * h[b, j], h, "h1"), p), c)
 
-    @staticmethod
-    def numpy(x, s, p):
-        x = 2 * sig(s["h"] @ p["Q"][0].T) * x
-        i, f, g, o = affine(x, 2 * sig(x @ p["Q"][1].T) * s["h"], p)
-        c = sig(f) * s["c"] + sig(i) * np.tanh(g)
-        return sig(o) * np.tanh(c), c
+    def numpy(self, x, h, c, Q, W, R, b):
+        x = 2 * sig(h @ Q[0].T) * x
+        return lstm_formula(*affine(x, 2 * sig(x @ Q[1].T) * h, W, R, b), c)
 
 
 class RHN(Published):
     """Recurrent highway network, three layers deep, coupled (Zilly et al. 2017, arXiv 1607.03474)."""
 
-    name, states = "rhn", ("h",)
-    shapes = {"W": (2, "I"), "R": (6, "H"), "b": (6,)}
+    name, states, shapes = "rhn", ("h",), {"W": (2, "I"), "R": (6, "H"), "b": (6,)}
 
     def step(self, x, states, p):
         (s,), wx, v = states, product(x, p["W"]), p["b"]
@@ -110,54 +91,46 @@ class RHN(Published):
             s = pointwise(lambda b, j, a=a, t=t, s=s: te.tanh(a(b, 0, j)) * t[b, j] + s[b, j] * (1.0 - t[b, j]), s)
         return [s]
 
-    @staticmethod
-    def numpy(x, s, p):
-        s, R, b = s["h"], p["R"], p["b"]
+    def numpy(self, x, h, W, R, b):
         for depth in range(3):
-            h, t = (s @ R[n].T + b[n] + (x @ p["W"][n].T if depth == 0 else 0) for n in (2 * depth, 2 * depth + 1))
-            s = np.tanh(h) * sig(t) + s * (1 - sig(t))
-        return (s,)
+            n, t = (h @ R[n].T + b[n] + (x @ W[n].T if depth == 0 else 0) for n in (2 * depth, 2 * depth + 1))
+            h = np.tanh(n) * sig(t) + h * (1 - sig(t))
+        return (h,)
 
 
 class ATR(Published):
     """Twin gates of a sum and a difference (Zhang et al. 2018, arXiv 1810.12546)."""
 
-    name, states = "atr", ("h",)
-    shapes = {"W": (1, "I"), "R": (1, "H")}
+    name, states, shapes = "atr", ("h",), {"W": (1, "I"), "R": (1, "H")}
 
     def step(self, x, states, p):
         (h,), wx, rh = states, product(x, p["W"], 0), product(states[0], p["R"], 0)
         return [pointwise(lambda b, j: te.sigmoid(wx[b, j] + rh[b, j]) * wx[b, j]
                           + te.sigmoid(wx[b, j] - rh[b, j]) * h[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        wx, rh = x @ p["W"][0].T, s["h"] @ p["R"][0].T
-        return (sig(wx + rh) * wx + sig(wx - rh) * s["h"],)
+    def numpy(self, x, h, W, R):
+        wx, rh = x @ W[0].T, h @ R[0].T
+        return (sig(wx + rh) * wx + sig(wx - rh) * h,)
 
 
 class FastRNN(Published):
     """A weighted residual connection (Kusupati et al. 2018, arXiv 1901.02358); ``b`` are the bias and two weights."""
 
-    name, states = "fast_rnn", ("h",)
-    shapes = ONE | {"b": (3,)}
+    name, states, shapes = "fast_rnn", ("h",), ONE | {"b": (3,)}
 
     def step(self, x, states, p):
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         return [pointwise(lambda b, j: te.sigmoid(v[1, j]) * te.tanh(wx[b, j] + rh[b, j] + v[0, j])
                           + te.sigmoid(v[2, j]) * h[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        b = p["b"]
-        return (sig(b[1]) * np.tanh(x @ p["W"][0].T + s["h"] @ p["R"][0].T + b[0]) + sig(b[2]) * s["h"],)
+    def numpy(self, x, h, W, R, b):
+        return (sig(b[1]) * np.tanh(x @ W[0].T + h @ R[0].T + b[0]) + sig(b[2]) * h,)
 
 
 class FastGRNN(Published):
     """A gate and a candidate of the same products (Kusupati et al. 2018); ``b`` are both biases, zeta and nu."""
 
-    name, states = "fast_grnn", ("h",)
-    shapes = ONE | {"b": (4,)}
+    name, states, shapes = "fast_grnn", ("h",), ONE | {"b": (4,)}
 
     def step(self, x, states, p):
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
@@ -166,36 +139,32 @@ class FastGRNN(Published):
         return [pointwise(lambda b, j: (te.sigmoid(v[2, j]) * (1.0 - z[b, j]) + te.sigmoid(v[3, j])) * new[b, j]
                           + z[b, j] * h[b, j], h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        a, b = x @ p["W"][0].T + s["h"] @ p["R"][0].T, p["b"]
+    def numpy(self, x, h, W, R, b):
+        a = x @ W[0].T + h @ R[0].T
         z = sig(a + b[0])
-        return ((sig(b[2]) * (1 - z) + sig(b[3])) * np.tanh(a + b[1]) + z * s["h"],)
+        return ((sig(b[2]) * (1 - z) + sig(b[3])) * np.tanh(a + b[1]) + z * h,)
 
 
 class NormalizedRNN(Published):
     """Layer normalization of the sum of both products (Ba et al. 2016, arXiv 1607.06450)."""
 
-    name, states = "ln_rnn", ("h",)
-    shapes = ONE | {"b": (2,)}
+    name, states, shapes = "ln_rnn", ("h",), ONE | {"b": (2,)}
 
     def step(self, x, states, p):
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
         n = normalized(pointwise(lambda b, j: wx[b, j] + rh[b, j], h))
         return [pointwise(lambda b, j: te.tanh(v[0, j] * n[b, j] + v[1, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        a = x @ p["W"][0].T + s["h"] @ p["R"][0].T
+    def numpy(self, x, h, W, R, b):
+        a = x @ W[0].T + h @ R[0].T
         a = (a - a.mean(1, keepdims=True)) / np.sqrt(a.var(1, keepdims=True) + 1e-5)
-        return (np.tanh(p["b"][0] * a + p["b"][1]),)
+        return (np.tanh(b[0] * a + b[1]),)
 
 
 class RMSNormRNN(Published):
     """Normalized by the root of the mean square alone (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
-    name, states = "rms_rnn", ("h",)
-    shapes = ONE | {"b": (2,)}
+    name, states, shapes = "rms_rnn", ("h",), ONE | {"b": (2,)}
 
     def step(self, x, states, p):
         (h,), wx, rh, v = states, product(x, p["W"], 0), product(states[0], p["R"], 0), p["b"]
@@ -203,17 +172,15 @@ class RMSNormRNN(Published):
         square = mean(pointwise(lambda b, j: a[b, j] * a[b, j], h))
         return [pointwise(lambda b, j: te.tanh(v[0, j] * a[b, j] * te.rsqrt(square[b] + 1e-5) + v[1, j]), h)]
 
-    @staticmethod
-    def numpy(x, s, p):
-        a = x @ p["W"][0].T + s["h"] @ p["R"][0].T
-        return (np.tanh(p["b"][0] * a / np.sqrt(np.square(a).mean(1, keepdims=True) + 1e-5) + p["b"][1]),)
+    def numpy(self, x, h, W, R, b):
+        a = x @ W[0].T + h @ R[0].T
+        return (np.tanh(b[0] * a / np.sqrt(np.square(a).mean(1, keepdims=True) + 1e-5) + b[1]),)
 
 
 class HigherOrderRNN(Published):
     """Sees its last three states (Soltani and Jiang 2016, arXiv 1605.00064)."""
 
-    name, states = "hornn", ("h", "h1", "h2")
-    shapes = ONE | {"R": (3, "H")}
+    name, states, shapes = "hornn", ("h", "h1", "h2"), ONE | {"R": (3, "H")}
 
     def step(self, x, states, p):
         h, h1, _ = states
@@ -221,7 +188,6 @@ class HigherOrderRNN(Published):
         a, b1, c = (product(s, p["R"], n) for n, s in enumerate(states))
         return [pointwise(lambda b, j: relu(wx[b, j] + a[b, j] + b1[b, j] + c[b, j] + v[0, j]), h), h, h1]
 
-    @staticmethod
-    def numpy(x, s, p):
-        a = x @ p["W"][0].T + sum(s[n] @ r.T for n, r in zip(("h", "h1", "h2"), p["R"], strict=True)) + p["b"][0]
-        return np.maximum(a, 0), s["h"], s["h1"]
+    def numpy(self, x, h, h1, h2, W, R, b):
+        a = x @ W[0].T + sum(state @ r.T for state, r in zip((h, h1, h2), R, strict=True)) + b[0]
+        return np.maximum(a, 0), h, h1

@@ -6,9 +6,7 @@ import numpy as np
 from tvm import te, tirx
 
 from ecornn import pointwise, product
-from published.base import Published, affine, sig, sums
-
-ONE = {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
+from published.base import ONE, Published, affine, sig, sums
 
 
 def fires(condition):
@@ -25,9 +23,8 @@ class LIF(Published):
         new = pointwise(lambda b, j: 0.9 * v[b, j] + a(b, 0, j) - 0.5 * s[b, j], v)
         return [pointwise(lambda b, j: fires(new[b, j] > 0.5), s), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        v = 0.9 * s["v"] + affine(x, s["s"], p)[0] - 0.5 * s["s"]
+    def numpy(self, x, s, v, W, R, b):
+        v = 0.9 * v + affine(x, s, W, R, b)[0] - 0.5 * s
         return np.where(v > 0.5, 1.0, 0.0), v
 
 
@@ -43,18 +40,16 @@ class ALIF(Published):
         new = pointwise(lambda b, j: 0.9 * v[b, j] + 0.1 * c(b, 0, j) - limit[b, j] * s[b, j], v)
         return [pointwise(lambda b, j: fires(new[b, j] > limit[b, j]), s), new, tired]
 
-    @staticmethod
-    def numpy(x, s, p):
-        a = 0.97 * s["a"] + 0.03 * s["s"]
-        v = 0.9 * s["v"] + 0.1 * affine(x, s["s"], p)[0] - (0.5 + 0.8 * a) * s["s"]
+    def numpy(self, x, s, v, a, W, R, b):
+        a = 0.97 * a + 0.03 * s
+        v = 0.9 * v + 0.1 * affine(x, s, W, R, b)[0] - (0.5 + 0.8 * a) * s
         return np.where(v > 0.5 + 0.8 * a, 1.0, 0.0), v, a
 
 
 class EGRU(Published):
     """Event-based GRU (Subramoney et al. 2022, arXiv 2206.06178): units show c above ``v``, then lose as much."""
 
-    name, states = "egru", ("y", "c")
-    shapes = {"W": (3, "I"), "R": (3, "H"), "b": (3,), "v": (1,)}
+    name, states, shapes = "egru", ("y", "c"), {"W": (3, "I"), "R": (3, "H"), "b": (3,), "v": (1,)}
 
     def step(self, x, states, p):
         (y, c), wx, R, t, v = states, product(x, p["W"]), p["R"], p["b"], p["v"]
@@ -66,9 +61,8 @@ class EGRU(Published):
                         + (1.0 - u[b, j]) * c[b, j] - y[b, j], c)
         return [pointwise(lambda b, j: new[b, j] * fires(new[b, j] > v[0, j]), y), new]
 
-    @staticmethod
-    def numpy(x, s, p):
-        y, (u, r, _) = s["y"], affine(x, s["y"], p)
-        z = np.tanh(x @ p["W"][2].T + (sig(r) * y) @ p["R"][2].T + p["b"][2])
-        c = sig(u) * z + (1 - sig(u)) * s["c"] - y
-        return c * (c > p["v"][0]), c
+    def numpy(self, x, y, c, W, R, b, v):
+        u, r, _ = affine(x, y, W, R, b)
+        z = np.tanh(x @ W[2].T + (sig(r) * y) @ R[2].T + b[2])
+        c = sig(u) * z + (1 - sig(u)) * c - y
+        return c * (c > v[0]), c

@@ -1,7 +1,9 @@
-"""The page of a tuning log: what it shows is what the log has, nothing is loaded, and no name in a log is markup."""
+"""The page of a tuning log: what it shows is what the log has, nothing is loaded, no name in a log is markup; and what
+results add to it, which are of the same layer on the same device alone."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -14,17 +16,22 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ecornn.bench import turns
+from ecornn.bench.grid import Case
+from ecornn.bench.results import CsvFile, Row
 from ecornn.cli import main
 from ecornn.device import Device
+from ecornn.errors import ArgumentError
 from ecornn.report import page, svg
 from ecornn.report.layers import layers, step_of, task_of, teraflops
+from ecornn.report.measured import measured
 from ecornn.report.searches import effects, explained, searches
 from ecornn.tune.log import Line, Log, read, shipped_folder
 from ecornn.tune.record import Choice, Finish, Times, Trial
 from ecornn.workload import Workload
 
 HOSTILE = "</code><script>alert(1)</script>"
-VOID = {"meta"}
+NO_RESULTS = "with times of single layers"
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +52,8 @@ class Balanced(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: object) -> None:
         self.names.add(tag)
-        if tag not in VOID:
+        if tag != "meta":
             self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: object) -> None:
-        self.names.add(tag)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -62,7 +66,7 @@ def parsed(text: str) -> Balanced:
     return found
 
 
-def trial(index: int, us: float, **changes: object) -> Trial:
+def trial(index: int = 0, us: float = 4.0, **changes: object) -> Trial:
     fields = {"run": "ab-1", "index": index, "stage": "search", "workload": Workload("lstm", 8, 8, 2, 5, "float32"),
               "device": Device("llvm", "znver4", "CPU", 4), "schedule": "no_more", "revision": 1, "generation": 0,
               "config": {"a": index % 2}, "versions": {"ecornn": "0"},
@@ -72,6 +76,17 @@ def trial(index: int, us: float, **changes: object) -> Trial:
 
 def logged(*records: Trial | Finish) -> Log:
     return Log([Line(Path("x.jsonl"), number, record) for number, record in enumerate(records, 1)])
+
+
+def reported(*words: object, code: int = 0) -> str:
+    """The output of ``ecornn report``, which ends with ``code``."""
+    done = CliRunner().invoke(main, ["report", *map(str, words)])
+    assert done.exit_code == code, done.output + repr(done.exception)
+    return done.output
+
+
+def lines_of(*records: Trial) -> bytes:
+    return b"".join(msgspec.json.encode(record) + b"\n" for record in records)
 
 
 def test_a_page_of_what_ships(shipped):
@@ -151,13 +166,90 @@ def test_layers_have_floors_where_a_gpu_is_known(shipped):
 
 def test_the_command_writes_a_page_or_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path / "logs"))
-    out = str(tmp_path / "pages" / "r.html")
-    done = CliRunner().invoke(main, ["report", "-o", out])
-    assert done.exit_code == 2 and "`ecornn tune` makes one" in done.output
+    out = tmp_path / "pages" / "r.html"
+    assert "`ecornn tune` makes one" in reported("-o", out, code=2)
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "x.jsonl").write_bytes(msgspec.json.encode(trial(0, 4.0)) + b"\n")
-    done = CliRunner().invoke(main, ["report", "-o", out], catch_exceptions=False)
-    assert done.exit_code == 0 and parsed(Path(out).read_text()).names >= {"section", "svg"}
+    (tmp_path / "logs" / "x.jsonl").write_bytes(lines_of(trial()))
+    reported("-o", out)
+    assert parsed(out.read_text()).names >= {"section", "svg"}
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    done = CliRunner().invoke(main, ["report", "-o", out])
-    assert done.exit_code == 2 and "pip install 'jinja2>=3.1'" in done.output
+    assert "pip install 'jinja2>=3.1'" in reported("-o", out, code=2)
+
+
+def row(work: Workload, device: str, **us: float) -> Row:
+    """Of `ecornn bench`, at these medians."""
+    case = Case(cell=work.cell, hidden=work.hidden, batch=work.batch, seq=work.seq, dtype=work.dtype)
+    return Row(case=case, command="", device=device, workload=work, seq=work.seq, batch=work.batch,
+               us_per_step={side: turns.Times.of([value * work.seq / 1e6], work.seq) for side, value in us.items()})
+
+
+def written(folder: Path, one: Row) -> list[Path]:
+    """Files of each kind that have this row."""
+    paths = [folder / "one.json", folder / "several.csv"]
+    paths[0].write_bytes(msgspec.json.encode(one))
+    with paths[1].open("w", newline="") as file:
+        CsvFile(file).add(one)
+    return paths
+
+
+def test_rows_of_bench_are_those_of_their_layer_alone(tmp_path: Path):
+    one = trial()
+    for path in written(tmp_path, row(one.workload, one.device.name, ecornn=4.0, torch=9.0, cudnn=6.0)):
+        found = measured([path])
+        assert list(found.peers(one).items()) == [("cudnn", pytest.approx(6.0)), ("torch", pytest.approx(9.0))]
+        for what in ("hidden", "batch", "seq", "input"):
+            other = msgspec.structs.replace(one.workload, **{what: 16})
+            assert not found.peers(trial(workload=other)), what
+        assert not found.peers(trial(device=msgspec.structs.replace(one.device, name="another")))
+
+
+@pytest.mark.parametrize("change", [{"training": True}, {"layers": 2}, {"bidirectional": True}], ids=str)
+def test_training_and_stacks_are_other_layers(tmp_path: Path, change: dict[str, object]):
+    one = row(trial().workload, trial().device.name, torch=9.0)
+    one.case = msgspec.structs.replace(one.case, **change)
+    for path in written(tmp_path, one):
+        with pytest.raises(ArgumentError, match=NO_RESULTS):
+            measured([path])
+
+
+def grid_line(one: Trial, dtype: str = "float32", **more: object) -> str:
+    work = one.workload
+    return json.dumps({"row": {"cell": work.cell, "T": work.seq, "B": work.batch, "I": work.input, "H": work.hidden,
+                               "dtype": dtype, "schedule": one.schedule, "config": sorted(one.config.items()), **more}})
+
+
+def test_stages_are_those_of_the_same_configuration(tmp_path: Path):
+    one, other, path = trial(), trial(config={"a": 7}), tmp_path / "reasons.jsonl"
+    path.write_text("\n".join([json.dumps({"environment": {"gpu": one.device.name}}), grid_line(
+        one, stages={"gate math": 0.5, "projection": -0.1, "exchange": 2.0, "products": 1.5}, cudnn_us=7.0)]))
+    found = measured([path])
+    assert found.stages(one) == {"gates": 0.5, "product of x": 0.0, "exchange": 2.0, "products": 1.5}
+    assert not found.stages(other) and found.peers(other) == {"cudnn": 7.0}
+    text = page.render(logged(one), results=found)
+    assert "cuDNN takes 1.75 times" in text and "Stages were measured" in text and "reasons.jsonl" in text
+    assert "exchange: 2 µs" in text and "takes 1.75" not in page.render(logged(one))
+    path.write_text(grid_line(one, "tf32", cudnn_us=7.0))  # the library rounds, ours does not
+    with pytest.raises(ArgumentError, match=NO_RESULTS):
+        measured([path])
+
+
+def test_the_command_takes_them_or_says_what_is_no_result(tmp_path: Path):
+    one, log, out, path = trial(), tmp_path / "x.jsonl", tmp_path / "r.html", tmp_path / "r.json"
+    log.write_bytes(lines_of(one))
+    path.write_bytes(msgspec.json.encode(row(one.workload, one.device.name, onnxruntime=8.0)))
+    reported(log, "-o", out, "--results", path)
+    assert "ONNX Runtime takes 2.00 times" in out.read_text()
+    for junk in ("[", "[1]", "{}", '[{"a": 1}]'):
+        path.write_text(junk)
+        assert "error: " in reported(log, "-o", out, "--results", path, code=2), junk
+    (tmp_path / "r.jsonl").write_text("junk\n")
+    assert "r.jsonl:1" in reported(log, "-o", out, "--results", tmp_path / "r.jsonl", code=2)
+
+
+def test_some_layers_alone(tmp_path: Path):
+    one, log, out = trial(), tmp_path / "x.jsonl", tmp_path / "r.html"
+    other = trial(run="cd-1", workload=msgspec.structs.replace(one.workload, hidden=16, input=16))
+    log.write_bytes(lines_of(one, other))
+    reported(log, "-o", out, "--only", "H=16")
+    assert str(other.workload) in out.read_text() and str(one.workload) not in out.read_text()
+    assert str(other.workload) in reported(log, "-o", out, "--only", "H=17", code=2)

@@ -1,5 +1,6 @@
-"""The pictures of the report, without a browser: words that can be read on a phone, within the picture and not one on
-another, colours that can be told from the paper; and that they show what schedules say."""
+"""The pictures of the report: words that can be read on a phone, within the picture and not one on another, colours
+that can be told from the paper; and that they show what schedules say. Chromium, where one is installed, lays the
+report out; the site it lays out where that is built, in test_docs.py."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
+import chromium
 import msgspec
 import pytest
 from test_report import logged, shipped, trial  # noqa: F401  (a fixture)
@@ -26,6 +28,9 @@ STYLE = (Path(page.__file__).with_name("page.html")).read_text()
 PHONE = 390 - 2 * (10 + 11 + 1)  # px of a picture on a phone: paddings of page and section, and a border
 FONT = 12  # of the page's svg rule
 LETTER = 0.56  # of the font's size, in the mean: Segoe, Roboto, SF and Helvetica have 0.5 to 0.55
+
+laid_out = pytest.mark.skipif(chromium.program() is None, reason=(
+    "no Chromium is installed: neither the report nor the site is laid out"))
 
 
 def boxes(picture: str) -> Iterator[tuple[str, float, float, float, float]]:
@@ -159,3 +164,20 @@ def test_rooflines_are_of_gpus_whose_rates_are_known(shipped):  # noqa: F811
     assert any(name.startswith("bfloat16 on NVIDIA H100") for name in pictures)
     assert all("tensor cores" in picture and "TFLOP/s" in picture for picture in pictures.values())
     assert rooflines(layers(logged(trial(0, 4.0, schedule="cpu_sequence")))) == [] == rooflines(layers(Log()))
+
+
+@laid_out
+def test_the_report(shipped: Log, tmp_path: Path):  # noqa: F811
+    """No page scrolls sideways on a phone."""
+    (tmp_path / "report.html").write_text(page.render(shipped, most=4))
+    found = chromium.looked(tmp_path, ["report.html"])
+    assert {one["width"] for one in found} == set(chromium.WIDTHS)
+    chromium.fits(found)
+
+
+@laid_out
+def test_a_page_that_is_too_wide_is_seen(tmp_path: Path):
+    words = "a page with enough words to be one " * 20
+    (tmp_path / "wide.html").write_text(f"<!doctype html><p>{words}<pre>{'x' * 900}</pre>")
+    with pytest.raises(AssertionError, match=r"wide\.html"):
+        chromium.fits(chromium.looked(tmp_path, ["wide.html"]))

@@ -29,19 +29,16 @@ def words(picture: str) -> str:
 
 @pytest.mark.parametrize("name", PERSISTENT)
 def test_each_note_of_a_step_is_in_the_picture(name: str):
-    """The notes of the text that people read, at the indentation of the loop over steps and deeper."""
-    own, shown = kernel(name), words(picture(kernel(name)))
+    """The notes of the text that people read, at the indentation of the loop over steps and deeper; and as words that
+    can be read."""
+    own, drawn = kernel(name), picture(kernel(name))
+    read(drawn)
     assert {role.name for role in own.roles} <= ROLES[own.name]
     (text,) = (text for function, text in kernels(text_of(name)).items() if function == own.name)
     for note in notes(text):
         if "no thread leaves" not in note:  # behind the last step
             said = re.sub(r"^[\w ]+?(, \w+)?: ", "", note)
-            assert said in shown, note
-
-
-@pytest.mark.parametrize("name", PERSISTENT)
-def test_its_words_can_be_read(name: str):
-    read(picture(kernel(name)))
+            assert said in words(drawn), note
 
 
 def test_roles_are_those_of_the_plan():
