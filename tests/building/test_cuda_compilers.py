@@ -17,21 +17,22 @@ from ecornn.errors import ArgumentError, BuildError, DeviceError
 from ecornn.host_gpu import architecture
 
 
-def test_nvcc_and_its_errors(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def real_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     if nvcc.find_nvcc() is None:
         pytest.skip("nvcc is optional, and this is about the real one; NVRTC has tests of its own")
     monkeypatch.setenv(nvcc.ENVIRONMENT, "nvcc")
+
+
+def test_nvcc_and_its_errors(real_nvcc: None):
     with pytest.raises(BuildError, match=r"(?s)nvcc failed for sm_90a.*kernels\.cu\(2\).*nonsense"):
         nvcc.compile_cubin("// first line\nnonsense", "sm_90a")
     assert ".target sm_90a" in nvcc.ptx('extern "C" __global__ void empty() {}', "sm_90a")
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90a"])
-def test_short_headers_make_the_same_code(monkeypatch: pytest.MonkeyPatch, arch: str):
+def test_short_headers_make_the_same_code(real_nvcc: None, arch: str):
     """In every data type: products, exchanges and functions that the compiler replaces."""
-    if nvcc.find_nvcc() is None:
-        pytest.skip("nvcc is optional, and this is about the real one; NVRTC has tests of its own")
-    monkeypatch.setenv(nvcc.ENVIRONMENT, "nvcc")
     sources = [lower(cuda_sample.program(), arch)[1]]
     for schedule, dtype, precision in (("persistent", "float16", None), ("layout_transform", "bfloat16", None),
                                        ("persistent", "float32", "exact"), ("persistent", "float32", "tf32")):
