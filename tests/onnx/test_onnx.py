@@ -267,16 +267,21 @@ def test_constants_that_do_not_fit(constants: dict[str, np.ndarray], kind: Any, 
     assert words in str(caught.value)
 
 
+def typed(dtype: int) -> Any:
+    """A GRU of this type, its values multiples of 1/8."""
+    model, tensors = model_of("GRU", 3, 1)
+    for tensor in model.graph.initializer:
+        values = np.round(8 * tensors[tensor.name]) / 8
+        tensor.CopyFrom(helper.make_tensor(tensor.name, dtype, values.shape, values.ravel()))
+    return model
+
+
 def test_types_that_onnx_has_for_weights():
     """Each becomes float32, or stays float64; bfloat16 is not NumPy's own."""
     for dtype in (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE):
-        model, tensors = model_of("GRU", 3, 1)
-        for tensor in model.graph.initializer:
-            values = np.round(8 * tensors[tensor.name]) / 8
-            tensor.CopyFrom(helper.make_tensor(tensor.name, dtype, values.shape, values.ravel()))
-        weights = ecornn.onnx.read(model).weights
+        weights = ecornn.onnx.read(typed(dtype)).weights
         assert weights["weight_ih_l0"].dtype == (np.float64 if dtype == TensorProto.DOUBLE else np.float32)
-        gates = np.split(np.round(8 * tensors["W"][0]) / 8, 3)
+        gates = np.split(np.round(8 * model_of("GRU", 3, 1)[1]["W"][0]) / 8, 3)
         np.testing.assert_array_equal(weights["weight_ih_l0"], np.concatenate([gates[g] for g in (1, 0, 2)]))
 
 
