@@ -10,7 +10,7 @@ import cuda_sample
 import numpy as np
 import pytest
 from cuda_on_cpu import Emulated, Memory
-from cuda_sample import N
+from cuda_sample import POINTERS, N, run
 from driver_notes import child, raised
 from test_stacks_cuda import SIDES, H, I, check_results, program_of
 
@@ -45,7 +45,6 @@ STATES = (("h_in", "h_out"),)
 WAVE = (Fill("counter", 0, Extent(1)), Wave((
     WaveLayer((TOTAL,), {"x": N}, ()), WaveLayer((Loop((STEP,)),), {"y": N}, STATES),
     WaveLayer((Fill("mask", 1, Extent(0, 1)), LAST), {"x": 1, "y": N}, STATES)), 3, 5))
-POINTERS = tuple(range(1000, 9000, 1000))  # of x, y, h_in, h_out, w, sums, counter, mask
 NOTE = re.compile(r"(\w+) (.*?)\s*stream=(\d+)")
 
 
@@ -65,10 +64,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wave(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(WAVE, tmp_path_factory.mktemp("wave"))
-
-
-def run(steps: int = 2, stream: int = 7, device: int = 0, batch: int = 1) -> str:
-    return f"m['run']({steps}, {batch}, {device}, {stream}, *{POINTERS})\n"
 
 
 def history(notes: list[str]) -> list[tuple[str, int, set[int]]]:

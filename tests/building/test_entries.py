@@ -56,7 +56,7 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
     # the second chunk: of y from step 8 on, and from the state that the first one left
     assert sorted(launched[1:]) == sorted(2 * ["4000 2000 3000 8", f"2000 2000 {3000 + 8 * 4} 8"])
     assert done.stdout.startswith("TypeError backward(T, B, device, queue, *pointers) takes 8 arguments, not 4")
-    everything = child(f"m['run'](2, 1, 0, 7, *{tuple(range(1000, 9000, 1000))})", out, fake, FAKE_MAJOR="9").calls
+    everything = child(f"m['run'](2, 1, 0, 7, *{cuda_sample.POINTERS})", out, fake, FAKE_MAJOR="9").calls
     assert sum(note.startswith("cuLaunchKernelEx") for note in everything) == 4
 
 
