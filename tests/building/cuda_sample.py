@@ -21,6 +21,7 @@ BUFFERS = (
     Buffer("counter", "workspace", "uint32", Extent(1)),
     Buffer("mask", "workspace", "uint32", Extent(2, 3)),
 )
+POINTERS = tuple(range(1000, 9000, 1000))  # of x, y, h_in, h_out, w, sums, counter, mask
 CALLS = (
     Fill("counter", 0, Extent(1)),
     Fill("mask", 255, Extent(2, 3)),
@@ -95,6 +96,11 @@ def functions() -> dict[str, Any]:
 def program() -> Program:
     """The program; its only batch size is 1."""
     return Program.running(functions(), BUFFERS, CALLS)
+
+
+def run(steps: int = 2, stream: int = 7, device: int = 0, batch: int = 1) -> str:
+    """Code that calls the entry ``run`` of a module ``m``, whose buffers lie at :data:`POINTERS`."""
+    return f"m['run']({steps}, {batch}, {device}, {stream}, *{POINTERS})\n"
 
 
 def manifest(device: Device = KNOWN["sm_90a"]) -> Manifest:

@@ -12,6 +12,7 @@ from typing import Any
 import cuda_sample
 import numpy as np
 import pytest
+from cuda_sample import run
 from driver_notes import child, raised
 
 from ecornn.build import Generated, build_module, nvcc
@@ -22,8 +23,6 @@ from ecornn.host_gpu import detect, driver_version
 from ecornn.manifest import decode
 from ecornn.program import Extent, Fill, Launch, Loop, Parallel, Program
 from ecornn.targets import KNOWN
-
-POINTERS = tuple(range(1000, 9000, 1000))  # of x, y, h_in, h_out, w, sums, counter, mask
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +36,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Generated]:
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Kernel]:
     return lower(cuda_sample.program(), "sm_90a")[0]
-
-
-def run_code(steps: int, device: int = 0) -> str:
-    return f"m['run']({steps}, 1, {device}, 7, *{POINTERS})\n"
 
 
 def test_kernels_know_the_order_of_what_they_read(kernels: dict[str, Kernel]):
@@ -147,7 +142,7 @@ def test_manifest_comes_back_without_tvm(built: tuple[Path, Generated]):
 
 def test_a_machine_without_driver_is_told(built: tuple[Path, Generated], tmp_path: Path):
     (tmp_path / "libcuda.so.1").touch()  # found first, and no library: also where there is a driver
-    done = child(raised(run_code(3)) + raised("m['alloc'](0, 1)"), built[0], tmp_path)
+    done = child(raised(run(3)) + raised("m['alloc'](0, 1)"), built[0], tmp_path)
     for line in done.stdout.splitlines():
         assert line.startswith("RuntimeError this module needs a CUDA GPU and the NVIDIA driver")
         assert "libcuda.so.1" in line
@@ -155,7 +150,7 @@ def test_a_machine_without_driver_is_told(built: tuple[Path, Generated], tmp_pat
 
 
 def test_run_makes_the_calls_in_order(built: tuple[Path, Generated], fake: Path):
-    done = child(run_code(3) + run_code(1), built[0], fake, FAKE_MAJOR="9")
+    done = child(run(3) + run(1), built[0], fake, FAKE_MAJOR="9")
     first = done.calls.index("cuCtxPopCurrent")  # the end of loading
     loading, running = done.calls[:first], done.calls[first + 1:]
     assert loading == [
@@ -206,7 +201,7 @@ def test_a_large_projection_is_a_cubin_of_its_own_that_is_compiled_once(
     assert [s for s in sources if "step_kernel" in s] == [s for s in sources if "last_kernel" not in s]
     assert set(generated.resources) == {"total", "step", "last"}
     if detect() is None:
-        calls = child(run_code(1), out, fake, FAKE_MAJOR="9").calls
+        calls = child(run(1), out, fake, FAKE_MAJOR="9").calls
         assert sum(c.startswith("cuModuleLoadData") for c in calls) == calls.count("cuModuleUnload") == 2
         assert sum(c.startswith("cuLaunchKernelEx") for c in calls) == 3
 
@@ -260,7 +255,7 @@ def test_memory_functions(built: tuple[Path, Generated], fake: Path):
 ])
 @pytest.mark.skipif(detect() is not None, reason="the module is for the GPU at hand, not for sm_90a")
 def test_driver_errors_name_the_call(built: tuple[Path, Generated], fake: Path, fail: str, message: str):
-    done = child(raised(run_code(2)) + raised(run_code(2)), built[0], fake, FAKE_FAIL=fail)
+    done = child(raised(run(2)) + raised(run(2)), built[0], fake, FAKE_FAIL=fail)
     first, second = done.stdout.splitlines()
     assert first == second and first.startswith("RuntimeError ") and message in first
     pushes = [c for c in done.calls if c.startswith("cuCtx")]
@@ -271,11 +266,11 @@ def test_wrong_arguments_are_refused(built: tuple[Path, Generated], fake: Path):
     messages = {
         "m['run'](1, 1, 0, 0)": "TypeError run(T, B, device, queue, *pointers) takes 12 arguments, not 4",
         "m['run'](1.5, 1, 0, 7, *range(8))": "TypeError argument 0 of run",
-        run_code(0): "ValueError T=0 is not allowed",
-        run_code(1 << 31): "ValueError T=2147483648 is not allowed",
+        run(0): "ValueError T=0 is not allowed",
+        run(1 << 31): "ValueError T=2147483648 is not allowed",
         "m['run'](1, 0, 0, 7, *range(8))": "ValueError B=0 is not allowed",
-        run_code(1, device=64): "ValueError device=64 is not allowed",
-        run_code(1, device=-1): "ValueError device=-1 is not allowed",
+        run(1, device=64): "ValueError device=64 is not allowed",
+        run(1, device=-1): "ValueError device=-1 is not allowed",
         "m['free'](0)": "TypeError free(device, pointer) takes 2 arguments, not 1",
     }
     done = child("".join(map(raised, messages)), built[0], fake)

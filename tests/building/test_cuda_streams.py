@@ -1,18 +1,23 @@
-"""What runs at the same time in a CUDA module: streams and events, as a driver that takes notes sees them."""
+"""CUDA modules without a GPU: streams and events, as a driver takes notes of them, and what whole modules compute."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import cuda_sample
+import numpy as np
 import pytest
-from cuda_sample import N
+from cuda_on_cpu import Emulated, Memory
+from cuda_sample import POINTERS, N, run
 from driver_notes import child, raised
+from test_stacks_cuda import SIDES, H, I, check_results, program_of
 
 from ecornn.build import build_module
 from ecornn.errors import BuildError
 from ecornn.host_gpu import detect
+from ecornn.manifest import Manifest
 from ecornn.program import (
     Buffer,
     Call,
@@ -30,8 +35,9 @@ from ecornn.program import (
 )
 from ecornn.schedules.backward.weights import zero_kernel
 from ecornn.targets import KNOWN
+from ecornn.workload import Overlap, Stack, Workload
 
-pytestmark = pytest.mark.skipif(detect() is not None, reason="the notes are of a driver without a GPU")
+pytestmark = pytest.mark.skipif(detect() is not None, reason="the driver without a GPU serves modules for sm_90a")
 TOTAL, STEP = Launch("total", 4, 32, cooperative=True), Launch("step", 2, 64)
 LAST = Launch("last", 2, 64, 256, cluster=2)
 BOTH = (Fill("counter", 0, Extent(1)), Concurrent(((TOTAL, LAST), (Loop((STEP,)),))), LAST)
@@ -39,7 +45,6 @@ STATES = (("h_in", "h_out"),)
 WAVE = (Fill("counter", 0, Extent(1)), Wave((
     WaveLayer((TOTAL,), {"x": N}, ()), WaveLayer((Loop((STEP,)),), {"y": N}, STATES),
     WaveLayer((Fill("mask", 1, Extent(0, 1)), LAST), {"x": 1, "y": N}, STATES)), 3, 5))
-POINTERS = tuple(range(1000, 9000, 1000))  # of x, y, h_in, h_out, w, sums, counter, mask
 NOTE = re.compile(r"(\w+) (.*?)\s*stream=(\d+)")
 
 
@@ -59,10 +64,6 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wave(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(WAVE, tmp_path_factory.mktemp("wave"))
-
-
-def run(steps: int = 2, stream: int = 7, device: int = 0, batch: int = 1) -> str:
-    return f"m['run']({steps}, {batch}, {device}, {stream}, *{POINTERS})\n"
 
 
 def history(notes: list[str]) -> list[tuple[str, int, set[int]]]:
@@ -283,3 +284,52 @@ def test_the_longest_call_is_one_that_can_be_counted(tmp_path: Path, fake: Path)
     layers = tuple(WaveLayer((TOTAL,), {"x": N}, ()) for _ in range(2))
     notes = child(run((1 << 31) - 1), build((Wave(layers, 1, 1),), tmp_path), fake).calls
     assert [note.split()[-1] for note in notes if "Launch" in note] == [str((1 << 31) - 1)] * 2
+
+
+RUN = """
+import numpy as np
+T, B, file = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+buffers = dict(np.load(file))
+m["run"](T, B, 0, 7, *(value.ctypes.data for value in buffers.values()))
+np.savez(file, **buffers)
+"""
+
+
+class Hosted(Emulated):
+    """An emulated program whose calls are made by its module."""
+
+    def __init__(self, program: Program, folder: Path, driver: Path) -> None:
+        super().__init__(program, folder)
+        self.folder, self.driver = folder, driver
+        self.notes: list[str] = []
+        manifest = Manifest(Workload("test", H, I), KNOWN["sm_90a"], "test", {}, "made by a test", ("h",), "h", (),
+                            program.buffers, {"run": program.entries["run"].takes}, {"ecornn": "test"})
+        build_module(program, manifest, folder / "module.so")
+
+    def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = "run") -> None:
+        assert entry == "run", "the only entry of these modules"
+        file = self.folder / "buffers.npz"
+        np.savez(file, **{b.name: memory[b.name].view(np.uint8) for b in self.program.buffers})
+        self.notes = child(RUN, self.folder / "module.so", self.driver, steps, batch, file,
+                           FAKE_KERNELS=str(self.folder / "kernels.so")).calls
+        for name, value in np.load(file).items():
+            memory[name].view(np.uint8)[:] = value
+
+
+CASES: list[Any] = [
+    ("persistent", "lstm", Stack(3, False, True, True), "bfloat16", Overlap("wavefront", 3, 3, 5), {}),
+    pytest.param("persistent", "gru", Stack(3), "float32", Overlap("wavefront", 2, 3, 5), {"cores": 7, "ahead": 0},
+                 marks=pytest.mark.exhaustive),
+    pytest.param("layout_transform", "lstm", Stack(2, True, True, True), "float16", SIDES, {},
+                 marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "cell", "stack", "dtype", "overlap", "change"), CASES, ids=str)
+def test_modules_compute_what_they_should(tmp_path: Path, fake: Path, schedule: str, cell: str, stack: Stack,
+                                          dtype: str, overlap: Overlap, change: dict[str, Any]):
+    module = Hosted(program_of(schedule, cell, stack, dtype, overlap=overlap, **change), tmp_path, fake)
+    for steps in (1, 27):
+        check_results(module, cell, stack, dtype, steps)
+        streams = {note.split("stream=")[1].split()[0] for note in module.notes if "Launch" in note}
+        assert len(streams) == (overlap.width if overlap == SIDES or steps > 8 else 1)

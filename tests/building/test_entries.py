@@ -39,7 +39,15 @@ from ecornn.schedules.cpu.emit import Emitter
 from ecornn.targets import KNOWN
 from ecornn.workload import Workload
 
+without_gpu = pytest.mark.skipif(detect_gpu() is not None,
+                                 reason="the driver without a GPU serves modules for sm_90a")
 LAST = Launch("last", grid=2, threads=64, shared=256, cluster=2)
+
+
+def built(program: Program, folder: Path) -> Path:
+    """Its module file."""
+    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), folder / "made.so")
+    return folder / "made.so"
 
 
 def with_entry(*calls: Call, takes: tuple[str, ...]) -> Program:
@@ -48,13 +56,12 @@ def with_entry(*calls: Call, takes: tuple[str, ...]) -> Program:
     return replace(program, entries={**program.entries, "backward": Entry(calls, takes)})
 
 
-@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+@without_gpu
 def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_path: Path, fake: Path):
     chunk = WaveLayer((LAST,), {"y": 1}, (("h_in", "h_out"),))
     program = with_entry(LAST, Fill("mask", 3, Extent(1)), Wave((chunk, chunk), 2, 8),
                          takes=("mask", "h_out", "y", "h_in"))
-    out = tmp_path / "two.so"
-    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    out = built(program, tmp_path)
     code = "m['backward'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
     done = child(code + raised("m['backward'](1, 1, 0, 7)"), out, fake, FAKE_MAJOR="9")
     notes = [note for note in done.calls if note.startswith(("cuLaunchKernelEx", "cuMemset"))]
@@ -63,28 +70,26 @@ def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_pa
     # the second chunk: of y from step 8 on, and from the state that the first one left
     assert sorted(launched[1:]) == sorted(2 * ["4000 2000 3000 8", f"2000 2000 {3000 + 8 * 4} 8"])
     assert done.stdout.startswith("TypeError backward(T, B, device, queue, *pointers) takes 8 arguments, not 4")
-    everything = child(f"m['run'](2, 1, 0, 7, *{tuple(range(1000, 9000, 1000))})", out, fake, FAKE_MAJOR="9").calls
+    everything = child(f"m['run'](2, 1, 0, 7, *{cuda_sample.POINTERS})", out, fake, FAKE_MAJOR="9").calls
     assert sum(note.startswith("cuLaunchKernelEx") for note in everything) == 4
 
 
-@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+@without_gpu
 def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: Path):
     program = with_entry(LAST, replace(LAST, wanted=("y", "h_out")), takes=("h_out", "y", "h_in"))
-    out = tmp_path / "wanted.so"
-    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    out = built(program, tmp_path)
     for pointers, launches in (("2000, 3000", 2), ("2000, 0", 2), ("0, 3000", 2), ("0, 0", 1)):
         done = child(f"m['backward'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
         assert sum(note.startswith("cuLaunchKernelEx") for note in done.calls) == launches, pointers
 
 
-@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+@without_gpu
 def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
     """From the caller's memory through two workspaces; one step reads a copy if it writes where it reads."""
     step = replace(LAST, names={"h_in": "mask", "y": "sums"})
     program = with_entry(Relay((step,), "mask", "sums", "h_in", "h_out", 64), LAST,
                          takes=("mask", "sums", "h_out", "y", "h_in"))
-    out = tmp_path / "relay.so"
-    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    out = built(program, tmp_path)
     one, other, given = 1000, 1500, 4000
     apart, copied = [(given, other)], [(one, other)]
     for steps, written, passed in (
@@ -100,7 +105,7 @@ def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
         assert copies == ([f"cuMemcpyAsync {one} {given} 256 stream=7"] if passed is copied else [])
 
 
-@pytest.mark.skipif(detect_gpu() is not None, reason="the driver without a GPU serves modules for sm_90a")
+@without_gpu
 def test_a_cuda_module_packs(tmp_path: Path, fake: Path):
     """What the kernel knows; a program that packs something else has none, nor has one without weights."""
     def with_packing(dtype: str) -> Program:
@@ -109,8 +114,7 @@ def test_a_cuda_module_packs(tmp_path: Path, fake: Path):
         return replace(found, buffers=tuple(structs.replace(b, packing=packing) if b.name == "w" else b
                                             for b in found.buffers))
 
-    program, out = with_packing("bfloat16"), tmp_path / "packs.so"
-    build_module(program, cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    out = built(with_packing("bfloat16"), tmp_path)
     code = ("m['pack'](0, 7, 1000, 2000, 3000, 4000, 17, 2, 50, 60)\n" + raised("m['pack'](0, 7, 1000, 2000)")
             + raised("m['pack'](0, 7, 1000, 2000, 3000, 4000, 0, 2)") + raised(f"m['pack'](*{[1] * 137})"))
     done = child(code, out, fake, FAKE_MAJOR="9", FAKE_PARAMETERS="ecornn_pack_weights:ppppiip")
@@ -120,8 +124,7 @@ def test_a_cuda_module_packs(tmp_path: Path, fake: Path):
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["TypeError", "ValueError", "TypeError"]
     assert "count=0" in done.stdout
     for other in (cuda_sample.program(), with_packing("int8")):
-        build_module(other, cuda_sample.manifest(KNOWN["sm_90a"]), out)
-        assert "no kernel that packs" in child(raised("m['pack'](0)"), out).stdout
+        assert "no kernel that packs" in child(raised("m['pack'](0)"), built(other, tmp_path)).stdout
 
 
 @pytest.mark.parametrize(("calls", "takes", "message"), [
@@ -168,12 +171,6 @@ def test_entries_of_a_cpu_module(tmp_path: Path):
     with pytest.raises(BuildError, match="no buffer y that entry 'run' takes"):
         tables(replace(twice, entries={"run": Entry((Parallel("twice"),), ("x", "other"))}))
     with pytest.raises(ModuleError, match="no entry 'run'; it has back"):
-        entry_plan(replace_entries(manifest, {"back": ("x",)}), RUN)
+        entry_plan(structs.replace(manifest, entries={"back": ("x",)}), RUN)
     with pytest.raises(ModuleError, match="no buffer z for its entry 'run'"):
-        entry_plan(replace_entries(manifest, {"run": ("x", "z")}), RUN)
-
-
-def replace_entries(manifest: Manifest, entries: dict[str, tuple[str, ...]]) -> Manifest:
-    from msgspec import structs
-
-    return structs.replace(manifest, entries=entries)
+        entry_plan(structs.replace(manifest, entries={"run": ("x", "z")}), RUN)

@@ -21,9 +21,9 @@ HERE = Path(__file__).parent
 STRICT = ("-Wall", "-Wextra", "-Werror")
 
 
-def flags() -> list[str]:
-    """What ``ecornn config --cflags --libs`` prints."""
-    result = CliRunner().invoke(main, ["config", "--cflags", "--libs"])
+def flags(*asked: str) -> list[str]:
+    """What ``ecornn config`` prints that is asked for ``--cflags`` or ``--libs``."""
+    result = CliRunner().invoke(main, ["config", *asked])
     assert result.exit_code == 0, result.output
     return shlex.split(result.output)
 
@@ -34,7 +34,8 @@ def compiled(source: Path, out: Path, *more: str, last: Sequence[str] = ()) -> P
     compiler = shutil.which("cc" if c else "c++")
     assert compiler, "these tests need a C and a C++ compiler"
     standard = ["-std=c11", "-D_GNU_SOURCE"] if c else ["-std=c++17", "-pthread"]
-    command = [compiler, *standard, *STRICT, "-O1", *more, str(source), *flags(), *last, "-lm", "-o", str(out)]
+    command = [compiler, *standard, *STRICT, "-O1", *more, str(source), *flags("--cflags", "--libs"), *last, "-lm",
+               "-o", str(out)]
     subprocess.run(command, check=True)
     return out
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
-from c_abi_sample import HERE, STRICT, close, run
+from c_abi_sample import HERE, STRICT, close, flags, run
 from click.testing import CliRunner
 from rooms import ROOT
 
@@ -40,19 +39,15 @@ def test_the_program_of_the_documentation(folder: Path):
     text = (ROOT / "docs" / "C.md").read_text()
     (found,) = (code for code in re.findall(r"```cpp\n(.*?)```", text, re.DOTALL) if "lstm64_open" in code)
     (folder / "main.cc").write_text(found.replace("lstm64", "lstm12"))
-    subprocess.run(["c++", "-std=c++17", *STRICT, str(folder / "main.cc"), *cflags(), str(folder / "lstm12.a"),
+    subprocess.run(["c++", "-std=c++17", *STRICT, str(folder / "main.cc"), *flags("--cflags"), str(folder / "lstm12.a"),
                     "-pthread", "-ldl", "-o", str(folder / "main")], check=True)
     assert run(folder / "main") == "lstm: 5 inputs, 12 units, 4 weights\n"
-
-
-def cflags() -> list[str]:
-    return shlex.split(CliRunner().invoke(main, ["config", "--cflags"]).output)
 
 
 def test_two_layers_in_one_program(folder: Path):
     program = folder / "program"
     subprocess.run(["c++", "-std=c++17", "-pthread", *STRICT, f"-I{folder}", str(HERE / "archive_program.cc"),
-                    *cflags(), str(folder / "lstm12.a"), f"-L{folder}", "-lgru9", "-ldl", "-o", str(program)],
+                    *flags("--cflags"), str(folder / "lstm12.a"), f"-L{folder}", "-lgru9", "-ldl", "-o", str(program)],
                    check=True)
     needed = subprocess.run(["ldd", str(program)], capture_output=True, text=True, check=True).stdout
     assert "tvm" not in needed and "libstdc++" in needed
@@ -94,7 +89,7 @@ int main() {
   printf("%zu\\n", Taken().size());
 }''')
     build = Path(module.__file__).parent
-    subprocess.run(["c++", "-std=c++17", "-pthread", *STRICT, f"-I{build}", *cflags(), str(source), "-o",
+    subprocess.run(["c++", "-std=c++17", "-pthread", *STRICT, f"-I{build}", *flags("--cflags"), str(source), "-o",
                     str(tmp_path / "errors")], check=True)
     assert run(tmp_path / "errors").split("\n") == ["none", "T is 0", "none", "511", ""]
 

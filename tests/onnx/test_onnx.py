@@ -11,10 +11,45 @@ import onnx
 import pytest
 from limits import relative
 from onnx import TensorProto, helper, numpy_helper
-from onnx_backend import RecurrentBackend
+from onnx.backend.base import Backend, BackendRep
 
 import ecornn.onnx
 from ecornn.errors import ArgumentError, DTypeError, ModuleError, ShapeError, WeightsError
+from ecornn.onnx import compile
+from ecornn.onnx.node import from_proto
+
+
+class Prepared(BackendRep):
+    """A model of one node, its weights among the inputs."""
+
+    def __init__(self, model: Any, device: str) -> None:
+        (self.node,), self.graph, self.device = model.graph.node, model.graph, device
+
+    def run(self, inputs: Any, **_: Any) -> tuple[Any, ...]:
+        values = dict(zip((i.name for i in self.graph.input), inputs, strict=True))
+        node = from_proto(self.node, values)
+        names = (*self.node.input, *("",) * 8)
+        x, lengths, h, c = (values.get(names[k]) for k in (0, 4, 5, 6))
+        batch, seq = x.shape[:2] if node.batch_first else x.shape[1::-1]
+        made = compile(node, batch=batch, seq=seq, target=self.device)(x, lengths, h, c)
+        return tuple(np.ascontiguousarray(made[k]) for k, o in enumerate(self.node.output) if o)
+
+
+class RecurrentBackend(Backend):
+    """Serves models whose only node is LSTM, GRU or RNN."""
+
+    @classmethod
+    def is_compatible(cls, model: Any, device: str = "CPU", **_: Any) -> bool:
+        return len(model.graph.node) == 1 and model.graph.node[0].op_type in ("LSTM", "GRU", "RNN")
+
+    @classmethod
+    def prepare(cls, model: Any, device: str = "CPU", **_: Any) -> Prepared:
+        return Prepared(model, {"CPU": "cpu", "CUDA": "cuda"}[device])
+
+    @classmethod
+    def supports_device(cls, device: str) -> bool:
+        return device in ("CPU", "CUDA")
+
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # making the other operators' data overflows on purpose
@@ -232,16 +267,21 @@ def test_constants_that_do_not_fit(constants: dict[str, np.ndarray], kind: Any, 
     assert words in str(caught.value)
 
 
+def typed(dtype: int) -> Any:
+    """A GRU of this type, its values multiples of 1/8."""
+    model, tensors = model_of("GRU", 3, 1)
+    for tensor in model.graph.initializer:
+        values = np.round(8 * tensors[tensor.name]) / 8
+        tensor.CopyFrom(helper.make_tensor(tensor.name, dtype, values.shape, values.ravel()))
+    return model
+
+
 def test_types_that_onnx_has_for_weights():
     """Each becomes float32, or stays float64; bfloat16 is not NumPy's own."""
     for dtype in (TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE):
-        model, tensors = model_of("GRU", 3, 1)
-        for tensor in model.graph.initializer:
-            values = np.round(8 * tensors[tensor.name]) / 8
-            tensor.CopyFrom(helper.make_tensor(tensor.name, dtype, values.shape, values.ravel()))
-        weights = ecornn.onnx.read(model).weights
+        weights = ecornn.onnx.read(typed(dtype)).weights
         assert weights["weight_ih_l0"].dtype == (np.float64 if dtype == TensorProto.DOUBLE else np.float32)
-        gates = np.split(np.round(8 * tensors["W"][0]) / 8, 3)
+        gates = np.split(np.round(8 * model_of("GRU", 3, 1)[1]["W"][0]) / 8, 3)
         np.testing.assert_array_equal(weights["weight_ih_l0"], np.concatenate([gates[g] for g in (1, 0, 2)]))
 
 

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
-from test_onnx import B, H, I, T, dynamic, model_of, relative
+from test_onnx import B, H, I, T, dynamic, model_of, relative, typed
 
 import ecornn.onnx
 from ecornn.errors import ArgumentError, DTypeError, EcornnError, ModuleError, WeightsError
@@ -122,15 +122,6 @@ def test_nodes_in_functions_are_named():
         ecornn.onnx.read(model)
 
 
-def typed(dtype: int) -> Any:
-    """A GRU of this type, its values multiples of 1/8."""
-    model, tensors = model_of("GRU", 3, 1)
-    for tensor in model.graph.initializer:
-        values = np.round(8 * tensors[tensor.name]) / 8
-        tensor.CopyFrom(helper.make_tensor(tensor.name, dtype, values.shape, values.ravel()))
-    return model
-
-
 def test_models_of_other_types_are_called_with_those():
     """On a CPU those of 16 bits compute in float32."""
     import ml_dtypes
@@ -194,10 +185,10 @@ def reference(model: Any) -> None:
     made.name, made.ref_attr_name, made.type = "clip", "of_a_function", onnx.AttributeProto.FLOAT
 
 
-def without(name: str, **parts: Any) -> Callable[[Any], None]:
+def without(**parts: Any) -> Callable[[Any], None]:
     """The initializer W with other dimensions, or another type."""
     def change(model: Any) -> None:
-        tensor = next(t for t in model.graph.initializer if t.name == name)
+        tensor = next(t for t in model.graph.initializer if t.name == "W")
         if "dims" in parts:
             del tensor.dims[:]
             tensor.dims.extend(parts["dims"])
@@ -235,8 +226,8 @@ DAMAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "activations as one text": (attribute("activations", "Tanh"), "recurrent.activations='of type STRING'"),
     "inputs": (more("input", 5), "13 inputs; LSTM has at most 8"),
     "outputs": (more("output", 5), "8 outputs; LSTM has at most 3"),
-    "negative size": (without("W", dims=[-1, 4 * H, I]), r"its shape is (-1, 24, 5)"),
-    "type": (without("W", data_type=99), "the model's W cannot be read"),
+    "negative size": (without(dims=[-1, 4 * H, I]), r"its shape is (-1, 24, 5)"),
+    "type": (without(data_type=99), "the model's W cannot be read"),
     "negative index": (sparse([-1, 2], (1, 4 * H, I)), "an index is negative"),
     "huge": (sparse([0, 1], (1 << 30, 1 << 30)), "the model's W cannot be read"),
     "circle": (computed(node("Identity", "W", out="b"), node("Identity", "b")), "W is computed from itself"),

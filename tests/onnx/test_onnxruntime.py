@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -364,17 +364,10 @@ def test_arrays_that_begin_anywhere(tmp_path: Path):
 def test_threads_share_a_session(fast: Path):
     running = session(fast, ecornn.onnxruntime.session_options(fast, threads=2))
     x = np.random.default_rng(0).standard_normal((20, 4, 20)).astype(np.float32)
-    wanted, found = running.run(None, {"x": x})[0], []
-
-    def calls() -> None:
-        found.extend(running.run(None, {"x": x})[0] for _ in range(10))
-
-    threads = [threading.Thread(target=calls) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 40 and all(np.array_equal(one, wanted) for one in found)
+    wanted = running.run(None, {"x": x})[0]
+    with ThreadPoolExecutor(4) as threads:
+        found = [*threads.map(lambda _: running.run(None, {"x": x})[0], range(40))]
+    assert all(np.array_equal(one, wanted) for one in found)
 
 
 ALONE = """

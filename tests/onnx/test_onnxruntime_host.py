@@ -60,13 +60,6 @@ def arguments(folder: Path, operator: str, module: Path, threads: int, arrays: M
     return [str(folder / library.NAME), operator, module.name, digest, str(folder), str(threads), *inputs]
 
 
-def lstm_arrays() -> dict[str, Any]:
-    """As the node takes them; c begins with zeros."""
-    rng = np.random.default_rng(7)
-    x, h = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, B, I), (2, B, H)))
-    return {"x": x, "lens": np.array([T, 2, 4], np.int32), "h": h, "c": None}
-
-
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_under_sanitizers(folder: Path, lstm: Module, monkeypatch: pytest.MonkeyPatch, sanitizer: str):
     """Called from three threads, of which each call takes two; test_c_abi.py has modules under sanitizers."""
@@ -78,7 +71,7 @@ def test_under_sanitizers(folder: Path, lstm: Module, monkeypatch: pytest.Monkey
     program = compiled(Path(__file__).with_name("ort_host.cc"), here / "ort_host", f"-I{SOURCES}", *flags)
     rng, weights = np.random.default_rng(7), weights_of(lstm)
     x, h = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, B, I), (2, B, H)))
-    lengths = np.array([T, 2, 4], np.int32)
+    lengths = np.array([T, 2, 4], np.int32)  # c begins with zeros
     given = arguments(here, "CpuRecurrent", here / "lstm.so", 3, {"x": x, "lens": lengths, "h": h, "c": None}, weights)
     # TSan's shadow memory wants an address space that is not laid out at random
     command = [*(["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []), program, *given]

@@ -1,21 +1,421 @@
-"""Random ONNX models, rewritten, against ONNX Runtime's own nodes.
+"""Random ONNX models around recurrent nodes, rewritten, against ONNX Runtime's own nodes: deep features, constants
+computed in many ways, shared weights, bodies.
 
     ECORNN_RANDOM=1000:1300 python -m pytest -m exhaustive -s tests/onnx/test_random_onnx.py
+    PYTHONPATH=tests/helpers python tests/onnx/test_random_onnx.py 17     # what model 17 is made of
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from onnxruntime_sample import alike, session
 from pairwise import seeds
-from random_onnx import feeds_of, random_model
 
 import ecornn.onnxruntime
 from ecornn.compiler import compile_layer
 from ecornn.errors import ArgumentError
 from ecornn.onnxruntime import rewriting
+
+DEEPEST = 2000  # nodes behind one another
+OPSETS = (13, 14, 17, 20, 21)
+GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+SHOWN = {"LSTM": ("Y", "Y_h", "Y_c"), "GRU": ("Y", "Y_h"), "RNN": ("Y", "Y_h")}
+ACTIVATIONS = {"LSTM": ["HardSigmoid", "Softsign", "Tanh"], "GRU": ["Sigmoid", "LeakyRelu"], "RNN": ["Relu"]}
+STABLE = ("Tanh", "Sigmoid", "Identity", "Neg", "Sin", "Softsign")  # keep values where they are
+
+Weights = tuple[str, ...]
+
+
+@dataclass
+class Sample:
+    """A model and what is to come of it.
+
+    Attributes
+    ----------
+    model, plain : the model, and one that computes the same without ONNX's layout 1, which ONNX Runtime refuses
+    sizes : T and B of calls
+    refused : nodes that have to stay, by name, each with words of the reason
+    made : what it is made of, in words
+    """
+
+    model: Any
+    plain: Any
+    sizes: list[tuple[int, int]]
+    refused: dict[str, str]
+    made: list[str]
+
+
+@dataclass
+class Builder:
+    """A graph that grows, and in it what is shared with the graphs of bodies."""
+
+    rng: np.random.Generator
+    made: list[str]
+    counter: list[int] = field(default_factory=lambda: [0])
+    nodes: list[Any] = field(default_factory=list)
+    tensors: list[Any] = field(default_factory=list)
+
+    def new(self, what: str) -> str:
+        self.counter[0] += 1
+        return f"{what}{self.counter[0]}"
+
+    def node(self, op: str, *inputs: str, count: int = 1, **attributes: Any) -> Any:
+        """The name of its output, or of several."""
+        outputs = [self.new(op.lower()) for _ in range(count)]
+        self.nodes.append(helper.make_node(op, list(inputs), outputs, **attributes))
+        return outputs[0] if count == 1 else outputs
+
+    def one_of(self, *choices: Any) -> Any:
+        return choices[self.rng.integers(len(choices))]
+
+    def chance(self, of: float) -> bool:
+        return bool(self.rng.random() < of)
+
+    def initializer(self, value: Any) -> str:
+        self.tensors.append(numpy_helper.from_array(np.asarray(value), self.new("t")))
+        return str(self.tensors[-1].name)
+
+    def whole(self, *numbers: int) -> str:
+        """A constant of int64."""
+        value = np.array(numbers, np.int64)
+        return self.node("Constant", value_ints=list(numbers)) if self.chance(0.5) else self.initializer(value)
+
+    def deep(self, name: str, most: int = DEEPEST) -> str:
+        """Nodes behind one another, whose values differ by little from call to call of this."""
+        depth = int(np.exp(self.rng.uniform(0, np.log(most + 1)))) - 1
+        self.made.append(f"{depth} nodes deep")
+        for _ in range(depth):
+            name = self.node(self.one_of(*STABLE), name)
+        return name
+
+    def constant(self, value: np.ndarray) -> str:
+        """A constant of that value, of float32 with three axes or two, computed in one of many ways."""
+        ways: list[Callable[[np.ndarray], str]] = [
+            self.initializer, lambda v: self.node("Constant", value=numpy_helper.from_array(v)), self._turned,
+            self._reshaped, self._cast, self._sliced, self._joined, self._gathered, self._split, self._added,
+            self._quantized, self._shaped_as_another, self._from_deep, self._half]
+        number = int(self.rng.integers(len(ways)))
+        self.made.append(f"constant by way {number}")
+        return ways[number](value)
+
+    def _turned(self, value: np.ndarray) -> str:
+        order = [*self.rng.permutation(value.ndim)]
+        back = [int(n) for n in np.argsort(order)]
+        return self.node("Transpose", self.constant(np.ascontiguousarray(value.transpose(order))), perm=back)
+
+    def _reshaped(self, value: np.ndarray) -> str:
+        return self.node("Reshape", self.initializer(value.ravel()), self.whole(*value.shape[:-1], -1))
+
+    def _cast(self, value: np.ndarray) -> str:
+        return self.node("Cast", self.initializer(value.astype(np.float64)), to=TensorProto.FLOAT)
+
+    def _half(self, value: np.ndarray) -> str:
+        return self.node("Cast", self.initializer(value.astype(np.float16)), to=TensorProto.FLOAT)
+
+    def _sliced(self, value: np.ndarray) -> str:
+        more = np.concatenate([value[:, :2], value, value[:, :1]], 1)
+        first = self.whole(min(2, value.shape[1]))
+        return self.node("Slice", self.initializer(more), first, self.whole(-1), self.whole(1))
+
+    def _joined(self, value: np.ndarray) -> str:
+        at = int(self.rng.integers(value.shape[1] + 1))
+        return self.node("Concat", self.initializer(value[:, :at]), self.initializer(value[:, at:]), axis=1)
+
+    def _gathered(self, value: np.ndarray) -> str:
+        order = self.rng.permutation(value.shape[1])
+        back = self.whole(*(int(n) for n in np.argsort(order)))
+        return self.node("Gather", self.initializer(value[:, order]), back, axis=1)
+
+    def _split(self, value: np.ndarray) -> str:
+        both = self.initializer(np.concatenate([-value, value], -1))
+        return str(self.node("Split", both, self.whole(value.shape[-1], value.shape[-1]), count=2, axis=-1)[1])
+
+    def _added(self, value: np.ndarray) -> str:
+        """To zeros by the shape of another constant."""
+        given = self.initializer(value)
+        return self.node("Add", given, self.node("ConstantOfShape", self.node("Shape", given)))
+
+    def _quantized(self, value: np.ndarray) -> str:
+        scale = np.float32(np.abs(value).max() / 127 + 1e-6)
+        whole = self.initializer(np.round(value / scale).astype(np.int8))
+        return self.node("DequantizeLinear", whole, self.initializer(scale))
+
+    def _shaped_as_another(self, value: np.ndarray) -> str:
+        """A number, expanded to a shape that is put together."""
+        sizes = [self.whole(size) for size in value.shape]
+        shape = self.node("Concat", *sizes, axis=0)
+        return self.node("Expand", self.initializer(value.ravel()[:1]), shape)
+
+    def _from_deep(self, value: np.ndarray) -> str:
+        return self.deep(self.constant(value), most=300)
+
+    def size(self, of: str, axis: int) -> str:
+        """One axis of a tensor's shape, as a tensor of one number."""
+        shape = self.node("Shape", of)
+        if self.chance(0.5):
+            return self.node("Slice", shape, self.whole(axis), self.whole(axis + 1))
+        number = self.node("Gather", shape, self.initializer(np.array(axis)), axis=0)
+        return self.node("Unsqueeze", number, self.whole(0))
+
+    def zeros(self, sizes: list[str | int], value: float) -> str:
+        """A state of the shape that these have, each a number or a tensor of one."""
+        shape = self.node("Concat", *(s if isinstance(s, str) else self.whole(s) for s in sizes), axis=0)
+        if self.chance(0.5):
+            one = numpy_helper.from_array(np.array([value], np.float32))
+            return self.node("ConstantOfShape", shape, value=one)
+        return self.node("Expand", self.initializer(np.array([value], np.float32)), shape)
+
+    def weights(self, op: str, both: int, inputs: int, hidden: int, peepholes: bool) -> Weights:
+        """W, R, B and P, the last two perhaps missing."""
+        rows = GATES[op] * hidden
+        shapes = [(both, rows, inputs), (both, rows, hidden), (both, 2 * rows), (both, 3 * hidden)]
+        there = [True, True, self.chance(0.8), peepholes]
+        return tuple(self.constant(self.rng.uniform(-0.5, 0.5, shape).astype(np.float32)) if is_there else ""
+                     for shape, is_there in zip(shapes, there, strict=True))
+
+
+class Recurrent:
+    """Recurrent nodes of one model. Their weights are by kind, and may be those of another node."""
+
+    def __init__(self, b: Builder, lengths: bool) -> None:
+        self.b, self.inputs, self.refused = b, {}, {}
+        self._lengths = lengths
+        self._known: dict[tuple[Any, ...], list[Weights]] = {}
+
+    def kind(self) -> dict[str, Any]:
+        """Of a node: few layers, so that each is compiled once for many models, and attributes."""
+        b = self.b
+        op = b.one_of("LSTM", "GRU", "RNN")
+        attributes: dict[str, Any] = {"hidden_size": b.one_of(4, 6)}
+        direction = b.one_of("forward", "forward", "reverse", "bidirectional")
+        attributes |= {} if direction == "forward" and b.chance(0.5) else {"direction": direction}
+        if op == "GRU" and b.chance(0.5):
+            attributes["linear_before_reset"] = 1
+        if b.chance(0.15):
+            attributes["clip"] = 0.5
+        if b.chance(0.15):
+            attributes["activations"] = ACTIVATIONS[op] * (1 + (direction == "bidirectional"))
+        if op == "LSTM" and b.chance(0.1):
+            attributes["input_forget"] = 1
+        if b.chance(0.1):
+            attributes["layout"] = 1
+        return {"op": op, "peepholes": op == "LSTM" and b.chance(0.15), "attributes": attributes}
+
+    def given(self, name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> str:
+        """An input of the model's."""
+        self.inputs[name] = helper.make_tensor_value_info(name, kind, shape)
+        return name
+
+    def add(self, x: str, width: int, kind: dict[str, Any], features: str, state: tuple[str, ...] = (),
+            b: Builder | None = None) -> tuple[list[str], int, int]:
+        """A node, in a body's graph if ``b`` is that; returns its outputs, D and H. ``x`` is (T, B, width);
+        ``features``: what shapes are taken of."""
+        b, (op, attributes) = b or self.b, (kind["op"], kind["attributes"])
+        both, hidden = 1 + (attributes.get("direction") == "bidirectional"), attributes["hidden_size"]
+        key = op, both, width, hidden, kind["peepholes"]
+        known = self._known.setdefault(key, [])
+        if not known or self.b.chance(0.4):
+            known.append(self.b.weights(op, both, width, hidden, kind["peepholes"]))
+        w, r, bias, p = self.b.one_of(*known)
+        batch_first = attributes.get("layout", 0)
+        x = b.node("Transpose", x, perm=[1, 0, 2]) if batch_first else x
+        states = [*state] or [self._state(b, features, both, hidden, batch_first) for _ in range(1 + (op == "LSTM"))]
+        lens = self._lens(b, features) if self._lengths and b.chance(0.5) else ""
+        inputs = [x, w, r, bias, lens, *states, *([p] if p else [])]
+        while not inputs[-1]:
+            inputs.pop()
+        outputs = [b.new(name) for name in SHOWN[op]]
+        b.nodes.append(helper.make_node(op, inputs, outputs, name=b.new("node"), **attributes))
+        b.made.append(f"{op} {attributes}")
+        return outputs, both, hidden
+
+    def _state(self, b: Builder, features: str, both: int, hidden: int, batch_first: int) -> str:
+        rows: Any = b.size(features, 1)
+        kind = b.one_of("none", "none", "input", "shape", "shape", "deep")
+        b.made.append(f"state: {kind}")
+        sizes: list[Any] = [rows, both, hidden] if batch_first else [both, rows, hidden]
+        if kind == "none":
+            return ""
+        if kind == "input":
+            return self.given(b.new("state"), ["B" if s is rows else s for s in sizes])
+        made = b.zeros(sizes, b.one_of(0.0, 0.25))
+        return b.deep(made, most=50) if kind == "deep" else made
+
+    def _lens(self, b: Builder, features: str) -> str:
+        if b.chance(0.5):
+            return self.given("lens", ["B"], TensorProto.INT32)
+        steps = b.node("Cast", b.size(features, 0), to=TensorProto.INT32)
+        return b.node("Expand", steps, b.size(features, 1))
+
+
+def random_model(seed: int) -> Sample:
+    """The model of a number."""
+    made: list[str] = []
+    b = Builder(np.random.default_rng(seed), made)
+    nodes = Recurrent(b, b.chance(0.5))
+    width = b.one_of(3, 5)
+    x = b.deep(nodes.given("X", ["T", "B", width]))
+    shown: list[str] = []
+    for _ in range(int(b.rng.integers(1, 5))):
+        kind = nodes.kind()
+        place = b.one_of("graph", "graph", "graph", "If", "Loop", "unrolled")
+        made.append(f"in {place}")
+        if place == "If":
+            y = _branch(b, nodes, x, width, kind)
+            shown.append(y)
+            continue
+        if place == "Loop":
+            shown += _loop(b, nodes, x, width, kind)
+            continue
+        if place == "unrolled":
+            shown += _unrolled(b, nodes, x, width, kind)
+            continue
+        features = b.node("Relu", x)
+        outputs, both, hidden = nodes.add(x, width, kind, features)
+        shown += [name for name in outputs if b.chance(0.6)] or outputs[:1]
+        if b.chance(0.5) and not kind["attributes"].get("layout"):  # the next one's X
+            y = b.node("Transpose", outputs[0], perm=[0, 2, 1, 3])
+            x, width = b.node("Reshape", y, b.whole(0, 0, -1)), both * hidden
+    _refused(b, nodes, x, width, shown)
+    inputs = {**nodes.inputs}
+    outputs_of = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in dict.fromkeys(shown)]
+    own = any(a.g.initializer for node in b.nodes for a in node.attribute)
+    old = b.chance(0.2) and not nodes.refused and not own  # then initializers are inputs, too, but no call brings them
+    if old:
+        inputs |= {t.name: helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in b.tensors}
+    for name in nodes.refused.values():
+        made.append(f"refused: {name}")
+    graph = helper.make_graph(b.nodes, "g", [*inputs.values()], outputs_of, b.tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", b.one_of(*OPSETS))],
+                              ir_version=3 if old else 10)
+    plain = type(model)()
+    plain.CopyFrom(model)
+    _without_layout(plain.graph)
+    return Sample(model, plain, [(7, 3), (1, 1)], nodes.refused, made)
+
+
+def _branch(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> str:
+    """A node in one branch of an If; the other has its X."""
+    inner = Builder(b.rng, b.made, b.counter)
+    outputs, _, _ = nodes.add(x, width, kind, x, b=inner)
+    other = Builder(b.rng, b.made, b.counter)
+    other.node("Identity", x)
+    graphs = [helper.make_graph(g.nodes, "body", [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)],
+                                g.tensors)
+              for g, name in ((inner, outputs[0]), (other, other.nodes[-1].output[0]))]
+    on = nodes.given("on", [], TensorProto.BOOL)
+    first, second = graphs if b.chance(0.7) else graphs[::-1]
+    return str(b.node("If", on, then_branch=first, else_branch=second))
+
+
+def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
+    """A node whose states come from the turn before."""
+    kind["attributes"].pop("layout", None)
+    inner = Builder(b.rng, b.made, b.counter)
+    op, attributes = kind["op"], kind["attributes"]
+    both, hidden = 1 + (attributes.get("direction") == "bidirectional"), attributes["hidden_size"]
+    turn, go, *states = (inner.new(name) for name in ("turn", "go", *("h", "c")[:1 + (op == "LSTM")]))
+    outputs, _, _ = nodes.add(x, width, kind, x, tuple(states), b=inner)
+    still = inner.node("Identity", go)
+    infos = [helper.make_tensor_value_info(turn, TensorProto.INT64, []),
+             helper.make_tensor_value_info(go, TensorProto.BOOL, []),
+             *(helper.make_tensor_value_info(s, TensorProto.FLOAT, None) for s in states)]
+    results = [helper.make_tensor_value_info(still, TensorProto.BOOL, []),
+               *(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in (*outputs[1:], outputs[0]))]
+    body = helper.make_graph(inner.nodes, "body", infos, results, inner.tensors)
+    first = [b.zeros([both, b.size(x, 1), hidden], 0.1) for _ in states]
+    yes, turns = b.initializer(np.array(True)), b.initializer(np.array(3))
+    return list(b.node("Loop", turns, yes, *first, count=len(states) + 1, body=body))
+
+
+def _unrolled(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
+    """Nodes of the same weights, each with the states of the one before."""
+    kind["attributes"].pop("layout", None)
+    state: tuple[str, ...] = ()
+    outputs: list[str] = []
+    count = int(np.exp(b.rng.uniform(0, np.log(60))))
+    b.made.append(f"{count} unrolled")
+    chance, b.chance = b.chance, lambda of: False  # no weights but the first
+    for _ in range(count):
+        outputs, _, _ = nodes.add(x, width, kind, x, state)
+        state = tuple(outputs[1:])
+    b.chance = chance  # type: ignore[method-assign]
+    return outputs
+
+
+def _refused(b: Builder, nodes: Recurrent, x: str, width: int, shown: list[str]) -> None:
+    """Perhaps a node that cannot be compiled."""
+    kind = b.one_of("none", "none", "none", "directions", "computed", "brought")
+    if kind == "none":
+        return
+    attributes: dict[str, Any] = {"hidden_size": 4}
+    w, r = (b.rng.uniform(-0.5, 0.5, (2, 4, size)).astype(np.float32) for size in (width, 4))
+    if kind == "directions":
+        attributes |= {"direction": "bidirectional", "activations": ["Tanh", "Relu"]}
+        names = b.constant(w), b.constant(r)
+    elif kind == "computed":
+        names = b.node("Mul", b.initializer(w[:1]), b.node("ReduceMax", x, keepdims=0)), b.constant(r[:1])
+    else:
+        names = b.constant(w[:1]), b.initializer(r[:1])
+        nodes.given(names[1], [1, 4, 4])
+    outputs = [b.new("Y")]
+    b.nodes.append(helper.make_node("RNN", [x, *names], outputs, name=b.new("refused"), **attributes))
+    shown += outputs
+    nodes.refused[b.nodes[-1].name] = "both directions" if kind == "directions" else "must be a constant"
+
+
+def _without_layout(graph: Any) -> None:
+    """Nodes of ONNX's layout 1 as those of layout 0 with transpositions."""
+    nodes = [*graph.node]
+    made = []
+    for node in nodes:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _without_layout(attribute.g)
+        layout = [a for a in node.attribute if a.name == "layout"]
+        if not layout:
+            made.append(node)
+            continue
+        node.attribute.remove(layout[0])
+        for place in (0, 5, 6):
+            if place < len(node.input) and node.input[place]:
+                turned = f"{node.name}_in{place}"
+                made.append(helper.make_node("Transpose", [node.input[place]], [turned], perm=[1, 0, 2]))
+                node.input[place] = turned
+        after = []
+        for place, name in enumerate(node.output):
+            node.output[place] = f"{node.name}_out{place}"
+            order = [1, 0, 2] if place else [2, 0, 1, 3]
+            after.append(helper.make_node("Transpose", [node.output[place]], [name], perm=order))
+        made += [node, *after]
+    made = [onnx.NodeProto.FromString(node.SerializeToString()) for node in made]
+    del graph.node[:]
+    graph.node.extend(made)
+
+
+def feeds_of(sample: Sample, steps: int, rows: int, seed: int) -> dict[str, np.ndarray]:
+    """Random inputs for T and B; what the model has a value of is left out."""
+    rng, sizes = np.random.default_rng(seed), {"T": steps, "B": rows}
+    held, feeds = {t.name for t in sample.model.graph.initializer}, {}
+    for value in sample.model.graph.input:
+        if value.name in held:
+            continue
+        shape = [d.dim_value or sizes[d.dim_param] for d in value.type.tensor_type.shape.dim]
+        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        found = {"i": lambda shape: rng.integers(1, steps + 1, shape), "b": lambda shape: rng.random(shape) < 0.7,
+                 "f": lambda shape: rng.uniform(-1, 1, shape)}[dtype.kind](shape)
+        feeds[value.name] = np.asarray(found, dtype)
+    return feeds
+
 
 MANY = seeds(range(1000, 1300))
 LEAST = 0.1  # states of some turns may be small, and what is added up to them is not
@@ -74,3 +474,8 @@ def test_many(tmp_path: Path):
             wrong[seed] = f"{type(error).__name__}: {str(error)[:300]}"
     print(f"{len(MANY)} models, {compiled} nodes compiled, {len(wrong)} wrong")
     assert not wrong, "\n".join(f"{seed}: {what}" for seed, what in wrong.items())
+
+
+if __name__ == "__main__":
+    sample = random_model(int(sys.argv[1]))
+    print("\n".join(sample.made), len(sample.model.graph.node), "nodes", sample.refused)

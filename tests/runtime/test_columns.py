@@ -10,15 +10,21 @@ import msgspec
 import numpy as np
 import pytest
 import runtime_sample as sample
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ecornn
 import ecornn.host_gpu
+from ecornn.compiler import plan
+from ecornn.compose import compose
 from ecornn.errors import ArgumentError, DTypeError, ScheduleError, ShapeError
 from ecornn.program import EARLIER, ENTRIES, LATER, PIECES_APART, Buffer
 from ecornn.runtime import Columns, Layer
 from ecornn.runtime.columns import steps_of
+from ecornn.runtime.torch_arrays import TorchArrays
+from ecornn.task import make_manifest
+from ecornn.torch import packed
 from ecornn.tune.oracle import relative_error
 from ecornn.workload import Stack
 
@@ -32,6 +38,13 @@ def layer(request: Any, monkeypatch: Any) -> Layer:
     monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: sample.GPU)
     threads = 1 if request.param is sample.HOST else None
     return ecornn.load(sample.build(sample.with_sequences(request.param))).bind(WEIGHTS, threads=threads)
+
+
+def check(y: Any, after: Any, x: np.ndarray, state: Any) -> None:
+    """That y (T, H) and last states (H,) are those of one sequence x (T, 1, I) that begins with these states."""
+    wanted, last = sample.expected(x, WEIGHTS, state)
+    for found, exact in zip((y, *after), (wanted[:, 0], *(v[0] for v in last)), strict=True):
+        assert relative_error(found, exact) <= 1e-6
 
 
 DRAWN = st.lists(st.integers(1, 30), min_size=1, max_size=40)
@@ -131,11 +144,7 @@ def test_more_sequences_than_columns(layer: Layer, width: int, with_state: bool)
         assert not y[columns.table < 0].any()
         for s, n in enumerate(LENGTHS):
             first = None if state is None else [v[s:s + 1] for v in state]
-            wanted, last = sample.expected(rows[:n, s:s + 1], WEIGHTS, first)
-            found = y.reshape(-1, H)[columns.of_sequence(s)]
-            assert relative_error(found, wanted[:, 0]) <= 1e-6
-            for one, other in zip(after, last, strict=True):
-                assert relative_error(one[s], other[0]) <= 1e-6
+            check(y.reshape(-1, H)[columns.of_sequence(s)], [v[s] for v in after], rows[:n, s:s + 1], first)
 
 
 @pytest.mark.parametrize("together", [3, 4])
@@ -152,10 +161,8 @@ def test_a_layer_says_which_columns_may_share_a_sequence(monkeypatch: Any, toget
     state = [rng.standard_normal((4, H)).astype(np.float32) for _ in "hc"]
     y, after = layer(rows[columns.inside, columns.table], state, sequences=columns)
     for s in range(4):
-        wanted, last = sample.expected(rows[:, s:s + 1], WEIGHTS, [v[s:s + 1] for v in state])
-        assert relative_error(y.reshape(-1, H)[columns.of_sequence(s)], wanted[:, 0]) <= 1e-6
-        for one, other in zip(after, last, strict=True):
-            assert relative_error(one[s], other[0]) <= 1e-6
+        check(y.reshape(-1, H)[columns.of_sequence(s)], [v[s] for v in after], rows[:, s:s + 1],
+              [v[s:s + 1] for v in state])
 
 
 def test_sequences_that_wrap_around_elsewhere_are_refused(layer: Layer):
@@ -172,10 +179,6 @@ def test_sequences_that_wrap_around_elsewhere_are_refused(layer: Layer):
     ([1, 3], {"bidirectional": True}, 8), ([1, 1], {"bidirectional": True}, 24), ([2, 3], {"bidirectional": True}, 4)],
     ids=str)
 def test_groups_that_every_part_of_a_stack_has(groups: list[int], stack: dict[str, bool], together: int):
-    from ecornn.compiler import plan
-    from ecornn.compose import compose
-    from ecornn.task import make_manifest
-
     config = {"units": 16, "warps": 2, "gate_warps": 2, "chains": 1, "registers": 100, "interleave": 0, "ahead": 100,
               "fences": "rare", "hoisted": "float32", "carrier": "l2", "math": "fast"}
     made = plan("lstm", hidden=64, batch=24, dtype="float16", target="sm_90a", sequences=True, schedule="persistent",
@@ -220,10 +223,6 @@ def test_what_is_refused_to_compile():
 
 @pytest.mark.parametrize("with_state", [False, True])
 def test_packed_sequences_of_pytorch(with_state: bool):
-    import torch
-
-    from ecornn.torch import packed
-
     layer = ecornn.load(sample.build(sample.with_sequences())).bind(WEIGHTS, threads=1)
     rows = [torch.randn(n, I) for n in LENGTHS]
     given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
@@ -239,18 +238,11 @@ def test_packed_sequences_of_pytorch(with_state: bool):
     found = torch.nn.utils.rnn.unpack_sequence(made)
     for place, s in enumerate(given.sorted_indices.tolist()):
         first = None if state is None else [v[place:place + 1].numpy() for v in state]
-        wanted, last = sample.expected(rows[s][:, None].numpy(), WEIGHTS, first)
-        assert relative_error(found[s], wanted[:, 0]) <= 1e-6
-        for one, other in zip(after, last, strict=True):
-            assert relative_error(one[place], other[0]) <= 1e-6
+        check(found[s], [v[place] for v in after], rows[s][:, None].numpy(), first)
 
 
 def test_padding_by_one_gather():
     """As PyTorch pads and packs; what it needs on the device is made with the first call."""
-    import torch
-
-    from ecornn.torch import packed
-
     rows = [torch.randn(n, I) for n in LENGTHS]
     given = torch.nn.utils.rnn.pack_sequence(rows, enforce_sorted=False)
     wanted, lengths = torch.nn.utils.rnn.pad_packed_sequence(
@@ -271,10 +263,6 @@ def test_padding_by_one_gather():
 
 
 def test_a_table_is_copied_once(monkeypatch: Any):
-    import torch
-
-    from ecornn.runtime.torch_arrays import TorchArrays
-
     layer = ecornn.load(sample.build(sample.with_sequences())).bind(WEIGHTS, threads=1)
     columns, made, rows = Columns.of(LENGTHS, 2), [], TorchArrays.rows
     monkeypatch.setattr(TorchArrays, "rows", lambda self, *a: made.append(1) or rows(self, *a))
@@ -289,8 +277,6 @@ def test_a_table_is_copied_once(monkeypatch: Any):
     ([90] * 56 + [10] * 8, None)],
     ids=str)
 def test_how_many_columns_packed_sequences_take(lengths: list[int], width: int | None):
-    from ecornn.torch import packed
-
     assert packed.columns_for(np.array(lengths)) == width
 
 

@@ -1,11 +1,16 @@
-"""Processes that are stopped while they hold a lock: others say that they wait, and not for ever."""
+"""Locks that a stopped process holds, for which others wait, and not for ever; and a file system without locks."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +18,13 @@ from typing import Any
 
 import pytest
 from events import LIMIT, Clock
+from msgspec.structs import replace
 
 from ecornn import file_locks
 from ecornn.build import cache
 from ecornn.errors import RecordError
 from ecornn.tune import log
+from ecornn.tune.pool import YOUNG, Scratch
 from ecornn.tune.record import Finish
 
 CACHE = """
@@ -35,6 +42,7 @@ with FileLock(sys.argv[1] + ".lock"):
     print("holds", flush=True)
     input()
 """
+pytestmark = pytest.mark.filterwarnings("ignore:flock not supported")  # filelock says so, and goes on
 RECORD = Finish(run="a-1", time="2026-11-21T20:00:00Z", reason="trials", trials=0, seconds=1.0, best=None, best_us=None,
                 default=None, default_us=None)
 
@@ -105,3 +113,39 @@ def test_a_log_that_a_stopped_process_holds_is_an_error(write: Callable[[Path], 
         write(path)
     write(path)
     assert len(log.read(path).lines) in (0, 2)
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(file: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+
+
+def test_the_build_cache_keeps_what_was_made_without_locks(root: Path, without_locks: None):
+    made: list[int] = []
+
+    def make() -> bytes:
+        made.append(1)
+        return b"code"
+
+    assert [cache.entry("cubin", ("a",), make) for _ in range(2)] == [b"code"] * 2 and len(made) == 1
+
+
+def test_logs_are_written_without_locks(tmp_path: Path, without_locks: None):
+    for run in ("a-1", "b-1"):
+        log.append(tmp_path / "log.jsonl", replace(RECORD, run=run))
+    assert len(log.read(tmp_path / "log.jsonl").lines) == 2
+
+
+def test_a_living_run_keeps_its_folder_without_locks(tmp_path: Path, without_locks: None,
+                                                     monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive = Scratch()
+    os.utime(alive.name, (time.time() - 2 * YOUNG,) * 2)
+    last = Scratch()
+    assert sorted(tmp_path.iterdir()) == sorted([Path(alive.name), Path(last.name)])
+    for scratch in (alive, last):
+        scratch.cleanup()
+    assert not list(tmp_path.iterdir())

@@ -1,10 +1,13 @@
-"""A layer's calls on a CPU: values, states, frameworks, and what is refused before anything runs."""
+"""A layer's calls: values, states, frameworks, what is refused before anything runs; on a CPU, and as on a GPU."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +16,11 @@ import runtime_sample as sample
 import tvm_ffi
 
 import ecornn
-from ecornn.errors import ArgumentError, DTypeError, ShapeError
-from ecornn.runtime import Layer
+import ecornn.host_gpu
+from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from ecornn.runtime import Layer, Module
+from ecornn.runtime.dlpack import CUDA, Block, ForeignArrays
+from ecornn.runtime.memory import DeviceMemory
 
 H, I, BATCH = sample.H, sample.I, sample.BATCH
 WEIGHTS = sample.weights()
@@ -34,6 +40,13 @@ def agree(result: Any, wanted: Any, bits: int = 23) -> None:
     y, state = result
     for got, want in zip((y, *state), (wanted[0], *wanted[1]), strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-bits)
+
+
+def at_once(count: int, turns: int, turn: Any) -> None:
+    """``turn(thread, number)`` in so many threads, ``turns`` times in each."""
+    with ThreadPoolExecutor(count) as threads:
+        for done in [threads.submit(lambda n=n: [turn(n, number) for number in range(turns)]) for n in range(count)]:
+            done.result()
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(1, 1), (1, BATCH), (6, 2), (40, BATCH), (3, 3)])
@@ -89,22 +102,11 @@ def test_threads_are_passed_on(layer: Layer):
 
 def test_calls_at_the_same_time_have_their_own_workspaces(layer: Layer):
     """The module fails a call whose workspace another one writes; T grows and shrinks meanwhile."""
-    failures: list[BaseException] = []
+    def turn(seed: int, n: int) -> None:
+        x = sample.inputs(1 + (seed * 7 + n) % 11, seed=seed)
+        agree(layer(x), sample.expected(x, WEIGHTS))
 
-    def work(seed: int) -> None:
-        try:
-            for n in range(20):
-                x = sample.inputs(1 + (seed * 7 + n) % 11, seed=seed)
-                agree(layer(x), sample.expected(x, WEIGHTS))
-        except BaseException as error:
-            failures.append(error)
-
-    workers = [threading.Thread(target=work, args=(n,)) for n in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not failures
+    at_once(6, 20, turn)
     assert sample.stat(layer.module.path, "most_running") > 1, "no two calls met: nothing was tested"
 
 
@@ -230,3 +232,121 @@ def test_memory_handed_to_another_framework_outlives_everything():
     assert len(dlpack._exports) == held + 1
     del y
     assert len(dlpack._exports) == held
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return sample.build(sample.manifest(sample.GPU))
+
+
+@pytest.fixture
+def module(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
+    monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: sample.GPU)
+    gc.collect()
+    live = sample.stat(path, "live")
+    yield ecornn.load(path)
+    gc.collect()
+    assert sample.stat(path, "live") == live, "device memory was not freed"
+
+
+def test_numpy_goes_by_copies_and_waits(module: Module):
+    layer = module.bind(WEIGHTS)
+    assert layer.threads is None and "GPU 0" in repr(layer)
+    x = sample.inputs(5, 3)
+    wanted = sample.expected(x, WEIGHTS)
+    copies, waits = sample.stat(module.path, "copies"), sample.stat(module.path, "synchronized")
+    y, state = layer(x)
+    assert sample.stat(module.path, "copies") == copies + 4  # x to the device; y, h, c back
+    assert sample.stat(module.path, "synchronized") == waits + 1
+    assert sample.stat(module.path, "queue") == 0
+    agree((y, state), wanted)
+    again = layer(x, state, out=np.empty_like(y))[0]
+    np.testing.assert_allclose(again, sample.expected(x, WEIGHTS, state)[0], rtol=2.0**-23)
+
+
+def test_device_memory_grows_with_the_sequence_only(module: Module):
+    layer = module.bind(WEIGHTS)
+    layer(sample.inputs(40))
+    live = sample.stat(module.path, "live")
+    for steps in (40, 3, 17, 40):
+        layer(sample.inputs(steps))
+    assert sample.stat(module.path, "live") == live
+    layer(sample.inputs(400))  # the larger piece takes the smaller one's place
+    assert sample.stat(module.path, "live") == live
+
+
+def test_threads_do_not_share_device_memory(module: Module):
+    layer = module.bind(WEIGHTS)
+
+    def turn(seed: int, _: int) -> None:
+        x = sample.inputs(8, seed=seed)
+        agree(layer(x), sample.expected(x, WEIGHTS))
+
+    at_once(4, 15, turn)
+    assert sample.stat(module.path, "most_running") > 1, "no two calls met: nothing was tested"
+
+
+def on_device(module: Module, array: np.ndarray, number: int = 0) -> Block:
+    """A foreign array on the "device", as another framework would hand it over by DLPack."""
+    memory = DeviceMemory(module.library, number, array.nbytes)
+    block = Block(memory, array.shape, str(array.dtype), (CUDA, number))
+    block.bits()[...] = array.view(np.uint32)
+    return block
+
+
+def host(block: Block) -> np.ndarray:
+    return block.bits().view(np.float32)
+
+
+def test_device_arrays_are_not_copied(module: Module):
+    layer = module.bind({name: on_device(module, value) for name, value in WEIGHTS.items()})
+    x = sample.inputs(7)
+    copies = sample.stat(module.path, "copies")
+    y, state = layer(on_device(module, x))
+    y2, _ = layer(on_device(module, x), state)
+    assert sample.stat(module.path, "copies") == copies
+    np.testing.assert_allclose(host(y), sample.expected(x, WEIGHTS)[0], rtol=2.0**-23)
+    np.testing.assert_allclose(host(y2), sample.expected(x, WEIGHTS, [host(s) for s in state])[0], rtol=2.0**-23)
+
+
+def test_queues_do_not_share_a_workspace(module: Module, monkeypatch: pytest.MonkeyPatch):
+    """The work of one stream may be under way when a call on another one starts."""
+    layer, x, places = module.bind(WEIGHTS), on_device(module, sample.inputs(7)), {}
+    for queue in (5, 6, 5, 6):
+        monkeypatch.setattr(ForeignArrays, "queue", lambda self, device, queue=queue: queue)
+        layer(x)
+        assert sample.stat(module.path, "queue") == queue
+        places.setdefault(queue, set()).add(sample.stat(module.path, "workspace"))
+    assert all(len(seen) == 1 for seen in places.values()) and places[5] != places[6]
+
+
+def test_a_graph_has_its_own_workspace(module: Module, monkeypatch: pytest.MonkeyPatch):
+    """A replay may run beside later calls on the stream of the capture."""
+    layer, x = module.bind(WEIGHTS), on_device(module, sample.inputs(7))
+    layer(x)
+    kept = sample.stat(module.path, "workspace")
+    monkeypatch.setattr(ForeignArrays, "keeps_workspace", lambda self: False)
+    layer(x)
+    assert sample.stat(module.path, "workspace") != kept
+    monkeypatch.undo()
+    layer(x)
+    assert sample.stat(module.path, "workspace") == kept
+
+
+def test_wrong_places(module: Module):
+    layer = module.bind(WEIGHTS)
+    with pytest.raises(DeviceError, match=r"x.device='cuda:1' .* cuda:0"):
+        layer(on_device(module, sample.inputs(), 1))
+    with pytest.raises(ArgumentError, match=r"state\[0\]"):
+        layer(sample.inputs(), (on_device(module, np.zeros((BATCH, H), np.float32)),) * 2)
+    with pytest.raises(ArgumentError, match=r"threads=2 .* runs on a GPU"):
+        module.bind(WEIGHTS, threads=2)
+    cpu = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
+    with pytest.raises(DeviceError, match=r"x.device='cuda:0' .* cpu"):
+        cpu(on_device(module, sample.inputs()))
+
+
+def test_torch_tensors_must_be_on_the_gpu(module: Module):
+    import torch
+    with pytest.raises(DeviceError, match=r"x.device='cpu' .* cuda:0"):
+        module.bind(WEIGHTS)(torch.from_numpy(sample.inputs()))

@@ -1,4 +1,4 @@
-"""Module files: what loads, what is refused and why, saving, and the check of the machine."""
+"""Module files: what loads, what is refused and why, saving, formats, and the check of the machine."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import ecornn
 from ecornn import checksum
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, CopyError, DeviceError, DTypeError, ModuleError, ShapeError, WeightsError
+from ecornn.manifest import FORMAT, decode
 from ecornn.program import RUN, Buffer, Extent
 from ecornn.runtime import Module
 from ecornn.runtime.plan import entry_plan
@@ -308,3 +309,22 @@ def test_workspace_parts_do_not_overlap(steps: int):
     ends = [o + b.nbytes(steps) for o, b in zip(offsets, plan.scratch, strict=True)]
     assert all(o % 256 == 0 for o in offsets) and ends[-1] <= total
     assert all(ends[i] <= offsets[i + 1] for i in range(len(offsets) - 1))
+
+
+def test_this_format_is_read_as_it_was_written():
+    manifest = sample.manifest()
+    assert decode(msgspec.json.encode(manifest).decode()) == manifest and manifest.format == FORMAT
+
+
+@pytest.mark.parametrize("found", [0, 1, FORMAT - 1, FORMAT + 1, -1])
+def test_other_formats_are_refused(found: int):
+    fields = msgspec.to_builtins(sample.manifest()) | {"format": found}
+    with pytest.raises(ModuleError, match=rf"of format {found}, and {FORMAT} is read; compile the layer again"):
+        ecornn.load(sample.build_text(msgspec.json.encode(fields).decode()))
+
+
+@pytest.mark.parametrize("change", [{"format": "2"}, {"format": None}, {"buffers": 1}, {"entries": None}], ids=str)
+def test_a_manifest_must_be_as_its_format_says(change: dict[str, Any]):
+    fields = msgspec.to_builtins(sample.manifest()) | change
+    with pytest.raises(ModuleError, match="not a module of this version"):
+        decode(msgspec.json.encode(fields).decode())

@@ -1,9 +1,10 @@
-"""Names in generated CUDA source: those of the step, and none that means something else there."""
+"""Generated code: what it was (where it is meant to change, python tests/digests.py --renew), and its names."""
 
 from __future__ import annotations
 
 import re
 
+import digests
 import pytest
 from cuda_on_cpu import Emulated, inputs
 from emulated import SHAPES, TINY, task_of
@@ -17,6 +18,26 @@ from ecornn.cells import Cell, pointwise, product
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.workload import Workload
+
+LAYERS = {str(layer): layer for layer in digests.layers()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_generated_code_is_unchanged(name: str):
+    assert digests.digests_of(LAYERS[name]) == digests.kept()[name]
+
+
+def test_the_file_has_these_layers_alone():
+    assert len(LAYERS) == len(list(digests.layers())) and list(digests.kept()) == list(LAYERS)
+
+
+def test_structure_ignores_names_alone():
+    code = "float gate_3 = __expf(x[0]); y[i] = gate_3 + x[1];"
+    renamed = code.replace("gate_3", "input_gate").replace("x[", "values[")
+    assert digests.structure_of(code) == digests.structure_of(renamed)
+    for other in (code.replace("x[1]", "x[0]"), code.replace("+", "-"), code.replace("= gate_3", "= i"),
+                  code.replace("__expf", "__logf"), code.replace("float", "double")):
+        assert digests.structure_of(code) != digests.structure_of(other)
 
 
 class Named(Cell):
