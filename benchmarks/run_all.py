@@ -74,7 +74,8 @@ NAMED = [  # what is measured where it is asked for
     program("columns_training", "compare_packed.py", "--columns", "--training"),
     program("many_gpus", "run_many_gpus.py"), program("cpu_cells", "cpu_in_programs.py", "cells"),
     program("cpu_in_programs", "cpu_in_programs.py", "turns"), program("serving", "serving.py"),
-    program("real_time", "real_time.py"), program("host_time", "cpu_in_programs.py", "host")]
+    program("real_time", "real_time.py"), program("host_time", "cpu_in_programs.py", "host"),
+    program("programs", "compare_programs.py")]
 OWN_PAGE = ("reasons", "projection", "compile_times")
 
 
