@@ -145,7 +145,7 @@ class BoundLayers:
         # the kind of a call -> the T of the first one; and, of few steps, the number of calls without their own module
         self._first: dict[Alike, int] = {}
         self._calls: dict[Alike, int] = {}
-        self._lock = threading.Lock() if trained is None else trained._lock
+        self._lock: threading.Lock = threading.Lock() if trained is None else trained._lock
 
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False,
