@@ -201,6 +201,30 @@ def test_other_frameworks_through_dlpack(dtype: str):
         layer(x, (np.zeros((BATCH, H), np.float32),) * 2)
 
 
+class Bare:
+    """An array of a framework that hands arrays over, and takes none."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()
+
+
+def test_results_for_frameworks_that_take_no_arrays_keep_their_memory(layer: Layer):
+    """They are NumPy arrays of memory that nothing else holds."""
+    inputs = [sample.inputs(5) for _ in range(20)]
+    results = [layer(Bare(x)) for x in inputs]
+    gc.collect()
+    junk = [np.full_like(array, np.nan) for y, state in results for array in (y, *state) for _ in range(4)]
+    for x, result in zip(inputs, results, strict=True):
+        agree(result, sample.expected(x, WEIGHTS))
+    del junk
+
+
 def test_a_frameworks_own_from_dlpack_is_found_below_its_top_package():
     """tvm.runtime.Tensor takes tvm_ffi.Tensor's place once TVM is imported."""
     code = f"""
