@@ -48,13 +48,18 @@ def generate(program: Program, device: Device) -> Generated:
         compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
     used = {symbol: report for _, each in compiled for symbol, report in each.items()}
     return Generated(
-        shared={name: resources.files("ecornn.build").joinpath(name).read_text() for name in FILES}, program=host,
+        shared=host_sources(), program=host,
         binaries={f"{CUBIN}{number}": cubin for number, (cubin, _) in enumerate(compiled)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
                       cuda=lambda: readable(program, device.arch),
                       ptx=lambda: ptx(lower(program, device.arch)[1], device.arch)),
         resources={name: used[kernel.symbol] for name, kernel in kernels.items() if kernel.symbol in used},
     )
+
+
+def host_sources() -> dict[str, str]:
+    """The host code of all CUDA modules: file name -> C++ text."""
+    return {name: resources.files("ecornn.build").joinpath(name).read_text() for name in FILES}
 
 
 def _groups(lowered: list[_Lowered]) -> list[tuple[list[_Lowered], str]]:

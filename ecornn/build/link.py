@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shlex
@@ -87,6 +88,17 @@ def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: b
     content = bytes(first.content).ljust(start, b"\0") + made
     content += bytes(-len(content) % 8)
     return content + struct.pack("<2q", len(content) + 16, MARK)
+
+
+def compile_ahead(shared: dict[str, str], linked: bool) -> None:
+    """Compiles what is ``shared`` by modules, and links it if that is ``linked`` by itself, so that :func:`link` finds
+    it. Errors are left to that."""
+    with contextlib.suppress(BuildError):
+        compiler = find_compiler()
+        if linked:
+            _host_library(tuple(compiler), tuple(shared.items()))
+        else:
+            _compiled(compiler, shared)
 
 
 def objects_of(compiler: Sequence[str], generated: Generated) -> dict[str, bytes]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
 HEADERS = ("cpu_openmp.h", "cpu_pack.h", "cpu_team.h", "cpu_waiting.h", "ecornn_blob.h", "host_cpu.h")
+OWN = ("host_cpu.h",)  # those that a program's own file includes
 SCALARS = 4  # thread, threads, T, B come before the pointers
 
 
@@ -41,13 +42,18 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
     parts = [{name: function} for name, function in program.functions.items()] if apart else [program.functions]
     with ThreadPoolExecutor(at_once()) as threads:  # TVM and LLVM let go of Python's lock
         objects = list(threads.map(lambda part: _object(_module(part, device)), parts))
-    folder = resources.files("ecornn.build")
-    host = {name: (folder / name).read_text() for name in (*HEADERS, "host_cpu.cc")}  # the same for all programs
+    shared = host_sources()
     return Generated(
-        sources={"program.cc": tables(program), **host},
+        sources={"program.cc": tables(program)} | {name: shared[name] for name in OWN}, shared=shared,
         objects={f"worker{number or ''}.o": code for number, code in enumerate(objects)},
         emitted=Texts(tir=lambda: "\n".join(f.script() for f in program.functions.values()),
                       asm=lambda: str(_module(program.functions, device).inspect_source("asm"))))
+
+
+def host_sources() -> dict[str, str]:
+    """The host code that is the same for all programs: file name -> C++ text."""
+    folder = resources.files("ecornn.build")
+    return {name: (folder / name).read_text() for name in (*HEADERS, "host_cpu.cc")}
 
 
 def at_once() -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -17,12 +18,13 @@ from pathlib import Path
 import msgspec
 
 from ecornn import temporary
-from ecornn.build import c_tables
+from ecornn.build import c_tables, cuda, llvm
 from ecornn.build.generated import Generated
-from ecornn.build.link import find_compiler, identity, link, objects_of, run_tool, write_inputs
+from ecornn.build.link import compile_ahead, find_compiler, identity, link, objects_of, run_tool, write_inputs
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, BuildError
 from ecornn.host_cpu import machine_of
+from ecornn.interrupts import safe_interrupts
 from ecornn.manifest import Manifest
 from ecornn.program import Program
 
@@ -33,21 +35,21 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
     """Machine code and host code of ``program``, not linked; ``apart``: in several files where that takes less time.
     Raises :class:`~ecornn.errors.BuildError`."""
     if device.kind == "cuda":
-        from ecornn.build import cuda
-
         return cuda.generate(program, device)
-    from ecornn.build import llvm
-
     return llvm.generate(program, device, apart)
 
 
+@safe_interrupts()
 def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     """Builds ``program`` for ``manifest.device`` and writes the module file ``out``.
 
     Returns what was generated on the way: text for people and the compiler's report of resources.
     Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was.
     """
-    generated = _complete(program, manifest)
+    backend = cuda if manifest.device.kind == "cuda" else llvm
+    with ThreadPoolExecutor(1) as thread:  # the first module of a machine waits for the longer one of the two
+        thread.submit(compile_ahead, backend.host_sources() | c_tables.sources(), linked=backend is cuda)
+        generated = _complete(program, manifest)
     link(generated, out)
     return generated
 
