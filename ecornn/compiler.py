@@ -118,7 +118,7 @@ def plan_layer(layer: LayerSpec, *, target: str | Device | None = None, schedule
         if not isinstance(value, kinds):
             raise ArgumentError(name, value, allowed)
     device = device_of(target)
-    log, stack = read_all(), layer.stack
+    log, stack = read_all(hidden=layer.workload.hidden), layer.stack
     warn(log)
     if layer.training:
         stack = structs.replace(stack, keep=kept_on(layer, device))

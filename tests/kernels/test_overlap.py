@@ -125,7 +125,7 @@ def test_records_of_shares_are_for_shares(monkeypatch: pytest.MonkeyPatch):
     share = replace(one.record, device=replace(KNOWN["sm_90a"], name="a small one", cores=60))
     for record, used in ((one.record, False), (share, True)):
         held = folders.Log([type(one)(one.path, one.number, record)])
-        monkeypatch.setattr(folders, "read_all", lambda held=held: held)
+        monkeypatch.setattr(folders, "read_all", lambda held=held, **_: held)
         assert (planned(**sizes).chosen[0].line is not None) == used
 
 

@@ -11,8 +11,8 @@ from test_records import trial
 
 from ecornn.errors import RecordError
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import MAX_FILE, append, read, read_all, rewrite, shipped_folder
-from ecornn.tune.record import encode
+from ecornn.tune.log import MAX_FILE, Log, append, is_trial, parse, read, read_all, rewrite, shipped_folder
+from ecornn.tune.record import Trial, encode
 
 ENDS = {".gz": gzip.compress, ".xz": lzma.compress}
 TEXT = encode(trial()) + b"junk\n" + encode(trial(index=2))
@@ -85,3 +85,16 @@ def test_xz_gets_no_more_memory_than_logs_need(tmp_path: Path):
 def test_what_ships_is_whole():
     log = read_all([shipped_folder()])
     assert not log.problems and len({line.path for line in log.lines}) == 7 and len(log.lines) > 10_000
+
+
+@pytest.mark.parametrize("hidden", [128, 800, 12])
+def test_lines_of_other_sizes_are_passed_over(hidden: int):
+    """Written in any way; what may be of this size is read as strictly as ever."""
+    def trials(log: Log) -> list[tuple[str, Trial]]:
+        return [(line.place, line.record) for line in filter(is_trial, log.lines)]
+
+    log = read_all([shipped_folder()], hidden)
+    assert trials(log) == [one for one in trials(read_all([shipped_folder()])) if one[1].workload.hidden == hidden]
+    rows = [row % hidden for row in (b'{"hidden": %d, "nobody": 1}', b'{"hidden"\t:%d0}', b'{"hid": %d}', b"junk %d")]
+    assert [problem.partition(" ")[0] for problem in parse(b"\n".join(rows), Path("log"), hidden).problems] == [
+        "log:1:", "log:3:", "log:4:"]
