@@ -377,7 +377,7 @@ class Peephole(Cell):
         c, h = s["c"], s["h"]
         g = [x @ w.T + h @ r.T for w, r in zip(p["W"], p["R"], strict=True)]
         new = sigmoid(g[0] + p["p"][0] * c) * c + np.tanh(g[1])
-        return {"c": new, "h": sigmoid(g[2] + p["p"][2] * new) * np.tanh(new)}, "c"
+        return {"c": new, "h": sigmoid(g[2] + p["p"][2] * new) * np.tanh(new)}, "h"
 
 
 class Chain(Cell):
