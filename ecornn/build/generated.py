@@ -1,4 +1,4 @@
-"""What backends hand to the linker: files, and the tables that the code of a module reads."""
+"""Files that backends hand to the linker, and the tables that the code of a module reads."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def hide(function: PrimFunc) -> PrimFunc:
 
     arrays: dict[str, tuple[Buffer, list[Expr]]] = {}  # data type -> the array, and the index of a value in it
     body = _statement(function.body, arrays)
-    return function.with_body(tirx.SeqStmt([*(tirx.AllocBuffer(array) for array, _ in arrays.values()), body]))
+    allocated = [tirx.AllocBuffer(array) for array, _ in arrays.values()]
+    return function.with_body(tirx.SeqStmt([*allocated, body]) if allocated else body)
 
 
 def _statement(one: Stmt, arrays: dict[str, tuple[Buffer, list[Expr]]]) -> Stmt:

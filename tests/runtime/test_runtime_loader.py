@@ -306,7 +306,7 @@ def test_the_longest_sequence_fits_int32():
 def test_workspace_parts_do_not_overlap(steps: int):
     plan = entry_plan(sample.manifest(), RUN)
     offsets, total = plan.offsets(steps)
-    ends = [o + b.nbytes(steps) for o, b in zip(offsets, plan.scratch, strict=True)]
+    ends = [o + b.nbytes(steps) for o, (_, b) in zip(offsets, plan.scratch, strict=True)]
     assert all(o % 256 == 0 for o in offsets) and ends[-1] <= total
     assert all(ends[i] <= offsets[i + 1] for i in range(len(offsets) - 1))
 

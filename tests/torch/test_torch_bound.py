@@ -354,7 +354,7 @@ def test_what_is_kept_is_of_the_module_that_runs(monkeypatch: pytest.MonkeyPatch
     seen: list[Any] = []
     monkeypatch.setattr(training, "compiled", lambda spec, target: seen.append(spec) or SimpleNamespace(manifest=None))
     monkeypatch.setattr(training, "kept_layout", lambda manifest, steps, batch: ({}, 7))
-    assert training.kept_bytes(kind_of(text_of(GRU(3, 4))), x_of(device="cuda"), None) == 7
+    assert training.kept_bytes(kind_of(text_of(GRU(3, 4))), x_of(device=torch.device("cuda")), None) == 7
     assert seen[0].workload.precision == "tf32"
 
 

@@ -332,7 +332,7 @@ def test_buffers_and_frozen_parameters_do_not_train(one_thread: None):
 
 
 def test_other_gradients_than_the_forwards_are_errors():
-    for function, words in ((Spike.apply, r"(?s)Spike, a torch.autograd.Function.*test_torch_traced.py:\d+"),
+    for function, words in ((Spike.apply, r"(?s)Spike, a torch.autograd.Function.*torch_step_parts.py:\d+"),
                             (lambda h: h.detach() * h, "detach drops a gradient"),
                             (lambda h: silent(h) + h, "torch.no_grad drops a gradient"),
                             (hooked, "a hook of a tensor")):
