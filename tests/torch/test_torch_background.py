@@ -471,8 +471,8 @@ def test_a_cuda_graph_keeps_what_ran_before_it(compilers: Compilers):
 
 
 def test_schedule_errors_go_to_those_who_wait(compilers: Compilers):
-    _, ours = pair(torch.nn.GRU, 6, 13)
-    x = torch.randn(3, 2, 6)
+    _, ours = pair(torch.nn.GRU, 7, 15)
+    x = torch.randn(3, 2, 7)
     compilers.fault = WorkerError("ScheduleError: no schedule serves this", lost=False)
     with torch.no_grad():
         ours(x)
