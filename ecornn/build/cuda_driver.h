@@ -133,7 +133,8 @@ class Locked {
   pthread_mutex_t* lock_;
 };
 
-// Loading and making streams allocate, which a capture that is under way on this thread would otherwise forbid.
+// Around what allocates or frees: it would be refused while this thread captures a CUDA graph, and the capture be lost.
+// A caller cannot avoid it, since Python collects layers whenever it likes.
 class RelaxedCapture {
  public:
   RelaxedCapture() { driver.cuThreadExchangeStreamCaptureMode(&mode_); }

@@ -127,6 +127,7 @@ __attribute__((destructor)) static void unload() {
     State* state = slot.load(std::memory_order_acquire);
     if (!state || driver.cuCtxPushCurrent(state->context)) continue;
     Context before;
+    RelaxedCapture relaxed;
     destroy_lanes(state->lanes);
     unload_kernels(*state);
     driver.cuCtxPopCurrent(&before);
@@ -478,6 +479,7 @@ ECORNN_EXPORT(manifest) {
 
 ECORNN_EXPORT(alloc) {
   ECORNN_ENTER("alloc(device, nbytes)", 2, a[0]);
+  RelaxedCapture relaxed;
   Pointer pointer = 0;
   char what[48];
   snprintf(what, sizeof what, "%lld bytes", static_cast<long long>(a[1]));
@@ -491,6 +493,7 @@ ECORNN_EXPORT(alloc) {
 ECORNN_EXPORT(free) {
   (void)result;
   ECORNN_ENTER("free(device, pointer)", 2, a[0]);
+  RelaxedCapture relaxed;
   if (a[1] != 0) ECORNN_CALL("", cuMemFree, static_cast<Pointer>(a[1]));
   return 0;
 }

@@ -246,6 +246,13 @@ def test_memory_functions(built: tuple[Path, Generated], fake: Path):
                      "cuMemFree 4096"]
 
 
+def test_a_captured_graph_outlives_what_is_loaded_made_and_freed_meanwhile(built: tuple[Path, Generated], fake: Path):
+    """Python may collect a layer while a graph is captured, of whatever program; the module unloads at the end."""
+    calls = child(run(3) + "m['free'](0, m['alloc'](0, 96))\n", built[0], fake, FAKE_CAPTURES="1").calls
+    assert {"cuMemAlloc 96", "cuMemFree 4096", "cuModuleUnload"} <= set(calls)
+    assert not [c for c in calls if "refused" in c]
+
+
 @pytest.mark.parametrize("fail, message", [
     ("cuLaunchKernelEx:700", "CUDA_ERROR_ILLEGAL_ADDRESS (an illegal address) in cuLaunchKernelEx of total"),
     ("cuMemsetD8Async:700", "(an illegal address) in cuMemsetD8Async of counter"),

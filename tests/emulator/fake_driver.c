@@ -2,7 +2,8 @@
  * and touches no memory, unless FAKE_KERNELS names a library of kernels made by cuda_on_cpu.py: these are carried out at
  * once, on memory of the host, which is what it allocates then. FAKE_FAIL=<function>:<code> lets a function fail, <function>:<code>:<n> only its n-th call
  * (from 1 on), FAKE_MAJOR is the capability. Streams and events that it makes are numbers from 900 and 500 on.
- * FAKE_PARAMETERS is "symbol:ppi;..." with p for a pointer and i for an int32, to print arguments. */
+ * FAKE_CAPTURES stands for a graph that is captured meanwhile: what allocates or frees is refused, as CUDA does, unless
+ * this thread's mode is relaxed. FAKE_PARAMETERS is "symbol:ppi;..." with p for a pointer and i for an int32, to print arguments. */
 #include <dlfcn.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -30,6 +31,15 @@ static int fails(const char *name) {
     if (failed) return failed;                                   \
   } while (0)
 
+#define UNSAFE(name, format, ...)                                \
+  do {                                                           \
+    CALL(name, format, ##__VA_ARGS__);                           \
+    if (getenv("FAKE_CAPTURES") && capture_mode != 2) {          \
+      fprintf(stderr, #name " is refused\n");                    \
+      return 900;                                                \
+    }                                                            \
+  } while (0)
+
 int cuInit(unsigned flags) { CALL(cuInit, "%u", flags); return 0; }
 int cuGetErrorName(int code, const char **out) { *out = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OTHER"; return 0; }
 int cuGetErrorString(int code, const char **out) { *out = code == 700 ? "an illegal address" : "something else"; return 0; }
@@ -49,17 +59,17 @@ int cuDevicePrimaryCtxRetain(void **out, int device) {
   *out = (void *)(uintptr_t)(100 + device);
   return 0;
 }
-int cuDevicePrimaryCtxRelease_v2(int device) { CALL(cuDevicePrimaryCtxRelease, "%d", device); return 0; }
+int cuDevicePrimaryCtxRelease_v2(int device) { UNSAFE(cuDevicePrimaryCtxRelease, "%d", device); return 0; }
 int cuCtxGetCurrent(const void **out) { *out = current; return 0; }
 int cuCtxPushCurrent_v2(const void *context) { CALL(cuCtxPushCurrent, "%d", (int)(uintptr_t)context); current = context; return 0; }
 int cuCtxPopCurrent_v2(const void **out) { CALL(cuCtxPopCurrent, ""); *out = current; current = 0; return 0; }
 int cuThreadExchangeStreamCaptureMode(int *mode) { int old = capture_mode; capture_mode = *mode; *mode = old; return 0; }
 int cuModuleLoadData(void **out, const void *image) {
-  CALL(cuModuleLoadData, "elf=%d capture_mode=%d", !memcmp(image, "\177ELF", 4), capture_mode);
+  UNSAFE(cuModuleLoadData, "elf=%d capture_mode=%d", !memcmp(image, "\177ELF", 4), capture_mode);
   *out = (void *)1;
   return 0;
 }
-int cuModuleUnload(void *module) { (void)module; CALL(cuModuleUnload, ""); return 0; }
+int cuModuleUnload(void *module) { (void)module; UNSAFE(cuModuleUnload, ""); return 0; }
 int cuModuleGetFunction(char **out, void *module, const char *name) {
   (void)module;
   CALL(cuModuleGetFunction, "%s", name);
@@ -112,12 +122,12 @@ int cuMemsetD8Async(uint64_t pointer, unsigned char byte, size_t size, void *str
   return 0;
 }
 int cuMemAlloc_v2(uint64_t *out, size_t size) {
-  CALL(cuMemAlloc, "%d", (int)size);
+  UNSAFE(cuMemAlloc, "%d", (int)size);
   *out = getenv("FAKE_KERNELS") ? (uint64_t)(uintptr_t)aligned_alloc(256, (size + 255) / 256 * 256) : 4096;
   return 0;
 }
 int cuMemFree_v2(uint64_t pointer) {
-  CALL(cuMemFree, "%d", (int)pointer);
+  UNSAFE(cuMemFree, "%d", (int)pointer);
   if (getenv("FAKE_KERNELS")) free((void *)(uintptr_t)pointer);
   return 0;
 }
@@ -129,19 +139,19 @@ int cuMemcpyAsync(uint64_t to, uint64_t from, size_t size, void *stream) {
 int cuStreamCreate(void **out, unsigned flags) {
   static int made;
   *out = 0;
-  CALL(cuStreamCreate, "flags=%u capture_mode=%d", flags, capture_mode);
+  UNSAFE(cuStreamCreate, "flags=%u capture_mode=%d", flags, capture_mode);
   *out = (void *)(uintptr_t)(900 + __sync_fetch_and_add(&made, 1));
   return 0;
 }
-int cuStreamDestroy_v2(void *stream) { CALL(cuStreamDestroy, "%d", (int)(uintptr_t)stream); return 0; }
+int cuStreamDestroy_v2(void *stream) { UNSAFE(cuStreamDestroy, "%d", (int)(uintptr_t)stream); return 0; }
 int cuEventCreate(void **out, unsigned flags) {
   static int made;
   *out = 0;
-  CALL(cuEventCreate, "flags=%u capture_mode=%d", flags, capture_mode);
+  UNSAFE(cuEventCreate, "flags=%u capture_mode=%d", flags, capture_mode);
   *out = (void *)(uintptr_t)(500 + __sync_fetch_and_add(&made, 1));
   return 0;
 }
-int cuEventDestroy_v2(void *event) { CALL(cuEventDestroy, "%d", (int)(uintptr_t)event); return 0; }
+int cuEventDestroy_v2(void *event) { UNSAFE(cuEventDestroy, "%d", (int)(uintptr_t)event); return 0; }
 int cuEventRecord(void *event, void *stream) {
   CALL(cuEventRecord, "%d stream=%d", (int)(uintptr_t)event, (int)(uintptr_t)stream);
   return 0;

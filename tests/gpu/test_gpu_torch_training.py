@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,6 +336,28 @@ def test_graphs_of_forward_and_backward_apart():
             optimizer.step()
             losses.append(float(loss.detach()))
         assert abs(losses[0] - losses[1]) < 1e-4 * losses[0], f"step {number}: {losses}"
+
+
+def test_layers_may_be_collected_while_a_graph_is_captured():
+    """Python collects when it likes, and what another model's layers had is given back then."""
+    *_, ours = pair(num_layers=2)
+    *_, other = pair("GRU")
+    x = torch.randn(T, B, I, device="cuda")
+    for model in (ours, other):
+        model(x)[0].square().sum().backward()
+        with torch.no_grad():
+            model(x)
+    collected, graph = weakref.ref(other), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = ours(x)[0]
+        del model, other
+        gc.collect()
+    assert collected() is None
+    x.normal_()
+    graph.replay()
+    with torch.no_grad():
+        assert torch.equal(y, ours(x)[0])
 
 
 def test_a_capture_needs_a_call_before():
