@@ -10,6 +10,7 @@ from ecornn.program import Buffer
 from ecornn.workload import SERIAL, SINGLE, Overlap, Stack, Workload
 
 FORMAT = 4
+PACKAGES = {"ecornn": "ecornn", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}
 _INDEX_LIMIT = 2**31 - 1  # kernels count elements in int32
 
 
@@ -97,3 +98,16 @@ def decode(text: str) -> Manifest:
         raise ModuleError(f"not a module of this version of ecornn: {error}") from error
     raise ModuleError(f"not a module of this version of ecornn: its manifest is of format {number}, and {FORMAT} is "
                       "read; compile the layer again")
+
+
+def versions() -> dict[str, str]:
+    """Versions of ecornn, TVM and tvm-ffi, for manifests and records."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    known = {}
+    for name, package in PACKAGES.items():
+        try:
+            known[name] = version(package)
+        except PackageNotFoundError:
+            known[name] = "unknown"
+    return known

@@ -65,8 +65,21 @@ def known(layer: LayerSpec, target: str) -> bool:
             or cache.file_of("layer", _parts(layer, target, None)) is not None)
 
 
+def found(layer: LayerSpec, target: str) -> Module | None:
+    """The module from a folder or the cache; None where it is in neither.
+
+    Takes some milliseconds of Python's time, which the first calls of a program do not have meanwhile: little is
+    imported.
+    """
+    if (ahead := module_folders.find(layer, target)) is not None:
+        return ahead
+    from ecornn.build import cache
+
+    return from_entry(str(cache.file_of("layer", _parts(layer, target, None)) or ""))
+
+
 def from_entry(file: str) -> Module | None:
-    """The module of an entry that another process has made; None where it cannot be read."""
+    """The module of an entry of the cache; None where it cannot be read."""
     from ecornn.build import cache
     from ecornn.runtime.loader import from_bytes
 
@@ -95,7 +108,7 @@ def _device(target: str) -> tuple[bytes, ...]:
 
 def _logs() -> bytes:
     """The tuning logs, by name, size and time of change."""
-    from ecornn.tune.log import SUFFIXES, shipped_folder, user_folder
+    from ecornn.tuning_logs import SUFFIXES, shipped_folder, user_folder
 
     files = [(str(path), state.st_size, state.st_mtime_ns) for folder in (user_folder(), shipped_folder())
              if folder.is_dir() for path in sorted(folder.glob("*.jsonl*"))
@@ -106,11 +119,13 @@ def _logs() -> bytes:
 @cache
 def _code() -> bytes:
     """A digest of ecornn's files and the versions of the packages that they use."""
-    import ecornn.schedules
-    from ecornn.task import versions
+    from ecornn.manifest import versions
 
     digest = hashlib.sha256(msgspec.json.encode(versions()))
-    for place in (Path(ecornn.__path__[0]), Path(ecornn.schedules.__path__[0])):
+    for package in ("ecornn", "ecornn.schedules"):  # which is found and not imported, which takes longer than this
+        spec = importlib.util.find_spec(package)
+        assert spec is not None and spec.submodule_search_locations
+        place = Path(spec.submodule_search_locations[0])
         for path in sorted(place.rglob("*")):
             if path.suffix in (".py", ".cc", ".cu", ".h"):
                 digest.update(path.relative_to(place).as_posix().encode() + b"\0" + path.read_bytes())
@@ -136,18 +151,14 @@ def ready(_: None) -> None:
     _told.append("by the other process")
 
 
-def find_for_another(asked: Asked) -> str:
-    """The file of the cache's entry of a layer; empty if there is none."""
-    from ecornn.build import cache
-
-    return str(cache.file_of("layer", _parts(LayerSpec(**asked.fields), asked.target, None)) or "")
-
-
 def compile_for_another(asked: Asked) -> str:
     """Compiles a layer; the file of its entry, empty if the cache keeps none."""
+    from ecornn.build import cache
     from ecornn.quick_tvm import import_tvm
 
     if importlib.util.find_spec("tvm") is not None:
         import_tvm()
-    compiled_layer(LayerSpec(**asked.fields), asked.target)
-    return find_for_another(asked)
+    layer = LayerSpec(**asked.fields)
+    parts = _parts(layer, asked.target, None)  # as the logs are before: somebody may tune meanwhile
+    compiled_layer(layer, asked.target)
+    return str(cache.file_of("layer", parts) or "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 from msgspec import structs
@@ -11,12 +10,10 @@ from msgspec import structs
 from ecornn.cells import Cell
 from ecornn.compose import parameter_prefix
 from ecornn.device import Device
-from ecornn.manifest import Manifest, Parameter
+from ecornn.manifest import Manifest, Parameter, versions
 from ecornn.program import Program, leaves_out, packed_for_left_out
 from ecornn.schedules.base import After, Config, Schedule, Task
 from ecornn.workload import ALONE, SERIAL, SINGLE, Overlap, Stack, Traversal, Workload
-
-PACKAGES = {"ecornn": "ecornn", "tvm": "apache-tvm", "tvm_ffi": "apache-tvm-ffi"}
 
 
 def make_task(cell: Cell, workload: Workload, device: Device, traversal: Traversal = ALONE) -> Task:
@@ -114,14 +111,3 @@ def make_manifest(cell: Cell, task: Task, schedule: Schedule, config: Config, pr
         packed_for_optional=(leaves_out(program) and packed_for_left_out(program)) or msgspec.UNSET,
         outputs=outputs if len(outputs) > 1 else msgspec.UNSET, dx_in=program.dx_in or msgspec.UNSET,
         in_place=dict(program.in_place) or msgspec.UNSET)
-
-
-def versions() -> dict[str, str]:
-    """Versions of ecornn, TVM and tvm-ffi, for manifests and records."""
-    known = {}
-    for name, package in PACKAGES.items():
-        try:
-            known[name] = version(package)
-        except PackageNotFoundError:
-            known[name] = "unknown"
-    return known

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ecornn import temporary
+from ecornn.build.commands import started
 from ecornn.file_locks import held
 
 VARIABLE = "ECORNN_CACHE"
@@ -57,7 +58,12 @@ def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) ->
     path = root / name[:2] / name
     content = read(path)
     if content is None:
-        with _alone(root, f"{kind}-{name[:3]}", lambda: read(path) is not None):
+        def made() -> bool:
+            for owner in started():
+                owner.check()
+            return read(path) is not None
+
+        with _alone(root, f"{kind}-{name[:3]}", made):
             content = read(path)
             if content is None:
                 content = make()

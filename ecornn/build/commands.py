@@ -1,4 +1,4 @@
-"""Compilers as processes: their messages, and an end to those that hang."""
+"""Compilers as processes: their messages, an end to those that hang, and several at the same time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import select
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ecornn import temporary
@@ -17,31 +19,92 @@ ANSWER = 60.0  # seconds that a compiler has to say its version
 LINES = 12  # of a message that are shown
 WORK = 1200.0  # seconds for a file; the largest kernels take some
 
+_thread = threading.local()  # `started`: those of the pools that the thread works for
+
 
 def run(command: Sequence[str], seconds: float, folder: Path | None = None) -> tuple[int, str]:
     """Runs a command that reads nothing: the exit status, and its output, errors first.
 
     Raises :class:`BuildError` where it cannot be started or does not end within ``seconds``. It is ended then, with the
-    processes that it started, as after any exception.
+    processes that it started, as after any exception. What it leaves behind then lies in its ``folder``.
     """
+    environment = None if folder is None else {**os.environ, "TMPDIR": str(folder)}
     # no pipes, which stay open with any child
     with temporary.said(), tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as output:
         try:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=folder)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, cwd=folder,
+                                       env=environment)
         except OSError as error:
             raise BuildError(f"{command[0]} cannot be started: {error.strerror}") from error
+        owners = started()
         try:
+            for owner in owners:
+                owner.add(process)
             status = _wait(process, seconds)
         except BaseException as error:
             _end(process)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise BuildError(f"{command[0]} did not end in {seconds:g} s and was stopped") from error
             raise
+        finally:
+            for owner in owners:
+                owner.discard(process)
         said = b""
         for file in (errors, output):
             file.seek(0)
             said += file.read()
     return status, said.decode(errors="replace")
+
+
+class Started:
+    """The processes that the threads of a pool have started."""
+
+    def __init__(self) -> None:
+        self._lock, self._processes, self.ended = threading.Lock(), set[subprocess.Popen[bytes]](), False
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        """Notes one that runs. Raises :class:`BuildError` once all have been ended."""
+        with self._lock:
+            self._processes.add(process)
+        self.check()
+
+    def check(self) -> None:
+        """Raises :class:`BuildError` once all have been ended."""
+        if self.ended:
+            raise BuildError("compiling was stopped")
+
+    def discard(self, process: subprocess.Popen[bytes]) -> None:
+        """Forgets one that has ended."""
+        with self._lock:
+            self._processes.discard(process)
+
+    def end(self) -> None:
+        """Ends all processes, and those that they started; no more are started."""
+        with self._lock:
+            self.ended, running = True, [*self._processes]
+        for process in running:
+            _end(process)
+
+
+def started() -> tuple[Started, ...]:
+    """Where this thread notes the processes that it starts: for its pool, and the pool of the thread that made that."""
+    return getattr(_thread, "started", ())
+
+
+@contextlib.contextmanager
+def at_the_same_time(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """A pool of threads that compile. If the context ends by an exception, such as Ctrl-C, which no other thread than
+    the main one gets, the pool's compilers are ended, and what waits is not begun."""
+    own, above = Started(), started()
+    pool = ThreadPoolExecutor(threads, initializer=lambda: setattr(_thread, "started", (*above, own)))
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        own.end()
+        raise
+    finally:
+        pool.shutdown()
 
 
 def first_lines(text: str) -> str:

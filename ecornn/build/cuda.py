@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
+from ecornn.build.commands import at_the_same_time
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.host_cuda import COOPERATIVE, FILES, PACK, SCALARS, Kernel, host_program
 from ecornn.build.nvcc import as_variables, compile_cubin, ptx
@@ -44,7 +44,7 @@ def generate(program: Program, device: Device) -> Generated:
         kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(texts))
         texts.append(resources.files("ecornn.build").joinpath("pack_weights.cu").read_text())
     host = host_program(program, kernels, device.arch)
-    with ThreadPoolExecutor(len(texts)) as threads:  # that wait for compilers
+    with at_the_same_time(len(texts)) as threads:  # that wait for compilers
         compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
     used = {symbol: report for _, each in compiled for symbol, report in each.items()}
     return Generated(

@@ -9,14 +9,13 @@ import shlex
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 
 from ecornn import checksum, temporary
 from ecornn.build import cache
-from ecornn.build.commands import ANSWER, WORK, first_lines, run
+from ecornn.build.commands import ANSWER, WORK, at_the_same_time, first_lines, run
 from ecornn.build.generated import Generated, NumberTables
 from ecornn.errors import BuildError
 from ecornn.interrupts import safe_interrupts
@@ -113,7 +112,7 @@ def _compiled(compiler: Sequence[str], *groups: Mapping[str, str]) -> dict[str, 
     for group in groups:
         headers = tuple((name, text) for name, text in group.items() if not name.endswith(SOURCE_SUFFIXES))
         made += [((name, text), headers) for name, text in group.items() if name.endswith(SOURCE_SUFFIXES)]
-    with ThreadPoolExecutor(max(1, len(made))) as threads:  # that wait for the compiler
+    with at_the_same_time(max(1, len(made))) as threads:  # that wait for the compiler
         objects = threads.map(lambda one: _object(tuple(compiler), *one), made)
         return {f"{name}.o": code for ((name, _), _), code in zip(made, objects, strict=True)}
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from typing import TYPE_CHECKING
 
 from ecornn import temporary
+from ecornn.build.commands import at_the_same_time
 from ecornn.build.generated import Generated, Texts
 from ecornn.build.opaque_values import hide
 from ecornn.device import Device
@@ -40,7 +40,7 @@ def generate(program: Program, device: Device, apart: bool = False) -> Generated
             raise BuildError(f"a CPU program is made of Parallel calls; the schedule made for {name!r} "
                              f"{[type(c).__name__ for c in entry.calls]}")
     parts = [{name: function} for name, function in program.functions.items()] if apart else [program.functions]
-    with ThreadPoolExecutor(at_once()) as threads:  # TVM and LLVM let go of Python's lock
+    with at_the_same_time(at_once()) as threads:  # TVM and LLVM let go of Python's lock
         objects = list(threads.map(lambda part: _object(_module(part, device)), parts))
     shared = host_sources()
     return Generated(

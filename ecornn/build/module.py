@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -19,6 +18,7 @@ import msgspec
 
 from ecornn import temporary
 from ecornn.build import c_tables, cuda, llvm
+from ecornn.build.commands import at_the_same_time
 from ecornn.build.generated import Generated
 from ecornn.build.link import compile_ahead, find_compiler, identity, link, objects_of, run_tool, write_inputs
 from ecornn.device import Device
@@ -47,7 +47,7 @@ def build_module(program: Program, manifest: Manifest, out: Path) -> Generated:
     Raises :class:`~ecornn.errors.BuildError`; ``out`` is then left as it was.
     """
     backend = cuda if manifest.device.kind == "cuda" else llvm
-    with ThreadPoolExecutor(1) as thread:  # the first module of a machine waits for the longer one of the two
+    with at_the_same_time(1) as thread:  # the first module of a machine waits for the longer one of the two
         thread.submit(compile_ahead, backend.host_sources() | c_tables.sources(), linked=backend is cuda)
         generated = _complete(program, manifest)
     link(generated, out)

@@ -141,7 +141,7 @@ def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] =
         source_file.write_text(source)
         command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, *defines, f"-{kind}", str(source_file),
                    "-o", str(output)]
-        status, log = run(command, WORK)
+        status, log = run(command, WORK, folder)
         if status != 0:
             raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}{temporary.limited()}")
         return output.read_bytes(), log

@@ -77,9 +77,9 @@ def collect(files: tuple[Path, ...], strict: bool = False) -> Log:
 @plain_errors
 def ls(files: tuple[Path, ...], json: bool) -> None:
     """Lists log files: runs, trials, failures."""
-    from ecornn.tune.log import shipped_folder, user_folder
     from ecornn.tune.record import Start, Trial
     from ecornn.tune.selection import under_way
+    from ecornn.tuning_logs import shipped_folder, user_folder
 
     content = collect(files, strict=True)
     if not files and not json:
@@ -265,8 +265,9 @@ def import_files(files: tuple[Path, ...], json: bool) -> None:
 
     Records that are there already are not added again.
     """
-    from ecornn.tune.log import rewrite, user_folder
+    from ecornn.tune.log import rewrite
     from ecornn.tune.selection import event
+    from ecornn.tuning_logs import user_folder
 
     target, lines = user_folder() / "imported.jsonl", collect(files, strict=True).lines
     written: dict[str, Any] = {"file": str(target)}
@@ -414,7 +415,8 @@ def report(files: tuple[Path, ...], output: Path, searches: int, only: str, resu
     """
     from ecornn.report.measured import measured
     from ecornn.report.page import render
-    from ecornn.tune.log import read_all, user_folder
+    from ecornn.tune.log import read_all
+    from ecornn.tuning_logs import user_folder
 
     log = collect(files, strict=True) if files else read_all([user_folder()])
     if not log.trials():

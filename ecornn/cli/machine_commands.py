@@ -23,8 +23,9 @@ def doctor(json: bool) -> None:
     """Says what this machine can compile for, tune and run, and what to install for the rest."""
     from ecornn.host_gpu import detect
     from ecornn.targets import resolve
-    from ecornn.tune.log import read_all, shipped_folder, user_folder
+    from ecornn.tune.log import read_all
     from ecornn.tune.record import Trial
+    from ecornn.tuning_logs import shipped_folder, user_folder
 
     said: dict[str, str] = {}
     missing: list[str] = []

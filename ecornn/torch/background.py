@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Iterator
 
-from ecornn import module_cache, module_folders
+from ecornn import module_cache
 from ecornn.build import cache
 from ecornn.errors import ScheduleError
 from ecornn.layer_spec import LayerSpec
@@ -64,15 +64,12 @@ class Job:
     def run(self, worker: Worker) -> None:
         """Compiles the layer in a worker process, and loads it here. Raises nothing: ``error`` says what went wrong."""
         try:
-            asked = module_cache.Asked.of(self.spec, self.target)
             with _loading:
-                self.outcome = module_folders.find(self.spec, self.target)
+                self.outcome = module_cache.found(self.spec, self.target)
             if self.outcome is None:
-                # a look at the cache takes a tenth of a second of Python's time, which the calls here would not have
-                entry = worker.call("ecornn.module_cache:find_for_another", asked, str, LIMIT)
-                if not entry:
-                    _tell(self.spec)
-                    entry = worker.call("ecornn.module_cache:compile_for_another", asked, str, LIMIT)
+                _tell(self.spec)
+                asked = module_cache.Asked.of(self.spec, self.target)
+                entry = worker.call("ecornn.module_cache:compile_for_another", asked, str, LIMIT)
                 with _loading:
                     self.outcome = module_cache.from_entry(entry)
             if self.outcome is None:

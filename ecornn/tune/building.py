@@ -14,8 +14,9 @@ from ecornn.build.module import MANIFEST
 from ecornn.cells.naming import load_cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
+from ecornn.manifest import versions
 from ecornn.schedules.base import Task
-from ecornn.task import make_manifest, make_program, make_task, versions
+from ecornn.task import make_manifest, make_program, make_task
 from ecornn.workload import Workload
 
 

@@ -14,9 +14,9 @@ from msgspec import structs
 from ecornn.device import Device
 from ecornn.dtypes import SERVED
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ScheduleError
+from ecornn.manifest import versions
 from ecornn.schedules.base import AnySchedule, Task, Value
 from ecornn.targets import resolve
-from ecornn.task import versions
 from ecornn.tune.record import Clocks
 from ecornn.workload import ON_GPUS
 

@@ -25,18 +25,17 @@ from typing import Generic, TypeGuard, TypeVar
 import msgspec
 
 from ecornn.device import Device
-from ecornn.errors import ArgumentError, RecordError
+from ecornn.errors import RecordError
 from ecornn.file_locks import held
 from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
+from ecornn.tuning_logs import SUFFIXES, shipped_folder, user_folder
 from ecornn.workload import Workload
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 MEMORY = 128 << 20  # bytes that a decoder may ask for: twice what the best compression of xz needs
 MAX_FILE = 64 << 20  # bytes
 LIMIT = 60.0  # seconds to wait for a process that writes
 TORN = "torn last line"
 R = TypeVar("R", bound=AnyRecord, covariant=True)
-VARIABLE = "ECORNN_TUNING_LOGS"
 _told: set[tuple[str, ...]] = set()
 
 
@@ -241,27 +240,6 @@ def parse(data: bytes, path: Path, hidden: int | None = None) -> Log:
             torn = number == len(rows) and cut_off(row)
             log.problems.append(f"{path}:{number}: " + (TORN if torn else str(error)))
     return log
-
-
-def user_folder() -> Path:
-    """The folder that tuning writes to: ``$ECORNN_TUNING_LOGS``, else one in the user's data folder. Raises
-    :class:`ArgumentError` where the variable names no folder."""
-    chosen = os.environ.get(VARIABLE)
-    if chosen:
-        try:
-            return Path(chosen).expanduser()
-        except RuntimeError as error:  # ~ of nobody
-            raise ArgumentError(VARIABLE, chosen, "a folder") from error
-    from platformdirs import user_data_dir
-
-    return Path(user_data_dir("ecornn", appauthor=False)) / "tuning_logs"
-
-
-def shipped_folder() -> Path:
-    """The folder of the logs that ship with ecornn."""
-    import ecornn.tuning_logs
-
-    return Path(ecornn.tuning_logs.__path__[0])
 
 
 def log_path(workload: Workload, device: Device) -> Path:

@@ -12,6 +12,7 @@ import pytest
 from events import LIMIT
 
 from ecornn.build import cache, nvcc
+from ecornn.build.commands import at_the_same_time
 from ecornn.build.cuda import lower
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
@@ -279,3 +280,16 @@ def test_it_can_be_turned_off_and_does_without_a_folder(tmp_path: Path, monkeypa
     (tmp_path / "file").touch()
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "file" / "cache"))  # cannot be made
     assert cache.entry("cubin", ("a",), make) == b"code" and make.made == 3
+
+
+def test_what_waits_for_another_process_ends_with_its_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Ctrl-C reaches the main thread alone."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    with cache._alone(tmp_path, f"cubin-{cache._name('cubin', ['text'])[:3]}", lambda: False):
+        with pytest.raises(KeyboardInterrupt), at_the_same_time(1) as threads:
+            waits = threads.submit(cache.entry, "cubin", ["text"], lambda: b"made")
+            while not waits.running():
+                pass
+            raise KeyboardInterrupt
+        with pytest.raises(BuildError, match="stopped"):
+            waits.result()

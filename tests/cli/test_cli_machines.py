@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 from events import all_end
 from test_records import trial
 
+from ecornn.build import nvcc
 from ecornn.cli import common, main
 from ecornn.cli.common import folded
 from ecornn.tune.log import append
@@ -171,15 +172,18 @@ def test_code_2_is_what_cannot_be_done(arguments, tmp_path):
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
-def test_code_130_is_stopped_and_leaves_nothing_behind(tmp_path, which, start):
-    """A compilation, while a compiler runs."""
-    temporary, compiler = tmp_path / "temporary", tmp_path / "c++"
+@pytest.mark.parametrize(("name", "target"), [("c++", "cpu"), ("nvcc", "sm_90a")])
+def test_code_130_is_stopped_and_leaves_nothing_behind(tmp_path, which, name, target, start):
+    """A compilation, while compilers run in other threads, which get no signals."""
+    temporary, compiler = tmp_path / "temporary", tmp_path / name
     temporary.mkdir()
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 1000\n')
     compiler.chmod(0o755)
-    command = [sys.executable, "-m", "ecornn", "compile", *LAYER, "-o", str(tmp_path / "m.so")]
+    command = [sys.executable, "-m", "ecornn", "compile", *LAYER[:-1], target, "-o", str(tmp_path / "m.so")]
+    found = {"CXX": str(compiler)} if name == "c++" else {
+        nvcc.ENVIRONMENT: name, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     running = start(command, stderr=subprocess.PIPE, text=True, env={
-        **os.environ, "TMPDIR": str(temporary), "CXX": str(compiler), "ECORNN_CACHE": "off"})
+        **os.environ, "TMPDIR": str(temporary), "ECORNN_CACHE": "off", **found})
     below: list[psutil.Process] = []
     while not any(process.name() == "sleep" for process in below):
         assert running.poll() is None

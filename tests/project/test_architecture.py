@@ -84,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
     "runtime": BASE | HOSTS | {"checksum", "outputs", "temporary", "weight_files"},
     "weight_files": {"errors", "temporary"},
-    "tuning_logs": set(),
+    "tuning_logs": {"errors"},
 }
 MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}
 MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "file_locks", "interpreter", "layer_spec",
@@ -102,8 +102,8 @@ MAY_IMPORT["report"] = BASE | {"bench", "cells", "explain", "floor", "schedules"
 MAY_IMPORT["bench"] = BASE | HOSTS | {"analysis", "cells", "compiler", "interpreter", "layer_spec", "numpy_gradients",
                                       "numpy_layers", "numpy_reference", "quick_tvm", "runtime", "tune", "worker"}
 MAY_IMPORT["module_folders"] = {"boundary", "errors", "layer_spec", "manifest", "program", "runtime"}
-MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "module_folders", "quick_tvm", "runtime", "schedules",
-                              "task", "tune"} | HOSTS
+MAY_IMPORT["module_cache"] = {"build", "compiler", "layer_spec", "manifest", "module_folders", "quick_tvm", "runtime",
+                              "tuning_logs"} | HOSTS
 # A step that is written in PyTorch is held against its module by what interprets and differentiates te steps.
 MAY_IMPORT["torch"] = {"analysis", "bench", "boundary", "build", "cells", "dtypes", "errors", "interpreter",
                        "interrupts", "layer_spec", "module_cache", "module_folders", "program", "runtime", "outputs",
