@@ -87,7 +87,7 @@ class Started:
 
 
 def started() -> tuple[Started, ...]:
-    """Where this thread notes the processes that it starts: for its pool, and the pool of the thread that made that."""
+    """The processes of the pool that this thread works for, and of the pool of the thread that made that."""
     return getattr(_thread, "started", ())
 
 
