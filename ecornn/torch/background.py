@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from ecornn import module_cache
 from ecornn.build import cache
-from ecornn.errors import ScheduleError
+from ecornn.errors import EcornnError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
 from ecornn.torch.compiling import keep, outcomes
@@ -30,6 +30,7 @@ _thread = threading.local()  # `accepts`: within accepting()
 # held by a thread that imports and loads: a child that was forked meanwhile would wait for its import lock for ever
 _loading = threading.Lock()
 _told: list[str] = []
+_ready: list[threading.Thread] = []
 
 
 class PendingError(Exception):
@@ -152,6 +153,17 @@ class Compilers:
         """Lets go of the processes in a forked child, to which they do not belong."""
         for worker in self._workers:
             worker.disown()
+
+
+def get_ready() -> None:
+    """Does in a thread, once in a process, what the first call would otherwise take longer for."""
+    def ready() -> None:
+        with _loading, contextlib.suppress(ImportError, EcornnError):  # which the first call raises
+            module_cache.get_ready()
+
+    if not _ready:
+        _ready.append(threading.Thread(target=ready, name="ecornn-gets-ready", daemon=True))
+        _ready[0].start()
 
 
 # -- those of this process ----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
 from ecornn.torch import engine, falling_back, training
-from ecornn.torch.background import Compilers
+from ecornn.torch.background import Compilers, get_ready
 from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell
 from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of, serves
 from ecornn.torch.kind import kind_of, text_of
@@ -108,6 +108,8 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
                 swapped.append(name)
             else:
                 kept[name] = why
+    if swapped:
+        get_ready()
     return Report(tuple(swapped), kept)
 
 

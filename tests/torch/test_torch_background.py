@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -406,6 +407,22 @@ assert not {{"tvm", "ecornn.analysis", "ecornn.tune", "ecornn.schedules"}} & {{*
         _, said = done.communicate()
         assert done.returncode == 0, said
         assert ("in the background" in said) is tvm and said.count("\n") == int(tvm)
+
+
+def test_replace_gets_ready_what_the_first_call_would_take_longer_for():
+    """And opens no GPU."""
+    script = """if True:
+        import sys, torch, ecornn.torch
+        from ecornn import module_cache
+        from ecornn.torch import background
+        from ecornn.torch.kind import kind_of, text_of
+        ecornn.torch.replace(layer := torch.nn.GRU(6, 7))
+        background._ready[0].join()
+        before = set(sys.modules)
+        assert module_cache.found(kind_of(text_of(layer)).spec(3, 16, "float32", "", None, None), "cpu") is None
+        assert "tvm_ffi" in before and not set(sys.modules) - before and not torch.cuda.is_initialized()
+        """
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_forked_child_goes_on_without_its_parents_worker(started: Callable[..., Any]):
