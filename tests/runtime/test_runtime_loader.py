@@ -83,13 +83,15 @@ def test_loading_again_takes_no_memory(module: Module, tmp_path: Path):
     def load() -> None:
         assert pickle.loads(content).library is not ecornn.load(module.path).library
 
-    content, times = pickle.dumps(module), 200
+    content, times, more = pickle.dumps(module), 80, []
     for _ in range(20):
         load()
-    before = in_use()
-    for _ in range(times):
-        load()
-    assert before is None or in_use() - before < 100 * times
+    for _ in range(3):  # other threads of the process may take some meanwhile
+        before = in_use()
+        for _ in range(times):
+            load()
+        more.append(0 if before is None else in_use() - before)
+    assert min(more) < 100 * times, more
     module.save(tmp_path / "equal.so")
     ecornn.load(tmp_path / "equal.so").bind(WEIGHTS)(sample.inputs())
     assert "equal.so" not in Path("/proc/self/maps").read_text()
