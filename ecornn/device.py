@@ -39,6 +39,12 @@ _FROM = {0: Capabilities(), 80: Capabilities(tensor_cores=True), 89: Capabilitie
 _ALONE = {"sm_90a": msgspec.structs.replace(_HOPPER, warpgroups=True)}
 
 
+def architecture_of(capability: int) -> str:
+    """The name of a compute capability's architecture, such as ``sm_80`` for 80; with its letter where it has
+    instructions that no later one has, as Hopper's ``sm_90a``."""
+    return next((name for name in _ALONE if name[3:-1] == str(capability)), f"sm_{capability}")
+
+
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A target and the capabilities that schedules plan with.
 

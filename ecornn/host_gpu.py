@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-from ecornn.device import Device
+from ecornn.device import Device, architecture_of
 from ecornn.errors import DeviceError
 
 # CUdevice_attribute
@@ -56,10 +56,10 @@ def clocks(index: int = 0) -> tuple[int, int]:
 
 
 def architecture(major: int, minor: int, name: str) -> str:
-    """``sm_80`` and the like; with the suffix ``a`` for Hopper, whose wgmma needs it."""
+    """A compute capability's architecture; raises :class:`DeviceError` for one that is too old."""
     if major < 8:
         raise DeviceError("device", name, f"compute capability 8.0 or newer, not {major}.{minor}")
-    return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+    return architecture_of(10 * major + minor)
 
 
 def driver_version() -> str | None:

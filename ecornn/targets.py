@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from ecornn import host_cpu, host_gpu
-from ecornn.device import Device
+from ecornn.device import Device, architecture_of
 from ecornn.errors import DeviceError
 
 # The largest common product of each architecture: what "--target sm_90a" means with no GPU here.
@@ -32,7 +34,7 @@ def resolve(target: str | Device) -> Device:
             raise DeviceError("target", target, "a machine with a CUDA GPU and its driver; without "
                               f"one name the architecture, one of {', '.join(KNOWN)}, or 'cpu'")
         return gpu
-    name = "sm_90a" if target == "sm_90" else target
+    name = architecture_of(int(target[3:])) if re.fullmatch(r"sm_\d{2,3}", target) else target
     if name in KNOWN:
         return KNOWN[name]
     cpu = None if name.startswith("sm_") else host_cpu.named(name)

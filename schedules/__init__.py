@@ -29,4 +29,10 @@ def revisions() -> dict[str, int]:
     return {name: schedule.revision for name, schedule in all_schedules().items()}
 
 
-__all__ = ["Config", "Knob", "Schedule", "Task", "all_schedules", "config_text", "revisions"]
+def generation() -> int:
+    """How much the schedules serve by now, which records state: what came after a record was no choice of its search.
+    """
+    return max(schedule.latest for schedule in all_schedules().values())
+
+
+__all__ = ["Config", "Knob", "Schedule", "Task", "all_schedules", "config_text", "generation", "revisions"]

@@ -21,10 +21,6 @@ from ecornn.workload import ALONE, Traversal, Workload
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
 
-# How much schedules serve, which records state: what they did not know when they were made is no choice of theirs.
-# 1: `persistent_block`; 2: its clusters, and streamed weights of `persistent_wide`; 3: heads of `persistent_block`.
-GENERATION = 3
-
 Value = int | str | bool
 Config = Mapping[str, Value]  # knob -> value
 
@@ -178,6 +174,7 @@ class Schedule(ABC, Generic[Plan]):
     backward: bool = False
     # factor on an adjoint's expected time where no record decides: two schedules' estimates err differently
     doubt: float = 1.0
+    latest: int = 0  # the most that `generation` says of any task
 
     def serves(self, task: Task) -> str | None:
         """None, or the reason why this schedule cannot serve the task."""
@@ -216,8 +213,9 @@ class Schedule(ABC, Generic[Plan]):
         return math.inf
 
     def generation(self, task: Task) -> int:
-        """The generation of schedules (`GENERATION`) since which this one serves the task: records of an earlier one
-        say nothing of it."""
+        """The generation of schedules since which this one serves the task, `latest` at most: records of an earlier
+        one say nothing of it. 1: `persistent_block`; 2: its clusters, and streamed weights of `persistent_wide`; 3:
+        heads of `persistent_block`."""
         return 0
 
     def rank(self, task: Task) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from ecornn.schedules.base import GENERATION
+from ecornn.schedules import generation
 from ecornn.tune.choose import Environment
 from ecornn.tune.evaluate import COMPARED, ProcessEvaluator
 from ecornn.tune.journal import RESERVED, Journal
@@ -174,9 +174,9 @@ class Tuner:
         trial = Trial(
             run=self.journal.run, index=len(self.journal.trials), stage=stage,
             workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
-            revision=self.space.schedules[candidate.schedule].revision, generation=GENERATION, config=candidate.config,
-            seed=self.settings.seed, seconds=round(self.elapsed(), 3), **structs.asdict(self.environment),
-            **structs.asdict(outcome))
+            revision=self.space.schedules[candidate.schedule].revision, generation=generation(),
+            config=candidate.config, seed=self.settings.seed, seconds=round(self.elapsed(), 3),
+            **structs.asdict(self.environment), **structs.asdict(outcome))
         self.journal.add(trial)
         return trial
 

@@ -163,6 +163,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
 
     name = "persistent_block"
     revision = 1
+    latest = 3
     kind = "cuda"
     sequences = True
     heads = True

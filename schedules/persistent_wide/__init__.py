@@ -122,6 +122,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
 
     name = "persistent_wide"
     revision = 1
+    latest = 2
     kind = "cuda"
     sequences = True
     backward = True

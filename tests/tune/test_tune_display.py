@@ -14,7 +14,7 @@ from tune_fakes import DEVICE, Fake, cost
 
 from ecornn.cli import common, progress
 from ecornn.cli.progress import torch_us
-from ecornn.schedules.base import GENERATION
+from ecornn.schedules import generation
 from ecornn.tune.journal import Gain, Journal, gain_of, words
 from ecornn.tune.record import Choice, Finish, Times, Trial
 from ecornn.tune.timing import bounds
@@ -71,7 +71,7 @@ def test_progress_knows_the_default_and_how_long_it_takes_at_most(tmp_path):
     tuner = Tuner(search, Slow(), Journal.open(tmp_path / "log.jsonl", "x", True), Settings(30, 0), HERE,
                   seen.append, stages.append)
     tuner.run()
-    assert {trial.generation for trial in tuner.journal.trials} == {GENERATION}
+    assert {trial.generation for trial in tuner.journal.trials} == {generation()}
     assert seen[-1].default_us == cost({"a": 0, "b": 0}) and len(seen) == 30
     assert all(now.left_s >= 0.02 * (30 - now.done) for now in seen)
     tuner.settings = Settings(50, 0)

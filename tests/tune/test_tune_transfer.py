@@ -9,12 +9,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from test_heads import BlockRNN
 from test_tune_lookup import SCHEDULE, log_of, trial
 from test_tune_search import LARGE, spend
 from tune_fakes import DEVICE, Fake, cost, make
 
 from ecornn import Cell, pointwise, product
 from ecornn.cells import get
+from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.targets import resolve
 from ecornn.task import make_task
@@ -234,6 +236,19 @@ class Young(Fake):
 
     def beside(self, task: Task) -> float:
         return 5000.0  # of a sequence of ten steps
+
+
+def test_a_schedule_says_its_latest_generation():
+    """Records of today state the latest of all schedules, so a generation above it would never count as known."""
+    sizes = (("lstm", 64, 64), ("lstm", 256, 64), ("lstm", 512, 32), ("gru", 3072, 64), ("lstm", 2560, 64))
+    tasks = [make_task(get(cell), Workload(cell, hidden, hidden, batch, 100, "float16"), resolve("sm_90a"))
+             for cell, hidden, batch in sizes]
+    heads = BlockRNN(4)
+    tasks.append(make_task(heads, Workload(heads.identity(), 64, 64, 64, 100, "float16"), resolve("sm_90a")))
+    for schedule in all_schedules().values():
+        if schedule.kind == "cuda":
+            found = {schedule.generation(task) for task in tasks if schedule.serves(task) is None}
+            assert max(found, default=0) == schedule.latest, (schedule.name, found)
 
 
 def test_a_schedule_that_is_younger_than_the_record_competes_by_what_it_expects():
