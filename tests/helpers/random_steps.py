@@ -284,8 +284,9 @@ class Tape:
         self.margin = min(self.margin, float(np.min(distance)))
 
     def rounded(self, v: Any) -> Any:
+        """``v``, and its gradient: that of a softmax can cancel, where all units have the same."""
         if self.rounds and isinstance(v, Traced):
-            return Traced(v.value.astype(np.float32), [(v, lambda g: g)])
+            return Traced(v.value.astype(np.float32), [(v, lambda g: g.astype(np.float32))])
         return v
 
     def statement(self, s: Expression, values: dict[int, Any]) -> Any:
@@ -322,12 +323,12 @@ class Tape:
         if name == "square":
             return np.square(v).mean(1, keepdims=True)
         if name == "normalized":
-            apart = v - v.mean(1, keepdims=True)
-            return apart / np.sqrt(np.square(apart).mean(1, keepdims=True) + 1e-5)
+            apart = self.rounded(v - v.mean(1, keepdims=True))
+            return apart / self.rounded(np.sqrt(np.square(apart).mean(1, keepdims=True) + 1e-5))
         top = v.value.max(axis=1, keepdims=True)
         if name == "softmax":
-            power = np.exp(v - top)
-            return power / (power.mean(1, keepdims=True) * float(v.shape[1]))
+            power = self.rounded(np.exp(v - top))
+            return power / self.rounded(power.mean(1, keepdims=True) * float(v.shape[1]))
         ordered = np.sort(v.value, axis=1)
         self.near(ordered[:, -1] - ordered[:, -2])
         return Traced(top, [(v, lambda g: g * (v.value == top))])
