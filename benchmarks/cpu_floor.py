@@ -25,10 +25,9 @@ import json
 import re
 import subprocess
 import tempfile
-import threading
-import time
 from collections.abc import Callable
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product, repeat
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +38,7 @@ import ecornn
 from ecornn.build.link import find_compiler
 from ecornn.compiler import generate, plan
 from ecornn.host_cpu import detect
+from ecornn.numpy_reference import random_weights
 from ecornn.schedules.cpu.tiling import lanes_of
 from ecornn.tune.timing import wall_clock
 
@@ -50,7 +50,6 @@ SECONDS, TIMES = 0.05, 7  # of one measurement, and how many
 CODE = """
 #include <stdlib.h>
 #include <string.h>
-extern "C" void peak(long n) { while (n--) __asm__ volatile(PEAK ::: TOUCHED); }
 extern "C" void multiply(long n) { while (n--) __asm__ volatile(MULTIPLY ::: TOUCHED); }
 extern "C" void both(long n) { while (n--) __asm__ volatile(BOTH ::: TOUCHED); }
 extern "C" void* room(long bytes) {
@@ -69,21 +68,18 @@ extern "C" void stream(const char* p, long vectors, long rounds) {
 def library(lanes: int, folder: str) -> ctypes.CDLL:
     """The loops, compiled for this CPU."""
     register = {16: "zmm", 8: "ymm", 4: "xmm"}[lanes]
-    peak = [f"vfmadd231ps %%{register}14,%%{register}15,%%{register}{i}\\n" for i in range(CHAINS)]
-    multiply = peak[:6]
-    add = [f"vaddps %%{register}14,%%{register}15,%%{register}{i}\\n" for i in range(6, 12)]
-    macros = {"BYTES": str(4 * lanes), "PEAK": f'"{"".join(peak)}"',
-              "MULTIPLY": f'"{"".join(multiply)}"',
-              "BOTH": '"' + "".join(multiply + add) + '"',
-              "READ": '"' + "".join(f"vfmadd231ps {4 * lanes * i}(%0),%%{register}15,%%{register}{i}\\n"
-                                    for i in range(12)) + '"',
-              "CLEAR": '"' + "".join(f"vxorps %%xmm{i},%%xmm{i},%%xmm{i}\\n" for i in (*range(12), 15)) + '"',
-              "TOUCHED": ",".join(f'"xmm{i}"' for i in range(16))}
+    multiply, add = ([f"{name} %%{register}14,%%{register}15,%%{register}{i}" for i in range(CHAINS)]
+                     for name in ("vfmadd231ps", "vaddps"))
+    loops = {"MULTIPLY": multiply, "BOTH": multiply[:6] + add[6:],
+             "READ": [f"vfmadd231ps {4 * lanes * i}(%0),%%{register}15,%%{register}{i}" for i in range(CHAINS)],
+             "CLEAR": [f"vxorps %%xmm{i},%%xmm{i},%%xmm{i}" for i in (*range(CHAINS), 15)]}
+    macros = {name: '"' + "\\n".join(lines) + '"' for name, lines in loops.items()} | {
+        "BYTES": 4 * lanes, "TOUCHED": ",".join(f'"xmm{i}"' for i in range(16))}
     source, made = Path(folder, "floor.cc"), Path(folder, "floor.so")
     source.write_text("\n".join(f"#define {k} {v}" for k, v in macros.items()) + CODE)
     subprocess.run([*find_compiler(), "-O2", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
     found = ctypes.CDLL(str(made))
-    found.peak.argtypes = found.multiply.argtypes = found.both.argtypes = [ctypes.c_long]
+    found.multiply.argtypes = found.both.argtypes = [ctypes.c_long]
     found.room.argtypes, found.room.restype = [ctypes.c_long], ctypes.c_void_p
     found.stream.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
     return found
@@ -92,19 +88,11 @@ def library(lanes: int, folder: str) -> ctypes.CDLL:
 def rate(work: Callable[[int, int], object], threads: int) -> float:
     """Rounds a second of all threads together, the best of some; ``work``: (thread, rounds)."""
     rounds, best = 1, 0.0
-    for _ in range(TIMES):
-        while True:
-            team = [threading.Thread(target=work, args=(n, rounds)) for n in range(threads)]
-            begin = time.perf_counter()
-            for thread in team:
-                thread.start()
-            for thread in team:
-                thread.join()
-            took = time.perf_counter() - begin
-            if took > SECONDS / 2:
-                break
-            rounds = int(rounds * min(100.0, 1.2 * SECONDS / took)) + 1
-        best = max(best, rounds * threads / took)
+    with ThreadPoolExecutor(threads) as team:
+        for _ in range(TIMES):
+            while (took := wall_clock(lambda n=rounds: [*team.map(work, range(threads), repeat(n))])) <= SECONDS / 2:
+                rounds = int(rounds * min(100.0, 1.2 * SECONDS / took)) + 1
+            best = max(best, rounds * threads / took)
     return best
 
 
@@ -113,9 +101,9 @@ def measure(threads: int) -> dict:
     lanes = lanes_of(detect())
     with tempfile.TemporaryDirectory() as folder:
         loops = library(lanes, folder)
-        flops = 2e-9 * lanes * 6
+        flops = 2e-9 * lanes * CHAINS
         found: dict = {"fma_gflops": flops * rate(lambda _, n: loops.multiply(n), threads),
-                       "fma_gflops_beside_additions": flops * rate(lambda _, n: loops.both(n), threads),
+                       "fma_gflops_beside_additions": flops / 2 * rate(lambda _, n: loops.both(n), threads),
                        "stream_gb_per_s": {}}
         sizes = sorted({4 * gates * h * h // threads for gates in set(GATES.values()) for h in HIDDEN})
         memory = [loops.room(sizes[-1]) for _ in range(threads)]
@@ -171,14 +159,10 @@ def loops(asm: str) -> list[dict[str, int]]:
 def measured(cell: str, T: int, B: int, H: int, threads: int) -> dict:
     """One layer, I = H: its loops, and GFLOP/s of the median of a few runs."""
     planned = plan(cell, hidden=H, batch=B, seq=T, target="cpu")
-    rng = np.random.default_rng(0)
-    module = ecornn.compile(cell, hidden=H, batch=B, seq=T, target="cpu")
-    layer = module.bind({p.name: rng.uniform(-0.03, 0.03, p.shape).astype(np.float32)
-                         for p in module.manifest.parameters}, threads=threads)
-    times = []
-    for _ in range(15):
-        x = rng.standard_normal((T, B, H), np.float32)
-        times.append(wall_clock(lambda x=x: layer(x)))
+    layer = ecornn.compile(cell, hidden=H, batch=B, seq=T, target="cpu").bind(
+        random_weights(cell, H, H, 0), threads=threads)
+    inputs = np.random.default_rng(0).standard_normal((15, T, B, H), np.float32)
+    times = [wall_clock(lambda x=x: layer(x)) for x in inputs]
     flops = 4 * T * B * H * H * GATES[cell]
     return {"cell": cell, "T": T, "B": B, "I": H, "H": H, "config": dict(planned.found.config),
             "loops": loops(generate(planned).emitted["asm"]), "gflops": 1e-9 * flops / float(np.median(times[3:]))}
@@ -189,13 +173,11 @@ def hot_loops(threads: int) -> dict:
     lanes = lanes_of(detect())
     with tempfile.TemporaryDirectory() as folder:
         made = library(lanes, folder)
-        one, peak = (2e-9 * lanes * CHAINS * rate(lambda _, n: made.peak(n), count) for count in (1, threads))
+        one, peak = (2e-9 * lanes * CHAINS * rate(lambda _, n: made.multiply(n), count) for count in (1, threads))
     print(f"{detect().name} ({detect().arch}): FMA peak {one:.1f} GFLOP/s on 1 thread, {peak:.1f} on {threads}")
-    rows = []
-    for layer in LAYERS:
-        row = measured(*layer, threads)
+    rows = [measured(*layer, threads) for layer in LAYERS]
+    for row in rows:
         row["share_of_peak"] = row["gflops"] / peak
-        rows.append(row)
         print("\n   loop: ".join(map(told, (row, *row["loops"]))))
     return {"peak_1_thread": one, "peak": peak, "rows": rows}
 

@@ -21,16 +21,18 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from run_many_gpus import Stack
 from side_by_side import relative
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -46,6 +48,7 @@ from ecornn.torch.replacing import compile_all
 
 LETTERS, BLANK = 29, 0
 GPU = torch.cuda.is_available()
+wait = torch.cuda.synchronize if GPU else lambda: None
 KIND = torch.bfloat16 if GPU else torch.float32  # of autocast; weights and gradients are float32
 SIDES = {"ecornn": ecornn.torch.LSTM, "torch": nn.LSTM}
 RANK, WORLD = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
@@ -68,17 +71,14 @@ def main() -> None:
             path.write_text(json.dumps(found))
 
     if part == "build":
-        build(note)
-        return
+        return build(note)
     if not GPU:
         torch.set_num_threads(1)
     if part == "inference":
-        inference(seconds, note)
-        return
+        return inference(seconds, note)
     if GPU:
         torch.cuda.set_device(DEVICE)
     if part == "data_parallel":
-        start()
         data_parallel(seconds, note)
     else:
         scaling(part, seconds, note)
@@ -86,16 +86,15 @@ def main() -> None:
     distributed.destroy_process_group()
 
 
-class Sizes(NamedTuple):
-    """A model: ``layers`` of LSTM, and a linear layer on them; T steps, I values of x, H units; and ``rows`` of the
-    batch on a GPU, ascending, each twice the one before."""
+@dataclass(frozen=True)
+class Sizes(Stack):
+    """A model: layers of LSTM, and a linear layer on them; ``rows`` of the batch on a GPU, ascending, each twice the
+    one before."""
 
-    layers: int
-    bidirectional: bool
-    T: int
-    I: int
-    H: int
     rows: tuple[int, ...]
+
+    def stack(self, side: str, device: torch.device | str) -> nn.Module:
+        return SIDES[side](self.I, self.H, self.layers, bidirectional=self.bidirectional, device=device)
 
 
 MODELS = {"speech": Sizes(5, True, 300, 101, 800, (4, 8, 16, 32)),
@@ -108,10 +107,9 @@ class Model(nn.Module):
 
     def __init__(self, sizes: Sizes, side: str) -> None:
         super().__init__()
-        width = sizes.H * (1 + sizes.bidirectional)
-        self.stack = SIDES[side](sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional)
+        self.stack = sizes.stack(side, "cpu")
         self.stack.wait = True  # else other processes would have it compiled at other times
-        self.last = nn.Linear(width, LETTERS)
+        self.last = nn.Linear(sizes.H * (1 + sizes.bidirectional), LETTERS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.stack(x)[0]).log_softmax(-1)
@@ -157,8 +155,7 @@ class Step:
         self.optimizer = torch.optim.Adam(model.parameters(), 1e-4, fused=GPU) if update else None
 
     def __call__(self) -> None:
-        for p in self.model.parameters():
-            p.grad = None
+        self.model.zero_grad()
         with self.around():
             with autocast():
                 loss = loss_of(self.model, self.batch)
@@ -169,17 +166,15 @@ class Step:
 
 def modules() -> Iterator[LayerSpec]:
     """The layers to compile, the longest first: whole stacks for one process, and layers alone for several."""
-    for sizes in MODELS.values():
-        stack = ecornn.torch.LSTM(sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional, device="meta")
-        dtype, kept = str(KIND).removeprefix("torch."), KEPT["cuda" if GPU else "cpu"]
+    dtype, kept = str(KIND).removeprefix("torch."), KEPT["cuda" if GPU else "cpu"]
+    for name, sizes in MODELS.items():
+        stack = sizes.stack("ecornn", "meta")
         layers = dict.fromkeys(text_of(stack, layer) for layer in range(sizes.layers))
         for rows in reversed(sizes.rows):
-            yield kind_of(text_of(stack)).spec(rows, sizes.T, dtype, "", kept)
-            if rows < sizes.rows[-1]:
-                yield from (kind_of(text).spec(rows, sizes.T, dtype, "", kept) for text in layers)
-    sizes = MODELS["speech"]
-    stack = ecornn.torch.LSTM(sizes.I, sizes.H, sizes.layers, bidirectional=sizes.bidirectional, device="meta")
-    yield kind_of(text_of(stack)).spec(sizes.rows[-1], sizes.T, dtype, "")  # for inference
+            for text in (text_of(stack), *(layers if rows < sizes.rows[-1] else ())):
+                yield kind_of(text).spec(rows, sizes.T, dtype, "", kept)
+        if name == "speech":
+            yield kind_of(text_of(stack)).spec(sizes.rows[-1], sizes.T, dtype, "")  # for inference
 
 
 def build(note: Callable[..., None]) -> None:
@@ -252,50 +247,39 @@ def start() -> None:
     distributed.init_process_group("nccl" if GPU else "gloo", **({"device_id": DEVICE} if GPU else {}))
 
 
-def wait() -> None:
-    if GPU:
-        torch.cuda.synchronize()
-
-
 def take_turns(sides: Mapping[str, Callable[[], object]], seconds: float, together: bool = True) -> dict[str, Any]:
     """Milliseconds of a step of each side: median, 20th and 80th percentile of several, one side after the other; the
     time of the slowest process. ``together``: all processes take as many."""
-    for run in sides.values():
-        for _ in range(WARM):
-            run()
-    wait()
-    begun = time.perf_counter()
-    for run in sides.values():
-        run()
+    def clock(run: Callable[[], object]) -> float:
         wait()
-    turns = max(FEWEST, int(seconds / max(1e-6, (time.perf_counter() - begun) * TOGETHER)))
+        if together:
+            distributed.barrier()
+        begun = time.perf_counter()
+        for _ in range(TOGETHER):
+            run()
+        wait()
+        return (time.perf_counter() - begun) * 1e3 / TOGETHER
+
+    for run in [*sides.values()] * WARM:
+        run()
+    turns = max(FEWEST, int(seconds / max(1e-6, sum(map(clock, sides.values())) * 1e-3 * TOGETHER)))
     if together:
         turns = int(agreed([turns], distributed.ReduceOp.MIN)[0])
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(turns):
-        for name, run in sides.items():
-            wait()
-            if together:
-                distributed.barrier()
-            begun = time.perf_counter()
-            for _ in range(TOGETHER):
-                run()
-            wait()
-            times[name].append((time.perf_counter() - begun) * 1e3 / TOGETHER)
+    times = zip(*([*map(clock, sides.values())] for _ in range(turns)), strict=True)
     return {name: summary(agreed(values, distributed.ReduceOp.MAX) if together else values)
-            for name, values in times.items()}
+            for name, values in zip(sides, times, strict=True)}
 
 
-def agreed(values: list[float], how: Any) -> list[float]:
+def agreed(values: Sequence[float], how: Any) -> list[float]:
     """The least or most of each over all processes."""
     told = torch.tensor(values, dtype=torch.float64, device=DEVICE)
     distributed.all_reduce(told, how)
     return told.tolist()
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    p20, median, p80 = np.percentile(times, [20, 50, 80])
-    return {"ms": float(median), "p20": float(p20), "p80": float(p80), "runs": len(times)}
+def summary(times: Sequence[float]) -> dict[str, float]:
+    percentiles = map(float, np.percentile(times, [50, 20, 80]))
+    return dict(zip(("ms", "p20", "p80"), percentiles, strict=True), runs=len(times))
 
 
 def scaling(name: str, seconds: float, note: Callable[..., None]) -> None:
@@ -351,6 +335,7 @@ def all_reduce(count: int, bucket: int = 25 << 20, group: Any = None) -> None:
 
 def data_parallel(seconds: float, note: Callable[..., None]) -> None:
     """Gradients against one process with the whole batch; when they leave; what that gains; and sharded weights."""
+    start()
     sizes = MODELS["speech"]
     rows = sizes.rows[len(sizes.rows) // 2 - 1]
     whole = batch_of(sizes, rows * WORLD, DEVICE)
@@ -360,16 +345,11 @@ def data_parallel(seconds: float, note: Callable[..., None]) -> None:
     found = [p.grad.clone() for p in parallel.parameters()]
     note(rows=rows, gradients=compared(sizes, found, whole))
     note(ready=leaving(sizes, part))
-
-    def as_one_node(step: Step) -> None:
-        with one_node():
-            step()
-
     step, alone = Step(parallel, part), Step(parallel, part, parallel.no_sync)
     bytes_ = sum(g.numel() * 4 for g in found)
-    sides = {"layer_by_layer": step, "one_node": partial(as_one_node, step), "layer_by_layer_alone": alone,
-             "one_node_alone": partial(as_one_node, alone), "all_reduce": partial(all_reduce, bytes_)}
-    note(overlap=take_turns(sides, seconds), gradient_bytes=bytes_)
+    note(overlap=take_turns({"layer_by_layer": step, "one_node": one_node()(step), "layer_by_layer_alone": alone,
+                             "one_node_alone": one_node()(alone), "all_reduce": partial(all_reduce, bytes_)}, seconds),
+         gradient_bytes=bytes_)
     curve = take_turns({str(size): partial(all_reduce, size, size) for size in MESSAGES}, seconds / 2)
     note(messages={size: times["ms"] for size, times in curve.items()})
     try:
@@ -377,12 +357,8 @@ def data_parallel(seconds: float, note: Callable[..., None]) -> None:
             note(few_blocks=with_few_blocks(sizes, part, step, bytes_, seconds))
     except Exception as error:  # a setting that not every NCCL has
         note(few_blocks={"fault": f"{type(error).__name__}: {error}"})
-    del parallel, step, alone, sides
-    try:
-        note(sharded=sharded(sizes, part, found, seconds))
-    except Exception as error:
-        note(sharded={"fault": f"{type(error).__name__}: {error}"})
-        raise
+    del parallel, step, alone
+    note(sharded=sharded(sizes, part, found, seconds))
 
 
 def compared(sizes: Sizes, found: list[torch.Tensor], whole: Batch) -> dict[str, Any]:
@@ -394,62 +370,60 @@ def compared(sizes: Sizes, found: list[torch.Tensor], whole: Batch) -> dict[str,
         other = g.clone()
         distributed.broadcast(other, 0)
         same &= torch.equal(g, other)
-    same = bool(agreed([float(same)], distributed.ReduceOp.MIN)[0])
-    worst = {"same_bits_everywhere": same}
+    worst: dict[str, Any] = {"same_bits_everywhere": bool(agreed([float(same)], distributed.ReduceOp.MIN)[0])}
     if RANK == 0:
         exact = made(sizes, "torch", DEVICE).double()
         loss_of(exact, (whole[0].double(), whole[1])).backward()
         wanted = [p.grad for p in exact.parameters()]
         sides = [found]
         for count in (1, WORLD):
-            one = made(sizes, "ecornn", DEVICE)
+            model = made(sizes, "ecornn", DEVICE)
             for x, letters in zip(whole[0].chunk(count, 1), whole[1].chunk(count), strict=True):
                 with one_node():
                     with autocast():
-                        loss = loss_of(one, (x.contiguous(), letters)) / count
+                        loss = loss_of(model, (x.contiguous(), letters)) / count
                     loss.backward()
-            sides.append([p.grad for p in one.parameters()])
-        errors = [[relative(g, e) for g, e in zip(side, wanted, strict=True)] for side in sides]
-        limits = [2 * e + 1e-6 if GPU else FLOAT32 for e in errors[2]]
-        worst |= {"many": max(errors[0]), "one": max(errors[1]), "in_turns": max(errors[2]),
-                  "within": same and all(e <= limit for e, limit in zip(errors[0], limits, strict=True)),
-                  "most_of_limit": max(e / limit for e, limit in zip(errors[0], limits, strict=True))}
+            sides.append([p.grad for p in model.parameters()])
+        many, one, in_turns = ([*map(relative, side, wanted)] for side in sides)
+        shares = [e / (2 * limit + 1e-6 if GPU else FLOAT32) for e, limit in zip(many, in_turns, strict=True)]
+        worst |= {"many": max(many), "one": max(one), "in_turns": max(in_turns), "most_of_limit": max(shares),
+                  "within": worst["same_bits_everywhere"] and all(share <= 1 for share in shares)}
     distributed.barrier()
     return worst
 
 
-def one_node() -> AbstractContextManager[Any]:
-    """Stacks are one node of the graph within, not one for each layer."""
+def one_node() -> Any:
+    """Stacks are one node of the graph within, or in a function that this decorates, not one for each layer."""
     return patch.object(training, "by_layer", lambda *_: False)
 
 
 def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
     """When buckets of gradients were ready in a backward pass, in milliseconds from its begin, that pass's end with all
     that is exchanged, and its end without: layer by layer, and with the whole stack as one node."""
-    found = {}
+    found, marks = {}, list[Any]()
+
+    def hook(_: None, bucket: Any) -> Any:
+        marks.append(mark())
+        return allreduce_hook(None, bucket)
+
+    def backward(model: DistributedDataParallel) -> list[float]:
+        model.zero_grad()
+        with autocast():
+            loss = loss_of(model, part)
+        wait()
+        marks[:] = [mark()]
+        loss.backward()
+        marks.append(mark())
+        wait()
+        return [marks[0].elapsed_time(m) if GPU else (m - marks[0]) * 1e3 for m in marks[1:]]
+
     for how in ("layer_by_layer", "one_node"):
-        marks: list[Any] = []
         model = wrapped(made(sizes, "ecornn", DEVICE))
-        model.register_comm_hook(None, lambda _, bucket, marks=marks: (marks.append(mark()),
-                                                                       allreduce_hook(None, bucket))[1])
-
-        def backward(model: DistributedDataParallel = model, marks: list[Any] = marks) -> list[float]:
-            with autocast():
-                loss = loss_of(model, part)
-            wait()
-            marks.clear()
-            begun = mark()
-            loss.backward()
-            end = mark()
-            wait()
-            for p in model.parameters():
-                p.grad = None
-            return [begun.elapsed_time(m) if GPU else (m - begun) * 1e3 for m in (*marks, end)]
-
+        model.register_comm_hook(None, hook)
         with one_node() if how == "one_node" else nullcontext():
-            each = [backward() for _ in range(8)][3:]  # by then buckets are what they will stay
+            each = [backward(model) for _ in range(8)][3:]  # by then buckets are what they will stay
             with model.no_sync():
-                alone = [backward()[-1] for _ in range(8)][3:]
+                alone = [backward(model)[-1] for _ in range(8)][3:]
         middle = [statistics.median(times) for times in zip(*each, strict=True)]
         found[how] = {"buckets_ms": middle[:-1], "backward_ms": middle[-1], "alone_ms": statistics.median(alone)}
     return found

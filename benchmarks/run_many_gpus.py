@@ -24,16 +24,7 @@ milliseconds a step, both sides in turns, of the slowest process. Results go to 
 after each part; parts that are there already stay unless they are measured again. Exits with 1 where a part failed, or
 its results are wrong.
 
-The tables hold a model of more GPUs against what was measured, of a step with n rows on each of N GPUs:
-
-    step(n, N) = alone(n) + exposed(n, N)
-
-``alone`` is measured, on the GPUs at hand without communication. Gradients leave in buckets of 25 MB, the last layer's
-first. Backward takes a measured share of a step, each of its layers the same; a bucket is ready with the layer that its
-last byte is of. All-reduces follow one another, each takes ``latency`` log2(N) and its bytes times 2 (N-1) / N by the
-bandwidth; what of them ends after the backward pass is exposed. What is hidden costs something, too, since kernels that
-add up take multiprocessors and memory from those that compute: a share of it, ``cost``, the only number that is fitted
-to steps that were measured. torch.nn's stack is one node, whose gradients are all ready at its end.
+The tables hold the model of more GPUs that docs/SCALING.md describes against what was measured.
 """
 
 from __future__ import annotations
@@ -101,10 +92,8 @@ def main() -> None:
     name = short_name(resolve("cuda")) if torch.cuda.is_available() else "cpu"
     output = arguments.output or HERE / "results" / f"{name}_many_gpus.json"
     end = time.monotonic() + arguments.limit
-    earlier = json.loads(output.read_text()) if output.exists() else {"environment": {}, "parts": {}}
-    parts: dict[str, Any] = earlier["parts"]
-    known = earlier["environment"]  # of the first run, whose parts may stay
-    faults = []
+    whole: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"environment": {}, "parts": {}}
+    known, faults = whole["environment"], []  # of the first run, whose parts may stay
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         for part in arguments.only or PARTS:
             left, begun = min(PARTS[part], end - time.monotonic()), time.monotonic()
@@ -119,54 +108,51 @@ def main() -> None:
             except Failed as error:
                 fault = str(error)
             found = json.loads(result.read_text()) if result.exists() else {}
-            fault = fault or wrong(part, found)
-            faults += [f"{part}: {fault}"] if fault else []
-            where = environment(arguments.gpus)
-            parts[part] = found | {"took": time.monotonic() - begun} | ({"fault": fault} if fault else {})
-            parts[part] |= {"command": where["command"], "time": where["time"]}
-            print(f"{parts[part]['took']:.0f} s", *([fault] if fault else []), sep="\n  ", flush=True)
+            fault, where = fault or wrong(part, found), environment(arguments.gpus)
+            found |= {"took": time.monotonic() - begun, "command": where["command"], "time": where["time"]}
+            if fault:
+                found["fault"] = fault
+                faults.append(f"{part}: {fault}")
+            print(f"{found['took']:.0f} s", *([fault] if fault else []), sep="\n  ", flush=True)
+            whole["environment"] = where | {name: known[name] for name in ("command", "time") if name in known}
+            whole["parts"][part] = found
             output.parent.mkdir(parents=True, exist_ok=True)
-            whole = {"environment": where | {name: known[name] for name in ("command", "time") if name in known},
-                     "parts": parts}
             output.write_text(json.dumps(whole, indent=1) + "\n")
-    sys.exit("\n".join(faults) if faults else 0)
+    sys.exit("\n".join(faults) or None)
 
 
 def commands(part: str, arguments: argparse.Namespace, result: Path) -> list[tuple[list[str], dict[str, str]]]:
     """What a part runs at the same time: commands with their variables."""
-    gpus, seconds = str(arguments.gpus), str(arguments.seconds)
+    gpus = str(arguments.gpus)
     if part == "tune":
         limit = str(min(PARTS[part], arguments.limit))
         return [([str(HERE / "rpc_servers.py"), "--layers", "--gpus", gpus, "--trials", str(arguments.trials),
                   "--seconds", limit, "--output", str(result)], {})]
-    command, shared = [str(HERE / "many_gpus.py"), part, seconds, str(result)], {"WORLD_SIZE": gpus}
-    if part not in TRAINING:
-        return [(command, shared)]
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {} if torch.cuda.is_available() else {"GLOO_SOCKET_IFNAME": "lo"}
-    return [(command, shared | {"RANK": str(rank)}) for rank in range(arguments.gpus)]
+    shared = {"WORLD_SIZE": gpus, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if not torch.cuda.is_available():
+        shared["GLOO_SOCKET_IFNAME"] = "lo"
+    return [([str(HERE / "many_gpus.py"), part, str(arguments.seconds), str(result)], shared | {"RANK": str(rank)})
+            for rank in range(arguments.gpus if part in TRAINING else 1)]
 
 
 def carry_out(what: Sequence[tuple[list[str], Mapping[str, str]]], limit: float, folder: Path) -> None:
     """Runs commands to their ends; once one fails, or after ``limit`` seconds, ends all with what they started, and
     raises :class:`Failed`."""
-    logs = [folder / f"{n}.log" for n in range(len(what))]
-    end, running = time.monotonic() + limit, []
+    end, running = time.monotonic() + limit, dict[Path, subprocess.Popen[bytes]]()
     try:
-        for (command, more), log in zip(what, logs, strict=True):
-            with log.open("w") as to:
+        for n, (command, more) in enumerate(what):
+            with (log := folder / f"{n}.log").open("w") as to:
                 strict = os.environ | {"ECORNN_STRICT": "1", **more}
-                running.append(subprocess.Popen([sys.executable, "-W", "ignore", *command], stdout=to, stderr=to,
-                                                env=strict, start_new_session=True))
-        while any(process.poll() is None for process in running):
-            bad = [n for n, process in enumerate(running) if process.poll()]
-            if bad or time.monotonic() > end:
-                raise Failed(f"took longer than {limit:.0f} s\n{tail(logs[0])}" if not bad else tail(logs[bad[0]]))
+                running[log] = subprocess.Popen([sys.executable, "-W", "ignore", *command], stdout=to, stderr=to,
+                                                env=strict, start_new_session=True)
+        while going := [log for log, process in running.items() if process.poll() != 0]:
+            if bad := [log for log in going if running[log].returncode]:
+                raise Failed(tail(bad[0]))
+            if time.monotonic() > end:
+                raise Failed(f"took longer than {limit:.0f} s\n{tail(going[0])}")
             time.sleep(0.1)
-        if bad := [n for n, process in enumerate(running) if process.returncode]:
-            raise Failed(tail(logs[bad[0]]))
     finally:
-        for process in running:
+        for process in running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -207,8 +193,7 @@ class Link:
     def fitted(cls, messages: Mapping[str, float]) -> Link:
         """The least relative squares of ``latency + bytes / bandwidth`` over all-reduces of two GPUs, in milliseconds
         by bytes."""
-        size, times = (np.array([*map(float, of)]) for of in (messages, messages.values()))
-        seconds = times * 1e-3
+        size, seconds = np.array([(float(size), ms * 1e-3) for size, ms in messages.items()]).T
         rows = np.stack([np.ones_like(size), size], 1) / seconds[:, None]
         latency, slope = np.linalg.lstsq(rows, np.ones_like(size), rcond=None)[0]
         return cls(max(float(latency), 0.0), 1 / float(slope))
@@ -240,12 +225,9 @@ class Stack:
     def ready(self) -> list[tuple[float, float]]:
         """The buckets in the order in which they leave: bytes, and the share of backward after which they are ready."""
         ends = np.cumsum(self.bytes[::-1])
-        total, found, at = float(ends[-1]), [], 0.0
-        while at < total:
-            size = min(BUCKET, total - at)
-            at += size
-            found.append((size, (int(np.searchsorted(ends, at * (1 - 1e-9))) + 1) / self.layers))
-        return found
+        last = [*np.arange(BUCKET, ends[-1], BUCKET), float(ends[-1])]  # where each ends
+        return [(size, (int(np.searchsorted(ends, end * (1 - 1e-9))) + 1) / self.layers)
+                for size, end in zip(np.diff(last, prepend=0.0).tolist(), last, strict=True)]
 
     def communication(self, gpus: int, link: Link, network: float) -> float:
         """Seconds of all buckets."""
@@ -270,33 +252,31 @@ class Model:
         self.parts = {name: parts[name] for name in ("speech", "deep") if "many" in parts.get(name, {})}
         self.stacks = {name: Stack(**part["sizes"]) for name, part in self.parts.items()}
         self.cost = 0.0
-        pairs = [(*self.times(name, int(rows), 2), self.step(name, "ecornn", int(rows), 2), times["ecornn"]["ms"] / 1e3)
-                 for name, part in self.parts.items() for rows, times in part["many"].items()]
-        hidden = np.array([communication - exposed for exposed, communication, *_ in pairs])
-        missing = np.array([found - step for *_, step, found in pairs])
+        hidden, missing = np.array([
+            (self.times(name, int(rows), 2)[1], times["ecornn"]["ms"] / 1e3 - self.step(name, "ecornn", int(rows), 2))
+            for name, part in self.parts.items() for rows, times in part["many"].items()]).reshape(-1, 2).T
         if hidden.any():
             self.cost = float(np.clip(hidden @ missing / (hidden @ hidden), 0.0, 1.0))
 
     def alone(self, name: str, side: str, rows: int) -> float:
         """Seconds of a step without communication: of the layers as several GPUs run them, or of one GPU."""
-        part = self.parts[name]
-        if str(rows) in part["many"]:
-            return part["many"][str(rows)][f"{side}_alone"]["ms"] / 1e3
-        return part["one"][str(rows)][side]["ms"] / 1e3
+        if times := self.parts[name]["many"].get(str(rows)):
+            return times[f"{side}_alone"]["ms"] / 1e3
+        return self.parts[name]["one"][str(rows)][side]["ms"] / 1e3
 
     def times(self, name: str, rows: int, gpus: int, network: float = NETWORKS["8 adapters"],
               side: str = "ecornn") -> tuple[float, float]:
-        """Seconds that are exposed, but for ``cost``, and those of all communication."""
+        """Seconds of communication that are exposed, and those that are hidden."""
         stack, backward = self.stacks[name], self.share * self.alone(name, side, rows)
-        return (stack.exposed(backward, gpus, self.link, network, side == "ecornn"),
-                stack.communication(gpus, self.link, network))
+        exposed = stack.exposed(backward, gpus, self.link, network, side == "ecornn")
+        return exposed, stack.communication(gpus, self.link, network) - exposed
 
     def step(self, name: str, side: str, rows: int, gpus: int, network: float = NETWORKS["8 adapters"]) -> float:
         """Seconds."""
         if gpus == 1:
             return self.parts[name]["one"][str(rows)][side]["ms"] / 1e3
-        exposed, communication = self.times(name, rows, gpus, network, side)
-        return self.alone(name, side, rows) + exposed + self.cost * (communication - exposed)
+        exposed, hidden = self.times(name, rows, gpus, network, side)
+        return self.alone(name, side, rows) + exposed + self.cost * hidden
 
 
 def measured(model: Model, gpus: int) -> list[str]:

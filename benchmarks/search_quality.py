@@ -49,6 +49,7 @@ from typing import NamedTuple
 import numpy as np
 from search_tables import task_of, trials_of
 
+from ecornn.cells import get
 from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
 from ecornn.tune.choose import Environment
@@ -182,7 +183,6 @@ def usable(work: Workload, device: Device, trials: Sequence[Trial]) -> Iterator[
 @cache
 def others(mine: Workload) -> Log:
     """The shipped records but those of this workload, or of this layer at less than twice or half the batch."""
-
     def other(work: Workload) -> bool:
         same = (work.cell, work.hidden, work.input, work.dtype) == (mine.cell, mine.hidden, mine.input, mine.dtype)
         return not same or max(work.batch, mine.batch) >= 2 * min(work.batch, mine.batch)
@@ -203,8 +203,6 @@ def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
         tried = [times[c] for c in (order + rest)[:budget]]
     else:
         if kind == "warmed":
-            from ecornn.cells import get
-
             records = others(table.work)
             warm(model, get(table.work.cell), task, schedules, records)
             lent = borrowed(task, schedules, records)
@@ -236,14 +234,9 @@ def curves(table: Table, seeds: int, budget: int, pool: ProcessPoolExecutor) -> 
 
 def rows_of(work: str, found: Curves) -> list[dict[str, object]]:
     """What the searches have at some budgets."""
-    rows: list[dict[str, object]] = []
-    for kind, runs in found.items():
-        for budget in BUDGETS:
-            at = sorted(run[budget - 1] for run in runs if len(run) >= budget)
-            if at:
-                rows.append({"workload": work, "search": kind, "trials": budget, "median": statistics.median(at),
-                             "best": at[0], "worst": at[-1]})
-    return rows
+    return [{"workload": work, "search": kind, "trials": budget, "median": statistics.median(at), "best": min(at),
+             "worst": max(at)} for kind, runs in found.items() for budget in BUDGETS
+            if (at := [run[budget - 1] for run in runs if len(run) >= budget])]
 
 
 def reached(work: str, found: Curves) -> dict[str, object]:
@@ -265,21 +258,18 @@ def behind(found: Curves) -> dict[str, list[int]]:
     counts = {}
     for kind, runs in found.items():
         length = min(map(len, (*runs, *found["random"])))
-        budgets = range(32, length + 1)
-        mine, drawn = ([statistics.median(run[at - 1] for run in each) for at in budgets]
-                        for each in (runs, found["random"]))
-        counts[kind] = [sum(a > 1.01 * b for a, b in zip(mine, drawn, strict=True)), len(budgets)]
+        mine, drawn = (np.median([run[31:length] for run in each], axis=0) for each in (runs, found["random"]))
+        counts[kind] = [int((mine > 1.01 * drawn).sum()), len(mine)]
     return counts
 
 
 def summary(rows: Sequence[dict[str, object]]) -> list[str]:
     """Markdown: over the workloads, the median over the seeds."""
-    kinds = list(dict.fromkeys(str(r["search"]) for r in rows))
-    text = ["| trials | " + " | ".join(f"{kind}: geometric mean (worst workload, within 5%)" for kind in kinds) + " |",
-            "|---" * (len(kinds) + 1) + "|"]
+    text = ["| trials | " + " | ".join(f"{kind}: geometric mean (worst workload, within 5%)" for kind in KINDS) + " |",
+            "|---" * (len(KINDS) + 1) + "|"]
     for budget in BUDGETS:
         cells = []
-        for kind in kinds:
+        for kind in KINDS:
             at = [float(str(r["median"])) for r in rows if (r["search"], r["trials"]) == (kind, budget)]
             cells.append(f"{statistics.geometric_mean(at):.3f} ({max(at):.3f}, "
                          f"{sum(v <= NEAR for v in at)} of {len(at)})" if at else "")
@@ -301,11 +291,9 @@ def plot(data: dict[str, Curves], device: str, sizes: dict[str, int], path: Path
         panel.axis("off")
     for panel, (workload, kinds) in zip(panels.flat, data.items(), strict=False):
         for kind, runs in kinds.items():
-            length = min(map(len, runs))
-            at = list(zip(*(run[:length] for run in runs), strict=True))
-            (drawn,) = panel.plot(range(1, length + 1), [statistics.median(v) for v in at], label=kind)
-            panel.fill_between(range(1, length + 1), [min(v) for v in at], [max(v) for v in at], alpha=0.15,
-                               color=drawn.get_color())
+            at = np.array([*zip(*runs, strict=False)])
+            (drawn,) = panel.plot(range(1, len(at) + 1), np.median(at, 1), label=kind)
+            panel.fill_between(range(1, len(at) + 1), at.min(1), at.max(1), alpha=0.15, color=drawn.get_color())
         panel.set(xlabel="trials", xscale="log", ylim=(0.85, 1.5))
         panel.set_title(f"{workload}\n{sizes[workload]} configurations", fontsize=9)
         panel.grid(alpha=0.3)
@@ -355,8 +343,7 @@ def medians(found: Sequence[Live], budget: int) -> dict[str, tuple[float, list[f
 def until(found: Sequence[Live], goal: float) -> tuple[float, int]:
     """Trials until the best is ``goal`` times the table's, medians of the runs of a layer, summed over the layers; and
     how many runs never were, each of which counts with all its trials."""
-    took: dict[str, list[float]] = {}
-    never = 0
+    took, never = dict[str, list[float]](), 0
     for one in found:
         trials = needed(one.curve, goal)
         never += trials == math.inf
@@ -393,8 +380,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="without its suffix")
     arguments = parser.parse_args()
     if arguments.live:
-        compare(lives((tables_of(group[:1]), group[1:]) for group in arguments.live))
-        return
+        return compare(lives((tables_of(group[:1]), group[1:]) for group in arguments.live))
     if not (arguments.table and arguments.output):
         parser.error("expected --live, or --table and --output")
     tables, data, rows = tables_of(arguments.table), {}, []
