@@ -11,11 +11,10 @@ barrier, no latency. With results of grids/cpu.toml (--rows), also where ecornn 
 to the peer that the floor would be.
 
 --loops: the hot loops of layers, instructions from the disassembly, and the share of the peak of multiply-adds that is
-reached: independent ones in registers, on one thread and on all. A loop's own share is that of its vector operations
-that are multiply-adds, where one vector multiply-add a cycle is the limit (AVX-512 on Zen 4); the rest of the
-difference is what waits for memory, barriers and the pointwise part. Loops of pairs (schedules/cpu/paired.py) have as
-many additions as multiply-adds, in other units, and do with two thirds or three quarters of the multiply-adds; beside
-each is the loop for rows that are not fit for pairs.
+reached, on one thread and on all. A loop's own share is that of its vector operations that are multiply-adds, where one
+vector multiply-add a cycle is the limit (AVX-512 on Zen 4); the rest of the difference is what waits for memory,
+barriers and the pointwise part. Loops of pairs (schedules/cpu/paired.py) have as many additions as multiply-adds, in
+other units, and two thirds or three quarters of the multiply-adds; beside each is the loop of rows not fit for pairs.
 """
 
 from __future__ import annotations
@@ -30,20 +29,21 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product, repeat
 from pathlib import Path
 
-import numpy as np
 from measured_rows import read
 from side_by_side import options, told
 
-import ecornn
+from ecornn.bench.grid import Case
+from ecornn.bench.measure import Plan, measure
 from ecornn.build.link import find_compiler
 from ecornn.compiler import generate, plan
 from ecornn.host_cpu import detect
-from ecornn.numpy_reference import random_weights
 from ecornn.schedules.cpu.tiling import lanes_of
 from ecornn.tune.timing import wall_clock
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 LAYERS = (("lstm", 300, 20, 800), ("gru", 300, 20, 800), ("lstm", 100, 1, 1024))  # of loops: T, B, H
+KINDS = {"fma": ("vfmadd", "vfnmadd"), "additions": ("vaddps", "vsubps"), "vector_arithmetic": "v",
+         "broadcasts": "vbroadcast", "loads": "vmov"}  # of instructions, by the beginnings of their names
 CHAINS = 12  # enough to hide a latency of 4 cycles
 HIDDEN, STEPS = (64, 128, 256, 512, 1024), 100
 SECONDS, TIMES = 0.05, 7  # of one measurement, and how many
@@ -96,33 +96,25 @@ def rate(work: Callable[[int, int], object], threads: int) -> float:
     return best
 
 
-def measure(threads: int) -> dict:
-    """The peaks, and GB/s by the bytes that a thread has."""
+def floors(threads: int, results: Path | None) -> dict:
+    """The peaks, GB/s by the bytes that a thread has, and the bounds of each layer of one row: the products before the
+    steps, and the weights of each step."""
     lanes = lanes_of(detect())
     with tempfile.TemporaryDirectory() as folder:
         loops = library(lanes, folder)
         flops = 2e-9 * lanes * CHAINS
         found: dict = {"fma_gflops": flops * rate(lambda _, n: loops.multiply(n), threads),
-                       "fma_gflops_beside_additions": flops / 2 * rate(lambda _, n: loops.both(n), threads),
-                       "stream_gb_per_s": {}}
+                       "fma_gflops_beside_additions": flops / 2 * rate(lambda _, n: loops.both(n), threads)}
+        print(told(found))
+        found |= {"stream_gb_per_s": {}, "floors": []}
         sizes = sorted({4 * gates * h * h // threads for gates in set(GATES.values()) for h in HIDDEN})
         memory = [loops.room(sizes[-1]) for _ in range(threads)]
         for size in sizes:
             vectors = size // (4 * lanes)
             found["stream_gb_per_s"][str(size)] = 1e-9 * size * rate(
                 lambda thread, n, vectors=vectors: loops.stream(memory[thread], vectors, n), threads)
-    return found
-
-
-def floors(threads: int, results: Path | None) -> dict:
-    """The bounds of each layer of one row: the products before the steps, and the weights of each step."""
-    found = measure(threads)
-    print(f"multiply-adds {found['fma_gflops']:.0f} GFLOP/s; {found['fma_gflops_beside_additions']:.0f} beside as many "
-          "additions")
-    for size, speed in found["stream_gb_per_s"].items():
-        print(f"{int(size) >> 10:6} KB a thread: {speed:.0f} GB/s")
+            print(f"{size >> 10:6} KB a thread: {found['stream_gb_per_s'][str(size)]:.0f} GB/s")
     at = {(r["cell"], r["H"]): r for r in (read(results).good if results else []) if r["group"] == "latency"}
-    found["floors"] = []
     for (cell, gates), h in product(GATES.items(), HIDDEN):
         weights = 4 * gates * h * h
         hoisted = 2 * STEPS * gates * h * h / found["fma_gflops"] * 1e-6
@@ -144,28 +136,20 @@ def loops(asm: str) -> list[dict[str, int]]:
     for block in re.split(r"^\.LBB\w+:.*$", asm, flags=re.M)[1:]:
         body = re.split(r"^\tj\w+\t\.LBB\w+", block, maxsplit=1, flags=re.M)
         lines = [line.split()[0] for line in body[0].splitlines() if re.match(r"\t[a-z]", line)]
-        fmas = sum(line.startswith(("vfmadd", "vfnmadd")) for line in lines)
-        if len(body) == 2 and fmas >= 8 and not any(line.startswith(("vdiv", "vmin", "vmax")) for line in lines):
-            vector = sum(line.startswith("v") and not line.startswith(("vbroadcast", "vmov")) for line in lines)
-            found.append({"instructions": len(lines) + 1, "fma": fmas,
-                          "additions": sum(line.startswith(("vaddps", "vsubps")) for line in lines),
-                          "vector_arithmetic": vector,
-                          "broadcasts": sum(line.startswith("vbroadcast") for line in lines),
-                          "loads": sum(line.startswith("vmov") for line in lines),
-                          "spills": len(re.findall(r"\(%rsp|\[rsp", body[0]))})
+        of = {kind: sum(line.startswith(names) for line in lines) for kind, names in KINDS.items()}
+        if len(body) == 2 and of["fma"] >= 8 and not any(one.startswith(("vdiv", "vmin", "vmax")) for one in lines):
+            of["vector_arithmetic"] -= of["broadcasts"] + of["loads"]
+            found.append({"instructions": len(lines) + 1, **of, "spills": len(re.findall(r"\(%rsp|\[rsp", body[0]))})
     return found
 
 
 def measured(cell: str, T: int, B: int, H: int, threads: int) -> dict:
     """One layer, I = H: its loops, and GFLOP/s of the median of a few runs."""
     planned = plan(cell, hidden=H, batch=B, seq=T, target="cpu")
-    layer = ecornn.compile(cell, hidden=H, batch=B, seq=T, target="cpu").bind(
-        random_weights(cell, H, H, 0), threads=threads)
-    inputs = np.random.default_rng(0).standard_normal((15, T, B, H), np.float32)
-    times = [wall_clock(lambda x=x: layer(x)) for x in inputs]
-    flops = 4 * T * B * H * H * GATES[cell]
+    us = measure(Case(cell=cell, hidden=H, batch=B, seq=T, target="cpu", threads=threads), Plan(())).us_per_step
     return {"cell": cell, "T": T, "B": B, "I": H, "H": H, "config": dict(planned.found.config),
-            "loops": loops(generate(planned).emitted["asm"]), "gflops": 1e-9 * flops / float(np.median(times[3:]))}
+            "loops": loops(generate(planned).emitted["asm"]),
+            "gflops": 4e-3 * B * H * H * GATES[cell] / us["ecornn"].median}
 
 
 def hot_loops(threads: int) -> dict:

@@ -4,8 +4,7 @@
     python benchmarks/cpu_in_programs.py busy --busy 2 --busy 4 --output ...
     python benchmarks/cpu_in_programs.py service --output ...
     python benchmarks/cpu_in_programs.py cells --output benchmarks/results/cpu_cells.json
-    python benchmarks/cpu_in_programs.py weights
-    python benchmarks/cpu_in_programs.py lengths
+    python benchmarks/cpu_in_programs.py weights                                                     # or lengths
     python benchmarks/cpu_in_programs.py host --output benchmarks/results/host_time_h100.json        # of a GPU
     python benchmarks/cpu_in_programs.py host --cpu --output benchmarks/results/host_time_cpu.json
 
@@ -199,41 +198,29 @@ def compare_cells(name: str, size: tuple[int, int], kind: str, arguments: argpar
     return row | {"ratio": row["torch_us"] / row["ecornn_us"]}
 
 
-def call(layer: torch.nn.Module, weights: dict[str, torch.Tensor], x: torch.Tensor,
-         training: bool) -> list[torch.Tensor]:
-    """y, or the gradients of all weights."""
-    if not training:
-        with torch.no_grad():
-            return [functional_call(layer, weights, (x,))[0]]
-    for weight in weights.values():
-        weight.requires_grad_().grad = None
-    functional_call(layer, weights, (x,))[0].square().mean().backward()
-    return [weight.grad for weight in weights.values()]
-
-
 def compare_weights(hidden: int, training: bool, new: bool, arguments: argparse.Namespace) -> Row:
-    """One row: both sides get the same tensors."""
+    """One row: both sides get the same tensors; y, or the gradients of all weights."""
     T, B, numbers = arguments.seq or 32, arguments.batch or 4, count()
     theirs = torch.nn.LSTM(hidden, hidden)
     base, x = {k: v.detach() for k, v in theirs.named_parameters()}, torch.randn(T, B, hidden)
     weights, found = dict(base), dict[str, list[torch.Tensor]]()
 
-    def check() -> None:
-        """The last round's."""
+    def fresh() -> None:
+        """New weights, once the last round's results have been compared."""
         if not max(map(relative, found.get("ecornn", []), found.get("torch", [])), default=0.0) < LIMITS["inference"]:
             sys.exit(f"H={hidden}: the two sides differ")
-
-    def fresh() -> None:
-        check()
         number = next(numbers)
-        weights.update({k: v.detach() * (1 + 0.01 * number) if new else v for k, v in base.items()})
+        weights.update({k: (v.detach() * (1 + 0.01 * number) if new else v).requires_grad_(training)
+                        for k, v in base.items()})
 
     def run(side: str, layer: torch.nn.Module) -> None:
-        found[side] = call(layer, weights, x, training)
+        with torch.set_grad_enabled(training):
+            y = functional_call(layer, weights, (x,))[0]
+            found[side] = [*torch.autograd.grad(y.square().mean(), [*weights.values()])] if training else [y]
 
     row = timed({"ecornn": partial(run, "ecornn", replaced(theirs)), "torch": partial(run, "torch", theirs)}, fresh,
                 arguments.repeats, 1, clock=host_clock)
-    check()
+    fresh()
     return {"H": hidden, "T": T, "B": B, "training": training, "new": new, **row,
             "ratio": row["torch_us"] / row["ecornn_us"]}
 

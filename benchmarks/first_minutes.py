@@ -114,13 +114,6 @@ def carry_out(command: str, folder: Path, environment: dict[str, str]) -> Ran:
     return Ran("".join(lines), running.returncode, end - times[0], silence, quiet.strip())
 
 
-def shown(step: Step, ran: Ran) -> str:
-    """A step as Markdown."""
-    ended, text = f", exit code {ran.code}" if step.code else "", f"$ {step.command}\n{ran.output}".rstrip()
-    return (f"{step.why}\n\n```text\n{text}\n```\n\n"
-            f"{ran.seconds:.1f} s{ended}; silent for {ran.silence:.1f} s at most.\n")
-
-
 def environment_of(home: Path, in_place: bool) -> dict[str, str]:
     """A user's who has nothing of ecornn yet; ``in_place``: but this interpreter's packages. Pip says errors alone:
     what else it says is of the index that it uses."""
@@ -160,10 +153,14 @@ def page(title: str, in_place: bool, steps: list[tuple[Step, Ran]]) -> str:
     began = "From the clone" if not in_place else (
         "Installing is not among it: pip had nothing to install from on that machine, so that the clone itself is run, "
         "by `PYTHONPATH`, with a Python that has what it requires. From `doctor`")
-    return "\n".join([
-        f"# The first ten minutes, {title}\n", "Made by `python benchmarks/first_minutes.py" + " --in-place" * in_place
-        + "`: commands and what they print, unedited. "
-        f"{began} to the first checked result it takes {seconds:.0f} s.\n", *(shown(*one) for one in steps)])
+    text = [f"# The first ten minutes, {title}\n", "Made by `python benchmarks/first_minutes.py"
+            + " --in-place" * in_place + "`: commands and what they print, unedited. "
+            f"{began} to the first checked result it takes {seconds:.0f} s.\n"]
+    for step, ran in steps:
+        ended, shown = f", exit code {ran.code}" if step.code else "", f"$ {step.command}\n{ran.output}".rstrip()
+        text += [f"{step.why}\n\n```text\n{shown}\n```\n",
+                 f"{ran.seconds:.1f} s{ended}; silent for {ran.silence:.1f} s at most.\n"]
+    return "\n".join(text)
 
 
 def main() -> None:

@@ -6,11 +6,7 @@
 
 The first argument is ``build``, which compiles all modules into the build cache, on all cores; ``inference``,
 ``data_parallel`` or the name of a model, whose strong scaling is measured. Then come seconds for each point. The
-process of rank 0 writes what is found to FILE, as JSON, after each thing that is.
-
-Inference: a thread for each of ``WORLD_SIZE`` GPUs calls a stack that lies there: calls a second of one alone, and of
-all at once. Then each thread calls all stacks in turns, and every result must be the bits of the first one. On a
-machine without a GPU all are on the CPU.
+process of rank 0 writes what is found to FILE, as JSON, after each thing that is. Without a GPU all are on the CPU.
 """
 
 from __future__ import annotations
@@ -50,6 +46,7 @@ LETTERS, BLANK = 29, 0
 GPU = torch.cuda.is_available()
 wait = torch.cuda.synchronize if GPU else lambda: None
 KIND = torch.bfloat16 if GPU else torch.float32  # of autocast; weights and gradients are float32
+autocast = partial(torch.autocast, "cuda" if GPU else "cpu", KIND, enabled=GPU, cache_enabled=False)
 SIDES = {"ecornn": ecornn.torch.LSTM, "torch": nn.LSTM}
 RANK, WORLD = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
 DEVICE = torch.device("cuda", RANK) if GPU else torch.device("cpu")
@@ -141,27 +138,22 @@ def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
                                   torch.full((B,), T), torch.full((B,), letters.shape[1]), BLANK)
 
 
-def autocast() -> torch.autocast:
-    return torch.autocast("cuda" if GPU else "cpu", KIND, enabled=GPU, cache_enabled=False)
-
-
-class Step:
+def step_of(model: nn.Module, batch: Batch, around: Callable[[], AbstractContextManager[None]] = nullcontext,
+            update: bool = True) -> Callable[[], None]:
     """A training step of a model on one batch: forward, loss, backward, Adam; ``around`` it a context, such as
     DistributedDataParallel's ``no_sync``."""
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4, fused=GPU)
 
-    def __init__(self, model: nn.Module, batch: Batch, around: Callable[[], AbstractContextManager[None]] = nullcontext,
-                 update: bool = True) -> None:
-        self.model, self.batch, self.around = model, batch, around
-        self.optimizer = torch.optim.Adam(model.parameters(), 1e-4, fused=GPU) if update else None
-
-    def __call__(self) -> None:
-        self.model.zero_grad()
-        with self.around():
+    def step() -> None:
+        model.zero_grad()
+        with around():
             with autocast():
-                loss = loss_of(self.model, self.batch)
+                loss = loss_of(model, batch)
             loss.backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
+        if update:
+            optimizer.step()
+
+    return step
 
 
 def modules() -> Iterator[LayerSpec]:
@@ -185,10 +177,9 @@ def build(note: Callable[..., None]) -> None:
 
 
 def inference(seconds: float, note: Callable[..., None]) -> None:
-    """Calls a second of one GPU and of all, and whether all have the same bits."""
-    devices = [torch.device("cuda", n) if GPU else torch.device("cpu") for n in range(WORLD)]
-    sizes = MODELS["speech"]
-    rows = sizes.rows[-1]
+    """Calls a second of one GPU's stack alone and of all at once, a thread each; and whether all have the same bits."""
+    devices = [torch.device("cuda", n) if GPU else DEVICE for n in range(WORLD)]
+    sizes, rows = MODELS["speech"], MODELS["speech"].rows[-1]
     stacks = [made(sizes, "ecornn", device).stack.to(KIND).eval() for device in devices]
     inputs = [batch_of(sizes, rows, device)[0].to(KIND) for device in devices]
 
@@ -209,34 +200,30 @@ def inference(seconds: float, note: Callable[..., None]) -> None:
 
 def rate(calls: Callable[[int], None], threads: int, seconds: float) -> float:
     """Calls a second of so many threads together, each on its device."""
-    ready = threading.Barrier(threads + 1)
+    ready = threading.Barrier(threads)
 
-    def work(number: int) -> int:
-        with torch.no_grad():
+    @torch.no_grad()
+    def work(number: int) -> float:
+        calls(number)
+        ready.wait()
+        done, begun = 0, time.perf_counter()
+        while time.perf_counter() < begun + seconds:
             calls(number)
-            ready.wait()
-            done, end = 0, time.perf_counter() + seconds
-            while time.perf_counter() < end:
-                calls(number)
-                done += AHEAD
-        return done
+            done += AHEAD
+        return done / (time.perf_counter() - begun)
 
     with ThreadPoolExecutor(threads) as pool:
-        running = [pool.submit(work, number) for number in range(threads)]
-        ready.wait()
-        begun = time.perf_counter()
-        done = sum(one.result() for one in running)
-        return done / (time.perf_counter() - begun)
+        return sum(pool.map(work, range(threads)))
 
 
 def in_turns(stacks: list[torch.nn.Module], inputs: list[torch.Tensor], wanted: torch.Tensor, seconds: float) -> bool:
     """Tells whether threads that call all stacks in turns, each from another one on, always have what is wanted."""
-    def work(first: int) -> bool:
-        end, number, same = time.perf_counter() + seconds, first, True
-        with torch.no_grad():
-            while time.perf_counter() < end:
-                number = (number + 1) % len(stacks)
-                same &= torch.equal(stacks[number](inputs[number])[0].cpu(), wanted)
+    @torch.no_grad()
+    def work(number: int) -> bool:
+        end, same = time.perf_counter() + seconds, True
+        while time.perf_counter() < end:
+            number = (number + 1) % len(stacks)
+            same &= torch.equal(stacks[number](inputs[number])[0].cpu(), wanted)
         return same
 
     with ThreadPoolExecutor(len(stacks)) as pool:
@@ -285,10 +272,9 @@ def summary(times: Sequence[float]) -> dict[str, float]:
 def scaling(name: str, seconds: float, note: Callable[..., None]) -> None:
     """A training step of the same batches on one GPU, which is shared out over the processes, and on all."""
     sizes = MODELS[name]
-    models = {side: made(sizes, side, DEVICE) for side in ("ecornn", "torch")}
-    alone = {rows: take_turns({side: Step(model, batch_of(sizes, rows, DEVICE)) for side, model in models.items()},
-                              seconds, together=False)
-             for n, rows in enumerate(sizes.rows) if n % WORLD == RANK}
+    models = {side: made(sizes, side, DEVICE) for side in SIDES}
+    alone = {rows: take_turns({side: step_of(model, batch_of(sizes, rows, DEVICE)) for side, model in models.items()},
+                              seconds, together=False) for rows in sizes.rows[RANK::WORLD]}
     start()
     everywhere: list[Any] = [None] * WORLD
     distributed.all_gather_object(everywhere, alone)
@@ -299,9 +285,9 @@ def scaling(name: str, seconds: float, note: Callable[..., None]) -> None:
     many = {}
     for rows in sizes.rows[:-1]:
         batch = batch_of(sizes, rows, DEVICE, 1 + RANK)
-        steps = {side: Step(model, batch) for side, model in parallel.items()}
+        steps = {side: step_of(model, batch) for side, model in parallel.items()}
         # the same without communication
-        steps |= {f"{side}_alone": Step(model, batch, model.no_sync) for side, model in parallel.items()}
+        steps |= {f"{side}_alone": step_of(model, batch, model.no_sync) for side, model in parallel.items()}
         many[rows] = take_turns(steps, seconds)
         note(many=many)
     note(all_reduce=take_turns({"all": partial(all_reduce, bytes_)}, seconds / 2)["all"])
@@ -314,14 +300,14 @@ def wrapped(model: nn.Module) -> DistributedDataParallel:
 _room: dict[int, torch.Tensor] = {}
 
 
-def with_few_blocks(sizes: Sizes, part: Batch, step: Step, count: int, seconds: float) -> dict[str, Any]:
+def with_few_blocks(sizes: Sizes, part: Batch, step: Callable[[], None], count: int, seconds: float) -> dict[str, Any]:
     """A step with kernels of ``FEW`` blocks for what is exchanged, beside one with all of them: a persistent kernel,
     which waits for its whole grid to fit on the GPU, may find room beside few."""
     options = distributed.ProcessGroupNCCL.Options()
     options.config.max_ctas = FEW
     group = distributed.new_group(pg_options=options)
     model = DistributedDataParallel(made(sizes, "ecornn", DEVICE), device_ids=[RANK], process_group=group)
-    return take_turns({"layer_by_layer": Step(model, part), "all_blocks": step,
+    return take_turns({"layer_by_layer": step_of(model, part), "all_blocks": step,
                        "all_reduce": partial(all_reduce, count, group=group)}, seconds)
 
 
@@ -341,11 +327,11 @@ def data_parallel(seconds: float, note: Callable[..., None]) -> None:
     whole = batch_of(sizes, rows * WORLD, DEVICE)
     part = whole[0].chunk(WORLD, 1)[RANK].contiguous(), whole[1].chunk(WORLD)[RANK]
     parallel = wrapped(made(sizes, "ecornn", DEVICE))
-    Step(parallel, part, update=False)()
+    step_of(parallel, part, update=False)()
     found = [p.grad.clone() for p in parallel.parameters()]
     note(rows=rows, gradients=compared(sizes, found, whole))
     note(ready=leaving(sizes, part))
-    step, alone = Step(parallel, part), Step(parallel, part, parallel.no_sync)
+    step, alone = step_of(parallel, part), step_of(parallel, part, parallel.no_sync)
     bytes_ = sum(g.numel() * 4 for g in found)
     note(overlap=take_turns({"layer_by_layer": step, "one_node": one_node()(step), "layer_by_layer_alone": alone,
                              "one_node_alone": one_node()(alone), "all_reduce": partial(all_reduce, bytes_)}, seconds),
@@ -402,7 +388,7 @@ def leaving(sizes: Sizes, part: Batch) -> dict[str, Any]:
     that is exchanged, and its end without: layer by layer, and with the whole stack as one node."""
     found, marks = {}, list[Any]()
 
-    def hook(_: None, bucket: Any) -> Any:
+    def hook(_, bucket):  # PyTorch refuses annotations that are texts
         marks.append(mark())
         return allreduce_hook(None, bucket)
 
@@ -441,10 +427,10 @@ def sharded(sizes: Sizes, part: Batch, wanted: list[torch.Tensor], seconds: floa
     fully_shard(model.stack)
     fully_shard(model)
     held = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
-    Step(model, part, update=False)()
+    step_of(model, part, update=False)()
     gradients = [p.grad.full_tensor() for p in model.parameters()]
     errors = [relative(g, w.double()) for g, w in zip(gradients, wanted, strict=True)]
-    return {"held": held, "largest_difference": max(errors), **take_turns({"step": Step(model, part)}, seconds)}
+    return {"held": held, "largest_difference": max(errors), **take_turns({"step": step_of(model, part)}, seconds)}
 
 
 if __name__ == "__main__":

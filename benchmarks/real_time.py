@@ -24,16 +24,6 @@ from ecornn.build.link import find_compiler
 from ecornn.numpy_reference import random_weights
 
 AIMS = {16: 200, 40: 600, 64: 1000}
-SOURCE = Path(__file__).with_suffix(".c")
-
-
-def compiled(folder: Path) -> Path:
-    """The program."""
-    flags = subprocess.run([sys.executable, "-m", "ecornn", "config", "--cflags", "--libs"], capture_output=True,
-                           text=True, check=True).stdout
-    command = ["cc", "-O2", "-std=c11", "-D_GNU_SOURCE", str(SOURCE), *shlex.split(flags), "-o"]
-    subprocess.run([*command, out := folder / "real_time"], check=True)
-    return out
 
 
 def prepared(cell: str, hidden: int, inputs: int, steps: int, folder: Path) -> dict:
@@ -54,9 +44,12 @@ def main() -> None:
         priority=(0, "of the program among real-time threads (SCHED_FIFO), as audio has it; 0: a usual one"),
         cells=("lstm,gru", "")).parse_args()
     before = ["chrt", "--fifo", str(arguments.priority)] if arguments.priority else []
+    flags = subprocess.run([sys.executable, "-m", "ecornn", "config", "--cflags", "--libs"], capture_output=True,
+                           text=True, check=True).stdout
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
-        folder = Path(name)
-        program = compiled(folder)
+        folder, program = Path(name), Path(name, "real_time")
+        subprocess.run(["cc", "-O2", "-std=c11", "-D_GNU_SOURCE", Path(__file__).with_suffix(".c"),
+                        *shlex.split(flags), "-o", program], check=True)
         cases = [prepared(cell, hidden, inputs, arguments.steps, folder / f"{cell}{hidden}-{inputs}")
                  for cell in arguments.cells.split(",") for hidden in map(int, arguments.hidden.split(","))
                  for inputs in sorted({1, hidden})]

@@ -6,16 +6,14 @@
     python benchmarks/rpc_servers.py --layers --gpus 2 --trials 64 --seconds 300 --output FILE   # of run_many_gpus.py
 
 Starts a TVM RPC tracker and servers on loopback, and `ecornn tune --workloads` into a log and a build cache of its own.
-What is timed is the search from its first trial to its last: builds and measurements of all servers share this
-machine's cores, so on few cores more servers cannot help. Servers of one GPU disturb one another; how many times did
-not settle, and what was the fastest, is reported beside. With ``--gpus`` each server has a GPU of its own, as long as
-there are enough of them.
+What is timed is the search from its first trial to its last, on cores that builds and all servers share. Servers of one
+GPU disturb one another; how many times did not settle, and what was the fastest, is reported beside. With ``--gpus``
+each server has a GPU of its own, as long as there are enough of them.
 
 With ``--layers`` a list of layers is tuned instead of a small one: through a server of one GPU, then through a server
 for each GPU, both on all cores; then a shorter list, while one of the servers is killed: no trial may fail, nor be
-missing. Last one server on its GPU's share of the cores, as a host with that GPU alone has them. Each is written as it
-ends; one that is not expected to end within ``--seconds`` is left out. On a machine without a GPU servers measure on
-the CPU.
+missing. Last one server on its GPU's share of the cores. Each is written as it ends; one that is not expected to end
+within ``--seconds`` is left out. On a machine without a GPU servers measure on the CPU.
 """
 
 from __future__ import annotations
@@ -56,35 +54,28 @@ def kill(process: Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
     process.kill()
-
-
-@contextlib.contextmanager
-def running(*command: str, **environment: str) -> Iterator[Process]:
-    """A process, ended with the context, as are those that it started."""
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, env={**os.environ, **environment})
-    try:
-        yield process
-    finally:
-        kill(process)
-        process.wait()
+    process.wait()
 
 
 @contextlib.contextmanager
 def served(target: str, **gpus: Sequence[int | None]) -> Iterator[tuple[dict[str, Tracker], list[Process]]]:
     """A tracker, under each key one server for each of these GPUs (None: whatever it sees), and their processes, the
     tracker's first."""
-    port = free_port()
+    port, started = free_port(), list[Process]()
     trackers = {key: Tracker("127.0.0.1", port, key) for key in gpus}
     with contextlib.ExitStack() as stack:
-        started = [stack.enter_context(running("-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1", "--port", str(port),
-                                               "--port-end", str(port + 1), "--silent"))]
+        def start(*command: str, **more: str) -> None:
+            started.append(subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.DEVNULL,
+                                            env=os.environ | more))
+            stack.callback(kill, started[-1])
+
+        start("tvm.exec.rpc_tracker", "--host", "127.0.0.1", "--port", str(port), "--port-end", str(port + 1),
+              "--silent")
         for tracker in trackers.values():
             wait(tracker, 0, started)
         for key, gpu in ((key, gpu) for key, each in gpus.items() for gpu in each):
-            shown = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-            started.append(stack.enter_context(running(
-                "-m", "ecornn", "serve", "--tracker", str(trackers[key]), "--key", key, "--target", target, "--port",
-                str(free_port()), **shown)))
+            start("ecornn", "serve", "--tracker", str(trackers[key]), "--key", key, "--target", target, "--port",
+                  str(free_port()), **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}))
         for key, each in gpus.items():
             wait(trackers[key], len(each), started)
         yield trackers, started
@@ -140,16 +131,6 @@ def tuned(log: Path, tracker: Tracker, target: str, layers: list[str], trials: i
                         for one in results}}
 
 
-def measure(count: int, target: str, trials: int, hidden: int, gpus: int, folder: Path) -> dict[str, object]:
-    """One row: a search through ``count`` servers, which take turns with the ``gpus``."""
-    log, layer = folder / f"{count}.jsonl", f"--cell lstm --hidden {hidden} --batch 4 --seq 50"
-    with served(target, bench=[number % gpus if gpus else None for number in range(count)]) as (trackers, _):
-        found = tuned(log, trackers["bench"], target, [layer], trials, CORES)
-    return {"servers": count, "trials": found["trials"], "failed": found["failed"],
-            "noisy": sum(trial.noisy for trial in read(log).trials()), "best_us": min(found["best_us"].values()),
-            "trials_per_second": found["trials_per_minute"] / 60}
-
-
 def one_against_many(count: int, trials: int, path: Path, seconds: float, folder: Path) -> None:
     """``--layers``, with ``count`` GPUs."""
     end, target = time.monotonic() + seconds, "cuda" if default_target() == "cuda" else "cpu"
@@ -186,9 +167,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         if given.layers:
             return one_against_many(given.gpus, given.trials, given.output, given.seconds, Path(folder))
-        rows = []
+        rows, layer = [], f"--cell lstm --hidden {given.hidden} --batch 4 --seq 50"
         for count in given.servers:
-            rows.append(measure(count, given.target, given.trials, given.hidden, given.gpus, Path(folder)))
+            log, gpus = Path(folder, f"{count}.jsonl"), [n % given.gpus if given.gpus else None for n in range(count)]
+            with served(given.target, bench=gpus) as (trackers, _):
+                found = tuned(log, trackers["bench"], given.target, [layer], given.trials, CORES)
+            rows.append({"servers": count, "trials": found["trials"], "failed": found["failed"],
+                         "noisy": sum(trial.noisy for trial in read(log).trials()),
+                         "best_us": min(found["best_us"].values()),
+                         "trials_per_second": found["trials_per_minute"] / 60})
             print(rows[-1], flush=True)
             if given.output:  # after each, so that what a limit cuts off is not lost
                 given.output.write_text(json.dumps({

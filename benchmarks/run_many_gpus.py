@@ -3,8 +3,7 @@
     python benchmarks/run_many_gpus.py                       # on the GPUs that are there
     python benchmarks/run_many_gpus.py --only speech --only tune --seconds 2
     python benchmarks/run_many_gpus.py --gpus 2              # on a CPU: two processes, small sizes, to try the script
-    python benchmarks/run_many_gpus.py --tables benchmarks/results/h200_many_gpus.json           # of docs/SCALING.md
-    python benchmarks/run_many_gpus.py --tables benchmarks/results/h200_many_gpus.json --write   # into that page
+    python benchmarks/run_many_gpus.py --tables benchmarks/results/h200_many_gpus.json --write   # into docs/SCALING.md
 
 Parts, each in processes of its own with a time limit, so that none takes the others with it; in seconds what each takes
 on two GPUs with 32 cores, about:
@@ -56,7 +55,6 @@ from ecornn.targets import resolve
 HERE = Path(__file__).resolve().parent
 # seconds at most: others of a part are stopped, and what it had found until then counts
 PARTS = {"build": 120.0, "speech": 90.0, "data_parallel": 90.0, "deep": 80.0, "tune": 300.0, "inference": 45.0}
-TUNED = ("one", "many", "share")
 TRAINING = ("speech", "data_parallel", "deep")
 PAGE = Path("docs/SCALING.md")  # from the checkout
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
@@ -65,12 +63,9 @@ HOST = 8  # GPUs of one host, behind switches that give each its full bandwidth 
 # bytes a second in and out of a host, of InfiniBand at 400 Gb/s of which four fifths are reached: an adapter for each
 # GPU, and one in all
 NETWORKS = {"8 adapters": 8 * 50e9 * 0.8, "1 adapter": 50e9 * 0.8}
+interval = "{ms:.2f} [{p20:.2f}, {p80:.2f}]".format_map
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 TITLES = {"speech": "five layers of LSTM 800 in both directions", "deep": "seven layers of LSTM 768 in one direction"}
-
-
-class Failed(Exception):
-    """A part did not come to its end."""
 
 
 def main() -> None:
@@ -102,13 +97,10 @@ def main() -> None:
                 print(faults[-1], flush=True)
                 continue
             print(f"{part}: ", end="", flush=True)
-            result, fault = Path(folder, f"{part}.json"), ""
-            try:
-                carry_out(commands(part, arguments, result), left, Path(folder))
-            except Failed as error:
-                fault = str(error)
+            result, where = Path(folder, f"{part}.json"), environment(arguments.gpus)
+            fault = carry_out(commands(part, arguments, result), left, Path(folder))
             found = json.loads(result.read_text()) if result.exists() else {}
-            fault, where = fault or wrong(part, found), environment(arguments.gpus)
+            fault = fault or wrong(part, found)
             found |= {"took": time.monotonic() - begun, "command": where["command"], "time": where["time"]}
             if fault:
                 found["fault"] = fault
@@ -135,9 +127,9 @@ def commands(part: str, arguments: argparse.Namespace, result: Path) -> list[tup
             for rank in range(arguments.gpus if part in TRAINING else 1)]
 
 
-def carry_out(what: Sequence[tuple[list[str], Mapping[str, str]]], limit: float, folder: Path) -> None:
-    """Runs commands to their ends; once one fails, or after ``limit`` seconds, ends all with what they started, and
-    raises :class:`Failed`."""
+def carry_out(what: Sequence[tuple[list[str], Mapping[str, str]]], limit: float, folder: Path) -> str:
+    """Runs commands to their ends; once one fails, or after ``limit`` seconds, ends all with what they started. What
+    went wrong; empty: nothing."""
     end, running = time.monotonic() + limit, dict[Path, subprocess.Popen[bytes]]()
     try:
         for n, (command, more) in enumerate(what):
@@ -147,10 +139,11 @@ def carry_out(what: Sequence[tuple[list[str], Mapping[str, str]]], limit: float,
                                                 env=strict, start_new_session=True)
         while going := [log for log, process in running.items() if process.poll() != 0]:
             if bad := [log for log in going if running[log].returncode]:
-                raise Failed(tail(bad[0]))
+                return tail(bad[0])
             if time.monotonic() > end:
-                raise Failed(f"took longer than {limit:.0f} s\n{tail(going[0])}")
+                return f"took longer than {limit:.0f} s\n{tail(going[0])}"
             time.sleep(0.1)
+        return ""
     finally:
         for process in running.values():
             with contextlib.suppress(ProcessLookupError):
@@ -168,7 +161,7 @@ def wrong(part: str, found: Mapping[str, Any]) -> str:
     if part == "data_parallel" and not found["gradients"]["within"]:
         return "gradients of several processes are not those of one"
     if part == "tune":
-        for run in (found[name] for name in (*TUNED, "killed") if name in found):
+        for run in (found[name] for name in ("one", "many", "share", "killed") if name in found):
             if run["failed"] or run["trials"] != run["wanted"]:
                 return f"{run['failed']} trials failed, {run['trials']} of {run['wanted']} were made"
     return ""
@@ -286,9 +279,7 @@ def measured(model: Model, gpus: int) -> list[str]:
     for name, part in model.parts.items():
         for rows, times in part["many"].items():
             batch = int(rows) * gpus
-            for side in ("ecornn", "torch"):
-                if str(batch) not in part["one"]:
-                    continue
+            for side in ("ecornn", "torch") if str(batch) in part["one"] else ():
                 one, many, alone = part["one"][str(batch)][side], times[side], times[f"{side}_alone"]
                 step = 1e3 * model.step(name, side, int(rows), gpus)
                 lines.append(
@@ -298,10 +289,6 @@ def measured(model: Model, gpus: int) -> list[str]:
     return lines
 
 
-def interval(times: Mapping[str, float]) -> str:
-    return f"{times['ms']:.2f} [{times['p20']:.2f}, {times['p80']:.2f}]"
-
-
 def projected(model: Model, name: str) -> list[str]:
     """A step of the same global batch on up to 128 GPUs, down to the fewest rows that were measured."""
     part, fewest = model.parts[name], min(map(int, model.parts[name]["one"]))
@@ -309,10 +296,7 @@ def projected(model: Model, name: str) -> list[str]:
     lines = [f"| GPUs | rows a GPU | ecornn, ms, {' / '.join(NETWORKS)} | gain over {batch // most} | torch.nn, ms | "
              "ecornn against torch.nn |", "|---|---|---|---|---|---|"]
     first = None
-    for gpus in GPUS:
-        rows = batch // gpus
-        if rows > most:
-            continue
+    for gpus, rows in ((n, batch // n) for n in GPUS if batch // n <= most):
         steps = [1e3 * model.step(name, "ecornn", rows, gpus, network) for network in NETWORKS.values()]
         theirs = 1e3 * model.step(name, "torch", rows, gpus)
         first = first or steps[0]
@@ -327,7 +311,7 @@ def section(path: Path) -> str:
     parts, env = data["parts"], data["environment"]
     model, gpus = Model(parts), env["gpus"]
     parallel, lines = parts["data_parallel"], measured(model, gpus)
-    ready, overlap, sharded = parallel["ready"], parallel["overlap"], parallel.get("sharded", {})
+    ready, overlap, gradients = parallel["ready"], parallel["overlap"], parallel["gradients"]
     lines += ["", f"Data: `benchmarks/results/{path.name}`, {gpus} {env['gpu']}, {env['cores']} cores, PyTorch "
               f"{env['torch']}, CUDA {env['cuda']}, NCCL {env['nccl']}; `{env['command']}`.", "",
               f"Of the model: latency {model.link.latency * 1e6:.0f} µs and {model.link.bandwidth / 1e9:.0f} GB/s "
@@ -339,15 +323,13 @@ def section(path: Path) -> str:
                      f"to {leave[-1]:.1f} ms of a backward pass, which alone takes {ready[how]['alone_ms']:.1f} ms; "
                      f"the step takes {overlap[how]['ms']:.2f} ms, {exposed:.2f} ms more than without communication, "
                      f"which takes {overlap['all_reduce']['ms']:.2f} ms alone.")
-    few = parallel.get("few_blocks", {})
-    if "layer_by_layer" in few:
+    if "layer_by_layer" in (few := parallel.get("few_blocks", {})):
         lines.append(f"- With NCCL's kernels held to four blocks: {few['layer_by_layer']['ms']:.2f} ms against "
                      f"{few['all_blocks']['ms']:.2f} ms.")
-    gradients = parallel["gradients"]
     lines.append(f"- Gradients of {gpus} processes: error {gradients['many']:.1e} against float64, of one process with "
                  f"the whole batch {gradients['one']:.1e}; each by itself is at most {gradients['most_of_limit']:.2f} "
                  "times twice the error of one process that takes the parts of all in turns.")
-    if "step" in sharded:
+    if "step" in (sharded := parallel.get("sharded", {})):
         lines.append(f"- FSDP2: {sharded['step']['ms']:.2f} ms a step, {sharded['held']:.0%} of the weights on each "
                      f"GPU between calls.")
     if "many" in (tune := parts.get("tune", {})):

@@ -6,10 +6,9 @@
     python benchmarks/search_rate.py --pretend 0.03 --pretend-builds 1.1 --builders 16        # no GPU, no compiler
 
 Runs `ecornn tune`'s search of each layer (`--suite`: of the twelve of `search_tables.py`), without early stopping, with
-a build cache that is empty at first and a log of its own. `--records` is what it knows beforehand: `all` that ship,
-`none`, or those of `others`, none of the layer itself at a similar batch; `search_quality.py --live` compares what
-was found with the tables. With several `--seeds`, which share the build cache, all layers are searched once with each.
-Reported are for each run of `--at-once` layers
+a build cache that is empty at first, which `--seeds` share, and a log of its own. `--records` is what it knows
+beforehand: `all` that ship, `none`, or those of `others`, none of the layer itself at a similar batch;
+`search_quality.py --live` compares what was found with the tables. Reported are for each run of `--at-once` layers
 
     per_second           trials a second from the first measurement to the last trial
     per_second_all       the same from the start of this command, imports and the final comparison included
@@ -97,12 +96,6 @@ def pretended_measure(request: Measure) -> list[Outcome]:
     return [Outcome(Times.of([one] * 7), 1e-7) for one in times]
 
 
-def summary(spans: list[Span]) -> dict[str, float]:
-    """Of the durations."""
-    seconds = [end - begin for begin, end in spans]
-    return {"median": statistics.median(seconds), "mean": statistics.fmean(seconds), "most": max(seconds)}
-
-
 def know(records: str) -> None:
     """Keeps records from the searches."""
     def log(task: Any) -> Any:
@@ -140,23 +133,22 @@ def run(session: Any, layers: list[str], trials: int, folder: Path) -> dict[str,
     with ThreadPoolExecutor(len(layers)) as threads:
         results = list(threads.map(tune, layers))
     ended, first, last = time.monotonic(), min(end for _, end in SPANS["measure"]), max(done)
-    length = last - first
+    length, seconds = last - first, {kind: [end - begin for begin, end in each] for kind, each in SPANS.items()}
     shares = {kind: sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in each) / length
               for kind, each in SPANS.items()}
     return {
-        "layers": layers, "seed": session.seed, "trials": len(done),
-        "failed": sum(sum(r.failures.values()) for r in results), "noisy": sum(r.noisy for r in results),
+        "layers": layers, "seed": session.seed, "trials": len(done), "noisy": sum(r.noisy for r in results),
+        "failed": sum(sum(r.failures.values()) for r in results),
         "per_second": (len(done) - 1) / length, "per_second_all": len(done) / (ended - begun),
         "first": first - begun, "seconds": ended - begun,
         "builders": shares["build"] / len(session.pool.builders), "measurer": shares["measure"],
         "starved": 1 - shares["measure"], "proposing": shares["propose"] / len(layers),
-        **{kind: summary(each) for kind, each in SPANS.items()},
-        "found": {str(r.workload): {"best_us": r.finish.best_us, "default_us": r.finish.default_us,
-                                    "schedule": r.best and r.best.schedule,
-                                    "config": r.best and r.best.config, "trials": r.finish.trials,
-                                    "trials_us": each_us[str(r.workload)]}
-                  for r in results},
-    }
+        **{kind: {"median": statistics.median(each), "mean": statistics.fmean(each), "most": max(each)}
+           for kind, each in seconds.items()},
+        "found": {str(r.workload): {
+            "best_us": r.finish.best_us, "default_us": r.finish.default_us, "schedule": r.best and r.best.schedule,
+            "config": r.best and r.best.config, "trials": r.finish.trials, "trials_us": each_us[str(r.workload)]}
+            for r in results}}
 
 
 def main() -> None:

@@ -14,27 +14,24 @@ Of each workload the defaults and then configurations drawn uniformly from all t
 table of `--of`, the fastest there: what the best of a table is worth on another GPU. `run` measures on the GPU at hand,
 into one log for each workload; the same command again goes on.
 
-`worth`: what one GPU's tuning log is worth on another, measured, both ways, from the logs of both. Of every workload
-that both logs have: the configuration that one log calls the fastest, as the other GPU timed it, against the fastest of
-all that the other GPU timed (1.00: nothing is lost by never tuning there); and for comparison what the untuned default
-would lose. Only times of the other GPU itself enter, each the best known of a configuration: of the final comparison if
-it was in one. A workload whose best configuration the other GPU never timed is left out and counted. `--times` are
-records in which either GPU timed what the other's log had found: they say how fast that is, and nothing is chosen by
-them.
+`worth`: what one GPU's tuning log is worth on another, both ways. Of every workload that both logs have: the
+configuration that one log calls the fastest, as the other GPU timed it, against the fastest of all that the other GPU
+timed (1.00: nothing is lost by never tuning there); and what the untuned default would lose. Of a configuration the
+time of the final comparison counts, if it was in one, else the best. A workload whose best configuration the other GPU
+never timed is left out and counted. `--times` are records in which either GPU timed what the other's log had found:
+they say how fast that is, and nothing is chosen by them.
 
 `training`: searches the recurrences of the backward passes of the layers of ``grids/training.toml``, `--trials` of each
-[8], into the log FILE. Several layers are searched at once, in the order of the rows, so that the GPU need not wait for
-builds. What is left of `--limit` when a layer begins is its limit; then the fastest of each are measured once more
-beside its default. Every trial is in the log as soon as it is done: the same command again goes on, with more --trials
-too. For each layer it prints the microseconds a step of the default and of the best; `ecornn log export --best` takes
-what is to ship.
+[8], into the log FILE, `--at-once` in the order of the rows. What is left of `--limit` when a layer begins is its
+limit; then the fastest of each are measured once more beside its default. The same command again goes on, with more
+--trials too. For each layer it prints the microseconds a step of the default and of the best; `ecornn log export
+--best` takes what is to ship.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import os
 import random
 import statistics
@@ -61,9 +58,9 @@ from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune import session as sessions
 from ecornn.tune.choose import present, serving_or_raise
-from ecornn.tune.log import parse
+from ecornn.tune.log import read
 from ecornn.tune.pool import Closed
-from ecornn.tune.record import Choice, Trial
+from ecornn.tune.record import Choice
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.workload import Workload
 
@@ -116,15 +113,9 @@ def first(space: ConfigSpace, count: int) -> list[Candidate]:
 
 def fastest(path: Path, work: Workload, count: int) -> list[Candidate]:
     """The fastest configurations of a workload in the tables of a log."""
-    times = {Candidate.of(t.schedule, t.config): t.times.median for t in trials_of(path)
+    times = {Candidate.of(t.schedule, t.config): t.times.median for t in read(path).trials()
              if t.workload == work and t.times}
     return sorted(times, key=lambda c: times[c])[:count]
-
-
-def trials_of(path: Path) -> list[Trial]:
-    """Of a log, compressed or not."""
-    data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-    return list(parse(data, path).trials())
 
 
 def write_list(path: Path, texts: Sequence[str], device: Device, count: int, of: Path | None = None) -> None:
@@ -198,7 +189,7 @@ def sizes(texts: Sequence[str], device: Device) -> None:
 def times_of(*paths: Path) -> tuple[str, Times]:
     """The device of logs, and µs a step of each workload's configurations; several devices are refused."""
     names, found = set[str](), dict[Workload, dict[Candidate, tuple[bool, float]]]()
-    for trial in (trial for path in paths for trial in trials_of(path)):
+    for trial in chain(*(read(path).trials() for path in paths)):
         if trial.times is not None and trial.device.kind == "cuda":
             names.add(trial.device.name)
             of, one = found.setdefault(trial.workload, {}), Candidate.of(trial.schedule, trial.config)
@@ -269,7 +260,7 @@ def layers(only: Sequence[str], device: Device) -> dict[int, Recurrences]:
 def spent(log: Path, device: Device) -> dict[Workload, float]:
     """Seconds of the runs that the log has, on a device."""
     found: dict[Workload, float] = {}
-    for trial in trials_of(log) if log.exists() else []:
+    for trial in read(log).trials() if log.exists() else ():
         if trial.device.identity == device.identity:
             found[trial.workload] = max(found.get(trial.workload, 0.0), trial.seconds)
     return found

@@ -13,15 +13,13 @@ So gate math = whole - bare, projection = bare - recurrence, products = recurren
 are read in every step), and what is left is exchange and synchronisation: polling the state, barriers inside a block,
 partial sums through shared memory, and a part of the launch and of the weights' first load. The four add up to the row.
 Where a step without products takes longer, since blocks that poll sooner are in the writers' way, products are hidden
-in the wait: they count as zero.
-Each stage is set against the row's floor (floor.py); the reason is the stage that exceeds its own floor most. A step
-that does not wait for the exchange is not timed: blocks that do not wait overlap steps which otherwise follow each
-other, so that the difference would not be the wait.
+in the wait: they count as zero. Each stage is set against the row's floor (floor.py); the reason is the stage that
+exceeds its own floor most. A step that does not wait for the exchange is not timed: its blocks would overlap steps
+which otherwise follow each other.
 
-The row furthest above its floor comes first. A row that hangs or fails costs that row only; the same command goes on
-with those that the file lacks. All sides are checked against float64 and timed in turns, in CUDA graphs. A schedule
-that launches a kernel a step, and `persistent_block`, have no side `unmultiplied`: products and exchange stay together
-as the stage `recurrence`.
+The row furthest above its floor comes first. One that hangs or fails costs itself only; the same command goes on with
+those that the file lacks. All sides are checked against float64 and timed in turns, in CUDA graphs. A schedule that
+launches a kernel a step, and `persistent_block`, have no side `unmultiplied`: what it would tell apart stays together.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ from ecornn.device import Device
 from ecornn.floor import GATES, measured, polled
 
 SERVED = ("persistent", "persistent_wide")  # by without_products()
-STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 STAGES = ("gate math", "projection", "products", "exchange", "recurrence")
 ALSO = 0.5  # of the largest excess: what else is named
 LONGEST = 60.0  # seconds that a row may take
@@ -155,7 +152,7 @@ def layers_of(path: Path) -> list[Layer]:
 def layer_of(row: dict[str, Any]) -> Layer:
     """A row with its sides: its module, and those with stages left out. Nothing can run beside a recurrence that has no
     projection, and there are no values of it to round."""
-    gates, second = GATES[row["cell"]], STATES[row["cell"]] > 1
+    gates, second = GATES[row["cell"]], row["cell"] == "lstm"
     config = dict(row["config"])
     alone = config | {name: value for name, value in {"ahead": 100, "hoisted": "float32"}.items() if name in config}
     own = {"whole": Own(schedule=row["schedule"], config=config),
@@ -169,10 +166,9 @@ def layer_of(row: dict[str, Any]) -> Layer:
 
 def case_of(row: dict[str, Any]) -> Case:
     """The case of a row."""
-    arithmetic = arithmetic_of(row)
+    dtype, precision = {"tf32": ("float32", "tf32")}.get(arithmetic_of(row), (arithmetic_of(row), None))
     return Case(cell=row["cell"], seq=row["T"], batch=row["B"], input=row["I"], hidden=row["H"], target="cuda",
-                dtype="float32" if arithmetic == "tf32" else arithmetic,
-                precision="tf32" if arithmetic == "tf32" else None)
+                dtype=dtype, precision=precision)
 
 
 def described(layer: Layer, row: Row) -> dict[str, Any]:
