@@ -11,11 +11,10 @@ barrier, no latency. With results of grids/cpu.toml (--rows), also where ecornn 
 to the peer that the floor would be.
 
 --loops: the hot loops of layers, instructions from the disassembly, and the share of the peak of multiply-adds that is
-reached: independent ones in registers, on one thread and on all. A loop's own share is that of its vector operations
-that are multiply-adds, where one vector multiply-add a cycle is the limit (AVX-512 on Zen 4); the rest of the
-difference is what waits for memory, barriers and the pointwise part. Loops of pairs (schedules/cpu/paired.py) have as
-many additions as multiply-adds, in other units, and do with two thirds or three quarters of the multiply-adds; beside
-each is the loop for rows that are not fit for pairs.
+reached, on one thread and on all. A loop's own share is that of its vector operations that are multiply-adds, where one
+vector multiply-add a cycle is the limit (AVX-512 on Zen 4); the rest of the difference is what waits for memory,
+barriers and the pointwise part. Loops of pairs (schedules/cpu/paired.py) have as many additions as multiply-adds, in
+other units, and two thirds or three quarters of the multiply-adds; beside each is the loop of rows not fit for pairs.
 """
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ import json
 import re
 import subprocess
 import tempfile
-import threading
-import time
 from collections.abc import Callable
-from itertools import product
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product, repeat
 from pathlib import Path
 
-import numpy as np
 from measured_rows import read
 from side_by_side import options, told
 
-import ecornn
+from ecornn.bench.grid import Case
+from ecornn.bench.measure import Plan, measure
 from ecornn.build.link import find_compiler
 from ecornn.compiler import generate, plan
 from ecornn.host_cpu import detect
@@ -44,13 +42,14 @@ from ecornn.tune.timing import wall_clock
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 LAYERS = (("lstm", 300, 20, 800), ("gru", 300, 20, 800), ("lstm", 100, 1, 1024))  # of loops: T, B, H
+KINDS = {"fma": ("vfmadd", "vfnmadd"), "additions": ("vaddps", "vsubps"), "vector_arithmetic": "v",
+         "broadcasts": "vbroadcast", "loads": "vmov"}  # of instructions, by the beginnings of their names
 CHAINS = 12  # enough to hide a latency of 4 cycles
 HIDDEN, STEPS = (64, 128, 256, 512, 1024), 100
 SECONDS, TIMES = 0.05, 7  # of one measurement, and how many
 CODE = """
 #include <stdlib.h>
 #include <string.h>
-extern "C" void peak(long n) { while (n--) __asm__ volatile(PEAK ::: TOUCHED); }
 extern "C" void multiply(long n) { while (n--) __asm__ volatile(MULTIPLY ::: TOUCHED); }
 extern "C" void both(long n) { while (n--) __asm__ volatile(BOTH ::: TOUCHED); }
 extern "C" void* room(long bytes) {
@@ -69,21 +68,18 @@ extern "C" void stream(const char* p, long vectors, long rounds) {
 def library(lanes: int, folder: str) -> ctypes.CDLL:
     """The loops, compiled for this CPU."""
     register = {16: "zmm", 8: "ymm", 4: "xmm"}[lanes]
-    peak = [f"vfmadd231ps %%{register}14,%%{register}15,%%{register}{i}\\n" for i in range(CHAINS)]
-    multiply = peak[:6]
-    add = [f"vaddps %%{register}14,%%{register}15,%%{register}{i}\\n" for i in range(6, 12)]
-    macros = {"BYTES": str(4 * lanes), "PEAK": f'"{"".join(peak)}"',
-              "MULTIPLY": f'"{"".join(multiply)}"',
-              "BOTH": '"' + "".join(multiply + add) + '"',
-              "READ": '"' + "".join(f"vfmadd231ps {4 * lanes * i}(%0),%%{register}15,%%{register}{i}\\n"
-                                    for i in range(12)) + '"',
-              "CLEAR": '"' + "".join(f"vxorps %%xmm{i},%%xmm{i},%%xmm{i}\\n" for i in (*range(12), 15)) + '"',
-              "TOUCHED": ",".join(f'"xmm{i}"' for i in range(16))}
+    multiply, add = ([f"{name} %%{register}14,%%{register}15,%%{register}{i}" for i in range(CHAINS)]
+                     for name in ("vfmadd231ps", "vaddps"))
+    loops = {"MULTIPLY": multiply, "BOTH": multiply[:6] + add[6:],
+             "READ": [f"vfmadd231ps {4 * lanes * i}(%0),%%{register}15,%%{register}{i}" for i in range(CHAINS)],
+             "CLEAR": [f"vxorps %%xmm{i},%%xmm{i},%%xmm{i}" for i in (*range(CHAINS), 15)]}
+    macros = {name: '"' + "\\n".join(lines) + '"' for name, lines in loops.items()} | {
+        "BYTES": 4 * lanes, "TOUCHED": ",".join(f'"xmm{i}"' for i in range(16))}
     source, made = Path(folder, "floor.cc"), Path(folder, "floor.so")
     source.write_text("\n".join(f"#define {k} {v}" for k, v in macros.items()) + CODE)
     subprocess.run([*find_compiler(), "-O2", "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
     found = ctypes.CDLL(str(made))
-    found.peak.argtypes = found.multiply.argtypes = found.both.argtypes = [ctypes.c_long]
+    found.multiply.argtypes = found.both.argtypes = [ctypes.c_long]
     found.room.argtypes, found.room.restype = [ctypes.c_long], ctypes.c_void_p
     found.stream.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_long]
     return found
@@ -92,49 +88,33 @@ def library(lanes: int, folder: str) -> ctypes.CDLL:
 def rate(work: Callable[[int, int], object], threads: int) -> float:
     """Rounds a second of all threads together, the best of some; ``work``: (thread, rounds)."""
     rounds, best = 1, 0.0
-    for _ in range(TIMES):
-        while True:
-            team = [threading.Thread(target=work, args=(n, rounds)) for n in range(threads)]
-            begin = time.perf_counter()
-            for thread in team:
-                thread.start()
-            for thread in team:
-                thread.join()
-            took = time.perf_counter() - begin
-            if took > SECONDS / 2:
-                break
-            rounds = int(rounds * min(100.0, 1.2 * SECONDS / took)) + 1
-        best = max(best, rounds * threads / took)
+    with ThreadPoolExecutor(threads) as team:
+        for _ in range(TIMES):
+            while (took := wall_clock(lambda n=rounds: [*team.map(work, range(threads), repeat(n))])) <= SECONDS / 2:
+                rounds = int(rounds * min(100.0, 1.2 * SECONDS / took)) + 1
+            best = max(best, rounds * threads / took)
     return best
 
 
-def measure(threads: int) -> dict:
-    """The peaks, and GB/s by the bytes that a thread has."""
+def floors(threads: int, results: Path | None) -> dict:
+    """The peaks, GB/s by the bytes that a thread has, and the bounds of each layer of one row: the products before the
+    steps, and the weights of each step."""
     lanes = lanes_of(detect())
     with tempfile.TemporaryDirectory() as folder:
         loops = library(lanes, folder)
-        flops = 2e-9 * lanes * 6
+        flops = 2e-9 * lanes * CHAINS
         found: dict = {"fma_gflops": flops * rate(lambda _, n: loops.multiply(n), threads),
-                       "fma_gflops_beside_additions": flops * rate(lambda _, n: loops.both(n), threads),
-                       "stream_gb_per_s": {}}
+                       "fma_gflops_beside_additions": flops / 2 * rate(lambda _, n: loops.both(n), threads)}
+        print(told(found))
+        found |= {"stream_gb_per_s": {}, "floors": []}
         sizes = sorted({4 * gates * h * h // threads for gates in set(GATES.values()) for h in HIDDEN})
         memory = [loops.room(sizes[-1]) for _ in range(threads)]
         for size in sizes:
             vectors = size // (4 * lanes)
             found["stream_gb_per_s"][str(size)] = 1e-9 * size * rate(
                 lambda thread, n, vectors=vectors: loops.stream(memory[thread], vectors, n), threads)
-    return found
-
-
-def floors(threads: int, results: Path | None) -> dict:
-    """The bounds of each layer of one row: the products before the steps, and the weights of each step."""
-    found = measure(threads)
-    print(f"multiply-adds {found['fma_gflops']:.0f} GFLOP/s; {found['fma_gflops_beside_additions']:.0f} beside as many "
-          "additions")
-    for size, speed in found["stream_gb_per_s"].items():
-        print(f"{int(size) >> 10:6} KB a thread: {speed:.0f} GB/s")
+            print(f"{size >> 10:6} KB a thread: {found['stream_gb_per_s'][str(size)]:.0f} GB/s")
     at = {(r["cell"], r["H"]): r for r in (read(results).good if results else []) if r["group"] == "latency"}
-    found["floors"] = []
     for (cell, gates), h in product(GATES.items(), HIDDEN):
         weights = 4 * gates * h * h
         hoisted = 2 * STEPS * gates * h * h / found["fma_gflops"] * 1e-6
@@ -156,32 +136,20 @@ def loops(asm: str) -> list[dict[str, int]]:
     for block in re.split(r"^\.LBB\w+:.*$", asm, flags=re.M)[1:]:
         body = re.split(r"^\tj\w+\t\.LBB\w+", block, maxsplit=1, flags=re.M)
         lines = [line.split()[0] for line in body[0].splitlines() if re.match(r"\t[a-z]", line)]
-        fmas = sum(line.startswith(("vfmadd", "vfnmadd")) for line in lines)
-        if len(body) == 2 and fmas >= 8 and not any(line.startswith(("vdiv", "vmin", "vmax")) for line in lines):
-            vector = sum(line.startswith("v") and not line.startswith(("vbroadcast", "vmov")) for line in lines)
-            found.append({"instructions": len(lines) + 1, "fma": fmas,
-                          "additions": sum(line.startswith(("vaddps", "vsubps")) for line in lines),
-                          "vector_arithmetic": vector,
-                          "broadcasts": sum(line.startswith("vbroadcast") for line in lines),
-                          "loads": sum(line.startswith("vmov") for line in lines),
-                          "spills": len(re.findall(r"\(%rsp|\[rsp", body[0]))})
+        of = {kind: sum(line.startswith(names) for line in lines) for kind, names in KINDS.items()}
+        if len(body) == 2 and of["fma"] >= 8 and not any(one.startswith(("vdiv", "vmin", "vmax")) for one in lines):
+            of["vector_arithmetic"] -= of["broadcasts"] + of["loads"]
+            found.append({"instructions": len(lines) + 1, **of, "spills": len(re.findall(r"\(%rsp|\[rsp", body[0]))})
     return found
 
 
 def measured(cell: str, T: int, B: int, H: int, threads: int) -> dict:
     """One layer, I = H: its loops, and GFLOP/s of the median of a few runs."""
     planned = plan(cell, hidden=H, batch=B, seq=T, target="cpu")
-    rng = np.random.default_rng(0)
-    module = ecornn.compile(cell, hidden=H, batch=B, seq=T, target="cpu")
-    layer = module.bind({p.name: rng.uniform(-0.03, 0.03, p.shape).astype(np.float32)
-                         for p in module.manifest.parameters}, threads=threads)
-    times = []
-    for _ in range(15):
-        x = rng.standard_normal((T, B, H), np.float32)
-        times.append(wall_clock(lambda x=x: layer(x)))
-    flops = 4 * T * B * H * H * GATES[cell]
+    us = measure(Case(cell=cell, hidden=H, batch=B, seq=T, target="cpu", threads=threads), Plan(())).us_per_step
     return {"cell": cell, "T": T, "B": B, "I": H, "H": H, "config": dict(planned.found.config),
-            "loops": loops(generate(planned).emitted["asm"]), "gflops": 1e-9 * flops / float(np.median(times[3:]))}
+            "loops": loops(generate(planned).emitted["asm"]),
+            "gflops": 4e-3 * B * H * H * GATES[cell] / us["ecornn"].median}
 
 
 def hot_loops(threads: int) -> dict:
@@ -189,13 +157,11 @@ def hot_loops(threads: int) -> dict:
     lanes = lanes_of(detect())
     with tempfile.TemporaryDirectory() as folder:
         made = library(lanes, folder)
-        one, peak = (2e-9 * lanes * CHAINS * rate(lambda _, n: made.peak(n), count) for count in (1, threads))
+        one, peak = (2e-9 * lanes * CHAINS * rate(lambda _, n: made.multiply(n), count) for count in (1, threads))
     print(f"{detect().name} ({detect().arch}): FMA peak {one:.1f} GFLOP/s on 1 thread, {peak:.1f} on {threads}")
-    rows = []
-    for layer in LAYERS:
-        row = measured(*layer, threads)
+    rows = [measured(*layer, threads) for layer in LAYERS]
+    for row in rows:
         row["share_of_peak"] = row["gflops"] / peak
-        rows.append(row)
         print("\n   loop: ".join(map(told, (row, *row["loops"]))))
     return {"peak_1_thread": one, "peak": peak, "rows": rows}
 

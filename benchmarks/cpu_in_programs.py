@@ -4,8 +4,7 @@
     python benchmarks/cpu_in_programs.py busy --busy 2 --busy 4 --output ...
     python benchmarks/cpu_in_programs.py service --output ...
     python benchmarks/cpu_in_programs.py cells --output benchmarks/results/cpu_cells.json
-    python benchmarks/cpu_in_programs.py weights
-    python benchmarks/cpu_in_programs.py lengths
+    python benchmarks/cpu_in_programs.py weights                                                     # or lengths
     python benchmarks/cpu_in_programs.py host --output benchmarks/results/host_time_h100.json        # of a GPU
     python benchmarks/cpu_in_programs.py host --cpu --output benchmarks/results/host_time_cpu.json
 
@@ -45,8 +44,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, count, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,10 @@ class Program:
         y = self.layer(h)[0]
         return between - begin, time.perf_counter() - between, y
 
-    def block(self, seconds: float) -> Times:
-        """Times of calls for so long, after one that is not counted."""
+    def block(self, seconds: float, start: Callable[[], object] = lambda: None) -> Times:
+        """Times of calls for so long, three at least, after one that is not counted and ``start``."""
         self.once()
-        return self.calls(seconds)
-
-    def calls(self, seconds: float) -> Times:
-        """Times of calls for so long, three at least."""
+        start()
         found, end = list[tuple[float, float]](), time.perf_counter() + seconds
         while len(found) < 3 or time.perf_counter() < end:
             found.append(self.once()[:2])
@@ -108,21 +106,9 @@ class Program:
 
 def in_threads(program: Program, seconds: float) -> Times:
     """Times of calls in the threads of a service, all at the same time."""
-    start, found = threading.Barrier(REQUESTS), list[tuple[float, float]]()
-
-    def serve() -> None:
-        with torch.no_grad():
-            program.once()
-            start.wait()
-            mine = program.calls(seconds)
-        found.extend(mine)
-
-    threads = [threading.Thread(target=serve) for _ in range(REQUESTS)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    return found
+    start = threading.Barrier(REQUESTS)
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        return [*chain(*threads.map(lambda _: torch.no_grad()(program.block)(seconds, start.wait), range(REQUESTS)))]
 
 
 def suite_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -131,22 +117,15 @@ def suite_of(name: str) -> list[tuple[str, tuple[int, ...]]]:
             for c in (layer.case for layer in read_grid(FILE).members(name))]
 
 
-def library_of(cell: str, input: int, hidden: int) -> torch.nn.RNNBase:
-    """The layer of torch.nn."""
-    kind, _, nonlinearity = cell.partition("_")
-    return getattr(torch.nn, kind.upper())(input, hidden, **({"nonlinearity": nonlinearity} if nonlinearity else {}))
-
-
 def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: list[int],
             run: Callable[[Program, float], Times]) -> Iterator[Row]:
     """A row for each load: busy processes for each core."""
-    library = library_of(cell, shape[2], shape[3]).eval()
-    ours = replaced(library)
+    kind, _, nonlinearity = cell.partition("_")
+    library = getattr(torch.nn, kind.upper())(*shape[2:], **({"nonlinearity": nonlinearity} if nonlinearity else {}))
     torch.manual_seed(0)
-    theirs_program, program = Program(library, shape), Program(ours, shape)
+    theirs_program, program = Program(library.eval(), shape), Program(replaced(library), shape)
     program.x, program.weight = theirs_program.x, theirs_program.weight
-    expected, found = theirs_program.once()[2], program.once()[2]
-    error = relative(found, expected)
+    error = relative(program.once()[2], theirs_program.once()[2])
     if not error <= 1e-5:
         sys.exit(f"{cell} {shape}: differs from torch.nn by {error:.2e}")
     for load in loads:
@@ -170,9 +149,7 @@ def compare(cell: str, shape: tuple[int, int, int, int], budget: float, loads: l
 
 def add(path: Path, row: Row) -> None:
     """Adds the row to the file, in place of an older one of the same program."""
-    def key(row: Row) -> list[Any]:
-        return [row[name] for name in ("mode", "cell", "T", "B", "I", "H", "busy", "threads")]
-
+    key = itemgetter("mode", "cell", "T", "B", "I", "H", "busy", "threads")
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     where = {"numpy": np.__version__, "kernel": os.uname().release,
              "command": "python benchmarks/cpu_in_programs.py MODE"}
@@ -197,14 +174,6 @@ def train(cell: torch.nn.Module, x: torch.Tensor, optimizer: torch.optim.Optimiz
     return [p.grad for p in cell.parameters()]
 
 
-def results(cell: torch.nn.Module, x: torch.Tensor, kind: str) -> list[torch.Tensor]:
-    """The results of this kind of call."""
-    if kind == "training":
-        return train(cell, x)
-    with torch.no_grad():
-        return [loop(cell, x)]
-
-
 def compare_cells(name: str, size: tuple[int, int], kind: str, arguments: argparse.Namespace) -> Row:
     """One row: loops of calls, each from the states of the one before."""
     torch.manual_seed(0)
@@ -213,16 +182,15 @@ def compare_cells(name: str, size: tuple[int, int], kind: str, arguments: argpar
     sides, x = {"ecornn": replaced(library), "torch": library}, torch.randn(arguments.steps, batch, hidden)
     row: Row = {"cell": name, "B": batch, "H": hidden, "kind": kind, "steps": arguments.steps, "device": "cpu",
                 "threads": torch.get_num_threads()}
-    wanted = results(copy.deepcopy(library).double(), x.double(), kind)
-    for side, cell in sides.items():
-        row[f"{side}_error"] = max(map(relative, results(cell, x, kind), wanted))
-        if not row[f"{side}_error"] <= LIMITS[kind]:
-            sys.exit(f"{name} B={batch} H={hidden}: {side} has error {row[f'{side}_error']:.2e}")
-    if kind == "training":
-        runs = {side: partial(train, cell, x, torch.optim.SGD(cell.parameters(), 1e-6)) for side, cell in sides.items()}
-    else:
-        runs = {side: partial(loop, cell, x) for side, cell in sides.items()}
+    call = train if kind == "training" else lambda *given: [loop(*given)]
     with torch.set_grad_enabled(kind == "training"):
+        wanted = call(copy.deepcopy(library).double(), x.double())
+        for side, cell in sides.items():
+            row[f"{side}_error"] = max(map(relative, call(cell, x), wanted))
+            if not row[f"{side}_error"] <= LIMITS[kind]:
+                sys.exit(f"{name} B={batch} H={hidden}: {side} has error {row[f'{side}_error']:.2e}")
+        runs = {side: partial(train, cell, x, torch.optim.SGD(cell.parameters(), 1e-6)) if kind == "training" else
+                partial(loop, cell, x) for side, cell in sides.items()}
         found, _ = turns.host_turns(runs, lambda: x.copy_(torch.randn_like(x)), arguments.repeats, float("inf"),
                                     lambda run: wall_clock(run) * 1e6)
     for side, times in found.items():
@@ -230,41 +198,29 @@ def compare_cells(name: str, size: tuple[int, int], kind: str, arguments: argpar
     return row | {"ratio": row["torch_us"] / row["ecornn_us"]}
 
 
-def call(layer: torch.nn.Module, weights: dict[str, torch.Tensor], x: torch.Tensor,
-         training: bool) -> list[torch.Tensor]:
-    """y, or the gradients of all weights."""
-    if not training:
-        with torch.no_grad():
-            return [functional_call(layer, weights, (x,))[0]]
-    for weight in weights.values():
-        weight.requires_grad_().grad = None
-    functional_call(layer, weights, (x,))[0].square().mean().backward()
-    return [weight.grad for weight in weights.values()]
-
-
 def compare_weights(hidden: int, training: bool, new: bool, arguments: argparse.Namespace) -> Row:
-    """One row: both sides get the same tensors."""
+    """One row: both sides get the same tensors; y, or the gradients of all weights."""
     T, B, numbers = arguments.seq or 32, arguments.batch or 4, count()
     theirs = torch.nn.LSTM(hidden, hidden)
     base, x = {k: v.detach() for k, v in theirs.named_parameters()}, torch.randn(T, B, hidden)
     weights, found = dict(base), dict[str, list[torch.Tensor]]()
 
-    def check() -> None:
-        """The last round's."""
+    def fresh() -> None:
+        """New weights, once the last round's results have been compared."""
         if not max(map(relative, found.get("ecornn", []), found.get("torch", [])), default=0.0) < LIMITS["inference"]:
             sys.exit(f"H={hidden}: the two sides differ")
-
-    def fresh() -> None:
-        check()
         number = next(numbers)
-        weights.update({k: v.detach() * (1 + 0.01 * number) if new else v for k, v in base.items()})
+        weights.update({k: (v.detach() * (1 + 0.01 * number) if new else v).requires_grad_(training)
+                        for k, v in base.items()})
 
     def run(side: str, layer: torch.nn.Module) -> None:
-        found[side] = call(layer, weights, x, training)
+        with torch.set_grad_enabled(training):
+            y = functional_call(layer, weights, (x,))[0]
+            found[side] = [*torch.autograd.grad(y.square().mean(), [*weights.values()])] if training else [y]
 
     row = timed({"ecornn": partial(run, "ecornn", replaced(theirs)), "torch": partial(run, "torch", theirs)}, fresh,
                 arguments.repeats, 1, clock=host_clock)
-    check()
+    fresh()
     return {"H": hidden, "T": T, "B": B, "training": training, "new": new, **row,
             "ratio": row["torch_us"] / row["ecornn_us"]}
 
@@ -332,35 +288,28 @@ def entry_of(layer: Any, x: torch.Tensor) -> Callable[[], Any]:
     return lambda: run(*given[0]) or kept
 
 
-def in_blocks(sides: dict[str, Callable[[], Any]], repeats: int,
-              wait: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """p20, median and p80 of each, microseconds a call."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    with torch.no_grad():
-        for turn in range(repeats + 2):
-            for name, call in sides.items():
-                wait()
-                begin = time.perf_counter()
-                for _ in range(CALLS):
-                    call()
-                taken = time.perf_counter() - begin
-                if turn > 1:
-                    times[name].append(taken / CALLS * 1e6)
-        wait()
-    return {name: dict(zip(("p20", "median", "p80"), map(float, np.percentile(values, [20, 50, 80])), strict=True))
-            for name, values in times.items()}
-
-
 def host_time(arguments: argparse.Namespace) -> None:
     """The rows of ``host``, of a GPU if there is one and --cpu is not given."""
     device = "cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu"
     if device == "cpu":
         torch.set_num_threads(1)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     where, rows = environment(cpu=device == "cpu"), list[Row]()
     head = {"device": where.get("gpu", where.get("cpu"))} | {name: where[name] for name in ("torch", "ecornn", "time")}
+
+    def clock(run: Callable[[], Any]) -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            run()
+        return (time.perf_counter() - begin) / CALLS * 1e6
+
     for cell, steps in product(("lstm", "gru"), (1, 8, 100)):
-        sides = in_blocks(sides_of(cell, steps, device), arguments.repeats, wait)
+        calls = sides_of(cell, steps, device)
+        with torch.no_grad():
+            found = turns.take_turns(calls, lambda: None, arguments.repeats, float("inf"), clock)
+        sides = {name: dict(zip(("p20", "median", "p80"), np.percentile(times, [20, 50, 80]).tolist(), strict=True))
+                 for name, times in found.items()}
         rows.append({"cell": cell, "T": steps, "B": 1, "H": UNITS, "us": sides})
         print(f"{cell} T={steps}: " + ", ".join(f"{name} {one['median']:.1f} ({one['p20']:.1f} to {one['p80']:.1f})"
                                                 for name, one in sides.items()), flush=True)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from operator import itemgetter, sub
 from pathlib import Path
 
 from ecornn.targets import resolve
@@ -63,8 +64,7 @@ FIRST = [
          ".venv/bin/python -m pip --quiet install jinja2 && .venv/bin/ecornn report"),
     Step("A cell of one's own, in `leaky.py`: what serves it, and whether its results and gradients are right:",
          ".venv/bin/ecornn check-cell leaky.py:Leaky"),
-    Step("As a module:",
-         ".venv/bin/ecornn compile --cell leaky.py:Leaky --hidden 256 --batch 4 -o leaky.so"),
+    Step("As a module:", ".venv/bin/ecornn compile --cell leaky.py:Leaky --hidden 256 --batch 4 -o leaky.so"),
     Step("A mistake:", ".venv/bin/ecornn compile --cell lstn --hidden 800 -o x.so", 2),
     Step("And another:", ".venv/bin/ecornn tune --cell lstm --hidden 8OO", 2),
 ]
@@ -102,29 +102,16 @@ class Ran:
 
 def carry_out(command: str, folder: Path, environment: dict[str, str]) -> Ran:
     """Runs a command of the shell."""
-    began = last = time.monotonic()
-    lines, silence, before, quiet = [], 0.0, "", ""
+    lines, times = [""], [time.monotonic()]
     with subprocess.Popen(["bash", "-c", command], cwd=folder, env=environment, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, errors="replace") as running:
         assert running.stdout is not None
         for line in running.stdout:
-            now = time.monotonic()
-            if now - last > silence:
-                silence, quiet = now - last, before
-            last, before = now, line
+            times.append(time.monotonic())
             lines.append(line)
     end = time.monotonic()
-    if end - last > silence:
-        silence, quiet = end - last, before
-    return Ran("".join(lines), running.returncode, end - began, silence, quiet.strip())
-
-
-def shown(step: Step, ran: Ran) -> Iterator[str]:
-    """A step as Markdown."""
-    ended = "" if step.code == 0 else f", exit code {ran.code}"
-    text = f"$ {step.command}\n{ran.output}".rstrip()
-    yield f"{step.why}\n\n```text\n{text}\n```\n"
-    yield f"{ran.seconds:.1f} s{ended}; silent for {ran.silence:.1f} s at most.\n"
+    silence, quiet = max(zip(map(sub, [*times[1:], end], times), lines, strict=True), key=itemgetter(0))
+    return Ran("".join(lines), running.returncode, end - times[0], silence, quiet.strip())
 
 
 def environment_of(home: Path, in_place: bool) -> dict[str, str]:
@@ -145,19 +132,16 @@ def environment_of(home: Path, in_place: bool) -> dict[str, str]:
 
 def done(steps: list[Step], folder: Path, in_place: bool) -> Iterator[tuple[Step, Ran]]:
     """The steps, one after the other; a line on each."""
-    home = folder / "home"
+    within, home = folder, folder / "home"
     home.mkdir()
     environment = environment_of(home, in_place)
-    within = folder
-    if in_place:
-        (folder / "leaky.py").write_text(CELL)
+    (folder / "leaky.py").write_text(CELL)
     for step in steps:
         ran = carry_out(step.command, within, environment)
         print(f"{ran.seconds:6.1f} s, silent {ran.silence:4.1f} s after {ran.quiet[:40]!r}, code {ran.code}: "
               f"{step.command}", flush=True)
         if step.command == CLONE:
-            within = folder / "ecornn"
-            (within / "leaky.py").write_text(CELL)
+            within = (folder / "leaky.py").rename(folder / "ecornn" / "leaky.py").parent
         yield step, Ran(*(v.replace(str(folder), "/tmp/first").replace(str(ROOT), "/tmp/ecornn")  # of no interest
                           if isinstance(v, str) else v for v in astuple(ran)))
 
@@ -169,11 +153,13 @@ def page(title: str, in_place: bool, steps: list[tuple[Step, Ran]]) -> str:
     began = "From the clone" if not in_place else (
         "Installing is not among it: pip had nothing to install from on that machine, so that the clone itself is run, "
         "by `PYTHONPATH`, with a Python that has what it requires. From `doctor`")
-    text = [f"# The first ten minutes, {title}", "",
-            "Made by `python benchmarks/first_minutes.py" + " --in-place" * in_place + "`: commands and what they "
-            f"print, unedited. {began} to the first checked result it takes {seconds:.0f} s.", ""]
+    text = [f"# The first ten minutes, {title}\n", "Made by `python benchmarks/first_minutes.py"
+            + " --in-place" * in_place + "`: commands and what they print, unedited. "
+            f"{began} to the first checked result it takes {seconds:.0f} s.\n"]
     for step, ran in steps:
-        text += shown(step, ran)
+        ended, shown = f", exit code {ran.code}" if step.code else "", f"$ {step.command}\n{ran.output}".rstrip()
+        text += [f"{step.why}\n\n```text\n{shown}\n```\n",
+                 f"{ran.seconds:.1f} s{ended}; silent for {ran.silence:.1f} s at most.\n"]
     return "\n".join(text)
 
 

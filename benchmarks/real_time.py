@@ -21,33 +21,21 @@ from side_by_side import environment, options, told, write
 
 import ecornn
 from ecornn.build.link import find_compiler
+from ecornn.numpy_reference import random_weights
 
 AIMS = {16: 200, 40: 600, 64: 1000}
-SOURCE = Path(__file__).with_suffix(".c")
-
-
-def compiled(folder: Path) -> Path:
-    """The program."""
-    flags = subprocess.run([sys.executable, "-m", "ecornn", "config", "--cflags", "--libs"], capture_output=True,
-                           text=True, check=True).stdout
-    out = folder / "real_time"
-    command = ["cc", "-O2", "-std=c11", "-D_GNU_SOURCE", str(SOURCE), *shlex.split(flags), "-o", str(out)]
-    subprocess.run(command, check=True)
-    return out
 
 
 def prepared(cell: str, hidden: int, inputs: int, steps: int, folder: Path) -> dict:
     """A module with its arrays in a folder, and what y must be."""
     folder.mkdir()
-    module = ecornn.compile(cell, hidden=hidden, input=inputs, batch=1, seq=1, target="cpu", out=folder / "module.so")
-    rng = np.random.default_rng(0)
-    scale = 1 / np.sqrt(hidden)
-    weights = {p.name: rng.uniform(-scale, scale, p.shape).astype(np.float32) for p in module.manifest.parameters}
-    x = rng.standard_normal((steps, 1, inputs)).astype(np.float32)
+    ecornn.compile(cell, hidden=hidden, input=inputs, batch=1, seq=1, target="cpu", out=folder / "module.so")
+    weights = random_weights(cell, inputs, hidden)
+    x = np.random.default_rng(0).standard_normal((steps, 1, inputs), np.float32)
     for name, value in {**weights, "x": x}.items():
         value.tofile(folder / name)
     y, _ = ecornn.reference(cell, x, weights)
-    return {"row": {"cell": cell, "H": hidden, "I": inputs}, "folder": folder, "wanted": y}
+    return {"row": {"cell": cell, "H": hidden, "I": inputs}, "folder": folder, "wanted": y, "times": [], "longest": []}
 
 
 def main() -> None:
@@ -56,35 +44,34 @@ def main() -> None:
         priority=(0, "of the program among real-time threads (SCHED_FIFO), as audio has it; 0: a usual one"),
         cells=("lstm,gru", "")).parse_args()
     before = ["chrt", "--fifo", str(arguments.priority)] if arguments.priority else []
+    flags = subprocess.run([sys.executable, "-m", "ecornn", "config", "--cflags", "--libs"], capture_output=True,
+                           text=True, check=True).stdout
     with tempfile.TemporaryDirectory(prefix="ecornn-") as name:
-        folder = Path(name)
-        program = compiled(folder)
+        folder, program = Path(name), Path(name, "real_time")
+        subprocess.run(["cc", "-O2", "-std=c11", "-D_GNU_SOURCE", Path(__file__).with_suffix(".c"),
+                        *shlex.split(flags), "-o", program], check=True)
         cases = [prepared(cell, hidden, inputs, arguments.steps, folder / f"{cell}{hidden}-{inputs}")
                  for cell in arguments.cells.split(",") for hidden in map(int, arguments.hidden.split(","))
                  for inputs in sorted({1, hidden})]
-        times: list[list[float]] = [[] for _ in cases]
-        longest = [0.0] * len(cases)
-        for _ in range(arguments.turns):
-            for number, case in enumerate(cases):
-                said = subprocess.run([*before, program, case["folder"] / "module.so", case["folder"],
-                                       str(arguments.steps), str(arguments.repeats)], capture_output=True, text=True,
-                                      check=True).stdout
-                *each, most = map(float, said.split())
-                times[number] += each
-                longest[number] = max(longest[number], most)
-        rows = [finished(case, each, most) for case, each, most in zip(cases, times, longest, strict=True)]
+        for case in cases * arguments.turns:
+            said = subprocess.run([*before, program, case["folder"] / "module.so", case["folder"],
+                                   str(arguments.steps), str(arguments.repeats)], capture_output=True, text=True,
+                                  check=True).stdout
+            *each, longest = map(float, said.split())
+            case["times"] += each
+            case["longest"].append(longest)
+        rows = [finished(**case) for case in cases]
     write(arguments.output, environment(cpu=True) | {"compiler": " ".join(find_compiler())}, rows)
 
 
-def finished(case: dict, times: list[float], longest: float) -> dict:
+def finished(row: dict, folder: Path, wanted: np.ndarray, times: list[float], longest: list[float]) -> dict:
     """The row, printed."""
-    row, folder = case["row"], case["folder"]
-    y = np.fromfile(folder / "y", np.float32).reshape(case["wanted"].shape)
-    row["error"] = float(np.abs(y - case["wanted"]).max())
+    y = np.fromfile(folder / "y", np.float32).reshape(wanted.shape)
+    row["error"] = float(np.abs(y - wanted).max())
     if not row["error"] <= 1e-5:
         sys.exit(f"{row}: y differs by {row['error']:.2e}")
     row |= dict(zip(("p20_ns", "step_ns", "p80_ns"), np.percentile(times, [20, 50, 80]).round(1).tolist(), strict=True))
-    row |= {"longest_ns": longest, "aim_ns": AIMS.get(row["H"])}
+    row |= {"longest_ns": max(longest), "aim_ns": AIMS.get(row["H"])}
     print(told(row))
     return row
 

@@ -3,8 +3,7 @@
     python benchmarks/run_many_gpus.py                       # on the GPUs that are there
     python benchmarks/run_many_gpus.py --only speech --only tune --seconds 2
     python benchmarks/run_many_gpus.py --gpus 2              # on a CPU: two processes, small sizes, to try the script
-    python benchmarks/run_many_gpus.py --tables benchmarks/results/h200_many_gpus.json           # of docs/SCALING.md
-    python benchmarks/run_many_gpus.py --tables benchmarks/results/h200_many_gpus.json --write   # into that page
+    python benchmarks/run_many_gpus.py --tables benchmarks/results/h200_many_gpus.json --write   # into docs/SCALING.md
 
 Parts, each in processes of its own with a time limit, so that none takes the others with it; in seconds what each takes
 on two GPUs with 32 cores, about:
@@ -24,16 +23,7 @@ milliseconds a step, both sides in turns, of the slowest process. Results go to 
 after each part; parts that are there already stay unless they are measured again. Exits with 1 where a part failed, or
 its results are wrong.
 
-The tables hold a model of more GPUs against what was measured, of a step with n rows on each of N GPUs:
-
-    step(n, N) = alone(n) + exposed(n, N)
-
-``alone`` is measured, on the GPUs at hand without communication. Gradients leave in buckets of 25 MB, the last layer's
-first. Backward takes a measured share of a step, each of its layers the same; a bucket is ready with the layer that its
-last byte is of. All-reduces follow one another, each takes ``latency`` log2(N) and its bytes times 2 (N-1) / N by the
-bandwidth; what of them ends after the backward pass is exposed. What is hidden costs something, too, since kernels that
-add up take multiprocessors and memory from those that compute: a share of it, ``cost``, the only number that is fitted
-to steps that were measured. torch.nn's stack is one node, whose gradients are all ready at its end.
+The tables hold the model of more GPUs that docs/SCALING.md describes against what was measured.
 """
 
 from __future__ import annotations
@@ -65,7 +55,6 @@ from ecornn.targets import resolve
 HERE = Path(__file__).resolve().parent
 # seconds at most: others of a part are stopped, and what it had found until then counts
 PARTS = {"build": 120.0, "speech": 90.0, "data_parallel": 90.0, "deep": 80.0, "tune": 300.0, "inference": 45.0}
-TUNED = ("one", "many", "share")
 TRAINING = ("speech", "data_parallel", "deep")
 PAGE = Path("docs/SCALING.md")  # from the checkout
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
@@ -74,12 +63,9 @@ HOST = 8  # GPUs of one host, behind switches that give each its full bandwidth 
 # bytes a second in and out of a host, of InfiniBand at 400 Gb/s of which four fifths are reached: an adapter for each
 # GPU, and one in all
 NETWORKS = {"8 adapters": 8 * 50e9 * 0.8, "1 adapter": 50e9 * 0.8}
+interval = "{ms:.2f} [{p20:.2f}, {p80:.2f}]".format_map
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 TITLES = {"speech": "five layers of LSTM 800 in both directions", "deep": "seven layers of LSTM 768 in one direction"}
-
-
-class Failed(Exception):
-    """A part did not come to its end."""
 
 
 def main() -> None:
@@ -101,10 +87,8 @@ def main() -> None:
     name = short_name(resolve("cuda")) if torch.cuda.is_available() else "cpu"
     output = arguments.output or HERE / "results" / f"{name}_many_gpus.json"
     end = time.monotonic() + arguments.limit
-    earlier = json.loads(output.read_text()) if output.exists() else {"environment": {}, "parts": {}}
-    parts: dict[str, Any] = earlier["parts"]
-    known = earlier["environment"]  # of the first run, whose parts may stay
-    faults = []
+    whole: dict[str, Any] = json.loads(output.read_text()) if output.exists() else {"environment": {}, "parts": {}}
+    known, faults = whole["environment"], []  # of the first run, whose parts may stay
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder:
         for part in arguments.only or PARTS:
             left, begun = min(PARTS[part], end - time.monotonic()), time.monotonic()
@@ -113,60 +97,55 @@ def main() -> None:
                 print(faults[-1], flush=True)
                 continue
             print(f"{part}: ", end="", flush=True)
-            result, fault = Path(folder, f"{part}.json"), ""
-            try:
-                carry_out(commands(part, arguments, result), left, Path(folder))
-            except Failed as error:
-                fault = str(error)
+            result, where = Path(folder, f"{part}.json"), environment(arguments.gpus)
+            fault = carry_out(commands(part, arguments, result), left, Path(folder))
             found = json.loads(result.read_text()) if result.exists() else {}
             fault = fault or wrong(part, found)
-            faults += [f"{part}: {fault}"] if fault else []
-            where = environment(arguments.gpus)
-            parts[part] = found | {"took": time.monotonic() - begun} | ({"fault": fault} if fault else {})
-            parts[part] |= {"command": where["command"], "time": where["time"]}
-            print(f"{parts[part]['took']:.0f} s", *([fault] if fault else []), sep="\n  ", flush=True)
+            found |= {"took": time.monotonic() - begun, "command": where["command"], "time": where["time"]}
+            if fault:
+                found["fault"] = fault
+                faults.append(f"{part}: {fault}")
+            print(f"{found['took']:.0f} s", *([fault] if fault else []), sep="\n  ", flush=True)
+            whole["environment"] = where | {name: known[name] for name in ("command", "time") if name in known}
+            whole["parts"][part] = found
             output.parent.mkdir(parents=True, exist_ok=True)
-            whole = {"environment": where | {name: known[name] for name in ("command", "time") if name in known},
-                     "parts": parts}
             output.write_text(json.dumps(whole, indent=1) + "\n")
-    sys.exit("\n".join(faults) if faults else 0)
+    sys.exit("\n".join(faults) or None)
 
 
 def commands(part: str, arguments: argparse.Namespace, result: Path) -> list[tuple[list[str], dict[str, str]]]:
     """What a part runs at the same time: commands with their variables."""
-    gpus, seconds = str(arguments.gpus), str(arguments.seconds)
+    gpus = str(arguments.gpus)
     if part == "tune":
         limit = str(min(PARTS[part], arguments.limit))
         return [([str(HERE / "rpc_servers.py"), "--layers", "--gpus", gpus, "--trials", str(arguments.trials),
                   "--seconds", limit, "--output", str(result)], {})]
-    command, shared = [str(HERE / "many_gpus.py"), part, seconds, str(result)], {"WORLD_SIZE": gpus}
-    if part not in TRAINING:
-        return [(command, shared)]
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared |= {} if torch.cuda.is_available() else {"GLOO_SOCKET_IFNAME": "lo"}
-    return [(command, shared | {"RANK": str(rank)}) for rank in range(arguments.gpus)]
+    shared = {"WORLD_SIZE": gpus, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if not torch.cuda.is_available():
+        shared["GLOO_SOCKET_IFNAME"] = "lo"
+    return [([str(HERE / "many_gpus.py"), part, str(arguments.seconds), str(result)], shared | {"RANK": str(rank)})
+            for rank in range(arguments.gpus if part in TRAINING else 1)]
 
 
-def carry_out(what: Sequence[tuple[list[str], Mapping[str, str]]], limit: float, folder: Path) -> None:
-    """Runs commands to their ends; once one fails, or after ``limit`` seconds, ends all with what they started, and
-    raises :class:`Failed`."""
-    logs = [folder / f"{n}.log" for n in range(len(what))]
-    end, running = time.monotonic() + limit, []
+def carry_out(what: Sequence[tuple[list[str], Mapping[str, str]]], limit: float, folder: Path) -> str:
+    """Runs commands to their ends; once one fails, or after ``limit`` seconds, ends all with what they started. What
+    went wrong; empty: nothing."""
+    end, running = time.monotonic() + limit, dict[Path, subprocess.Popen[bytes]]()
     try:
-        for (command, more), log in zip(what, logs, strict=True):
-            with log.open("w") as to:
+        for n, (command, more) in enumerate(what):
+            with (log := folder / f"{n}.log").open("w") as to:
                 strict = os.environ | {"ECORNN_STRICT": "1", **more}
-                running.append(subprocess.Popen([sys.executable, "-W", "ignore", *command], stdout=to, stderr=to,
-                                                env=strict, start_new_session=True))
-        while any(process.poll() is None for process in running):
-            bad = [n for n, process in enumerate(running) if process.poll()]
-            if bad or time.monotonic() > end:
-                raise Failed(f"took longer than {limit:.0f} s\n{tail(logs[0])}" if not bad else tail(logs[bad[0]]))
+                running[log] = subprocess.Popen([sys.executable, "-W", "ignore", *command], stdout=to, stderr=to,
+                                                env=strict, start_new_session=True)
+        while going := [log for log, process in running.items() if process.poll() != 0]:
+            if bad := [log for log in going if running[log].returncode]:
+                return tail(bad[0])
+            if time.monotonic() > end:
+                return f"took longer than {limit:.0f} s\n{tail(going[0])}"
             time.sleep(0.1)
-        if bad := [n for n, process in enumerate(running) if process.returncode]:
-            raise Failed(tail(logs[bad[0]]))
+        return ""
     finally:
-        for process in running:
+        for process in running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -182,7 +161,7 @@ def wrong(part: str, found: Mapping[str, Any]) -> str:
     if part == "data_parallel" and not found["gradients"]["within"]:
         return "gradients of several processes are not those of one"
     if part == "tune":
-        for run in (found[name] for name in (*TUNED, "killed") if name in found):
+        for run in (found[name] for name in ("one", "many", "share", "killed") if name in found):
             if run["failed"] or run["trials"] != run["wanted"]:
                 return f"{run['failed']} trials failed, {run['trials']} of {run['wanted']} were made"
     return ""
@@ -207,8 +186,7 @@ class Link:
     def fitted(cls, messages: Mapping[str, float]) -> Link:
         """The least relative squares of ``latency + bytes / bandwidth`` over all-reduces of two GPUs, in milliseconds
         by bytes."""
-        size, times = (np.array([*map(float, of)]) for of in (messages, messages.values()))
-        seconds = times * 1e-3
+        size, seconds = np.array([(float(size), ms * 1e-3) for size, ms in messages.items()]).T
         rows = np.stack([np.ones_like(size), size], 1) / seconds[:, None]
         latency, slope = np.linalg.lstsq(rows, np.ones_like(size), rcond=None)[0]
         return cls(max(float(latency), 0.0), 1 / float(slope))
@@ -240,12 +218,9 @@ class Stack:
     def ready(self) -> list[tuple[float, float]]:
         """The buckets in the order in which they leave: bytes, and the share of backward after which they are ready."""
         ends = np.cumsum(self.bytes[::-1])
-        total, found, at = float(ends[-1]), [], 0.0
-        while at < total:
-            size = min(BUCKET, total - at)
-            at += size
-            found.append((size, (int(np.searchsorted(ends, at * (1 - 1e-9))) + 1) / self.layers))
-        return found
+        last = [*np.arange(BUCKET, ends[-1], BUCKET), float(ends[-1])]  # where each ends
+        return [(size, (int(np.searchsorted(ends, end * (1 - 1e-9))) + 1) / self.layers)
+                for size, end in zip(np.diff(last, prepend=0.0).tolist(), last, strict=True)]
 
     def communication(self, gpus: int, link: Link, network: float) -> float:
         """Seconds of all buckets."""
@@ -270,33 +245,31 @@ class Model:
         self.parts = {name: parts[name] for name in ("speech", "deep") if "many" in parts.get(name, {})}
         self.stacks = {name: Stack(**part["sizes"]) for name, part in self.parts.items()}
         self.cost = 0.0
-        pairs = [(*self.times(name, int(rows), 2), self.step(name, "ecornn", int(rows), 2), times["ecornn"]["ms"] / 1e3)
-                 for name, part in self.parts.items() for rows, times in part["many"].items()]
-        hidden = np.array([communication - exposed for exposed, communication, *_ in pairs])
-        missing = np.array([found - step for *_, step, found in pairs])
+        hidden, missing = np.array([
+            (self.times(name, int(rows), 2)[1], times["ecornn"]["ms"] / 1e3 - self.step(name, "ecornn", int(rows), 2))
+            for name, part in self.parts.items() for rows, times in part["many"].items()]).reshape(-1, 2).T
         if hidden.any():
             self.cost = float(np.clip(hidden @ missing / (hidden @ hidden), 0.0, 1.0))
 
     def alone(self, name: str, side: str, rows: int) -> float:
         """Seconds of a step without communication: of the layers as several GPUs run them, or of one GPU."""
-        part = self.parts[name]
-        if str(rows) in part["many"]:
-            return part["many"][str(rows)][f"{side}_alone"]["ms"] / 1e3
-        return part["one"][str(rows)][side]["ms"] / 1e3
+        if times := self.parts[name]["many"].get(str(rows)):
+            return times[f"{side}_alone"]["ms"] / 1e3
+        return self.parts[name]["one"][str(rows)][side]["ms"] / 1e3
 
     def times(self, name: str, rows: int, gpus: int, network: float = NETWORKS["8 adapters"],
               side: str = "ecornn") -> tuple[float, float]:
-        """Seconds that are exposed, but for ``cost``, and those of all communication."""
+        """Seconds of communication that are exposed, and those that are hidden."""
         stack, backward = self.stacks[name], self.share * self.alone(name, side, rows)
-        return (stack.exposed(backward, gpus, self.link, network, side == "ecornn"),
-                stack.communication(gpus, self.link, network))
+        exposed = stack.exposed(backward, gpus, self.link, network, side == "ecornn")
+        return exposed, stack.communication(gpus, self.link, network) - exposed
 
     def step(self, name: str, side: str, rows: int, gpus: int, network: float = NETWORKS["8 adapters"]) -> float:
         """Seconds."""
         if gpus == 1:
             return self.parts[name]["one"][str(rows)][side]["ms"] / 1e3
-        exposed, communication = self.times(name, rows, gpus, network, side)
-        return self.alone(name, side, rows) + exposed + self.cost * (communication - exposed)
+        exposed, hidden = self.times(name, rows, gpus, network, side)
+        return self.alone(name, side, rows) + exposed + self.cost * hidden
 
 
 def measured(model: Model, gpus: int) -> list[str]:
@@ -306,9 +279,7 @@ def measured(model: Model, gpus: int) -> list[str]:
     for name, part in model.parts.items():
         for rows, times in part["many"].items():
             batch = int(rows) * gpus
-            for side in ("ecornn", "torch"):
-                if str(batch) not in part["one"]:
-                    continue
+            for side in ("ecornn", "torch") if str(batch) in part["one"] else ():
                 one, many, alone = part["one"][str(batch)][side], times[side], times[f"{side}_alone"]
                 step = 1e3 * model.step(name, side, int(rows), gpus)
                 lines.append(
@@ -318,10 +289,6 @@ def measured(model: Model, gpus: int) -> list[str]:
     return lines
 
 
-def interval(times: Mapping[str, float]) -> str:
-    return f"{times['ms']:.2f} [{times['p20']:.2f}, {times['p80']:.2f}]"
-
-
 def projected(model: Model, name: str) -> list[str]:
     """A step of the same global batch on up to 128 GPUs, down to the fewest rows that were measured."""
     part, fewest = model.parts[name], min(map(int, model.parts[name]["one"]))
@@ -329,10 +296,7 @@ def projected(model: Model, name: str) -> list[str]:
     lines = [f"| GPUs | rows a GPU | ecornn, ms, {' / '.join(NETWORKS)} | gain over {batch // most} | torch.nn, ms | "
              "ecornn against torch.nn |", "|---|---|---|---|---|---|"]
     first = None
-    for gpus in GPUS:
-        rows = batch // gpus
-        if rows > most:
-            continue
+    for gpus, rows in ((n, batch // n) for n in GPUS if batch // n <= most):
         steps = [1e3 * model.step(name, "ecornn", rows, gpus, network) for network in NETWORKS.values()]
         theirs = 1e3 * model.step(name, "torch", rows, gpus)
         first = first or steps[0]
@@ -347,7 +311,7 @@ def section(path: Path) -> str:
     parts, env = data["parts"], data["environment"]
     model, gpus = Model(parts), env["gpus"]
     parallel, lines = parts["data_parallel"], measured(model, gpus)
-    ready, overlap, sharded = parallel["ready"], parallel["overlap"], parallel.get("sharded", {})
+    ready, overlap, gradients = parallel["ready"], parallel["overlap"], parallel["gradients"]
     lines += ["", f"Data: `benchmarks/results/{path.name}`, {gpus} {env['gpu']}, {env['cores']} cores, PyTorch "
               f"{env['torch']}, CUDA {env['cuda']}, NCCL {env['nccl']}; `{env['command']}`.", "",
               f"Of the model: latency {model.link.latency * 1e6:.0f} µs and {model.link.bandwidth / 1e9:.0f} GB/s "
@@ -359,15 +323,13 @@ def section(path: Path) -> str:
                      f"to {leave[-1]:.1f} ms of a backward pass, which alone takes {ready[how]['alone_ms']:.1f} ms; "
                      f"the step takes {overlap[how]['ms']:.2f} ms, {exposed:.2f} ms more than without communication, "
                      f"which takes {overlap['all_reduce']['ms']:.2f} ms alone.")
-    few = parallel.get("few_blocks", {})
-    if "layer_by_layer" in few:
+    if "layer_by_layer" in (few := parallel.get("few_blocks", {})):
         lines.append(f"- With NCCL's kernels held to four blocks: {few['layer_by_layer']['ms']:.2f} ms against "
                      f"{few['all_blocks']['ms']:.2f} ms.")
-    gradients = parallel["gradients"]
     lines.append(f"- Gradients of {gpus} processes: error {gradients['many']:.1e} against float64, of one process with "
                  f"the whole batch {gradients['one']:.1e}; each by itself is at most {gradients['most_of_limit']:.2f} "
                  "times twice the error of one process that takes the parts of all in turns.")
-    if "step" in sharded:
+    if "step" in (sharded := parallel.get("sharded", {})):
         lines.append(f"- FSDP2: {sharded['step']['ms']:.2f} ms a step, {sharded['held']:.0%} of the weights on each "
                      f"GPU between calls.")
     if "many" in (tune := parts.get("tune", {})):

@@ -7,7 +7,7 @@ Reads a table of `search_tables.py` (or several, .jsonl or .jsonl.xz) and replay
 configurations alone, `--seeds` times each: the time of a proposal is looked up. Written are OUTPUT.json and OUTPUT.png
 (needs matplotlib): best so far against trials, relative to the best of the table, median and range over the seeds; and
 how many trials it takes to come within 5% of the best, and of a warmed search to be as good as one from nothing at the
-end.
+end; printed is what is said of `--live` below.
 
     random   draws without replacement
     model    the tuner, from nothing
@@ -15,18 +15,17 @@ end.
 
 Random searches begin with the defaults of all schedules; where schedules have estimates the others begin with the
 preferred one's alone, and rank the rest with everything else. The tuner is the real one, with as many candidates under
-way at a time as on a machine with 16 processors; what a replayed search may find outside the table does not count, so a
-table should be much larger than the budget. Searches that may propose anything are compared by
+way as on a machine with 16 processors; what it may find outside the table does not count, so a table should be much
+larger than the budget. Searches that may propose anything are compared by
 
     cd benchmarks; python search_quality.py --live results/search_fastest_h100.jsonl.xz \\
         results/search_live_quarter_h100.json results/search_live_none_h100.json
 
-from reports of `search_rate.py`: `--records others` knew the records of other layers, `none` nothing. They are set
-against the best of random configurations of a layer, which the first file of `--live` has: a table, or what was fastest
-in it, measured again on a GPU like that of the reports; what it lacks the `--live` before it have. Printed are, after
-some numbers of trials, for those with records and those without, the median of the runs of each layer: the geometric
-mean of the layers, the worst of them, and how many are within 5%; and how many of all single runs are. Then how many
-trials it took to come within 5%.
+from reports of `search_rate.py`, against the best of random configurations of a layer, which the first file of `--live`
+has: a table, or what was fastest in it, measured again on a GPU like that of the reports; what it lacks the `--live`
+before it have. Printed are, after some numbers of trials, for those with records of other layers and those without, of
+the median run of each layer the geometric mean, the worst, and how many are within 5%; and how many of all single runs
+are. Then how many trials it took to come within 5%.
 """
 
 from __future__ import annotations
@@ -47,14 +46,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from search_tables import task_of, trials_of
+from search_tables import task_of
 
+from ecornn.cells import get
 from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
 from ecornn.tune.choose import Environment
 from ecornn.tune.evaluate import SPARE
 from ecornn.tune.journal import Journal
-from ecornn.tune.log import Log, read_all, shipped_folder
+from ecornn.tune.log import Log, read, read_all, shipped_folder
 from ecornn.tune.lookup import unfit, up_to_date
 from ecornn.tune.model import CostModel
 from ecornn.tune.record import AnyRecord, Outcome, Trial
@@ -162,7 +162,7 @@ def tables_of(paths: Sequence[Path]) -> list[Table]:
     """The tables of logs, compressed or not."""
     found: dict[tuple[Workload, str], list[Trial]] = {}
     for path in paths:
-        for trial in trials_of(path):
+        for trial in read(path).trials():
             if trial.stage == "search":  # of all hosts with such a GPU
                 found.setdefault((trial.workload, trial.device.name), []).append(trial)
     return [Table(work, trials[0].device, tuple(usable(work, trials[0].device, trials)))
@@ -182,7 +182,6 @@ def usable(work: Workload, device: Device, trials: Sequence[Trial]) -> Iterator[
 @cache
 def others(mine: Workload) -> Log:
     """The shipped records but those of this workload, or of this layer at less than twice or half the batch."""
-
     def other(work: Workload) -> bool:
         same = (work.cell, work.hidden, work.input, work.dtype) == (mine.cell, mine.hidden, mine.input, mine.dtype)
         return not same or max(work.batch, mine.batch) >= 2 * min(work.batch, mine.batch)
@@ -203,8 +202,6 @@ def replay(table: Table, kind: str, seed: int, budget: int) -> list[float]:
         tried = [times[c] for c in (order + rest)[:budget]]
     else:
         if kind == "warmed":
-            from ecornn.cells import get
-
             records = others(table.work)
             warm(model, get(table.work.cell), task, schedules, records)
             lent = borrowed(task, schedules, records)
@@ -228,24 +225,6 @@ def needed(run: Sequence[float | None], goal: float) -> float:
     return next((n for n, value in enumerate(run, 1) if value is not None and value <= goal), math.inf)
 
 
-def curves(table: Table, seeds: int, budget: int, pool: ProcessPoolExecutor) -> Curves:
-    """Every kind of search with every seed."""
-    found = {(kind, seed): pool.submit(replay, table, kind, seed, budget) for kind in KINDS for seed in range(seeds)}
-    return {kind: [found[kind, seed].result() for seed in range(seeds)] for kind in KINDS}
-
-
-def rows_of(work: str, found: Curves) -> list[dict[str, object]]:
-    """What the searches have at some budgets."""
-    rows: list[dict[str, object]] = []
-    for kind, runs in found.items():
-        for budget in BUDGETS:
-            at = sorted(run[budget - 1] for run in runs if len(run) >= budget)
-            if at:
-                rows.append({"workload": work, "search": kind, "trials": budget, "median": statistics.median(at),
-                             "best": at[0], "worst": at[-1]})
-    return rows
-
-
 def reached(work: str, found: Curves) -> dict[str, object]:
     """Trials to come within `NEAR` of the best, the median over the seeds; and of the warmed search to be as good as
     the one from nothing after all its trials, in the median. None: not within the budget."""
@@ -265,26 +244,9 @@ def behind(found: Curves) -> dict[str, list[int]]:
     counts = {}
     for kind, runs in found.items():
         length = min(map(len, (*runs, *found["random"])))
-        budgets = range(32, length + 1)
-        mine, drawn = ([statistics.median(run[at - 1] for run in each) for at in budgets]
-                        for each in (runs, found["random"]))
-        counts[kind] = [sum(a > 1.01 * b for a, b in zip(mine, drawn, strict=True)), len(budgets)]
+        mine, drawn = (np.median([run[31:length] for run in each], axis=0) for each in (runs, found["random"]))
+        counts[kind] = [int((mine > 1.01 * drawn).sum()), len(mine)]
     return counts
-
-
-def summary(rows: Sequence[dict[str, object]]) -> list[str]:
-    """Markdown: over the workloads, the median over the seeds."""
-    kinds = list(dict.fromkeys(str(r["search"]) for r in rows))
-    text = ["| trials | " + " | ".join(f"{kind}: geometric mean (worst workload, within 5%)" for kind in kinds) + " |",
-            "|---" * (len(kinds) + 1) + "|"]
-    for budget in BUDGETS:
-        cells = []
-        for kind in kinds:
-            at = [float(str(r["median"])) for r in rows if (r["search"], r["trials"]) == (kind, budget)]
-            cells.append(f"{statistics.geometric_mean(at):.3f} ({max(at):.3f}, "
-                         f"{sum(v <= NEAR for v in at)} of {len(at)})" if at else "")
-        text.append(f"| {budget} | " + " | ".join(cells) + " |")
-    return text
 
 
 def plot(data: dict[str, Curves], device: str, sizes: dict[str, int], path: Path) -> None:
@@ -301,11 +263,9 @@ def plot(data: dict[str, Curves], device: str, sizes: dict[str, int], path: Path
         panel.axis("off")
     for panel, (workload, kinds) in zip(panels.flat, data.items(), strict=False):
         for kind, runs in kinds.items():
-            length = min(map(len, runs))
-            at = list(zip(*(run[:length] for run in runs), strict=True))
-            (drawn,) = panel.plot(range(1, length + 1), [statistics.median(v) for v in at], label=kind)
-            panel.fill_between(range(1, length + 1), [min(v) for v in at], [max(v) for v in at], alpha=0.15,
-                               color=drawn.get_color())
+            at = np.array([*zip(*runs, strict=False)])
+            (drawn,) = panel.plot(range(1, len(at) + 1), np.median(at, 1), label=kind)
+            panel.fill_between(range(1, len(at) + 1), at.min(1), at.max(1), alpha=0.15, color=drawn.get_color())
         panel.set(xlabel="trials", xscale="log", ylim=(0.85, 1.5))
         panel.set_title(f"{workload}\n{sizes[workload]} configurations", fontsize=9)
         panel.grid(alpha=0.3)
@@ -318,7 +278,8 @@ def plot(data: dict[str, Curves], device: str, sizes: dict[str, int], path: Path
 
 class Live(NamedTuple):
     """A search of the whole space by `search_rate.py`: the records that it knew; relative to the best of the table, the
-    best so far after each trial, and the best after a last measurement; and the file with its report."""
+    best so far after each trial, and the best after a last measurement; and the file with its report. Or one that was
+    replayed, and its kind."""
 
     workload: str
     records: str
@@ -355,8 +316,7 @@ def medians(found: Sequence[Live], budget: int) -> dict[str, tuple[float, list[f
 def until(found: Sequence[Live], goal: float) -> tuple[float, int]:
     """Trials until the best is ``goal`` times the table's, medians of the runs of a layer, summed over the layers; and
     how many runs never were, each of which counts with all its trials."""
-    took: dict[str, list[float]] = {}
-    never = 0
+    took, never = dict[str, list[float]](), 0
     for one in found:
         trials = needed(one.curve, goal)
         never += trials == math.inf
@@ -372,8 +332,9 @@ def line(records: str, budget: int, of: dict[str, tuple[float, list[float]]]) ->
 
 
 def compare(found: Sequence[Live]) -> None:
-    """Prints what the help says of ``--live``."""
-    kinds = {records: [one for one in found if one.records == records] for records in ("others", "none")}
+    """Prints what the help says, by the records that the searches knew, or their kinds."""
+    kinds = {records: [one for one in found if one.records == records]
+             for records in dict.fromkeys(one.records for one in found)}
     print("| records | trials | mean | worst | layers within 5% | runs within 5% |\n|---|---|---|---|---|---|")
     for records, budget in itertools.product(kinds, BUDGETS):
         if of := medians(kinds[records], budget):
@@ -393,22 +354,27 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="without its suffix")
     arguments = parser.parse_args()
     if arguments.live:
-        compare(lives((tables_of(group[:1]), group[1:]) for group in arguments.live))
-        return
+        return compare(lives((tables_of(group[:1]), group[1:]) for group in arguments.live))
     if not (arguments.table and arguments.output):
         parser.error("expected --live, or --table and --output")
-    tables, data, rows = tables_of(arguments.table), {}, []
+    tables, data = tables_of(arguments.table), {}
     with ProcessPoolExecutor(arguments.processes) as pool:
         for table in tables:
-            work = str(table.work)
-            data[work] = curves(table, arguments.seeds, arguments.budget, pool)
-            rows += rows_of(work, data[work])
-    print("\n".join(summary(rows)))
+            work, seeds, budget = str(table.work), range(arguments.seeds), itertools.repeat(arguments.budget)
+            found = {kind: pool.map(replay, itertools.repeat(table), itertools.repeat(kind), seeds, budget)
+                     for kind in KINDS}
+            data[work] = {kind: list(runs) for kind, runs in found.items()}
+    searches = {kind: [Live(work, kind, run, run[-1], "") for work, found in data.items() for run in found[kind]]
+                for kind in KINDS}
+    compare([*itertools.chain(*searches.values())])
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.with_suffix(".json").write_text(json.dumps({
         "device": tables[0].device.name, "seeds": arguments.seeds,
         "configurations": {str(t.work): len(t.times) for t in tables}, "best_us": {str(t.work): t.best for t in tables},
-        "noisy": {str(t.work): sum(each.noisy for each in t.trials) for t in tables}, "rows": rows,
+        "noisy": {str(t.work): sum(each.noisy for each in t.trials) for t in tables},
+        "rows": [{"workload": work, "search": kind, "trials": budget, "median": middle, "best": min(at),
+                  "worst": max(at)} for kind, budget in itertools.product(KINDS, BUDGETS)
+                 for work, (middle, at) in medians(searches[kind], budget).items()],
         "needed": [reached(work, found) for work, found in data.items()],
         "budgets_behind_random": {work: behind(found) for work, found in data.items()},
         "command": "python benchmarks/search_quality.py " + " ".join(sys.argv[1:])}, indent=1) + "\n")

@@ -6,10 +6,9 @@
     python benchmarks/search_rate.py --pretend 0.03 --pretend-builds 1.1 --builders 16        # no GPU, no compiler
 
 Runs `ecornn tune`'s search of each layer (`--suite`: of the twelve of `search_tables.py`), without early stopping, with
-a build cache that is empty at first and a log of its own. `--records` is what it knows beforehand: `all` that ship,
-`none`, or those of `others`, none of the layer itself at a similar batch; `search_quality.py --live` compares what
-was found with the tables. With several `--seeds`, which share the build cache, all layers are searched once with each.
-Reported are for each run of `--at-once` layers
+a build cache that is empty at first, which `--seeds` share, and a log of its own. `--records` is what it knows
+beforehand: `all` that ship, `none`, or those of `others`, none of the layer itself at a similar batch;
+`search_quality.py --live` compares what was found with the tables. Reported are for each run of `--at-once` layers
 
     per_second           trials a second from the first measurement to the last trial
     per_second_all       the same from the start of this command, imports and the final comparison included
@@ -41,39 +40,39 @@ import statistics  # noqa: E402
 import sys  # noqa: E402
 import tempfile  # noqa: E402
 from concurrent.futures import ThreadPoolExecutor  # noqa: E402
-from dataclasses import dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import msgspec  # noqa: E402
 
+from ecornn.quick_tvm import import_tvm  # noqa: E402
+from ecornn.targets import resolve  # noqa: E402
+from ecornn.tune import proposing  # noqa: E402
+from ecornn.tune import session as sessions  # noqa: E402
 from ecornn.tune.building import Build  # noqa: E402
+from ecornn.tune.log import Log  # noqa: E402
 from ecornn.tune.measuring import Measure  # noqa: E402
+from ecornn.tune.pool import Entries, Pool  # noqa: E402
 from ecornn.tune.record import Outcome, Times  # noqa: E402
+from ecornn.tune.search import Search  # noqa: E402
+from ecornn.worker import Worker  # noqa: E402
 
 Span = tuple[float, float]
 PRETEND = "ECORNN_PRETEND"  # to the worker processes: seconds of a build and of a measurement
 
 
-@dataclass
-class Spans:
-    """When something was at work, from all threads."""
+SPANS: dict[str, list[Span]] = {"build": [], "measure": [], "propose": []}  # when it was at work, from all threads
 
-    of: dict[str, list[Span]] = field(default_factory=lambda: {"build": [], "measure": [], "propose": []})
 
-    def watch(self, kind: str, function: Any) -> Any:
-        """``function``, noting when it ran."""
-        def watched(*args: Any, **named: Any) -> Any:
-            begin = time.monotonic()
-            try:
-                return function(*args, **named)
-            finally:
-                self.of[kind].append((begin, time.monotonic()))
-        return watched
-
-    def within(self, kind: str, window: Span) -> float:
-        """Seconds, summed over processes."""
-        return sum(max(0.0, min(end, window[1]) - max(begin, window[0])) for begin, end in self.of[kind])
+def watch(kind: str, function: Any) -> Any:
+    """``function``, noting when it ran."""
+    def watched(*args: Any, **named: Any) -> Any:
+        begin = time.monotonic()
+        try:
+            return function(*args, **named)
+        finally:
+            SPANS[kind].append((begin, time.monotonic()))
+    return watched
 
 
 def nothing(_: None) -> bool:
@@ -97,17 +96,8 @@ def pretended_measure(request: Measure) -> list[Outcome]:
     return [Outcome(Times.of([one] * 7), 1e-7) for one in times]
 
 
-def summary(spans: list[Span]) -> dict[str, float]:
-    """Of the durations."""
-    seconds = [end - begin for begin, end in spans]
-    return {"median": statistics.median(seconds), "mean": statistics.fmean(seconds), "most": max(seconds)}
-
-
 def know(records: str) -> None:
     """Keeps records from the searches."""
-    from ecornn.tune import proposing
-    from ecornn.tune.log import Log
-
     def log(task: Any) -> Any:
         if records == "none":
             return Log()
@@ -116,53 +106,49 @@ def know(records: str) -> None:
         return others(task.workload)
 
     warm, seeds, borrowed = proposing.warm, proposing.seeds, proposing.borrowed
-    if records != "all":
-        proposing.warm = lambda model, cell, task, schedules, _, run=None: warm(
-            model, cell, task, schedules, log(task), run)
-        proposing.seeds = lambda task, schedules, _: seeds(task, schedules, log(task))
-        proposing.borrowed = lambda task, schedules, _: borrowed(task, schedules, log(task))
+    proposing.warm = lambda model, cell, task, schedules, _, run=None: warm(
+        model, cell, task, schedules, log(task), run)
+    proposing.seeds = lambda task, schedules, _: seeds(task, schedules, log(task))
+    proposing.borrowed = lambda task, schedules, _: borrowed(task, schedules, log(task))
 
 
-def run(session: Any, layers: list[str], trials: int, folder: Path, spans: Spans) -> dict[str, object]:
+def run(session: Any, layers: list[str], trials: int, folder: Path) -> dict[str, object]:
     """Searches these layers at the same time; the row of the report."""
     done: list[float] = []
     each_us: dict[str, list[float | None]] = {}
     begun = time.monotonic() if folder.name != "0" else STARTED
 
+    def report(progress: Any) -> None:
+        done.append(time.monotonic())
+        trial = progress.trial
+        each_us.setdefault(str(trial.workload), []).append(trial.times and trial.times.median)
+
     def tune(text: str) -> Any:
         cell, hidden, batch, seq, dtype = text.split(":")
-
-        def report(progress: Any) -> None:
-            done.append(time.monotonic())
-            trial = progress.trial
-            each_us.setdefault(str(trial.workload), []).append(trial.times and trial.times.median)
-
         return session.tune(cell, hidden=int(hidden), batch=int(batch), seq=int(seq), dtype=dtype, trials=trials,
                             early_stop=False, output=folder / f"{text}.jsonl", report=report)
 
-    for each in spans.of.values():
+    for each in SPANS.values():
         each.clear()
     with ThreadPoolExecutor(len(layers)) as threads:
         results = list(threads.map(tune, layers))
-    ended, window = time.monotonic(), (min(end for _, end in spans.of["measure"]), max(done))
-    length, measuring = window[1] - window[0], spans.within("measure", window)
+    ended, first, last = time.monotonic(), min(end for _, end in SPANS["measure"]), max(done)
+    length, seconds = last - first, {kind: [end - begin for begin, end in each] for kind, each in SPANS.items()}
+    shares = {kind: sum(max(0.0, min(end, last) - max(begin, first)) for begin, end in each) / length
+              for kind, each in SPANS.items()}
     return {
-        "layers": layers, "seed": session.seed, "trials": len(done),
+        "layers": layers, "seed": session.seed, "trials": len(done), "noisy": sum(r.noisy for r in results),
         "failed": sum(sum(r.failures.values()) for r in results),
-        "noisy": sum(r.noisy for r in results),
         "per_second": (len(done) - 1) / length, "per_second_all": len(done) / (ended - begun),
-        "first": window[0] - begun, "seconds": ended - begun,
-        "builders": spans.within("build", window) / length / len(session.pool.builders),
-        "measurer": measuring / length, "starved": 1 - measuring / length,
-        "proposing": spans.within("propose", window) / length / len(layers),
-        "build": summary(spans.of["build"]), "measure": summary(spans.of["measure"]),
-        "propose": summary(spans.of["propose"]),
-        "found": {str(r.workload): {"best_us": r.finish.best_us, "default_us": r.finish.default_us,
-                                    "schedule": r.best and r.best.schedule,
-                                    "config": r.best and r.best.config, "trials": r.finish.trials,
-                                    "trials_us": each_us[str(r.workload)]}
-                  for r in results},
-    }
+        "first": first - begun, "seconds": ended - begun,
+        "builders": shares["build"] / len(session.pool.builders), "measurer": shares["measure"],
+        "starved": 1 - shares["measure"], "proposing": shares["propose"] / len(layers),
+        **{kind: {"median": statistics.median(each), "mean": statistics.fmean(each), "most": max(each)}
+           for kind, each in seconds.items()},
+        "found": {str(r.workload): {
+            "best_us": r.finish.best_us, "default_us": r.finish.default_us, "schedule": r.best and r.best.schedule,
+            "config": r.best and r.best.config, "trials": r.finish.trials, "trials_us": each_us[str(r.workload)]}
+            for r in results}}
 
 
 def main() -> None:
@@ -180,38 +166,24 @@ def main() -> None:
     parser.add_argument("--pretend-builds", type=float, metavar="BUILD", help="the same for builds, in the mean")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-
-    from ecornn.quick_tvm import import_tvm
-
     import_tvm()
-    from ecornn.tune import session as sessions
-    from ecornn.tune.pool import Entries, Pool
-    from ecornn.tune.search import Search
-    from ecornn.worker import Worker
-
-    spans, entries = Spans(), Entries()
-    call: Any = Worker.call
-    kinds: dict[str, Any] = {}
-
-    def watched(self: Worker, function: str, *rest: Any) -> Any:
-        return kinds.get(function, call)(self, function, *rest)
-
+    entries, call = Entries(), Worker.call
     if arguments.pretend:
-        from ecornn.targets import resolve
-
         os.environ[PRETEND] = json.dumps([arguments.pretend_builds, arguments.pretend])
         here = Path(__file__).stem
         builds = (f"{here}:nothing", f"{here}:pretended_build")
         entries = Entries(*(builds if arguments.pretend_builds else (entries.build_ready, entries.build)),
                           f"{here}:nothing", f"{here}:pretended_measure")
         sessions.present = lambda target: resolve("sm_90a" if target == "cuda" else target)
-    kinds |= {entries.build: spans.watch("build", call), entries.measure: spans.watch("measure", call)}
-    Worker.call, Search.ask = watched, spans.watch("propose", Search.ask)  # type: ignore[method-assign]
+    kinds = {entries.build: watch("build", call), entries.measure: watch("measure", call)}
+    Worker.call = lambda self, function, *rest: kinds.get(function, call)(self, function, *rest)
+    Search.ask = watch("propose", Search.ask)
     if arguments.suite:
         from search_tables import WORKLOADS
 
         arguments.layers = list(WORKLOADS[arguments.target])
-    know(arguments.records)
+    if arguments.records != "all":
+        know(arguments.records)
     groups = [arguments.layers[i:i + arguments.at_once] for i in range(0, len(arguments.layers), arguments.at_once)]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ECORNN_CACHE"] = str(Path(folder, "cache"))
@@ -222,7 +194,7 @@ def main() -> None:
             rows = []
             for number, (session.seed, layers) in enumerate(itertools.product(arguments.seeds, groups)):
                 Path(folder, str(number)).mkdir()
-                rows.append(run(session, layers, arguments.trials, Path(folder, str(number)), spans))
+                rows.append(run(session, layers, arguments.trials, Path(folder, str(number))))
                 print(json.dumps(rows[-1]), flush=True)
                 if arguments.output:  # after each, so that what a limit cuts off is not lost
                     arguments.output.parent.mkdir(parents=True, exist_ok=True)

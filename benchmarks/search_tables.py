@@ -14,57 +14,55 @@ Of each workload the defaults and then configurations drawn uniformly from all t
 table of `--of`, the fastest there: what the best of a table is worth on another GPU. `run` measures on the GPU at hand,
 into one log for each workload; the same command again goes on.
 
-`worth`: what one GPU's tuning log is worth on another, measured, both ways, from the logs of both. Of every workload
-that both logs have: the configuration that one log calls the fastest, as the other GPU timed it, against the fastest of
-all that the other GPU timed (1.00: nothing is lost by never tuning there); and for comparison what the untuned default
-would lose. Only times of the other GPU itself enter, each the best known of a configuration: of the final comparison if
-it was in one. A workload whose best configuration the other GPU never timed is left out and counted. `--times` are
-records in which either GPU timed what the other's log had found: they say how fast that is, and nothing is chosen by
-them.
+`worth`: what one GPU's tuning log is worth on another, both ways. Of every workload that both logs have: the
+configuration that one log calls the fastest, as the other GPU timed it, against the fastest of all that the other GPU
+timed (1.00: nothing is lost by never tuning there); and what the untuned default would lose. Of a configuration the
+time of the final comparison counts, if it was in one, else the best. A workload whose best configuration the other GPU
+never timed is left out and counted. `--times` are records in which either GPU timed what the other's log had found:
+they say how fast that is, and nothing is chosen by them.
 
 `training`: searches the recurrences of the backward passes of the layers of ``grids/training.toml``, `--trials` of each
-[8], into the log FILE. Several layers are searched at once, in the order of the rows, so that the GPU need not wait for
-builds. What is left of `--limit` when a layer begins is its limit; then the fastest of each are measured once more
-beside its default. Every trial is in the log as soon as it is done: the same command again goes on, with more --trials
-too. For each layer it prints the microseconds a step of the default and of the best; `ecornn log export --best` takes
-what is to ship.
+[8], into the log FILE, `--at-once` in the order of the rows. What is left of `--limit` when a layer begins is its
+limit; then the fastest of each are measured once more beside its default. The same command again goes on, with more
+--trials too. For each layer it prints the microseconds a step of the default and of the best; `ecornn log export
+--best` takes what is to ship.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import os
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import structs
 
 from ecornn.bench.grid import Layer, read_grid
 from ecornn.cells import get
+from ecornn.compiler import plan_layer
 from ecornn.device import Device
 from ecornn.errors import EcornnError
 from ecornn.layer_spec import LayerSpec
+from ecornn.quick_tvm import import_tvm
 from ecornn.schedules.base import Schedule, Task
 from ecornn.targets import resolve
 from ecornn.task import make_task
-from ecornn.tune.choose import serving_or_raise
-from ecornn.tune.log import parse
+from ecornn.tune import session as sessions
+from ecornn.tune.choose import present, serving_or_raise
+from ecornn.tune.log import read
 from ecornn.tune.pool import Closed
-from ecornn.tune.record import Choice, Trial
+from ecornn.tune.record import Choice
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.workload import Workload
-
-if TYPE_CHECKING:
-    from ecornn.tune.session import Result, Session
 
 Wanted = TypeVar("Wanted")
 Times = dict[Workload, dict[Candidate, float]]  # µs a step
@@ -104,31 +102,20 @@ def task_of(work: Workload, device: Device) -> tuple[Task, list[Schedule]]:
     return task, serving_or_raise(task)
 
 
-def shuffled(space: ConfigSpace) -> Iterator[Candidate]:
-    """The defaults, then all others in random order."""
+def first(space: ConfigSpace, count: int) -> list[Candidate]:
+    """The configurations of a table of that size: the defaults, then others in random order."""
     numbers = [(name, number) for name, fitting in space.fitting.items() for number in fitting]
     random.Random(0).shuffle(numbers)
     seen = dict.fromkeys(c for c in space.defaults() if space.fits(c))
-    yield from seen
-    yield from (c for c in (Candidate.of(n, space.config(n, number)) for n, number in numbers) if c not in seen)
-
-
-def first(space: ConfigSpace, count: int) -> list[Candidate]:
-    """The configurations of a table of that size."""
-    return [c for c, _ in zip(shuffled(space), range(count), strict=False)]
+    others = (Candidate.of(name, space.config(name, number)) for name, number in numbers)
+    return [*islice(chain(seen, (c for c in others if c not in seen)), count)]
 
 
 def fastest(path: Path, work: Workload, count: int) -> list[Candidate]:
     """The fastest configurations of a workload in the tables of a log."""
-    times = {Candidate.of(t.schedule, t.config): t.times.median for t in trials_of(path)
+    times = {Candidate.of(t.schedule, t.config): t.times.median for t in read(path).trials()
              if t.workload == work and t.times}
     return sorted(times, key=lambda c: times[c])[:count]
-
-
-def trials_of(path: Path) -> list[Trial]:
-    """Of a log, compressed or not."""
-    data = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
-    return list(parse(data, path).trials())
 
 
 def write_list(path: Path, texts: Sequence[str], device: Device, count: int, of: Path | None = None) -> None:
@@ -141,7 +128,7 @@ def write_list(path: Path, texts: Sequence[str], device: Device, count: int, of:
             file.write(msgspec.json.encode(item) + b"\n")
 
 
-def in_threads(session: Session, tune: Callable[[Wanted], None], failed: Callable[[Wanted, EcornnError], None],
+def in_threads(session: sessions.Session, tune: Callable[[Wanted], None], failed: Callable[[Wanted, EcornnError], None],
                every: Iterable[Wanted], at_once: int) -> None:
     """Searches that share a session's processes, so many at a time; ``failed`` is told of errors. Those that the
     session's end interrupts are left out."""
@@ -163,8 +150,6 @@ def in_threads(session: Session, tune: Callable[[Wanted], None], failed: Callabl
 
 def run(path: Path, limit: float, at_once: int, timeout: float, target: str = "cuda") -> None:
     """``run``: measures; one line a workload."""
-    from ecornn.tune.session import Session
-
     begin, trials, errors = time.monotonic(), 0, list[EcornnError]()
 
     def failed(item: Item, error: EcornnError) -> None:
@@ -186,7 +171,7 @@ def run(path: Path, limit: float, at_once: int, timeout: float, target: str = "c
         print(f"{seconds:6.1f} s {trials / seconds:5.2f} trials/s  {item.workload}: {text}{why}", flush=True)
 
     items = [msgspec.json.decode(line, type=Item) for line in path.read_bytes().splitlines()]
-    with Session(target, timeout=timeout) as session:
+    with sessions.Session(target, timeout=timeout) as session:
         in_threads(session, tune, failed, items, at_once)
     print(f"{trials} trials, {len(errors)} workloads failed, {time.monotonic() - begin:.0f} s")
 
@@ -203,15 +188,13 @@ def sizes(texts: Sequence[str], device: Device) -> None:
 
 def times_of(*paths: Path) -> tuple[str, Times]:
     """The device of logs, and µs a step of each workload's configurations; several devices are refused."""
-    names: set[str] = set()
-    found: dict[Workload, dict[Candidate, tuple[bool, float]]] = {}
-    for trial in (trial for path in paths for trial in trials_of(path)):
-        if trial.times is None or trial.device.kind != "cuda":
-            continue
-        names.add(trial.device.name)
-        of, one = found.setdefault(trial.workload, {}), Candidate.of(trial.schedule, trial.config)
-        rank = trial.stage != "final", trial.times.median
-        of[one] = min(of.get(one, rank), rank)
+    names, found = set[str](), dict[Workload, dict[Candidate, tuple[bool, float]]]()
+    for trial in chain(*(read(path).trials() for path in paths)):
+        if trial.times is not None and trial.device.kind == "cuda":
+            names.add(trial.device.name)
+            of, one = found.setdefault(trial.workload, {}), Candidate.of(trial.schedule, trial.config)
+            rank = trial.stage != "final", trial.times.median
+            of[one] = min(of.get(one, rank), rank)
     if len(names) != 1:
         raise SystemExit(f"{' and '.join(map(str, paths))}: records of {', '.join(sorted(names)) or 'no GPU'}; "
                          "expected those of one")
@@ -248,17 +231,16 @@ def losses(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def compare(logs: Sequence[Path], times: Sequence[Path], output: Path | None) -> None:
     """``worth``: prints and writes what each log is worth on the other GPU."""
-    (a, of_a), (b, of_b) = (times_of(path) for path in logs)
-    more = [(path, times_of(path)[0]) for path in times]
-    on_a, on_b = (times_of(log, *(path for path, name in more if name == gpu))[1]
+    (a, of_a), (b, of_b) = map(times_of, logs)
+    on_a, on_b = (times_of(log, *(path for path in times if times_of(path)[0] == gpu))[1]
                   for log, gpu in zip(logs, (a, b), strict=True))
     result: dict[str, Any] = {"command": " ".join(["python benchmarks/search_tables.py", *sys.argv[1:]])}
     for source, here, target, there in ((a, of_a, b, on_b), (b, of_b, a, on_a)):
         rows, unknown = worth(here, there)
         if not rows:
             raise SystemExit(f"no workload of {source}'s log was measured on {target}")
-        said = {**losses(rows), "left_out": unknown}
-        result[f"{source} on {target}"] = {**said, "rows": rows}
+        said = losses(rows) | {"left_out": unknown}
+        result[f"{source} on {target}"] = said | {"rows": rows}
         print(f"{source}'s log on {target}:", json.dumps(said))
     if output:
         output.write_text(json.dumps(result, indent=1) + "\n")
@@ -266,14 +248,11 @@ def compare(logs: Sequence[Path], times: Sequence[Path], output: Path | None) ->
 
 def layers(only: Sequence[str], device: Device) -> dict[int, Recurrences]:
     """The recurrences by the multiprocessors that they have: two directions may run side by side."""
-    from ecornn.compiler import plan_layer
-
     found: dict[int, Recurrences] = {}
     for row in ROWS:
         if not only or any(part in row.name for part in only):
             layer = row.case.layer()
-            both = row.case.bidirectional
-            cores = plan_layer(layer, target=device).task.device.cores if both else device.cores
+            cores = (plan_layer(layer, target=device).task.device if row.case.bidirectional else device).cores
             found.setdefault(cores, {}).setdefault(layer.workload.adjoint, (row, layer))
     return found
 
@@ -281,18 +260,18 @@ def layers(only: Sequence[str], device: Device) -> dict[int, Recurrences]:
 def spent(log: Path, device: Device) -> dict[Workload, float]:
     """Seconds of the runs that the log has, on a device."""
     found: dict[Workload, float] = {}
-    for trial in trials_of(log) if log.exists() else []:
+    for trial in read(log).trials() if log.exists() else ():
         if trial.device.identity == device.identity:
             found[trial.workload] = max(found.get(trial.workload, 0.0), trial.seconds)
     return found
 
 
-def search(session: Session, wanted: Recurrences, log: Path, trials: int, limit: float,
-           at_once: int) -> dict[Workload, Result | str]:
+def search(session: sessions.Session, wanted: Recurrences, log: Path, trials: int, limit: float,
+           at_once: int) -> dict[Workload, sessions.Result | str]:
     """What was found of each, or why nothing was; of those that the time did not suffice for nothing."""
-    begin, earlier, found = time.monotonic(), spent(log, session.device), dict[Workload, "Result | str"]()
+    begin, earlier, found = time.monotonic(), spent(log, session.device), dict[Workload, sessions.Result | str]()
 
-    def note(work: Workload, result: Result | EcornnError) -> None:
+    def note(work: Workload, result: sessions.Result | EcornnError) -> None:
         found[work] = str(result) if isinstance(result, EcornnError) else result
         print(f"{time.monotonic() - begin:6.1f} s  {line(wanted[work][0], found[work])}", flush=True)
 
@@ -306,7 +285,7 @@ def search(session: Session, wanted: Recurrences, log: Path, trials: int, limit:
     return found
 
 
-def line(row: Layer, result: Result | str) -> str:
+def line(row: Layer, result: sessions.Result | str) -> str:
     """A layer for people: the default and the best, and in which knobs they differ."""
     if isinstance(result, str):
         return f"{row.name:40} {result}"
@@ -314,15 +293,16 @@ def line(row: Layer, result: Result | str) -> str:
     default, best = finish.default, finish.best
     if best is None or finish.best_us is None or default is None:
         return f"{row.name:40} none ran of {finish.trials}{why}"
-    of_default = f"{finish.default_us:7.3f}" if finish.default_us else " failed"
+    of_default, gain = " failed", ""
+    if finish.default_us:
+        of_default, gain = f"{finish.default_us:7.3f}", f"{finish.default_us / finish.best_us:5.3f}x"
     changed = " ".join(f"{k}={v}" for k, v in best.config.items()
                        if best.schedule != default.schedule or v != default.config[k])
-    gain = f"{finish.default_us / finish.best_us:5.3f}x" if finish.default_us else ""
     return (f"{row.name:40} default {of_default} best {finish.best_us:7.3f} us/step {gain} of {finish.trials:3} trials"
             f"  {best.schedule} {changed or '(the default)'}{why}")
 
 
-def report(wanted: Recurrences, found: dict[Workload, Result | str]) -> str:
+def report(wanted: Recurrences, found: dict[Workload, sessions.Result | str]) -> str:
     """All rows in their order, and what was gained."""
     rows = [line(row, found.get(work, "not begun: the time had passed")) for work, (row, _) in wanted.items()]
     gains = [r.finish.default_us / r.finish.best_us for r in found.values()
@@ -336,13 +316,9 @@ def report(wanted: Recurrences, found: dict[Workload, Result | str]) -> str:
 
 def train(log: Path, only: Sequence[str], trials: int, limit: float, at_once: int, timeout: float) -> None:
     """``training``: searches, by the multiprocessors that recurrences have."""
-    from ecornn.tune.choose import present
-    from ecornn.tune.session import Session
-
-    begin, device = time.monotonic(), present("cuda")
-    reports = []
+    begin, device, reports = time.monotonic(), present("cuda"), list[str]()
     for cores, wanted in sorted(layers(only, device).items(), reverse=True):
-        with Session(structs.replace(device, cores=cores), timeout=timeout) as session:
+        with sessions.Session(structs.replace(device, cores=cores), timeout=timeout) as session:
             head = f"{len(wanted)} recurrences on {cores} multiprocessors of {device.name}"
             print(head, flush=True)
             found = search(session, wanted, log, trials, limit - (time.monotonic() - begin), at_once)
@@ -373,12 +349,9 @@ def main() -> None:
         parser.error("FILE: expected the logs of two GPUs for worth, and one file otherwise")
     if (arguments.fastest is None) != (arguments.of is None):
         parser.error("--fastest and --of go together")
-    from ecornn.quick_tvm import import_tvm
-
     import_tvm()
     if arguments.action == "worth":
-        compare(arguments.files, arguments.times, arguments.output)
-        return
+        return compare(arguments.files, arguments.times, arguments.output)
     (file,), texts = arguments.files, arguments.workloads or list(WORKLOADS[arguments.target])
     device = resolve(H100 if arguments.target == "cuda" else "cpu")
     common = arguments.at_once, arguments.timeout

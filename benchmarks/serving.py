@@ -29,22 +29,19 @@ LOAD = importlib.import_module("serving_load").load
 
 def row_of(sessions: int, ports: dict[str, int], arguments: argparse.Namespace) -> dict[str, Any]:
     """So many sessions, on both sides in turns."""
-    rates: dict[str, list[float]] = {side: [] for side in ports}
-    seconds: dict[str, list[float]] = {side: [] for side in ports}
+    found: dict[str, list[Any]] = {side: [] for side in ports}
     for turn in range(arguments.turns + 1):
         for side in [*ports][::1 if turn % 2 else -1]:
-            found = asyncio.run(LOAD(ports[side], sessions, arguments.input, arguments.seconds))
-            SERVING.check(found, arguments.hidden, arguments.input)
-            if turn:
-                rates[side].append(found.rate)
-                seconds[side] += found.seconds
+            found[side].append(asyncio.run(LOAD(ports[side], sessions, arguments.input, arguments.seconds)))
+            SERVING.check(found[side][-1], arguments.hidden, arguments.input)
     row: dict[str, Any] = {"sessions": sessions, "H": arguments.hidden, "I": arguments.input, "batch": arguments.batch}
-    for side in ports:
-        low, rate, high = np.percentile(rates[side], [20, 50, 80])
-        p50, p99 = np.percentile(seconds[side], [50, 99]) * 1e3
+    for side, (_, *turns) in found.items():
+        low, rate, high = np.percentile([turn.rate for turn in turns], [20, 50, 80])
+        p50, p99 = np.percentile([s for turn in turns for s in turn.seconds], [50, 99]) * 1e3
         row[side] = {"rate": round(rate, 1), "rate_p20": round(low, 1), "rate_p80": round(high, 1),
                      "p50_ms": round(p50, 3), "p99_ms": round(p99, 3)}
-    row["ratio"] = round(float(np.median(np.divide(rates["ecornn"], rates["torch"]))), 3)
+    ratios = [a.rate / b.rate for a, b in zip(found["ecornn"][1:], found["torch"][1:], strict=True)]
+    row["ratio"] = round(float(np.median(ratios)), 3)
     print(told(row), flush=True)
     return row
 

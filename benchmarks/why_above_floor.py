@@ -13,15 +13,13 @@ So gate math = whole - bare, projection = bare - recurrence, products = recurren
 are read in every step), and what is left is exchange and synchronisation: polling the state, barriers inside a block,
 partial sums through shared memory, and a part of the launch and of the weights' first load. The four add up to the row.
 Where a step without products takes longer, since blocks that poll sooner are in the writers' way, products are hidden
-in the wait: they count as zero.
-Each stage is set against the row's floor (floor.py); the reason is the stage that exceeds its own floor most. A step
-that does not wait for the exchange is not timed: blocks that do not wait overlap steps which otherwise follow each
-other, so that the difference would not be the wait.
+in the wait: they count as zero. Each stage is set against the row's floor (floor.py); the reason is the stage that
+exceeds its own floor most. A step that does not wait for the exchange is not timed: its blocks would overlap steps
+which otherwise follow each other.
 
-The row furthest above its floor comes first. A row that hangs or fails costs that row only; the same command goes on
-with those that the file lacks. All sides are checked against float64 and timed in turns, in CUDA graphs. A schedule
-that launches a kernel a step, and `persistent_block`, have no side `unmultiplied`: products and exchange stay together
-as the stage `recurrence`.
+The row furthest above its floor comes first. One that hangs or fails costs itself only; the same command goes on with
+those that the file lacks. All sides are checked against float64 and timed in turns, in CUDA graphs. A schedule that
+launches a kernel a step, and `persistent_block`, have no side `unmultiplied`: what it would tell apart stays together.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +48,6 @@ from ecornn.device import Device
 from ecornn.floor import GATES, measured, polled
 
 SERVED = ("persistent", "persistent_wide")  # by without_products()
-STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 STAGES = ("gate math", "projection", "products", "exchange", "recurrence")
 ALSO = 0.5  # of the largest excess: what else is named
 LONGEST = 60.0  # seconds that a row may take
@@ -89,11 +87,8 @@ class Bare(Cell):
         gx = product(x, parameters["weight_ih"]) if self.given else None
 
         def largest(b: Any, j: Any) -> Any:
-            value = rest[0][b, j] if rest else None
-            for g in range(self.gates):
-                gate = (bias[g, j] if gx is None else gx[b, g, j] + bias[g, j]) + gh[b, g, j]
-                value = gate if value is None else tirx.max(value, gate)
-            return value
+            hoisted = (gx[b, g, j] + bias[g, j] if self.given else bias[g, j] for g in range(self.gates))
+            return reduce(tirx.max, (*(c[b, j] for c in rest), *(v + gh[b, g, j] for g, v in enumerate(hoisted))))
 
         new = pointwise(largest, h, "state")
         half = tirx.const(0.5, "float32")
@@ -157,7 +152,7 @@ def layers_of(path: Path) -> list[Layer]:
 def layer_of(row: dict[str, Any]) -> Layer:
     """A row with its sides: its module, and those with stages left out. Nothing can run beside a recurrence that has no
     projection, and there are no values of it to round."""
-    gates, second = GATES[row["cell"]], STATES[row["cell"]] > 1
+    gates, second = GATES[row["cell"]], row["cell"] == "lstm"
     config = dict(row["config"])
     alone = config | {name: value for name, value in {"ahead": 100, "hoisted": "float32"}.items() if name in config}
     own = {"whole": Own(schedule=row["schedule"], config=config),
@@ -171,16 +166,16 @@ def layer_of(row: dict[str, Any]) -> Layer:
 
 def case_of(row: dict[str, Any]) -> Case:
     """The case of a row."""
-    arithmetic = arithmetic_of(row)
+    dtype, precision = {"tf32": ("float32", "tf32")}.get(arithmetic_of(row), (arithmetic_of(row), None))
     return Case(cell=row["cell"], seq=row["T"], batch=row["B"], input=row["I"], hidden=row["H"], target="cuda",
-                dtype="float32" if arithmetic == "tf32" else arithmetic,
-                precision="tf32" if arithmetic == "tf32" else None)
+                dtype=dtype, precision=precision)
 
 
 def described(layer: Layer, row: Row) -> dict[str, Any]:
     """The stages of a row, with the configuration that they are of, as `ecornn report` reads them."""
-    found, whole = of_bench(to_builtins(row)), layer.own["whole"]
-    return {"stages": stages_of(found), "waits": waits(found), "schedule": whole.schedule, "config": whole.config}
+    whole = {"schedule": layer.own["whole"].schedule, "config": layer.own["whole"].config}
+    found = of_bench(to_builtins(row)) | whole
+    return {"stages": stages_of(found), "waits": waits(found), **whole}
 
 
 def waits(row: dict[str, Any]) -> int:
@@ -199,28 +194,19 @@ def waits(row: dict[str, Any]) -> int:
 
 
 def knobs_of(row: dict[str, Any]) -> dict[str, Any]:
-    """The schedule and the knobs of the row's module; those of a new file are in words."""
-    if "configs" in row:
-        return dict(row["configs"]["whole"])
-    schedule, *knobs = row["about"]["whole"].split()
-    return {"schedule": schedule} | {name: int(value) if value.isdecimal() else value
-                                     for name, _, value in (knob.partition("=") for knob in knobs)}
+    """The schedule and the knobs of the row's module."""
+    return dict(row["configs"]["whole"]) if "configs" in row else {"schedule": row["schedule"], **row["config"]}
 
 
 def stages_of(row: dict) -> dict[str, float]:
     """Microseconds a step that each stage accounts for; what cannot be told apart is missing."""
     us = {name: row[f"{name}_us"] for name in row["sides"]}
-    found = {}
-    if "bare" in us:
-        found["gate math"] = us["whole"] - us["bare"]
-    if {"bare", "recurrence"} <= set(us):
-        found["projection"] = us["bare"] - us["recurrence"]
-    if {"recurrence", "unmultiplied"} <= set(us):
-        found["exchange"] = min(us["unmultiplied"], us["recurrence"])
-        found["products"] = us["recurrence"] - found["exchange"]
-    elif "recurrence" in us:
-        found["recurrence"] = us["recurrence"]
-    return found
+    steps = (("gate math", "whole", "bare"), ("projection", "bare", "recurrence"))
+    found = {stage: us[more] - us[less] for stage, more, less in steps if {more, less} <= us.keys()}
+    if {"recurrence", "unmultiplied"} <= us.keys():
+        exchange = min(us["unmultiplied"], us["recurrence"])
+        return found | {"exchange": exchange, "products": us["recurrence"] - exchange}
+    return found | {name: us[name] for name in ("recurrence",) if name in us}
 
 
 def excess(entry: dict, gpu: Device) -> dict[str, tuple[float, float]]:
@@ -268,7 +254,7 @@ def _sentence(entry: dict, stage: str, us: float, least: float, gpu: Device) -> 
     among = "one block" if cut.blocks == 1 else f"{cut.blocks} blocks" + (
         " of a cluster" if cut.blocks <= gpu.can.cluster else "")
     of_floor = f"the floor has {least:.2f} for {among}"
-    if config["schedule"] not in ("persistent", "persistent_wide"):
+    if config["schedule"] not in SERVED:
         return f"a launch a step, and the state through memory, {us:.2f}; {of_floor}"
     blocks = -(-entry["H"] // config["units"])
     if config.get("carrier") == "cluster":
@@ -304,10 +290,8 @@ def report(results: Results, layers: list[Layer]) -> list[str]:
 
 def _line(r: dict, gpu: Device | None) -> list[str]:
     known, stages = excess(r, gpu) if gpu else {}, r.get("stages") or stages_of(r)
-    cells = []
-    for name in STAGES:
-        text = f"{stages[name]:.2f}" if name in stages else ""
-        cells.append(text + (f" ({known[name][1]:.2f})" if name in known else ""))
+    cells = [f"{stages[name]:.2f}" + (f" ({known[name][1]:.2f})" if name in known else "") if name in stages else ""
+             for name in STAGES]
     least = [f"{r['whole_us'] / over(r, gpu):.2f}", f"{over(r, gpu):.2f}"] if gpu else ["", ""]
     config = " ".join(v if k == "schedule" else f"{k}={v}" for k, v in knobs_of(r).items())
     return [layer(r), r["dtype"], config, times(r, "whole"), *least, *cells, in_words(r, gpu) if gpu else ""]

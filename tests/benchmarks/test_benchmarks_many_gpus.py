@@ -97,10 +97,8 @@ def test_wrong_results_and_parts_that_hang_or_fail_are_said(tmp_path: Path):
     assert not run_many_gpus.wrong("tune", {"one": run, "many": run})
     assert "7 of 8 were made" in run_many_gpus.wrong("tune", {"one": run, "many": run, "killed": run | {"trials": 7}})
     sleeps, fails = (["-c", code] for code in ("import time; time.sleep(1e6)", "raise SystemExit('it is broken')"))
-    with pytest.raises(run_many_gpus.Failed, match="it is broken"):
-        run_many_gpus.carry_out([(sleeps, {}), (fails, {})], 900.0, tmp_path)
-    with pytest.raises(run_many_gpus.Failed, match="took longer than 1 s"):
-        run_many_gpus.carry_out([(sleeps, {})], 1.0, tmp_path)
+    assert "it is broken" in run_many_gpus.carry_out([(sleeps, {}), (fails, {})], 900.0, tmp_path)
+    assert "took longer than 1 s" in run_many_gpus.carry_out([(sleeps, {})], 1.0, tmp_path)
 
 
 @pytest.mark.exhaustive
