@@ -9,7 +9,6 @@ In a page a figure stands between two comments, ``<!-- figure: NAME -->`` and ``
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -20,8 +19,6 @@ from typing import Any
 
 from measured_rows import Group, Summary, members, read
 from measured_rows import mean as geometric
-
-from ecornn.bench.results import RowLog
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,11 +32,8 @@ def pages() -> list[Path]:
 
 @cache
 def rows(name: str) -> list[dict[str, Any]]:
-    """The rows of a file of results, in one form where they are layers beside others."""
-    path = RESULTS / name
-    if name.startswith(("h100_grid", "h100_variants", "h100_training", "cpu_skylake", "h100_stacks", "h100_classes")):
-        return read(path).rows
-    return RowLog(path).rows if path.suffix == ".jsonl" else json.loads(path.read_text())["rows"]
+    """The rows of a file of results."""
+    return read(RESULTS / name).rows
 
 
 @cache

@@ -1,5 +1,5 @@
-"""Rows of files of results, of ``ecornn bench --output`` and of the programs that were before it, in one form; and
-those of grids/grid.toml summed up: means, rows below a bound, scaling, cliffs, floors.
+"""Rows of files of results, of ``ecornn bench --output`` and of programs here, in one form; and those of
+grids/grid.toml summed up: means, rows below a bound, scaling, cliffs, floors.
 
 A row is a dict: ``name``, ``group``, ``cell``, ``T``, ``B``, ``I``, ``H``, ``dtype``, ``sides`` (ours, ``ecornn``,
 first), of each side ``SIDE_us``, ``SIDE_p20`` and ``SIDE_p80`` in microseconds a step, ``ratio``, how many times as
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +26,6 @@ from ecornn.device import Device
 from ecornn.floor import Floor, floor, measured
 
 LIBRARIES = ("cudnn", "cudnn-tf32", "torch", "onnxruntime")
-# Sides as files have them that were written before grids.
-FORMER = {"chosen": "ecornn", "variant": "ecornn", "heads": "ecornn", "ours": "ecornn", "per_cell": "loop",
-          "unfused": "loop", "ecornn_int21": "int21", "ecornn_int16": "int16", "ecornn_bfloat16": "bfloat16",
-          "ecornn_int8": "int8", "ecornn_1_thread": "1 thread"}
-GROUPS = ("kind", "paper", "plain", "suite")  # names of the group in these
-KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "tf32": "tf32-both"}  # in those of training
-PUBLISHED = {"published": {"torch": "loop"}}
 DTYPES = ("float16", "bfloat16", "tf32", "tf32-both", "float32")
 HIGH = 1.5  # times the floor that needs a reason
 CLIFF = 1.3  # how much longer a size off every tile may take than the next tile up
@@ -82,15 +76,11 @@ def name_of(path: Path) -> str:
 
 def read(path: Path) -> Results:
     """A file of results. Raises :class:`~ecornn.errors.ArgumentError` where it is none."""
-    if path.suffix == ".jsonl":
-        log = RowLog(path)
-        environment, rows = log.environment, log.rows
-    else:
-        data = json.loads(path.read_text())
-        environment, rows = data["environment"], data["rows"]
-    renamed = FORMER | PUBLISHED.get(name_of(path), {})
+    log: Any = RowLog(path) if path.suffix == ".jsonl" else SimpleNamespace(
+        **{"environment": {}} | json.loads(path.read_text()))
     toml = Path(__file__).parent / "grids" / f"{name_of(path)}.toml"
-    return Results(path, environment, [of_bench(row) if "case" in row else of_former(row, renamed) for row in rows],
+    return Results(path, log.environment,
+                   [of_bench(row) if isinstance(row.get("case"), dict) else row for row in log.rows],
                    read_grid(toml) if toml.exists() else None)
 
 
@@ -111,47 +101,9 @@ def of_bench(row: Row) -> Row:
         name = side.removesuffix("-tf32")
         found |= {f"{name}_us": times["median"], f"{name}_p20": times["p20"], f"{name}_p80": times["p80"]}
     found |= {f"{side}_mib": value for side, value in row.get("peak_mib", {}).items()}
-    return with_ratio(found)
-
-
-def of_former(row: Row, renamed: Mapping[str, str]) -> Row:
-    """A row as programs wrote it before there were grids; ``renamed``: what its sides are called now."""
-    found = dict(row)
-    for name in [name for name in row if name.endswith("_ms")]:  # milliseconds of a pass
-        side = name.removesuffix("_ms")
-        found |= {f"{side}_us": found.pop(name) * 1e3 / row["T"],
-                  **{f"{side}_{p}": found[f"{side}_{p}"] * 1e3 / row["T"] for p in ("p20", "p80")}}
-    sides = [name.removesuffix("_us") for name in found if name.endswith("_us") and f"{name[:-3]}_p20" in found]
-    unnamed = "ours" in sides or not {"int8", "ecornn"} & {*sides}  # ours has another name
-    taken = {old: new for old, new in renamed.items() if old in sides and (unnamed or new != "ecornn")}
-    for old, new in taken.items():
-        for end in ("us", "p20", "p80"):
-            found[f"{new}_{end}"] = found.pop(f"{old}_{end}")
-    sides = [taken.get(side, side) for side in sides]
-    for name in ("configs", "provenance", "errors", "missing"):
-        if isinstance(value := found.get(name), dict):
-            found[name] = {renamed.get(side, side): v for side, v in value.items()}
-    if "variant" in row:
-        found["cell"] = row["variant"]
-    found["group"] = next((row[name] for name in GROUPS if name in row), "")
-    dtype = row.get("dtype", "float32")
-    found["dtype"] = KINDS.get(dtype, dtype) if "row" in row else dtype
-    found.setdefault("I", row.get("H"))
-    if found["group"] == "stacks":
-        found |= {"layers": 5, "bidirectional": True}
-    found.setdefault("name", row.get("row") or f"{found.get('cell')} {size(found)} {found['dtype']}")
-    found["sides"] = sorted(sides, key=lambda side: side != "ecornn")
-    if isinstance(configs := found.get("configs"), dict) and "ecornn" in configs:
-        config = dict(configs["ecornn"])
-        found |= {"schedule": config.pop("schedule"), "config": config}
-    return with_ratio(found)
-
-
-def with_ratio(row: Row) -> Row:
-    """With how many times as long the fastest library takes as ours, or, without one, the loop."""
-    times = [row[f"{side}_us"] for side in LIBRARIES if f"{side}_us" in row] or [
-        row[f"{side}_us"] for side in ("loop",) if f"{side}_us" in row]
-    return row | {"ratio": min(times) / row["ecornn_us"]} if times and row.get("ecornn_us") else row
+    libraries = [side for side in LIBRARIES if f"{side}_us" in found] or ["loop"]
+    fastest = min((found[f"{side}_us"] for side in libraries if f"{side}_us" in found), default=None)
+    return found | {"ratio": fastest / found["ecornn_us"]} if fastest and found.get("ecornn_us") else found
 
 
 def size(row: Row) -> str:
