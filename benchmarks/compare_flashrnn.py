@@ -130,12 +130,6 @@ def their_inputs(cell: str, gates, weight_hh):
             torch.zeros(heads, own, count, **like), torch.zeros(states, 1, batch, heads, own, **like))
 
 
-def whole(cell: str, weight_hh):
-    """Recurrent weights (G*H, D) as (G*H, H), with zeros between units of different heads."""
-    _, count, _, heads = described(cell)
-    return torch.cat([torch.block_diag(*gate.chunk(heads)) for gate in weight_hh.chunk(count)])
-
-
 def drawn(cell: str, inputs: int, hidden: int) -> dict[str, Any]:
     """Weights of a layer, as ours and PyTorch's take them, uniform as PyTorch begins."""
     shapes = get(cell).parameters(inputs, hidden)
@@ -172,9 +166,8 @@ def compare(cell: str, hidden: int, modules: dict[str, ecornn.Module], repeats: 
 
     def check(name: str, y: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
         zero = torch.zeros(width, device=DEVICE)
-        weights = {"bias_ih_l0": zero, "bias_hh_l0": zero} | weights
-        weights["weight_hh_l0"] = whole(cell, weights["weight_hh_l0"])
-        error = row[f"{name}_error"] = relative(y, float64_forward(get(cell).name, x, weights))
+        exact = float64_forward(cell, x, {"bias_ih_l0": zero, "bias_hh_l0": zero} | weights)
+        error = row[f"{name}_error"] = relative(y, exact)
         if not error <= LIMIT:
             raise WrongResultError(f"{name} has error {error:.2e}")
 
@@ -212,9 +205,9 @@ def exact_gradients(cell: str, gates: torch.Tensor, weight: torch.Tensor, bias: 
     """Gradients of preactivations (T, B, G*H), recurrent weights (G*H, H) and biases (G*H) of a cell of one head, in
     float64, from the gradients dh (T, B, H); in FlashRNN's layouts."""
     leaves = [t.double().requires_grad_() for t in (gates, weight, bias)]
-    eye = torch.eye(len(weight), device=weight.device)
-    h = float64_forward(get(cell).name, leaves[0], {"weight_ih_l0": eye, "weight_hh_l0": leaves[1],
-                                                    "bias_ih_l0": torch.zeros_like(bias), "bias_hh_l0": leaves[2]})
+    eye, zero = torch.eye(len(weight), device=weight.device), torch.zeros_like(bias)
+    h = float64_forward(cell, leaves[0], {"weight_ih_l0": eye, "weight_hh_l0": leaves[1], "bias_ih_l0": zero,
+                                          "bias_hh_l0": leaves[2]})
     dgates, dweight, dbias = torch.autograd.grad(h, leaves, dh.double())
     return [*their_inputs(cell, dgates, dweight)[:2], their_inputs(cell, dbias[None, None], dweight)[0][0, 0]]
 

@@ -22,10 +22,10 @@ from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
-from measured_rows import FILE, alone
+from measured_rows import alone, described, modules
 from report import layer, table
 
-from ecornn.bench.grid import Layer, read_grid
+from ecornn.bench.grid import Layer
 from ecornn.bench.results import RowLog
 from ecornn.device import Device
 from ecornn.errors import EcornnError
@@ -104,18 +104,6 @@ def report(path: Path, log: RowLog) -> list[str]:
         (layer(r), r["dtype"], r["schedule"], *(f"{r[k]:.2f}" for k in ("imports", "choice", "build")),
          f"{r['module_bytes'] / 1000:.0f}") for r in rows)), "",
         *(f"- {r['name']} failed: {r['failed']}" for r in log.rows if "failed" in r)]
-
-
-def modules() -> list[Layer]:
-    """The layers of the grid, each module once: rows in which only cuDNN rounds have that of float32."""
-    return [row for row in read_grid(FILE).expanded(FILE.name) if row.name.split()[-1] != "tf32"]
-
-
-def described(row: Layer) -> dict:
-    """The layer, as a row has it."""
-    case = row.case
-    return {"cell": case.cell, "T": case.seq, "B": case.batch, "I": case.input, "H": case.hidden,
-            "dtype": row.name.split()[-1]}
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ecornn.bench.grid import Grid, read_grid
+from ecornn.bench.grid import Grid, Layer, read_grid
 from ecornn.bench.results import RowLog
 from ecornn.device import Device
 from ecornn.floor import Floor, floor, measured
@@ -133,6 +133,23 @@ def singles() -> list[str]:
     """The layers that geometric means are of, by data type."""
     found = [*members("layers"), *members("sizes")]
     return [name for dtype in DTYPES for name in dict.fromkeys(found) if name.split()[-1] == dtype]
+
+
+def modules() -> list[Layer]:
+    """The layers of the grid, each module once: rows in which only cuDNN rounds have that of float32."""
+    return [row for row in read_grid(FILE).expanded(FILE.name) if row.name.split()[-1] != "tf32"]
+
+
+def single_modules() -> list[Layer]:
+    """Those that geometric means are of."""
+    return [row for row in modules() if row.name in singles()]
+
+
+def described(one: Layer) -> Row:
+    """A layer of the grid, as a row has it."""
+    case = one.case
+    return {"cell": case.cell, "T": case.seq, "B": case.batch, "I": case.input, "H": case.hidden,
+            "dtype": one.name.split()[-1]}
 
 
 class Group(NamedTuple):

@@ -42,8 +42,8 @@ class Part:
     needs: str = ""  # a package
 
     def file(self, device: str) -> Path:
-        """The results, beside ``begun`` while they are measured."""
-        return RESULTS / f"{device}_{self.name}.jsonl" if self.report else RESULTS / f"{device}_{self.name}.json"
+        """The results."""
+        return RESULTS / f"{device}_{self.name}.json{'l' * self.report}"
 
 
 def grid(name: str, *more: str, docs: bool = False) -> Part:
@@ -100,11 +100,11 @@ def measure(part: Part, device: str) -> bool:
         return True
     result = part.file(device)
     begun = BEGUN / result.name
-    begun.parent.mkdir(parents=True, exist_ok=True)
+    for file in (begun, result):
+        file.parent.mkdir(parents=True, exist_ok=True)
     good = run(*(word.format(out=begun, name=device) for word in part.command))
     for suffix in (result.suffix, ".md"):
         if begun.with_suffix(suffix).exists():
-            result.parent.mkdir(parents=True, exist_ok=True)
             begun.with_suffix(suffix).replace(result.with_suffix(suffix))
     if result.exists() and (part.docs or (part.report and part.name not in OWN_PAGE)):
         good &= run("benchmarks/report.py", result, *["--docs"] * part.docs)
