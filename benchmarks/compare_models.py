@@ -243,45 +243,45 @@ def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None,
             "torch_loss_error": library_loss}
 
 
+def both_sides(model: nn.Module) -> dict[str, Any]:
+    """The model, and a copy with compiled layers."""
+    models = {"torch": model.to(DEVICE), "ecornn": copy.deepcopy(model)}
+    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
+    return models
+
+
 def compare(case: Case, dtype: str, ways: list[str], seconds: float, together: int) -> Iterator[dict]:
     """A row for each way: both sides checked, then timed."""
-    kind = KINDS[dtype]
-    models = {"torch": case.model.to(DEVICE)}
-    models["ecornn"] = copy.deepcopy(models["torch"])
-    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
+    kind, models = KINDS[dtype], both_sides(case.model)
     start = time.perf_counter()
     errors = checked(case, models, kind)
     row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": dtype, "unit": case.unit, "wanted": case.wanted,
                            "parameters": sum(p.numel() for p in case.model.parameters()), **errors,
                            "until_checked_s": time.perf_counter() - start}
-    of_compiled = checked(case, models, kind, case.compiled) if case.compiled and COMPILED in ways else {}
-    batches = itertools.cycle([case.draw() for _ in range(BATCHES)])
+    ways = [way for way in ways if way != COMPILED or case.compiled]
+    of_compiled = checked(case, models, kind, case.compiled) if COMPILED in ways else {}
     steps = {name: case.step(models[name], kind) for name in SIDES}
     if DEVICE == "cuda":
         for step in steps.values():
             step()  # which makes the optimizer's state
         row |= {f"{name}_mib": peak(step) / 2**20 for name, step in steps.items()}
     for way in ways:
-        if way == COMPILED and case.compiled is None:
-            continue
         if way == "compile":
             for step in steps.values():
                 step.model = torch.compile(step.model)
-        sides: dict[str, Callable[[], object]] = {}
-        for name, step in steps.items():
-            if way == COMPILED and case.compiled is not None:
-                step = case.step(models[name], kind, case.compiled)
-            run = step.graphed(case.captured) if way in GRAPHS else step
-            sides[name] = lambda step=step, run=run: (step.load(*next(batches)), run())  # type: ignore[misc]
-        timed = in_turns(sides, seconds, together)
+        of_way = {name: case.step(models[name], kind, case.compiled) for name in SIDES} if way == COMPILED else steps
+        runs = {name: step.graphed(case.captured) if way in GRAPHS else step for name, step in of_way.items()}
+        timed = in_turns(case, of_way, runs, seconds, together)
         yield row | {"way": way} | (of_compiled if way == COMPILED else {}) | timed | {
             f"{name}_per_second": 1e3 * case.work / timed[f"{name}_ms"] for name in SIDES} | {
             "ratio": timed["torch_ms"] / timed["ecornn_ms"]}
 
 
-def in_turns(sides: dict[str, Callable[[], object]], seconds: float, together: int) -> dict[str, float]:
-    """Milliseconds of steps, as a row has them."""
-    row: dict[str, float] = {}
+def in_turns(case: Case, steps: dict[str, Step], runs: dict[str, Callable[[], object]], seconds: float,
+             together: int) -> dict[str, float]:
+    """Milliseconds of steps, each on another batch, as a row has them."""
+    batches, row = itertools.cycle([case.draw() for _ in range(BATCHES)]), {}
+    sides = {name: lambda step=step, run=runs[name]: (step.load(*next(batches)), run()) for name, step in steps.items()}
     for name, times in take_turns(sides, seconds, together, 7).items():
         ends = (f"{name}_ms", f"{name}_p20", f"{name}_p80")
         row |= dict(zip(ends, (1e3 * value for value in middle(times)), strict=True)) | {"repetitions": len(times)}
@@ -313,60 +313,42 @@ class Through(nn.Module):
         return _Through.apply(x, *self.layers.parameters()), state
 
 
-def times_of(run: Any) -> dict[str, tuple[float, float]]:
-    """Microseconds and launches a step of each kernel."""
-    run()
-    found = kernels(lambda: [run() for _ in range(STEPS)])
-    return {name: (sum(times) / STEPS, len(times) / STEPS) for name, times in by_name(found)}
-
-
-def by_name(found: list[tuple[str, float, float]]) -> list[tuple[str, list[float]]]:
-    """Microseconds of each launch of a kernel, of kernels with the most in all first."""
+def by_name(found: list[tuple[str, float, float]],
+            named: Callable[[str], str] = str) -> list[tuple[str, list[float]]]:
+    """Microseconds of each launch of the kernels of one name, of those with the most in all first."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for name, begin, end in found:
-        times[name].append(end - begin)
+        times[named(name)].append(end - begin)
     return sorted(times.items(), key=lambda each: -sum(each[1]))
 
 
-def shortened(found: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """The same by names without where PyTorch keeps them, and without all of their types."""
-    made: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for name, (microseconds, launches) in found.items():
-        name = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")[:100]
-        made[name] = (round(made[name][0] + microseconds, 2), made[name][1] + launches)
-    return dict(made)
+def shortened(name: str) -> str:
+    """Without where PyTorch keeps a kernel, and without all of its types."""
+    return name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")[:100]
 
 
-def stages(found: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Microseconds a step of kernels of the recurrent layers, by what they do, and of all others."""
-    times: defaultdict[str, float] = defaultdict(float)
-    for name, (microseconds, _) in found.items():
-        stage = next((stage for stage, pattern in STAGES.items() if re.match(pattern, name)), "others")
-        times[stage] += microseconds
-    return dict(times)
+def stage(name: str) -> str:
+    """What a kernel of the recurrent layers does."""
+    return next((stage for stage, pattern in STAGES.items() if re.match(pattern, name)), "others")
 
 
 def compared(case: Case, way: str, of: type[Step], seconds: float) -> dict[str, Any]:
     """A row: the three models in turns, and their kernels."""
-    models = {"torch": copy.deepcopy(case.model).to(DEVICE)}
-    models |= {name: copy.deepcopy(models["torch"]) for name in ("ecornn", "rest")}
-    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
-    rest: Any = models["rest"]
+    models = both_sides(copy.deepcopy(case.model))
+    models["rest"] = rest = copy.deepcopy(models["torch"])
     rest.recurrent = Through(rest.recurrent)
-    batches = itertools.cycle([case.draw() for _ in range(BATCHES)])
-    sides, graphs = {}, {}
-    for name, model in models.items():
-        step = case.step(model, KINDS["bf16"], of)
-        graphs[name] = step.graphed()
-        sides[name] = lambda step=step, run=graphs[name]: (step.load(*next(batches)), run())
+    steps = {name: case.step(model, KINDS["bf16"], of) for name, model in models.items()}
+    graphs = {name: step.graphed() for name, step in steps.items()}
     row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": "bf16", "way": way, "wanted": case.wanted}
-    row |= in_turns(sides, seconds, 5)
+    row |= in_turns(case, steps, graphs, seconds, 5)
     row |= {"ratio": row["torch_ms"] / row["ecornn_ms"], "bound": row["torch_ms"] / row["rest_ms"],
             "layers_ms": {name: row[f"{name}_ms"] - row["rest_ms"] for name in ("ecornn", "torch")},
             "left_ms": row["torch_ms"] / case.wanted - row["rest_ms"]}
-    found = {name: times_of(graph) for name, graph in graphs.items()}
-    return row | {"stages_us": stages(found["ecornn"]),
-                  "kernels_us": {name: shortened(each) for name, each in found.items()}}
+    found = {name: kernels(lambda run=run: [run() for _ in range(STEPS)]) for name, run in graphs.items()}
+    return row | {"stages_us": {name: sum(times) / STEPS for name, times in by_name(found["ecornn"], stage)},
+                  "kernels_us": {side: {name: (round(sum(times) / STEPS, 2), len(times) / STEPS)
+                                        for name, times in by_name(of_side, shortened)}
+                                 for side, of_side in found.items()}}
 
 
 def of_layer(name: str, row: LayerSpec) -> None:
