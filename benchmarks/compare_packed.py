@@ -62,9 +62,8 @@ PACKED: list[Shape] = [
 ISSUE: list[Shape] = [("lstm", T, 32, 64, H, 2, False) for H in (64, 256) for T in (100, 500, 2000, 4000)]
 DTYPE, SIDES = "float16", ("columns", "whole", "alone", "lengths")
 TRAINED = ("columns", "alone", "lengths")
-CASES: list[tuple[Shape, int]] = [  # cell, T, sequences, I, H, layers, bidirectional; columns
-    (("lstm", 300, 32, 512, 512, 1, False), 16), (("lstm", 300, 32, 512, 512, 2, True), 16),
-    (("gru", 300, 32, 800, 800, 1, True), 16), (("lstm", 300, 64, 1024, 1024, 1, False), 32)]
+CASES: list[tuple[Shape, int]] = [*((shape, 16) for shape in PACKED),  # with columns
+                                  (("lstm", 300, 64, 1024, 1024, 1, False), 32)]
 
 
 def build(shape: Shape, dtype: str, width: int, kind: str, training: bool, folder: str) -> str:
