@@ -264,7 +264,7 @@ def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures the layers that are asked for; whether all of them could be."""
     layers = [(cell, H) for cell, H in (TRAINED if arguments.training else LAYERS)
               if all(w in f"{cell} {H}" for w in arguments.only.split())]
-    rows, measured = [], 0
+    rows, missing = [], len(layers)
     if arguments.only and arguments.output and arguments.output.exists():  # other layers stay as they are
         rows = [row for row in read(arguments.output).rows if (row["cell"], row["H"]) not in layers]
     recurrence = "Ours and cuDNN's are the whole layer; FlashRNN is given W x + b." if arguments.training else (
@@ -277,13 +277,13 @@ def measure_all(arguments: argparse.Namespace) -> bool:
                 traceback.print_exc()
                 continue
             rows.append(row)
-            measured += 1
+            missing -= 1
             print(told(row), flush=True)
             rows.sort(key=lambda row: LAYERS.index((row["cell"], row["H"])))
             side_by_side.write(arguments.output, found | {
                 "flashrnn": importlib.metadata.version("flashrnn"), "command": " ".join(["python", *sys.argv]),
                 "recurrence": recurrence}, rows)
-    return measured == len(layers)
+    return not missing
 
 
 def main() -> None:

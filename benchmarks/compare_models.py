@@ -401,16 +401,16 @@ def main() -> None:
         return
     os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
+    done: list[dict] = []
     if arguments.stages:
-        case, rows = language(*map(int, arguments.language.split(","))), []
+        case = language(*map(int, arguments.language.split(",")))
         for way, of in (("graph", Step), (COMPILED, CompiledStep)):
-            rows.append(compared(case, way, of, arguments.seconds))
-            print(told({name: value for name, value in rows[-1].items() if name != "kernels_us"}), flush=True)
-            write(arguments.output, environment(), rows)
+            done.append(compared(case, way, of, arguments.seconds))
+            print(told({name: value for name, value in done[-1].items() if name != "kernels_us"}), flush=True)
+            write(arguments.output, environment(), done)
         return
     torch.backends.cudnn.allow_tf32 = False
     ways = ["plain", *(GRAPHS if DEVICE == "cuda" else []), *(["compile"] if arguments.compile else [])]
-    done: list[dict] = []
     for name, make in (("language", language), ("speech", speech)):
         if arguments.only in (None, name):
             case = make(*map(int, getattr(arguments, name).split(",")))

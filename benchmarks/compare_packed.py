@@ -5,10 +5,12 @@
     python benchmarks/compare_packed.py --columns --output benchmarks/results/h100_columns.json
     python benchmarks/compare_packed.py --columns --training --output benchmarks/results/h100_columns_training.json
 
+Outputs, and gradients, are compared with PyTorch in float64 first: ours must be within twice the error of PyTorch's
+own in the same type. Times are medians with 20th and 80th percentiles, in microseconds a layer and time step.
+
 Lengths are uniform in 1..T, in float16. Both are called as they are (no graph: lengths are read on the host); so is
 our own module with ``lengths``, by them and with all rows at full length, on padded rows. ``columns`` are those that
-the first of these lays them in. Outputs are compared with PyTorch in float64 first: ours must be within twice cuDNN's
-own error. A row is a median with its 20th and 80th percentile, in microseconds per layer and time step.
+the first of these lays them in.
 
 Rows with ``case`` "pytorch#149194" are that issue's: a model that packs padded x, calls the layer and pads y, all
 of it timed, in float32 (cuDNN may round to TF32 there, as PyTorch sets it; ours does not), with lengths from 1 to T in
@@ -23,14 +25,12 @@ PyTorch: packing, padding and its gradient, around no layer.
 ``--columns``: such columns against the same valid steps as a plain layer of columns that are all full, kernels alone,
 in CUDA graphs, in turns; float16. A row has some draws of lengths uniform in 1..T: ``columns``, sequences that may wrap
 around (``together`` neighbours); ``whole``, those that may not; ``alone``, ceil(valid / C)
-steps of a plain layer of C columns; ``lengths``, a row of a padded batch for each sequence. Times are microseconds a
-layer and step of the longest sequence (of both directions together); ``share`` is alone / columns. y of columns and
-whole is compared with PyTorch in float64 first: within twice the error of PyTorch's own float16.
+steps of a plain layer of C columns; ``lengths``, a row of a padded batch for each sequence. Steps are those of the
+longest sequence (of both directions together); ``share`` is alone / columns.
 
 ``--columns --training``: of each side the backward pass, and with ``_step`` forward and backward; ``share`` is then
 columns / alone of the backward pass, which is to be at most 1.1. ``cudnn_step`` is PyTorch's packed layer as it is
-called. All gradients of columns are compared with PyTorch's in float64 first: within twice the error of PyTorch's own
-float16; and two runs have the same bits.
+called. Two runs of columns have the same bits.
 """
 
 from __future__ import annotations

@@ -239,8 +239,10 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as cache:
             for side in SIDES:
                 runs[side].append(alone(run, name, device, side, cache))
-    first = {side: _median([one["first"]["seconds"] for one in found]) for side, found in runs.items()}
-    then = {side: sum(_median([one["then"]["seconds"] for one in found])) for side, found in runs.items()}
+    first, then = ({side: [statistics.median(times) for times in zip(*(one[part]["seconds"] for one in found),
+                                                                     strict=True)]
+                    for side, found in runs.items()} for part in ("first", "then"))
+    then = {side: sum(times) for side, times in then.items()}
     row: dict[str, Any] = {"name": name, "calls": len(first["torch"]), "modules": runs["cold"][0]["modules"],
                            "errors": runs["cold"][0]["errors"], "difference": _difference(runs),
                            "first": first, "then": then, "faster": then["torch"] / then["warm"]}
@@ -249,11 +251,6 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
         row[side] = {"worst": max(ours / theirs for ours, theirs in zip(*(s[LEAST - 1:] for s in sums), strict=True)),
                      "all": sums[0][-1] / sums[1][-1], "longer_ms": (max(first[side]) - max(first["torch"])) * 1e3}
     return row
-
-
-def _median(runs: list[list[float]]) -> list[float]:
-    """The median of each call."""
-    return [statistics.median(times) for times in zip(*runs, strict=True)]
 
 
 def _difference(runs: dict[str, list[dict[str, Any]]]) -> float:

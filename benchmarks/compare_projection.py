@@ -71,8 +71,8 @@ def compare(asked: Layer, file: Path) -> dict[str, Any]:
     calls: dict[str, Callable[[], object]] = {
         "ecornn": lambda: bound(x, out=y), "cublas": lambda: torch.mm(flat, matrix, **wider)}
 
-    def turns() -> None:
-        for _ in range(REPEATS):
+    def turns(repeats: int = REPEATS) -> None:
+        for _ in range(repeats):
             for call in calls.values():
                 x.copy_(torch.randn(T, B, I, device=DEVICE))
                 call()
@@ -88,9 +88,7 @@ def compare(asked: Layer, file: Path) -> dict[str, Any]:
         del reference
         names = {name: {kernel for kernel, *_ in kernels(call)} for name, call in calls.items()}
         names["ecornn"] = {name for name in names["ecornn"] if "project" in name}
-        for _ in range(WARM):
-            for call in calls.values():
-                call()
+        turns(WARM)
         found = [(name, end - begin) for name, begin, end in kernels(turns)]
     row |= {
         "sides": [*calls], "wrong": [], "output": output, "error": error, "cudnn_error": library_error,

@@ -63,14 +63,6 @@ def slowest(times: Path) -> dict[str, float]:
     return max(sources.values(), key=lambda of: sum(of.values()), default={})
 
 
-def in_new_process(row: Layer, device: Device, folder: Path) -> dict:
-    """The same, or ``failed``."""
-    try:
-        return alone(compile_cold, row, device, folder)
-    except (EcornnError, BrokenExecutor) as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
-
-
 def report(path: Path, log: RowLog) -> list[str]:
     """The table, in Markdown."""
     env, rows = log.environment, [r for r in log.rows if "failed" not in r]
@@ -110,8 +102,12 @@ def main() -> None:
     except (EcornnError, ValueError) as error:  # no GPU; a file that is no results
         sys.exit(str(error))
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, ThreadPoolExecutor(arguments.jobs) as threads:
-        for row, result in zip(left, threads.map(lambda row: in_new_process(row, device, Path(folder)), left),
-                               strict=True):
+        futures = [threads.submit(alone, compile_cold, row, device, Path(folder)) for row in left]
+        for row, future in zip(left, futures, strict=True):
+            try:
+                result = future.result()
+            except (EcornnError, BrokenExecutor) as error:
+                result = {"failed": f"{type(error).__name__}: {error}"}
             log.add(row.name, described(row) | result)
             print(f"{row.name:32} " + (result.get("failed") or f"{result['build']:.1f} s"), flush=True)
     arguments.output.with_suffix(".md").write_text("\n".join(report(arguments.output, log)) + "\n")

@@ -78,14 +78,9 @@ def rates(*dtypes: str) -> str:
     return span((r["rate"] for r in rows("h100_projection.jsonl") if r["dtype"] in dtypes), "{:.0%}")
 
 
-def packed(case: str, fits: Callable[[dict[str, Any]], bool]) -> str:
+def packed(case: str, fits: Callable[[dict[str, Any]], bool] = lambda r: True) -> str:
     """How many times as long PyTorch takes for packed sequences."""
     return span(r["ratio"] for r in rows("h100_packed.json") if r["case"] == case and fits(r))
-
-
-def issue(hidden: int) -> str:
-    """The same of a model with so many units, of sequences that are long."""
-    return packed("pytorch#149194", lambda r: r["H"] == hidden and r["T"] >= 500)
 
 
 def variants(word: str, of: tuple[str, ...], sizes: tuple[int, ...] = (256, 1024)) -> list[float]:
@@ -125,10 +120,8 @@ def until(records: str) -> str:
 @cache
 def again(records: str) -> list[float]:
     """As :func:`searched`, at the end, where the best was measured once more beside the default; in order."""
-    of: dict[str, list[float]] = {}
-    for one in live(records):
-        of.setdefault(one.workload, []).append(one.ratio)
-    return sorted(median(values) for values in of.values())
+    return sorted(median(one.ratio for one in live(records) if one.workload == workload)
+                  for workload in {one.workload for one in live(records)})
 
 
 def random_near() -> str:
@@ -183,9 +176,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "projection.half": lambda: rates("float16", "bfloat16"),
     "projection.tf32": lambda: rates("tf32-both"),
     "projection.float32": lambda: rates("float32"),
-    "packed.uniform": lambda: packed("uniform", lambda r: True),
-    "packed.issue64": lambda: issue(64),
-    "packed.issue256": lambda: issue(256),
+    "packed.uniform": lambda: packed("uniform"),
+    "packed.issue64": lambda: packed("pytorch#149194", lambda r: r["H"] == 64 and r["T"] >= 500),
+    "packed.issue256": lambda: packed("pytorch#149194", lambda r: r["H"] == 256 and r["T"] >= 500),
     "packed.issue100": lambda: packed("pytorch#149194", lambda r: r["T"] == 100),
     "packed.training64": lambda: span(r["ratio"] for r in rows("h100_packed_training.json") if r["H"] == 64),
     "padded.training64": lambda: span(r["packing_costs"] for r in rows("h100_packed_training.json") if r["H"] == 64),

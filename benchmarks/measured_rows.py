@@ -58,15 +58,10 @@ class Results:
             where = f"{env.get('cpu', env.get('device'))}, PyTorch {env.get('torch')}, ONNX Runtime " \
                     f"{env.get('onnxruntime')}"
             how = "interleaved, as many threads on every side"
+        command = env.get("command", "make bench") if self.grid is None else (
+            f"python benchmarks/run_all.py {name_of(self.path)}")
         return (f"µs a step, median [p20, p80], and times ours; {where}; whole passes {how}, outputs checked against "
-                f"float64. Data: `{self.path.as_posix()}`; `{self.command}`.")
-
-    @property
-    def command(self) -> str:
-        """The command that measures such a file."""
-        if self.grid is None:
-            return str(self.environment.get("command", "make bench"))
-        return f"python benchmarks/run_all.py {name_of(self.path)}"
+                f"float64. Data: `{self.path.as_posix()}`; `{command}`.")
 
 
 def name_of(path: Path) -> str:

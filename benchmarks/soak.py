@@ -5,7 +5,7 @@
 Each of ``--threads`` threads does one job after the other, at random: it calls a layer that all share, loads a module
 file or binds weights to it and drops them, calls or trains a layer of PyTorch's, packed or with weights that are new,
 or a copy of a model. Every result is compared with one in float64, of NumPy or torch.nn, that was calculated before.
-``--busy`` other processes take whole cores meanwhile. A line every ten seconds says how far it is.
+``--busy`` other processes take whole cores meanwhile. A line every five seconds says how far it is.
 
 Exits with 0 if no result was wrong, no thread raised or stood still, and memory is flat, in the last quarter of the
 time against the quarter before the middle, by medians: the process has at most ``--growth`` MB more; malloc() has given
@@ -249,10 +249,10 @@ class Soak:
                     self.faults.append(fault)
             self.seen[number] = time.monotonic()
 
-    def run(self, seconds: float, every: float = 10.0, each: int = 0) -> list[Memory]:
+    def run(self, seconds: float, each: int = 0) -> list[Memory]:
         """Memory every ``EVERY`` seconds, until ``each`` case was called so often, too; ends early where something is
         wrong or stands still."""
-        begin, told, memory = time.monotonic(), 0.0, list[Memory]()
+        begin, memory = time.monotonic(), list[Memory]()
         self.seen = [begin] * len(self.seen)
         for thread in self._threads:
             thread.start()
@@ -267,11 +267,9 @@ class Soak:
                 faulthandler.dump_traceback(all_threads=True)
                 break
             memory.append(now)
-            if passed - told >= every:
-                told = passed
-                print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {now.process:7.1f} MB, {now.given:6.1f} given, "
-                      f"{now.workspaces:5.1f} of workspaces  worst error {max(self.worst.values(), default=0):.1e}  "
-                      f"{len(self.faults)} wrong", flush=True)
+            print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {now.process:7.1f} MB, {now.given:6.1f} given, "
+                  f"{now.workspaces:5.1f} of workspaces  worst error {max(self.worst.values(), default=0):.1e}  "
+                  f"{len(self.faults)} wrong", flush=True)
         self.seconds = time.monotonic() - begin
         self.ending.set()
         for thread in self._threads:
@@ -326,8 +324,7 @@ def main() -> int:
         with busy(arguments.busy):
             soak = Soak(cases, arguments.threads)
             memory = soak.run(arguments.seconds, each=arguments.each)
-    if memory:
-        soak.faults += not_flat(memory, arguments.growth, arguments.threads, one_heap)
+    soak.faults += not_flat(memory, arguments.growth, arguments.threads, one_heap) if memory else []
     for fault in soak.faults[:5]:
         print(fault)
     more = {name: growth([getattr(m, name) for m in memory]) for name in ("process", "given") if memory}
