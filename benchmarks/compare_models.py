@@ -41,6 +41,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,28 +182,21 @@ def set_dropout(models: dict[str, nn.Module], share: float) -> None:
             part.dropout = share
 
 
-class InKind(nn.Module):
-    """A layer of torch.nn in a data type of its own under autocast, where cuDNN's layers otherwise take float16
-    whatever is asked for, with eight times less rounding than bfloat16 has."""
-
-    def __init__(self, layer: nn.RNNBase, kind: torch.dtype) -> None:
-        super().__init__()
-        self.layer, self.kind = layer, kind
-
-    def forward(self, x: torch.Tensor, state: object = None) -> object:
-        weights = {name: p.to(self.kind) for name, p in self.layer.named_parameters()}
-        given = tuple(s.to(self.kind) for s in state) if isinstance(state, tuple) else state
-        with torch.autocast(x.device.type, enabled=False):
-            return functional_call(self.layer, weights, (x.to(self.kind), given))
+def cast_call(layer: nn.RNNBase, kind: torch.dtype, x: torch.Tensor, state: object = None) -> object:
+    """What a layer gives in a data type of its own, whatever autocast says."""
+    weights = {name: p.to(kind) for name, p in layer.named_parameters()}
+    given = tuple(s.to(kind) for s in state) if isinstance(state, tuple) else state
+    with torch.autocast(x.device.type, enabled=False):
+        return functional_call(layer, weights, (x.to(kind), given))
 
 
 def in_kind(model: nn.Module, kind: torch.dtype | None) -> nn.Module:
-    """A copy of the model whose recurrent layers are :class:`InKind`."""
+    """A copy of the model whose layers of torch.nn compute in this type under autocast, where cuDNN's otherwise take
+    float16 whatever is asked for, with eight times less rounding than bfloat16 has."""
     made = copy.deepcopy(model)
-    for part in [*made.modules()] if kind is not None else []:
-        for name, child in [*part.named_children()]:
-            if isinstance(child, nn.RNNBase):
-                setattr(part, name, InKind(child, kind))
+    for part in made.modules():
+        if kind is not None and isinstance(part, nn.RNNBase):
+            part.forward = partial(cast_call, copy.copy(part), kind)
     return made
 
 
@@ -288,7 +282,7 @@ def in_turns(case: Case, steps: dict[str, Step], runs: dict[str, Callable[[], ob
     return row
 
 
-class _Through(torch.autograd.Function):
+class Through(torch.autograd.Function):
     """x as it is, with zeros for the gradients of weights."""
 
     @staticmethod
@@ -299,18 +293,6 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return gradient, *(torch.zeros_like(weight) for weight in ctx.like)
-
-
-class Through(nn.Module):
-    """Layers of as many units as inputs that do nothing."""
-
-    def __init__(self, layers: nn.RNNBase) -> None:
-        super().__init__()
-        self.layers = layers
-
-    @torch.compiler.disable  # as the layers of the others
-    def forward(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        return _Through.apply(x, *self.layers.parameters()), state
 
 
 def by_name(found: list[tuple[str, float, float]],
@@ -336,7 +318,8 @@ def compared(case: Case, way: str, of: type[Step], seconds: float) -> dict[str, 
     """A row: the three models in turns, and their kernels."""
     models = both_sides(copy.deepcopy(case.model))
     models["rest"] = rest = copy.deepcopy(models["torch"])
-    rest.recurrent = Through(rest.recurrent)
+    layers = rest.recurrent  # which do nothing; PyTorch compiles them as little as the others
+    layers.forward = torch.compiler.disable(lambda x, state: (Through.apply(x, *layers.parameters()), state))
     steps = {name: case.step(model, KINDS["bf16"], of) for name, model in models.items()}
     graphs = {name: step.graphed() for name, step in steps.items()}
     row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": "bf16", "way": way, "wanted": case.wanted}

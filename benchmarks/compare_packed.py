@@ -230,11 +230,8 @@ def runs_of(layer: Any, x: torch.Tensor, dy: torch.Tensor, **masks: Any) -> dict
     """The backward pass alone, and a whole step; they hold what their graphs read."""
     _, _, kept = layer.forward(x, **masks)
     backward = turns.graph_of(lambda: layer.backward(dataclasses.replace(kept), dy))
-
-    def again(kept: Any = kept) -> None:
-        backward.replay()
-
-    return {"": again, "_step": turns.graph_of(lambda: layer.backward(layer.forward(x, **masks)[2], dy)).replay}
+    step = turns.graph_of(lambda: layer.backward(layer.forward(x, **masks)[2], dy))
+    return {"": lambda kept=kept: backward.replay(), "_step": step.replay}
 
 
 def gradients(library: torch.nn.RNNBase, rows: list[torch.Tensor], drows: list[torch.Tensor]) -> list[torch.Tensor]:
