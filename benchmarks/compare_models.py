@@ -118,12 +118,10 @@ class CompiledStep(Step):
         self._steps = [torch.zeros((), device=p.device) for p in self._parameters]
 
     def _words(self, text: torch.Tensor) -> torch.Tensor:
-        model: Any = self.model
-        return model.dropout(model.words(text))
+        return self.model.dropout(self.model.words(text))
 
     def _judged(self, y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        model: Any = self.model
-        return self.criterion(model.scores(model.dropout(y)), wanted)
+        return self.criterion(self.model.scores(self.model.dropout(y)), wanted)
 
     def _clip_and_adam(self, gradients: list[torch.Tensor]) -> None:
         own = self.optimizer.defaults
@@ -135,7 +133,7 @@ class CompiledStep(Step):
 
     def gradients(self) -> None:
         """Computes the gradients of one step, as a :class:`Step` does."""
-        model: Any = self.model
+        model = self.model
         with self.autocast():
             y, after = model.recurrent(self._before(*self.inputs), (model.h.clone(), model.c.clone()))
             torch._foreach_copy_([model.h, model.c], [state.detach() for state in after])

@@ -239,10 +239,9 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as cache:
             for side in SIDES:
                 runs[side].append(alone(run, name, device, side, cache))
-    first, then = ({side: [statistics.median(times) for times in zip(*(one[part]["seconds"] for one in found),
-                                                                     strict=True)]
-                    for side, found in runs.items()} for part in ("first", "then"))
-    then = {side: sum(times) for side, times in then.items()}
+    first, again = ({side: [*map(statistics.median, zip(*(one[part]["seconds"] for one in found), strict=True))]
+                     for side, found in runs.items()} for part in ("first", "then"))
+    then = {side: sum(times) for side, times in again.items()}
     row: dict[str, Any] = {"name": name, "calls": len(first["torch"]), "modules": runs["cold"][0]["modules"],
                            "errors": runs["cold"][0]["errors"], "difference": _difference(runs),
                            "first": first, "then": then, "faster": then["torch"] / then["warm"]}

@@ -19,6 +19,9 @@ from typing import Any
 
 from measured_rows import Group, Summary, members, read
 from measured_rows import mean as geometric
+from search_quality import NEAR, lives, medians, tables_of, until
+
+from ecornn.tune import log
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -97,8 +100,6 @@ def cost(values: Iterable[float]) -> str:
 @cache
 def live(records: str) -> list[Any]:
     """The live searches of the H100 that knew these records."""
-    from search_quality import lives, tables_of
-
     reports = [RESULTS / f"search_live_{name}_h100.json" for name in ("quarter", "none")]
     return [one for one in lives([(tables_of([RESULTS / "search_fastest_h100.jsonl.xz"]), reports)])
             if one.records == records]
@@ -106,15 +107,7 @@ def live(records: str) -> list[Any]:
 
 def searched(records: str, trials: int) -> list[float]:
     """Of each layer the median run's best so far, over the best of the table."""
-    from search_quality import medians
-
     return [middle for middle, _ in medians(live(records), trials).values()]
-
-
-def until(records: str) -> str:
-    from search_quality import NEAR, until
-
-    return f"{until(live(records), NEAR)[0]:g}"
 
 
 @cache
@@ -132,11 +125,7 @@ def random_near() -> str:
 
 def workloads(*names: str) -> str:
     """How many workloads logs that ship have trials of."""
-    from ecornn.tune.log import read
-    from ecornn.tune.record import Trial
-
-    records = [line.record for name in names for line in read(ROOT / "tuning_logs" / name).lines]
-    return str(len({r.workload for r in records if isinstance(r, Trial)}))
+    return str(len({trial.workload for name in names for trial in log.read(ROOT / "tuning_logs" / name).trials()}))
 
 
 def served(sessions: int, side: str) -> str:
@@ -207,8 +196,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search.others_again_worst": lambda: f"{again('others')[-1]:.3f}",
     "search.others_again_next": lambda: f"{again('others')[-2]:.3f}",
     "search.random_near": random_near,
-    "search.others_until": lambda: until("others"),
-    "search.none_until": lambda: until("none"),
+    "search.others_until": lambda: f"{until(live('others'), NEAR)[0]:g}",
+    "search.none_until": lambda: f"{until(live('none'), NEAR)[0]:g}",
 } | {f"served.{side}{sessions}": partial(served, sessions, side) for side in ("ecornn", "torch")
      for sessions in (1, 100, 1000)} | {f"steps.lstm{hidden}": partial(step, hidden) for hidden in (16, 40, 64)}
 
@@ -226,15 +215,13 @@ def written(text: str) -> str:
 
 
 def main() -> None:
-    wrong = 0
-    for page in pages():
-        text = page.read_text()
-        for name, has, says in differences(text):
-            wrong += 1
-            print(f"{page.relative_to(ROOT)}: {name} is {says}, not {has}")
-        if "--write" in sys.argv:
-            page.write_text(written(text))
-    sys.exit(bool(wrong) and "--write" not in sys.argv)
+    wrong = [(page, *one) for page in pages() for one in differences(page.read_text())]
+    for page, name, has, says in wrong:
+        print(f"{page.relative_to(ROOT)}: {name} is {says}, not {has}")
+    if "--write" not in sys.argv:
+        sys.exit(bool(wrong))
+    for page in {page for page, *_ in wrong}:
+        page.write_text(written(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -194,8 +194,7 @@ def resident() -> float:
     """MB of this process that are in memory, without what was freed."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 class Memory(NamedTuple):
