@@ -146,7 +146,7 @@ def environment(cpu: bool = False) -> dict[str, Any]:
     device = detect()
     where = {"cpu": device.name, "arch": device.arch, "cores": device.cores} if cpu else {
         "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    return where | {"torch": torch.__version__, "ecornn": ecornn.__version__,
+    return where | {"torch": str(torch.__version__), "ecornn": ecornn.__version__,
                     "tvm": importlib.metadata.version("apache-tvm"),
                     "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                     "command": " ".join(["python", *sys.argv])}
