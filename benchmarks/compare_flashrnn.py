@@ -28,7 +28,6 @@ import fcntl
 import importlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import sys
 import tempfile
@@ -38,12 +37,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import side_by_side
 import torch
-from measured_rows import alone, of_bench
+from measured_rows import alone, of_bench, read
 from side_by_side import DEVICE, WrongResultError, environment, float64_forward, options, relative, timed, told
 
 import ecornn
@@ -67,20 +66,7 @@ WAIT = 4_000_000  # cycles, about 2 ms: longer than FlashRNN's Python takes
 DTYPE = "bfloat16"
 
 
-class Gpu:
-    """The exclusive lock on a file, held while this process may use the GPU."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
-
-    def take(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-
-    def give(self) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_UN)
-
-
-def adapt(gpu: Gpu) -> None:
+def adapt(lock: IO[str]) -> None:
     """FlashRNN's loader: leaves the GPU to others while it solves for a configuration or nvcc works; takes properties
     of the GPU from ecornn (its own helper for them does not compile with CUDA 13, which took members from
     cudaDeviceProp); makes no pause of up to ten seconds before a build, since each layer has a folder of its own.
@@ -89,11 +75,11 @@ def adapt(gpu: Gpu) -> None:
 
     def leaving(function: Callable) -> Callable:
         def call(*args, **kwargs):
-            gpu.give()
+            fcntl.flock(lock, fcntl.LOCK_UN)
             try:
                 return function(*args, **kwargs)
             finally:
-                gpu.take()
+                fcntl.flock(lock, fcntl.LOCK_EX)
 
         return call
 
@@ -144,12 +130,6 @@ def their_inputs(cell: str, gates, weight_hh):
             torch.zeros(heads, own, count, **like), torch.zeros(states, 1, batch, heads, own, **like))
 
 
-def whole(cell: str, weight_hh):
-    """Recurrent weights (G*H, D) as (G*H, H), with zeros between units of different heads."""
-    _, count, _, heads = described(cell)
-    return torch.cat([torch.block_diag(*gate.chunk(heads)) for gate in weight_hh.chunk(count)])
-
-
 def drawn(cell: str, inputs: int, hidden: int) -> dict[str, Any]:
     """Weights of a layer, as ours and PyTorch's take them, uniform as PyTorch begins."""
     shapes = get(cell).parameters(inputs, hidden)
@@ -178,34 +158,28 @@ def modules_of(cell: str, hidden: int) -> dict[str, ecornn.Module]:
     return {"ecornn": whole, "ecornn_recurrence": alone}
 
 
-def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> dict:
-    """One row: all sides built, checked and timed."""
-    side_by_side.WAIT = WAIT
-    base, count = get(cell).name, described(cell)[1]
-    row: dict = {"cell": cell, "T": T, "B": B, "H": hidden, "dtype": DTYPE}
+def compare(cell: str, hidden: int, modules: dict[str, ecornn.Module], repeats: int, seconds: float) -> dict:
+    """One row: all sides checked and timed."""
+    row: dict = {"cell": cell, "T": T, "B": B, "I": hidden, "H": hidden, "dtype": DTYPE}
     sides: dict[str, Callable[[], object]] = {}
-    inputs, kept = [], []  # what graphs read must stay
+    width, kept = described(cell)[1] * hidden, []  # what graphs use must stay
 
     def check(name: str, y: torch.Tensor, x: torch.Tensor, weights: dict[str, torch.Tensor]) -> None:
-        zero = torch.zeros(count * hidden, device=DEVICE)
-        weights = {"bias_ih_l0": zero, "bias_hh_l0": zero} | weights
-        weights["weight_hh_l0"] = whole(cell, weights["weight_hh_l0"])
-        row[f"{name}_error"] = relative(y, float64_forward(base, x, weights))
-        if not row[f"{name}_error"] <= LIMIT:
-            raise WrongResultError(f"{name} has error {row[f'{name}_error']:.2e}")
+        zero = torch.zeros(width, device=DEVICE)
+        exact = float64_forward(cell, x, {"bias_ih_l0": zero, "bias_hh_l0": zero} | weights)
+        error = row[f"{name}_error"] = relative(y, exact)
+        if not error <= LIMIT:
+            raise WrongResultError(f"{name} has error {error:.2e}")
 
-    modules = modules_of(cell, hidden)
-    adapt(gpu)
-    gpu.take()
     with torch.no_grad():
-        gates = torch.randn(T, B, count * hidden, device=DEVICE).bfloat16()
+        gates = torch.randn(T, B, width, device=DEVICE).bfloat16()
         weight = drawn(cell, 1, hidden)["weight_hh_l0"]
         arguments = their_inputs(cell, gates, weight)
-        inputs.append(arguments[0])
+        inputs = [arguments[0]]
         for name, backend in backends(cell, hidden).items():
             theirs = flashrnn_of(cell, hidden, B, backend)
             check(name, theirs(*arguments)[0].reshape(T, B, hidden), gates,
-                  {"weight_ih_l0": torch.eye(count * hidden, device=DEVICE), "weight_hh_l0": weight})
+                  {"weight_ih_l0": torch.eye(width, device=DEVICE), "weight_hh_l0": weight})
             sides[name] = partial(theirs, *arguments)
         for name, module in modules.items():
             weights = drawn(cell, module.manifest.workload.input, hidden)
@@ -222,8 +196,8 @@ def compare(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> d
             row[f"{name}_config"] = {"schedule": module.manifest.schedule, **module.manifest.config}
         row |= timed(sides, lambda: [x.copy_(torch.randn_like(x)) for x in inputs], repeats, T, seconds)
     least = min(row[f"{name}_us"] for name in backends(cell, hidden))
-    row["ratio"], row["ratio_recurrence"] = (least / row[f"{name}_us"] for name in ("ecornn", "ecornn_recurrence"))
-    return row
+    return row | {"sides": [*modules, *backends(cell, hidden)], "ratio": least / row["ecornn_us"],
+                  "ratio_recurrence": least / row["ecornn_recurrence_us"]}
 
 
 def exact_gradients(cell: str, gates: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
@@ -231,42 +205,40 @@ def exact_gradients(cell: str, gates: torch.Tensor, weight: torch.Tensor, bias: 
     """Gradients of preactivations (T, B, G*H), recurrent weights (G*H, H) and biases (G*H) of a cell of one head, in
     float64, from the gradients dh (T, B, H); in FlashRNN's layouts."""
     leaves = [t.double().requires_grad_() for t in (gates, weight, bias)]
-    eye = torch.eye(len(weight), device=weight.device)
-    h = float64_forward(get(cell).name, leaves[0], {"weight_ih_l0": eye, "weight_hh_l0": leaves[1],
-                                                    "bias_ih_l0": torch.zeros_like(bias), "bias_hh_l0": leaves[2]})
+    eye, zero = torch.eye(len(weight), device=weight.device), torch.zeros_like(bias)
+    h = float64_forward(cell, leaves[0], {"weight_ih_l0": eye, "weight_hh_l0": leaves[1], "bias_ih_l0": zero,
+                                          "bias_hh_l0": leaves[2]})
     dgates, dweight, dbias = torch.autograd.grad(h, leaves, dh.double())
     return [*their_inputs(cell, dgates, dweight)[:2], their_inputs(cell, dbias[None, None], dweight)[0][0, 0]]
 
 
-def compare_training(cell: str, hidden: int, gpu: Gpu, repeats: int, seconds: float) -> dict:
+def compare_training(cell: str, hidden: int, seconds: float) -> dict:
     """One row: ours and cuDNN's as ``ecornn bench`` checks and times them, and FlashRNN's in the same turns, in
     microseconds a step. Raises what ``ecornn bench`` does, and WrongResultError where gradients are wrong."""
-    gates = described(cell)[1]
-    side_by_side.WAIT = WAIT
-    adapt(gpu)
-    gpu.take()
-    gate_inputs = torch.randn(T, B, gates * hidden, device=DEVICE).bfloat16()
+    width = described(cell)[1] * hidden
+    gates = torch.randn(T, B, width, device=DEVICE).bfloat16()
     weight = drawn(cell, 1, hidden)["weight_hh_l0"]
-    wx, r, b, states = their_inputs(cell, gate_inputs, weight)
-    leaves = [t.requires_grad_() for t in (wx, r, b)]
+    *leaves, states = their_inputs(cell, gates, weight)
+    for leaf in leaves:
+        leaf.requires_grad_()
     dh = torch.randn(T, B, 1, hidden, device=DEVICE).bfloat16()
     theirs = flashrnn_of(cell, hidden, B)
 
     def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(theirs(*leaves, states)[0], leaves, dh)
 
-    exact = exact_gradients(cell, gate_inputs, weight, torch.zeros(gates * hidden, device=DEVICE), dh[:, :, 0])
+    exact = exact_gradients(cell, gates, weight, torch.zeros(width, device=DEVICE), dh[:, :, 0])
     error = max(relative(g, e) for g, e in zip(step(), exact, strict=True))
     if not error <= LIMIT_OF_GRADIENTS:
         raise WrongResultError(f"FlashRNN's gradients have error {error:.2e}")
-    del exact, gate_inputs
+    del exact, gates
     torch.cuda.empty_cache()
-    case = Case(cell=cell, hidden=hidden, batch=B, seq=T, dtype="bfloat16", target="cuda", training=True)
+    case = Case(cell=cell, hidden=hidden, batch=B, seq=T, dtype=DTYPE, target="cuda", training=True)
     row = measure(case, Plan(("cudnn",), seconds, more={"flashrnn": step}))
     if row.wrong:
         raise WrongResultError(str(row.wrong))
     found = of_bench(msgspec.to_builtins(row))
-    names = ("cell", "T", "B", "I", "H", "dtype", "ratio", "schedule", "keep")
+    names = ("cell", "T", "B", "I", "H", "dtype", "sides", "ratio", "schedule", "keep")
     times = {f"{side}_{end}": found[f"{side}_{end}"] for side in found["sides"] for end in ("us", "p20", "p80")}
     return {name: found[name] for name in names} | times | {
         "error": row.errors["ecornn"], "cudnn_error": row.errors["cudnn"], "flashrnn_error": error,
@@ -277,22 +249,26 @@ def serve(cell: str, hidden: int, arguments: argparse.Namespace) -> tuple[dict, 
     """The environment and the row of a layer, in a process of its own."""
     prepare(arguments.builds, cell, hidden)
     torch.manual_seed(0)
-    gpu = Gpu(arguments.lock)
-    row = (compare_training if arguments.training else compare)(cell, hidden, gpu, arguments.repeats, arguments.seconds)
-    found = environment()
-    row["time"] = found["time"]  # a file may have rows of several runs
-    gpu.give()
-    return found, row
+    side_by_side.WAIT = WAIT
+    modules = {} if arguments.training else modules_of(cell, hidden)
+    with arguments.lock.open("a") as lock:
+        adapt(lock)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        row = compare(cell, hidden, modules, arguments.repeats, arguments.seconds) if modules else compare_training(
+            cell, hidden, arguments.seconds)
+        found = environment()
+    return found, row | {"time": found["time"]}  # a file may have rows of several runs
 
 
 def measure_all(arguments: argparse.Namespace) -> bool:
     """Measures the layers that are asked for; whether all of them could be."""
     layers = [(cell, H) for cell, H in (TRAINED if arguments.training else LAYERS)
-              if all(w in f"{cell} {H}" for w in (arguments.only or "").split())]
-    rows, measured = [], 0
+              if all(w in f"{cell} {H}" for w in arguments.only.split())]
+    rows, missing = [], len(layers)
     if arguments.only and arguments.output and arguments.output.exists():  # other layers stay as they are
-        known = json.loads(arguments.output.read_text())["rows"]
-        rows = [row for row in known if (row["cell"], row["H"]) not in layers]
+        rows = [row for row in read(arguments.output).rows if (row["cell"], row["H"]) not in layers]
+    recurrence = "Ours and cuDNN's are the whole layer; FlashRNN is given W x + b." if arguments.training else (
+        "Ours is timed whole, and as a layer of one input value; FlashRNN is given W x + b.")
     with ThreadPoolExecutor(max(1, len(layers))) as threads:
         for one in as_completed([threads.submit(alone, serve, *layer, arguments) for layer in layers]):
             try:
@@ -301,27 +277,18 @@ def measure_all(arguments: argparse.Namespace) -> bool:
                 traceback.print_exc()
                 continue
             rows.append(row)
-            measured += 1
+            missing -= 1
             print(told(row), flush=True)
-            if arguments.output:
-                write(arguments.output, found, rows)
-    return measured == len(layers)
-
-
-def write(path: Path, where: dict, rows: list[dict]) -> None:
-    """The file, with the rows that there are so far."""
-    where |= {
-        "flashrnn": importlib.metadata.version("flashrnn"), "command": " ".join(["python", *sys.argv]),
-        "recurrence": "Ours is timed whole, and as a layer of one input value; FlashRNN is given W x + b."}
-    if "ratio_flashrnn" in rows[0]:
-        where["recurrence"] = "Ours and cuDNN's are the whole layer; FlashRNN is given W x + b."
-    rows = sorted(rows, key=lambda row: LAYERS.index((row["cell"], row["H"])))
-    side_by_side.write(path, where, rows)
+            rows.sort(key=lambda row: LAYERS.index((row["cell"], row["H"])))
+            side_by_side.write(arguments.output, found | {
+                "flashrnn": importlib.metadata.version("flashrnn"), "command": " ".join(["python", *sys.argv]),
+                "recurrence": recurrence}, rows)
+    return not missing
 
 
 def main() -> None:
-    parser = options(__doc__, repeats=(30, "timed repetitions a row, at most"), seconds=(1.0, "of measuring a row"))
-    parser.add_argument("--only", metavar="WORDS", help="layers with all of these words in cell and H")
+    parser = options(__doc__, repeats=(30, "timed repetitions a row, at most"), seconds=(1.0, "of measuring a row"),
+                     only=("", "layers with all of these words in cell and H"))
     parser.add_argument("--training", action="store_true", help="training steps in place of forward passes")
     parser.add_argument("--builds", type=Path, metavar="FOLDER", help="where to keep FlashRNN's extensions")
     parser.add_argument("--lock", type=Path, metavar="FILE", help="locked while the GPU is in use")

@@ -41,6 +41,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,10 @@ class CompiledStep(Step):
         self._steps = [torch.zeros((), device=p.device) for p in self._parameters]
 
     def _words(self, text: torch.Tensor) -> torch.Tensor:
-        model: Any = self.model
-        return model.dropout(model.words(text))
+        return self.model.dropout(self.model.words(text))
 
     def _judged(self, y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        model: Any = self.model
-        return self.criterion(model.scores(model.dropout(y)), wanted)
+        return self.criterion(self.model.scores(self.model.dropout(y)), wanted)
 
     def _clip_and_adam(self, gradients: list[torch.Tensor]) -> None:
         own = self.optimizer.defaults
@@ -134,7 +133,7 @@ class CompiledStep(Step):
 
     def gradients(self) -> None:
         """Computes the gradients of one step, as a :class:`Step` does."""
-        model: Any = self.model
+        model = self.model
         with self.autocast():
             y, after = model.recurrent(self._before(*self.inputs), (model.h.clone(), model.c.clone()))
             torch._foreach_copy_([model.h, model.c], [state.detach() for state in after])
@@ -181,28 +180,21 @@ def set_dropout(models: dict[str, nn.Module], share: float) -> None:
             part.dropout = share
 
 
-class InKind(nn.Module):
-    """A layer of torch.nn in a data type of its own under autocast, where cuDNN's layers otherwise take float16
-    whatever is asked for, with eight times less rounding than bfloat16 has."""
-
-    def __init__(self, layer: nn.RNNBase, kind: torch.dtype) -> None:
-        super().__init__()
-        self.layer, self.kind = layer, kind
-
-    def forward(self, x: torch.Tensor, state: object = None) -> object:
-        weights = {name: p.to(self.kind) for name, p in self.layer.named_parameters()}
-        given = tuple(s.to(self.kind) for s in state) if isinstance(state, tuple) else state
-        with torch.autocast(x.device.type, enabled=False):
-            return functional_call(self.layer, weights, (x.to(self.kind), given))
+def cast_call(layer: nn.RNNBase, kind: torch.dtype, x: torch.Tensor, state: object = None) -> object:
+    """What a layer gives in a data type of its own, whatever autocast says."""
+    weights = {name: p.to(kind) for name, p in layer.named_parameters()}
+    given = tuple(s.to(kind) for s in state) if isinstance(state, tuple) else state
+    with torch.autocast(x.device.type, enabled=False):
+        return functional_call(layer, weights, (x.to(kind), given))
 
 
 def in_kind(model: nn.Module, kind: torch.dtype | None) -> nn.Module:
-    """A copy of the model whose recurrent layers are :class:`InKind`."""
+    """A copy of the model whose layers of torch.nn compute in this type under autocast, where cuDNN's otherwise take
+    float16 whatever is asked for, with eight times less rounding than bfloat16 has."""
     made = copy.deepcopy(model)
-    for part in [*made.modules()] if kind is not None else []:
-        for name, child in [*part.named_children()]:
-            if isinstance(child, nn.RNNBase):
-                setattr(part, name, InKind(child, kind))
+    for part in made.modules():
+        if kind is not None and isinstance(part, nn.RNNBase):
+            part.forward = partial(cast_call, copy.copy(part), kind)
     return made
 
 
@@ -243,52 +235,52 @@ def checked(case: Case, models: dict[str, nn.Module], kind: torch.dtype | None,
             "torch_loss_error": library_loss}
 
 
+def both_sides(model: nn.Module) -> dict[str, Any]:
+    """The model, and a copy with compiled layers."""
+    models = {"torch": model.to(DEVICE), "ecornn": copy.deepcopy(model)}
+    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
+    return models
+
+
 def compare(case: Case, dtype: str, ways: list[str], seconds: float, together: int) -> Iterator[dict]:
     """A row for each way: both sides checked, then timed."""
-    kind = KINDS[dtype]
-    models = {"torch": case.model.to(DEVICE)}
-    models["ecornn"] = copy.deepcopy(models["torch"])
-    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
+    kind, models = KINDS[dtype], both_sides(case.model)
     start = time.perf_counter()
     errors = checked(case, models, kind)
     row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": dtype, "unit": case.unit, "wanted": case.wanted,
                            "parameters": sum(p.numel() for p in case.model.parameters()), **errors,
                            "until_checked_s": time.perf_counter() - start}
-    of_compiled = checked(case, models, kind, case.compiled) if case.compiled and COMPILED in ways else {}
-    batches = itertools.cycle([case.draw() for _ in range(BATCHES)])
+    ways = [way for way in ways if way != COMPILED or case.compiled]
+    of_compiled = checked(case, models, kind, case.compiled) if COMPILED in ways else {}
     steps = {name: case.step(models[name], kind) for name in SIDES}
     if DEVICE == "cuda":
         for step in steps.values():
             step()  # which makes the optimizer's state
         row |= {f"{name}_mib": peak(step) / 2**20 for name, step in steps.items()}
     for way in ways:
-        if way == COMPILED and case.compiled is None:
-            continue
         if way == "compile":
             for step in steps.values():
                 step.model = torch.compile(step.model)
-        sides: dict[str, Callable[[], object]] = {}
-        for name, step in steps.items():
-            if way == COMPILED and case.compiled is not None:
-                step = case.step(models[name], kind, case.compiled)
-            run = step.graphed(case.captured) if way in GRAPHS else step
-            sides[name] = lambda step=step, run=run: (step.load(*next(batches)), run())  # type: ignore[misc]
-        timed = in_turns(sides, seconds, together)
+        of_way = {name: case.step(models[name], kind, case.compiled) for name in SIDES} if way == COMPILED else steps
+        runs = {name: step.graphed(case.captured) if way in GRAPHS else step for name, step in of_way.items()}
+        timed = in_turns(case, of_way, runs, seconds, together)
         yield row | {"way": way} | (of_compiled if way == COMPILED else {}) | timed | {
             f"{name}_per_second": 1e3 * case.work / timed[f"{name}_ms"] for name in SIDES} | {
             "ratio": timed["torch_ms"] / timed["ecornn_ms"]}
 
 
-def in_turns(sides: dict[str, Callable[[], object]], seconds: float, together: int) -> dict[str, float]:
-    """Milliseconds of steps, as a row has them."""
-    row: dict[str, float] = {}
+def in_turns(case: Case, steps: dict[str, Step], runs: dict[str, Callable[[], object]], seconds: float,
+             together: int) -> dict[str, float]:
+    """Milliseconds of steps, each on another batch, as a row has them."""
+    batches, row = itertools.cycle([case.draw() for _ in range(BATCHES)]), {}
+    sides = {name: lambda step=step, run=runs[name]: (step.load(*next(batches)), run()) for name, step in steps.items()}
     for name, times in take_turns(sides, seconds, together, 7).items():
         ends = (f"{name}_ms", f"{name}_p20", f"{name}_p80")
         row |= dict(zip(ends, (1e3 * value for value in middle(times)), strict=True)) | {"repetitions": len(times)}
     return row
 
 
-class _Through(torch.autograd.Function):
+class Through(torch.autograd.Function):
     """x as it is, with zeros for the gradients of weights."""
 
     @staticmethod
@@ -301,72 +293,43 @@ class _Through(torch.autograd.Function):
         return gradient, *(torch.zeros_like(weight) for weight in ctx.like)
 
 
-class Through(nn.Module):
-    """Layers of as many units as inputs that do nothing."""
-
-    def __init__(self, layers: nn.RNNBase) -> None:
-        super().__init__()
-        self.layers = layers
-
-    @torch.compiler.disable  # as the layers of the others
-    def forward(self, x: torch.Tensor, state: Any) -> tuple[torch.Tensor, Any]:
-        return _Through.apply(x, *self.layers.parameters()), state
-
-
-def times_of(run: Any) -> dict[str, tuple[float, float]]:
-    """Microseconds and launches a step of each kernel."""
-    run()
-    found = kernels(lambda: [run() for _ in range(STEPS)])
-    return {name: (sum(times) / STEPS, len(times) / STEPS) for name, times in by_name(found)}
-
-
-def by_name(found: list[tuple[str, float, float]]) -> list[tuple[str, list[float]]]:
-    """Microseconds of each launch of a kernel, of kernels with the most in all first."""
+def by_name(found: list[tuple[str, float, float]],
+            named: Callable[[str], str] = str) -> list[tuple[str, list[float]]]:
+    """Microseconds of each launch of the kernels of one name, of those with the most in all first."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     for name, begin, end in found:
-        times[name].append(end - begin)
+        times[named(name)].append(end - begin)
     return sorted(times.items(), key=lambda each: -sum(each[1]))
 
 
-def shortened(found: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """The same by names without where PyTorch keeps them, and without all of their types."""
-    made: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for name, (microseconds, launches) in found.items():
-        name = name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")[:100]
-        made[name] = (round(made[name][0] + microseconds, 2), made[name][1] + launches)
-    return dict(made)
+def shortened(name: str) -> str:
+    """Without where PyTorch keeps a kernel, and without all of its types."""
+    return name.removeprefix("void ").replace("at::native::", "").replace("(anonymous namespace)::", "")[:100]
 
 
-def stages(found: dict[str, tuple[float, float]]) -> dict[str, float]:
-    """Microseconds a step of kernels of the recurrent layers, by what they do, and of all others."""
-    times: defaultdict[str, float] = defaultdict(float)
-    for name, (microseconds, _) in found.items():
-        stage = next((stage for stage, pattern in STAGES.items() if re.match(pattern, name)), "others")
-        times[stage] += microseconds
-    return dict(times)
+def stage(name: str) -> str:
+    """What a kernel of the recurrent layers does."""
+    return next((stage for stage, pattern in STAGES.items() if re.match(pattern, name)), "others")
 
 
 def compared(case: Case, way: str, of: type[Step], seconds: float) -> dict[str, Any]:
     """A row: the three models in turns, and their kernels."""
-    models = {"torch": copy.deepcopy(case.model).to(DEVICE)}
-    models |= {name: copy.deepcopy(models["torch"]) for name in ("ecornn", "rest")}
-    ecornn.torch.replace(models["ecornn"], fullgraph=True, wait=True)
-    rest: Any = models["rest"]
-    rest.recurrent = Through(rest.recurrent)
-    batches = itertools.cycle([case.draw() for _ in range(BATCHES)])
-    sides, graphs = {}, {}
-    for name, model in models.items():
-        step = case.step(model, KINDS["bf16"], of)
-        graphs[name] = step.graphed()
-        sides[name] = lambda step=step, run=graphs[name]: (step.load(*next(batches)), run())
+    models = both_sides(copy.deepcopy(case.model))
+    models["rest"] = rest = copy.deepcopy(models["torch"])
+    layers = rest.recurrent  # which do nothing; PyTorch compiles them as little as the others
+    layers.forward = torch.compiler.disable(lambda x, state: (Through.apply(x, *layers.parameters()), state))
+    steps = {name: case.step(model, KINDS["bf16"], of) for name, model in models.items()}
+    graphs = {name: step.graphed() for name, step in steps.items()}
     row: dict[str, Any] = {"model": case.name, **case.sizes, "dtype": "bf16", "way": way, "wanted": case.wanted}
-    row |= in_turns(sides, seconds, 5)
+    row |= in_turns(case, steps, graphs, seconds, 5)
     row |= {"ratio": row["torch_ms"] / row["ecornn_ms"], "bound": row["torch_ms"] / row["rest_ms"],
             "layers_ms": {name: row[f"{name}_ms"] - row["rest_ms"] for name in ("ecornn", "torch")},
             "left_ms": row["torch_ms"] / case.wanted - row["rest_ms"]}
-    found = {name: times_of(graph) for name, graph in graphs.items()}
-    return row | {"stages_us": stages(found["ecornn"]),
-                  "kernels_us": {name: shortened(each) for name, each in found.items()}}
+    found = {name: kernels(lambda run=run: [run() for _ in range(STEPS)]) for name, run in graphs.items()}
+    return row | {"stages_us": {name: sum(times) / STEPS for name, times in by_name(found["ecornn"], stage)},
+                  "kernels_us": {side: {name: (round(sum(times) / STEPS, 2), len(times) / STEPS)
+                                        for name, times in by_name(of_side, shortened)}
+                                 for side, of_side in found.items()}}
 
 
 def of_layer(name: str, row: LayerSpec) -> None:
@@ -419,16 +382,16 @@ def main() -> None:
         return
     os.environ["ECORNN_STRICT"] = "1"
     torch.manual_seed(0)
+    done: list[dict] = []
     if arguments.stages:
-        case, rows = language(*map(int, arguments.language.split(","))), []
+        case = language(*map(int, arguments.language.split(",")))
         for way, of in (("graph", Step), (COMPILED, CompiledStep)):
-            rows.append(compared(case, way, of, arguments.seconds))
-            print(told({name: value for name, value in rows[-1].items() if name != "kernels_us"}), flush=True)
-            write(arguments.output, environment(), rows)
+            done.append(compared(case, way, of, arguments.seconds))
+            print(told({name: value for name, value in done[-1].items() if name != "kernels_us"}), flush=True)
+            write(arguments.output, environment(), done)
         return
     torch.backends.cudnn.allow_tf32 = False
     ways = ["plain", *(GRAPHS if DEVICE == "cuda" else []), *(["compile"] if arguments.compile else [])]
-    done: list[dict] = []
     for name, make in (("language", language), ("speech", speech)):
         if arguments.only in (None, name):
             case = make(*map(int, getattr(arguments, name).split(",")))

@@ -10,16 +10,15 @@ its own. A row has the medians of the turns' medians, and how many of the model'
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from measured_rows import alone
 
 TOLERANCE = 1e-4  # of outputs, relative to the largest
 SECONDS = 1.0  # of calls in a turn, after as many that warm up
@@ -89,26 +88,22 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
         found: dict[str, list[dict[str, Any]]] = {side: [] for side in files}
         for seed in range(rounds):
             for side in sorted(files, reverse=bool(seed % 2)):
-                command = [sys.executable, __file__, "--turn", files[side], side, str(seed)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                found[side].append(json.loads(done.stdout.splitlines()[-1]))
-    own, ours = ([statistics.median(one["seconds"] for one in found[side])] for side in files)
+                found[side].append(alone(turn, files[side], side, seed))
+    own, ours = (statistics.median(one["seconds"] for one in found[side]) for side in files)
     outputs = [np.array([one["outputs"] for one in found[side]]) for side in files]
     difference = float(abs(outputs[0] - outputs[1]).max() / abs(outputs[0]).max())
-    return {"name": name, "B": MODELS[name][6], "T": MODELS[name][7], "own_ms": own[0] * 1e3, "ours_ms": ours[0] * 1e3,
-            "faster": own[0] / ours[0], "compiled": len(made.taken), "left": [one.reason for one in made.left],
+    return {"name": name, "B": MODELS[name][6], "T": MODELS[name][7], "own_ms": own * 1e3, "ours_ms": ours * 1e3,
+            "faster": own / ours, "compiled": len(made.taken), "left": [one.reason for one in made.left],
             "difference": difference}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each side")
-    parser.add_argument("--output", type=Path, help="a file for the results, in JSON")
-    parser.add_argument("--turn", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.turn:
-        print(json.dumps(turn(given.turn[0], given.turn[1], int(given.turn[2]))))
-        return 0
+    from side_by_side import options, write  # with PyTorch: not what a turn begins with
+
+    from ecornn.bench.results import environment
+    from ecornn.targets import resolve
+
+    given = options(__doc__, rounds=(5, "turns of each side")).parse_args()
     rows = []
     print("| model | B | T | ONNX Runtime | compiled | as fast | nodes compiled, left |\n|---|---|---|---|---|---|---|")
     for name in MODELS:
@@ -116,13 +111,9 @@ def main() -> int:
         print(f"| {name} | {row['B']} | {row['T']} | {row['own_ms']:.3g} ms | {row['ours_ms']:.3g} ms | "
               f"{row['faster']:.2f}x | {row['compiled']}, {len(row['left'])} |", flush=True)
     print(f"\nGeometric mean: {statistics.geometric_mean(row['faster'] for row in rows):.2f}x.")
-    if given.output:
-        from ecornn.bench.results import environment
-        from ecornn.targets import resolve
-
-        where = environment() | {"device": resolve("cpu").name, "cores": len(os.sched_getaffinity(0)),
-                                 "rounds": given.rounds, "command": " ".join(["python", *sys.argv])}
-        given.output.write_text(json.dumps({"environment": where, "rows": rows}, indent=1) + "\n")
+    write(given.output, environment() | {
+        "device": resolve("cpu").name, "cores": len(os.sched_getaffinity(0)), "rounds": given.rounds,
+        "command": " ".join(["python", *sys.argv])}, rows)
     return int(any(row["difference"] > TOLERANCE for row in rows))
 
 

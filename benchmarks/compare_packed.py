@@ -5,10 +5,12 @@
     python benchmarks/compare_packed.py --columns --output benchmarks/results/h100_columns.json
     python benchmarks/compare_packed.py --columns --training --output benchmarks/results/h100_columns_training.json
 
+Outputs, and gradients, are compared with PyTorch in float64 first: ours must be within twice the error of PyTorch's
+own in the same type. Times are medians with 20th and 80th percentiles, in microseconds a layer and time step.
+
 Lengths are uniform in 1..T, in float16. Both are called as they are (no graph: lengths are read on the host); so is
 our own module with ``lengths``, by them and with all rows at full length, on padded rows. ``columns`` are those that
-the first of these lays them in. Outputs are compared with PyTorch in float64 first: ours must be within twice cuDNN's
-own error. A row is a median with its 20th and 80th percentile, in microseconds per layer and time step.
+the first of these lays them in.
 
 Rows with ``case`` "pytorch#149194" are that issue's: a model that packs padded x, calls the layer and pads y, all
 of it timed, in float32 (cuDNN may round to TF32 there, as PyTorch sets it; ours does not), with lengths from 1 to T in
@@ -23,14 +25,12 @@ PyTorch: packing, padding and its gradient, around no layer.
 ``--columns``: such columns against the same valid steps as a plain layer of columns that are all full, kernels alone,
 in CUDA graphs, in turns; float16. A row has some draws of lengths uniform in 1..T: ``columns``, sequences that may wrap
 around (``together`` neighbours); ``whole``, those that may not; ``alone``, ceil(valid / C)
-steps of a plain layer of C columns; ``lengths``, a row of a padded batch for each sequence. Times are microseconds a
-layer and step of the longest sequence (of both directions together); ``share`` is alone / columns. y of columns and
-whole is compared with PyTorch in float64 first: within twice the error of PyTorch's own float16.
+steps of a plain layer of C columns; ``lengths``, a row of a padded batch for each sequence. Steps are those of the
+longest sequence (of both directions together); ``share`` is alone / columns.
 
 ``--columns --training``: of each side the backward pass, and with ``_step`` forward and backward; ``share`` is then
 columns / alone of the backward pass, which is to be at most 1.1. ``cudnn_step`` is PyTorch's packed layer as it is
-called. All gradients of columns are compared with PyTorch's in float64 first: within twice the error of PyTorch's own
-float16; and two runs have the same bits.
+called. Two runs of columns have the same bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ import dataclasses
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from typing import Any
@@ -62,9 +62,8 @@ PACKED: list[Shape] = [
 ISSUE: list[Shape] = [("lstm", T, 32, 64, H, 2, False) for H in (64, 256) for T in (100, 500, 2000, 4000)]
 DTYPE, SIDES = "float16", ("columns", "whole", "alone", "lengths")
 TRAINED = ("columns", "alone", "lengths")
-CASES: list[tuple[Shape, int]] = [  # cell, T, sequences, I, H, layers, bidirectional; columns
-    (("lstm", 300, 32, 512, 512, 1, False), 16), (("lstm", 300, 32, 512, 512, 2, True), 16),
-    (("gru", 300, 32, 800, 800, 1, True), 16), (("lstm", 300, 64, 1024, 1024, 1, False), 32)]
+CASES: list[tuple[Shape, int]] = [*((shape, 16) for shape in PACKED),  # with columns
+                                  (("lstm", 300, 64, 1024, 1024, 1, False), 32)]
 
 
 def build(shape: Shape, dtype: str, width: int, kind: str, training: bool, folder: str) -> str:
@@ -78,10 +77,10 @@ def build(shape: Shape, dtype: str, width: int, kind: str, training: bool, folde
     return out
 
 
-def library_of(shape: Shape, dtype: str) -> torch.nn.RNNBase:
+def library_of(shape: Shape, dtype: str, device: str = "cuda") -> torch.nn.RNNBase:
     """PyTorch's layer, with random weights."""
     cell, _, _, I, H, layers, both = shape
-    return CELLS[cell](I, H, layers, bidirectional=both).cuda().to(getattr(torch, dtype)).eval()
+    return CELLS[cell](I, H, layers, bidirectional=both).to(device, getattr(torch, dtype)).eval()
 
 
 def bound(file: str, library: torch.nn.RNNBase) -> ecornn.Layer:
@@ -89,18 +88,21 @@ def bound(file: str, library: torch.nn.RNNBase) -> ecornn.Layer:
     return ecornn.load(file).bind({k: v.detach() for k, v in library.named_parameters()})
 
 
-def check(name: str, ours: torch.Tensor, theirs: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
-    """Relative errors of both; ends the program where ours is over twice theirs."""
-    found, library = relative(ours, exact), relative(theirs, exact)
-    if not found <= 2 * library + 1e-6:
-        sys.exit(f"{name}: error {found:.2e}, allowed {2 * library + 1e-6:.2e}")
-    return found, library
+def check(name: str, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor],
+          exact: Sequence[torch.Tensor]) -> dict[str, float]:
+    """The largest relative errors of both; ends the program where one of ours is over twice theirs."""
+    errors = [(relative(a, c), relative(b, c)) for a, b, c in zip(ours, theirs, exact, strict=True)]
+    for found, library in errors:
+        if not found <= 2 * library + 1e-6:
+            sys.exit(f"{name}: error {found:.2e}, PyTorch's {library:.2e}")
+    return dict(zip(("error", "cudnn_error"), map(max, zip(*errors, strict=True)), strict=True))
 
 
-def called(call: Callable[[], object]) -> float:
-    """Microseconds between events before and after a call on an idle GPU, for which nothing waits: the host's work for
-    it is included."""
-    return turns.gpu_clock(call, 0) * 1e6
+def as_called(sides: dict[str, Callable[[], object]], repeats: int, steps: int) -> dict[str, float]:
+    """Times between events before and after a call on an idle GPU, for which nothing waits: the host's work for it is
+    included."""
+    row = timed(sides, lambda: None, repeats, steps, clock=lambda call: turns.gpu_clock(call, 0) * 1e6)
+    return row | {"ratio": row["cudnn_us"] / row["ecornn_us"]}
 
 
 def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[str, Any]:
@@ -114,16 +116,14 @@ def compare_packed(shape: Shape, dtype: str, repeats: int, file: str) -> dict[st
     packed = pack_padded_sequence(x, lengths, enforce_sorted=False)
     on_gpu, full = lengths.cuda(), torch.full((B,), T, device="cuda")
     with torch.inference_mode():
-        exact = pad_packed_sequence(copy.deepcopy(library).double()(packed.double())[0], total_length=T)[0]
-        theirs = pad_packed_sequence(library(packed)[0], total_length=T)[0]
-        check(f"{shape} padded", layer(x, lengths=on_gpu)[0], theirs, exact)
-        error = check(str(shape), pad_packed_sequence(ours(packed)[0], total_length=T)[0], theirs, exact)
-        row = timed({"ecornn": lambda: ours(packed), "padded": lambda: layer(x, lengths=on_gpu),
-                     "full": lambda: layer(x, lengths=full), "cudnn": lambda: library(packed)}, lambda: None, repeats,
-                    T * layers, clock=called)
-    return describe(shape, dtype, error) | row | {
-        "case": "uniform", "valid": float(lengths.double().mean()) / T,
-        "columns": columns_for(np.sort(lengths.numpy())[::-1]), "ratio": row["cudnn_us"] / row["ecornn_us"]}
+        exact, theirs, y = (pad_packed_sequence(of(x)[0], total_length=T)[0] for of, x in (
+            (copy.deepcopy(library).double(), packed.double()), (library, packed), (ours, packed)))
+        check(f"{shape} padded", [layer(x, lengths=on_gpu)[0]], [theirs], [exact])
+        return described(shape, dtype) | check(str(shape), [y], [theirs], [exact]) | as_called({
+            "ecornn": lambda: ours(packed), "padded": lambda: layer(x, lengths=on_gpu),
+            "full": lambda: layer(x, lengths=full), "cudnn": lambda: library(packed)}, repeats, T * layers) | {
+            "case": "uniform", "valid": float(lengths.double().mean()) / T,
+            "columns": columns_for(np.sort(lengths.numpy())[::-1])}
 
 
 def triangular(steps: int, batch: int) -> torch.Tensor:
@@ -138,32 +138,30 @@ def packed_and_padded(layer: Callable[[Any], Any], x: torch.Tensor, lengths: tor
 
 def compare_issue(shape: Shape, repeats: int, device: str = "cuda") -> dict[str, Any]:
     """One row of pytorch#149194."""
-    cell, T, B, I, H, layers, both = shape
-    library = CELLS[cell](I, H, layers, bidirectional=both).to(device).eval()
+    _, T, B, I, _, layers, _ = shape
+    library = library_of(shape, "float32", device)
     ours, x, lengths = replaced(library), torch.randn(T, B, I, device=device), triangular(T, B)
     with torch.inference_mode():
         exact = packed_and_padded(copy.deepcopy(library).double(), x.double(), lengths)
-        error = check(str(shape), packed_and_padded(ours, x, lengths), packed_and_padded(library, x, lengths), exact)
-        row = timed({"ecornn": lambda: packed_and_padded(ours, x, lengths),
-                     "cudnn": lambda: packed_and_padded(library, x, lengths),
-                     "cudnn_padded": lambda: library(x),
-                     "packing": lambda: packed_and_padded(lambda packed: (packed,), x, lengths)},
-                    lambda: None, max(3, min(repeats, repeats * 1000 // T)), T * layers, clock=called)
-    return describe(shape, "float32", error) | row | {
-        "case": "pytorch#149194", "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-        "valid": float(lengths.double().mean()) / T, "ratio": row["cudnn_us"] / row["ecornn_us"]}
+        errors = check(str(shape), *([packed_and_padded(of, x, lengths)] for of in (ours, library)), [exact])
+        return described(shape, "float32") | errors | as_called({
+            "ecornn": lambda: packed_and_padded(ours, x, lengths),
+            "cudnn": lambda: packed_and_padded(library, x, lengths), "cudnn_padded": lambda: library(x),
+            "packing": lambda: packed_and_padded(lambda packed: (packed,), x, lengths)},
+            max(3, min(repeats, repeats * 1000 // T)), T * layers) | {
+            "case": "pytorch#149194", "cudnn_tf32": torch.backends.cudnn.allow_tf32,
+            "valid": float(lengths.double().mean()) / T}
 
 
 def train_issue(shape: Shape, repeats: int) -> dict[str, Any]:
     """One row of pytorch#149194 in training: the gradients of the mean of y, by both, and by PyTorch on padded rows."""
-    cell, T, B, I, H, layers, both = shape
-    library = CELLS[cell](I, H, layers, bidirectional=both).cuda()
+    _, T, B, I, H, layers, _ = shape
+    library = library_of(shape, "float32").train()
     ours, x, lengths = replaced(library), torch.randn(T, B, I, device="cuda"), triangular(T, B)
 
-    def step(layer: Any) -> list[torch.Tensor]:
+    def step(layer: Any) -> tuple[torch.Tensor, ...]:
         kind = next(layer.parameters()).dtype
-        y = packed_and_padded(layer, x.to(kind), lengths)
-        return list(torch.autograd.grad(y.mean(), [*layer.parameters()]))
+        return torch.autograd.grad(packed_and_padded(layer, x.to(kind), lengths).mean(), [*layer.parameters()])
 
     def padded() -> Any:
         return torch.autograd.grad(library(x)[0].mean(), [*library.parameters()])
@@ -178,18 +176,17 @@ def train_issue(shape: Shape, repeats: int) -> dict[str, Any]:
         return torch.autograd.grad(packed_and_padded(nothing, x, lengths).mean(), leaves)
 
     exact = step(copy.deepcopy(library).double())
-    errors = [max(map(relative, step(layer), exact)) for layer in (ours, library)]
-    if not errors[0] <= max(2e-5, 2 * errors[1]):
-        sys.exit(f"{shape}: error {errors[0]:.2e}, PyTorch's {errors[1]:.2e}")
-    row = timed({"ecornn": lambda: step(ours), "cudnn": lambda: step(library), "padded": padded,
-                 "packing": packing},
-                lambda: None, max(3, min(repeats, repeats * 1000 // T)), T * layers, clock=called)
-    return {"T": T, "B": B, "I": I, "H": H, "layers": layers, "error": errors[0], "cudnn_error": errors[1], **row,
-            "ratio": row["cudnn_us"] / row["ecornn_us"], "packing_costs": row["ecornn_us"] / row["padded_us"]}
+    error, library_error = (max(map(relative, step(layer), exact)) for layer in (ours, library))
+    if not error <= max(2e-5, 2 * library_error):
+        sys.exit(f"{shape}: error {error:.2e}, PyTorch's {library_error:.2e}")
+    row = as_called({"ecornn": lambda: step(ours), "cudnn": lambda: step(library), "padded": padded,
+                     "packing": packing}, max(3, min(repeats, repeats * 1000 // T)), T * layers)
+    return {"T": T, "B": B, "I": I, "H": H, "layers": layers, "error": error, "cudnn_error": library_error, **row,
+            "packing_costs": row["ecornn_us"] / row["padded_us"]}
 
 
-def describe(shape: Shape, dtype: str, error: tuple[float, float]) -> dict[str, Any]:
-    return dict(zip(NAMES, shape, strict=True)) | {"dtype": dtype, "error": error[0], "cudnn_error": error[1]}
+def described(shape: Shape, dtype: str) -> dict[str, Any]:
+    return dict(zip(NAMES, shape, strict=True)) | {"dtype": dtype}
 
 
 def laid(lengths: Any, width: int, together: int) -> dict[str, ecornn.Columns]:
@@ -197,48 +194,44 @@ def laid(lengths: Any, width: int, together: int) -> dict[str, ecornn.Columns]:
     return {"columns": ecornn.Columns.of(lengths, width, together), "whole": ecornn.Columns.of(lengths, width)}
 
 
+def drawn(*sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes, device="cuda").to(getattr(torch, DTYPE))
+
+
 def compare_columns(shape: Shape, width: int, lengths: Any, library: Any, layers: dict[str, Any],
                     repeats: int) -> dict[str, Any]:
     """One row: all sides checked and timed on one draw of lengths."""
     _, _, _, I, H, depth, both = shape
-    longest, least, kind = int(lengths.max()), -(-int(lengths.sum()) // width), getattr(torch, DTYPE)
-    rows = torch.randn(longest, len(lengths), I, device="cuda").to(kind)
-    sequences = [rows[:n, s] for s, n in enumerate(lengths)]
-    found, sides = laid(lengths, width, layers["columns"].together), {}
+    longest, least = int(lengths.max()), -(-int(lengths.sum()) // width)
+    rows, full, counts = drawn(longest, len(lengths), I), drawn(least, width, I), torch.as_tensor(lengths).int().cuda()
+    found = laid(lengths, width, layers["columns"].together)
     xs = {name: rows[columns.inside, columns.table] for name, columns in found.items()}  # graphs read and write these
-    outs = {name: torch.empty((*x.shape[:2], H * (1 + both)), device="cuda", dtype=kind) for name, x in xs.items()}
-    for name, columns in found.items():
-        sides[name] = turns.graph_of(lambda n=name, c=columns: layers["columns"](xs[n], sequences=c, out=outs[n]))
-    full, counts = torch.randn(least, width, I, device="cuda").to(kind), torch.as_tensor(lengths).int().cuda()
+    outs = {name: drawn(*x.shape[:2], H * (1 + both)) for name, x in xs.items()}
+    sides = {name: turns.graph_of(lambda n=name, c=columns: layers["columns"](xs[n], sequences=c, out=outs[n]))
+             for name, columns in found.items()}
     sides["alone"] = turns.graph_of(lambda: layers["alone"](full))
     sides["lengths"] = turns.graph_of(lambda: layers["lengths"](rows, lengths=counts))
-    packed = pack_sequence(sequences, enforce_sorted=False)
+    packed = pack_sequence([rows[:n, s] for s, n in enumerate(lengths)], enforce_sorted=False)
     exact = torch.cat(unpack_sequence(copy.deepcopy(library).double()(packed.double())[0]))
     theirs, errors = torch.cat(unpack_sequence(library(packed)[0])), {}
     for name, columns in found.items():
         outs[name].fill_(float("nan"))
         sides[name].replay()
         y = outs[name].reshape(-1, H * (1 + both))[torch.from_numpy(columns.places).cuda()]
-        errors[name] = check(f"{shape} {name}", y, theirs, exact)
-    row: dict[str, Any] = {"longest": longest, "valid": int(lengths.sum()), "together": layers["columns"].together,
-                           "error": errors["columns"][0], "cudnn_error": errors["columns"][1]}
-    row |= timed({name: sides[name].replay for name in SIDES}, lambda: None, repeats, longest * depth)
+        errors[name] = check(f"{shape} {name}", [y], [theirs], [exact])
+    row: dict[str, Any] = {"longest": longest, "valid": int(lengths.sum()), "together": layers["columns"].together}
+    row |= errors["columns"] | timed({name: sides[name].replay for name in SIDES}, lambda: None, repeats,
+                                     longest * depth)
     return row | {"share": row["alone_us"] / row["columns_us"], "whole_share": row["alone_us"] / row["whole_us"],
                   "steps": {name: len(columns.table) / max(longest, least) for name, columns in found.items()}}
 
 
 def runs_of(layer: Any, x: torch.Tensor, dy: torch.Tensor, **masks: Any) -> dict[str, Any]:
     """The backward pass alone, and a whole step; they hold what their graphs read."""
-    def step() -> Any:
-        return layer.backward(layer.forward(x, **masks)[2], dy)
-
     _, _, kept = layer.forward(x, **masks)
     backward = turns.graph_of(lambda: layer.backward(dataclasses.replace(kept), dy))
-
-    def again(kept: Any = kept) -> None:
-        backward.replay()
-
-    return {"": again, "_step": turns.graph_of(step).replay}
+    step = turns.graph_of(lambda: layer.backward(layer.forward(x, **masks)[2], dy))
+    return {"": lambda kept=kept: backward.replay(), "_step": step.replay}
 
 
 def gradients(library: torch.nn.RNNBase, rows: list[torch.Tensor], drows: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -254,12 +247,8 @@ def train_columns(shape: Shape, width: int, lengths: Any, library: Any, layers: 
                   repeats: int) -> dict[str, Any]:
     """One draw of lengths: gradients of columns checked, all sides timed."""
     _, _, _, I, H, depth, both = shape
-    longest, least, kind = int(lengths.max()), -(-int(lengths.sum()) // width), getattr(torch, DTYPE)
-
-    def drawn(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device="cuda").to(kind)
-
-    x, dy = drawn(longest, len(lengths), I), drawn(longest, len(lengths), H * (1 + both))
+    longest, least = int(lengths.max()), -(-int(lengths.sum()) // width)
+    x, dy = (drawn(longest, len(lengths), size) for size in (I, H * (1 + both)))
     columns = ecornn.Columns.of(lengths, width, layers["columns"].together)
     laid_x, laid_dy = (v[columns.inside, columns.table] for v in (x, dy))
     rows, drows = ([v[:n, s] for s, n in enumerate(lengths)] for v in (x, dy))
@@ -269,17 +258,13 @@ def train_columns(shape: Shape, width: int, lengths: Any, library: Any, layers: 
         found = layers["columns"].backward(layers["columns"].forward(laid_x, sequences=columns)[2], laid_dy)
         return [found.x.reshape(-1, I)[places], *(found.weights[n] for n in names)]
 
-    theirs = gradients(library, rows, drows)
-    exact = gradients(copy.deepcopy(library).double(), [r.double() for r in rows], [r.double() for r in drows])
-    found, errors = ours(), []
-    for name, one, other, wanted in zip(("x", *names), found, theirs, exact, strict=True):
-        errors.append((relative(one, wanted), relative(other, wanted)))
-        if not errors[-1][0] <= 2 * errors[-1][1] + 1e-6:
-            sys.exit(f"{shape}, gradient of {name}: error {errors[-1][0]:.2e}, PyTorch's {errors[-1][1]:.2e}")
+    found = ours()
+    errors = check(f"{shape}, gradients", found, gradients(library, rows, drows), gradients(
+        copy.deepcopy(library).double(), [r.double() for r in rows], [r.double() for r in drows]))
     if not all(map(torch.equal, found, ours())):
         sys.exit(f"{shape}: two runs differ")
-    del exact, theirs, found
-    full, dfull = drawn(least, width, I), drawn(least, width, H * (1 + both))
+    del found
+    full, dfull = (drawn(least, width, size) for size in (I, H * (1 + both)))
     counts = torch.as_tensor(lengths).int().cuda()
     with torch.no_grad():
         sides = {"columns": runs_of(layers["columns"], laid_x, laid_dy, sequences=columns),
@@ -288,38 +273,35 @@ def train_columns(shape: Shape, width: int, lengths: Any, library: Any, layers: 
     runs = {name + part: run for name, of in sides.items() for part, run in of.items()}
     runs["cudnn_step"] = lambda: gradients(library, rows, drows)
     row: dict[str, Any] = {"longest": longest, "valid": int(lengths.sum()), "together": layers["columns"].together,
-                           "steps": len(columns.table), "least": least, "error": max(e for e, _ in errors),
-                           "cudnn_error": max(e for _, e in errors)}
-    row |= timed(runs, lambda: None, repeats, longest * depth)
-    return row | {"share": row["columns_us"] / row["alone_us"], "step_share": row["columns_step_us"]
-                  / row["alone_step_us"]}
+                           "steps": len(columns.table), "least": least}
+    row |= errors | timed(runs, lambda: None, repeats, longest * depth)
+    return row | {"share": row["columns_us"] / row["alone_us"],
+                  "step_share": row["columns_step_us"] / row["alone_step_us"]}
 
 
-def described(shape: Shape, width: int, draws: list[dict[str, Any]]) -> dict[str, Any]:
+def of_draws(shape: Shape, width: int, draws: list[dict[str, Any]]) -> dict[str, Any]:
     """A case: its sizes, and the median with 20th and 80th percentile of its draws."""
-    row: dict[str, Any] = dict(zip(NAMES, shape, strict=True)) | {"columns": width, "dtype": DTYPE, "draws": draws}
+    row = described(shape, DTYPE) | {"columns": width, "draws": draws}
     for name in (name for name in draws[0] if name.endswith(("_us", "share"))):
         row[name] = [float(v) for v in np.percentile([draw[name] for draw in draws], [50, 20, 80])]
     return row
 
 
 def all_packed(arguments: argparse.Namespace, built: Callable[..., Future[str]]) -> Iterator[dict[str, Any]]:
-    """The rows of packed sequences, printed."""
+    """The rows of packed sequences."""
     training, shapes = arguments.training, ISSUE if arguments.training else PACKED + ISSUE
     shapes = [shapes[n] for n in arguments.rows or range(len(shapes))]
     files = {shape: built(shape, arguments.dtype, 0, "lengths", False) for shape in shapes if shape not in ISSUE}
     wait(files.values())  # nothing else runs while a row is timed
     for shape in shapes:
         if shape in ISSUE:
-            row = (train_issue if training else compare_issue)(shape, arguments.repeats)
+            yield (train_issue if training else compare_issue)(shape, arguments.repeats)
         else:
-            row = compare_packed(shape, arguments.dtype, arguments.repeats, files[shape].result())
-        print(told(row), flush=True)
-        yield row
+            yield compare_packed(shape, arguments.dtype, arguments.repeats, files[shape].result())
 
 
 def all_columns(arguments: argparse.Namespace, built: Callable[..., Future[str]]) -> Iterator[dict[str, Any]]:
-    """The cases of columns, printed."""
+    """The cases of columns."""
     training, count = arguments.training, arguments.draws or (4 if arguments.training else 8)
     one: Callable[..., dict[str, Any]] = train_columns if training else compare_columns
     cases = [CASES[n] for n in arguments.rows or range(len(CASES))]
@@ -329,11 +311,9 @@ def all_columns(arguments: argparse.Namespace, built: Callable[..., Future[str]]
         library, rng = library_of(shape, DTYPE).train(training), np.random.default_rng(0)
         layers = {kind: bound(file.result(), library) for kind, file in of.items()}
         with torch.inference_mode(not training):
-            drawn = [rng.integers(1, shape[1] + 1, shape[2]) for _ in range(count)]
-            draws = [one(shape, width, lengths, library, layers, arguments.repeats) for lengths in drawn]
-        row = described(shape, width, draws)
-        print(told(row), flush=True)
-        yield row
+            draws = [one(shape, width, rng.integers(1, shape[1] + 1, shape[2]), library, layers, arguments.repeats)
+                     for _ in range(count)]
+        yield of_draws(shape, width, draws)
 
 
 def main() -> None:
@@ -347,9 +327,12 @@ def main() -> None:
     torch.manual_seed(0)
     if arguments.training:
         os.environ["ECORNN_STRICT"] = "1"  # never PyTorch against itself
+    rows = []
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        rows = [*(all_columns if arguments.columns else all_packed)(
-            arguments, lambda *of: pool.submit(build, *of, folder))]
+        for row in (all_columns if arguments.columns else all_packed)(
+                arguments, lambda *of: pool.submit(build, *of, folder)):
+            rows.append(row)
+            print(told(row), flush=True)
     write(arguments.output, environment(), rows)
 
 

@@ -16,200 +16,172 @@ modules were made, and in which call the last one was taken.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import accumulate
 from typing import Any
+
+import torch
+from measured_rows import alone
+from torch.nn import GRU, LSTM, Embedding, Linear, LSTMCell, Module, ModuleDict
+from torch.nn.functional import cross_entropy, ctc_loss
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 SIDES = ("torch", "cold", "warm")
 LEAST = 5  # calls, from which on the first ones are added up
 TOLERANCE = {"cpu": 1e-3, "cuda": 2e-2}  # relative, of one number for a call: training lets differences grow
 
 
-# -- programs: each yields one function for each of its calls, which returns a number to compare --------------------
-def learn(optimizer: Any, loss: Any) -> Any:
-    """Takes a step of training; returns the loss, a tensor without axes."""
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
-def tagger(device: str, packed: bool = False) -> Iterator[Callable[[], Any]]:
-    """Two bidirectional LSTMs that tag words, trained over 40 shapes."""
-    import torch
-    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-
-    net = torch.nn.ModuleDict({"words": torch.nn.Embedding(1000, 64), "tags": torch.nn.Linear(256, 20),
-                               "lstm": torch.nn.LSTM(64, 128, 2, bidirectional=True, batch_first=True)}).to(device)
+# -- programs: each yields its model, and a function for each of its calls, which returns a number to compare --------
+def calls_of(net: Module, batches: Iterable[tuple[Any, ...]], loss: Callable[..., torch.Tensor],
+             optimizer: Any = torch.optim.Adam, rate: float = 1e-3) -> Iterator[Any]:
+    """The model, then a call for each batch: a step of training, but where the loss has no gradient."""
     yield net
-    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-    random = torch.Generator().manual_seed(1)
-    for number in range(40):
-        batch, steps = (32, 17)[number % 2], int(torch.randint(20, 200, (), generator=random))
-        words = torch.randint(1000, (batch, steps), generator=random).to(device)
-        tags = torch.randint(20, (batch, steps), generator=random).to(device)
-        lengths = torch.randint(steps // 4, steps + 1, (batch,), generator=random).sort(descending=True).values
+    optimizer = optimizer(net.parameters(), rate)  # of layers that may have been replaced
+
+    def call(batch: tuple[Any, ...]) -> torch.Tensor:
+        found = loss(*batch)
+        if found.requires_grad:
+            optimizer.zero_grad()
+            found.backward()
+            optimizer.step()
+        return found
+
+    for batch in batches:
+        yield partial(call, batch)
+
+
+class Draw:
+    """Random inputs of a program, the same each time."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.random, self.device = torch.Generator().manual_seed(seed), device
+
+    def number(self, low: int, high: int) -> int:
+        """From ``low`` to below ``high``."""
+        return int(torch.randint(low, high, (), generator=self.random))
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self.random).to(self.device)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.random).to(self.device)
+
+
+def tagger(device: str, packed: bool = False) -> Iterator[Any]:
+    """Two bidirectional LSTMs that tag words, trained over 40 shapes."""
+    draw = Draw(1, device)
+    net = ModuleDict({"words": Embedding(1000, 64), "tags": Linear(256, 20),
+                      "lstm": LSTM(64, 128, 2, bidirectional=True, batch_first=True)}).to(device)
+
+    def batch(number: int) -> tuple[torch.Tensor, ...]:
+        rows, steps = (32, 17)[number % 2], draw.number(20, 200)
+        words, tags = draw.integers(0, 1000, rows, steps), draw.integers(0, 20, rows, steps)
+        lengths = draw.integers(steps // 4, steps + 1, rows).sort(descending=True).values.cpu()
         lengths[0] = steps
+        return words, tags, lengths
 
-        def call(words: Any = words, tags: Any = tags, lengths: Any = lengths) -> Any:
-            x = net["words"](words)
-            if packed:
-                y = net["lstm"](pack_padded_sequence(x, lengths, batch_first=True))[0]
-                y = pad_packed_sequence(y, batch_first=True)[0]
-            else:
-                y = net["lstm"](x)[0]
-            loss = torch.nn.functional.cross_entropy(net["tags"](y).flatten(0, 1), tags.flatten())
-            return learn(optimizer, loss)
+    def loss(words: torch.Tensor, tags: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        x = net["words"](words)
+        y = net["lstm"](pack_padded_sequence(x, lengths, batch_first=True) if packed else x)[0]
+        y = pad_packed_sequence(y, batch_first=True)[0] if packed else y
+        return cross_entropy(net["tags"](y).flatten(0, 1), tags.flatten())
 
-        yield call
+    return calls_of(net, map(batch, range(40)), loss)
 
 
-def packed_tagger(device: str) -> Iterator[Callable[[], Any]]:
+def packed_tagger(device: str) -> Iterator[Any]:
     """The same on packed sequences."""
     return tagger(device, packed=True)
 
 
-def requests(device: str) -> Iterator[Callable[[], Any]]:
+def requests(device: str) -> Iterator[Any]:
     """A service that answers 120 requests of random shapes by two GRUs of 384 units."""
-    import torch
-
-    dtype = torch.float16 if device == "cuda" else torch.float32
-    net = torch.nn.GRU(96, 384, 2).to(device, dtype).eval()
-    yield net
-    random = torch.Generator().manual_seed(2)
-    for _ in range(120):
-        steps, batch = (int(torch.randint(1, most + 1, (), generator=random)) for most in (128, 16))
-        x = torch.randn(steps, batch, 96, generator=random).to(device, dtype)
-
-        def call(x: Any = x) -> Any:
-            with torch.no_grad():
-                return net(x)[0].float().norm()
-
-        yield call
+    draw, dtype = Draw(2, device), torch.float16 if device == "cuda" else torch.float32
+    net = GRU(96, 384, 2).to(device, dtype).eval()
+    answer = torch.no_grad()(lambda x: net(x)[0].float().norm())
+    return calls_of(net, ((draw.normal(draw.number(1, 129), draw.number(1, 17), 96).to(dtype),) for _ in range(120)),
+                    answer)
 
 
-def policy(device: str) -> Iterator[Callable[[], Any]]:
+def policy(device: str) -> Iterator[Any]:
     """A policy that takes 400 steps in 16 environments, one by one, and learns from each 40 of them."""
-    import torch
+    draw, state = Draw(3, device), None
+    net = ModuleDict({"lstm": LSTM(32, 128), "action": Linear(128, 6)}).to(device)
 
-    net = torch.nn.ModuleDict({"lstm": torch.nn.LSTM(32, 128), "action": torch.nn.Linear(128, 6)}).to(device)
-    yield net
-    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-    random = torch.Generator().manual_seed(3)
-    state: Any = None
-    for number in range(440):
-        seen = torch.randn(40 if number % 41 == 40 else 1, 16, 32, generator=random).to(device)
+    def loss(seen: torch.Tensor) -> torch.Tensor:
+        nonlocal state
+        if len(seen) == 1:
+            with torch.no_grad():
+                y, state = net["lstm"](seen, state)
+                return net["action"](y).norm()
+        return net["action"](net["lstm"](seen)[0]).square().mean()
 
-        def call(seen: Any = seen) -> Any:
-            nonlocal state
-            if len(seen) == 1:
-                with torch.no_grad():
-                    y, state = net["lstm"](seen, state)
-                    return net["action"](y).norm()
-            loss = net["action"](net["lstm"](seen)[0]).square().mean()
-            return learn(optimizer, loss)
-
-        yield call
+    return calls_of(net, ((draw.normal(40 if number % 41 == 40 else 1, 16, 32),) for number in range(440)), loss)
 
 
-def decoder(device: str) -> Iterator[Callable[[], Any]]:
+def decoder(device: str) -> Iterator[Any]:
     """A decoder of an LSTMCell with attention, trained on 60 batches of 20 to 40 words."""
-    import torch
+    draw = Draw(4, device)
+    net = ModuleDict({"words": Embedding(500, 128), "cell": LSTMCell(384, 256), "out": Linear(256, 500)}).to(device)
 
-    net = torch.nn.ModuleDict({"words": torch.nn.Embedding(500, 128), "cell": torch.nn.LSTMCell(384, 256),
-                               "out": torch.nn.Linear(256, 500)}).to(device)
-    yield net
-    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-    random = torch.Generator().manual_seed(4)
-    for _ in range(60):
-        steps = int(torch.randint(20, 41, (), generator=random))
-        words = torch.randint(500, (steps, 16), generator=random).to(device)
-        source = torch.randn(30, 16, 256, generator=random).to(device)
+    def loss(words: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        h = c = source.new_zeros(16, 256)
+        outputs = []
+        for x in net["words"](words):
+            weights = (source * h).sum(-1, keepdim=True).softmax(0)
+            h, c = net["cell"](torch.cat([x, (weights * source).sum(0)], 1), (h, c))
+            outputs.append(h)
+        y = net["out"](torch.stack(outputs))
+        return cross_entropy(y[:-1].flatten(0, 1), words[1:].flatten())
 
-        def call(words: Any = words, source: Any = source) -> Any:
-            h = c = source.new_zeros(16, 256)
-            outputs = []
-            for x in net["words"](words):
-                weights = (source * h).sum(-1, keepdim=True).softmax(0)
-                h, c = net["cell"](torch.cat([x, (weights * source).sum(0)], 1), (h, c))
-                outputs.append(h)
-            y = net["out"](torch.stack(outputs))
-            loss = torch.nn.functional.cross_entropy(y[:-1].flatten(0, 1), words[1:].flatten())
-            return learn(optimizer, loss)
-
-        yield call
+    lengths = (draw.number(20, 41) for _ in range(60))
+    return calls_of(net, ((draw.integers(0, 500, n, 16), draw.normal(30, 16, 256)) for n in lengths), loss)
 
 
-def language_model(device: str) -> Iterator[Callable[[], Any]]:
+def language_model(device: str) -> Iterator[Any]:
     """A language model of two LSTMs whose batches come in buckets of 16, 32, 64 and 128 words, with dropout."""
-    import torch
+    draw = Draw(5, device)
+    net = ModuleDict({"words": Embedding(2000, 200), "out": Linear(200, 2000), "lstm": LSTM(200, 200, 2)}).to(device)
 
-    net = torch.nn.ModuleDict({"words": torch.nn.Embedding(2000, 200), "out": torch.nn.Linear(200, 2000),
-                               "lstm": torch.nn.LSTM(200, 200, 2)}).to(device)
-    yield net
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    random = torch.Generator().manual_seed(5)
-    for _ in range(60):
-        steps = (16, 32, 64, 128)[int(torch.randint(4, (), generator=random))]
-        words = torch.randint(2000, (steps + 1, 2048 // steps), generator=random).to(device)
+    def loss(words: torch.Tensor) -> torch.Tensor:
+        y = net["out"](net["lstm"](net["words"](words[:-1]))[0])
+        return cross_entropy(y.flatten(0, 1), words[1:].flatten())
 
-        def call(words: Any = words) -> Any:
-            y = net["out"](net["lstm"](net["words"](words[:-1]))[0])
-            loss = torch.nn.functional.cross_entropy(y.flatten(0, 1), words[1:].flatten())
-            return learn(optimizer, loss)
-
-        yield call
+    buckets = ((16, 32, 64, 128)[draw.number(0, 4)] for _ in range(60))
+    return calls_of(net, ((draw.integers(0, 2000, steps + 1, 2048 // steps),) for steps in buckets), loss,
+                    torch.optim.SGD, 0.1)
 
 
-def speech(device: str) -> Iterator[Callable[[], Any]]:
+def speech(device: str) -> Iterator[Any]:
     """A recognizer of three bidirectional GRUs, trained by CTC on spectra of 100 to 400 frames."""
-    import torch
+    draw = Draw(6, device)
+    net = ModuleDict({"gru": GRU(80, 160, 3, bidirectional=True), "out": Linear(320, 30)}).to(device)
 
-    net = torch.nn.ModuleDict({"gru": torch.nn.GRU(80, 160, 3, bidirectional=True),
-                               "out": torch.nn.Linear(320, 30)}).to(device)
-    yield net
-    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-    random = torch.Generator().manual_seed(6)
-    for _ in range(30):
-        frames = int(torch.randint(100, 401, (), generator=random))
-        spectra = torch.randn(frames, 8, 80, generator=random).to(device)
-        letters = torch.randint(1, 30, (8, frames // 10), generator=random).to(device)
+    def loss(spectra: torch.Tensor, letters: torch.Tensor) -> torch.Tensor:
+        log = net["out"](net["gru"](spectra)[0]).log_softmax(-1)
+        return ctc_loss(log, letters, (len(spectra),) * 8, (letters.shape[1],) * 8)
 
-        def call(spectra: Any = spectra, letters: Any = letters, frames: int = frames) -> Any:
-            log = net["out"](net["gru"](spectra)[0]).log_softmax(-1)
-            loss = torch.nn.functional.ctc_loss(log, letters, (frames,) * 8, (letters.shape[1],) * 8)
-            return learn(optimizer, loss)
-
-        yield call
+    lengths = (draw.number(100, 401) for _ in range(30))
+    return calls_of(net, ((draw.normal(n, 8, 80), draw.integers(1, 30, 8, n // 10)) for n in lengths), loss)
 
 
-def evaluated(device: str) -> Iterator[Callable[[], Any]]:
+def evaluated(device: str) -> Iterator[Any]:
     """A forecaster, one GRU, trained on windows of 96 hours, and evaluated after each ten steps on other batches."""
-    import torch
+    draw = Draw(7, device)
+    net = ModuleDict({"gru": GRU(8, 96, batch_first=True), "out": Linear(96, 24)}).to(device)
 
-    net = torch.nn.ModuleDict({"gru": torch.nn.GRU(8, 96, batch_first=True), "out": torch.nn.Linear(96, 24)}).to(device)
-    yield net
-    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
-    random = torch.Generator().manual_seed(7)
-    for number in range(220):
-        rows, trains = (64, True) if number % 11 < 10 else (200, False)
-        hours = torch.randn(rows, 96, 8, generator=random).to(device)
-        wanted = torch.randn(rows, 24, generator=random).to(device)
+    def loss(hours: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(len(hours) == 64):
+            return (net["out"](net["gru"](hours)[0][:, -1]) - wanted).square().mean()
 
-        def call(hours: Any = hours, wanted: Any = wanted, trains: bool = trains) -> Any:
-            with torch.set_grad_enabled(trains):
-                loss = (net["out"](net["gru"](hours)[0][:, -1]) - wanted).square().mean()
-            return learn(optimizer, loss) if trains else loss
-
-        yield call
+    rows = (64 if number % 11 < 10 else 200 for number in range(220))
+    return calls_of(net, ((draw.normal(n, 96, 8), draw.normal(n, 24)) for n in rows), loss)
 
 
 PROGRAMS = {one.__name__: one for one in (tagger, packed_tagger, requests, policy, decoder, language_model, speech,
@@ -217,13 +189,13 @@ PROGRAMS = {one.__name__: one for one in (tagger, packed_tagger, requests, polic
 
 
 # -- one side, in a process of its own --------------------------------------------------------------------------------
-def run(name: str, device: str, side: str) -> dict[str, Any]:
+def run(name: str, device: str, side: str, cache: str) -> dict[str, Any]:
     """The seconds and results of all calls, from the first on and again once all is compiled."""
-    import torch
-
+    os.environ["ECORNN_CACHE"] = cache
+    os.environ.pop("ECORNN_WAIT", None)
     torch.manual_seed(0)
     calls = PROGRAMS[name](device)
-    net: Any = next(calls)
+    net = next(calls)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     if side != "torch":
         import ecornn.torch
@@ -266,36 +238,18 @@ def measure(name: str, device: str, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as cache:
             for side in SIDES:
-                environment = os.environ | {"ECORNN_CACHE": cache}
-                environment.pop("ECORNN_WAIT", None)
-                done = subprocess.run([sys.executable, __file__, name, "--device", device, "--side", side],
-                                      env=environment, capture_output=True, text=True, check=False)
-                if done.returncode:
-                    sys.exit(f"{name}, {side}: {done.stderr}")
-                runs[side].append(json.loads(done.stdout.splitlines()[-1]))
-    first = {side: _median([one["first"]["seconds"] for one in found]) for side, found in runs.items()}
-    then = {side: sum(_median([one["then"]["seconds"] for one in found])) for side, found in runs.items()}
+                runs[side].append(alone(run, name, device, side, cache))
+    first, again = ({side: [*map(statistics.median, zip(*(one[part]["seconds"] for one in found), strict=True))]
+                     for side, found in runs.items()} for part in ("first", "then"))
+    then = {side: sum(times) for side, times in again.items()}
     row: dict[str, Any] = {"name": name, "calls": len(first["torch"]), "modules": runs["cold"][0]["modules"],
                            "errors": runs["cold"][0]["errors"], "difference": _difference(runs),
                            "first": first, "then": then, "faster": then["torch"] / then["warm"]}
     for side in SIDES[1:]:
-        sums = [_sums(first[which]) for which in (side, "torch")]
+        sums = [[*accumulate(first[which])] for which in (side, "torch")]
         row[side] = {"worst": max(ours / theirs for ours, theirs in zip(*(s[LEAST - 1:] for s in sums), strict=True)),
                      "all": sums[0][-1] / sums[1][-1], "longer_ms": (max(first[side]) - max(first["torch"])) * 1e3}
     return row
-
-
-def _median(runs: list[list[float]]) -> list[float]:
-    """The median of each call."""
-    return [statistics.median(times) for times in zip(*runs, strict=True)]
-
-
-def _sums(seconds: list[float]) -> list[float]:
-    total, sums = 0.0, []
-    for one in seconds:
-        total += one
-        sums.append(total)
-    return sums
 
 
 def _difference(runs: dict[str, list[dict[str, Any]]]) -> float:
@@ -317,36 +271,29 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from side_by_side import options, write
+
+    from ecornn.bench.results import environment
+    from ecornn.targets import resolve
+
+    parser = options(__doc__, rounds=(3, "processes of each side"))
     parser.add_argument("programs", nargs="*", help=f"of {', '.join(PROGRAMS)}; default: all")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: the GPU if there is one")
-    parser.add_argument("--rounds", type=int, default=3, help="processes of each side")
-    parser.add_argument("--output", type=Path, help="a file for the results, in JSON")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="default: the GPU if there is one")
     given = parser.parse_args()
     if unknown := {*given.programs} - {*PROGRAMS}:
         parser.error(f"no program of that name: {', '.join(sorted(unknown))}; there are {', '.join(PROGRAMS)}")
-    import torch
-
-    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if given.side:
-        print(json.dumps(run(given.programs[0], device, given.side)))
-        return 0
     rows = []
     for name in given.programs or PROGRAMS:
-        rows.append(measure(name, device, given.rounds))
+        rows.append(measure(name, given.device, given.rounds))
         print(f"{name}: {rows[-1]['cold']}, warm {rows[-1]['warm']}, {rows[-1]['faster']:.2f}x as fast when all is "
               f"compiled", file=sys.stderr)
-    if given.output:
-        from ecornn.bench.results import environment
-        from ecornn.targets import resolve
-
-        where = resolve("cpu" if device == "cpu" else "cuda")
-        found = environment() | {"device": where.name, "arch": where.arch, "cores": len(os.sched_getaffinity(0)),
-                                 "rounds": given.rounds, "command": " ".join(["python", *sys.argv])}
-        given.output.write_text(json.dumps({"environment": found, "rows": rows}, indent=1) + "\n")
+    where = resolve(given.device)
+    write(given.output, environment() | {
+        "device": where.name, "arch": where.arch, "cores": len(os.sched_getaffinity(0)), "rounds": given.rounds,
+        "command": " ".join(["python", *sys.argv])}, rows)
     print(table(rows))
-    wrong = [r["name"] for r in rows if r["errors"] or not r["difference"] <= TOLERANCE[device]]
+    wrong = [r["name"] for r in rows if r["errors"] or not r["difference"] <= TOLERANCE[given.device]]
     if wrong:
         print(f"other results than PyTorch's: {', '.join(wrong)}", file=sys.stderr)
     return int(bool(wrong))

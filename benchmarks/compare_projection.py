@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured_rows import FILE, Results, read, singles
+from measured_rows import Results, described, read, single_modules
 from msgspec import structs
 from report import layer, table, times
 from side_by_side import CELLS, DEVICE, environment, float64_forward, kernels, relative, summary
 
 import ecornn
-from ecornn.bench.grid import Layer, Own, read_grid, selected
+from ecornn.bench.grid import Layer, Own, selected
 from ecornn.bench.measure import Plan, compiled
 from ecornn.bench.results import RowLog
 from ecornn.bench.turns import WARM
@@ -38,9 +38,8 @@ WHOLE = {"hoisted": Own(config={"ahead": 100})}
 
 
 def layers() -> list[Layer]:
-    """The grid's layers of enough rows; a row in which cuDNN alone rounds has the projection of float32."""
-    wanted = {name for name in singles() if name.split()[-1] != "tf32"}
-    return [one for one in read_grid(FILE).expanded(FILE.name) if one.name in wanted and (one.case.batch or 0) >= 16]
+    """The grid's layers of enough rows."""
+    return [one for one in single_modules() if one.case.batch >= 16]
 
 
 def of_calls(found: list[tuple[str, float]], names: set[str], calls: int) -> list[float]:
@@ -54,11 +53,11 @@ def of_calls(found: list[tuple[str, float]], names: set[str], calls: int) -> lis
 
 def compare(asked: Layer, file: Path) -> dict[str, Any]:
     """One row: the layer and cuBLAS checked, their kernels timed."""
-    case, dtype = asked.case, asked.name.split()[-1]
-    T, B, I, H = case.seq or 0, case.batch or 0, case.input or 0, case.hidden or 0
+    case, row = asked.case, described(asked)
+    T, B, I, H, dtype = (row[name] for name in ("T", "B", "I", "H", "dtype"))
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = dtype == "tf32-both"
-    kind = getattr(torch, str(case.dtype))
-    library = CELLS[str(case.cell)](I, H, device=DEVICE).to(kind)
+    kind = getattr(torch, case.dtype)
+    library = CELLS[case.cell](I, H, device=DEVICE).to(kind)
     weights = {k: v.detach() for k, v in library.named_parameters()}
     module = ecornn.load(file)
     bound, manifest = module.bind(weights), module.manifest
@@ -67,20 +66,20 @@ def compare(asked: Layer, file: Path) -> dict[str, Any]:
     x = torch.randn(T, B, I, device=DEVICE).to(kind)
     y = torch.full((T, B, H), float("nan"), device=DEVICE, dtype=kind)
     flat, matrix = x.view(-1, I), weights["weight_ih_l0"].T
-    output = str(case.dtype) if manifest.config.get("hoisted") == "same" else "float32"
+    output = case.dtype if manifest.config.get("hoisted") == "same" else "float32"
     wider = {"out_dtype": torch.float32} if output != case.dtype else {}
     calls: dict[str, Callable[[], object]] = {
         "ecornn": lambda: bound(x, out=y), "cublas": lambda: torch.mm(flat, matrix, **wider)}
 
-    def turns() -> None:
-        for _ in range(REPEATS):
+    def turns(repeats: int = REPEATS) -> None:
+        for _ in range(repeats):
             for call in calls.values():
                 x.copy_(torch.randn(T, B, I, device=DEVICE))
                 call()
 
     with torch.no_grad():
         bound(x, out=y)
-        reference = float64_forward(str(case.cell), x, weights)
+        reference = float64_forward(case.cell, x, weights)
         error, library_error = relative(y, reference), relative(library(x)[0], reference)
         limit = 1e-5 if dtype == "float32" else 2 * library_error + 1e-6
         if not error <= limit:
@@ -89,12 +88,9 @@ def compare(asked: Layer, file: Path) -> dict[str, Any]:
         del reference
         names = {name: {kernel for kernel, *_ in kernels(call)} for name, call in calls.items()}
         names["ecornn"] = {name for name in names["ecornn"] if "project" in name}
-        for _ in range(WARM):
-            for call in calls.values():
-                call()
+        turns(WARM)
         found = [(name, end - begin) for name, begin, end in kernels(turns)]
-    row: dict[str, Any] = {
-        "cell": case.cell, "T": T, "B": B, "I": I, "H": H, "dtype": dtype,
+    row |= {
         "sides": [*calls], "wrong": [], "output": output, "error": error, "cudnn_error": library_error,
         "cublas_error": product_error, "schedule": manifest.schedule, "config": manifest.config,
         "kernels": {name: sorted(of) for name, of in names.items()}, "repetitions": REPEATS}
@@ -107,20 +103,15 @@ def compare(asked: Layer, file: Path) -> dict[str, Any]:
 
 def file_of(folder: Path) -> Path:
     """The module with all of the projection in front: the layer's own where that has it, or does not know the knob."""
-    for name in ("hoisted", "ecornn"):
-        if (folder / f"{name}.so").exists():
-            return folder / f"{name}.so"
-    raise ScheduleError("no module could be compiled")
+    found = [file for name in ("hoisted", "ecornn") if (file := folder / f"{name}.so").exists()]
+    if not found:
+        raise ScheduleError("no module could be compiled")
+    return found[0]
 
 
 def report(results: Results) -> list[str]:
     """The table, in Markdown."""
-    env, rows = results.environment, results.good
-
-    def line(r: dict[str, Any]) -> list[str]:
-        return [layer(r), r["dtype"], r["output"], times(r, "ecornn"), times(r, "cublas"), f"{r['ecornn_tflops']:.0f}",
-                f"{r['cublas_tflops']:.0f}", f"{r['rate']:.0%}", "holds" if r["rate"] >= ASKED else "**missed**"]
-
+    env = results.environment
     lines = ["# The hoisted projection against cuBLAS", "",
              f"{env['gpu']}, CUDA {env['cuda']}, PyTorch {env['torch']}; µs of the kernels of a call, medians with "
              "20th and 80th percentiles, in turns; both checked against float64. `output`: what both write. Asked "
@@ -128,7 +119,9 @@ def report(results: Results) -> list[str]:
              "where the recurrence reads them, which after a library's product another pass over them would do. Data: "
              f"`{results.path.name}`; `make bench`.", "",
              *table(("layer, T x B x I x H", "dtype", "output", "ecornn, µs", "cuBLAS, µs", "TFLOP/s", "cuBLAS", "rate",
-                     ""), map(line, rows)), ""]
+                     ""), ((layer(r), r["dtype"], r["output"], times(r, "ecornn"), times(r, "cublas"),
+                            f"{r['ecornn_tflops']:.0f}", f"{r['cublas_tflops']:.0f}", f"{r['rate']:.0%}",
+                            "holds" if r["rate"] >= ASKED else "**missed**") for r in results.good)), ""]
     return [*lines, *(f"- {r['name']}: {r['failed']}" for r in results.rows if r.get("failed"))]
 
 

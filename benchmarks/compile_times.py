@@ -20,12 +20,11 @@ import tempfile
 import time
 from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from pathlib import Path
-from resource import RUSAGE_CHILDREN, RUSAGE_SELF, getrusage
 
-from measured_rows import FILE, alone
+from measured_rows import alone, described, modules
 from report import layer, table
 
-from ecornn.bench.grid import Layer, read_grid
+from ecornn.bench.grid import Layer
 from ecornn.bench.results import RowLog
 from ecornn.device import Device
 from ecornn.errors import EcornnError
@@ -46,17 +45,12 @@ def compile_cold(row: Layer, device: Device, folder: Path) -> dict:
     out, imported = folder / f"{row.name.replace(' ', '_')}.so", time.perf_counter()
     planned = plan_layer(row.case.layer(), target=device)
     os.environ["NVCC_APPEND_FLAGS"] = f"--time={out.with_suffix('.csv')}"
-    chosen, before = time.perf_counter(), [*map(cpu_seconds, (RUSAGE_SELF, RUSAGE_CHILDREN))]
+    chosen, before = time.perf_counter(), os.times()
     build(planned, out)
-    return {"imports": imported - begin, "choice": chosen - imported, "build": time.perf_counter() - chosen,
+    built, cpu = time.perf_counter(), [now - then for now, then in zip(os.times(), before, strict=True)]
+    return {"imports": imported - begin, "choice": chosen - imported, "build": built - chosen,
             "module_bytes": out.stat().st_size, "schedule": planned.found.schedule.name,
-            "lowering": cpu_seconds(RUSAGE_SELF) - before[0], "compilers": cpu_seconds(RUSAGE_CHILDREN) - before[1],
-            **slowest(out.with_suffix(".csv"))}
-
-
-def cpu_seconds(who: int) -> float:
-    used = getrusage(who)
-    return used.ru_utime + used.ru_stime
+            "lowering": cpu[0] + cpu[1], "compilers": cpu[2] + cpu[3], **slowest(out.with_suffix(".csv"))}
 
 
 def slowest(times: Path) -> dict[str, float]:
@@ -67,24 +61,6 @@ def slowest(times: Path) -> dict[str, float]:
         if phase:
             sources.setdefault(row[0].strip(), {})[phase] = float(row[6]) / 1000
     return max(sources.values(), key=lambda of: sum(of.values()), default={})
-
-
-def in_new_process(row: Layer, device: Device, folder: Path) -> dict:
-    """The same, or ``failed``."""
-    try:
-        return alone(compile_cold, row, device, folder)
-    except (EcornnError, BrokenExecutor) as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
-
-
-def environment(device: Device, jobs: int) -> dict:
-    """What a file of results says of where they come from."""
-    import side_by_side  # with PyTorch: not what processes that compile begin with
-
-    from ecornn.tune.choose import cuda_compiler
-
-    return side_by_side.environment(cpu=True) | {"gpu": device.name, "compiler": cuda_compiler(), "jobs": jobs,
-                                                 "cores": len(os.sched_getaffinity(0))}
 
 
 def report(path: Path, log: RowLog) -> list[str]:
@@ -106,18 +82,6 @@ def report(path: Path, log: RowLog) -> list[str]:
         *(f"- {r['name']} failed: {r['failed']}" for r in log.rows if "failed" in r)]
 
 
-def modules() -> list[Layer]:
-    """The layers of the grid, each module once: rows in which only cuDNN rounds have that of float32."""
-    return [row for row in read_grid(FILE).expanded(FILE.name) if row.name.split()[-1] != "tf32"]
-
-
-def described(row: Layer) -> dict:
-    """The layer, as a row has it."""
-    case = row.case
-    return {"cell": case.cell, "T": case.seq, "B": case.batch, "I": case.input, "H": case.hidden,
-            "dtype": row.name.split()[-1]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True,
@@ -125,16 +89,25 @@ def main() -> None:
     parser.add_argument("--target", default="cuda", help="what to compile for (default: the GPU at hand)")
     parser.add_argument("--jobs", type=int, default=1, help="modules at a time (default: 1)")
     arguments = parser.parse_args()
+    from side_by_side import environment  # with PyTorch: not what processes that compile begin with
+
+    from ecornn.tune.choose import cuda_compiler
+
     os.environ["ECORNN_CACHE"] = "off"
     try:
         device, log = resolve(arguments.target), RowLog(arguments.output)
         left = [row for row in modules() if not log.has(row.name)]
-        log.begin(environment(device, arguments.jobs))
+        log.begin(environment(cpu=True) | {"gpu": device.name, "compiler": cuda_compiler(), "jobs": arguments.jobs,
+                                           "cores": len(os.sched_getaffinity(0))})
     except (EcornnError, ValueError) as error:  # no GPU; a file that is no results
         sys.exit(str(error))
     with tempfile.TemporaryDirectory(prefix="ecornn-") as folder, ThreadPoolExecutor(arguments.jobs) as threads:
-        for row, result in zip(left, threads.map(lambda row: in_new_process(row, device, Path(folder)), left),
-                               strict=True):
+        futures = [threads.submit(alone, compile_cold, row, device, Path(folder)) for row in left]
+        for row, future in zip(left, futures, strict=True):
+            try:
+                result = future.result()
+            except (EcornnError, BrokenExecutor) as error:
+                result = {"failed": f"{type(error).__name__}: {error}"}
             log.add(row.name, described(row) | result)
             print(f"{row.name:32} " + (result.get("failed") or f"{result['build']:.1f} s"), flush=True)
     arguments.output.with_suffix(".md").write_text("\n".join(report(arguments.output, log)) + "\n")

@@ -9,7 +9,6 @@ In a page a figure stands between two comments, ``<!-- figure: NAME -->`` and ``
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -20,8 +19,9 @@ from typing import Any
 
 from measured_rows import Group, Summary, members, read
 from measured_rows import mean as geometric
+from search_quality import NEAR, lives, medians, tables_of, until
 
-from ecornn.bench.results import RowLog
+from ecornn.tune import log
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,11 +35,8 @@ def pages() -> list[Path]:
 
 @cache
 def rows(name: str) -> list[dict[str, Any]]:
-    """The rows of a file of results, in one form where they are layers beside others."""
-    path = RESULTS / name
-    if name.startswith(("h100_grid", "h100_variants", "h100_training", "cpu_skylake", "h100_stacks", "h100_classes")):
-        return read(path).rows
-    return RowLog(path).rows if path.suffix == ".jsonl" else json.loads(path.read_text())["rows"]
+    """The rows of a file of results."""
+    return read(RESULTS / name).rows
 
 
 @cache
@@ -49,8 +46,7 @@ def grid() -> Summary:
 
 @cache
 def group(dtype: str) -> Group:
-    (found,) = (g for g in grid().groups() if g.dtype == dtype)
-    return found
+    return next(g for g in grid().groups() if g.dtype == dtype)
 
 
 def span(values: Iterable[float], form: str = "{:.1f}", between: str = " to ") -> str:
@@ -67,9 +63,8 @@ def language(way: str) -> str:
 
 def memory(keep: str) -> str:
     """The peak of a training step, of cuDNN's in bfloat16 and in float16."""
-    found = {r["dtype"]: r["ecornn_mib"] / r["cudnn_mib"] for r in rows("h100_training_memory.json")
-             if r["keep"] == keep}
-    return f"{found['bfloat16']:.2f} and {found['float16']:.2f}"
+    found = [r for r in rows("h100_training_memory.json") if r["keep"] == keep]
+    return " and ".join(f"{r['ecornn_mib'] / r['cudnn_mib']:.2f}" for r in sorted(found, key=lambda r: r["dtype"]))
 
 
 def cpu(suite: str) -> list[dict[str, Any]]:
@@ -86,14 +81,9 @@ def rates(*dtypes: str) -> str:
     return span((r["rate"] for r in rows("h100_projection.jsonl") if r["dtype"] in dtypes), "{:.0%}")
 
 
-def packed(case: str, fits: Callable[[dict[str, Any]], bool]) -> str:
+def packed(case: str, fits: Callable[[dict[str, Any]], bool] = lambda r: True) -> str:
     """How many times as long PyTorch takes for packed sequences."""
     return span(r["ratio"] for r in rows("h100_packed.json") if r["case"] == case and fits(r))
-
-
-def issue(hidden: int) -> str:
-    """The same of a model with so many units, of sequences that are long."""
-    return packed("pytorch#149194", lambda r: r["H"] == hidden and r["T"] >= 500)
 
 
 def variants(word: str, of: tuple[str, ...], sizes: tuple[int, ...] = (256, 1024)) -> list[float]:
@@ -110,8 +100,6 @@ def cost(values: Iterable[float]) -> str:
 @cache
 def live(records: str) -> list[Any]:
     """The live searches of the H100 that knew these records."""
-    from search_quality import lives, tables_of
-
     reports = [RESULTS / f"search_live_{name}_h100.json" for name in ("quarter", "none")]
     return [one for one in lives([(tables_of([RESULTS / "search_fastest_h100.jsonl.xz"]), reports)])
             if one.records == records]
@@ -119,24 +107,14 @@ def live(records: str) -> list[Any]:
 
 def searched(records: str, trials: int) -> list[float]:
     """Of each layer the median run's best so far, over the best of the table."""
-    from search_quality import medians
-
     return [middle for middle, _ in medians(live(records), trials).values()]
-
-
-def until(records: str) -> str:
-    from search_quality import NEAR, until
-
-    return f"{until(live(records), NEAR)[0]:g}"
 
 
 @cache
 def again(records: str) -> list[float]:
     """As :func:`searched`, at the end, where the best was measured once more beside the default; in order."""
-    of: dict[str, list[float]] = {}
-    for one in live(records):
-        of.setdefault(one.workload, []).append(one.ratio)
-    return sorted(median(values) for values in of.values())
+    return sorted(median(one.ratio for one in live(records) if one.workload == workload)
+                  for workload in {one.workload for one in live(records)})
 
 
 def random_near() -> str:
@@ -147,11 +125,7 @@ def random_near() -> str:
 
 def workloads(*names: str) -> str:
     """How many workloads logs that ship have trials of."""
-    from ecornn.tune.log import read
-    from ecornn.tune.record import Trial
-
-    records = [line.record for name in names for line in read(ROOT / "tuning_logs" / name).lines]
-    return str(len({r.workload for r in records if isinstance(r, Trial)}))
+    return str(len({trial.workload for name in names for trial in log.read(ROOT / "tuning_logs" / name).trials()}))
 
 
 def served(sessions: int, side: str) -> str:
@@ -191,9 +165,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "projection.half": lambda: rates("float16", "bfloat16"),
     "projection.tf32": lambda: rates("tf32-both"),
     "projection.float32": lambda: rates("float32"),
-    "packed.uniform": lambda: packed("uniform", lambda r: True),
-    "packed.issue64": lambda: issue(64),
-    "packed.issue256": lambda: issue(256),
+    "packed.uniform": lambda: packed("uniform"),
+    "packed.issue64": lambda: packed("pytorch#149194", lambda r: r["H"] == 64 and r["T"] >= 500),
+    "packed.issue256": lambda: packed("pytorch#149194", lambda r: r["H"] == 256 and r["T"] >= 500),
     "packed.issue100": lambda: packed("pytorch#149194", lambda r: r["T"] == 100),
     "packed.training64": lambda: span(r["ratio"] for r in rows("h100_packed_training.json") if r["H"] == 64),
     "padded.training64": lambda: span(r["packing_costs"] for r in rows("h100_packed_training.json") if r["H"] == 64),
@@ -222,8 +196,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "search.others_again_worst": lambda: f"{again('others')[-1]:.3f}",
     "search.others_again_next": lambda: f"{again('others')[-2]:.3f}",
     "search.random_near": random_near,
-    "search.others_until": lambda: until("others"),
-    "search.none_until": lambda: until("none"),
+    "search.others_until": lambda: f"{until(live('others'), NEAR)[0]:g}",
+    "search.none_until": lambda: f"{until(live('none'), NEAR)[0]:g}",
 } | {f"served.{side}{sessions}": partial(served, sessions, side) for side in ("ecornn", "torch")
      for sessions in (1, 100, 1000)} | {f"steps.lstm{hidden}": partial(step, hidden) for hidden in (16, 40, 64)}
 
@@ -241,15 +215,13 @@ def written(text: str) -> str:
 
 
 def main() -> None:
-    wrong = 0
-    for page in pages():
-        text = page.read_text()
-        for name, has, says in differences(text):
-            wrong += 1
-            print(f"{page.relative_to(ROOT)}: {name} is {says}, not {has}")
-        if "--write" in sys.argv:
-            page.write_text(written(text))
-    sys.exit(bool(wrong) and "--write" not in sys.argv)
+    wrong = [(page, *one) for page in pages() for one in differences(page.read_text())]
+    for page, name, has, says in wrong:
+        print(f"{page.relative_to(ROOT)}: {name} is {says}, not {has}")
+    if "--write" not in sys.argv:
+        sys.exit(bool(wrong))
+    for page in {page for page, *_ in wrong}:
+        page.write_text(written(page.read_text()))
 
 
 if __name__ == "__main__":

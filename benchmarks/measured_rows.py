@@ -1,5 +1,5 @@
-"""Rows of files of results, of ``ecornn bench --output`` and of the programs that were before it, in one form; and
-those of grids/grid.toml summed up: means, rows below a bound, scaling, cliffs, floors.
+"""Rows of files of results, of ``ecornn bench --output`` and of programs here, in one form; and those of
+grids/grid.toml summed up: means, rows below a bound, scaling, cliffs, floors.
 
 A row is a dict: ``name``, ``group``, ``cell``, ``T``, ``B``, ``I``, ``H``, ``dtype``, ``sides`` (ours, ``ecornn``,
 first), of each side ``SIDE_us``, ``SIDE_p20`` and ``SIDE_p80`` in microseconds a step, ``ratio``, how many times as
@@ -15,23 +15,17 @@ from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ecornn.bench.grid import Grid, read_grid
+from ecornn.bench.grid import Grid, Layer, read_grid
 from ecornn.bench.results import RowLog
 from ecornn.device import Device
 from ecornn.floor import Floor, floor, measured
 
 LIBRARIES = ("cudnn", "cudnn-tf32", "torch", "onnxruntime")
-# Sides as files have them that were written before grids.
-FORMER = {"chosen": "ecornn", "variant": "ecornn", "heads": "ecornn", "ours": "ecornn", "per_cell": "loop",
-          "unfused": "loop", "ecornn_int21": "int21", "ecornn_int16": "int16", "ecornn_bfloat16": "bfloat16",
-          "ecornn_int8": "int8", "ecornn_1_thread": "1 thread"}
-GROUPS = ("kind", "paper", "plain", "suite")  # names of the group in these
-KINDS = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "tf32": "tf32-both"}  # in those of training
-PUBLISHED = {"published": {"torch": "loop"}}
 DTYPES = ("float16", "bfloat16", "tf32", "tf32-both", "float32")
 HIGH = 1.5  # times the floor that needs a reason
 CLIFF = 1.3  # how much longer a size off every tile may take than the next tile up
@@ -64,15 +58,10 @@ class Results:
             where = f"{env.get('cpu', env.get('device'))}, PyTorch {env.get('torch')}, ONNX Runtime " \
                     f"{env.get('onnxruntime')}"
             how = "interleaved, as many threads on every side"
+        command = env.get("command", "make bench") if self.grid is None else (
+            f"python benchmarks/run_all.py {name_of(self.path)}")
         return (f"µs a step, median [p20, p80], and times ours; {where}; whole passes {how}, outputs checked against "
-                f"float64. Data: `{self.path.as_posix()}`; `{self.command}`.")
-
-    @property
-    def command(self) -> str:
-        """The command that measures such a file."""
-        if self.grid is None:
-            return str(self.environment.get("command", "make bench"))
-        return f"python benchmarks/run_all.py {name_of(self.path)}"
+                f"float64. Data: `{self.path.as_posix()}`; `{command}`.")
 
 
 def name_of(path: Path) -> str:
@@ -82,15 +71,11 @@ def name_of(path: Path) -> str:
 
 def read(path: Path) -> Results:
     """A file of results. Raises :class:`~ecornn.errors.ArgumentError` where it is none."""
-    if path.suffix == ".jsonl":
-        log = RowLog(path)
-        environment, rows = log.environment, log.rows
-    else:
-        data = json.loads(path.read_text())
-        environment, rows = data["environment"], data["rows"]
-    renamed = FORMER | PUBLISHED.get(name_of(path), {})
+    log: Any = RowLog(path) if path.suffix == ".jsonl" else SimpleNamespace(
+        **{"environment": {}} | json.loads(path.read_text()))
     toml = Path(__file__).parent / "grids" / f"{name_of(path)}.toml"
-    return Results(path, environment, [of_bench(row) if "case" in row else of_former(row, renamed) for row in rows],
+    return Results(path, log.environment,
+                   [of_bench(row) if isinstance(row.get("case"), dict) else row for row in log.rows],
                    read_grid(toml) if toml.exists() else None)
 
 
@@ -111,47 +96,9 @@ def of_bench(row: Row) -> Row:
         name = side.removesuffix("-tf32")
         found |= {f"{name}_us": times["median"], f"{name}_p20": times["p20"], f"{name}_p80": times["p80"]}
     found |= {f"{side}_mib": value for side, value in row.get("peak_mib", {}).items()}
-    return with_ratio(found)
-
-
-def of_former(row: Row, renamed: Mapping[str, str]) -> Row:
-    """A row as programs wrote it before there were grids; ``renamed``: what its sides are called now."""
-    found = dict(row)
-    for name in [name for name in row if name.endswith("_ms")]:  # milliseconds of a pass
-        side = name.removesuffix("_ms")
-        found |= {f"{side}_us": found.pop(name) * 1e3 / row["T"],
-                  **{f"{side}_{p}": found[f"{side}_{p}"] * 1e3 / row["T"] for p in ("p20", "p80")}}
-    sides = [name.removesuffix("_us") for name in found if name.endswith("_us") and f"{name[:-3]}_p20" in found]
-    unnamed = "ours" in sides or not {"int8", "ecornn"} & {*sides}  # ours has another name
-    taken = {old: new for old, new in renamed.items() if old in sides and (unnamed or new != "ecornn")}
-    for old, new in taken.items():
-        for end in ("us", "p20", "p80"):
-            found[f"{new}_{end}"] = found.pop(f"{old}_{end}")
-    sides = [taken.get(side, side) for side in sides]
-    for name in ("configs", "provenance", "errors", "missing"):
-        if isinstance(value := found.get(name), dict):
-            found[name] = {renamed.get(side, side): v for side, v in value.items()}
-    if "variant" in row:
-        found["cell"] = row["variant"]
-    found["group"] = next((row[name] for name in GROUPS if name in row), "")
-    dtype = row.get("dtype", "float32")
-    found["dtype"] = KINDS.get(dtype, dtype) if "row" in row else dtype
-    found.setdefault("I", row.get("H"))
-    if found["group"] == "stacks":
-        found |= {"layers": 5, "bidirectional": True}
-    found.setdefault("name", row.get("row") or f"{found.get('cell')} {size(found)} {found['dtype']}")
-    found["sides"] = sorted(sides, key=lambda side: side != "ecornn")
-    if isinstance(configs := found.get("configs"), dict) and "ecornn" in configs:
-        config = dict(configs["ecornn"])
-        found |= {"schedule": config.pop("schedule"), "config": config}
-    return with_ratio(found)
-
-
-def with_ratio(row: Row) -> Row:
-    """With how many times as long the fastest library takes as ours, or, without one, the loop."""
-    times = [row[f"{side}_us"] for side in LIBRARIES if f"{side}_us" in row] or [
-        row[f"{side}_us"] for side in ("loop",) if f"{side}_us" in row]
-    return row | {"ratio": min(times) / row["ecornn_us"]} if times and row.get("ecornn_us") else row
+    libraries = [side for side in LIBRARIES if f"{side}_us" in found] or ["loop"]
+    fastest = min((found[f"{side}_us"] for side in libraries if f"{side}_us" in found), default=None)
+    return found | {"ratio": fastest / found["ecornn_us"]} if fastest and found.get("ecornn_us") else found
 
 
 def size(row: Row) -> str:
@@ -181,6 +128,23 @@ def singles() -> list[str]:
     """The layers that geometric means are of, by data type."""
     found = [*members("layers"), *members("sizes")]
     return [name for dtype in DTYPES for name in dict.fromkeys(found) if name.split()[-1] == dtype]
+
+
+def modules() -> list[Layer]:
+    """The layers of the grid, each module once: rows in which only cuDNN rounds have that of float32."""
+    return [row for row in read_grid(FILE).expanded(FILE.name) if row.name.split()[-1] != "tf32"]
+
+
+def single_modules() -> list[Layer]:
+    """Those that geometric means are of."""
+    return [row for row in modules() if row.name in singles()]
+
+
+def described(one: Layer) -> Row:
+    """A layer of the grid, as a row has it."""
+    case = one.case
+    return {"cell": case.cell, "T": case.seq, "B": case.batch, "I": case.input, "H": case.hidden,
+            "dtype": one.name.split()[-1]}
 
 
 class Group(NamedTuple):

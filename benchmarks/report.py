@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import math
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -58,10 +59,6 @@ def times(r: Row, side: str) -> str:
     return f"{r[f'{side}_us']:.2f} [{r[f'{side}_p20']:.2f}, {r[f'{side}_p80']:.2f}]"
 
 
-def knobs(config: Row) -> str:
-    return " ".join(f"{k}={v}" for k, v in config.items())
-
-
 def sides_of(rows: Iterable[Row]) -> list[str]:
     """All sides of rows, ours first."""
     return list(dict.fromkeys(side for row in rows for side in row["sides"]))
@@ -100,14 +97,10 @@ def groups_table(results: Results) -> list[str]:
         bound = results.grid.means.get(group) if results.grid is not None else None
         lines.append((group.replace("_", " "), count, *(f"{mean(m):.2f}x" if m else "" for m in means),
                       f"{least['ratio']:.2f}x, {layer(least)} {least['dtype']}" if least else "",
-                      sum(r["ratio"] < 1 for r in rated), "" if bound is None else bound_text(rated, bound)))
+                      sum(r["ratio"] < 1 for r in rated), "" if bound is None else f"{bound}x " + (
+                          "holds" if mean(r["ratio"] for r in rated) >= bound else "**missed**")))
     heads = ("layers", "rows", *(f"{side}, geometric mean" for side in sides), "least ratio", "below 1x", "at least")
     return table(heads, lines) if any(line[-1] for line in lines) else table(heads[:-1], (ln[:-1] for ln in lines))
-
-
-def bound_text(rated: Sequence[Row], bound: float) -> str:
-    """The bound of a group's mean, and whether it holds."""
-    return f"{bound}x {'holds' if mean(r['ratio'] for r in rated) >= bound else '**missed**'}"
 
 
 def whole(results: Results) -> list[str]:
@@ -128,8 +121,9 @@ def whole(results: Results) -> list[str]:
             bound_line(r, bounds[name]) for r in results.good if (name := f"{r['cell']} {size(r)} {r['dtype']}")
             in bounds)), ""]
     lines += ["## Configurations", "", *table(("layer", "dtype", "schedule", "knobs", "from"), (
-        (layer(r), r["dtype"], r["schedule"], knobs(r.get("config", {})), provenance(r)) for r in results.good
-        if r.get("schedule"))), "", "## Not measured or not right", ""]
+        (layer(r), r["dtype"], r["schedule"], " ".join(f"{k}={v}" for k, v in r.get("config", {}).items()),
+         r.get("provenance", "").split(":")[0]) for r in results.good if r.get("schedule"))), "",
+              "## Not measured or not right", ""]
     missing = [f"- {r['name']}: {r['failed']}" for r in results.rows if r.get("failed")]
     missing += [f"- {r['name']}, {side}: {why}" for r in results.good for side, why in r.get("missing", {}).items()]
     return [*lines, *(missing or ["None."]), ""]
@@ -141,12 +135,6 @@ def bound_line(r: Row, bound: Any) -> tuple[object, ...]:
         bound.at_least is None or r["ratio"] >= bound.at_least)
     return (layer(r), r["dtype"], times(r, "ecornn"), bound.at_most or "", f"{r['ratio']:.2f}x", bound.at_least or "",
             "holds" if good else "**missed**")
-
-
-def provenance(r: Row) -> str:
-    """The origin of our configuration, in short."""
-    found = r.get("provenance", "")
-    return str(found.get("ecornn", "") if isinstance(found, dict) else found).split(":")[0]
 
 
 def of_grid(results: Results) -> list[str]:
@@ -194,16 +182,11 @@ def cpu_table(results: Results) -> list[str]:
     lines = []
     for group in dict.fromkeys(r["group"] for r in single):
         lines += [f"{group.capitalize()}:", "", *rows_table([r for r in single if r["group"] == group]), ""]
-    rounded = {side: [error_of(r, side) for r in single if f"{side}_us" in r] for side in sides_of(single)
-               if side.startswith(("int", "bfloat"))}
+    rounded = {side: [r["errors"][side] for r in single if f"{side}_us" in r] for side in sides_of(single)
+               if side.startswith(("int", "bfloat"))}  # against float64 with weights that are not rounded
     lines += ["Errors of rounded weights, at most: " + ", ".join(
         f"{side} {max(errors):.1e}" for side, errors in rounded.items()) + ".", ""] if rounded else []
     return [*lines, *groups_table(results)]
-
-
-def error_of(r: Row, side: str) -> float:
-    """Relative, against float64 with weights that are not rounded."""
-    return float(r["errors"][side] if "errors" in r else r[f"ecornn_{side}_error"])
 
 
 def published_table(results: Results) -> list[str]:
@@ -216,12 +199,10 @@ def published_table(results: Results) -> list[str]:
 
 def described(name: str) -> str:
     """The docstring of a cell of tests/published, up to who published it."""
-    for path in Path(__file__).parent.parent.joinpath("tests/published").glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                text = " ".join((ast.get_docstring(node) or "").split())
-                return text[:text.find(")") + 1] if ")" in text else text
-    return ""
+    files = Path(__file__).parent.parent.joinpath("tests/published").glob("*.py")
+    texts = [" ".join((ast.get_docstring(node) or "").split()) for path in files
+             for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return re.match(r"[^)]*\)?", texts[0])[0] if texts else ""
 
 
 def flashrnn_table(results: Results) -> list[str]:
@@ -250,7 +231,7 @@ def section(path: Path) -> tuple[str, list[str]]:
     """The name of the part of ``PAGES`` that a file belongs to, and its lines."""
     results = read(path)
     name = name_of(path)
-    lines = SECTIONS[name](results) if name in SECTIONS else rows_table(results.good)
+    lines = SECTIONS.get(name, lambda results: rows_table(results.good))(results)
     if (page := path.with_suffix(".md")).exists():
         lines = [*lines, "", f"Every row, with its configuration: [{page.as_posix()}](../{page.as_posix()})."]
     mark = "measured" if name == "layers" else f"measured-{name.replace('flashrnn_', 'flashrnn-')}"

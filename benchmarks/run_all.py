@@ -33,7 +33,7 @@ ECORNN = ("-m", "ecornn", "bench", "--grid")
 @dataclass(frozen=True)
 class Part:
     """A file of results: what makes it, ``{out}`` the file and ``{name}`` the device in the command; then what is made
-    of it: ``docs``, a table there; ``report``, a page beside it."""
+    of it: ``docs``, a table there; ``report``, a page beside it, which a program writes itself."""
 
     name: str
     command: tuple[str, ...]
@@ -42,8 +42,8 @@ class Part:
     needs: str = ""  # a package
 
     def file(self, device: str) -> Path:
-        """The results, beside ``begun`` while they are measured."""
-        return RESULTS / f"{device}_{self.name}.jsonl" if self.report else RESULTS / f"{device}_{self.name}.json"
+        """The results."""
+        return RESULTS / f"{device}_{self.name}.json{'l' * self.report}"
 
 
 def grid(name: str, *more: str, docs: bool = False) -> Part:
@@ -76,7 +76,6 @@ NAMED = [  # what is measured where it is asked for
     program("cpu_in_programs", "cpu_in_programs.py", "turns"), program("serving", "serving.py"),
     program("real_time", "real_time.py"), program("host_time", "cpu_in_programs.py", "host"),
     program("programs", "compare_programs.py")]
-OWN_PAGE = ("reasons", "projection", "compile_times")
 
 
 def run(*arguments: object) -> bool:
@@ -100,13 +99,13 @@ def measure(part: Part, device: str) -> bool:
         return True
     result = part.file(device)
     begun = BEGUN / result.name
-    begun.parent.mkdir(parents=True, exist_ok=True)
+    for file in (begun, result):
+        file.parent.mkdir(parents=True, exist_ok=True)
     good = run(*(word.format(out=begun, name=device) for word in part.command))
     for suffix in (result.suffix, ".md"):
         if begun.with_suffix(suffix).exists():
-            result.parent.mkdir(parents=True, exist_ok=True)
             begun.with_suffix(suffix).replace(result.with_suffix(suffix))
-    if result.exists() and (part.docs or (part.report and part.name not in OWN_PAGE)):
+    if result.exists() and (part.docs or "--grid" in part.command):
         good &= run("benchmarks/report.py", result, *["--docs"] * part.docs)
     if result.exists() and part.name == "grid":
         good &= run("benchmarks/report.py", result, "--plot", "docs/images/speed.svg")

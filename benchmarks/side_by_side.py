@@ -25,8 +25,11 @@ import torch
 
 import ecornn
 from ecornn.bench import turns
+from ecornn.bench.step_loop import StepLoop
 from ecornn.bench.turns import WAIT, settle
+from ecornn.cells import get
 from ecornn.host_cpu import detect
+from ecornn.workload import Stack, Workload
 
 CELLS = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU, "rnn_tanh": torch.nn.RNN}
 DEVICE = "cuda"
@@ -46,34 +49,13 @@ def options(doc: str | None, **numbers: tuple[Any, str]) -> argparse.ArgumentPar
 
 
 def float64_forward(cell: str, x: torch.Tensor, p: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The layer in float64 on x's device; x (T, B, I) to y (T, B, H), initial state zero."""
-    p = {k: v.double() for k, v in p.items()}
-    gates = x.double() @ p["weight_ih_l0"].T + p["bias_ih_l0"]
-    hidden = p["weight_hh_l0"].shape[1]
-    h = torch.zeros(x.shape[1], hidden, dtype=torch.float64, device=x.device)
-    c, s, m, out = h, h, h, []
-    for g in gates:
-        r = h @ p["weight_hh_l0"].T + p["bias_hh_l0"]
-        if cell == "lstm":
-            i, f, n, o = (g + r).chunk(4, 1)
-            c = f.sigmoid() * c + i.sigmoid() * n.tanh()
-            h = o.sigmoid() * c.tanh()
-        elif cell == "gru":
-            (gr, gz, gn), (rr, rz, rn) = g.chunk(3, 1), r.chunk(3, 1)
-            n = (gn + (gr + rr).sigmoid() * rn).tanh()
-            z = (gz + rz).sigmoid()
-            h = (1 - z) * n + z * h
-        elif cell == "slstm":
-            i, f, z, o = (g + r).chunk(4, 1)
-            f = torch.nn.functional.logsigmoid(f) + m
-            m = i if not out else torch.maximum(i, f)  # nothing is remembered before the first step
-            i, f = (i - m).exp(), (f - m).exp()
-            c, s = f * c + i * z.tanh(), f * s + i
-            h = o.sigmoid() * c / s
-        else:
-            h = (g + r).tanh()
-        out.append(h)
-    return torch.stack(out)
+    """The layer in float64 on x's device, as ``ecornn bench`` has it; x (T, B, I) to y (T, B, H), initial state zero.
+    Autograd has the gradients."""
+    (steps, batch, inputs), found, width = x.shape, get(cell), len(p["bias_ih_l0"])
+    hidden = width // found.parameters(inputs, width)["weight_ih"][0]
+    loop = StepLoop(found, Workload(cell, hidden, inputs, batch, steps, "float64"), Stack(), batch, x.device.type,
+                    "float64")
+    return loop(x.double(), {name: value.double() for name, value in p.items()})
 
 
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
@@ -164,7 +146,7 @@ def environment(cpu: bool = False) -> dict[str, Any]:
     device = detect()
     where = {"cpu": device.name, "arch": device.arch, "cores": device.cores} if cpu else {
         "gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    return where | {"torch": torch.__version__, "ecornn": ecornn.__version__,
+    return where | {"torch": str(torch.__version__), "ecornn": ecornn.__version__,
                     "tvm": importlib.metadata.version("apache-tvm"),
                     "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
                     "command": " ".join(["python", *sys.argv])}

@@ -5,7 +5,7 @@
 Each of ``--threads`` threads does one job after the other, at random: it calls a layer that all share, loads a module
 file or binds weights to it and drops them, calls or trains a layer of PyTorch's, packed or with weights that are new,
 or a copy of a model. Every result is compared with one in float64, of NumPy or torch.nn, that was calculated before.
-``--busy`` other processes take whole cores meanwhile. A line every ten seconds says how far it is.
+``--busy`` other processes take whole cores meanwhile. A line every five seconds says how far it is.
 
 Exits with 0 if no result was wrong, no thread raised or stood still, and memory is flat, in the last quarter of the
 time against the quarter before the middle, by medians: the process has at most ``--growth`` MB more; malloc() has given
@@ -37,12 +37,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from side_by_side import CELLS, busy, options
+from side_by_side import busy, options
 from torch.func import functional_call
 from torch.nn.utils.rnn import pack_padded_sequence
 
@@ -79,10 +80,9 @@ class Case:
 
 def error(found: list[Any], wanted: list[np.ndarray]) -> float:
     """The largest relative error of a result's arrays."""
-    assert len(found) == len(wanted)
     worst = 0.0
     for one, other in zip(found, wanted, strict=True):
-        values = one.detach().double().numpy() if isinstance(one, torch.Tensor) else one.astype(np.float64)
+        values = np.asarray(one.detach() if isinstance(one, torch.Tensor) else one, np.float64)
         assert values.shape == other.shape
         value = float(np.linalg.norm(values - other) / max(np.linalg.norm(other), 1e-30))
         worst = max(worst, value if np.isfinite(value) else float("inf"))
@@ -95,32 +95,22 @@ def module_cases(folder: Path, draw: np.random.Generator, few: bool = False) -> 
         module = ecornn.compile(target="cpu", **given)
         file = folder / f"{name.split(',')[0].replace(' ', '_')}.so"
         module.save(file)
-        spec = module.manifest.workload
-        weights = weights_of(given, draw)
-        shared = [module.bind(weights, threads=threads) for threads in (1, 2)]
+        weights = {p.name: draw.uniform(-0.3, 0.3, p.shape).astype(np.float32) for p in module.manifest.parameters}
+        makers: list[tuple[str, Callable[[], Any]]] = [
+            *(("shared", partial(lambda layer: layer, module.bind(weights, threads=threads))) for threads in (1, 2)),
+            ("bound", partial(module.bind, weights)),
+            ("loaded", lambda file=file, weights=weights: ecornn.load(file).bind(weights, threads=1))]
         for steps, batch in sizes:
-            x = draw.standard_normal((steps, batch, spec.input)).astype(np.float32)
+            x = draw.standard_normal((steps, batch, given["input"])).astype(np.float32)
             masks = {"lengths": [1 + n * (steps - 1) // batch for n in range(batch)]} if "lengths" in given else {}
             y, state = ecornn.reference(given["cell"], x, weights, **masks)
-            wanted = [y, *state]
 
-            def run(layer: Any, x: Any = x, masks: Any = masks) -> list[Any]:
-                y, state = layer(x, **masks)
+            def run(make: Callable[[], Any], x: Any = x, masks: Any = masks) -> list[Any]:
+                y, state = make()(x, **masks)
                 return [y, *state]
 
-            for layer in shared:
-                yield Case(f"{name}: shared", lambda run=run, layer=layer: run(layer), wanted)
-            yield Case(f"{name}: bound", lambda run=run, module=module, weights=weights: run(module.bind(weights)),
-                       wanted)
-            yield Case(f"{name}: loaded", lambda run=run, file=file, weights=weights: run(
-                ecornn.load(file).bind(weights, threads=1)), wanted)
-
-
-def weights_of(given: dict[str, Any], draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """By torch's names, from torch.nn's layer of these sizes."""
-    layer = CELLS[given["cell"]](given["input"], given["hidden"], given.get("layers", 1),
-                                 bidirectional=given.get("bidirectional", False))
-    return {name: draw.uniform(-0.3, 0.3, tuple(w.shape)).astype(np.float32) for name, w in layer.named_parameters()}
+            for job, make in makers:
+                yield Case(f"{name}: {job}", partial(run, make), [y, *state])
 
 
 def torch_cases(few: bool = False) -> Iterator[Case]:
@@ -141,10 +131,7 @@ def cases_of(name: str, theirs: torch.nn.Module, model: torch.nn.Sequential, x: 
     half = {name: 0.5 * w.detach() for name, w in theirs.named_parameters()}
 
     def no_grad(call: Callable[[], Any]) -> Callable[[], list[torch.Tensor]]:
-        def run() -> list[torch.Tensor]:
-            with torch.no_grad():
-                return flat(call())
-        return run
+        return torch.no_grad()(lambda: flat(call()))
 
     def trained(layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
         leaf = x.clone().requires_grad_()
@@ -180,12 +167,11 @@ class Heap(ctypes.Structure):
 
 def in_use() -> int | None:
     """Bytes that malloc() has given and not got back, after a collection; None with a C library that does not say."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return None
-    libc.mallinfo2.restype = Heap
     gc.collect()
-    found = libc.mallinfo2()
+    if (ask := getattr(ctypes.CDLL(None), "mallinfo2", None)) is None:
+        return None
+    ask.restype = Heap
+    found = ask()
     return int(found.in_use + found.mapped)
 
 
@@ -200,8 +186,7 @@ def share_one_heap() -> bool:
 def workspaces() -> tuple[int, int]:
     """Bytes that layers keep for their next calls, and the most pieces that one of them keeps: as many as its calls
     that ran at the same time."""
-    pools = [value for value in gc.get_objects() if type(value) is Pool]
-    kept = [pieces for pool in pools for pieces in pool.idle().values()]
+    kept = [pieces for pool in gc.get_objects() if type(pool) is Pool for pieces in pool.idle().values()]
     return sum(sum(pieces) for pieces in kept), max(map(len, kept), default=0)
 
 
@@ -209,8 +194,7 @@ def resident() -> float:
     """MB of this process that are in memory, without what was freed."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 class Memory(NamedTuple):
@@ -264,13 +248,13 @@ class Soak:
                     self.faults.append(fault)
             self.seen[number] = time.monotonic()
 
-    def run(self, seconds: float, every: float = 10.0, each: int = 0) -> list[Memory]:
+    def run(self, seconds: float, each: int = 0) -> list[Memory]:
         """Memory every ``EVERY`` seconds, until ``each`` case was called so often, too; ends early where something is
         wrong or stands still."""
-        self.seen = [time.monotonic()] * len(self.seen)
+        begin, memory = time.monotonic(), list[Memory]()
+        self.seen = [begin] * len(self.seen)
         for thread in self._threads:
             thread.start()
-        begin, told, memory = time.monotonic(), 0.0, list[Memory]()
         while not self.faults and ((passed := time.monotonic() - begin) < seconds
                                    or any(self.calls[case.name] < each for case in self.cases)):
             time.sleep(min(EVERY, seconds - passed) if passed < seconds else EVERY)
@@ -282,11 +266,9 @@ class Soak:
                 faulthandler.dump_traceback(all_threads=True)
                 break
             memory.append(now)
-            if passed - told >= every:
-                told = passed
-                print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {now.process:7.1f} MB, {now.given:6.1f} given, "
-                      f"{now.workspaces:5.1f} of workspaces  worst error {max(self.worst.values(), default=0):.1e}  "
-                      f"{len(self.faults)} wrong", flush=True)
+            print(f"{passed:6.0f} s  {self.calls.total():8d} calls  {now.process:7.1f} MB, {now.given:6.1f} given, "
+                  f"{now.workspaces:5.1f} of workspaces  worst error {max(self.worst.values(), default=0):.1e}  "
+                  f"{len(self.faults)} wrong", flush=True)
         self.seconds = time.monotonic() - begin
         self.ending.set()
         for thread in self._threads:
@@ -341,8 +323,7 @@ def main() -> int:
         with busy(arguments.busy):
             soak = Soak(cases, arguments.threads)
             memory = soak.run(arguments.seconds, each=arguments.each)
-    if memory:
-        soak.faults += not_flat(memory, arguments.growth, arguments.threads, one_heap)
+    soak.faults += not_flat(memory, arguments.growth, arguments.threads, one_heap) if memory else []
     for fault in soak.faults[:5]:
         print(fault)
     more = {name: growth([getattr(m, name) for m in memory]) for name in ("process", "given") if memory}

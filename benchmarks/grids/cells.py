@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from published import heads as published
 
 
-@dataclass(frozen=True)
-class SLSTM(published.SLSTMHeads):
-    """With any number of heads."""
-
-    heads: int
+def with_heads(cell: type, heads: int) -> Any:
+    return make_dataclass(cell.__name__, [("heads", int)], bases=(cell,), frozen=True)(heads)
 
 
-@dataclass(frozen=True)
-class BlockGRU(published.BlockGRU):
-    """With any number of heads."""
-
-    heads: int
-
-
-slstm1, slstm8, block_gru1, block_gru8 = SLSTM(1), SLSTM(8), BlockGRU(1), BlockGRU(8)
+slstm1, slstm8 = (with_heads(published.SLSTMHeads, heads) for heads in (1, 8))
+block_gru1, block_gru8 = (with_heads(published.BlockGRU, heads) for heads in (1, 8))

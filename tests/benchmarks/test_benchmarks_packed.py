@@ -58,7 +58,7 @@ def test_cases_of_columns():
         draws.append({f"{side}_us": seed + 1.0 for side in compare_packed.SIDES} | {
             "share": 0.9 + seed / 100, "whole_share": 0.8, "steps": steps, "together": 8})
     shape, width = compare_packed.CASES[0]
-    row = compare_packed.described(shape, width, draws)
+    row = compare_packed.of_draws(shape, width, draws)
     assert row["share"] == pytest.approx([0.91, 0.904, 0.916]) and row["columns_us"][0] == 2.0
     assert (row["cell"], row["H"], row["columns"]) == ("lstm", 512, 16)
     assert "columns=16" in compare_packed.told(row) and "share=0.91 [0.904, 0.916]" in compare_packed.told(row)
@@ -71,6 +71,6 @@ def test_a_row_of_training_in_columns():
     sides = [f"{side}{part}_us" for side in benchmark.TRAINED for part in ("", "_step")]
     draws = [{name: seed + 1.0 for name in (*sides, "cudnn_step_us", "share", "step_share")} | {"error": 1e-4}
              for seed in range(3)]
-    row = benchmark.described(*benchmark.CASES[0], draws)
+    row = benchmark.of_draws(*benchmark.CASES[0], draws)
     assert row["columns_us"] == [2.0, 1.4, 2.6] and row["columns"] == benchmark.CASES[0][1]
     assert row["share"] == [2.0, 1.4, 2.6] and row["draws"] == draws
