@@ -1,17 +1,27 @@
-"""Timing takes turns, spends little on hopeless candidates, and counts runs right."""
+"""Times take turns, spend little on hopeless candidates, and count runs right; and what gain they show, as far as that
+is known."""
 
 from __future__ import annotations
 
 import math
 import sys
 import types
+from statistics import NormalDist, median
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
+from test_records import finish, trial
+from tune_fakes import DEVICE
 
+from ecornn.cli.progress import torch_us
 from ecornn.tune import timing
-from ecornn.tune.timing import EARLY, FEWEST, LONGER, SPAN, Contestant, event_clock, interval, race, settled
+from ecornn.tune.journal import Gain, Journal, gain_of, words
+from ecornn.tune.record import Choice, Times, Trial
+from ecornn.tune.timing import EARLY, FEWEST, LONGER, SPAN, Contestant, bounds, event_clock, interval, race, settled
+from ecornn.workload import Workload
 
 
 class Clocked:
@@ -30,10 +40,18 @@ class Clocked:
         return self.now - before
 
 
-def contest(*seconds: float, bound: float | None = None) -> tuple[list[list[float]], list[str]]:
+class Noisy(Clocked):
+    """Alternates between two speeds."""
+
+    def __call__(self) -> None:
+        super().__call__()
+        self.now += self.seconds * (len(self.order) // 2 % 2)
+
+
+def contest(*runs: float, second: type[Clocked] = Clocked, **limits: float) -> tuple[list[list[float]], list[str]]:
     order: list[str] = []
-    made = [Clocked(s, order, str(i)) for i, s in enumerate(seconds)]
-    return race([Contestant(m, m.clock) for m in made], bound), order
+    made = [(second if i else Clocked)(seconds, order, str(i)) for i, seconds in enumerate(runs)]
+    return race([Contestant(m, m.clock) for m in made], **limits), order
 
 
 def test_contestants_take_turns_after_the_warm_up():
@@ -43,9 +61,7 @@ def test_contestants_take_turns_after_the_warm_up():
 
 
 def test_once_the_time_is_over_each_has_the_fewest_samples():
-    order: list[str] = []
-    made = [Clocked(0.04, order, str(i)) for i in range(2)]
-    times = race([Contestant(m, m.clock) for m in made], seconds=0.0)
+    times, _ = contest(0.04, 0.04, seconds=0.0)
     assert [len(t) for t in times] == [FEWEST, FEWEST]
 
 
@@ -61,20 +77,10 @@ def test_a_hopeless_candidate_is_timed_once():
     assert times[1] == [1.0] * 3 and order.count("1") == 4
 
 
-class Noisy(Clocked):
-    """Alternates between two speeds."""
-
-    def __call__(self) -> None:
-        super().__call__()
-        self.now += self.seconds * (len(self.order) // 2 % 2)
-
-
 def test_a_device_that_does_not_hold_still_is_asked_more_often_and_found_out():
-    order: list[str] = []
-    steady, noisy = Clocked(0.02, order, "steady"), Noisy(0.02, order, "noisy")
-    times = race([Contestant(steady, steady.clock), Contestant(noisy, noisy.clock)])
-    assert settled(times[0]) and not settled(times[1])
-    assert len(times[0]) == EARLY and len(times[1]) == LONGER * int(SPAN / 0.02)
+    (steady, noisy), _ = contest(0.02, 0.02, second=Noisy)
+    assert settled(steady) and not settled(noisy)
+    assert len(steady) == EARLY and len(noisy) == LONGER * int(SPAN / 0.02)
 
 
 def test_a_candidate_that_is_behind_gets_the_fewest_samples():
@@ -84,12 +90,44 @@ def test_a_candidate_that_is_behind_gets_the_fewest_samples():
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=6, max_size=80))
 def test_the_interval_of_the_median_is_that_of_order_statistics(times):
-    from statistics import NormalDist, median
-
     ordered, n = sorted(times), len(times)
     reach = NormalDist().inv_cdf(0.975) * n ** 0.5 / 2
     low, high = ordered[max(0, math.floor((n - 1) / 2 - reach))], ordered[min(n - 1, math.ceil((n - 1) / 2 + reach))]
+    assert bounds(times) == (low, high)
     assert interval(times) == pytest.approx((high - low) / 2 / median(times))
+
+
+def test_a_twentieth_of_medians_lies_outside_the_interval():
+    """Of 20 values it is from the 6th to the 15th."""
+    assert bounds(range(1, 21)) == (6, 15) and bounds([3.0, 1.0]) == (1.0, 3.0)  # type: ignore[arg-type]
+    draws = np.random.default_rng(0).exponential(size=(2000, 20))
+    inside = [low <= np.log(2) <= high for low, high in map(bounds, draws)]
+    assert 0.93 < np.mean(inside) < 0.98
+
+
+def test_a_gain_is_a_figure_where_times_settled_and_an_interval_elsewhere():
+    def of(runs: list[float], config: int, noisy: bool = False, stage: str = "final") -> Trial:
+        return trial(schedule="fake", config={"a": config}, times=Times.of(runs), noisy=noisy, stage=stage)
+
+    def gain(*trials: Trial, best: int = 1) -> Gain | None:
+        ended = structs.replace(finish(), best=Choice("fake", {"a": best}), default=Choice("fake", {"a": 0}))
+        return gain_of(Journal(None, "ab-1", list(trials), ended))  # type: ignore[arg-type]
+
+    first = [of([9.0] * 8, 1, stage="search"), of([9.0] * 8, 0, stage="search")]  # the comparison counts
+    known = gain(*first, of([1.0, 1.01, 1.02], 1), of([2.0, 2.02, 2.04], 0))
+    assert known and known.settled and known.ratio == pytest.approx(2.0, abs=1e-3)
+    assert words(known, 2.02) == "2.00 times as fast as the untuned default (2.02 µs)"
+    open_ = gain(of([1.0, 1.2, 1.5], 1, noisy=True), of([2.0, 10.0, 12.0], 0))
+    assert open_ and not open_.settled and (open_.low, open_.high) == pytest.approx((2 / 1.5, 12.0), rel=1e-4)
+    assert words(open_, 10.0) == "1.33 to 12.00 times as fast as the untuned default; times did not settle"
+    assert words(Gain(9.0, 0.8, 10.0, False), 10.0).endswith("times did not settle, and it may be no faster")
+    assert gain(*first, best=0) is None and gain(of([1.0], 1)) is None
+
+
+@pytest.mark.slow
+def test_pytorchs_layer_is_timed_where_there_is_one():
+    assert 0.1 < torch_us(Workload("lstm", 64, 64, 2, 10, "float32"), DEVICE) < 1e5  # type: ignore[operator]
+    assert torch_us(Workload("indrnn", 64, 64, 2, 10, "float32"), DEVICE) is None
 
 
 class Simulated:
