@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from events import until
@@ -93,7 +94,7 @@ def test_a_cell_that_no_process_can_import_is_refused_at_once():
     (CELL.replace('{"w": (1, hidden, input)}', "7"), "must return names with shapes"),
     (CELL.replace('{"w": (1, hidden, input)}', '{"w": 7}'), "must return names with shapes"),
     (CELL + "    def __init__(self):\n        raise KeyError('no')\n", "KeyError: 'no'"),
-    ("import sys\nsys.exit(3)\n", "SystemExit: 3")])
+    ("import sys\nsys.exit(3)\n", "SystemExit: 3"), ("1 / 0", "ZeroDivisionError")])
 def test_a_cell_that_cannot_be_used_is_an_error_that_names_it(text, said, tmp_path):
     (tmp_path / "cells.py").write_text(text)
     with pytest.raises(CellError, match=said):
@@ -181,18 +182,12 @@ def test_equal_servers_measure_for_one_run(serve):
 
 
 def test_what_was_built_for_a_gpu_serves_its_equals(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    made: list[Device] = []
-
-    def generate(request: Build) -> tuple[str, bytes]:
-        made.append(request.device)
-        return "digest", b"module"
-
     monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(building, "generate", generate)
+    monkeypatch.setattr(building, "generate", generate := Mock(return_value=("digest", b"module")))
     monkeypatch.setattr("ecornn.build.nvcc.identity", lambda: "nvcc")
     for device in (H100, structs.replace(H100, memory=80 << 30), structs.replace(H100, cores=66)):
         building.build(Build("lstm", WORK, device, "persistent", {}, str(tmp_path / "module.so")))
-    assert [device.cores for device in made] == [132, 66]
+    assert [made.args[0].device.cores for made in generate.call_args_list] == [132, 66]
 
 
 @pytest.mark.parametrize("target", ["cuda", "sm_90", "sm_90a", H100, structs.replace(H100, cores=500), None])
