@@ -168,13 +168,6 @@ def test_what_is_planted_needs_more_memory_than_there_is():
     assert sum(b.nbytes(20) for b in FAULTS["vast"](program()).buffers) > 2 * resolve("sm_90a").memory
 
 
-def test_every_kind_is_planted_whatever_is_proposed(tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    faults = [planted({"units": n}) for n in range(16)]
-    assert Counter(faults) == {None: 8, **dict.fromkeys(FAULTS, 2)}
-    assert [planted({"units": n}) for n in reversed(range(16))] == faults[::-1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_every_fault_costs_one_trial(target: str, tmp_path, monkeypatch, short_if_endless):

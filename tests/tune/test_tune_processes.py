@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -188,9 +189,7 @@ def test_a_finalist_that_fails_in_the_comparison_is_recorded_and_not_the_best(tm
 
 
 def test_where_nothing_can_be_measured_any_more_no_finalist_is_blamed(monkeypatch):
-    def lost(*_):
-        raise WorkerError("the server was lost 3 times", lost=False)
-
+    lost = Mock(side_effect=WorkerError("the server was lost 3 times", lost=False))
     both = [candidate("ok", 5), candidate("ok", 4)]
     with evaluator(limit=600.0) as measure:
         assert all(outcome.times for outcome in outcomes(measure, both).values())
@@ -310,7 +309,7 @@ def test_a_worker_that_was_lost_is_replaced_and_one_that_was_interrupted_gives_i
             worker.call("no_such:thing", None, int, LIMIT)
         assert not caught.value.lost
         assert worker.call("test_tune_processes:gpus", None, str, LIMIT) == ""
-        monkeypatch.setattr(worker, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        monkeypatch.setattr(worker, "read", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             worker.call("tune_fakes:nap", 0.01, bool, LIMIT)
         monkeypatch.undo()
