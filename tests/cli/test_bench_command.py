@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from rooms import ROOT
+from test_cli import ended, from_json
 
 import ecornn
 from ecornn.bench import measure, turns
@@ -25,13 +27,12 @@ from ecornn.bench.measure import Plan
 from ecornn.bench.results import CsvFile, Row, compared, read_cases, read_row
 from ecornn.bench.sides import Side
 from ecornn.bench.turns import Times
-from ecornn.cli import common, main
+from ecornn.cli import main
 from ecornn.errors import ArgumentError, MissingPackageError
 from ecornn.tune.timing import TorchArrays, wall_clock
 from ecornn.workload import Workload
 
-SMALL = ["--hidden", "8", "--batch", "2", "--seq", "4", "--target", "cpu", "--threads", "1", "--seconds",
-         "0.02"]
+SMALL = ["--hidden", "8", "--batch", "2", "--seq", "4", "--target", "cpu", "--threads", "1", "--seconds", "0.02"]
 LSTM = ["--cell", "lstm", *SMALL]
 OWN = f"{ROOT / 'examples' / '02_own_cell.py'}:MinimalGatedUnit"
 
@@ -53,29 +54,27 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(main, ["bench", *arguments], terminal_width=60)
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result
+    return ended("bench", *arguments, code=code)
 
 
 def test_a_layer_against_others(tmp_path: Path):
     """All sides are right; the same command in words for people, and the row again from its file."""
     said = run(*LSTM, "--against", "torch,onnxruntime,cudnn", "--json", "--csv", str(tmp_path / "rows.csv"))
     assert "compiling" in said.stderr and "cudnn is left out: cuDNN runs on GPUs alone" in said.stderr
-    found = json.loads(said.stdout)
-    assert {*found["us_per_step"]} == {*found["errors"]} == {"ecornn", "torch", "onnxruntime"}
-    assert all(0 < error < 1e-6 for error in found["errors"].values()) and not found["wrong"]
-    for times in found["us_per_step"].values():
+    row = json.loads(said.stdout)
+    assert {*row["us_per_step"]} == {*row["errors"]} == {"ecornn", "torch", "onnxruntime"}
+    assert all(0 < error < 1e-6 for error in row["errors"].values()) and not row["wrong"]
+    for times in row["us_per_step"].values():
         assert 0 < times["p20"] <= times["median"] == times["p50"] <= times["p80"] <= times["p95"] <= times["p99"]
         assert times["runs"] >= 3
-    own = found["us_per_step"]["ecornn"]["median"]
-    assert found["ratios"]["torch"] == pytest.approx(found["us_per_step"]["torch"]["median"] / own)
-    assert found["command"].startswith("ecornn bench --cell lstm --hidden 8 --batch 2 --seq 4 --dtype float32")
-    assert found["case"]["threads"] >= 1 and found["environment"]["ecornn"]
+    own = row["us_per_step"]["ecornn"]["median"]
+    assert row["ratios"]["torch"] == pytest.approx(row["us_per_step"]["torch"]["median"] / own)
+    assert row["command"].startswith("ecornn bench --cell lstm --hidden 8 --batch 2 --seq 4 --dtype float32")
+    assert row["case"]["threads"] >= 1 and row["environment"]["ecornn"]
     (tmp_path / "row.json").write_text(said.stdout)
     for name in ("row.json", "rows.csv:1"):
         earlier = read_row(str(tmp_path / name))
-        assert earlier.case == Case(**found["case"]) and earlier.medians["ecornn"] == pytest.approx(own)
+        assert earlier.case == Case(**row["case"]) and earlier.medians["ecornn"] == pytest.approx(own)
         assert {"torch", "onnxruntime"} <= {*earlier.against}
     again = run("--reproduce", str(tmp_path / "rows.csv"), "--seconds", "0.02").stdout
     flags = Row(case=Case(cell="gru", hidden=8, training=True, reverse=True, layers=2), command="",
@@ -88,22 +87,21 @@ def test_a_layer_against_others(tmp_path: Path):
 
 
 def test_a_cell_of_ones_own_trains_beside_a_loop_over_its_step(module: Path):
-    found = json.loads(run(str(module), "--cell", OWN, "--training", "--against", "torch", "--seconds", "0.02",
-                           "--json").stdout)
-    assert found["about"]["torch"] == "a loop over the step, in operations of PyTorch"
-    assert max(found["errors"].values()) < 1e-6 and {*found["us_per_step"]} == {"ecornn", "torch"}
-    assert found["command"].startswith(f"ecornn bench {module} --cell") or "--training" in found["command"]
+    row = from_json("bench", str(module), "--cell", OWN, "--training", "--against", "torch", "--seconds", "0.02")
+    assert row["about"]["torch"] == "a loop over the step, in operations of PyTorch"
+    assert max(row["errors"].values()) < 1e-6 and {*row["us_per_step"]} == {"ecornn", "torch"}
+    assert row["command"].startswith(f"ecornn bench {module} --cell") or "--training" in row["command"]
 
 
 def test_a_module_alone_says_what_it_cannot_check(module: Path):
     """The module's file has no step; wrong cells are refused, and what the file says already."""
     said = run(str(module), "--against", "none", "--seconds", "0.02")
     assert "ecornn is not checked" in said.stderr and said.stdout.strip().endswith("not checked")
-    assert "expected the cell of" in run(str(module), "--cell", "gru", code=2).output
-    assert "none beside a module's file" in run(str(module), "--hidden", "9", code=2).output
-    assert "at most 2" in run(str(module), "--batch", "3", code=2).output
-    assert "nothing beside it" in run(str(module), "--reproduce", "rows.csv", code=2).output
-    assert "none beside a module's file" in run(str(module), "--grid", str(module), code=2).output
+    for option, value, why in (("--cell", "gru", "expected the cell of"), ("--batch", "3", "at most 2"),
+                               ("--hidden", "9", "none beside a module's file"),
+                               ("--grid", str(module), "none beside a module's file"),
+                               ("--reproduce", "rows.csv", "nothing beside it")):
+        assert why in run(str(module), option, value, code=2).output
 
 
 def test_a_grid_goes_on_after_a_layer_that_fails(tmp_path: Path):
@@ -141,8 +139,8 @@ def off(side: Side, factor: Callable[[], float] = lambda: 1.001) -> Side:
 def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     real, others = measure.ours, measure.peer
     monkeypatch.setattr(measure, "peer", lambda *arguments: off(others(*arguments)))
-    found = json.loads(run(*LSTM, "--against", "torch", "--json").stdout)
-    assert "error 1.00e-03, allowed 1.00e-05" in found["wrong"]["torch"] and {*found["us_per_step"]} == {"ecornn"}
+    row = from_json("bench", *LSTM, "--against", "torch")
+    assert "error 1.00e-03, allowed 1.00e-05" in row["wrong"]["torch"] and {*row["us_per_step"]} == {"ecornn"}
     monkeypatch.setattr(measure, "ours", lambda *arguments: off(real(*arguments)))
     said = run(*LSTM, "--against", "none", code=1).stdout
     assert "ecornn      wrong, not timed: y: error 1.00e-03" in said and "µs/step" not in said
@@ -152,14 +150,11 @@ def test_what_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_library_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch):
-    def fails() -> Any:
-        raise RuntimeError("not on this device\nand a stack of calls")
-
-    others = measure.peer
+    others, fails = measure.peer, Mock(side_effect=RuntimeError("not on this device\nand a stack of calls"))
     monkeypatch.setattr(measure, "peer", lambda *arguments: replace(others(*arguments), call=fails))
-    found = json.loads(run(*LSTM, "--against", "torch", "--json").stdout)
-    assert found["left_out"] == {"torch": "RuntimeError: not on this device"} and {*found["errors"]} == {"ecornn"}
-    monkeypatch.setattr(measure, "ours", lambda *arguments: fails())
+    row = from_json("bench", *LSTM, "--against", "torch")
+    assert row["left_out"] == {"torch": "RuntimeError: not on this device"} and {*row["errors"]} == {"ecornn"}
+    monkeypatch.setattr(measure, "ours", fails)
     assert isinstance(CliRunner().invoke(main, ["bench", *LSTM]).exception, RuntimeError)
 
 
@@ -191,11 +186,6 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "stopped: 1 of 3 layers were done" in said.stderr
     assert [row["case"]["cell"] for row in json.loads(said.stdout)["rows"]] == ["rnn_relu"]
     assert len((tmp_path / "out.csv").read_text().splitlines()) == 2
-
-
-def test_help_fits_sixty_columns():
-    lines = run("--help").stdout.splitlines()
-    assert max(map(len, lines)) <= 60 and any("--against cudnn,torch,onnxruntime" in line for line in lines)
 
 
 def test_a_graph_s_results_are_those_of_its_replays(module: Path, monkeypatch: pytest.MonkeyPatch):
@@ -236,23 +226,11 @@ def test_limits_of_16_bits_are_twice_a_library_s_error():
 def test_rounds_that_others_disturb_are_made_again(monkeypatch: pytest.MonkeyPatch):
     used, rounds = iter([0.0, 9.0, 9.0, 9.0, 9.0, 9.0]), []
     monkeypatch.setattr(turns, "foreign", lambda: next(used))
-    found, again = turns.host_turns({"a": lambda: time.sleep(0.003)}, lambda: rounds.append(1), 2, 60.0, wall_clock)
-    assert again == 1 and len(rounds) == 3 and len(found["a"]) == 2
+    times, again = turns.host_turns({"a": lambda: time.sleep(0.003)}, lambda: rounds.append(1), 2, 60.0, wall_clock)
+    assert again == 1 and len(rounds) == 3 and len(times["a"]) == 2
     monkeypatch.setattr(turns, "foreign", lambda: 9.0 * len(rounds))
-    found, _ = turns.host_turns({"a": lambda: None}, lambda: rounds.append(1), 2, 60.0, wall_clock)
-    assert len(found["a"]) == 2 and len(rounds) == 3 + turns.AGAIN * 2 + 2
-
-
-def test_nobody_waits_in_silence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
-    monkeypatch.setattr(common, "EVERY", 0.05)
-    with common.told_aloud() as told:
-        told("compiling")
-        said = ""
-        while "still" not in said:
-            time.sleep(0.01)
-            said += capsys.readouterr().err
-    lines = said.splitlines()
-    assert lines[0] == "compiling" and lines[1].startswith("  still compiling, ")
+    times, _ = turns.host_turns({"a": lambda: None}, lambda: rounds.append(1), 2, 60.0, wall_clock)
+    assert len(times["a"]) == 2 and len(rounds) == 3 + turns.AGAIN * 2 + 2
 
 
 def test_a_ratio_of_times_that_did_not_settle_is_a_range():

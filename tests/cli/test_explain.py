@@ -1,31 +1,47 @@
-"""`ecornn explain`: the structure of what it says, against the plan and the cell; not the numbers of estimates."""
+"""What is said of a layer and its cell: by `ecornn explain`, held against the plan and the cell, but for the numbers of
+estimates; by `compile --emit step`, whose formulas are the cell's; and by `check-cell`, of cells that are served, that
+are not, and where something is wrong.
+
+    pytest tests/cli/test_explain.py --renew    writes the two texts of steps anew
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
+import msgspec
+import numpy as np
 import pytest
-from click.testing import CliRunner
+import step_cells
+from click.testing import Result
+from step_cells import Chain, Peephole, Thrice
+from test_cli import ended, folder, from_json  # noqa: F401  (a user's folder of its own for each test)
 
-from ecornn.cli import main
+from ecornn.analysis import analyse
+from ecornn.cells import Cell, get
+from ecornn.cli import cell_checks
+from ecornn.cli.cell_checks import Report
+from ecornn.cli.check_cell_command import table
+from ecornn.cli.step_text import step_text
 from ecornn.compiler import plan
+from ecornn.device import Device
+from ecornn.errors import ScheduleError
 from ecornn.explain import explain, step_of
 from ecornn.floor import H100, floor, floor_of
+from ecornn.interpreter import interpret
+from ecornn.layer_spec import LayerSpec
 from ecornn.schedules import all_schedules
+from ecornn.schedules.cpu import CPUSequence
+from ecornn.schedules.step.fused_step import FusedStep
+from ecornn.targets import resolve
 
-
-@pytest.fixture(autouse=True)
-def _no_logs_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))
-
-
-def run(*words: str) -> str:
-    """What the command writes to standard output."""
-    done = CliRunner().invoke(main, ["explain", *words], catch_exceptions=False)
-    assert done.exit_code == 0, done.stderr
-    return done.stdout
+CELLS = Path(step_cells.__file__)
 
 
 def test_a_layer_with_a_record():
@@ -88,13 +104,13 @@ def test_rounded_weights_have_fewer_bytes():
 
 def test_the_text_and_json():
     """Every line that people read, in order; what programs read is the same."""
-    words = ("--cell", "lstm", "--hidden", "256", "--batch", "1", "--dtype", "float16", "--target", "sm_90a")
-    text = run(*words)
+    words = ("explain", "--cell", "lstm", "--hidden", "256", "--batch", "1", "--dtype", "float16", "--target", "sm_90a")
+    text = ended(*words).stdout
     heads = [re.match(r" *(->)?\s*[\w:]+", line)[0].split()[-1] for line in text.splitlines() if line]
     assert [head for head in heads if not head.isdigit()] == [
         "lstm", "step", "c:", "schedules", *(name for name, one in all_schedules().items() if one.kind == "cuda"),
         "chosen:", "why:", "on", "weights", "expected:", "the", "floor:", "a"]
-    found = json.loads(run(*words, "--json"))
+    found = from_json(*words)
     (part,) = found["parts"]
     assert found["device"] in text and part["why"] in text and part["schedule"] == "persistent"
     assert found["layer"] == "lstm T=300 B=1 I=256 H=256 float16", "T is the default"
@@ -103,13 +119,195 @@ def test_the_text_and_json():
 
 
 def test_a_schedule_that_is_asked_for():
-    found = json.loads(run("--cell", "gru", "--hidden", "64", "--target", "sm_90a", "--schedule", "fused_step",
-                           "--config", "units=16", "--json"))
+    found = from_json("explain", "--cell", "gru", "--hidden", "64", "--target", "sm_90a", "--schedule", "fused_step",
+                  "--config", "units=16")
     (part,) = found["parts"]
     assert part["schedule"] == "fused_step" and part["config"]["units"] == 16 and part["record"] is None
 
 
 def test_what_no_schedule_serves_is_an_error():
-    done = CliRunner().invoke(main, ["explain", "--cell", "lstm", "--hidden", "64", "--target", "sm_90a",
-                                     "--dtype", "float64"])
-    assert done.exit_code == 2 and done.stderr.startswith("error: dtype='float64'") and not done.stdout
+    done = ended("explain", "--cell", "lstm", "--hidden", "64", "--target", "sm_90a", "--dtype", "float64", code=2)
+    assert done.stderr.startswith("error: dtype='float64'") and not done.stdout
+
+
+GOLDEN = {"step_lstm.txt": ["--cell", "lstm", "--hidden", "800", "--dtype", "float32"],
+          "step_gated.txt": ["--cell", f"{step_cells.__file__}:Gated", "--hidden", "96", "--input", "31", "--batch",
+                             "7", "--dtype", "bfloat16", "--target", "sm_90a", "--layers", "3", "--bidirectional"]}
+
+
+def printed(*arguments: str) -> Result:
+    return ended("compile", *arguments, "--emit", "step")
+
+
+def text_of(cell: Cell, input: int = 31, hidden: int = 30) -> str:
+    spec = LayerSpec(cell, hidden, input, 20)
+    return step_text(analyse(cell, input, hidden), spec.workload, spec.stack)
+
+
+@pytest.mark.parametrize("file", GOLDEN)
+def test_the_text_of_a_step(file: str, same_as_file: Callable[[str, str], None]):
+    same_as_file(file, printed(*GOLDEN[file]).stdout)
+
+
+def test_the_text_is_written_to_a_file_and_beside_a_module(tmp_path: Path):
+    file, module = tmp_path / "step.txt", tmp_path / "m.so"
+    layer = ["--cell", "rnn_tanh", "--hidden", "16", "--target", "cpu"]
+    assert printed(*layer, "--emit-to", str(file)).stdout == ""
+    result = printed(*layer, "-o", str(module))
+    assert "wrote" in result.stderr and module.exists() and file.read_text() == result.stdout
+
+
+@pytest.mark.parametrize("cell", [*step_cells.CELLS.values(), Thrice(), get("gru(layer_norm)"), get("slstm")],
+                         ids=lambda c: c.name)
+def test_the_text_is_readable_at_80_columns_and_names_every_parameter(cell: Cell):
+    text = text_of(cell, 30)
+    assert max(map(len, text.splitlines())) <= 80 and "__" not in text
+    assert all(f"{name} (" in text for name in cell.parameters(30, 30))
+
+
+@pytest.mark.parametrize("cell", [get("lstm"), get("gru_reset_before"), Chain(), Peephole(),
+                                  *(step_cells.CELLS[n] for n in ("gated", "pair", "highway", "leaky"))],
+                         ids=lambda c: c.name)
+def test_formulas_of_the_text_compute_the_step(cell: Cell):
+    """Every assignment, read as Python on arrays (H, B), against the te graph."""
+    rng, hidden, batch = np.random.default_rng(0), 30, 4
+    x, states = rng.normal(size=(batch, hidden)), [rng.normal(size=(batch, hidden)) for _ in cell.states]
+    parameters = {n: rng.normal(size=s) for n, s in cell.parameters(hidden, hidden).items()}
+    known: dict[str, Any] = {"x": x.T, **{n: s.T for n, s in zip(cell.states, states, strict=True)},
+                             "tanh": np.tanh, "sigmoid": lambda z: 1 / (1 + np.exp(-z)),
+                             **{n: p if p.ndim == 3 else p[..., None] for n, p in parameters.items()}}
+    lines = re.sub(r"\n {5,}(?! )(?=\S)", " ", text_of(cell, hidden).split("\n\n", 2)[-1].partition("Bytes")[0])
+    new: dict[str, Any] = {}
+    for line in lines.splitlines():
+        formula = re.sub(r"([A-Za-z_]\w*)\.(\d+)", r"\1__\2", line.strip())
+        if "'" in formula:
+            new |= {n: known[v] if v in known else eval(v, {}, known)
+                    for n, v in re.findall(r"(\w+)' = ([^,;]+)", formula)}
+        elif " = " in formula:
+            name, _, value = formula.partition(" = ")
+            known[name] = eval(value, {}, known)
+    _, expected = interpret(cell, x[None], parameters, states)
+    for name, value in zip(cell.states, expected, strict=True):
+        np.testing.assert_allclose(new[name].T, value, rtol=1e-6, atol=1e-6)  # constants have seven digits
+
+
+@pytest.fixture(scope="module")
+def gated() -> Report:
+    """All that is tried of a cell, but for widths of weights and bfloat16, which take modules of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CPUSequence, "weights", ("int16",))
+        patch.setitem(cell_checks.SERVED, "cuda", ("float32", "float16"))
+        return msgspec.convert(from_json("check-cell", f"{CELLS}:Gated", "--hidden", "24"), Report)
+
+
+def test_a_cell_that_all_kinds_of_devices_serve(gated: Report):
+    assert gated.good and (gated.input, gated.hidden, gated.exchanges) == (15, 24, 2)
+    assert gated.analysis.result == gated.wide.result == "yes" and gated.derivative.result == "right"
+    found = {(r.device, r.schedule, r.dtype): (r.forward, r.gradients) for r in gated.rows}
+    for dtype, limits in (("float32", (1e-5, 2e-5)), ("float64", (1e-13, 1e-12))):
+        for outcome, limit in zip(found["cpu", "cpu_sequence", dtype], limits, strict=True):
+            assert outcome.result == "right" and outcome.error is not None
+            assert 0 < outcome.error <= limit == outcome.limit
+    rounded, _ = found["cpu", "cpu_sequence", "int16 weights"]
+    assert rounded.result == "right" and rounded.error is not None and 1e-6 < rounded.error < 1e-4
+    for schedule in ("persistent", "layout_transform"):
+        assert {found["sm_90a", schedule, d][n].result for d in ("float32", "tf32", "float16")
+                for n in (0, 1)} == {"yes"}
+    for name, why in (("elementwise", "has a recurrent product"), ("persistent_wide", "not just one recurrent")):
+        refused, _ = found["sm_90a", name, "float16"]
+        assert refused.result == "no" and why in refused.why
+    assert found["sm_90a", "persistent_block", "float16"][1].why == "persistent_block does not carry out adjoints"
+
+
+def test_the_table_fits_80_columns_and_numbers_each_reason_once(gated: Report):
+    text = table(gated)
+    assert max(map(len, text.splitlines()[1:])) <= 80
+    assert text.count("needs a 16-bit data type") == 1
+    wanted = {o.why for r in gated.rows for o in (r.forward, r.gradients) if o.why}
+    assert all(f"[{n}] " in text for n in range(1, len(wanted) + 1)) and f"[{len(wanted) + 1}]" not in text
+    assert "cpu     cpu_sequence      float32                 right " in text
+    assert "        persistent_block  float32, tf32, float16  yes            no [" in text
+
+
+@pytest.mark.parametrize(("error", "result"), [(KeyError("d_h"), "fails"), (ScheduleError("no gradients"), "no")])
+def test_a_backward_pass_that_fails_is_no_fault_of_forward(monkeypatch: pytest.MonkeyPatch, error: Exception,
+                                                           result: str):
+    monkeypatch.setattr("ecornn.schedules.cpu.training.training_program", Mock(side_effect=error))
+    checks = cell_checks.Checks(step_cells.Gated(), 15, 24, 3)
+    assert checks.derivative().result == "right"
+    forward, gradients = checks.run_one(resolve("cpu"), CPUSequence(), "float32", None)
+    assert forward.result == "right" and gradients.result == result and str(error) in gradients.why
+
+
+def test_a_step_that_cannot_be_analysed_is_pointed_at_and_the_answer_is_no(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text('''from ecornn import Cell, pointwise
+
+
+class Mine(Cell):
+    name, states = "mine", ("h",)
+    def parameters(self, input, hidden):
+        return {"b": (1, hidden)}
+    def step(self, x, states, parameters):
+        (h,) = states
+        return [pointwise(lambda b, j: h[b, 0] + parameters["b"][0, j], h)]
+''')
+    output = ended("check-cell", f"{file}:Mine", code=1).output
+    assert "the step can be analysed: no [1]" in output and "outside a product must be read at [b, j]" in output
+    assert f"{file}:10: return [pointwise(lambda b, j: h[b, 0]" in output
+    found = from_json("check-cell", f"{file}:Mine", code=1)
+    assert found["analysis"]["result"] == "no" and found["analysis"]["why"]
+    assert "error: cell='" in ended("check-cell", f"{file}:Other", code=2).output
+
+
+def check(cell: Any, *devices: Device) -> Report:
+    return cell_checks.check_cell("mine", cell, 16, None, 3, list(devices))
+
+
+def test_a_cell_that_reads_x_at_each_unit_is_tried_with_as_many_inputs():
+    report = check(step_cells.Average(), H100)
+    assert report.good and report.input == report.hidden == 16
+    assert report.wide.result == "no" and "needs an input size of H" in report.wide.why
+    assert "with I unlike H: no [1]" in table(report)
+    served = {r.schedule: r.forward.result for r in report.rows}
+    assert served["elementwise"] == "yes" and report.exchanges == 0
+
+
+def test_a_result_that_is_not_the_te_steps_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    """The interpreter's answer is moved by 1e-4; and derived gradients by as much."""
+    monkeypatch.setattr(CPUSequence, "weights", ())
+    monkeypatch.setitem(cell_checks.SERVED, "llvm", ("float32",))
+    right, derived = cell_checks.interpret, cell_checks.Checks.derived
+
+    def moved(*arguments: Any) -> Any:
+        y, last = right(*arguments)
+        return y * (1 + 1e-4), last
+
+    def shifted(*arguments: Any) -> Any:
+        found = derived(*arguments)
+        return replace(found, dx=found.dx * (1 + 1e-3))
+
+    monkeypatch.setattr(cell_checks, "interpret", moved)
+    monkeypatch.setattr(cell_checks.Checks, "derived", shifted)
+    report = check(step_cells.Decay(), resolve("cpu"))
+    (row,) = report.rows
+    assert not report.good and row.forward.result == "wrong" and row.forward.why.startswith("relative error 1.0e-04")
+    report = check(step_cells.Leaky())
+    assert report.derivative.result == "wrong" and "of x" in report.derivative.why and not report.good
+
+
+def test_errors_that_nobody_foresaw_are_failures_and_others_reasons(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FusedStep, "default", Mock(side_effect=ZeroDivisionError("no units")))
+    report = check(step_cells.Decay(), H100)
+    failed = [r for r in report.rows if r.forward.result == "fails"]
+    assert not report.good and {r.schedule for r in failed} == {"fused_step"}
+    assert failed[0].forward.why == "ZeroDivisionError: no units"
+    monkeypatch.setattr(FusedStep, "default", Mock(side_effect=ScheduleError("none fits")))
+    report = check(step_cells.Decay(), H100)
+    assert report.good and {r.forward.why for r in report.rows if r.schedule == "fused_step"} == {"none fits"}
+
+
+def test_answers_that_are_not_finite_are_no_verdict():
+    outcome = cell_checks.attempt(lambda: cell_checks.compared([(np.ones(2), np.array([1.0, np.inf]))], 1e-5))
+    assert outcome.result == "no" and "`nonnegative`" in outcome.why
+    assert cell_checks.compared([(np.array([np.nan]), np.ones(1))], 1e-5).result == "wrong"

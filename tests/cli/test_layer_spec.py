@@ -11,13 +11,14 @@ import pytest
 
 import ecornn.compiler
 import ecornn.onnx
-from ecornn.cells import Cell, get
+from ecornn.cells import get
+from ecornn.cells.lstm import LSTM
 from ecornn.cli.common import PROPERTIES
 from ecornn.cli.compile_commands import compile as compile_command
 from ecornn.cli.tune_command import tune as tune_command
 from ecornn.errors import ArgumentError, DTypeError
 from ecornn.layer_spec import LayerSpec
-from ecornn.tune import Result, Session, tune
+from ecornn.tune import Session, tune
 from ecornn.workload import BATCH, SEQ, Stack, Workload
 
 DEFAULTS = {f.name: inspect.Parameter.empty if f.default is MISSING else f.default for f in fields(LayerSpec)}
@@ -69,14 +70,8 @@ def test_compile_passes_every_property_on(change: dict[str, Any], monkeypatch: p
 
 @pytest.mark.parametrize("through", ["tune", "session"])
 def test_the_tuner_passes_every_property_on(through: str, monkeypatch: pytest.MonkeyPatch):
-    got: list[LayerSpec] = []
-
-    def tune_layer(_: Session, layer: LayerSpec, **__: Any) -> Result | None:
-        got.append(layer)
-        return None
-
-    monkeypatch.setattr(Session, "tune_layer", tune_layer)
-    of = {name: OTHER[name] for name in SEQUENCE}
+    got, of = list[LayerSpec](), {name: OTHER[name] for name in SEQUENCE}
+    monkeypatch.setattr(Session, "tune_layer", lambda _, layer, **__: got.append(layer))
     if through == "tune":
         tune(**of, target="cpu")
     else:
@@ -93,7 +88,8 @@ def test_what_means_the_default_is_the_default():
 
 
 @pytest.mark.parametrize(("name", "value", "allowed"), [
-    ("cell", 5, "a cell's name"), ("cell", Cell, "an instance of the class"), ("cell", "lstn", "one of lstm"),
+    ("cell", 5, "a Cell"), ("cell", LSTM, r"an instance of the class, as LSTM\(\)"), ("cell", None, "a cell's name"),
+    ("cell", "lstn", "one of lstm"),
     ("hidden", 0, "an integer from 1"), ("hidden", True, "an integer from 1"), ("input", 2.0, "an integer from 1"),
     ("batch", None, "an integer from 1"), ("seq", 1 << 21, "an integer from 1"), ("dtype", None, "one of float32"),
     ("weights", "int4", "None or one of"), ("precision", "fast", "exact; or tf32"), ("layers", 0, "an integer from 1"),

@@ -17,8 +17,8 @@ from rooms import ROOT
 # Where a file of the checkout lies in the wheel.
 PLACES = {"ecornn": "ecornn", "schedules": "ecornn/schedules", "tuning_logs": "ecornn/tuning_logs"}
 BESIDE = ("benchmarks", "docs", "examples", "tests")  # in the archive alone
-QUICK = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/tune/test_compressed_logs.py",
-         "tests/cli/test_layer_spec.py"]
+QUICK = ["-q", "-n", "0", "-p", "no:cacheprovider", "tests/tune/test_records.py::test_what_ships_is_whole",
+         "tests/tune/test_records.py::test_nothing_is_appended", "tests/cli/test_layer_spec.py"]
 RESOURCES = (".py", ".xz", ".cc", ".cu", ".h", ".hpp", ".html", ".typed")
 
 

@@ -1,35 +1,39 @@
-"""What a search refuses before anything is started, and what it says."""
+"""What a search is asked for: what it refuses before anything is started, which device a target means, and which
+devices are the same to runs, records and servers."""
 
 from __future__ import annotations
 
-import os
-import signal
+import io
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
-import psutil
 import pytest
-from click.testing import CliRunner
-from events import all_end, until
+from events import until
 from msgspec import structs
-from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
-from test_records import finish, start
-from tune_fakes import DEVICE, ENTRIES, make
+from rich.console import Console
+from test_records import WORK, trial
+from tune_fakes import DEVICE, ENTRIES, Fake, make
 
-import ecornn
-from ecornn.cells import get
+from ecornn import host_gpu
 from ecornn.cells.naming import load_cell
-from ecornn.cli import main
+from ecornn.cli.tune_command import run
+from ecornn.device import Device
 from ecornn.errors import ArgumentError, BuildError, CellError, DeviceError, RecordError
-from ecornn.targets import resolve
-from ecornn.tune import Session, tune
+from ecornn.targets import KNOWN, resolve
+from ecornn.tune import Session, building, remote, tune
+from ecornn.tune.building import Build
+from ecornn.tune.choose import Environment, matched, present
 from ecornn.tune.evaluate import ProcessEvaluator
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import append, read
-from ecornn.tune.record import encode
-from ecornn.tune.remote import Tracker
+from ecornn.tune.journal import digest_of
+from ecornn.tune.log import Line, Log
+from ecornn.tune.record import Choice, Finish, Times
+from ecornn.tune.remote import WARM, Connection, Description, NoServer, Tracker
+from ecornn.tune.selection import best_lines, worth_keeping
+from ecornn.tune.session import Result
 
 LAYER = {"hidden": 8, "batch": 2, "seq": 5, "target": "cpu"}
 CELL = '''
@@ -57,41 +61,11 @@ def test_a_bad_argument_is_named_and_nothing_is_written(argument, value, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-def test_another_cpu_is_refused_at_once():
-    other = "neoverse-v1" if resolve("cpu").arch != "neoverse-v1" else "znver4"
-    with pytest.raises(DeviceError, match="must be in this machine"):
-        Session(other)
-    assert Session(resolve("cpu").arch).device == ecornn.targets.resolve("cpu")
-
-
 def test_without_a_compiler_it_says_so_and_tries_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(BuildError, match="no-such-compiler"):
         tune("lstm", **LAYER, output=tmp_path / "log.jsonl")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_run_in_which_nothing_ran_is_made_again(tmp_path):
-    path = tmp_path / "log.jsonl"
-    append(path, start("ab-1"), structs.replace(finish("ab-1"), best=None, best_us=None))
-    assert Journal.open(path, "ab", True).run == "ab-2"
-    append(path, start("ab-2"), finish("ab-2"))
-    assert Journal.open(path, "ab", True).run == "ab-2" and Journal.open(path, "ab", False).run == "ab-3"
-
-
-def test_one_run_is_for_one_process(tmp_path):
-    path = tmp_path / "log.jsonl"
-    with Journal.open(path, "ab", True).alone():
-        with pytest.raises(RecordError, match="another process tunes this layer"), Journal.open(
-                path, "ab", True).alone():
-            pass
-        with Journal.open(path, "cd", True).alone():  # another layer
-            pass
-    with Journal.open(path, "ab", True).alone():
-        pass
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(RecordError, match="folder"), Journal.open(Path("/proc/x.jsonl"), "ab", True).alone():
-        pass
 
 
 def test_a_file_that_is_no_log_is_not_written_to(tmp_path):
@@ -100,13 +74,6 @@ def test_a_file_that_is_no_log_is_not_written_to(tmp_path):
     with pytest.raises(RecordError, match="is no tuning log"):
         tune("lstm", **LAYER, output=path)
     assert path.read_bytes() == b"\x7fELF\n\x00\x01"
-
-
-def test_a_run_that_was_killed_while_it_wrote_its_first_line_goes_on(tmp_path):
-    path, whole = tmp_path / "log.jsonl", encode(start("ab-1"))
-    for length in (1, 10, len(whole) // 2, len(whole) - 2):
-        path.write_bytes(whole[:length])
-        assert Journal.open(path, "ab", True).run == "ab-1"
 
 
 def test_a_script_without_a_guard_is_told_what_to_do(tmp_path):
@@ -127,20 +94,11 @@ def test_a_cell_that_no_process_can_import_is_refused_at_once():
     (CELL.replace('{"w": (1, hidden, input)}', "7"), "must return names with shapes"),
     (CELL.replace('{"w": (1, hidden, input)}', '{"w": 7}'), "must return names with shapes"),
     (CELL + "    def __init__(self):\n        raise KeyError('no')\n", "KeyError: 'no'"),
-    ("import sys\nsys.exit(3)\n", "SystemExit: 3")])
+    ("import sys\nsys.exit(3)\n", "SystemExit: 3"), ("1 / 0", "ZeroDivisionError")])
 def test_a_cell_that_cannot_be_used_is_an_error_that_names_it(text, said, tmp_path):
     (tmp_path / "cells.py").write_text(text)
     with pytest.raises(CellError, match=said):
         load_cell(f"{tmp_path / 'cells.py'}:Half").identity()
-
-
-def test_what_is_wrong_with_the_last_layer_is_said_before_the_first_is_tuned(folder):  # noqa: F811
-    done = CliRunner().invoke(main, ["tune", "--cell", "lstm", "--cell", "nope", "--hidden", "8", "--target", "cpu"])
-    assert done.exit_code == 2 and "cell='nope'" in done.output and not folder.exists()
-
-
-def test_ipv6s_loopback_is_loopback():
-    assert Tracker.parse("[::1]:9190", "k") == Tracker("::1", 9190, "k")
 
 
 def test_ctrl_c_stops_what_a_process_does_before_anything_is_built(monkeypatch, tmp_path):
@@ -156,26 +114,152 @@ def test_ctrl_c_stops_what_a_process_does_before_anything_is_built(monkeypatch, 
         assert first.closed and session.pool is not first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which", [
-    signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive)])
-def test_a_signal_that_ends_it_leaves_nothing_behind(which, tmp_path, start):
-    log, temporary = tmp_path / "log.jsonl", tmp_path / "temporary"
-    temporary.mkdir()
-    command = [sys.executable, "-m", "ecornn", "tune", "--cell", "lstm", "--hidden", "64", "--target", "cpu"]
-    running = start([*command, "--no-torch", "--output", str(log)], env={**os.environ, "TMPDIR": str(temporary)},
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    while not log.exists() or len(read(log).trials()) < 2:
-        assert running.poll() is None
-        time.sleep(0.1)
-    below = psutil.Process(running.pid).children(recursive=True)
-    running.send_signal(which)
-    said = running.communicate()[0]
-    assert running.returncode == 130 and "the same command goes on" in said
-    all_end(below)
-    assert not list(temporary.iterdir())
+# Either side of a GiB: what a host has after an update of its kernel.
+BEFORE = structs.replace(DEVICE, memory=(64 << 30) - 4096)
+AFTER = structs.replace(DEVICE, memory=(64 << 30) + 4096)
+OTHERS = [structs.replace(AFTER, **other) for other in ({"cores": 3}, {"name": "Test CPU 2"}, {"arch": "znver3"},
+                                                        {"l2": 1 << 20}, {"features": ("avx2",)})]
+H100 = KNOWN["sm_90a"]
+TRACKER = Tracker("127.0.0.1", 9190, "test")
 
 
-def test_built_in_cells_have_names_that_files_may_have():
-    for name in ecornn.cells.BUILTIN:
-        assert get(name).identity()
+class Held:
+    """A session with a server, which may be ``older`` than what asks it to get ready."""
+
+    older, warmed = False, 0
+
+    def get_function(self, name: str) -> Any:
+        if name != WARM:
+            return name
+        if self.older:
+            raise AttributeError(name)
+        return self.warm
+
+    def warm(self) -> None:
+        Held.warmed += 1
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch):
+    """Makes a server that measures on a device."""
+    def served(device: Device) -> None:
+        monkeypatch.setattr(Tracker, "servers", lambda _: 1)
+        monkeypatch.setattr(remote, "_request", lambda _: Held())
+        monkeypatch.setattr(remote, "_describe", lambda _: Description(device, Environment()))
+    return served
+
+
+def test_a_run_goes_on_after_a_reboot_and_is_of_a_device_a_seed_revisions_and_a_list():
+    newer, given = Fake(), [Choice("fake", {"a": 1}), Choice("fake", {"a": 2})]
+    newer.revision = 4
+    asked = [(WORK, device, [Fake()], 0) for device in (AFTER, *OTHERS)]
+    asked += [(WORK, AFTER, [Fake()], 1), (WORK, AFTER, [newer], 0),
+              *((WORK, AFTER, [Fake()], 0, only) for only in (given[:1], given))]
+    assert len({digest_of(*one) for one in asked}) == len(asked)
+    assert digest_of(WORK, BEFORE, [Fake()], 0, None) == digest_of(*asked[0])
+    assert digest_of(WORK, BEFORE, [Fake()], 0, list(given)) == digest_of(*asked[-1])
+
+
+def test_records_of_equal_machines_are_rivals():
+    def lines(*devices: Device) -> list[Line]:
+        return [Line(Path("a.jsonl"), n, trial(index=n, device=device, config={"k": n}, times=Times.of([1.0 + n])))
+                for n, device in enumerate(devices)]
+
+    for among in (best_lines(Log(lines(BEFORE, AFTER)), {}), worth_keeping(lines(BEFORE, AFTER), {}, 1)):
+        assert [line.record.config for line in among] == [{"k": 0}]
+    assert len(best_lines(Log(lines(BEFORE, *OTHERS)), {})) == 1 + len(OTHERS)
+
+
+def test_equal_servers_measure_for_one_run(serve):
+    serve(AFTER)
+    Connection(TRACKER, BEFORE)
+    serve(OTHERS[-1])  # with more features than are used
+    Connection(TRACKER, BEFORE)
+    for other in OTHERS[:-1]:
+        serve(other)
+        with pytest.raises(NoServer, match="give it another key"):
+            Connection(TRACKER, BEFORE)
+
+
+def test_what_was_built_for_a_gpu_serves_its_equals(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ECORNN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(building, "generate", generate := Mock(return_value=("digest", b"module")))
+    monkeypatch.setattr("ecornn.build.nvcc.identity", lambda: "nvcc")
+    for device in (H100, structs.replace(H100, memory=80 << 30), structs.replace(H100, cores=66)):
+        building.build(Build("lstm", WORK, device, "persistent", {}, str(tmp_path / "module.so")))
+    assert [made.args[0].device.cores for made in generate.call_args_list] == [132, 66]
+
+
+@pytest.mark.parametrize("target", ["cuda", "sm_90", "sm_90a", H100, structs.replace(H100, cores=500), None])
+def test_a_target_that_servers_measure_on(target, serve):
+    serve(H100)
+    assert Session(target, tracker=TRACKER).device == H100
+
+
+@pytest.mark.parametrize(("target", "said"), [
+    ("sm_80", "target='sm_80' .* 'sm_90a'"), ("gpu0 (typo)", "target='gpu0"), ("cpu", "target='cpu'"),
+    ("znver4", "target='znver4'"), (KNOWN["sm_80"], r"target='NVIDIA A100 \(sm_80, 108 cores\)'")])
+def test_a_target_that_servers_do_not_measure_on_is_refused(target, said, serve):
+    serve(H100)
+    with pytest.raises(DeviceError, match=said):
+        Session(target, tracker=TRACKER)
+
+
+def test_a_share_of_a_servers_gpu_can_be_tuned_for(serve, monkeypatch):
+    serve(H100)
+    share = structs.replace(H100, cores=66)
+    assert Session(share, tracker=TRACKER).device == share
+    before = Held.warmed
+    Connection(TRACKER, share)
+    assert Held.warmed == before + 1
+    monkeypatch.setattr(Held, "older", True)
+    Connection(TRACKER, share)
+    for other in (structs.replace(H100, cores=60), KNOWN["sm_80"]):  # too small, or another GPU
+        serve(other)
+        with pytest.raises(NoServer, match="give it another key"):
+            Connection(TRACKER, share)
+
+
+def test_a_cpu_by_name_is_not_this_one():
+    here = resolve("cpu")
+    other = resolve("neoverse-v1" if here.arch != "neoverse-v1" else "znver4")
+    for target in (other, other.arch):
+        with pytest.raises(DeviceError, match=f"target='{other.arch}.*must be in this machine"):
+            Session(target)
+    assert all(Session(t).device == here for t in (here, structs.replace(here, name="mine", memory=0), here.arch))
+
+
+def test_all_cores_of_a_cpu_measure_with_the_features_that_are_asked_for():
+    here = structs.replace(DEVICE, features=("avx", "avx2", "fma"))
+    narrow = structs.replace(here, features=("avx",))
+    assert matched(narrow, here) == narrow
+    with pytest.raises(DeviceError, match=r"target\.cores=2 .* 4, all cores"):
+        matched(structs.replace(here, cores=2), here)
+    with pytest.raises(DeviceError, match=r"target\.features='avx512f' "):
+        matched(structs.replace(here, features=("avx", "avx512f")), here)
+
+
+def test_without_a_gpu_the_error_names_the_target(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_gpu, "detect", lambda index=0: None)
+    for target in ("cuda", "sm_90a"):
+        with pytest.raises(DeviceError, match=f"target='{target}' .*no CUDA GPU.* behind a tracker"):
+            present(target)
+    assert present(None) == resolve("cpu")
+
+
+@pytest.mark.parametrize(("tracker", "target", "said"), [
+    (None, None, ""), (None, "cuda", " --target cuda"), (TRACKER, None, " --target sm_90a"),
+    (TRACKER, "cuda", " --target sm_90a")])
+def test_what_was_measured_elsewhere_is_compiled_for_elsewhere(tracker, target, said, monkeypatch):
+    monkeypatch.setattr(Tracker, "servers", lambda self: 1)
+    best = Choice("persistent", {"blocks": 100})
+    finish = Finish(run="ab-1", reason="trials", trials=2, seconds=3.0, best=best, best_us=1.0, default=best,
+                    default_us=2.0)
+    result = Result(WORK, H100, finish, Path("log.jsonl"), 0, 2, {})
+    session = SimpleNamespace(tracker=tracker, device=H100, tune_layer=lambda layer, **_: result,
+                              layer=lambda **asked: SimpleNamespace(training=False, **asked))
+    for count, expected in ((1, f"--dtype bfloat16{said} -o lstm800.so"), (2, f"`ecornn compile{said}` uses it")):
+        console = Console(soft_wrap=True, file=io.StringIO())
+        run(console, session, [{"cell": "lstm"}] * count, target, {}, found := [], torch=False)
+        assert found == [result] * count
+        assert expected in console.file.getvalue()

@@ -12,22 +12,23 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import psutil
 import pytest
-from click.testing import CliRunner
 from events import LIMIT, Clock, all_end, until
-from test_cli import folder  # noqa: F401  (a user's folder of its own for each test)
+from rpc_servers import kill
+from test_cli import folder, run  # noqa: F401  (a user's folder of its own for each test)
+from tune_fakes import ENTRIES
 
-from ecornn.cli import main
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError, ServerError
 from ecornn.tune import Session, pool, remote
 from ecornn.tune.log import read
 from ecornn.tune.measuring import Measure
-from ecornn.tune.pool import Entries, Pool
+from ecornn.tune.pool import Pool
 from ecornn.tune.remote import HANDSHAKE, WARM, NoServer, Tracker, outliving, require_loopback, start
 from ecornn.worker import WorkerError
 
@@ -40,14 +41,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def kill_tree(process: subprocess.Popen) -> None:
-    """As when the host goes down: the process and all that it started."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-    process.kill()
-    process.wait()
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +52,11 @@ def tracker() -> Iterator[Tracker]:
     process = subprocess.Popen([sys.executable, "-m", "tvm.exec.rpc_tracker", "--host", "127.0.0.1",
                                 "--port", str(port), "--port-end", str(port + 1), "--silent"])
     try:
-        wait_for(lambda: socket.create_connection(("127.0.0.1", port), 1).close() or True)
+        until(lambda: listens(port))
         yield Tracker("127.0.0.1", port, "test")
     finally:
-        kill_tree(process)
-
-
-def wait_for(condition) -> None:
-    def holds() -> object:
-        with contextlib.suppress(OSError):
-            return condition()
-        return False
-
-    until(holds)
+        kill(process)
+        process.wait()
 
 
 @contextlib.contextmanager
@@ -78,18 +66,28 @@ def servers(tracker: Tracker, count: int, target: str = "cpu") -> Iterator[list[
     started = [subprocess.Popen([*command, "--port", str(free_port())], stdout=subprocess.PIPE, text=True)
                for _ in range(count)]
     try:
-        wait_for(lambda: tracker.servers() == count)
+        until(lambda: tracker.servers() == count)
         yield started
     finally:
         for process in started:
-            kill_tree(process)
+            kill(process)
+            process.wait()
             assert process.stdout is not None
             process.stdout.close()
 
 
+def until_it_serves(tracker: Tracker, *passing: type[Exception]) -> None:
+    def serves() -> bool:
+        with contextlib.suppress(*passing):
+            return remote._describe(remote._request(tracker)).device.kind == "llvm"
+        return False
+
+    until(serves)
+
+
 def the_child_of(process: psutil.Process) -> psutil.Process:
     """The only child of a process, once it is there."""
-    wait_for(lambda: len(process.children()) == 1)
+    until(lambda: len(process.children()) == 1)
     return process.children()[0]
 
 
@@ -101,7 +99,7 @@ def test_a_server_that_is_killed_costs_a_retry_and_nothing_else(target: str, tra
 
         def report(now) -> None:
             if now.done >= 3 and not killed:
-                kill_tree(running[0])
+                kill(running[0])  # as when the host goes down
                 killed.append(now.done)
 
         result = session.tune("rnn_tanh", hidden=16, batch=3, seq=12, dtype="float32", trials=8, output=path,
@@ -120,19 +118,17 @@ def test_the_command_line_and_a_server_without_its_parent(tracker, tmp_path):
         assert server.stdout is not None
         where = json.loads("".join(iter(server.stdout.readline, "}\n")) + "}")  # said once it listens
         assert where["key"] == tracker.key and where["tracker"] == str(tracker) and where["port"] > 0
-        found = CliRunner().invoke(main, [
-            "tune", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8", "--trials", "3",
-            "--tracker", str(tracker), "--key", tracker.key, "--output", str(output)])
-        assert found.exit_code == 0, found.output
+        said = run("tune", "--cell", "rnn_tanh", "--hidden", "16", "--batch", "2", "--seq", "8", "--trials", "3",
+                   "--tracker", tracker, "--key", tracker.key, "--output", output)
         trials = read(output).trials()
-        assert "best: cpu_sequence" in found.output and len(trials) >= 3
-        assert f"--target {trials[0].device.arch} -o" in found.output  # the server's
+        assert "best: cpu_sequence" in said and len(trials) >= 3
+        assert f"--target {trials[0].device.arch} -o" in said  # the server's
         below = psutil.Process(server.pid).children(recursive=True)
         assert below
         server.kill()  # alone: the processes that it started notice
         server.wait()
         all_end(below)
-        wait_for(lambda: tracker.servers() == 0)
+        until(lambda: tracker.servers() == 0)
 
 
 @pytest.mark.slow
@@ -149,9 +145,9 @@ def test_a_list_of_layers_is_shared_by_servers_goes_on_and_outlives_one(tracker,
 
     with servers(tracker, 2) as running:
         first = start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        wait_for(lambda: len({t.run for t in trials()}) >= 2)  # at once, a server each
-        kill_tree(running[0])
-        wait_for(lambda: len(trials()) >= 6)
+        until(lambda: len({t.run for t in trials()}) >= 2)  # at once, a server each
+        kill(running[0])  # as when the host goes down
+        until(lambda: len(trials()) >= 6)
         first.send_signal(signal.SIGINT)
         said, _ = first.communicate()
         assert first.returncode == 130 and "the same command goes on" in said, said
@@ -179,17 +175,10 @@ def test_a_server_outlives_its_sessions_and_says_where_it_cannot_go_on(tracker):
         folder = Path(serving.cwd())
         serving.kill()  # as the system does where memory ends
         serving.wait()
-        described = list[str]()
-
-        def serves() -> bool:
-            with contextlib.suppress(remote.NoServer, remote.LostServer):
-                described.append(remote._describe(remote._request(tracker)).device.kind)
-            return described == ["llvm"]
-
-        until(serves)
+        until_it_serves(tracker, remote.NoServer, remote.LostServer)
         del session
         assert not folder.exists()
-        wait_for(lambda: not listening.children())
+        until(lambda: not listening.children())
         with socket.create_connection(("127.0.0.1", int(server.args[-1]))) as stranger:
             stranger.sendall(struct.pack("<ii", 0xFF271, 1) + b"\xff")  # no UTF-8: TVM's thread that listens fails
             assert server.wait(LIMIT) == 1
@@ -203,15 +192,7 @@ def test_a_connection_that_says_nothing_keeps_a_server_for_a_few_seconds(tracker
         (port,) = {c.laddr.port for p in psutil.Process(server.pid).children(recursive=True)
                    for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         with socket.create_connection(("127.0.0.1", port)):
-            sessions = list[Any]()
-
-            def greeted() -> bool:
-                with contextlib.suppress(remote.NoServer):  # it is known anew once it has given up the silent one
-                    sessions.append(remote._request(tracker))
-                return bool(sessions)
-
-            until(greeted)
-            assert remote._describe(sessions[0]).device.kind == "llvm"
+            until_it_serves(tracker, remote.NoServer)  # it is known anew once it has given up the silent one
 
 
 def test_a_session_may_be_silent_for_longer():
@@ -225,9 +206,8 @@ def test_a_session_may_be_silent_for_longer():
 def test_without_a_server_or_a_tracker_it_says_what_to_start(tracker):
     with pytest.raises(DeviceError, match="ecornn serve --tracker"):
         Session("cpu", tracker=Tracker(tracker.host, tracker.port, "nobody"))
-    result = CliRunner().invoke(main, ["tune", "--cell", "lstm", "--hidden", "8", "--tracker",
-                                       f"127.0.0.1:{free_port()}"])
-    assert result.exit_code == 2 and "tvm.exec.rpc_tracker" in result.output
+    nowhere = f"127.0.0.1:{free_port()}"
+    assert "tvm.exec.rpc_tracker" in run("tune", "--cell", "lstm", "--hidden", "8", "--tracker", nowhere, code=2)
 
 
 def says(*words: bytes) -> Callable[[socket.socket, Tracker], None]:
@@ -238,10 +218,6 @@ def says(*words: bytes) -> Callable[[socket.socket, Tracker], None]:
 def packed(value: object) -> bytes:
     text = json.dumps(value).encode()
     return struct.pack("<i", len(text)) + text
-
-
-def closes(connection: socket.socket, _: Tracker) -> None:
-    connection.close()
 
 
 def sends_to_itself(connection: socket.socket, here: Tracker) -> None:
@@ -258,11 +234,11 @@ def sends_to_itself(connection: socket.socket, here: Tracker) -> None:
 
 
 MAGIC = struct.pack("<i", 0x2F271)
-STRANGE = {"silent": says(), "closes": closes, "web": says(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
-           "stops": says(MAGIC), "half": says(MAGIC, b"\x10\0\0\0["), "no JSON": says(MAGIC, b"\x01\0\0\0?"),
-           "fails": says(MAGIC, packed([-1, "no"])), "number": says(MAGIC, packed(7)),
-           "none": says(MAGIC, packed([0, {}])),
-           "keyless": says(MAGIC, packed([0, {"server_info": [3]}])), "a server that is stopped": sends_to_itself}
+STRANGE = {"silent": says(), "closes": lambda connection, _: connection.close(), "stops": says(MAGIC),
+           "web": says(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "half": says(MAGIC, b"\x10\0\0\0["),
+           "no JSON": says(MAGIC, b"\x01\0\0\0?"), "a server that is stopped": sends_to_itself,
+           **{name: says(MAGIC, packed(answer)) for name, answer in (
+               ("fails", [-1, "no"]), ("number", 7), ("none", [0, {}]), ("keyless", [0, {"server_info": [3]}]))}}
 
 
 @pytest.mark.parametrize("kind", STRANGE)
@@ -289,8 +265,8 @@ def test_what_never_answers_is_not_waited_for(kind: str, monkeypatch: pytest.Mon
         with pytest.raises(DeviceError, match=wanted):
             here.describe("cpu")
         if "server" not in kind:
-            result = CliRunner().invoke(main, ["serve", "--target", "cpu", "--tracker", str(here)])
-            assert result.exit_code == 2 and "the address of a running tracker" in result.output
+            said = run("serve", "--target", "cpu", "--tracker", here, code=2)
+            assert "the address of a running tracker" in said
         listening.shutdown(socket.SHUT_RDWR)
     for connection in open_:
         connection.close()
@@ -304,8 +280,7 @@ def test_a_run_whose_servers_are_gone_for_good_says_so(monkeypatch):
     monkeypatch.setattr(pool, "REST", 0.01)
     monkeypatch.setattr(pool, "time", clock := Clock(tick=10.0))
     began = clock.now
-    entries = Entries("tune_fakes:ready", "tune_fakes:build", "tune_fakes:ready", "test_tune_remote:nobody")
-    with Pool(entries, 1, local=False) as workers:
+    with Pool(replace(ENTRIES, measure="test_tune_remote:nobody"), 1, local=False) as workers:
         with pytest.raises(ServerError, match=r"^no free server with the key h100 at 127\.0\.0\.1:9, for 90 s; "):
             workers.measure(None, bool, LIMIT)
         assert 90 < clock.now - began <= 120
@@ -324,9 +299,7 @@ def test_a_server_that_answered_with_errors_alone_was_there(monkeypatch):
     """However long that took: the time without a server begins anew."""
     monkeypatch.setattr(pool, "REST", 0.01)
     monkeypatch.setattr(pool, "time", clock := Clock())
-    entries = Entries("tune_fakes:ready", "tune_fakes:build", "tune_fakes:ready",
-                      "test_tune_remote:busy_every_other_time")
-    with Pool(entries, 1, local=False) as workers:
+    with Pool(replace(ENTRIES, measure="test_tune_remote:busy_every_other_time"), 1, local=False) as workers:
         with pytest.raises(WorkerError, match="took longer"):
             workers.measure("hangs", bool, LIMIT)
         clock.sleep(2 * pool.ABSENCE)
@@ -337,36 +310,31 @@ def test_other_machines_need_an_explicit_flag(tracker):
     with pytest.raises(ArgumentError, match="allow-remote"):
         Tracker.parse("10.1.2.3:9190", "k")
     assert Tracker.parse("10.1.2.3:9190", "k", allow_remote=True).port == 9190
+    assert Tracker.parse("[::1]:9190", "k") == Tracker("::1", 9190, "k")  # IPv6's loopback is loopback
     for address in ("9190", "host:", ":1", "host:0", "host:99999", "host:x"):
         with pytest.raises(ArgumentError, match="HOST:PORT"):
             Tracker.parse(address, "k", allow_remote=True)
     require_loopback("host", "127.0.0.1", False)
-    result = CliRunner().invoke(main, ["serve", "--tracker", str(tracker), "--host", "0.0.0.0", "--target", "cpu"])
-    assert result.exit_code == 2 and "--allow-remote" in result.output and "run any code" in result.output
+    said = run("serve", "--tracker", tracker, "--host", "0.0.0.0", "--target", "cpu", code=2)
+    assert "--allow-remote" in said and "run any code" in said
 
 
 def test_an_address_or_port_where_nothing_can_listen_is_named(tracker):
-    serve = ("serve", "--tracker", str(tracker), "--target", "cpu", "--allow-remote")
+    serve = ("serve", "--tracker", tracker, "--target", "cpu", "--allow-remote")
     for host in ("192.0.2.1", "no.such.host.invalid"):  # RFC 5737 and 2606: nobody's
-        result = CliRunner().invoke(main, [*serve, "--host", host])
-        assert result.exit_code == 2 and f"error: host='{host}' is not allowed" in result.output
+        assert f"error: host='{host}' is not allowed" in run(*serve, "--host", host, code=2)
     with contextlib.ExitStack() as stack:
         first = free_port() // 2
         for port in range(first, first + 100):
             taken = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 taken.bind(("127.0.0.1", port))
-        result = CliRunner().invoke(main, [*serve, "--port", str(first)])
-    assert result.exit_code == 2 and f"error: port={first} is not allowed" in result.output
+        assert f"error: port={first} is not allowed" in run(*serve, "--port", first, code=2)
 
 
 def test_a_port_of_the_system_is_named(monkeypatch):
-    import tvm.rpc
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("Traceback ...")  # as TVM passes it on from the server's process
-
-    monkeypatch.setattr(tvm.rpc, "Server", refuse)
+    # as TVM passes it on from the server's process
+    monkeypatch.setattr("tvm.rpc.Server", Mock(side_effect=PermissionError("Traceback ...")))
     with pytest.raises(ArgumentError, match=r"^port=80 is not allowed; expected .* one of 80 to 179 free"):
         start("cpu", ("127.0.0.1", 9190), "k", port=80)
 

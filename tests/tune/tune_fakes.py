@@ -34,8 +34,7 @@ class Fake(Schedule):
 
     name, revision, kind = "fake", 3, "llvm"
 
-    def __init__(self, behaviours: tuple[str, ...] = ("ok",), knobs: str = "ab",
-                 name: str = "fake") -> None:
+    def __init__(self, behaviours: tuple[str, ...] = ("ok",), knobs: str = "ab", name: str = "fake") -> None:
         self.behaviours, self.letters, self.name = behaviours, knobs, name
 
     def refuses(self, task: Task) -> str | None:

@@ -1,17 +1,18 @@
-"""Merging, importing and pruning logs: nothing valid is lost, and nothing counts twice."""
+"""`ecornn log`: lists, merges, imports, prunes and verifies logs: nothing valid is lost, and nothing counts twice."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from test_cli import folder, run  # noqa: F401  (a user's folder of its own for each test)
+from test_cli import LAYER, folder, from_json, run  # noqa: F401  (a user's folder of its own for each test)
 from test_records import DAY, H100, finish, start, trial
 
 from ecornn.cells import get
@@ -30,12 +31,23 @@ def lines(records, name: str = "a.jsonl") -> list[Line]:
     return [Line(Path(name), number, record) for number, record in enumerate(records, 1)]
 
 
+def timed(us: float, **more: object) -> Trial:
+    return trial(times=Times.of([us]), time=DAY, **more)
+
+
+def failed(error: str = "run: wrong output", **more: object) -> Trial:
+    return trial(times=None, check=None, error=error, time=DAY, **more)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log.jsonl"
+
+
 # few events and few results, so that equal and contradicting records occur
 records = st.one_of(
-    st.builds(trial, run=st.sampled_from(["ab-1", "ab-2"]), index=st.integers(0, 2), time=st.just(DAY),
-              times=st.sampled_from([1.0, 2.0, 3.0]).map(lambda us: Times.of([us]))),
-    st.builds(trial, index=st.integers(0, 2), time=st.just(DAY), times=st.none(), check=st.none(),
-              error=st.sampled_from(["run: a", "run: b"])),
+    st.builds(timed, st.sampled_from([1.0, 2.0, 3.0]), run=st.sampled_from(["ab-1", "ab-2"]), index=st.integers(0, 2)),
+    st.builds(failed, st.sampled_from(["run: a", "run: b"]), index=st.integers(0, 2)),
     st.builds(start, st.sampled_from(["ab-1", "ab-2"])), st.builds(finish, us=st.sampled_from([1.0, 1.5])))
 logs = st.lists(records, max_size=8)
 
@@ -63,56 +75,92 @@ def test_what_is_kept_out_is_a_copy_or_a_contradiction(a, b):
 
 
 def test_a_contradiction_is_reported_and_the_smaller_promise_kept(tmp_path):
+    """And no more: of two processes that went on with one run both count."""
     mine, theirs, out = (tmp_path / f"{name}.jsonl" for name in ("mine", "theirs", "out"))
-    append(mine, start(), trial(time=DAY, times=Times.of([2.0])), finish())
-    append(theirs, start(), trial(time=DAY, times=Times.of([1.0])), trial(time=DAY, index=1), finish())
+    append(mine, start(), timed(2.0), finish(), *(timed(s, index=5, seconds=s) for s in (1.25, 1.5)))
+    append(theirs, start(), timed(1.0), trial(time=DAY, index=1), finish())
     with theirs.open("ab") as file:
         file.write(b'{"kind":"trial","v":9}\nnot json\n')
     output = run("log", "merge", mine, theirs, "-o", out)
-    assert f"kept out {theirs}:2: conflicts with {mine}:2" in output
+    assert f"kept out {theirs}:2: conflicts with {mine}:2" in output and output.count("kept out") == 1
     assert f"skipped {theirs}:5: version 9" in output and f"skipped {theirs}:6: " in output
     found = [line.record for line in read(out).lines]
-    assert [type(r).__name__ for r in found] == ["Start", "Trial", "Trial", "Finish"]
+    assert [type(r).__name__ for r in found] == ["Start", *["Trial"] * 4, "Finish"]
     assert found[1].times.median == 2.0
-    other = tmp_path / "other.jsonl"
+    other, again = tmp_path / "other.jsonl", tmp_path / "again.jsonl"
     run("log", "merge", theirs, mine, "-o", other)
     assert out.read_bytes() == other.read_bytes()
-    again = tmp_path / "again.jsonl"
     run("log", "merge", out, mine, out, "-o", again)
     assert again.read_bytes() == out.read_bytes()
     run("log", "merge", mine, "-o", out, code=2)  # never overwrites
 
 
-def test_import_adds_what_is_new_to_the_users_folder(folder, tmp_path):  # noqa: F811
-    theirs = tmp_path / "theirs.jsonl"
-    append(theirs, start(), trial(time=DAY), finish())
-    assert "3 records added" in run("log", "import", theirs)
-    assert "0 records added" in run("log", "import", theirs)
-    append(theirs, trial(index=1, time=DAY))
-    assert "1 records added" in run("log", "import", theirs)
+def test_import_adds_what_is_new_to_the_users_folder(folder, path):  # noqa: F811
+    append(path, start(), trial(time=DAY), finish())
+    assert "3 records added" in run("log", "import", path)
+    assert "0 records added" in run("log", "import", path)
+    append(path, trial(index=1, time=DAY))
+    append(folder / "imported.jsonl", *[trial(time=DAY)] * 3)  # which were there twice
+    assert run("log", "import", path).startswith("1 records added")
     assert len(read(folder / "imported.jsonl").lines) == 4
     assert "persistent" in run("log", "best")
 
 
-def test_import_counts_what_is_new_and_not_what_was_there_twice(folder, tmp_path):  # noqa: F811
-    theirs = tmp_path / "theirs.jsonl"
-    append(folder / "imported.jsonl", *[trial(time=DAY)] * 3)
-    append(theirs, trial(time=DAY), trial(index=1, time=DAY))
-    assert run("log", "import", theirs).startswith("1 records added")
+@pytest.mark.parametrize("command", [("ls",), ("best",), ("stats",), ("import",), ("merge", "-o", "out.jsonl")])
+def test_what_is_no_log_is_neither_listed_nor_merged(command, folder, tmp_path):  # noqa: F811
+    (tmp_path / "readme.md").write_text("# no log\n")
+    assert "is no tuning log" in run("log", *command, "readme.md", code=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["readme.md"]
 
 
-def test_what_is_no_log_is_not_merged(folder, tmp_path):  # noqa: F811
-    text = tmp_path / "readme.md"
-    text.write_text("# no log\n")
-    for command in (("import", text), ("merge", text, "-o", tmp_path / "out.jsonl")):
-        assert "is no tuning log" in run("log", *command, code=2)
-    assert not (tmp_path / "out.jsonl").exists() and not (folder / "imported.jsonl").exists()
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Two runs, without their starts, of a workload of which no record ships, and a failure."""
+    path, work = tmp_path / "one.jsonl", Workload("lstm", 799, 800, 20, 300, "bfloat16")
+    append(path, timed(9.0, workload=work, config={"blocks": 1}), failed(workload=work),
+           timed(4.0, workload=work, config={"blocks": 2}, run="cd-1"))
+    return path
 
 
-def test_verify_says_the_median_of_an_even_number(tmp_path, monkeypatch):
-    path = tmp_path / "log.jsonl"
-    append(path, *[trial(run=f"r-{n}", times=Times.of([1.0]), check=1e-7, workload=Workload("lstm", n, n))
-                      for n in (8, 16)])
+def test_log_commands(log, folder, tmp_path):  # noqa: F811
+    path, target, best = folder / "mine.jsonl", tmp_path / "merged.jsonl", tmp_path / "best.jsonl"
+    assert str(path) not in run("log", "ls")
+    folder.mkdir()
+    path.write_bytes(log.read_bytes() + b'{"kind":"trial","v":1')
+    output = run("log", "ls")
+    assert f"{path}: 0 runs (0 finished), 3 trials, 1 failed" in output
+    assert f"skipped {path}:4: torn last line" in output
+    output = run("log", "best", path)
+    assert "4 µs/step  persistent blocks=2  (mine.jsonl:3)" in output and "blocks=1" not in output
+    run("log", "export", path, "-o", target)
+    assert len(read(target).lines) == 3 and not read(target).problems
+    run("log", "export", path, "-o", target, code=2)  # never overwrites
+    run("log", "export", "--best", "-o", best)  # of all folders, the shipped one too
+    found = [line.record.config for line in read(best).lines]
+    assert {"blocks": 2} in found and {"blocks": 1} not in found
+
+
+def test_logs_for_programs(log, folder, tmp_path):  # noqa: F811
+    (listed,) = from_json("log", "ls", log)
+    assert listed == {"file": str(log), "runs": 0, "finished": 0, "trials": 3, "failed": 1}
+    (one,) = from_json("log", "stats", log)
+    assert (one["trials"], one["failed"], one["failures"]) == (3, 1, {"run: wrong output": 1}) and one["gains"] is None
+    merged = from_json("log", "merge", log, log, "-o", tmp_path / "merged.jsonl")
+    assert merged == {"file": str(tmp_path / "merged.jsonl"), "records": 3, "newer": 0, "kept_out": []}
+    assert from_json("log", "export", log, "--best", "-o", tmp_path / "best.jsonl")["records"] == 1
+    assert from_json("log", "import", log) == {"file": str(folder / "imported.jsonl"), "added": 3, "records": 3,
+                                           "kept_out": []}
+    assert from_json("log", "import", log)["added"] == 0
+    pruned = from_json("log", "prune", log, "--keep", 1, "-o", tmp_path / "pruned.jsonl")
+    assert [(one["before"], one["records"]) for one in pruned] == [(3, 1)]
+    assert [(one["file"], one["before"], one["records"]) for one in from_json("log", "prune", log, "--keep", 1)] == [
+        (str(log), 3, 1)]
+    found = from_json("log", "verify", log, "--target", "cpu")  # the records are a GPU's
+    assert found["checks"] == [] and sum(found["left_out"].values()) == 1
+
+
+def test_verify_says_the_median_of_an_even_number(path, monkeypatch):
+    append(path, *[timed(1.0, run=f"r-{n}", check=1e-7, workload=Workload("lstm", n, n)) for n in (8, 16)])
     now = {8: 1.0, 16: 1.05}
     monkeypatch.setattr("ecornn.tune.session.Session", lambda *_, **__: nullcontext(SimpleNamespace(device=H100)))
     monkeypatch.setattr("ecornn.tune.verify.sample", lambda lines, *_: (lines, {}))
@@ -121,26 +169,27 @@ def test_verify_says_the_median_of_an_even_number(tmp_path, monkeypatch):
     assert "2 of 2 hold within 10%, median drift +2.5%" in run("log", "verify", path)
 
 
-def test_trials_of_export_best_can_be_pruned(tmp_path):
-    path = tmp_path / "best.jsonl"
-    append(path, *[trial(run=f"r-{n}", config={"k": n}, times=Times.of([1.0 + n]), time=DAY) for n in range(4)])
-    assert "1 of 4 records kept" in run("log", "prune", path, "--keep", "1")
+@pytest.mark.slow
+def test_verify_measures_again_and_reports_drift(folder, tmp_path):  # noqa: F811
+    run("tune", *LAYER, "--trials", "3")
+    (path,) = folder.glob("*.jsonl")
+    output = run("log", "verify", path, "--tolerance", "100000", "--target", "cpu")
+    assert "1 of 1 hold within 100000%" in output and "µs/step, " in output
+    drifted = tmp_path / "drifted.jsonl"
+    append(drifted, trial(), *(  # of a GPU
+        structs.replace(t, times=Times.of([t.times.median / 1000])) for t in read(path).trials() if t.times))
+    output = run("log", "verify", drifted, "--target", "cpu", code=1)
+    assert "DRIFTED" in output and "1 left out, of another device" in output and "0 of 1 hold" in output
 
 
-def test_two_processes_that_went_on_with_one_run_both_count(tmp_path):
-    path, out = tmp_path / "log.jsonl", tmp_path / "out.jsonl"
-    append(path, start(), *(trial(time=DAY, seconds=s, times=Times.of([s])) for s in (1.25, 1.5)), finish())
-    assert "kept out" not in run("log", "merge", path, "-o", out) and len(read(out).trials()) == 2
-
-
-def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
-    theirs, target = tmp_path / "theirs.jsonl", folder / "imported.jsonl"
-    append(theirs, start(), trial(time=DAY), finish())
-    run("log", "import", theirs)
+def test_what_a_newer_program_wrote_is_not_lost(folder, path, tmp_path):  # noqa: F811
+    target = folder / "imported.jsonl"
+    append(path, start(), trial(time=DAY), finish())
+    run("log", "import", path)
     newer = b'{"kind":"trial","v":7,"of":"the future"}\n'
     with target.open("ab") as file:
         file.write(newer + b"not json\n")
-    output = run("log", "import", theirs)
+    output = run("log", "import", path)
     assert "imported.jsonl:4: version 7" in output and "imported.jsonl:5: " in output
     assert "1 damaged lines are dropped, 1 of a newer ecornn stay" in output
     run("log", "prune", target)
@@ -149,23 +198,19 @@ def test_what_a_newer_program_wrote_is_not_lost(folder, tmp_path):  # noqa: F811
     assert (tmp_path / "pruned.jsonl").read_bytes() == target.read_bytes()
 
 
-def test_a_stale_configuration_that_fails_now_is_not_brought_back(tmp_path):
-    now, path = revisions()["persistent"], tmp_path / "log.jsonl"
-    fast, good = {"k": 1}, {"k": 2}
-    append(path, *[start(), trial(revision=now - 1, config=fast, times=Times.of([0.5]), time=DAY), finish(),
-                      start("cd-1"), trial(run="cd-1", revision=now, config=good, times=Times.of([2.0]), time=DAY),
-                      trial(run="cd-1", index=1, revision=now, config=fast, times=None, check=None,
-                            error="run: wrong output", time=DAY), finish("cd-1")])
+def test_a_stale_configuration_that_fails_now_is_not_brought_back(path):
+    now, fast, good = revisions()["persistent"], {"k": 1}, {"k": 2}
+    append(path, start(), timed(0.5, revision=now - 1, config=fast), finish(),
+           start("cd-1"), timed(2.0, run="cd-1", revision=now, config=good),
+           failed(run="cd-1", index=1, revision=now, config=fast), finish("cd-1"))
     assert [line.record.config for line in best_lines(read(path), revisions())] == [good]
     run("log", "prune", path)
     assert [(t.config, t.revision, t.error) for t in read(path).trials()] == [
         (fast, now - 1, None), (good, now, None), (fast, now, "run: wrong output")]
 
 
-def test_the_best_is_a_current_one_where_there_is_one(tmp_path):
-    path = tmp_path / "log.jsonl"
-    append(path, *[trial(revision=1, times=Times.of([1.0])), trial(index=1, revision=2, times=Times.of([3.0])),
-                      trial(index=2, revision=2, times=Times.of([2.0]))])
+def test_the_best_is_a_current_one_where_there_is_one(path):
+    append(path, timed(1.0, revision=1), timed(3.0, index=1, revision=2), timed(2.0, index=2, revision=2))
     for revision, us in ((2, 2.0), (1, 1.0), (3, 1.0)):
         (best,) = best_lines(read(path), {"persistent": revision})
         assert best.record.times.median == us
@@ -183,8 +228,8 @@ def test_the_best_is_what_look_up_chooses(tmp_path):
     default["hoisted"] = "float32"
 
     def final(index: int, config: dict, us: float, hour: int) -> Trial:
-        return trial(index=index, stage="final", revision=persistent.revision, config=config, times=Times.of([us]),
-                     check=1e-4, time=f"2026-01-31T{hour}:00:00Z", workload=task.workload)
+        return trial(index=index, stage="final", revision=persistent.revision, config=config, check=1e-4,
+                     times=Times.of([us]), time=f"2026-01-31T{hour}:00:00Z", workload=task.workload)
 
     for first in (default, lacking):
         log = Log(lines([final(0, first, 1.0, 10), final(1, default, 3.0, 12), final(2, other, 2.0, 11)]))
@@ -194,15 +239,11 @@ def test_the_best_is_what_look_up_chooses(tmp_path):
         assert [line.record.config for line in kept if isinstance(line.record, Trial)] == [other]
 
 
-def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
-    now = all_schedules()["persistent"].revision
-    path = tmp_path / "log.jsonl"
-    append(path, *[start(), *(trial(index=i, revision=now, times=Times.of([1.0 + i]), config={"k": i}, time=DAY)
-                                 for i in range(9)),
-                      trial(index=9, revision=now - 1, times=Times.of([0.5]), config={"k": 0}, time=DAY),
-                      trial(index=10, times=None, check=None, error="run: wrong output", time=DAY),
-                      structs.replace(finish(), trials=11)])
-    append(path, start("cd-1"), trial(run="cd-1", times=None, check=None, error="build: no", time=DAY))
+def test_prune_keeps_the_fastest_and_runs_under_way(path, tmp_path):
+    now = revisions()["persistent"]
+    append(path, start(), *(timed(1.0 + i, index=i, revision=now, config={"k": i}) for i in range(9)),
+           timed(0.5, index=9, revision=now - 1, config={"k": 0}), failed(index=10),
+           structs.replace(finish(), trials=11), start("cd-1"), failed("build: no", run="cd-1"))
     assert "7 of 15 records kept" in run("log", "prune", path, "--keep", "3")
     log = read(path)
     assert [t.config["k"] for t in log.trials() if t.run == "ab-1"] == [0, 1, 2]
@@ -212,9 +253,7 @@ def test_prune_keeps_the_fastest_and_runs_under_way(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_prune_keeps_a_finished_run_that_goes_on(tmp_path):
-    path, late = tmp_path / "log.jsonl", "2026-01-31T13:00:00Z"
-
+def test_prune_keeps_a_finished_run_that_goes_on(path):
     def trials(first: int, last: int, time: str = DAY) -> list[Trial]:
         return [trial(index=i, times=Times.of([1.0 + i]), config={"k": i}, time=time) for i in range(first, last)]
 
@@ -229,7 +268,7 @@ def test_prune_keeps_a_finished_run_that_goes_on(tmp_path):
 
     path.write_bytes(whole)  # pruned before it goes on, it has fewer trials than its finish counts
     assert "3 of 6 records kept" in run("log", "prune", path, "--keep", "1")
-    append(path, *trials(4, 6, late))
+    append(path, *trials(4, 6, "2026-01-31T13:00:00Z"))
     assert "5 of 5 records kept" in run("log", "prune", path, "--keep", "1")
 
 
@@ -243,25 +282,18 @@ def test_pruning_never_loses_the_best(records, keep):
     assert worth_keeping(after, {"persistent": 1}, keep) == after
 
 
-def test_stats_say_what_there_is(tmp_path):
-    path = tmp_path / "log.jsonl"
-    append(path, *[start(), trial(noisy=True), trial(index=1, times=None, check=None, error="run: wrong output: 3"),
-                      finish()])
+def test_stats_say_what_there_is(path):
+    append(path, start(), trial(noisy=True), failed("run: wrong output: 3", index=1), finish())
     output = run("log", "stats", path)
     assert f"{H100.name} (sm_90a): 1 workloads, 2 trials in the search, 1 failed, 2 stale, 1 noisy" in output
-    append(path, trial(index=2, times=None, check=None, error="build: \x1b]0;title\x07 of 3\nmore"))
+    append(path, failed("build: \x1b]0;title\x07 of 3\nmore", index=2))
     assert "1 failed: build: ?]0;title? of 3\n" in run("log", "stats", path)
     assert "1 failed: run: wrong output: 3" in output and "2.00x in the median of 1 runs" in output
 
 
-def test_a_log_is_rewritten_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "log.jsonl"
+def test_a_log_is_rewritten_whole_or_not_at_all(path, tmp_path):
     append(path, trial())
     before = path.read_bytes()
-
-    def fails(_):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        rewrite(path, fails)
+        rewrite(path, Mock(side_effect=KeyboardInterrupt))
     assert path.read_bytes() == before and not list(tmp_path.glob(".*"))

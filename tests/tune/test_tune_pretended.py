@@ -1,155 +1,56 @@
-"""The tuner of adjoints: what their recurrences are checked against, how a module of one is measured, and searches."""
+"""Searches for an H100 on which every build and measurement is made up: of both passes of a layer that trains, of
+lists, and what the processes that build compute for a run besides its candidates; and both passes on a real GPU."""
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass, replace
+import os
+import shutil
+import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import search_tables
-import step_cells
-from click.testing import CliRunner
-from cuda_on_cpu import DTYPES, Emulated
+from events import LIMIT
 from msgspec import structs
-from runtime_sample import FakeGPU
 from search_rate import PRETEND
-from test_persistent_emulated import SMALL
+from test_cli import run
 from test_tune_lookup import trial
 
 import ecornn
-from ecornn.analysis import backpropagation
 from ecornn.bench.grid import Case, Layer, name_of
 from ecornn.build import c_tables
 from ecornn.cells import get
-from ecornn.cli import main as cli
 from ecornn.compiler import plan
-from ecornn.errors import CellError, EcornnError, ScheduleError
-from ecornn.program import RUN
+from ecornn.errors import EcornnError, ScheduleError
 from ecornn.schedules import all_schedules
-from ecornn.schedules.base import Task
 from ecornn.targets import KNOWN
 from ecornn.task import adjoint_task, make_manifest, make_task
-from ecornn.tune import Result, adjoint_oracle, measuring, tune
+from ecornn.tune import Result, oracle, proposing, tune
+from ecornn.tune import log as folders
 from ecornn.tune import session as sessions
-from ecornn.tune.log import Line, Log, read
+from ecornn.tune import verify as verifying
+from ecornn.tune.choose import serving_or_raise
+from ecornn.tune.journal import Journal
+from ecornn.tune.log import Line, Log, read, shipped_folder
 from ecornn.tune.lookup import how_far
-from ecornn.tune.measuring import Measure, measure
 from ecornn.tune.pool import Entries, Pool
-from ecornn.tune.record import Start, tolerance
+from ecornn.tune.proposing import Elsewhere, Question, answers, defaults, joined, scan_parts, searching
+from ecornn.tune.record import Choice, Finish, Start, Trial
+from ecornn.tune.search import Search
 from ecornn.tune.selection import best_lines
+from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.transfer import distance, lent
 from ecornn.workload import Workload
-
-
-@dataclass
-class Device:
-    """The library of a module: device memory that is the host's, and kernels in the emulation."""
-
-    emulated: Emulated
-    gpu: FakeGPU
-    runs: int = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.gpu.library, name)
-
-    def run(self, steps: int, batch: int, device: int, queue: int, *pointers: int) -> None:
-        self.runs += 1
-        program, given = self.emulated.program, {}
-        takes = program.entries[RUN].takes
-        assert len(takes) == len(pointers) and all(pointers)
-        for buffer, pointer in zip((b for n in takes for b in program.buffers if b.name == n), pointers, strict=True):
-            first = max(p for p in self.gpu.held if p <= pointer)
-            room = first + self.gpu.held[first][1] - pointer
-            assert room >= buffer.nbytes(steps), buffer.name
-            raw = (ctypes.c_char * room).from_address(pointer)
-            given[buffer.name] = np.frombuffer(raw, np.uint8)[:room // buffer.itemsize * buffer.itemsize].view(
-                DTYPES[buffer.dtype])
-        self.emulated.carry_out(given, steps, batch)
-
-
-def module_of(cell: Any, task: Task, schedule: str, change: dict[str, Any], folder: Path) -> SimpleNamespace:
-    """What ``load`` gives of a module, in the emulation."""
-    found = all_schedules()[schedule]
-    config = {**found.default(task), **change}
-    assert found.check(task, config) is None
-    program = found.program(task, found.plan(task, config))
-    manifest = make_manifest(cell, task, found, config, program, "test")
-    device = Device(Emulated(program, folder), FakeGPU(manifest, folder, None))
-    return SimpleNamespace(manifest=manifest, library=device)
-
-
-@pytest.mark.parametrize(("name", "sizes", "dtype", "schedule", "change"), [
-    ("lstm", (3, 40), "bfloat16", "persistent", {"hoisted": "same"}),
-    ("gru", (5, 24), "float32", "layout_transform", {}),
-    pytest.param("indrnn", (3, 7), "tf32", "elementwise", {}, marks=pytest.mark.exhaustive),
-    ("pair", (2, 24), "float16", "persistent", {"units": 8, "hoisted": "float32"}),
-], ids=str)
-def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, schedule, change, tmp_path, monkeypatch):
-    """As the process with the GPU does it: within the tolerance, and beyond it where a weight or an output is off."""
-    batch, hidden = sizes
-    cell = step_cells.CELLS.get(name) or get(name)
-    kind, precision = ("float32", "tf32") if dtype == "tf32" else (dtype, None)
-    work = Workload(cell.identity(), hidden, hidden, batch, 5, kind, precision=precision).adjoint
-    module = module_of(cell, make_task(cell, work, SMALL), schedule, change, tmp_path)
-    monkeypatch.setattr("ecornn.runtime.loader.load", lambda path: module)
-    monkeypatch.setattr("ecornn.tune.timing.torch_sees_gpu", lambda: False)
-    monkeypatch.setattr("ecornn.runtime.loader.check_host", lambda device, number: None)
-    monkeypatch.setattr(measuring, "race", lambda runs, bound, fewest, seconds: [[one.clock(one.run)] for one in runs])
-    path = tmp_path / "answers.npz"
-    adjoint_oracle.write(path, cell, work, seed=1)
-    request = Measure(("module.so",), str(path), tolerance(work), work.seq, 0)
-    (one,) = measure(request)
-    # that of indrnn multiplies nothing, and what it leaves has all bits of float32
-    assert 0 < one.check <= (2e-5 if name == "indrnn" else tolerance(work)) and one.times.median > 0
-    assert module.library.runs == 3  # two are checked, one is timed
-
-    kept = dict(np.load(path))
-    for wrong in ("y", "last_0", *(["w:"] if name != "indrnn" else [])):  # whose factors have the weights in them
-        other = tmp_path / f"{wrong[:1]}.npz"
-        np.savez(other, **{n: 1.1 * v + 0.1 if n.startswith(wrong) else v for n, v in kept.items()})
-        with pytest.raises(ScheduleError, match="wrong output"):
-            measure(structs.replace(request, answers=str(other)))
-
-
-def test_a_recurrence_alone_has_no_c_interface():
-    """It is no layer, though its program has an entry of the usual name. Its tables say so, and how it packs."""
-    workload = Workload("lstm", 128, 128, 8, 40, "bfloat16").adjoint
-    task = make_task(get("lstm"), workload, H100)
-    schedule = all_schedules()["persistent"]
-    program = schedule.program(task, schedule.plan(task, config := schedule.default(task)))
-    manifest = make_manifest(get("lstm"), task, schedule, config, program, "by a test")
-    assert c_tables.tables(manifest, program.entries).startswith(bytes(8) + b"\2")
-
-
-@pytest.mark.parametrize("name", ["lstm", "gru", "rnn_relu", "lstm(layer_norm)", "lstm(peepholes,clip=0.75)", "slstm",
-                                  "indrnn", "blend"])
-def test_answers_are_proven_by_somebody_who_knows_nothing_of_the_analysis(name, monkeypatch):
-    """An error of a derivative, of a sum over steps or of the direction is seen, whatever the cell."""
-    cell = step_cells.CELLS.get(name) or get(name)
-    work = Workload(cell.identity(), 12, 12, 3, 9, "float16").adjoint
-    x, y, first, last, flat = adjoint_oracle.answers(cell, work, np.random.default_rng(0))
-    graph = make_task(cell, work, SMALL).graph
-    assert x.shape == (8, 3, len(graph.hoisted_outputs), 12) and y.shape == (8, 3, len(graph.outputs), 12)
-    assert len(first) == len(last) == len(graph.states) and {*flat} == {
-        cell.parameter_name(n) for n in cell.parameters(12, 12)}
-
-    def one_off(*arguments: Any) -> Any:
-        found = backpropagation.carry_out(*arguments)
-        weight = next(iter(found.parameters))
-        return replace(found, parameters=found.parameters | {weight: found.parameters[weight] * 1.01})
-
-    monkeypatch.setattr(adjoint_oracle, "carry_out", one_off)
-    with pytest.raises(CellError, match=f"gradients that were derived for {name.partition('(')[0]}.* are wrong: of"):
-        adjoint_oracle.answers(cell, work, np.random.default_rng(0))
-
 
 ENTRIES = Entries("search_rate:nothing", "search_rate:pretended_build", "search_rate:nothing",
                   "search_rate:pretended_measure")
 H100 = KNOWN["sm_90a"]
+WORK = Workload("lstm", 64, 64, 2, 10, "float16")
 SMALL_LSTM: dict[str, Any] = {"hidden": 64, "batch": 2, "seq": 10, "dtype": "float16"}
 
 
@@ -211,6 +112,16 @@ def test_a_record_of_one_entry_says_nothing_of_the_other():
     assert best == own and len(best_lines(Log([own, adjoint]), {})) == 2
 
 
+def test_a_recurrence_alone_has_no_c_interface():
+    """It is no layer, though its program has an entry of the usual name. Its tables say so, and how it packs."""
+    workload = Workload("lstm", 128, 128, 8, 40, "bfloat16").adjoint
+    task = make_task(get("lstm"), workload, H100)
+    schedule = all_schedules()["persistent"]
+    program = schedule.program(task, schedule.plan(task, config := schedule.default(task)))
+    manifest = make_manifest(get("lstm"), task, schedule, config, program, "by a test")
+    assert c_tables.tables(manifest, program.entries).startswith(bytes(8) + b"\2")
+
+
 @pytest.mark.parametrize(("arguments", "word"), [
     ({"schedule": "persistent_block"}, "one that carries out adjoints: persistent"),
     ({"training": 1}, "training=1"), ({"weights": "int16"}, "expected None or int8 on a GPU")])
@@ -240,9 +151,9 @@ def test_forward_has_half_of_the_time_at_most_and_backward_the_rest(pretended, m
 def test_on_a_cpu_there_is_one_search_and_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("ECORNN_TUNING_LOGS", str(tmp_path))
     layer = ("--cell", "gru", "--hidden", "16", "--batch", "2", "--seq", "8", "--target", "cpu", "--no-torch")
-    done = CliRunner().invoke(cli, ["tune", *layer, "--training", "--trials", "2"], catch_exceptions=False)
-    assert done.exit_code == 0 and "A CPU's backward pass has no knobs" in done.output
-    assert "--training --target cpu -o gru16.so" in done.output and "backward:" not in done.output
+    output = run("tune", *layer, "--training", "--trials", "2")
+    assert "A CPU's backward pass has no knobs" in output
+    assert "--training --target cpu -o gru16.so" in output and "backward:" not in output
     (log,) = tmp_path.glob("*.jsonl")
     assert all(not t.workload.backward for t in read(log).trials())
     planned = plan("gru", hidden=16, batch=2, seq=8, target="cpu", training=True)
@@ -274,6 +185,121 @@ def test_the_layers_of_the_benchmark_are_searched_in_time(pretended, tmp_path, c
     late = search_tables.search(pretended, wanted, tmp_path / "late.jsonl", 3, 1.0, 2)
     assert late == {} and "not begun" in search_tables.report(wanted, late)
     assert "default" in capsys.readouterr().out
+
+
+def test_workers_say_what_this_process_would(tmp_path: Path):
+    task = make_task(get("lstm"), WORK, H100)
+    expected = tuple(Candidate.of(s.name, s.default(task)) for s in serving_or_raise(task))
+    here, there = tmp_path / "here.npz", tmp_path / "there.npz"
+    oracle.write(here, get("lstm"), WORK, 3)
+    with Pool(ENTRIES, 1) as pool:
+        assert defaults(pool, Question("lstm", WORK, H100)) == expected
+        assert [c.schedule for c in defaults(pool, Question("lstm", WORK, H100, "fused_step"))] == ["fused_step"]
+        answers(pool, Question("lstm", WORK, H100, seed=3))(there)
+        space = ConfigSpace(task, serving_or_raise(task))
+        assert joined(space, scan_parts(pool, Question("lstm", WORK, H100), space)()) == space.scan()
+        with pytest.raises(ScheduleError, match=r"^no schedule serves .* is for llvm, not cuda$"):
+            defaults(pool, Question("lstm", WORK, H100, "cpu_sequence"))
+        with pytest.raises(ScheduleError, match=r"^dtype='float64' is not"):
+            defaults(pool, Question("lstm", structs.replace(WORK, dtype="float64"), H100))
+    with np.load(here) as a, np.load(there) as b:
+        assert a.files == b.files and all((a[name] == b[name]).all() for name in a.files)
+
+
+def few_records(_: None) -> bool:
+    """In the process of a search, and here: reading all that ship takes seconds."""
+    folders.shipped_folder = lambda: Path(os.environ["FEW_RECORDS"])
+    return proposing.ready(None)
+
+
+def test_a_search_elsewhere_proposes_what_one_here_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever it is told, also of a run that goes on; the space is scanned once that is needed."""
+    (tmp_path / "few").mkdir()
+    shutil.copy(shipped_folder() / "h100-rows.jsonl.xz", tmp_path / "few")
+    monkeypatch.setenv("FEW_RECORDS", str(tmp_path / "few"))
+    monkeypatch.setattr(folders, "shipped_folder", lambda: tmp_path / "few")
+    cell, run = get("lstm"), Journal(tmp_path / "log.jsonl", "1-1")
+    with Pool(replace(ENTRIES, propose_ready=f"{__name__}:few_records"), 1, proposers=1) as pool:
+        asked = Question("lstm", WORK, H100, "persistent_wide", 7)
+        given = defaults(pool, asked)
+
+        def spaced() -> ConfigSpace:
+            return ConfigSpace(make_task(cell, WORK, H100), [all_schedules()[c.schedule] for c in given], given)
+
+        parts = scan_parts(pool, asked, spaced())
+        with searching(pool, cell, spaced(), asked, parts, run) as there, \
+                searching(pool, cell, spaced(), asked, parts, run) as here:
+            assert isinstance(there, Elsewhere) and isinstance(here, Search) and there.first == here.first
+            assert len(here.model)
+            here.space.scans = lambda: joined(here.space, parts())
+            default = here.space.defaults()[0]
+            for one in (there, here):
+                one.tell(default, 3.0)
+            opening = here.ask(here.waiting())
+            assert there.waiting() == len(opening) and there.ask(len(opening)) == opening
+            assert there.parts is not None  # nothing waited for the scan
+            for one in (there, here):
+                one.prepare()
+            for number, candidate in enumerate(opening):
+                for one in (there, here):
+                    one.tell(candidate, None if number % 5 == 4 else 2.0 + number % 3)
+            for count in (4, 5):
+                batch = here.ask(count)
+                assert len(batch) == count and there.ask(count) == batch
+            assert there.tried == here.tried and default in there.tried
+            there.worker.kill()
+            with pytest.raises(ScheduleError, match="was lost; the same command goes on"):
+                there.ask(1)
+
+
+def test_given_candidates_cost_this_process_no_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended,
+                                                      capsys: pytest.CaptureFixture[str]):
+    """The defaults are those that a search here would find, and are looked for elsewhere."""
+    task = make_task(get("lstm"), WORK, H100)
+    preferred = serving_or_raise(task)[0]
+    default = dict(preferred.default(task))
+    other = {**default, "math": next(v for v in ("fast", "approx") if v != default["math"])}
+    given = Choice(preferred.name, other), Choice(preferred.name, default)
+    item = search_tables.Item("lstm:64:2:10:float16", given)
+    (tmp_path / "set.jsonl").write_bytes(search_tables.msgspec.json.encode(item) + b"\n")
+
+    forbidden = Mock(side_effect=AssertionError("a default was looked for in the process that tunes"))
+    monkeypatch.setattr(sessions, "Session", lambda target, **options: pretended)
+    for kind in {type(s) for s in all_schedules().values() if s.kind == "cuda"}:
+        monkeypatch.setattr(kind, "default", forbidden)
+        monkeypatch.setattr(kind, "expected", forbidden)
+    search_tables.run(tmp_path / "set.jsonl", 60.0, 2, 60.0)
+    assert "2 trials, 0 workloads failed" in capsys.readouterr().out
+    (log,) = (tmp_path / "logs").glob("*.jsonl")
+    (finish,) = [line.record for line in read(log).lines if isinstance(line.record, Finish)]
+    assert finish.default == Choice(preferred.name, default) and finish.default_us
+
+
+def test_records_are_verified_again_and_told_in_their_order(pretended):
+    lines = [line for line in read(shipped_folder() / "h100.jsonl.xz").lines if isinstance(line.record, Trial)]
+    small = [line for line in lines if line.record.workload.hidden <= 256]  # type: ignore[union-attr]
+    drawn, left = verifying.sample(small, H100, 10, 0)
+    checks = list(verifying.verify(drawn, pretended))
+    assert [check.line for check in checks] == drawn and len(drawn) == 10 and "of another device" not in left
+    assert all(check.outcome.times and check.drift for check in checks)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_several_are_built_at_a_time_where_that_disturbs_no_measurement(quiet: bool, monkeypatch: pytest.MonkeyPatch):
+    together, running, most = threading.Barrier(2), list[int](), list[int]()
+
+    def measured(line: int, session: object) -> int:
+        running.append(line)
+        most.append(len(running))
+        if not quiet:
+            together.wait(LIMIT)  # broken where the other one waits for this one
+        running.remove(line)
+        return line
+
+    monkeypatch.setattr(verifying, "measured", measured)
+    session: Any = SimpleNamespace(pool=SimpleNamespace(quiet=quiet))
+    lines: Any = range(6)
+    assert list(verifying.verify(lines, session)) == [*range(6)] and (max(most) == 1) == quiet
 
 
 @pytest.mark.gpu
