@@ -108,18 +108,12 @@ class Emulated:
         steps, batch = x.shape[:2]
         (rows, hidden), given = next(iter(states.values())).shape, dict(masks or {})
         width = directions * hidden
-        memory: dict[str, np.ndarray] = {}
-        for b in self.program.buffers:
-            if b.tensor is not None and programs.TENSORS[b.tensor].optional:
-                memory[b.name] = np.ascontiguousarray(given[b.tensor], DTYPES[b.dtype]).reshape(-1)
-            else:
-                memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, rows * hidden, width))
+        given |= {"x": x, "y": steps * batch * width, "state_out": rows * hidden}
+        memory = self.memory(steps, parameters, lambda b: states[b.name.removesuffix("_in")] if b.tensor == "state_in"
+                             else given.get(b.tensor or ""))
         self.carry_out(memory, steps, batch, entry)
         self.kept = {b.name: memory[b.name] for b in self.program.buffers if b.role == programs.KEPT}
-        for b in self.program.buffers:
-            if b.role in (programs.WORKSPACE, programs.MADE, programs.KEPT):
-                tail = memory[b.name].view(np.uint8)[-GUARD:]
-                assert (tail == 0xA5).all(), f"{b.name} was written beyond its end"
+        self.check_guards(memory)
         y = memory["y"][:steps * batch * width].reshape(steps, batch, width)
         out = {b.name.removesuffix("_out"): memory[b.name][:rows * hidden].reshape(rows, hidden)
                for b in self.program.buffers if b.tensor == "state_out"}
@@ -131,22 +125,31 @@ class Emulated:
         for call, values, own in _in_turn(self.program.entries[entry].calls, scalars, memory):
             self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
-    def _allocate(self, b: programs.Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
-                  parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int, int]) -> np.ndarray:
-        steps, batch, state, width = sizes
-        if b.tensor == "x":
-            return x.copy().reshape(-1)
-        if b.tensor == "state_in":
-            return states[b.name.removesuffix("_in")].copy().reshape(-1)
-        if b.role == programs.PACKED:
-            assert b.packing is not None
-            made = pack(b.packing, parameters).reshape(-1)
-            assert made.size == b.extent.at(0), b.name
-            return made
-        count = {"y": steps * batch * width, "state_out": state}.get(b.tensor or "", b.extent.at(steps))
-        raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
-        raw[-GUARD:] = 0xA5
-        return raw.view(DTYPES[b.dtype])
+    def memory(self, steps: int, parameters: Mapping[str, np.ndarray],
+               given: Callable[[programs.Buffer], np.ndarray | int | None]) -> Memory:
+        """Buffers before a call: packed parameters; what is ``given`` of another one, or NaN, as many elements as it
+        says or as the buffer's extent, with a guard behind."""
+        memory = {}
+        for b in self.program.buffers:
+            if b.role == programs.PACKED:
+                assert b.packing is not None
+                memory[b.name] = pack(b.packing, parameters).reshape(-1)
+                assert memory[b.name].size == b.extent.at(0), b.name
+                continue
+            content, count = given(b), b.extent.at(steps)
+            if content is not None:
+                count = max(count, content.size) if isinstance(content, np.ndarray) else content
+            raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
+            raw[-GUARD:] = 0xA5
+            memory[b.name] = raw.view(DTYPES[b.dtype])
+            if isinstance(content, np.ndarray):
+                memory[b.name][:content.size] = content.reshape(-1).astype(DTYPES[b.dtype])
+        return memory
+
+    def check_guards(self, memory: Mapping[str, np.ndarray]) -> None:
+        for b in self.program.buffers:
+            assert b.role == programs.PACKED or (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), (
+                f"{b.name} was written beyond its end")
 
     def _call(self, call: Any, memory: Mapping[str, np.ndarray], values: Mapping[str, Any], steps: int) -> None:
         if isinstance(call, programs.Fill):

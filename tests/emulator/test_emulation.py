@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from emulated import task_of
 from limits import Wanted, relative
 from msgspec.structs import replace
 from step_cells import Thrice
+from test_backward_recurrence_emulated import check_recurrence
 from test_persistent_emulated import SMALL, cut
-from test_persistent_wide import config_of
+from test_persistent_wide import FOUR_PARTS, backward_config, config_of
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
@@ -128,6 +130,17 @@ def test_what_is_dropped_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     except Fault:
         return
     assert not relative(y, right[name].astype(np.float64)) < 0.01
+
+
+# Fences that mbarriers have begun, of which either would do; of the state's chunks acquire, fence of who copies, fence
+# of who wrote, release.
+@pytest.mark.parametrize("change", [{"units": 16}, FOUR_PARTS], ids=str)
+@pytest.mark.parametrize("numbers", [(), (2,), (3,), (4,), (5,)], ids=str)
+def test_the_wide_kernel_of_an_adjoint(tmp_path: Path, numbers: tuple[int, ...], change: dict[str, int]):
+    layer = task_of("lstm", (6, 3, 24, 40), "float16", SMALL)
+    with pytest.raises((Fault, AssertionError), match="allowed") if numbers else nullcontext():
+        check_recurrence(tmp_path, PersistentWide(), layer, backward_config(**change), ordered=True,
+                         change=lambda text: without(text, numbers, 6))
 
 
 MESSAGE = """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import exact
 import numpy as np
 import pytest
-import step_cells
 from cuda_on_cpu import Emulated, inputs
-from emulated import check_numbers, task_of
+from emulated import check_numbers, known_by_name, task_of
 from limits import relative
 from msgspec.structs import replace
 from step_cells import Shared, Thrice
@@ -19,12 +19,14 @@ from ecornn.build.cuda import lower
 from ecornn.cells import get
 from ecornn.interpreter import interpret
 from ecornn.schedules import all_schedules
+from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent.plan import LINE, lanes_of
 from ecornn.targets import KNOWN
 from ecornn.workload import Traversal
 
-LSTM, GRU = "lstm(layer_norm)", "gru(layer_norm)"
+LSTM, GRU, CLUSTER = "lstm(layer_norm)", "gru(layer_norm)", {"carrier": "cluster", "fences": "rare"}
+known = known_by_name({"shared": Shared(), "thrice": Thrice()})
 CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
     (LSTM, (5, 3, 24, 40), "bfloat16", {}, Traversal()),
     (GRU, (40, 5, 24, 40), "float32", {"fences": "rare", "units": 8}, Traversal()),  # more than once around the ring
@@ -37,36 +39,27 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal
     ("lstm(layer_norm,projection)", (5, 4, 8, 20), "bfloat16", {"units": 8, "warps": 1, "hoisted": "same"},
      Traversal()),
     ("blend", (5, 6, 9, 40), "float16", {}, Traversal(resets=True)),  # statistics beside a product
-    (LSTM, (9, 5, 24, 40), "float16", {}, Traversal(sequences=True))]
-CLUSTERS: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
-    (LSTM, (7, 1, 24, 40), "float16", {}, Traversal()),
-    (LSTM, (6, 5, 24, 33), "bfloat16", {"units": 8, "hoisted": "same"}, Traversal()),
-    (GRU, (2, 23, 7, 65), "float16", {"groups": 2, "units": 24, "registers": 0}, Traversal()),
-    (LSTM, (5, 9, 9, 40), "float32", {"registers": 50}, Traversal(True, 2, True, True)),
-    ("gru_reset_before(layer_norm)", (1, 3, 9, 20), "float32", {"units": 8}, Traversal()),  # no step after the first
-    ("blend", (6, 10, 9, 20), "float16", {"units": 8, "warps": 1}, Traversal(False, 2, True, True)),
-    (GRU, (9, 5, 24, 40), "float16", {}, Traversal(sequences=True))]
+    (LSTM, (9, 5, 24, 40), "float16", {}, Traversal(sequences=True)),
+    (LSTM, (7, 1, 24, 40), "float16", CLUSTER, Traversal()),
+    (LSTM, (6, 5, 24, 33), "bfloat16", CLUSTER | {"units": 8, "hoisted": "same"}, Traversal()),
+    (GRU, (2, 23, 7, 65), "float16", CLUSTER | {"groups": 2, "units": 24, "registers": 0}, Traversal()),
+    (LSTM, (5, 9, 9, 40), "float32", CLUSTER | {"registers": 50}, Traversal(True, 2, True, True)),
+    ("gru_reset_before(layer_norm)", (1, 3, 9, 20), "float32", CLUSTER | {"units": 8}, Traversal()),  # the first alone
+    ("blend", (6, 10, 9, 20), "float16", CLUSTER | {"units": 8, "warps": 1}, Traversal(False, 2, True, True)),
+    (GRU, (9, 5, 24, 40), "float16", CLUSTER, Traversal(sequences=True))]
 
 
-def some(cases: list[Any], quick: tuple[int, ...]) -> list[Any]:
-    """The cases, those that are not ``quick`` among the slow ones."""
-    return [case if n in quick else pytest.param(*case, marks=pytest.mark.slow) for n, case in enumerate(cases)]
-
-
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), some(CASES, (0, 3, 4, 8)), ids=str)
-def test_through_l2(tmp_path, cell, sizes, dtype, change, traversal):
-    task = task_of(cell, sizes, dtype, SMALL, traversal)
-    check_numbers(tmp_path, Persistent(), task, cut(task, **change))
-
-
-@pytest.mark.parametrize("lazy", [pytest.param(False, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal"), some(CLUSTERS, (0, 3, 5)), ids=str)
-def test_in_clusters(tmp_path, cell, sizes, dtype, change, traversal, lazy):
-    """Words arrive as early as they can, and as late."""
-    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15), traversal)
-    config = cut(task, carrier="cluster", fences="rare", **change)
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "change", "traversal", "lazy"), [
+    pytest.param(*case, lazy, marks=[pytest.mark.slow] * (n not in (0, 3, 4, 8, 10, 13, 15))
+                 + [pytest.mark.exhaustive] * (not lazy))
+    for n, case in enumerate(CASES) for lazy in (True, False) if lazy or "carrier" in case[3]], ids=str)
+def test_matches_float64(tmp_path, cell, sizes, dtype, change, traversal, lazy):
+    """Inside clusters words arrive as early as they can, and as late."""
+    clusters = "carrier" in change
+    task = task_of(cell, sizes, dtype, replace(SMALL, cores=15) if clusters else SMALL, traversal)
+    config = cut(task, **change)
     program = Persistent().program(task, Persistent().plan(task, config))
-    assert not any(b.name.startswith("sums") for b in program.buffers)
+    assert any(b.name.startswith("sums") for b in program.buffers) != clusters
     check_numbers(tmp_path, Persistent(), task, config, lazy=lazy)
 
 
@@ -76,13 +69,22 @@ def test_fewer_rows_than_compiled(tmp_path, carrier):
     check_numbers(tmp_path, Persistent(), task, cut(task, groups=2, units=24, carrier=carrier, fences="rare"), batch=2)
 
 
+def drawn(task: Task) -> tuple[Any, Any, Any]:
+    w = task.workload
+    return inputs(w.cell, (w.seq, w.batch, w.input, w.hidden), w.dtype, task.graph.parameters, tuple(task.graph.states))
+
+
+def emulated(task: Task, folder: Path) -> Emulated:
+    return Emulated(Persistent().program(task, Persistent().plan(task, cut(task))), folder)
+
+
 def test_a_mean_that_is_large_beside_the_deviations(tmp_path):
     """The state of all units is near 20: a sum of squares that is not about the mean would lose all of its digits."""
     task = task_of(LSTM, (6, 3, 8, 40), "float32", SMALL)
-    x, states, parameters = inputs(LSTM, (6, 3, 8, 40), "float32", task.graph.parameters, tuple(task.graph.states))
+    x, states, parameters = drawn(task)
     parameters["bias_hh"][1] += 9  # forget gates stay open
     states["c"] += np.float32(20)
-    y, _ = Emulated(Persistent().program(task, Persistent().plan(task, cut(task))), tmp_path).run(x, states, parameters)
+    y, _ = emulated(task, tmp_path).run(x, states, parameters)
     wanted, _ = interpret(get(LSTM), x, parameters, list(states.values()))
     assert relative(y[1:], wanted[1:]) < 2e-5
 
@@ -90,26 +92,23 @@ def test_a_mean_that_is_large_beside_the_deviations(tmp_path):
 def test_a_row_that_is_no_number_harms_no_sequence_after_it(tmp_path):
     """The mean of the step before is not used where it is none."""
     task = task_of(LSTM, (6, 3, 8, 40), "float32", SMALL, Traversal(resets=True))
-    x, states, parameters = inputs(LSTM, (6, 3, 8, 40), "float32", task.graph.parameters, tuple(task.graph.states))
+    x, states, parameters = drawn(task)
     clean, resets = x.copy(), np.zeros((6, 3), bool)
     x[1, 1], resets[3, 1] = np.nan, True
-    run = Emulated(Persistent().program(task, Persistent().plan(task, cut(task))), tmp_path).run
+    run = emulated(task, tmp_path).run
     y, wanted = (run(values, states, parameters, {"resets": resets})[0] for values in (x, clean))
     assert np.isnan(y[1:3, 1]).all() and np.isfinite(y[3:]).all()
     assert relative(y[3:], wanted[3:]) < 1e-5
 
 
-def test_rows_of_any_size_before_a_row_begins(tmp_path, monkeypatch):
+def test_rows_of_any_size_before_a_row_begins(tmp_path):
     """Steps in which a row takes no part leave no mean to the steps in which it does."""
-    for known in (step_cells.CELLS, exact.ALL_CELLS):
-        monkeypatch.setitem(known, "shared", Shared())
     task = task_of("shared", (5, 3, 8, 40), "float32", SMALL, Traversal(reverse=True, lengths=True))
-    x, states, parameters = inputs("shared", (5, 3, 8, 40), "float32", task.graph.parameters, ("h",))
+    x, states, parameters = drawn(task)
     lengths = np.array([2, 5, 3], np.int32)
     for b, n in enumerate(lengths):
         x[n:, b] = 1e5
-    program = Persistent().program(task, Persistent().plan(task, cut(task)))
-    y, _ = Emulated(program, tmp_path).run(x, states, parameters, {"lengths": lengths})
+    y, _ = emulated(task, tmp_path).run(x, states, parameters, {"lengths": lengths})
     wanted, _ = exact.expected("shared", task.traversal, x.astype(np.float64), {"h": states["h"].astype(np.float64)},
                                {n: p.astype(np.float64) for n, p in parameters.items()}, {"lengths": lengths},
                                exact.in_float64)
@@ -118,9 +117,7 @@ def test_rows_of_any_size_before_a_row_begins(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("carrier", "change"), [
     ("l2", {"units": 8}), ("l2", {"units": 32}), ("cluster", {"units": 16})])
-def test_an_odd_number_of_statistics_in_one_exchange(tmp_path, monkeypatch, carrier, change):
-    for known in (step_cells.CELLS, exact.ALL_CELLS):
-        monkeypatch.setitem(known, "thrice", Thrice())
+def test_an_odd_number_of_statistics_in_one_exchange(tmp_path, carrier, change):
     task = task_of("thrice", (6, 3, 9, 40), "float16", replace(SMALL, cores=12))
     config = cut(task, carrier=carrier, fences="rare", warps=2, gate_warps=2 if change["units"] > 8 else 1, **change)
     assert Persistent().plan(task, config).sums == (3,)
