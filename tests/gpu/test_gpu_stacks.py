@@ -1,10 +1,9 @@
-"""Stacks, directions, lengths and resets on a GPU, by every schedule; ecornn.torch and ONNX's node tests there;
-gradients of sequences in columns, of layers, stacks, and packed sequences of PyTorch."""
+"""Stacks, directions, lengths and resets on a GPU, by every schedule; ecornn.torch there; gradients of sequences in
+columns, of layers, stacks, and packed sequences of PyTorch."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
@@ -233,17 +232,6 @@ def test_torch_modules(name: str, options: dict[str, Any]):
         kept.copy_(torch.randn_like(kept))
         graph.replay()
         assert relative(y.cpu(), theirs(kept.double())[0].cpu().numpy()) <= 1e-5
-
-
-def test_onnx_node_tests():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from test_onnx import NODES, RecurrentBackend
-    assert len(NODES) >= 18
-    for case in NODES:
-        for inputs, outputs in case.data_sets:
-            for one, other in zip(RecurrentBackend.prepare(case.model, "CUDA").run(list(inputs)), outputs, strict=True):
-                np.testing.assert_allclose(one, other, rtol=case.rtol, atol=case.atol, err_msg=case.name)
 
 
 LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}

@@ -228,7 +228,6 @@ def check_columns(step: LayerStep, name: str, sizes: tuple[int, int, int, int], 
 
 @pytest.mark.parametrize(("schedule", "name", "sizes", "dtype", "reverse"), [
     ("persistent", "lstm", (9, 3, 6, UNITS), "float32", False),
-    pytest.param("persistent", "lstm", (9, 5, 16, UNITS), "bfloat16", True, marks=pytest.mark.exhaustive),
     ("persistent", "gru", (8, 4, 7, UNITS), "float32", True),
     pytest.param("persistent", "gru_reset_before", (7, 4, 8, UNITS), "float32", False, marks=pytest.mark.exhaustive),
     pytest.param("persistent", "rnn_tanh", (12, 2, 5, UNITS), "float16", False, marks=pytest.mark.exhaustive),
