@@ -15,6 +15,7 @@ import device_packing as emulated
 import msgspec
 import numpy as np
 import pytest
+import torch
 from emulated import TINY, task_of, training_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,17 +27,22 @@ from test_runtime_packing import packings
 
 from ecornn import program as programs
 from ecornn.analysis import analyse
+from ecornn.cells import get
 from ecornn.compiler import _complete, plan
 from ecornn.dtypes import DLPACK, ITEMSIZE
 from ecornn.errors import DeviceError, ShapeError
 from ecornn.manifest import Manifest, Parameter
 from ecornn.program import BACKWARD, FORWARD, KEPT, WORKSPACE, Buffer, Chunks, Extent, Packing, Program
+from ecornn.runtime import torch_arrays
+from ecornn.runtime.caller import Caller
 from ecornn.runtime.frameworks import arrays_of
 from ecornn.runtime.layer import Kept, Training
 from ecornn.runtime.memory import GivenMemory, HostMemory
 from ecornn.schedules import Task, all_schedules
 from ecornn.schedules.base import Component
 from ecornn.schedules.chunks import Uses, free_for, overlaid
+from ecornn.targets import resolve
+from ecornn.task import make_manifest, make_task
 from ecornn.workload import Traversal, Workload
 
 
@@ -262,14 +268,6 @@ def test_packings_that_the_kernel_cannot_do(library: Any, changes: dict[str, Any
 
 def test_a_layer_packs_on_the_gpu_when_it_is_bound_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Memory, copies and the kernel of a GPU, in host memory: what a layer holds is what one bound from NumPy holds."""
-    import torch
-
-    from ecornn.cells import get
-    from ecornn.runtime import torch_arrays
-    from ecornn.runtime.caller import Caller
-    from ecornn.targets import resolve
-    from ecornn.task import make_manifest, make_task
-
     cell, schedule = get("gru"), all_schedules()["persistent"]
     workload = Workload(cell.identity(), 40, 24, 3, 5, "bfloat16")
     task = make_task(cell, workload, resolve("sm_90a"), Traversal(keep="states"))

@@ -1,5 +1,4 @@
-"""The persistent kernel, emulated on the CPU: every way in which a layer can be cut; its layouts, by doing in NumPy
-what the tensor cores do with them."""
+"""The persistent kernel, emulated on the CPU: every way in which a layer can be cut."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_on_cpu import pack
 from emulated import check_numbers, task_of
 from msgspec.structs import replace
 
@@ -16,11 +14,8 @@ from ecornn.build import nvcc
 from ecornn.build.cuda import lower
 from ecornn.runtime import Columns
 from ecornn.schedules.base import Task
-from ecornn.schedules.cuda.isa.tensor_core import per_word
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent import plan as persistent_plan
-from ecornn.schedules.persistent.exchange import word_of
-from ecornn.schedules.persistent.plan import packing_of
 from ecornn.targets import KNOWN
 from ecornn.workload import ALONE, Traversal
 
@@ -265,44 +260,6 @@ def test_clusters_are_offered_where_there_are_any(device, values):
     (knob,) = (k for k in Persistent().knobs(task_of("lstm", (40, 16, 24, 320), "float16", KNOWN[device]))
                if k.name == "carrier")
     assert (knob.values, knob.before) == (values, "l2")
-
-
-# 13 and 65 are off every tile, 40 leaves the last block without all of its units
-@pytest.mark.parametrize("hidden,batch", [(13, 3), (40, 9), (65, 20)])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("cell", ["lstm", "gru", "gru_reset_before", "rnn_tanh"])
-def test_fragments_multiply_to_the_product(cell, dtype, hidden, batch):
-    """Of whole numbers, of which all sums are exact."""
-    rng = np.random.default_rng(hidden)
-    task = task_of(cell, (4, batch, hidden, hidden), dtype, KNOWN["sm_90a"])
-    plan = Persistent().plan(task, Persistent().default(task))
-    parameters = {n: rng.integers(-8, 9, s).astype(np.float64) for n, s in task.graph.parameters.items()}
-    n = per_word(dtype)
-    for index, phase in enumerate(plan.phases):
-        rows = task.graph.phases[index].products
-        h = rng.integers(-8, 9, (plan.groups * plan.columns, hidden)).astype(np.float64)
-        expected = np.einsum("bk,gjk->bgj", h, np.stack([parameters[r.term.parameter][r.term.gate] for r in rows]))
-        exchange = np.zeros((plan.groups, plan.slot_words(phase), n))
-        for group in range(plan.groups):
-            for column in range(plan.columns):
-                for unit in range(hidden):
-                    word = word_of(plan, phase, 0, unit - unit % n, column)
-                    assert word >= 0 and not exchange[group, word, unit % n]
-                    exchange[group, word, unit % n] = h[group * plan.columns + column, unit]
-        words = exchange.reshape(plan.groups, phase.operands, plan.warps, phase.warp_pairs, plan.tiles, 8, 4, 4, n)
-        octets = phase.octets(plan.units)
-        weights = pack(packing_of(task, plan, index), parameters).astype(np.float64).reshape(
-            plan.blocks, plan.warps, phase.operands, phase.warp_pairs, octets, 8, 4, 4, n)
-        # lane (row or column, quarter) and its four words: the sum over a fragment is over quarter, word, value
-        product = np.einsum("bwopvrqcn,gowptmqcn->gtmbvr", weights, words)
-        product = product.reshape(plan.groups * plan.columns, plan.blocks, octets, 8)
-        e = phase.interleave
-        for g in range(len(rows)):
-            for unit in range(hidden):
-                block, local = divmod(unit, plan.units)
-                row = (g // e * plan.units * e + local // (8 // e) * 8 + local % (8 // e) * e + g % e)
-                found = product[:, block, row // 8, row % 8]
-                assert (found == expected[:, g, unit]).all()
 
 
 @pytest.mark.parametrize("cell,hidden,batch,dtype", [

@@ -6,9 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
-from cuda_on_cpu import pack
 from emulated import check_numbers, task_of
 from msgspec.structs import replace
 from sanitize import CASES as SANITIZED
@@ -19,7 +17,6 @@ from test_persistent_emulated import cut
 from ecornn.compiler import plan
 from ecornn.schedules.base import Schedule, Task
 from ecornn.schedules.persistent_wide import PersistentWide
-from ecornn.schedules.persistent_wide.plan import packing_of
 from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import ALONE, Traversal
@@ -199,43 +196,6 @@ def test_fewer_rows_than_compiled(tmp_path, check, cores, config):
 def test_the_default_of_small_layers(tmp_path, check, task_for):
     layer, schedule = task_of("gru", (3, 33, 31, 129), "bfloat16", SMALL), PersistentWide()
     check(tmp_path, schedule, layer, schedule.default(task_for(layer)))
-
-
-def numbered(packing, task, *shape):
-    """Packed parameters, in that shape, and the parameters themselves, each of which has numbers of its own."""
-    parameters = {n: np.arange(np.prod(s)).reshape(s) % 2039 for n, s in task.graph.parameters.items()}
-    return pack(packing, parameters).reshape(shape), parameters
-
-
-@pytest.mark.parametrize(("cell", "units"), [("lstm", 6), ("gru", 16), ("rnn_tanh", 8)])
-def test_weights_lie_as_wgmma_reads_them(cell, units):
-    """8 rows of 16 bytes in a piece; the pieces of 8 values of K one behind the other."""
-    H = 70
-    task = task_of(cell, (3, 4, 8, H), "float16", replace(HOPPER, cores=16))
-    plan = PersistentWide().plan(task, config_of(units=units))
-    made, parameters = numbered(packing_of(task, plan), task, plan.blocks, 2 * plan.chunks, 8, plan.octets, 8, 8)
-    rows, e = task.graph.phases[0].products, plan.interleave
-    for gate, unit, k in np.random.default_rng(0).integers((len(rows), H, H), size=(500, 3)).tolist():
-        block, local = divmod(unit, units)
-        row = gate // e * units * e + local * e + gate % e
-        value = made[block, k // 64, k % 64 // 8, row // 8, row % 8, k % 8]
-        assert float(value) == parameters[rows[gate].term.parameter][rows[gate].term.gate, unit, k]
-
-
-@pytest.mark.parametrize(("cell", "change"), [("lstm", {"units": 24}), ("rnn_tanh", {"units": 8}),
-                                              ("lstm", {"units": 72, "row_teams": 2, "parts": 3})])
-def test_weights_of_adjoints_lie_operand_by_operand(cell, change):
-    """Otherwise as those of layers."""
-    H = 70
-    task = recurrence_of(task_of(cell, (3, 4, 8, H), "float16", replace(HOPPER, cores=16)))
-    plan, (phase,) = PersistentWide().plan(task, backward_config(**change)), task.graph.phases
-    made, parameters = numbered(packing_of(task, plan), task, plan.sets, -1, 8, plan.octets, 8, 8)
-    assert made.shape[1] >= plan.counters >= 2 * len(phase.operands)
-    for operand, unit, k in np.random.default_rng(0).integers((len(phase.operands), H, H), size=(500, 3)).tolist():
-        member, row = divmod(unit, plan.units)
-        value = made[member, 2 * operand + k // 64, k % 64 // 8, row // 8, row % 8, k % 8]
-        name, gate = phase.products[0].source(phase.operands[operand])
-        assert float(value) == parameters[name][gate, k, unit]
 
 
 def test_what_does_not_fit_is_refused():

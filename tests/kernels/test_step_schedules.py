@@ -28,7 +28,6 @@ from ecornn.schedules.base import Schedule, Task
 from ecornn.schedules.elementwise import Elementwise
 from ecornn.schedules.step.fused_step import FusedStep
 from ecornn.schedules.step.layout_transform import LayoutTransform
-from ecornn.schedules.step.scalars import Layout
 from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import ALONE, Traversal
@@ -171,13 +170,6 @@ def test_what_phases_hand_on():
     names = {var.name.rsplit("__", 1)[0]: made for var, made in carried(graph).items()}
     assert list(names.values()) == [0] and "update" in next(iter(names))
     assert not carried(task_of("lstm", (1, 1, 4, 4), "float32").graph)
-
-
-@given(st.integers(1, 5), st.integers(1, 4), st.sampled_from([16, 32]), st.booleans())
-def test_layouts_hold_every_element_once(rows: int, blocks: int, block: int, whole: bool):
-    layout = Layout(rows, blocks * block, blocks * block if whole else block)
-    places = {layout.place(r, u) for r in range(rows) for u in range(layout.width)}
-    assert places == set(range(layout.size))
 
 
 @pytest.mark.parametrize("name", [name for name, schedule in all_schedules().items() if schedule.kind == "cuda"])
