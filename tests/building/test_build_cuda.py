@@ -220,15 +220,6 @@ def test_large_arrays_become_variables(monkeypatch: pytest.MonkeyPatch):
     assert "acc_ptr_e0" in nvcc.as_variables(source) and "acc_ptr_1[1]" in nvcc.as_variables(source)
 
 
-def test_each_device_loads_once(built: tuple[Path, Generated], fake: Path):
-    code = ("from threading import Thread\n"
-            "threads = [Thread(target=m['synchronize'], args=(i % 2, 0)) for i in range(8)]\n"
-            "[t.start() for t in threads], [t.join() for t in threads]\n")
-    calls = child(code, built[0], fake).calls
-    assert sum(c.startswith("cuModuleLoadData") for c in calls) == 2
-    assert calls.count("cuInit 0") == 1 and calls.count("cuStreamSynchronize 0") == 8
-
-
 def test_memory_functions(built: tuple[Path, Generated], fake: Path):
     code = ("p = m['alloc'](0, 96)\nassert p == 4096 and m['alloc'](0, 0) == 0\n"
             "m['copy'](0, p, 5, 96, 3)\nm['copy'](0, p, 5, 0, 3)\nm['synchronize'](0, 3)\n"

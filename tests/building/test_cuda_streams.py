@@ -180,7 +180,7 @@ def test_two_threads_may_take_two_devices_in_turns(both: Path, fake: Path):
             "[t.start() for t in threads], [t.join() for t in threads]\n"
             + "".join(f"m['run'](3, 1, {device}, {70 + device}, *{POINTERS})\n" for device in range(2)))
     notes = child(code, both, fake, FAKE_CONTEXTS="1").calls
-    assert count(notes, "cuModuleLoadData") == 2
+    assert count(notes, "cuModuleLoadData") == 2 and notes.count("cuInit 0") == 1
     assert sorted(note for note in notes if "PrimaryCtxRetain" in note) == [
         f"cuDevicePrimaryCtxRetain {10 + device}" for device in range(2)]
     launched = [tuple(map(int, re.findall(r"stream=(\d+).* context=(\d+)", note)[0]))

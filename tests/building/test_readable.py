@@ -30,7 +30,7 @@ from ecornn.analysis import analyse
 from ecornn.build import cuda, readable
 from ecornn.build.cuda import lower
 from ecornn.build.nvcc import compile_cubin
-from ecornn.build.readable import WIDTH, clear, without_notes, wrapped
+from ecornn.build.readable import WIDTH, clear, wrapped
 from ecornn.cells import Cell, pointwise, product
 from ecornn.cli import main
 from ecornn.program import Program
@@ -279,10 +279,6 @@ def test_numbers_are_the_same_in_decimal(text: str):
     bits = np.float32 if "f/" in text else float
     assert bits(readable._FLOAT.sub(readable._decimal, text).rstrip("f")) == bits(
         float.fromhex(text.split("/")[0].rstrip("f")))
-
-
-def test_what_is_compiled_has_no_notes():
-    assert without_notes(f'a;\n  {NOTE}("MMA warps, prologue");\nb;\n') == "a;\nb;\n"
 
 
 LAYERS = {str(layer): layer for layer in digests.layers()}

@@ -249,7 +249,7 @@ def test_matrices_of_several_numbers_of_rows(library: Any):
     assert not tables_of_launches(library, {"a": np.ones((2, 5, 6)), "b": np.ones((2, 5, 7))}, {two: 0})
 
 
-def test_parameters_of_several_tables_of_launches(library: Any):
+def test_parameters_of_several_launches(library: Any):
     names = [f"w{n}" for n in range(emulated.PARAMETERS + 5)]
     parameters = {name: np.full((1, 2, 8), n, np.float32) for n, name in enumerate(names)}
     cases = {name: Packing(((name, 0), ("", 0)), (2, 2, 8), (2, 2, 8), (1, 0, 2), "float16") for name in names}

@@ -201,11 +201,6 @@ def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
     check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), lazy=False)
 
 
-def test_fewer_rows_than_compiled(tmp_path):
-    made = task("gru", (50, 9, 16, 24), "bfloat16", 2)
-    check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), batch=4)
-
-
 def test_what_it_does_not_serve():
     """These keep the kernel of ``schedules/gemm/rows_mma.py``."""
     def serves(cell="lstm", sizes=(40, 3, 64, 40), dtype="bfloat16", device=HOPPER):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -228,11 +227,6 @@ CASES: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal
 def test_elementwise(tmp_path, cell, sizes, dtype, knobs, traversal, lazy):
     task = task_of(cell, sizes, dtype, traversal=traversal)
     check_numbers(tmp_path, SCHEDULE, task, {**SCHEDULE.default(task), **knobs}, lazy=lazy)
-
-
-def test_fewer_rows_than_compiled(tmp_path: Path):
-    task = task_of("indrnn", (9, 7, 5, 12), "float32")
-    check_numbers(tmp_path, SCHEDULE, task, SCHEDULE.default(task), batch=3)
 
 
 def test_it_is_chosen_for_such_cells_and_for_no_other():
