@@ -39,6 +39,7 @@ from ecornn.tune.session import Session
 from ecornn.workload import SERIAL, Overlap, Stack, Workload
 
 T, B, I, H = 5, 6, 7, 37
+SCHEDULES = all_schedules()
 
 
 def cell_of(name: str) -> Cell:
@@ -48,7 +49,7 @@ def cell_of(name: str) -> Cell:
 def program_of(schedule: str, cell: str, stack: Stack, dtype: str, cores: int = 3,
                forward: dict[str, int] | None = None, overlap: Overlap = SERIAL, **change: int) -> Program:
     """With these knobs, those of ``forward`` only in sequences that do not go in reverse."""
-    whole, made, found = Workload(cell, H, I, B, T, dtype), {}, all_schedules()[schedule]
+    whole, made, found = Workload(cell, H, I, B, T, dtype), {}, SCHEDULES[schedule]
     for part in stack.parts(whole):
         if (part.workload, part.traversal) not in made:
             graph = analyse(cell_of(cell), part.workload.input, H)
@@ -191,7 +192,7 @@ def test_persistent_stacks_compile(cell, dtype, monkeypatch):
     clusters = program_of("persistent", cell, stack, dtype, cores=132)
     assert sorted(clusters.functions) == sorted(f"{n}{end}" for n in ("project", "persistent") for end in ("", "_v1"))
     monkeypatch.setattr(Device, "clusters", lambda self, blocks: 0)
-    monkeypatch.setattr(all_schedules()["persistent"], "_known", {})
+    monkeypatch.setattr(SCHEDULES["persistent"], "_known", {})
     before = program_of("persistent", cell, stack, dtype, cores=132, ahead=100)
     # one projection for each width of x, the others for each direction
     assert sorted(before.functions) == sorted(f"{n}{end}" for n in ("project", "persistent", "start")
@@ -351,7 +352,7 @@ def test_rows():
 def test_estimates_read_the_row(monkeypatch, cell, sizes, schedules):
     """Each estimate is larger where rates are halved and times are doubled."""
     task = task_of(cell, sizes, "float16", KNOWN["sm_90a"])
-    configs = {one: one.default(task) for one in map(all_schedules().__getitem__, schedules)}
+    configs = {one: one.default(task) for one in map(SCHEDULES.__getitem__, schedules)}
 
     def estimates() -> list[float]:
         return [one.features(task, one.plan(task, config))["estimate"] for one, config in configs.items()]
