@@ -182,18 +182,13 @@ def _in_turn(calls: Iterable[programs.Call], values: dict[str, int], memory: Mem
             steps = call.steps(values["T"])
             chunks = -(-values["T"] // steps)
             for diagonal in range(chunks + len(call.layers) - 1):
-                yield from _mixed([_chunk(layer, (diagonal - i) * steps, steps, values, memory)
+                yield from _mixed([_chunk(layer, (diagonal - i) * steps, steps, values, memory, diagonal > i)
                                    for i, layer in enumerate(call.layers) if 0 <= diagonal - i < chunks])
         elif isinstance(call, programs.Chunks):
             firsts = range(0, values["T"], call.steps)
             for n, first in enumerate(reversed(firsts) if call.reverse else firsts):
-                own = memory | {b: memory[b][first * values["B"] * size:] for b, size in call.rows.items()}
-                own |= {before: memory[then] for before, then in call.states} if n else {}
-                own |= {a: own[b] for a, b in call.in_place if memory[a] is memory[b]}
-                steps = min(call.steps, values["T"] - first)
-                scalars = {"T": steps, "first_step": first, "all_steps": values["T"],
-                           "add": int(values["add"] or n > 0)}
-                yield from _in_turn(call.calls, values | scalars, own)
+                scalars = {"first_step": first, "all_steps": values["T"], "add": int(values["add"] or n > 0)}
+                yield from _chunk(call, first, call.steps, values | scalars, memory, n > 0)
         elif isinstance(call, programs.Relay):
             size, places = values["B"] * call.row, [memory[call.before], memory[call.after]]
             found = memory[call.given]
@@ -210,12 +205,13 @@ def _in_turn(calls: Iterable[programs.Call], values: dict[str, int], memory: Mem
             yield call, values, memory
 
 
-def _chunk(layer: programs.WaveLayer, first: int, steps: int, values: dict[str, int],
-           memory: Memory) -> Iterator[Single]:
-    """A layer's launches for the steps from ``first`` on."""
-    own = memory | {n: memory[n][first * values["B"] * size:] for n, size in layer.rows.items()}
-    own |= {before: memory[then] for before, then in layer.states} if first else {}
-    return _in_turn(layer.calls, values | {"T": min(steps, values["T"] - first)}, own)
+def _chunk(of: programs.WaveLayer | programs.Chunks, first: int, steps: int, values: dict[str, int], memory: Memory,
+           goes_on: bool) -> Iterator[Single]:
+    """The launches for the steps from ``first`` on; ``goes_on``: from the states of the chunk before."""
+    own = memory | {n: memory[n][first * values["B"] * size:] for n, size in of.rows.items()}
+    own |= {before: memory[then] for before, then in of.states} if goes_on else {}
+    own |= {a: own[b] for a, b in getattr(of, "in_place", ()) if memory[a] is memory[b]}
+    return _in_turn(of.calls, values | {"T": min(steps, values["T"] - first)}, own)
 
 
 def _mixed(branches: list[Iterator[Single]]) -> Iterator[Single]:
