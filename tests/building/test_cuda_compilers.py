@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cuda_sample
+import psutil
 import pytest
 from events import LIMIT
 
-from ecornn.build import cache, nvcc
+from ecornn.build import cache, nvcc, nvrtc
+from ecornn.build import link as linking
 from ecornn.build.commands import at_the_same_time
 from ecornn.build.cuda import lower
 from ecornn.build.generated import Generated
@@ -37,14 +39,13 @@ def test_nvcc_and_its_errors(real_nvcc: None):
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.exhaustive), "sm_90a"])
 def test_short_headers_make_the_same_code(real_nvcc: None, arch: str):
     """In every data type: products, exchanges and functions that the compiler replaces."""
-    sources = [lower(cuda_sample.program(), arch)[1]]
-    for schedule, dtype, precision in (("persistent", "float16", None), ("layout_transform", "bfloat16", None),
-                                       ("persistent", "float32", "exact"), ("persistent", "float32", "tf32")):
-        made = plan("slstm", hidden=64, batch=3, dtype=dtype, precision=precision, target=arch, schedule=schedule)
-        sources.append(lower(made.programs()[0], arch)[1])
-    made = plan("lstm", hidden=130, input=65, batch=20, dtype="float16", target=arch, schedule="persistent")
-    sources.append(lower(made.programs()[0], arch)[1])  # rows and columns beyond x are constants of 16 bits
-    for source in sources:
+    plans = [plan("slstm", hidden=64, batch=3, dtype=dtype, precision=precision, target=arch, schedule=schedule)
+             for schedule, dtype, precision in (("persistent", "float16", None), ("layout_transform", "bfloat16", None),
+                                                ("persistent", "float32", "exact"), ("persistent", "float32", "tf32"))]
+    # rows and columns beyond x are constants of 16 bits
+    plans.append(plan("lstm", hidden=130, input=65, batch=20, dtype="float16", target=arch, schedule="persistent"))
+    for program in (cuda_sample.program(), *(made.programs()[0] for made in plans)):
+        source = lower(program, arch)[1]
         short = nvcc.short(source)
         assert short is not None and "#include <" not in short
         code = [b"".join(nvcc._nvcc(str(nvcc.find_nvcc()), text, arch, "ptx", defines)[0].split())
@@ -105,8 +106,6 @@ def test_only_what_headers_can_mend_is_compiled_again(monkeypatch: pytest.Monkey
 
 
 def test_a_missing_cuda_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    from ecornn.build import nvrtc
-
     monkeypatch.setattr(nvcc, "find_nvcc", lambda: None)
     monkeypatch.setattr(nvrtc, "available", lambda: False)
     for choice in ("", "nvcc", "nvrtc"):
@@ -164,23 +163,22 @@ def test_a_failed_link_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_architectures():
-    found = [architecture(*c, "") for c in ((8, 0), (8, 6), (9, 0), (12, 0))]
-    assert found == ["sm_80", "sm_86", "sm_90a", "sm_120"]
+    assert [architecture(*c, "") for c in ((8, 0), (8, 6), (9, 0), (12, 0))] == ["sm_80", "sm_86", "sm_90a", "sm_120"]
     with pytest.raises(DeviceError, match=r"not 7\.5"):
         architecture(7, 5, "Tesla T4")
+
+
+def compiler_of(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """The host's."""
+    (folder / "c++").write_text(program)
+    (folder / "c++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(folder / "c++"))
 
 
 @pytest.mark.parametrize("hangs, limit", [("--version", "ANSWER"), ("-fPIC", "WORK")])
 def test_a_compiler_that_hangs_is_stopped_with_all_that_it_has_started(hangs: str, limit: str, tmp_path: Path,
                                                                         monkeypatch: pytest.MonkeyPatch):
-    import psutil
-
-    from ecornn.build import link as linking
-
-    compiler = tmp_path / "c++"
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *{hangs}*) sleep 6100 & wait;; esac\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    compiler_of(tmp_path, monkeypatch, f'#!/bin/sh\ncase "$*" in *{hangs}*) sleep 6100 & wait;; esac\n')
     monkeypatch.setenv("ECORNN_CACHE", "off")
     for name in ("ANSWER", "WORK"):
         monkeypatch.setattr(linking, name, 0.5 if name == limit else LIMIT)
@@ -190,10 +188,7 @@ def test_a_compiler_that_hangs_is_stopped_with_all_that_it_has_started(hangs: st
 
 
 def test_a_compiler_that_is_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    compiler = tmp_path / "c++"
-    compiler.write_bytes(b"\x7fELF")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    compiler_of(tmp_path, monkeypatch, "\x7fELF")
     with pytest.raises(BuildError, match="cannot be started: Exec format error"):
         link(Generated({"a.cc": "int b;"}, {}, {}), tmp_path / "m.so")
 

@@ -1,43 +1,33 @@
-"""CUDA modules without a GPU: streams and events, as a driver takes notes of them, and what whole modules compute."""
+"""Modules without a GPU: what entries take and call, and in which order of streams and events, as a driver notes it."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import cuda_sample
 import numpy as np
 import pytest
-from cuda_on_cpu import Emulated, Memory
-from cuda_sample import POINTERS, N, run
-from driver_notes import child, raised
-from test_stacks_cuda import SIDES, H, I, check_results, program_of
+from cuda_sample import POINTERS, N, child, raised, run
+from msgspec import structs
 
+from ecornn import program as programs
 from ecornn.build import build_module
-from ecornn.errors import BuildError
+from ecornn.build.cuda import lower
+from ecornn.build.host_cuda import host_program
+from ecornn.build.llvm import tables
+from ecornn.errors import BuildError, ModuleError
+from ecornn.host_cpu import detect as detect_cpu
 from ecornn.host_gpu import detect
 from ecornn.manifest import Manifest
-from ecornn.program import (
-    Buffer,
-    Call,
-    Chunks,
-    Concurrent,
-    Extent,
-    Fill,
-    Launch,
-    Loop,
-    Program,
-    Wave,
-    WaveLayer,
-    chunk_steps,
-    launches,
-)
+from ecornn.program import Chunks, Concurrent, Entry, Extent, Fill, Launch, Loop, Program, Wave, WaveLayer
+from ecornn.runtime.plan import entry_plan
 from ecornn.schedules.backward.weights import zero_kernel
+from ecornn.schedules.cpu.emit import Emitter
 from ecornn.targets import KNOWN
-from ecornn.workload import Overlap, Stack, Workload
+from ecornn.workload import Workload
 
-pytestmark = pytest.mark.skipif(detect() is not None, reason="the driver without a GPU serves modules for sm_90a")
 TOTAL, STEP = Launch("total", 4, 32, cooperative=True), Launch("step", 2, 64)
 LAST = Launch("last", 2, 64, 256, cluster=2)
 BOTH = (Fill("counter", 0, Extent(1)), Concurrent(((TOTAL, LAST), (Loop((STEP,)),))), LAST)
@@ -48,12 +38,21 @@ WAVE = (Fill("counter", 0, Extent(1)), Wave((
 NOTE = re.compile(r"(\w+) (.*?)\s*stream=(\d+)")
 
 
-def build(calls: tuple[Call, ...], folder: Path) -> Path:
-    names = {launch.function for launch in launches(calls)}
-    functions = {name: f for name, f in cuda_sample.functions().items() if name in names}
-    out = folder / "sample.so"
-    build_module(Program.running(functions, cuda_sample.BUFFERS, calls), cuda_sample.manifest(KNOWN["sm_90a"]), out)
-    return out
+def build(of: Program | tuple[programs.Call, ...], folder: Path) -> Path:
+    """The module file of a program, or of calls of the sample's kernels."""
+    if not isinstance(of, Program):
+        names = {launch.function for launch in programs.launches(of)}
+        functions = {name: f for name, f in cuda_sample.functions().items() if name in names}
+        of = Program.running(functions, cuda_sample.BUFFERS, of)
+    build_module(of, cuda_sample.manifest(KNOWN["sm_90a"]), folder / "sample.so")
+    return folder / "sample.so"
+
+
+@pytest.fixture
+def fake(fake: Path) -> Path:
+    if detect() is not None:
+        pytest.skip("the driver without a GPU serves modules for sm_90a")
+    return fake
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +63,15 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wave(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(WAVE, tmp_path_factory.mktemp("wave"))
+
+
+def arguments(notes: list[str]) -> list[list[int]]:
+    """Of each launch."""
+    return [[int(v) for v in note.split(" arguments ")[1].split()] for note in notes if " arguments " in note]
+
+
+def count(notes: list[str], start: str) -> int:
+    return sum(note.startswith(start) for note in notes)
 
 
 def history(notes: list[str]) -> list[tuple[str, int, set[int]]]:
@@ -147,13 +155,11 @@ def test_chunks_after_the_first_add_to_gradients(existing: int, tmp_path: Path, 
     kernel = zero_kernel("fresh", 0, 4, 1, add=True)
     fresh = Launch("fresh", 1, 256, names={"into": "sums"})
     calls = fresh, Chunks((Concurrent(((fresh,), (fresh,))), fresh), {}, STATES, 8), fresh
-    buffers = (*cuda_sample.BUFFERS, Buffer.of("existing", "float32"))
-    out = tmp_path / "sample.so"
-    build_module(Program.running({"fresh": kernel}, buffers, calls), cuda_sample.manifest(KNOWN["sm_90a"]), out)
+    buffers = (*cuda_sample.BUFFERS, programs.Buffer.of("existing", "float32"))
+    out = build(Program.running({"fresh": kernel}, buffers, calls), tmp_path)
     notes = child(f"m['run'](19, 1, 0, 7, *{POINTERS}, {existing})\n", out, fake,
                   FAKE_PARAMETERS="fresh_kernel:pi").calls
-    added = [int(n) for note in notes for n in re.findall(r"arguments 6000 (\d+)$", note)]
-    assert added == [existing] * 4 + [1] * 6 + [existing]
+    assert arguments(notes) == [[6000, added] for added in [existing] * 4 + [1] * 6 + [existing]]
 
 
 def test_threads_may_call_at_once(both: Path, fake: Path):
@@ -162,8 +168,7 @@ def test_threads_may_call_at_once(both: Path, fake: Path):
             "threads = [Thread(target=work, args=(7 + i % 2,)) for i in range(4)]\n"
             "[t.start() for t in threads], [t.join() for t in threads]\n")
     notes = child(code, both, fake).calls
-    assert sum(note.startswith("cuStreamCreate") for note in notes) == 2
-    assert sum(note.startswith("cuLaunchKernelEx") for note in notes) == 4 * 20 * 6
+    assert count(notes, "cuStreamCreate") == 2 and count(notes, "cuLaunchKernelEx") == 4 * 20 * 6
 
 
 def test_two_threads_may_take_two_devices_in_turns(both: Path, fake: Path):
@@ -175,7 +180,7 @@ def test_two_threads_may_take_two_devices_in_turns(both: Path, fake: Path):
             "[t.start() for t in threads], [t.join() for t in threads]\n"
             + "".join(f"m['run'](3, 1, {device}, {70 + device}, *{POINTERS})\n" for device in range(2)))
     notes = child(code, both, fake, FAKE_CONTEXTS="1").calls
-    assert sum(note.startswith("cuModuleLoadData") for note in notes) == 2
+    assert count(notes, "cuModuleLoadData") == 2 and notes.count("cuInit 0") == 1
     assert sorted(note for note in notes if "PrimaryCtxRetain" in note) == [
         f"cuDevicePrimaryCtxRetain {10 + device}" for device in range(2)]
     launched = [tuple(map(int, re.findall(r"stream=(\d+).* context=(\d+)", note)[0]))
@@ -207,9 +212,7 @@ def test_what_was_forked_is_joined_after_an_error(both: Path, fake: Path, fail: 
     found = history(done.calls[second:])
     assert [name for name, *_ in found] == ["fill", "total", "last", "step", "step", "last"]
     assert found[5][2] == set(range(5))
-    created = [note for note in done.calls if "Create" in note]
-    assert len(created) == 3 + ("Create" in fail)
-    assert sum("Destroy" in note for note in done.calls) == 3
+    assert [sum(what in note for note in done.calls) for what in ("Create", "Destroy")] == [3 + ("Create" in fail), 3]
 
 
 @pytest.mark.parametrize(("steps", "batch", "chunks"), [
@@ -217,24 +220,21 @@ def test_what_was_forked_is_joined_after_an_error(both: Path, fake: Path, fail: 
 def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, chunks: tuple[int, ...]):
     """Each with its rows, its steps and its states, after the one before it and that of the layer before."""
     notes = child(run(steps, batch=batch), wave, fake).calls
-    assert chunk_steps(steps, 3, 5) == chunks[0]
+    assert programs.chunk_steps(steps, 3, 5) == chunks[0]
     found = history(notes)
-    given = [[int(v) for v in note.split(" arguments ")[1].split()] for note in notes if " arguments " in note]
     numbers = [i for i, (name, *_) in enumerate(found) if name != "fill"]
-    calls: dict[str, list[int]] = {"total": [], "step": [], "last": []}  # the launches of each layer
-    arguments = dict(zip(numbers, given, strict=True))
-    for i in numbers:
-        calls[found[i][0]].append(i)
+    given = dict(zip(numbers, arguments(notes), strict=True))
+    calls = {layer: [i for i in numbers if found[i][0] == layer] for layer in ("total", "step", "last")}
     assert [{found[i][1] for i in each} for each in calls.values()] == [{7}, {900}, {901}]
     starts = [sum(chunks[:k]) for k in range(len(chunks))]
     row = batch * N * 4
     # x, y, h_in, h_out, w, sums, counter, mask at 1000, 2000, ...
-    assert [arguments[i] for i in calls["total"]] == [
+    assert [given[i] for i in calls["total"]] == [
         [7000, 8000, 6000, 1000 + row * first, size] for first, size in zip(starts, chunks, strict=True)]
-    assert [arguments[i] for i in calls["step"]] == [
+    assert [given[i] for i in calls["step"]] == [
         [4000 if first else 3000, 6000, 5000, 1000, 2000 + row * first, t]
         for first, size in zip(starts, chunks, strict=True) for t in range(size)]
-    assert [arguments[i] for i in calls["last"]] == [
+    assert [given[i] for i in calls["last"]] == [
         [4000 if first else 3000, 4000, 2000 + row * first, size] for first, size in zip(starts, chunks, strict=True)]
     fills = [note for note in notes if note.startswith("cuMemset") and "stream=901" in note]
     assert [note.split()[3] for note in fills] == [f"size={4 * size}" for size in chunks]
@@ -245,7 +245,7 @@ def test_a_wave_has_its_chunks(wave: Path, fake: Path, steps: int, batch: int, c
         assert found[calls["step"][starts[k]]][2] == expected
         before = found[calls["last"][k]][2]
         assert set(calls["step"][:ends[k]]) <= before and not set(calls["step"][ends[k]:]) & before
-    assert sum(note.startswith("cuStreamCreate") for note in notes) == 2
+    assert count(notes, "cuStreamCreate") == 2
 
 
 def test_the_stream_goes_on_after_the_wave(wave: Path, fake: Path):
@@ -271,7 +271,7 @@ def test_a_wave_is_joined_after_an_error(wave: Path, fake: Path, launch: int):
     joined = [note.split()[1] for note in first if note.startswith("cuStreamWaitEvent") and note.endswith("stream=7")]
     marks = {note.split()[1]: note.split("stream=")[1] for note in first if note.startswith("cuEventRecord")}
     assert {marks[event] for event in joined} == used
-    assert sum(note.startswith("cuLaunchKernelEx") for note in done.calls[second:]) == 3 + 19 + 3
+    assert count(done.calls[second:], "cuLaunchKernelEx") == 3 + 19 + 3
 
 
 def test_branches_that_cannot_be(tmp_path: Path):
@@ -286,50 +286,121 @@ def test_the_longest_call_is_one_that_can_be_counted(tmp_path: Path, fake: Path)
     assert [note.split()[-1] for note in notes if "Launch" in note] == [str((1 << 31) - 1)] * 2
 
 
-RUN = """
-import numpy as np
-T, B, file = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-buffers = dict(np.load(file))
-m["run"](T, B, 0, 7, *(value.ctypes.data for value in buffers.values()))
-np.savez(file, **buffers)
-"""
+def with_entry(*calls: programs.Call, takes: tuple[str, ...]) -> Program:
+    """The CUDA sample with an entry ``backward`` beside ``run``."""
+    program = cuda_sample.program()
+    return replace(program, entries={**program.entries, "backward": Entry(calls, takes)})
 
 
-class Hosted(Emulated):
-    """An emulated program whose calls are made by its module."""
-
-    def __init__(self, program: Program, folder: Path, driver: Path) -> None:
-        super().__init__(program, folder)
-        self.folder, self.driver = folder, driver
-        self.notes: list[str] = []
-        manifest = Manifest(Workload("test", H, I), KNOWN["sm_90a"], "test", {}, "made by a test", ("h",), "h", (),
-                            program.buffers, {"run": program.entries["run"].takes}, {"ecornn": "test"})
-        build_module(program, manifest, folder / "module.so")
-
-    def carry_out(self, memory: Memory, steps: int, batch: int, entry: str = "run") -> None:
-        assert entry == "run", "the only entry of these modules"
-        file = self.folder / "buffers.npz"
-        np.savez(file, **{b.name: memory[b.name].view(np.uint8) for b in self.program.buffers})
-        self.notes = child(RUN, self.folder / "module.so", self.driver, steps, batch, file,
-                           FAKE_KERNELS=str(self.folder / "kernels.so")).calls
-        for name, value in np.load(file).items():
-            memory[name].view(np.uint8)[:] = value
+def test_an_entry_of_a_cuda_module_takes_its_own_buffers_in_its_own_order(tmp_path: Path, fake: Path):
+    chunk = WaveLayer((LAST,), {"y": 1}, (("h_in", "h_out"),))
+    program = with_entry(LAST, Fill("mask", 3, Extent(1)), Wave((chunk, chunk), 2, 8),
+                         takes=("mask", "h_out", "y", "h_in"))
+    out = build(program, tmp_path)
+    code = "m['backward'](16, 1, 0, 7, 1000, 2000, 3000, 4000)\n"
+    done = child(code + raised("m['backward'](1, 1, 0, 7)"), out, fake, FAKE_MAJOR="9")
+    launched = arguments(done.calls)  # h_in, h_out, y, T
+    notes = [note for note in done.calls if note.startswith(("cuLaunchKernelEx", "cuMemset"))]
+    assert launched[0] == [4000, 2000, 3000, 16] and notes[1].startswith("cuMemsetD8Async 1000 byte=3 size=4")
+    # the second chunk: of y from step 8 on, and from the state that the first one left
+    assert sorted(launched[1:]) == sorted(2 * [[4000, 2000, 3000, 8], [2000, 2000, 3000 + 8 * 4, 8]])
+    assert done.stdout.startswith("TypeError backward(T, B, device, queue, *pointers) takes 8 arguments, not 4")
+    assert len(arguments(child(run(), out, fake, FAKE_MAJOR="9").calls)) == 4
 
 
-CASES: list[Any] = [
-    ("persistent", "lstm", Stack(3, False, True, True), "bfloat16", Overlap("wavefront", 3, 3, 5), {}),
-    pytest.param("persistent", "gru", Stack(3), "float32", Overlap("wavefront", 2, 3, 5), {"cores": 7, "ahead": 0},
-                 marks=pytest.mark.exhaustive),
-    pytest.param("layout_transform", "lstm", Stack(2, True, True, True), "float16", SIDES, {},
-                 marks=pytest.mark.exhaustive)]
+def test_a_launch_whose_results_nobody_wants_is_left_out(tmp_path: Path, fake: Path):
+    program = with_entry(LAST, replace(LAST, wanted=("y", "h_out")), takes=("h_out", "y", "h_in"))
+    out = build(program, tmp_path)
+    for pointers, launches in (("2000, 3000", 2), ("2000, 0", 2), ("0, 3000", 2), ("0, 0", 1)):
+        done = child(f"m['backward'](16, 1, 0, 7, {pointers}, 4000)\n", out, fake, FAKE_MAJOR="9")
+        assert len(arguments(done.calls)) == launches, pointers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "cell", "stack", "dtype", "overlap", "change"), CASES, ids=str)
-def test_modules_compute_what_they_should(tmp_path: Path, fake: Path, schedule: str, cell: str, stack: Stack,
-                                          dtype: str, overlap: Overlap, change: dict[str, Any]):
-    module = Hosted(program_of(schedule, cell, stack, dtype, overlap=overlap, **change), tmp_path, fake)
-    for steps in (1, 27):
-        check_results(module, cell, stack, dtype, steps)
-        streams = {note.split("stream=")[1].split()[0] for note in module.notes if "Launch" in note}
-        assert len(streams) == (overlap.width if overlap == SIDES or steps > 8 else 1)
+def test_steps_pass_a_state_on(tmp_path: Path, fake: Path):
+    """From the caller's memory through two workspaces; one step reads a copy if it writes where it reads."""
+    step = replace(LAST, names={"h_in": "mask", "y": "sums"})
+    program = with_entry(programs.Relay((step,), "mask", "sums", "h_in", "h_out", 64), LAST,
+                         takes=("mask", "sums", "h_out", "y", "h_in"))
+    out = build(program, tmp_path)
+    one, other, given = 1000, 1500, 4000
+    apart, copied = [(given, other)], [(one, other)]
+    for steps, written, passed in (
+            (1, 2000, apart), (1, given, copied), (1, given + 255, copied), (1, given + 256, apart),
+            (1, given - 255, copied), (1, given - 256, apart),
+            (4, given, [(given, other), (other, one), (one, other), (other, one)])):
+        code = f"m['backward']({steps}, 2, 0, 7, {one}, {other}, {written}, 9000, {given})\n"
+        notes = child(code, out, fake, FAKE_MAJOR="9").calls
+        found = [(first, then) for first, _, then, _ in arguments(notes)]  # of h_in, h_out, y, T
+        assert found == [*passed, (given, 9000)]
+        copies = [note for note in notes if note.startswith("cuMemcpyAsync")]
+        assert copies == ([f"cuMemcpyAsync {one} {given} 256 stream=7"] if passed is copied else [])
+
+
+def test_a_cuda_module_packs(tmp_path: Path, fake: Path):
+    """What the kernel knows; a program that packs something else has none, nor has one without weights."""
+    def with_packing(dtype: str) -> Program:
+        found, size = cuda_sample.program(), (1, cuda_sample.N)
+        packing = programs.Packing((("w", 0),), size, size, (0, 1), dtype)
+        return replace(found, buffers=tuple(structs.replace(b, packing=packing) if b.name == "w" else b
+                                            for b in found.buffers))
+
+    out = build(with_packing("bfloat16"), tmp_path)
+    code = ("m['pack'](0, 7, 1000, 2000, 3000, 4000, 17, 2, 50, 60)\n" + raised("m['pack'](0, 7, 1000, 2000)")
+            + raised("m['pack'](0, 7, 1000, 2000, 3000, 4000, 0, 2)") + raised(f"m['pack'](*{[1] * 137})"))
+    done = child(code, out, fake, FAKE_MAJOR="9", FAKE_PARAMETERS="ecornn_pack_weights:ppppiip")
+    launched = [note for note in done.calls if note.startswith("cuLaunchKernelEx")]
+    assert launched == ["cuLaunchKernelEx ecornn_pack_weights grid=3 threads=256 shared=0 stream=7 arguments "
+                        "1000 2000 3000 4000 17 2 50"]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["TypeError", "ValueError", "TypeError"]
+    assert "count=0" in done.stdout
+    for other in (cuda_sample.program(), with_packing("int8")):
+        assert "no kernel that packs" in child(raised("m['pack'](0)"), build(other, tmp_path)).stdout
+
+
+@pytest.mark.parametrize(("calls", "takes", "message"), [
+    ((LAST,), ("h_in", "h_out"), "launch of 'last' that reads 'y', which is no buffer that the entry takes"),
+    ((Fill("mask", 0, Extent(1)),), ("y",), "Fill of 'mask'"),
+    ((Fill("mask", 0, Extent(1)),), ("mask", "other"), "entry 'backward': the program has no buffer other")])
+def test_a_call_uses_only_what_its_entry_takes(calls: tuple[programs.Call, ...], takes: tuple[str, ...], message: str):
+    program = with_entry(*calls, takes=takes)
+    with pytest.raises(BuildError, match=message):
+        host_program(program, lower(program, "sm_90a")[0], "sm_90a")
+
+
+def scaled(name: str, factor: float) -> Program:
+    """A CPU program with the one entry ``name``: y = ``factor`` * x, 8 elements of each."""
+    e = Emitter(8)
+    for scalar in ("thread", "threads", "T", "B"):
+        e.scalar(scalar)
+    x, y = e.pointer("x"), e.pointer("y")
+    e.vstore(y, 0, e.vload(x, 0) * e.splat(factor))
+    buffers = tuple(programs.Buffer(n, "workspace", "float32") for n in ("x", "other", "y"))
+    return Program({name: e.function(name)}, buffers, {name: Entry((programs.Parallel(name, most=1),), ("x", "y"))})
+
+
+def test_entries_of_a_cpu_module(tmp_path: Path):
+    import tvm_ffi
+
+    twice, thrice = scaled("twice", 2.0), scaled("thrice", 3.0)
+    program = replace(twice, functions={**twice.functions, **thrice.functions}, entries={
+        "run": replace(twice.entries["twice"], takes=("y", "other", "x")),
+        "both": Entry((programs.Parallel("twice", most=1), programs.Parallel("thrice", {"x": "y", "y": "other"}, 1)),
+                      ("x", "y", "other"))})
+    manifest = Manifest(Workload("lstm", 1, 1), detect_cpu(), "test", {}, "", (), "", (), program.buffers,
+                        {name: entry.takes for name, entry in program.entries.items()}, {})
+    build_module(program, manifest, tmp_path / "two.so")
+    module = tvm_ffi.load_module(str(tmp_path / "two.so"))
+    x = np.arange(8, dtype=np.float32)
+    y, other = np.zeros((2, 8), np.float32)
+    module["run"](1, 1, 0, 2, y.ctypes.data, 0, x.ctypes.data)
+    assert (y == 2 * x).all() and not other.any()
+    module["both"](1, 1, 0, 2, *(a.ctypes.data for a in (x, y, other)))
+    assert (other == 6 * x).all()
+    with pytest.raises(TypeError, match=r"both\(T, B, device, threads, \*pointers\) got another number"):
+        module["both"](1, 1, 0, 2, x.ctypes.data)
+    with pytest.raises(BuildError, match="no buffer y that entry 'run' takes"):
+        tables(replace(twice, entries={"run": Entry((programs.Parallel("twice"),), ("x", "other"))}))
+    with pytest.raises(ModuleError, match="no entry 'run'; it has back"):
+        entry_plan(structs.replace(manifest, entries={"back": ("x",)}), programs.RUN)
+    with pytest.raises(ModuleError, match="no buffer z for its entry 'run'"):
+        entry_plan(structs.replace(manifest, entries={"run": ("x", "z")}), programs.RUN)

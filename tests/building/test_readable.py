@@ -1,4 +1,5 @@
-"""Code for people does what is compiled, uses what it declares, fits on a screen, and says what its phases are.
+"""Generated code is what it was (where it is meant to change, tests/digests.py --renew), has the names of the step, and
+as code for people does what is compiled, uses what it declares, fits on a screen, and says what its phases are.
 
     pytest tests/building/test_readable.py --renew    writes persistent_lstm.cu anew
 """
@@ -13,30 +14,36 @@ from pathlib import Path
 from typing import Any
 
 import cuda_on_cpu
+import digests
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from cuda_on_cpu import Emulated, inputs
-from emulated import TINY, task_of, training_program
+from emulated import SHAPES, TINY, task_of, training_program
 from msgspec.structs import replace
+from rooms import ROOT
 from test_backward_emulated import Step
-from test_persistent_emulated import SMALL, cut
-from test_persistent_wide import config_of
+from test_persistent_wide import SMALL, config_for
+from tvm import te
 
+from ecornn.analysis import analyse
 from ecornn.build import cuda, readable
-from ecornn.build.readable import WIDTH, clear, without_notes, wrapped
+from ecornn.build.cuda import lower
+from ecornn.build.nvcc import compile_cubin
+from ecornn.build.readable import WIDTH, clear, wrapped
+from ecornn.cells import Cell, pointwise, product
 from ecornn.cli import main
 from ecornn.program import Program
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import NOTE, Builder
-from ecornn.workload import ALONE, Traversal
+from ecornn.workload import ALONE, Traversal, Workload
 
 ARCH = "sm_90a"
 LONGEST = 160
 SIZES = (3, 3, 16, 40)  # T, B, I, H
 # what is compiled, and changed knobs; each calls kernels that the others do not
-CASES: dict[str, tuple[str, str, tuple[int, int, int, int], str, dict[str, Any]]] = {
+CASES: dict[str, Any] = {
     "l2": ("persistent", "lstm", SIZES, "bfloat16", {"math": "fast"}),
     "cluster": ("persistent", "lstm", SIZES, "float16", {"carrier": "cluster", "fences": "rare"}),
     "statistics": ("persistent", "lstm(layer_norm)", SIZES, "float16", {}),
@@ -49,10 +56,10 @@ CASES: dict[str, tuple[str, str, tuple[int, int, int, int], str, dict[str, Any]]
     "layout_transform": ("layout_transform", "gru", SIZES, "float16", {}),
     "whole_step": ("whole_step", "lstm", (1, 3, 16, 40), "float16", {}),
 }
-TRAINED: dict[str, tuple[str, str, tuple[int, int, int, int], str, Traversal]] = {
-    "outer_mma": ("persistent", "lstm", (5, 3, 6, 20), "float32", Traversal(lengths=True, resets=True)),
-    "outer_wgmma": ("persistent", "gru", (4, 5, 8, 40), "float16", ALONE),
-    "statistics": ("fused_step", "lstm(layer_norm)", (3, 2, 5, 9), "float32", ALONE),
+TRAINED: dict[str, Any] = {
+    "trained_outer_mma": ("persistent", "lstm", (5, 3, 6, 20), "float32", Traversal(lengths=True, resets=True)),
+    "trained_outer_wgmma": ("persistent", "gru", (4, 5, 8, 40), "float16", ALONE),
+    "trained_statistics": ("fused_step", "lstm(layer_norm)", (3, 2, 5, 9), "float32", ALONE),
 }
 MMA = ("MMA warps, prologue", "MMA warps: wait", "MMA warps: partial sums")
 GATES = ("gate warps, prologue", "gate warps: wait", "gate warps, epilogue", "gate warps: what nobody waits for")
@@ -76,34 +83,27 @@ PHASES = {
 }
 
 
+NAMES = [*CASES, *TRAINED]
+
+
 def made(name: str) -> tuple[Task, Program]:
-    schedule, cell, sizes, dtype, change = CASES[name]
-    own = schedule.startswith("persistent")
-    task, found = task_of(cell, sizes, dtype, SMALL if own else TINY), all_schedules()[schedule]
-    kinds = {"persistent": lambda: cut(task, **change), "persistent_wide": lambda: config_of(**change)}
-    config = kinds[schedule]() if schedule in kinds else found.default(task)
+    schedule, cell, sizes, dtype, change = (CASES | TRAINED)[name]
+    found, device = all_schedules()[schedule], SMALL if name in CASES and schedule.startswith("persistent") else TINY
+    if name in TRAINED:
+        task = task_of(cell, sizes, dtype, device, replace(change, keep="states"))
+        return task, training_program(found, task)
+    task = task_of(cell, sizes, dtype, device)
+    config = config_for(found, task, **change)
     assert found.check(task, config) is None
     return task, found.program(task, found.plan(task, config))
 
 
-def trained(name: str) -> Program:
-    schedule, cell, sizes, dtype, traversal = TRAINED[name]
-    return training_program(all_schedules()[schedule],
-                            task_of(cell, sizes, dtype, TINY, replace(traversal, keep="states")))
-
-
-@cache
-def every() -> dict[str, Program]:
-    """All programs."""
-    return {name: made(name)[1] for name in CASES} | {f"trained_{name}": trained(name) for name in TRAINED}
-
-
-NAMES = [*CASES, *(f"trained_{name}" for name in TRAINED)]
+known = cache(made)
 
 
 @cache
 def text_of(name: str) -> str:
-    return cuda.readable(every()[name], ARCH)
+    return cuda.readable(known(name)[1], ARCH)
 
 
 def kernels(text: str) -> dict[str, str]:
@@ -156,29 +156,33 @@ def test_each_kernel_has_notes(name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_notes_leave_nothing_in_what_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch):
-    program = every()[name]
+    program = known(name)[1]
     source = cuda.lower(program, ARCH)[1]
     assert NOTE not in source
     assert NOTE in "".join(function.script() for function in program.functions.values())
     monkeypatch.setattr(Builder, "note", lambda self, text: None)
-    without = trained(name.removeprefix("trained_")) if name.startswith("trained") else made(name)[1]
+    without = made(name)[1]
     assert NOTE not in "".join(function.script() for function in without.functions.values())
     cuda._latest.clear()
     assert cuda.lower(without, ARCH)[1] == source
 
 
+def results(name: str, folder: Path, *changes: Callable[[str], str]) -> list[list[np.ndarray]]:
+    """y and the last states, by each text."""
+    (task, program), found = known(name), []
+    w = task.workload
+    given = inputs(w.cell, (w.seq, w.batch, w.input, w.hidden), w.dtype, task.graph.parameters,
+                   tuple(task.graph.states))
+    for number, change in enumerate(changes):
+        (own := folder / str(number)).mkdir()
+        y, after = Emulated(program, own, change=change).run(*given)
+        found.append([y, *after.values()])
+    return found
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_computes_what_the_compiled_text_does(name: str, tmp_path: Path):
-    task, program = made(name)
-    w = task.workload
-    x, states, parameters = inputs(w.cell, (w.seq, w.batch, w.input, w.hidden), w.dtype, task.graph.parameters,
-                                   tuple(task.graph.states))
-    found = []
-    for kind, change in (("compiled", str), ("read", lambda _: compilable(text_of(name)))):
-        (folder := tmp_path / kind).mkdir()
-        y, after = Emulated(program, folder, change=change).run(x, states, parameters)
-        found.append([y, *after.values()])
-    for ours, theirs in zip(*found, strict=True):
+    for ours, theirs in zip(*results(name, tmp_path, str, lambda _: compilable(text_of(name))), strict=True):
         assert np.isfinite(ours.astype(np.float32)).all() and ours.tobytes() == theirs.tobytes()
 
 
@@ -198,18 +202,10 @@ def test_it_trains_as_the_compiled_text_does(name: str, tmp_path: Path, monkeypa
 
 def test_a_fault_in_the_text_would_be_seen(tmp_path: Path):
     """Of a read text with another sign, so that the comparison above is one."""
-    task, program = made("mma")
-    w = task.workload
-    sizes = w.seq, w.batch, w.input, w.hidden
-    given = inputs(w.cell, sizes, w.dtype, task.graph.parameters, tuple(task.graph.states))
     text = compilable(text_of("mma"))
     broken = re.sub(r"(float gate__2 = \S+) \+ ", r"\1 - ", text, count=1)
-    assert broken != text
-    found = []
-    for kind, source in (("right", text), ("wrong", broken)):
-        (folder := tmp_path / kind).mkdir()
-        found.append(Emulated(program, folder, change=lambda _, source=source: source).run(*given)[0])
-    assert found[0].tobytes() != found[1].tobytes()
+    (right, *_), (wrong, *_) = results("mma", tmp_path, lambda _: text, lambda _: broken)
+    assert broken != text and right.tobytes() != wrong.tobytes()
 
 
 def test_the_text_of_a_kernel(same_as_file: Callable[[str, str], None]):
@@ -285,5 +281,85 @@ def test_numbers_are_the_same_in_decimal(text: str):
         float.fromhex(text.split("/")[0].rstrip("f")))
 
 
-def test_what_is_compiled_has_no_notes():
-    assert without_notes(f'a;\n  {NOTE}("MMA warps, prologue");\nb;\n') == "a;\nb;\n"
+LAYERS = {str(layer): layer for layer in digests.layers()}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_generated_code_is_unchanged(name: str):
+    assert digests.digests_of(LAYERS[name]) == digests.kept()[name]
+
+
+def test_the_file_has_these_layers_alone():
+    assert len(LAYERS) == len(list(digests.layers())) and list(digests.kept()) == list(LAYERS)
+
+
+def test_structure_ignores_names_alone():
+    code = "float gate_3 = __expf(x[0]); y[i] = gate_3 + x[1];"
+    renamed = code.replace("gate_3", "input_gate").replace("x[", "values[")
+    assert digests.structure_of(code) == digests.structure_of(renamed)
+    for other in (code.replace("x[1]", "x[0]"), code.replace("+", "-"), code.replace("= gate_3", "= i"),
+                  code.replace("__expf", "__logf"), code.replace("float", "double")):
+        assert digests.structure_of(code) != digests.structure_of(other)
+
+
+class Named(Cell):
+    """A gated unit with names of the caller's choice: of its states, parameters and tensors."""
+
+    def __init__(self, name: str, states: tuple[str, str], parameters: tuple[str, str],
+                 tensors: tuple[str, ...]) -> None:
+        self.name, self.states, self.names, self.tensors = name, states, parameters, tensors
+
+    def parameters(self, input, hidden):
+        return dict(zip(self.names, ((2, hidden, input), (2, hidden, hidden)), strict=True))
+
+    def step(self, x, states, parameters):
+        h, c = states
+        W, R = (parameters[name] for name in self.names)
+        gx, nx, gh, nh = product(x, W, 0), product(x, W, 1), product(h, R, 0), product(h, R, 1)
+        gate = pointwise(lambda i, j: te.sigmoid(gx[i, j] + gh[i, j]), h, self.tensors[0])
+        new = pointwise(lambda i, j: te.tanh(nx[i, j] + nh[i, j]), h, self.tensors[1])
+        cell = pointwise(lambda i, j: c[i, j] + gate[i, j] * (new[i, j] - c[i, j]), h, self.tensors[2])
+        return [pointwise(lambda i, j: te.exp(te.max(-cell[i, j], cell[i, j])) - 1.0, h, self.tensors[3]), cell]
+
+
+PLAIN = Named("plain", ("h", "c"), ("W", "R"), ("gate", "new", "cell", "state"))
+ODD = [Named("taken", ("expf", "max"), ("threadIdx", "half"), ("ecornn_sigmoid_fast", "tanhf", "acc_ptr", "asm")),
+       Named("strange", ("uint", "B"), ("blockIdx", "T"), ("a b", "1st", "x.y", "INFINITY"))]
+
+
+@pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])
+def test_source_has_the_names_of_the_step(schedule: str):
+    task = task_of("lstm", SHAPES[4], "bfloat16")
+    made = all_schedules()[schedule]
+    source = lower(made.program(task, made.plan(task, made.default(task))), TINY.arch)[1]
+    kernels = source[source.index('extern "C"'):]
+    assert {"gate__5", "cell__0", "state__0"} <= set(re.findall(r"float (\w+) = ", kernels))
+    assert not re.findall(r"\b(?:v|_ptr)(?:_\d+)?\b", kernels), "a variable without a name"
+
+
+def test_the_code_in_the_docs_is_what_is_generated():
+    """The same lines for any sizes, where four warps share a product."""
+    text = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    shown = text.split("```c\n")[1].split("```")[0].splitlines()
+    made, task = all_schedules()["persistent"], task_of("lstm", SHAPES[4], "bfloat16")
+    source = lower(made.program(task, made.plan(task, {**made.default(task), "warps": 4})), TINY.arch)[1].splitlines()
+    assert shown and not set(shown) - set(source)
+
+
+@pytest.mark.parametrize("schedule", ["persistent", "layout_transform", "fused_step"])
+@pytest.mark.parametrize("cell", ODD, ids=lambda c: c.name)
+def test_names_of_a_cell_mean_nothing_else(tmp_path, cell: Named, schedule: str):
+    made, sizes = all_schedules()[schedule], (3, 2, 16, 16)
+    found = []
+    for one in (PLAIN, cell):
+        graph = analyse(one, sizes[2], sizes[3])
+        task = Task(Workload(one.name, *sizes[::-1], "float16"), graph, TINY)
+        program = made.program(task, made.plan(task, made.default(task)))
+        compile_cubin(lower(program, TINY.arch)[1], TINY.arch)
+        x, states, weights = inputs("plain", sizes, "float16", analyse(PLAIN, *sizes[2:]).parameters, PLAIN.states)
+        states = dict(zip(one.states, states.values(), strict=True))
+        weights = dict(zip(one.names, weights.values(), strict=True))
+        (tmp_path / one.name).mkdir()
+        y, after = Emulated(program, tmp_path / one.name).run(x, states, weights, {}, 1)
+        found.append((y, *(after[name] for name in one.states)))
+    assert all((a == b).all() for a, b in zip(*found, strict=True))

@@ -108,18 +108,12 @@ class Emulated:
         steps, batch = x.shape[:2]
         (rows, hidden), given = next(iter(states.values())).shape, dict(masks or {})
         width = directions * hidden
-        memory: dict[str, np.ndarray] = {}
-        for b in self.program.buffers:
-            if b.tensor is not None and programs.TENSORS[b.tensor].optional:
-                memory[b.name] = np.ascontiguousarray(given[b.tensor], DTYPES[b.dtype]).reshape(-1)
-            else:
-                memory[b.name] = self._allocate(b, x, states, parameters, (steps, batch, rows * hidden, width))
+        given |= {"x": x, "y": steps * batch * width, "state_out": rows * hidden}
+        memory = self.memory(steps, parameters, lambda b: states[b.name.removesuffix("_in")] if b.tensor == "state_in"
+                             else given.get(b.tensor or ""))
         self.carry_out(memory, steps, batch, entry)
         self.kept = {b.name: memory[b.name] for b in self.program.buffers if b.role == programs.KEPT}
-        for b in self.program.buffers:
-            if b.role in (programs.WORKSPACE, programs.MADE, programs.KEPT):
-                tail = memory[b.name].view(np.uint8)[-GUARD:]
-                assert (tail == 0xA5).all(), f"{b.name} was written beyond its end"
+        self.check_guards(memory)
         y = memory["y"][:steps * batch * width].reshape(steps, batch, width)
         out = {b.name.removesuffix("_out"): memory[b.name][:rows * hidden].reshape(rows, hidden)
                for b in self.program.buffers if b.tensor == "state_out"}
@@ -131,22 +125,31 @@ class Emulated:
         for call, values, own in _in_turn(self.program.entries[entry].calls, scalars, memory):
             self._call(call, own, {name: ctypes.c_int32(value) for name, value in values.items()}, values["T"])
 
-    def _allocate(self, b: programs.Buffer, x: np.ndarray, states: Mapping[str, np.ndarray],
-                  parameters: Mapping[str, np.ndarray], sizes: tuple[int, int, int, int]) -> np.ndarray:
-        steps, batch, state, width = sizes
-        if b.tensor == "x":
-            return x.copy().reshape(-1)
-        if b.tensor == "state_in":
-            return states[b.name.removesuffix("_in")].copy().reshape(-1)
-        if b.role == programs.PACKED:
-            assert b.packing is not None
-            made = pack(b.packing, parameters).reshape(-1)
-            assert made.size == b.extent.at(0), b.name
-            return made
-        count = {"y": steps * batch * width, "state_out": state}.get(b.tensor or "", b.extent.at(steps))
-        raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
-        raw[-GUARD:] = 0xA5
-        return raw.view(DTYPES[b.dtype])
+    def memory(self, steps: int, parameters: Mapping[str, np.ndarray],
+               given: Callable[[programs.Buffer], np.ndarray | int | None]) -> Memory:
+        """Buffers before a call: packed parameters; what is ``given`` of another one, or NaN, as many elements as it
+        says or as the buffer's extent, with a guard behind."""
+        memory = {}
+        for b in self.program.buffers:
+            if b.role == programs.PACKED:
+                assert b.packing is not None
+                memory[b.name] = pack(b.packing, parameters).reshape(-1)
+                assert memory[b.name].size == b.extent.at(0), b.name
+                continue
+            content, count = given(b), b.extent.at(steps)
+            if content is not None:
+                count = max(count, content.size) if isinstance(content, np.ndarray) else content
+            raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
+            raw[-GUARD:] = 0xA5
+            memory[b.name] = raw.view(DTYPES[b.dtype])
+            if isinstance(content, np.ndarray):
+                memory[b.name][:content.size] = content.reshape(-1).astype(DTYPES[b.dtype])
+        return memory
+
+    def check_guards(self, memory: Mapping[str, np.ndarray]) -> None:
+        for b in self.program.buffers:
+            assert b.role == programs.PACKED or (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), (
+                f"{b.name} was written beyond its end")
 
     def _call(self, call: Any, memory: Mapping[str, np.ndarray], values: Mapping[str, Any], steps: int) -> None:
         if isinstance(call, programs.Fill):
@@ -179,18 +182,13 @@ def _in_turn(calls: Iterable[programs.Call], values: dict[str, int], memory: Mem
             steps = call.steps(values["T"])
             chunks = -(-values["T"] // steps)
             for diagonal in range(chunks + len(call.layers) - 1):
-                yield from _mixed([_chunk(layer, (diagonal - i) * steps, steps, values, memory)
+                yield from _mixed([_chunk(layer, (diagonal - i) * steps, steps, values, memory, diagonal > i)
                                    for i, layer in enumerate(call.layers) if 0 <= diagonal - i < chunks])
         elif isinstance(call, programs.Chunks):
             firsts = range(0, values["T"], call.steps)
             for n, first in enumerate(reversed(firsts) if call.reverse else firsts):
-                own = memory | {b: memory[b][first * values["B"] * size:] for b, size in call.rows.items()}
-                own |= {before: memory[then] for before, then in call.states} if n else {}
-                own |= {a: own[b] for a, b in call.in_place if memory[a] is memory[b]}
-                steps = min(call.steps, values["T"] - first)
-                scalars = {"T": steps, "first_step": first, "all_steps": values["T"],
-                           "add": int(values["add"] or n > 0)}
-                yield from _in_turn(call.calls, values | scalars, own)
+                scalars = {"first_step": first, "all_steps": values["T"], "add": int(values["add"] or n > 0)}
+                yield from _chunk(call, first, call.steps, values | scalars, memory, n > 0)
         elif isinstance(call, programs.Relay):
             size, places = values["B"] * call.row, [memory[call.before], memory[call.after]]
             found = memory[call.given]
@@ -207,12 +205,13 @@ def _in_turn(calls: Iterable[programs.Call], values: dict[str, int], memory: Mem
             yield call, values, memory
 
 
-def _chunk(layer: programs.WaveLayer, first: int, steps: int, values: dict[str, int],
-           memory: Memory) -> Iterator[Single]:
-    """A layer's launches for the steps from ``first`` on."""
-    own = memory | {n: memory[n][first * values["B"] * size:] for n, size in layer.rows.items()}
-    own |= {before: memory[then] for before, then in layer.states} if first else {}
-    return _in_turn(layer.calls, values | {"T": min(steps, values["T"] - first)}, own)
+def _chunk(of: programs.WaveLayer | programs.Chunks, first: int, steps: int, values: dict[str, int], memory: Memory,
+           goes_on: bool) -> Iterator[Single]:
+    """The launches for the steps from ``first`` on; ``goes_on``: from the states of the chunk before."""
+    own = memory | {n: memory[n][first * values["B"] * size:] for n, size in of.rows.items()}
+    own |= {before: memory[then] for before, then in of.states} if goes_on else {}
+    own |= {a: own[b] for a, b in getattr(of, "in_place", ()) if memory[a] is memory[b]}
+    return _in_turn(of.calls, values | {"T": min(steps, values["T"] - first)}, own)
 
 
 def _mixed(branches: list[Iterator[Single]]) -> Iterator[Single]:

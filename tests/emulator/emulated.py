@@ -125,11 +125,12 @@ def check_numbers(folder: Path, schedule: Schedule, task: Task, config: Config, 
         assert not found[(wanted.y == 0).all(axis=2)].astype(np.float32).any()
 
 
-def training_program(schedule: Schedule, task: Task, overlap: Overlap = SERIAL) -> Program:
-    """The program of a schedule's default, with a backward pass by what is expected to be fastest, its default, too."""
+def training_program(schedule: Schedule, task: Task, overlap: Overlap = SERIAL,
+                     behind: Schedule | None = None) -> Program:
+    """The program of a schedule's default, with a backward pass by ``behind``, or what is expected to be fastest."""
     inner = adjoint_task(task)
-    first = serving_or_raise(inner)[0]
-    return make_program(schedule, task, schedule.default(task), (first, first.default(inner)), overlap)
+    behind = behind or serving_or_raise(inner)[0]
+    return make_program(schedule, task, schedule.default(task), (behind, behind.default(inner)), overlap)
 
 
 def only(program: Program, entry: str) -> Program:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
+from cuda_on_cpu import GUARD, Emulated
 from limits import relative
 
-from ecornn.program import BACKWARD, FORWARD, KEPT, MADE, PACKED, WORKSPACE
+from ecornn.program import BACKWARD, FORWARD, KEPT, MADE, WORKSPACE
 
 
 def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int], parameters: Mapping[str, Any],
@@ -23,20 +23,9 @@ def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int],
     apart : what is kept is the caller's, and stays as it is; otherwise the gradient of x, and workspaces, are written
         over it where the program allows that
     """
-    program, memory, kept = emulated.program, dict[str, Any](), dict[str, Any]()
-    for b in program.buffers:
-        if b.role == PACKED:
-            memory[b.name] = pack(b.packing, {n: v.astype(np.float32) for n, v in parameters.items()}).reshape(-1)
-            continue
-        content = given.get(b.name)
-        if b.tensor == "gradient":
-            content = np.full(parameters[b.state].size, 1.0 if add else np.nan)
-        count = made.get(b.name, b.extent.at(steps)) if content is None else content.size
-        raw = np.full(count * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
-        raw[-GUARD:] = 0xA5
-        memory[b.name] = raw.view(DTYPES[b.dtype])
-        if content is not None:
-            memory[b.name][:count] = content.reshape(-1).astype(DTYPES[b.dtype])
+    program, kept = emulated.program, dict[str, Any]()
+    memory = emulated.memory(steps, parameters, lambda b: np.full(parameters[b.state].size, 1.0 if add else np.nan)
+                             if b.tensor == "gradient" else given.get(b.name, made.get(b.name)))
     if not apart:
         if program.dx_in and memory["dx"].nbytes == memory[program.dx_in].nbytes:
             memory["dx"] = memory[program.dx_in]
@@ -47,9 +36,7 @@ def train(emulated: Emulated, given: Mapping[str, Any], made: Mapping[str, int],
             if b.role == WORKSPACE and (apart or b.name not in program.in_place):
                 memory[b.name].view(np.uint8)[:-GUARD] = 0xFF
         emulated.carry_out({n: memory[n] for n in program.entries[entry].takes}, steps, batch, entry, add)
-    for b in program.buffers:
-        if b.role != PACKED:
-            assert (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), f"{b.name} was written beyond its end"
+    emulated.check_guards(memory)
     assert not apart or all((memory[n].view(np.uint8) == a.view(np.uint8)).all() for n, a in kept.items())
     return {b.name: memory[b.name][:-GUARD // b.itemsize].astype(np.float64) - (add if b.tensor == "gradient" else 0)
             for b in program.buffers if b.role == MADE}

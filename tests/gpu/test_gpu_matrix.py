@@ -62,13 +62,26 @@ def library_error(cell, x, weights, state, expected, kind):
     return relative(y.double().cpu().numpy(), expected)
 
 
+def repeated(layer: Any, x: Any, state: tuple[Any, ...], width: int, times: int = 2) -> list[Any]:
+    """y and the last states in float64, of several runs into poisoned memory: each makes the same bits."""
+    runs = []
+    for _ in range(times):
+        out = torch.full((*x.shape[:2], width), float("nan"), device="cuda", dtype=x.dtype)
+        y, new = layer(x, state, out=out)
+        torch.cuda.synchronize()
+        runs.append([y.clone(), *(s.clone() for s in new)])
+    for other in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True)), "two runs differ"
+    return [v.double().cpu().numpy() for v in runs[0]]
+
+
 class Sample:
     """A layer on the GPU, with random weights and arguments whose values are of its data type."""
 
     def __init__(self, cell: str, sizes: tuple[int, int, int, int], dtype: str, seed: int, **options: Any) -> None:
         (T, B, I, H), kind = sizes, getattr(torch, dtype)
         torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-        self.cell, self.dtype, self.kind, self.rows = cell, dtype, kind, (T, B, H)
+        self.cell, self.dtype, self.kind, self.hidden = cell, dtype, kind, H
         self.weights = {k: torch.tensor(v).to(kind).float().numpy()
                         for k, v in random_weights(cell, I, H, seed=seed).items()}
         self.layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda",
@@ -77,21 +90,10 @@ class Sample:
         self.state = tuple((torch.rand(B, H, device="cuda") - 0.5).to(kind) for _ in self.layer.manifest.states)
         self.exact = [v.double().cpu().numpy() for v in (self.x, *self.state)]
 
-    def run(self, times: int) -> list[Any]:
-        """y and the last states, of several runs into poisoned memory: each makes the same bits."""
-        runs = []
-        for _ in range(times):
-            out = torch.full(self.rows, float("nan"), device="cuda", dtype=self.kind)
-            y, new = self.layer(self.x, self.state, out=out)
-            torch.cuda.synchronize()
-            runs.append([y.clone(), *(s.clone() for s in new)])
-        for other in runs[1:]:
-            assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True)), "two runs differ"
-        return [v.double().cpu().numpy() for v in runs[0]]
-
     def check(self, times: int = 2) -> list[Any]:
-        """The same, whose y is as near to float64 as the library's is, see :func:`limit`."""
-        found, (wanted, _) = self.run(times), reference(self.cell, self.exact[0], self.weights, tuple(self.exact[1:]))
+        """Results, whose y is as near to float64 as the library's is, see :func:`limit`."""
+        found = repeated(self.layer, self.x, self.state, self.hidden, times)
+        wanted, _ = reference(self.cell, self.exact[0], self.weights, tuple(self.exact[1:]))
         library = library_error(self.cell, self.x, self.weights, self.state, wanted, self.kind)
         assert relative(found[0], wanted) <= limit(self.dtype, wanted, library)
         return found
@@ -165,46 +167,6 @@ def test_long_sums_in_float32(schedule):
     assert relative(layer(x)[0], reference("rnn_tanh", x, weights)[0]) <= 5e-6
 
 
-def test_fewer_rows_and_more_steps_than_compiled():
-    weights = random_weights("lstm", 48, 96, seed=1)
-    layer = ecornn.compile("lstm", hidden=96, input=48, batch=20, seq=5, dtype="float32", target="cuda").bind(weights)
-    x = np.random.default_rng(0).standard_normal((33, 7, 48)).astype(np.float32)
-    y, state = layer(x)
-    expected, expected_state = reference("lstm", x, weights)
-    assert relative(y, expected) <= 1e-5
-    for found, wanted in zip(state, expected_state, strict=True):
-        assert relative(found, wanted) <= 1e-5
-
-
-def test_state_continues_where_the_last_call_stopped():
-    weights = random_weights("gru", 48, 96, seed=2)
-    layer = ecornn.compile("gru", hidden=96, input=48, batch=4, dtype="float32", target="cuda").bind(weights)
-    x = torch.randn(20, 4, 48, device="cuda")
-    whole, last = layer(x)
-    first, state = layer(x[:9])
-    second, state = layer(x[9:], state)
-    # |h| <= 1: a few roundings of float32, and tighter than the 1e-5 that the layer itself is held to
-    assert torch.allclose(torch.cat([first, second]), whole, rtol=0, atol=1e-6)
-    assert torch.allclose(state[0], last[0], rtol=0, atol=1e-6)
-
-
-def test_captures_into_a_cuda_graph():
-    weights = random_weights("lstm", 64, 128, seed=3)
-    layer = ecornn.compile("lstm", hidden=128, input=64, batch=4, dtype="float16", target="cuda").bind(weights)
-    x = torch.randn(12, 4, 64, device="cuda").half()
-    layer(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y, state = layer(x)
-    x.copy_(torch.randn(12, 4, 64, device="cuda"))
-    y.fill_(float("nan"))
-    graph.replay()
-    eager, eager_state = layer(x)
-    torch.cuda.synchronize()
-    assert torch.equal(y, eager) and torch.equal(state[0], eager_state[0])
-
-
 def test_not_a_number_does_not_stop_the_exchange():
     for dtype in (torch.float32, torch.bfloat16):
         weights = {k: torch.tensor(v).to(dtype).float().numpy()
@@ -257,6 +219,7 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
     if cell in step_cells.SQUARE:
         I = H
     kind, found = getattr(torch, dtype), STEP_CELLS[cell]
+    config = config and {**config, "math": "exact" if dtype == "float32" else "fast"}
     generator = torch.Generator().manual_seed(T * 1000 + H)
 
     def draw(*size: int, scale: float = 1.0) -> Any:
@@ -268,16 +231,8 @@ def check(schedule: str, cell: str, shape: tuple[int, int, int, int], dtype: str
     states = {name: draw(B, H) for name in found.states}
     layer = ecornn.compile(found, hidden=H, input=I, batch=compiled or B, seq=T, dtype=dtype, target="cuda",
                            schedule=schedule, config=config).bind({n: w.float().numpy() for n, w in weights.items()})
-    runs = []
-    for _ in range(2):
-        out = torch.full((T, B, H), float("nan"), device="cuda", dtype=kind)
-        y, after = layer(x.cuda(), tuple(s.cuda() for s in states.values()), out=out)
-        torch.cuda.synchronize()
-        runs.append([y.clone(), *(s.clone() for s in after)])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True)), "two runs differ"
-
+    y, *last = repeated(layer, x.cuda(), tuple(s.cuda() for s in states.values()), H)
     exact, given = ({n: v.double().numpy() for n, v in tensors.items()} for tensors in (states, parameters))
-    y, *last = (v.double().cpu().numpy() for v in runs[0])
     Wanted(dtype, lambda forward: expected(cell, ALONE, x.double().numpy(), exact, given, {}, forward)).check(
         y, dict(zip(states, last, strict=True)))
 
@@ -303,16 +258,14 @@ CUT = {"units": 16, "rows": 16, "row_warps": 1, "batch_warps": 1, "split": 1, "d
 ], ids=str)
 @pytest.mark.parametrize("cell", ["lstm", "gru", "gru_reset_before"])
 def test_layout_transform_configurations(cell: str, knobs: dict[str, Any], dtype: str):
-    math = "exact" if dtype == "float32" else "fast"
-    check("layout_transform", cell, (6, 33, 40, 300), dtype, {**CUT, **knobs, "math": math}, compiled=70)
+    check("layout_transform", cell, (6, 33, 40, 300), dtype, {**CUT, **knobs}, compiled=70)
 
 
 @pytest.mark.parametrize("dtype", DTYPES["cuda"])
 @pytest.mark.parametrize("cut", [(1, 32, 128, 16), (2, 256, 16, 4), (4, 64, 8, 8)], ids=str)
 @pytest.mark.parametrize("cell", ["indrnn", "highway", "decay"])
 def test_elementwise_configurations(cell: str, cut: tuple[int, ...], dtype: str):
-    math = "exact" if dtype == "float32" else "fast"
-    config = dict(zip(("units", "threads", "prefetch", "group"), cut, strict=True)) | {"math": math}
+    config: dict[str, Any] = dict(zip(("units", "threads", "prefetch", "group"), cut, strict=True))
     if cut[0] == 1:  # one value of 16 bits is too little for a copy
         config["hoisted"] = "float32"
     check("elementwise", cell, (150, 21, 40, 300), dtype, config, compiled=40)
@@ -322,6 +275,5 @@ def test_elementwise_configurations(cell: str, cut: tuple[int, ...], dtype: str)
 @pytest.mark.parametrize("cut", [(8, 1, 4, 1, 16), (16, 4, 2, 16, 16), (32, 8, 2, 4, 64), (32, 2, 1, 1, 32)], ids=str)
 @pytest.mark.parametrize("cell", ["lstm", "gru_reset_before"])
 def test_fused_step_configurations(cell: str, cut: tuple[int, ...], dtype: str):
-    math = "exact" if dtype == "float32" else "fast"
-    config = dict(zip(("units", "thread_rows", "groups", "split", "depth"), cut, strict=True)) | {"math": math}
+    config = dict(zip(("units", "thread_rows", "groups", "split", "depth"), cut, strict=True))
     check("fused_step", cell, (6, 21, 40, 300), dtype, config, compiled=40)

@@ -1,10 +1,9 @@
-"""Stacks, directions, lengths and resets on a GPU, by every schedule; ecornn.torch and ONNX's node tests there;
-gradients of sequences in columns, of layers, stacks, and packed sequences of PyTorch."""
+"""Stacks, directions, lengths and resets on a GPU, by every schedule; ecornn.torch there; gradients of sequences in
+columns, of layers, stacks, and packed sequences of PyTorch."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
@@ -30,17 +29,24 @@ SERVED = [(schedule, *kind) for schedule in ("persistent", "persistent_wide", "l
 SHAPES = [(1, 1, 1, 1), (5, 3, 7, 13), (9, 20, 33, 65), (6, 17, 64, 128)]  # T, B, I, H
 
 
+def compiled(cell: str, dtype: str, stack: Stack, sizes: tuple[int, int, int, int], **options: Any) -> tuple[Any, Any]:
+    """A bound layer, and its weights, whose values are of its data type."""
+    T, B, I, H = sizes
+    weights = {k: torch.tensor(v).to(getattr(torch, dtype)).float().numpy()
+               for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
+    module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=stack.layers,
+                            bidirectional=stack.bidirectional, lengths=stack.lengths, resets=stack.resets,
+                            reverse=stack.reverse, sequences=stack.sequences, **options)
+    return module.bind(weights), weights
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("stack", STACKS, ids=str)
 @pytest.mark.parametrize(("schedule", "cell", "dtype"), SERVED)
 def test_matches_float64(schedule: str, cell: str, dtype: str, stack: Stack, shape: tuple[int, int, int, int]):
     T, B, I, H = shape
     kind, rng = getattr(torch, dtype), np.random.default_rng(T + H)
-    weights = {k: torch.tensor(v).to(kind).float().numpy()
-               for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
-    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
-                           layers=stack.layers, bidirectional=stack.bidirectional, lengths=stack.lengths,
-                           resets=stack.resets, reverse=stack.reverse).bind(weights)
+    layer, weights = compiled(cell, dtype, stack, shape, schedule=schedule)
     x = torch.tensor(rng.standard_normal((T, B, I)), device="cuda").to(kind)
     size = (B, H) if stack.count == 1 else (stack.count, B, H)
     state = tuple(torch.tensor(rng.uniform(-0.5, 0.5, size), device="cuda").to(kind) for _ in range(STEPS[cell][1]))
@@ -72,11 +78,7 @@ TWO_GROUPS = {"groups": 2, "units": 16, "warps": 3, "gate_warps": 3, "chains": 1
 def test_sequences_in_columns(schedule: str, cell: str, dtype: str, config: dict[str, Any] | None, stack: Stack):
     """Whole ones, and where the kernel's groups have several columns others that wrap around."""
     T, B, I, H, S, kind = 23, 11, 40, 96, 37, getattr(torch, dtype)
-    weights = {k: torch.tensor(v).to(kind).float().numpy()
-               for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
-    layer = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", schedule=schedule,
-                           layers=stack.layers, bidirectional=stack.bidirectional, reverse=stack.reverse,
-                           sequences=True, config=config).bind(weights)
+    layer, weights = compiled(cell, dtype, stack, (T, B, I, H), schedule=schedule, config=config)
     rng = np.random.default_rng(1)
     assert config is None or layer.together == 6
     for width, together, least in ((B, 1, 1), (B, layer.together, 16), (3, layer.together, 16)):
@@ -134,21 +136,17 @@ OVERLAPPED = [("lstm", "float16", Stack(2, True)), ("gru", "bfloat16", Stack(1, 
               ("gru", "bfloat16", Stack(5, False, True, True)), ("lstm", "float32", Stack(3))]
 
 
-def overlapped(cell: str, dtype: str, stack: Stack, overlap: str, T: int, B: int, I: int, H: int,
-               **options: Any) -> Any:
-    """A layer, x and states, all of them the same for every ``overlap``."""
-    kind = getattr(torch, dtype)
-    module = ecornn.compile(cell, hidden=H, input=I, batch=B, seq=T, dtype=dtype, target="cuda", layers=stack.layers,
-                            bidirectional=stack.bidirectional, lengths=stack.lengths, resets=stack.resets,
-                            overlap=overlap, **options)
-    assert module.manifest.overlap.kind == overlap
+def overlapped(cell: str, dtype: str, stack: Stack, overlap: str, sizes: tuple[int, int, int, int],
+               **options: Any) -> tuple[Any, Any, Any, Any]:
+    """A layer, its weights, x and states, all of them the same for every ``overlap``."""
+    (T, B, I, H), kind = sizes, getattr(torch, dtype)
+    layer, weights = compiled(cell, dtype, stack, sizes, overlap=overlap, **options)
+    assert layer.manifest.overlap.kind == overlap
     generator = torch.Generator("cuda").manual_seed(5)
     x = torch.randn(T, B, I, device="cuda", generator=generator).to(kind)
     state = tuple((torch.rand(stack.count, B, H, device="cuda", generator=generator) - 0.5).to(kind)
                   for _ in range(STEPS[cell][1]))
-    weights = {k: torch.tensor(v).to(kind) for k, v in random_weights(cell, I, H, 1, stack.layers,
-                                                                      stack.directions).items()}
-    return module.bind(weights), x, state
+    return layer, weights, x, state
 
 
 @pytest.mark.parametrize(("schedule", "cell", "dtype", "stack"), [
@@ -158,10 +156,8 @@ def test_what_overlaps_computes_the_same(schedule: str | None, cell: str, dtype:
     """For several T, each twice with bitwise the same result, and in a graph that is replayed on other input."""
     B, I, H = 12, 40, 256
     kind = "directions" if stack.bidirectional else "wavefront"
-    plain, x, state = overlapped(cell, dtype, stack, "none", 70, B, I, H, schedule=schedule)
-    layer, _, _ = overlapped(cell, dtype, stack, kind, 70, B, I, H, schedule=schedule)
-    weights = {k: torch.tensor(v).to(x.dtype).float().numpy()
-               for k, v in random_weights(cell, I, H, 1, stack.layers, stack.directions).items()}
+    plain, weights, x, state = overlapped(cell, dtype, stack, "none", (70, B, I, H), schedule=schedule)
+    layer = overlapped(cell, dtype, stack, kind, (70, B, I, H), schedule=schedule)[0]
     rng, start = np.random.default_rng(3), [s.double().cpu().numpy() for s in state]
     for T in (1, 2, 5, 23, 70, 131):
         given = torch.randn(T, B, I, device="cuda").to(x.dtype)
@@ -193,7 +189,7 @@ def test_what_overlaps_computes_the_same(schedule: str | None, cell: str, dtype:
 def test_streams_at_once(kind: str):
     """Calls on two streams of a caller, and a graph on a third, all at the same time."""
     stack = Stack(2, True) if kind == "directions" else Stack(3)
-    layer, x, state = overlapped("lstm", "float16", stack, kind, 60, 8, 64, 128)
+    layer, _, x, state = overlapped("lstm", "float16", stack, kind, (60, 8, 64, 128))
     inputs = [x, x + 0.5, x - 0.5]
     wanted = [layer(one, state)[0].clone() for one in inputs]
     graph = torch.cuda.CUDAGraph()
@@ -238,17 +234,6 @@ def test_torch_modules(name: str, options: dict[str, Any]):
         assert relative(y.cpu(), theirs(kept.double())[0].cpu().numpy()) <= 1e-5
 
 
-def test_onnx_node_tests():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from test_onnx import NODES, RecurrentBackend
-    assert len(NODES) >= 18
-    for case in NODES:
-        for inputs, outputs in case.data_sets:
-            for one, other in zip(RecurrentBackend.prepare(case.model, "CUDA").run(list(inputs)), outputs, strict=True):
-                np.testing.assert_allclose(one, other, rtol=case.rtol, atol=case.atol, err_msg=case.name)
-
-
 LIMITS = {"float32": 2e-5, "float16": 8 * 2.0 ** -11, "bfloat16": 8 * 2.0 ** -8}
 
 
@@ -269,10 +254,7 @@ def test_a_training_step(schedule, cell, dtype, sizes, stack):
     weights = {n: torch.tensor(v).to(kind).float().numpy() for n, v in drawn.items()}
     bound = layer.bind(weights)
     if stack.get("reverse"):
-        bits = []
-        for _ in range(2):
-            bits.append(gradients_reversed(bound, cell, weights))
-        assert bits[0] == bits[1]
+        assert gradients_reversed(bound, cell, weights) == gradients_reversed(bound, cell, weights)
         return
     errors = errors_of(bound, cell, weights, np.random.default_rng(0))
     assert max(errors.values()) < LIMITS[dtype], errors

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cuda_on_cpu import DTYPES, GUARD, Emulated, pack
+from cuda_on_cpu import DTYPES, Emulated
 from numpy_packing import tf32
 
 from ecornn.analysis import StepGraph
@@ -20,7 +20,7 @@ from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.backpropagation import replayed
 from ecornn.analysis.evaluate import Values, assign, hoist, start, summarize
 from ecornn.analysis.kept import kept
-from ecornn.program import PACKED, WORKSPACE, Buffer, Extent, Program
+from ecornn.program import WORKSPACE, Buffer, Extent, Program
 from ecornn.schedules.base import Component, Task
 from ecornn.schedules.hoisted import Hoisted
 from ecornn.tune.oracle import rounded
@@ -49,33 +49,15 @@ class Passes:
         """All buffers afterwards, those of ``given`` and ``made`` in their shape. What is not among ``values`` holds
         NaN before, and a guard lies behind each. ``twice``: that a second run leaves the same bits;
         ``add``: the scalar of this name."""
-        found = self._once(steps, batch, values, parameters or {}, made or {}, add)
         if twice:
-            again = self._once(steps, batch, values, parameters or {}, made or {}, add)
+            found, again = (self.run(steps, batch, values, parameters, made, False, add) for _ in range(2))
             for name in self.given:
                 assert found[name].tobytes() == again[name].tobytes(), f"{name} differs in a second run"
-        return found
-
-    def _once(self, steps: int, batch: int, values: Mapping[str, np.ndarray], parameters: Mapping[str, np.ndarray],
-              made: Mapping[str, tuple[int, ...]], add: bool) -> Arrays:
-        memory: Arrays = {}
-        for b in self.program.buffers:
-            if b.role == PACKED:
-                assert b.packing is not None
-                memory[b.name] = pack(b.packing, parameters).reshape(-1)
-                assert memory[b.name].size == b.extent.at(0), b.name
-                continue
-            raw = np.full(b.extent.at(steps) * DTYPES[b.dtype].itemsize + GUARD, 0xFF, np.uint8)
-            raw[-GUARD:] = 0xA5
-            memory[b.name] = raw.view(DTYPES[b.dtype])
-            if b.name in values:
-                value = np.ascontiguousarray(values[b.name]).astype(DTYPES[b.dtype])
-                memory[b.name][:value.size] = value.reshape(-1)
+            return found
+        memory = self.emulated.memory(steps, parameters or {}, lambda b: values.get(b.name))
         self.emulated.carry_out(memory, steps, batch, add=add)
-        for b in self.program.buffers:
-            if b.role != PACKED:
-                assert (memory[b.name].view(np.uint8)[-GUARD:] == 0xA5).all(), f"{b.name} was written beyond its end"
-        shapes = {n: shape for n, (shape, _) in self.given.items()} | dict(made)
+        self.emulated.check_guards(memory)
+        shapes = {n: shape for n, (shape, _) in self.given.items()} | dict(made or {})
         return {n: memory[n][:int(np.prod(shapes[n]))].reshape(shapes[n]) if n in shapes else memory[n]
                 for n in memory}
 

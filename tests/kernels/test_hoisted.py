@@ -1,25 +1,31 @@
-"""Hoisted values in 16 bits: their layout, and every schedule that has the choice, emulated."""
+"""What is computed of x for all steps: its layout in 16 bits, and who has the choice; the projection that makes it on
+wgmma, emulated, and what the compiler makes of it for the GPU; how blocks share the tiles of the one on mma."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
 
 import numpy as np
 import pytest
 from cuda_on_cpu import Emulated, inputs
-from emulated import TINY, check_numbers, task_of
+from emulated import check_numbers, task_of
+from msgspec.structs import replace
 from test_persistent_emulated import SMALL, cut
-from test_persistent_wide import config_for
 
-from ecornn.schedules import all_schedules
+import ecornn.schedules.gemm.rows_wgmma as kernel
+from ecornn.schedules import all_schedules, rates
 from ecornn.schedules.elementwise import Elementwise
+from ecornn.schedules.gemm.mma_mainloop import COLUMN_WARPS
+from ecornn.schedules.gemm.projection import job_of, project
+from ecornn.schedules.gemm.rows_mma import blocks_of, spares_warps
+from ecornn.schedules.gemm.rows_mma import shape_of as shape_on_mma
+from ecornn.schedules.gemm.rows_wgmma import shape_of
 from ecornn.schedules.hoisted import Hoisted, unhidden
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent_wide import PersistentWide
 from ecornn.schedules.step.layout_transform import LayoutTransform
 from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
-from ecornn.workload import ALONE, Traversal
 
 HOPPER = KNOWN["sm_90a"]
 
@@ -54,62 +60,6 @@ def test_a_quad_of_the_projection_fills_sectors(outputs, bytes):
     layout = Hoisted("float16", outputs, 64)
     for p in layout.pieces(layout.span):
         assert p.words * 4 * 4 >= bytes and p.words * 4 == layout.span * p.apart * 2
-
-
-PERSISTENT: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
-    ("lstm", (5, 3, 24, 40), "float16", {}, ALONE),
-    ("lstm", (6, 23, 31, 33), "bfloat16", {"groups": 2}, Traversal(True, 2, True, True)),  # odd H, odd B, items
-    ("gru", (3, 7, 20, 41), "bfloat16", {"interleave": 4, "units": 8}, ALONE),
-    ("gru", (7, 20, 17, 41), "float16", {"ahead": 0, "units": 24}, ALONE),  # odd rows of x
-    ("lstm", (40, 7, 24, 40), "float16", {"ahead": 50}, Traversal(False, 2, True, True)),
-    ("rnn_tanh", (70, 5, 16, 23), "bfloat16", {"ahead": 25, "units": 8, "warps": 1}, Traversal(resets=True)),
-    ("rnn_relu", (1, 1, 1, 1), "float16", {"units": 8, "warps": 1}, ALONE),
-    ("rnn_tanh", (26, 5, 72, 29), "float16", {"units": 8, "warps": 1}, ALONE),  # the projection by warpgroups
-    ("gru", (26, 5, 72, 45), "bfloat16", {"units": 8}, ALONE),
-    ("gru_reset_before", (5, 4, 8, 23), "float16", {"units": 8, "warps": 1}, Traversal(True)),  # two exchanges a step
-    ("gated", (4, 3, 24, 39), "bfloat16", {"units": 8}, ALONE),
-    ("pair", (6, 5, 24, 39), "float16", {"units": 8}, Traversal(True, 2, True, True)),
-]
-WIDE: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any], Traversal]] = [
-    ("lstm", (5, 9, 7, 129), "float16", {"units": 26}, ALONE),
-    ("gru", (5, 20, 16, 135), "bfloat16", {"units": 24, "registers": 0}, ALONE),
-    ("rnn_relu", (1, 1, 1, 1), "bfloat16", {"units": 8}, ALONE),
-    ("rnn_tanh", (6, 23, 31, 139), "float16", {"groups": 2, "units": 64}, Traversal(False, 2, True, True)),
-    ("gru", (9, 7, 9, 79), "float16", {"units": 48, "row_teams": 2, "parts": 2}, Traversal(True, 1, True, True)),
-    ("lstm", (7, 23, 6, 90), "bfloat16", {"units": 46, "row_teams": 3, "parts": 3, "registers": 0}, ALONE),
-]
-LAYOUT_TRANSFORM: list[tuple[str, tuple[int, int, int, int], str, dict[str, Any]]] = [
-    ("lstm", (5, 20, 33, 65), "bfloat16", {}),
-    ("lstm", (13, 10, 200, 72), "float16", {}),  # two columns of tiles by warpgroups
-    ("gru", (6, 22, 136, 87), "float16", {}),
-    ("rnn_tanh", (40, 14, 328, 17), "bfloat16", {}),
-    ("gru_reset_before", (3, 2, 5, 7), "float16", {}),
-    ("gated", (4, 33, 80, 40), "bfloat16", {}),
-    ("lstm", (3, 33, 31, 70), "float16", {  # more items than are read before the product
-        "units": 16, "rows": 40, "row_warps": 1, "batch_warps": 1, "split": 2, "depth": 1, "stages": 2}),
-]
-
-
-@pytest.mark.parametrize(("schedule", "cell", "sizes", "dtype", "change", "traversal"), [
-    *((Persistent(), *case) for case in PERSISTENT), *((PersistentWide(), *case) for case in WIDE),
-    *((LayoutTransform(), *case, ALONE) for case in LAYOUT_TRANSFORM)], ids=lambda v: getattr(v, "name", str(v)))
-def test_matches_float64(tmp_path, schedule, cell, sizes, dtype, change, traversal):
-    task = task_of(cell, sizes, dtype, SMALL if schedule.name.startswith("persistent") else TINY, traversal)
-    check_numbers(tmp_path, schedule, task, config_for(schedule, task, hoisted="same", **change))
-
-
-@pytest.mark.parametrize("lazy", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(("cell", "sizes", "dtype", "knobs", "traversal"), [
-    ("indrnn", (37, 3, 5, 12), "bfloat16", {"units": 4, "prefetch": 16, "group": 4}, ALONE),
-    ("indrnn", (32, 3, 5, 34), "float16", {"units": 2, "prefetch": 8, "group": 8}, ALONE),
-    ("seven", (19, 3, 5, 34), "float16", {"units": 2, "prefetch": 8, "group": 4}, ALONE),
-    ("seven", (11, 3, 24, 20), "bfloat16", {"units": 4, "group": 4}, Traversal(True, 1, True, True)),
-    ("highway", (21, 3, 5, 12), "float16", {"units": 4, "group": 4, "threads": 32}, Traversal(False, 2, True, True)),
-    ("leaky", (5, 3, 14, 14), "float16", {"units": 2}, Traversal(True)),
-], ids=str)
-def test_elementwise(tmp_path, cell, sizes, dtype, knobs, traversal, lazy):
-    schedule, task = Elementwise(), task_of(cell, sizes, dtype, TINY, traversal)
-    check_numbers(tmp_path, schedule, task, {**schedule.default(task), **knobs, "hoisted": "same"}, lazy=lazy)
 
 
 def test_one_unit_a_thread_needs_an_even_number_of_values():
@@ -189,3 +139,114 @@ def test_memory_counts_where_rows_are_many():
     plan = wide_schedule.plan(task, {**wide_schedule.default(task), "hoisted": "float32"})
     parts, features = wide_schedule.stages(task, plan), wide_schedule.features(task, plan)
     assert parts["memory"] > 0 and abs(sum(parts.values()) - features["estimate"]) < 1
+
+
+HOPPER = KNOWN["sm_90a"]
+
+# T * B rows on 128 a tile, I on stages of 64, H on the units of a tile
+CASES = [
+    ("lstm", (5, 3, 24, 40), "bfloat16", 6, "float32"),  # one tile, part of a stage
+    ("lstm", (1, 1, 8, 1), "float16", 2, "float32"),  # the smallest of everything
+    ("lstm", (13, 10, 200, 72), "float16", 3, "same"),  # a second group of rows with two in it, two columns of tiles
+    ("gru", (6, 22, 136, 87), "float16", 2, "same"),  # 80 units, then 7; more tiles than multiprocessors
+    ("gru", (3, 7, 64, 40), "float16", 4, "float32"),  # a whole stage
+    ("rnn_tanh", (7, 19, 72, 264), "bfloat16", 2, "float32"),  # 17 octets a tile, odd number of them in all
+    ("rnn_tanh", (40, 14, 328, 17), "bfloat16", 2, "same"),  # more stages than the ring has, odd H, five groups of rows
+    ("gated", (4, 33, 80, 40), "bfloat16", 3, "same"),
+    ("lstm", (13, 10, 204, 40), "float16", 3, "float32"),  # rows of x 8-byte aligned, the last chunk half outside
+    ("gru", (6, 23, 138, 24), "bfloat16", 2, "float32"),  # 4-byte aligned, a quarter inside
+    ("rnn_tanh", (3, 7, 2, 40), "float16", 2, "float32"),
+    ("lstm", (5, 3, 24, 40), "tf32", 6, "float32"),  # stages of 32 values
+    ("gru", (6, 23, 137, 24), "tf32", 2, "float32"),  # rows of x 4-byte aligned
+    ("rnn_tanh", (7, 19, 166, 264), "tf32", 2, "float32"),  # 8-byte aligned, two columns of tiles
+    pytest.param(*("lstm", (13, 10, 260, 72), "tf32", 3, "float32"),
+                 marks=pytest.mark.exhaustive),  # more stages than the ring has
+]
+
+
+@pytest.fixture
+def wide(monkeypatch):
+    """Tiles as of longer calls, though these have few steps."""
+    monkeypatch.setattr(rates, "SHORT", 0)
+
+
+def task(cell, sizes, dtype, cores):
+    made = task_of(cell, sizes, dtype, replace(HOPPER, cores=cores))
+    assert shape_of(job_of(made)) is not None
+    return made
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "cores", "hoisted"), CASES, ids=str)
+def test_matches_float64(tmp_path, cell, sizes, dtype, cores, hoisted):
+    made = task(cell, sizes, dtype, cores)
+    check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made) | {"hoisted": hoisted})
+
+
+@pytest.mark.parametrize(("cell", "sizes", "dtype", "hoisted"), [
+    ("lstm", (26, 5, 72, 40), "bfloat16", "float32"), ("gru", (5, 3, 24, 48), "float16", "float32"),
+    ("rnn_tanh", (9, 15, 96, 24), "float16", "float32"), ("gated", (4, 3, 136, 40), "bfloat16", "float32"),
+    ("rnn_tanh", (26, 5, 72, 29), "float16", "same"), ("gru", (26, 5, 72, 45), "bfloat16", "same")], ids=str)
+def test_before_the_persistent_kernel(tmp_path, cell, sizes, dtype, hoisted):
+    made = task(cell, sizes, dtype, 6)
+    check_numbers(tmp_path, Persistent(), made, cut(made, units=8, warps=1 if sizes[3] < 40 else 2, hoisted=hoisted))
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("lag", [0, 1])
+def test_copies_and_products_at_once(tmp_path, monkeypatch, lag):
+    """Copies that come before the stage is free, and halves of the rows in step, show here."""
+    monkeypatch.setattr(kernel, "LAG", lag)
+    made = task("lstm", (9, 16, 520, 40), "bfloat16", 2)
+    check_numbers(tmp_path, LayoutTransform(), made, LayoutTransform().default(made), lazy=False)
+
+
+def test_what_it_does_not_serve():
+    """These keep the kernel of ``schedules/gemm/rows_mma.py``."""
+    def serves(cell="lstm", sizes=(40, 3, 64, 40), dtype="bfloat16", device=HOPPER):
+        return shape_of(job_of(task_of(cell, sizes, dtype, device))) is not None
+
+    assert serves() and serves(dtype="float16") and serves(sizes=(40, 3, 8, 1))
+    assert not serves(dtype="float32") and serves(dtype="tf32") and serves(sizes=(40, 3, 61, 40), dtype="tf32")
+    assert serves(sizes=(40, 3, 2, 40)) and not serves(sizes=(40, 3, 61, 40))  # rows of whole words
+    assert not serves(device=KNOWN["sm_80"])
+    assert not serves(device=replace(HOPPER, shared=64 << 10))
+    assert not serves(cell="echo")  # no input product
+
+
+def test_a_part_of_the_rows_ahead_keeps_one_packing():
+    """Workers beside the recurrence read the weights as the other kernel does."""
+    made = task("lstm", (40, 7, 24, 40), "bfloat16", 6)
+    ahead = [next(b.packing for b in project(made, ahead=a).buffers if b.name == "input_weights") for a in (100, 50, 0)]
+    assert ahead[0] != ahead[1] == ahead[2]
+
+
+@pytest.mark.parametrize(("cell", "sizes", "spared"), [
+    ("gru", (300, 200, 100, 100), True),  # four columns of 32 units, the last one of four
+    ("lstm", (100, 1000, 100, 100), True),
+    ("rnn_tanh", (300, 64, 100, 140), True),  # two of 128
+    ("gru", (300, 64, 96, 96), False),  # three whole ones
+    ("lstm", (300, 64, 256, 256), False),
+    ("gru", (300, 64, 20, 20), True),  # one column: nothing to share
+], ids=str)
+def test_blocks_of_float32_share_the_columns(cell: str, sizes: tuple[int, int, int, int], spared: bool):
+    """Each block has as many tiles of the last column, where warps have less to do, as any other, but for one."""
+    task = task_of(cell, sizes, "float32", HOPPER)
+    job = job_of(task)
+    shape, (launch,) = shape_on_mma(job), project(task).calls
+    blocks = blocks_of(job, shape)
+    assert spares_warps(job, shape) is spared and launch.grid == blocks and 2 * HOPPER.cores - 4 < blocks
+    assert (shape.units * shape.columns - sizes[3] >= shape.units // COLUMN_WARPS) is spared
+    tiles = -(-sizes[0] * sizes[1] // shape.height) * shape.columns
+    last = Counter(tile % blocks for tile in range(tiles) if tile % shape.columns == shape.columns - 1)
+    if spared:
+        counts = [last[block] for block in range(min(blocks, tiles))]
+        assert max(counts) - min(counts) <= 1
+    else:
+        assert blocks == 2 * HOPPER.cores
+
+
+def test_other_types_have_whole_multiprocessors():
+    """They multiply padding, too: all columns take as long."""
+    job = job_of(task_of("gru", (300, 200, 100, 100), "float16", KNOWN["sm_80"]))
+    assert not spares_warps(job, shape_on_mma(job)) and blocks_of(job, shape_on_mma(job)) % KNOWN["sm_80"].cores == 0

@@ -25,6 +25,7 @@ from ecornn.compiler import plan
 from ecornn.errors import ArgumentError, DTypeError, EcornnError, ScheduleError
 from ecornn.explain import floor_terms
 from ecornn.numpy_reference import random_weights
+from ecornn.schedules.base import Task
 from ecornn.schedules.persistent import Persistent
 from ecornn.schedules.persistent import plan as persistent_plan
 from ecornn.schedules.step.layout_transform import LayoutTransform
@@ -82,18 +83,16 @@ def test_products_that_are_too_much_code_are_loops(tmp_path, monkeypatch):
 def test_every_integer_is_what_it_stands_for(tmp_path, dtype):
     """A row with each of -127 to 127, whose products with one unit's state are the weights themselves."""
     task = task_of("echo", (1, 1, 0, 256), f"{dtype}, int8", replace(SMALL, cores=32))
-    config = cut(task, units=8)
-    graph = task.graph
-    x, states, parameters = inputs("echo", (1, 1, task.workload.input, 256), dtype, graph.parameters,
-                                   tuple(graph.states))
-    assert len(parameters) == 1 and len(states) == 1
-    (name, value), first = next(iter(parameters.items())), next(iter(states.values()))
+    x, states, parameters = inputs("echo", (1, 1, task.workload.input, 256), dtype, task.graph.parameters,
+                                   tuple(task.graph.states))
+    ((name, value),), (first,) = parameters.items(), states.values()
     numbers = np.arange(256, dtype=np.float32) - 128
     numbers[0] = 127
     value[0] = np.stack([np.roll(numbers, k) for k in range(256)]).astype(value.dtype)
     first[:] = 0
     first[0, 7] = 1
-    y, _ = Emulated(Persistent().program(task, Persistent().plan(task, config)), tmp_path).run(x, states, parameters)
+    program = Persistent().program(task, Persistent().plan(task, cut(task, units=8)))
+    y, _ = Emulated(program, tmp_path).run(x, states, parameters)
     wanted, _ = in_float64("echo", x, states, {name: value.astype(np.float64)})
     assert np.array_equal(y.astype(np.float64), wanted.astype(y.dtype).astype(np.float64))
 
@@ -145,18 +144,20 @@ def test_who_is_refused():
         plan("indrnn", hidden=128, target="sm_90a", dtype="float16", weights="int8")
 
 
+def both(hidden: int) -> list[Task]:
+    return [task_of("lstm", (300, 8, hidden, hidden), kind, KNOWN["sm_90a"]) for kind in ("float16, int8", "float16")]
+
+
 def test_a_layer_whose_weights_are_past_the_chip_stays_on_it():
     """An LSTM of 2560 units: 52 MB in 16 bits, 26 MB in 8."""
-    task, whole = (task_of("lstm", (300, 8, 2560, 2560), kind, KNOWN["sm_90a"])
-                   for kind in ("float16, int8", "float16"))
+    task, whole = both(2560)
     schedule = Persistent()
-    assert not Persistent().plan(task, schedule.default(task)).streamed
-    assert schedule.serves(whole) or Persistent().plan(whole, schedule.default(whole)).streamed
+    assert not schedule.plan(task, schedule.default(task)).streamed
+    assert schedule.serves(whole) or schedule.plan(whole, schedule.default(whole)).streamed
 
 
 def test_what_is_said_of_them():
-    task, whole = (task_of("lstm", (300, 8, 4096, 4096), kind, KNOWN["sm_90a"])
-                   for kind in ("float16, int8", "float16"))
+    task, whole = both(4096)
     ours, wide = floor_terms(task), floor_terms(whole)
     assert ours is not None and wide is not None
     assert ours.total_us < wide.total_us and ours.products_us == wide.products_us
@@ -181,32 +182,23 @@ def test_on_a_gpu(cell, hidden, batch, dtype):
     there, _ = module.bind({n: w.cuda() for n, w in given.items()})(x.cuda())
     assert torch.equal(y, there)
     exact = {n: w.double().numpy() for n, w in given.items()}
-    unrounded, _ = ecornn.reference(cell, x.double().numpy(), exact)
     name = "weight_hh_l0"
-    exact[name] = in_integers(exact[name])
-    wanted, _ = ecornn.reference(cell, x.double().numpy(), exact)
+    unrounded, wanted = (ecornn.reference(cell, x.double().numpy(), weights)[0]
+                         for weights in (exact, exact | {name: in_integers(exact[name])}))
     found = y.double().cpu().numpy()
     assert relative(found, wanted) < {"float16": 6e-4, "bfloat16": 5e-3}[dtype]
     assert relative(found, unrounded) < 1e-2
 
 
-@pytest.mark.parametrize("wrong", [{"precision": "fp8"}, {"precision": "tf32", "dtype": "float16"},
-                                   {"precision": "tf32", "weights": "int8"}], ids=str)
-def test_only_float32_has_a_choice(wrong):
-    with pytest.raises(ArgumentError, match="precision"):
-        Workload("lstm", 8, 8, **wrong)
-
-
-def test_exact_is_the_default_and_tf32_a_workload_of_its_own():
-    planned = plan("lstm", hidden=8, precision="exact", target="sm_90a")
-    assert planned.workload == Workload("lstm", 8, 8, BATCH, SEQ)
-    planned = plan("lstm", hidden=8, precision="tf32", target="sm_90a")
-    assert planned.workload.precision == "tf32" and "tf32" in str(planned.workload)
-
-
-def test_a_cpu_has_no_tf32():
+def test_only_float32_on_a_gpu_has_a_choice_and_exact_is_the_default():
+    for wrong in ({"precision": "fp8"}, {"precision": "tf32", "dtype": "float16"},
+                  {"precision": "tf32", "weights": "int8"}):
+        with pytest.raises(ArgumentError, match="precision"):
+            Workload("lstm", 8, 8, **wrong)
     with pytest.raises(EcornnError, match="no tf32 products"):
         ecornn.compile("lstm", hidden=8, precision="tf32", target="cpu")
+    exact, tf32 = (plan("lstm", hidden=8, precision=kind, target="sm_90a").workload for kind in ("exact", "tf32"))
+    assert exact == Workload("lstm", 8, 8, BATCH, SEQ) and tf32.precision == "tf32" and "tf32" in str(tf32)
 
 
 @pytest.mark.parametrize("schedule", [Persistent(), LayoutTransform()], ids=lambda s: s.name)

@@ -20,7 +20,7 @@ from ecornn.build.cuda import lower
 from ecornn.build.nvcc import compile_cubin
 from ecornn.compiler import plan
 from ecornn.program import Program, Relay, launches
-from ecornn.schedules.base import Task
+from ecornn.schedules.base import Config, Schedule, Task
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.rows_wgmma import shape_of
 from ecornn.schedules.persistent import Persistent
@@ -31,8 +31,12 @@ from ecornn.targets import KNOWN
 from ecornn.tune.choose import serving_or_raise
 from ecornn.workload import FEW, Traversal
 
-SCHEDULE = Persistent()
+LEAVE, WAIT = (f"tvm_builtin_ptx_griddepcontrol_{what}();" for what in ("launch_dependents", "wait"))
 known = known_by_name(LATE)
+
+
+def replaced(task: Task, steps: int) -> Task:
+    return changed(task, workload=replace(task.workload, seq=steps))
 
 
 class InAnotherOrder(Persistent):
@@ -50,16 +54,19 @@ class ForFewSteps(Persistent):
     """Programs of any task as if it were of a short call."""
 
     def program(self, task: Task, plan: Any) -> Program:
-        return super().program(changed(task, workload=replace(task.workload, seq=SHORT)), plan)
+        return super().program(replaced(task, SHORT), plan)
 
 
-def texts(task: Task, **change: Any) -> tuple[list[str], dict[str, str]]:
-    """The functions whose launches are early, and the texts of kernels by name, of `persistent`."""
-    return texts_of(SCHEDULE.program(task, SCHEDULE.plan(task, cut(task, **change))), task)
+def program_of(schedule: Schedule, task: Task, config: Config | None = None) -> Program:
+    config = schedule.default(task) if config is None else config
+    assert schedule.check(task, config) is None
+    return schedule.program(task, schedule.plan(task, config))
 
 
-def texts_of(program: Program, task: Task) -> tuple[list[str], dict[str, str]]:
-    _, source = lower(program, task.device.arch)
+def texts(schedule: Schedule, task: Task, config: Config | None = None) -> tuple[list[str], dict[str, str]]:
+    """The functions whose launches are early, and the texts of kernels by name."""
+    program = program_of(schedule, task, config)
+    source = lower(program, task.device.arch)[1]
     parts = re.split(r'extern "C" __global__ void __launch_bounds__\(\d+\) (\w+)_kernel', source)
     early = [one.function for one in launches(program.calls) if one.early]
     return early, dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -73,17 +80,17 @@ def buffers(text: str) -> set[str]:
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_launches_begin_early_and_wait(dtype: str):
-    early, kernels = texts(task_of("lstm", (SHORT, 3, 24, 40), dtype, SMALL))
+    task = task_of("lstm", (SHORT, 3, 24, 40), dtype, SMALL)
+    early, kernels = texts(Persistent(), task, cut(task))
     assert early == ["start", "persistent"]
-    leave, wait = (f"tvm_builtin_ptx_griddepcontrol_{what}();" for what in ("launch_dependents", "wait"))
     for name, leaves, waits in (("project", 1, 0), ("start", 1, 1), ("persistent", 0, 2)):
         # the definitions of these two, which stand before the first kernel that uses them, are no statements
-        assert (kernels[name].count(f"{leave}\n"), kernels[name].count(f"{wait}\n")) == (leaves, waits), name
+        assert (kernels[name].count(f"{LEAVE}\n"), kernels[name].count(f"{WAIT}\n")) == (leaves, waits), name
     for name in ("project", "start"):
-        assert not buffers(kernels[name].partition(leave)[0])
-    written, waited = kernels["start"].split(wait)
+        assert not buffers(kernels[name].partition(LEAVE)[0])
+    written, waited = kernels["start"].split(WAIT)
     assert buffers(written) - {"c_in"} == {"h_in", "exchange_0"} and not buffers(waited)
-    weights, products, gates = kernels["persistent"].split(wait)
+    weights, products, gates = kernels["persistent"].split(WAIT)
     assert buffers(weights) == {"recurrent_0"} and buffers(products) == {"exchange_0"}
     assert buffers(gates) >= {"hoisted", "h_in", "c_in", "exchange_0", "y"}
 
@@ -97,9 +104,9 @@ def test_launches_begin_early_and_wait(dtype: str):
     ("lstm", 4, "sm_90a", {}, Traversal(keep="gates")),  # another workspace may be where the exchange is
     ("scrn", 4, "sm_90a", {}, Traversal()),  # start reads the projection
 ], ids=str)
-def test_others_do_not(cell: str, steps: int, device: str, change: dict[str, Any], traversal: Traversal):
+def test_others_do_not(cell, steps, device, change, traversal):
     task = task_of(cell, (steps, 3, 24, 40), "float16", replace(KNOWN[device], cores=6), traversal)
-    early, kernels = texts(task, **change)
+    early, kernels = texts(Persistent(), task, cut(task, **change))
     assert "persistent" in kernels and not early
     assert not any("griddepcontrol" in text for text in kernels.values())
 
@@ -107,17 +114,13 @@ def test_others_do_not(cell: str, steps: int, device: str, change: dict[str, Any
 @pytest.mark.parametrize(("cell", "dtype"), [("lstm", "float32"), ("gru", "float16")])
 def test_a_block_loads_weights_until_the_projection_has_ended(cell: str, dtype: str):
     task, schedule = task_of(cell, (40, 3, 24, 40), dtype, KNOWN["sm_90a"]), PersistentBlock()
-    early, kernels = texts_of(schedule.program(task, schedule.plan(task, schedule.default(task))), task)
+    early, kernels = texts(schedule, task)
     assert early == ["persistent_block"]
-    leave, wait = (f"tvm_builtin_ptx_griddepcontrol_{what}();" for what in ("launch_dependents", "wait"))
-    assert not buffers(kernels["project"].partition(leave)[0]) and leave in kernels["project"]
-    before, after = kernels["persistent_block"].split(f"{wait}\n")
+    assert not buffers(kernels["project"].partition(LEAVE)[0]) and LEAVE in kernels["project"]
+    before, after = kernels["persistent_block"].split(f"{WAIT}\n")
     assert buffers(before) == {"recurrent_0"} and {"hoisted", "h_in", "y"} <= buffers(after)
-    for other in (replace(KNOWN["sm_80"], cores=6), KNOWN["sm_90a"]):
-        keep = None if other.arch == "sm_80" else "states"
-        task = task_of(cell, (40, 3, 24, 40), dtype, other, Traversal(keep=keep))
-        plan = schedule.plan(task, schedule.default(task))
-        assert not texts_of(schedule.program(task, plan), task)[0]
+    for other, keep in ((replace(KNOWN["sm_80"], cores=6), None), (KNOWN["sm_90a"], "states")):
+        assert not texts(schedule, task_of(cell, (40, 3, 24, 40), dtype, other, Traversal(keep=keep)))[0]
 
 
 def test_clusters_of_blocks_wait_for_whole_multiprocessors():
@@ -126,8 +129,7 @@ def test_clusters_of_blocks_wait_for_whole_multiprocessors():
     for cluster, wanted in ((1, ["persistent_block"]), (2, [])):
         config = {"products": "mma", "rows": 8, "units": 1, "lanes": 1, "cluster": cluster, "resident": 1,
                   "registers": 100, "hoisted": "same", "math": "fast"}
-        assert schedule.check(task, config) is None
-        early, kernels = texts_of(schedule.program(task, schedule.plan(task, config)), task)
+        early, kernels = texts(schedule, task, config)
         assert early == wanted
         assert any("griddepcontrol" in text for text in kernels.values()) is bool(early)
 
@@ -171,7 +173,7 @@ WHOLE = WholeStep()
     ("lstm", (1, 3, 28, 52), "float32", {"units": 8, "warps": 4, "cluster": 2}),
     ("rnn_tanh", (2, 9, 64, 128), "float16", {"units": 8, "ahead": 1, "warps": 2, "cluster": 8}),
 ], ids=str)
-def test_results(tmp_path: Path, cell: str, sizes: tuple[int, int, int, int], dtype: str, knobs: dict[str, Any]):
+def test_results(tmp_path, cell, sizes, dtype, knobs):
     task = task_of(cell, sizes, dtype)
     check_numbers(tmp_path, WHOLE, task, {**WHOLE.default(task), **knobs})
 
@@ -189,12 +191,11 @@ def test_states_may_be_in_place(tmp_path: Path, steps: int):
     """Some blocks write the new state while others still read the old one: these must not be in one place."""
     sizes = (steps, 11, 24, 64)
     task = task_of("lstm", sizes, "float16")
-    config = {**WHOLE.default(task), "units": 8, "rows": 8}
-    program = WHOLE.program(task, WHOLE.plan(task, config))
-    emulated = Emulated(program, tmp_path)
+    emulated = Emulated(program_of(WHOLE, task, {**WHOLE.default(task), "units": 8, "rows": 8}), tmp_path)
     x, states, parameters = inputs("lstm", sizes, "float16", task.graph.parameters, ("h", "c"))
     apart = emulated.run(x, states, parameters)
-    memory = {b.name: emulated._allocate(b, x, states, parameters, (steps, 11, 11 * 64, 64)) for b in program.buffers}
+    given = {"x": x, "y": steps * 11 * 64, "state_out": 11 * 64}
+    memory = emulated.memory(steps, parameters, lambda b: given.get(b.tensor or ""))
     memory |= {f"{name}_in": memory[f"{name}_out"] for name in states}
     for name, value in states.items():
         memory[f"{name}_in"][:value.size] = value.reshape(-1)
@@ -207,12 +208,12 @@ def test_states_may_be_in_place(tmp_path: Path, steps: int):
 def test_a_call_of_one_step_uses_no_workspace(tmp_path: Path):
     sizes = (1, 3, 24, 40)
     task = task_of("gru", sizes, "float16")
-    program = WHOLE.program(task, WHOLE.plan(task, WHOLE.default(task)))
-    emulated = Emulated(program, tmp_path)
+    emulated = Emulated(program_of(WHOLE, task), tmp_path)
     x, states, parameters = inputs("gru", sizes, "float16", task.graph.parameters, ("h",))
-    memory = {b.name: emulated._allocate(b, x, states, parameters, (1, 3, 3 * 40, 40)) for b in program.buffers}
+    given = {"x": x, "y": 3 * 40, "state_in": states["h"], "state_out": 3 * 40}
+    memory = emulated.memory(1, parameters, lambda b: given.get(b.tensor or ""))
     emulated.carry_out(memory, 1, 3)
-    spaces = [b.name for b in program.buffers if b.role == "workspace"]
+    spaces = [b.name for b in emulated.program.buffers if b.role == "workspace"]
     assert spaces == ["states", "state_before", "state_after"]
     assert all((memory[name].view(np.uint8)[:-256] == 0xFF).all() for name in spaces)
 
@@ -221,25 +222,20 @@ def test_a_call_of_one_step_uses_no_workspace(tmp_path: Path):
     ("lstm", (1, 16, 1024, 1024), "float16"), ("gru", (1, 64, 512, 512), "float32")], ids=str)
 def test_defaults_compile_without_spills(cell: str, sizes: tuple[int, int, int, int], dtype: str):
     task = task_of(cell, sizes, dtype, KNOWN["sm_90a"])
-    config = WHOLE.default(task)
-    _, source = lower(WHOLE.program(task, WHOLE.plan(task, config)), "sm_90a")
-    (used,) = compile_cubin(source, "sm_90a")[1].values()
+    (used,) = compile_cubin(lower(program_of(WHOLE, task), "sm_90a")[1], "sm_90a")[1].values()
     assert used["spill_stores"] == used["stack"] == 0
-    registers = 32 * WholeStep().plan(task, config).warps * used["registers"]
-    assert registers <= KNOWN["sm_90a"].registers
+    assert 32 * WHOLE.plan(task, WHOLE.default(task)).warps * used["registers"] <= KNOWN["sm_90a"].registers
 
 
 def test_launches_may_begin_early():
     task = task_of("lstm", (1, 4, 32, 32), "float16", KNOWN["sm_90a"])
     for chained in (True, False):
-        program = WHOLE.program(task, WHOLE.plan(task, {**WHOLE.default(task), "chained": chained}))
-        _, source = lower(program, "sm_90a")
+        program = program_of(WHOLE, task, {**WHOLE.default(task), "chained": chained})
         (call,) = program.calls
-        assert call.calls[0].early == ("griddepcontrol.wait" in source) == chained
+        assert call.calls[0].early == ("griddepcontrol.wait" in lower(program, "sm_90a")[1]) == chained
         assert isinstance(call, Relay)
-    older = task_of("lstm", (1, 4, 32, 32), "float16", KNOWN["sm_80"])
-    program = WHOLE.program(older, WHOLE.plan(older, WHOLE.default(older)))
-    compile_cubin(lower(program, "sm_80")[1], "sm_80")  # which knows of none
+    older = program_of(WHOLE, task_of("lstm", (1, 4, 32, 32), "float16", KNOWN["sm_80"]))
+    compile_cubin(lower(older, "sm_80")[1], "sm_80")  # which knows of none
 
 
 @pytest.mark.parametrize(("cell", "traversal", "reason"), [
@@ -270,7 +266,3 @@ def test_a_layer_that_fits_in_a_block_needs_fewer_launches(cell, hidden, dtype):
     task = task_of(cell, (1, 1, hidden, hidden), dtype, KNOWN["sm_90a"])
     chosen = [serving_or_raise(replaced(task, steps))[0].name for steps in (1, 4, FEW)]
     assert chosen == ["whole_step", "persistent_block", "persistent_block"]
-
-
-def replaced(task: Task, steps: int) -> Task:
-    return changed(task, workload=replace(task.workload, seq=steps))
