@@ -14,7 +14,7 @@ from exact import ALL_CELLS
 from limits import relative
 from msgspec.structs import replace
 from published.heads import BlockGRU
-from test_heads import BlockRNN
+from smaller_matrices import BlockRNN
 
 from ecornn.program import RUN
 from ecornn.schedules.persistent_block import PersistentBlock
