@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,10 @@ class Call:
 
     def moved(self, way: Call, by: float) -> Call:
         """``by`` times another call's arguments farther."""
-        return replace(self, x=self.x + by * way.x,
-                       states=[s + by * w for s, w in zip(self.states, way.states, strict=True)],
-                       parameters={n: p + by * way.parameters[n] for n, p in self.parameters.items()})
+        moved = copy(self)
+        moved.x, moved.states = self.x + by * way.x, [s + by * w for s, w in zip(self.states, way.states, strict=True)]
+        moved.parameters = {n: p + by * way.parameters[n] for n, p in self.parameters.items()}
+        return moved
 
 
 def train(cell: Cell, step: Callable[[Traced, list[Traced], dict[str, Traced]], list[Traced]], call: Call,
