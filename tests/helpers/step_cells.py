@@ -52,8 +52,7 @@ class Gated(Formula):
     name, states, shapes = "gated", ("h",), {"W": (2, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, parameters):
-        (h,) = states
-        W, R, b = parameters["W"], parameters["R"], parameters["b"]
+        (h,), W, R, b = states, parameters["W"], parameters["R"], parameters["b"]
         fx, nx, fh = product(x, W, 0), product(x, W, 1), product(h, R, 0)
         f = pointwise(lambda i, j: te.sigmoid(fx[i, j] + fh[i, j] + b[0, j]), h, "f")
         kept = pointwise(lambda i, j: f[i, j] * h[i, j], h, "kept")
@@ -91,8 +90,7 @@ class Leaky(Formula):
     name, states, shapes = "leaky", ("h",), {"W": (1, "I"), "b": (1,)}
 
     def step(self, x, states, parameters):
-        (h,) = states
-        wx, b = product(x, parameters["W"], 0), parameters["b"]
+        (h,), wx, b = states, product(x, parameters["W"], 0), parameters["b"]
         return [pointwise(lambda i, j: te.sigmoid(b[0, j]) * h[i, j] + te.tanh(wx[i, j]) * x[i, j], h, "new")]
 
     def numpy(self, x, h, W, b):
@@ -145,8 +143,7 @@ class Seven(Formula):
     name, states, unread, shapes = "seven", ("h",), ("W", "b"), {"W": (7, "I"), "b": (7,)}
 
     def step(self, x, states, parameters):
-        (h,), b = states, parameters["b"]
-        wx = product(x, parameters["W"])
+        (h,), wx, b = states, product(x, parameters["W"]), parameters["b"]
         return [pointwise(lambda i, j: sum((te.tanh(wx[i, n, j] + b[n, j] + h[i, j]) * (n - 3.0) for n in range(7)),
                                            te.const(0.0, "float32")) * 0.125, h, "new")]
 
@@ -173,8 +170,7 @@ class Echo(Formula):
     name, states, shapes = "echo", ("h",), {"R": (1, "H")}
 
     def step(self, x, states, parameters):
-        (h,) = states
-        rh = product(h, parameters["R"], 0)
+        (h,), rh = states, product(states[0], parameters["R"], 0)
         return [pointwise(lambda i, j: te.tanh(rh[i, j] + x[i, j]), h, "new")]
 
     def numpy(self, x, h, R):
@@ -259,8 +255,7 @@ class Shared(Formula):
     name, states, shapes = "shared", ("h",), {"W": (1, "I"), "R": (1, "H")}
 
     def step(self, x, states, parameters):
-        (h,), wx = states, product(x, parameters["W"], 0)
-        rh = product(h, parameters["R"], 0)
+        (h,), wx, rh = states, product(x, parameters["W"], 0), product(states[0], parameters["R"], 0)
         seen = normalized(pointwise(lambda b, j: wx[b, j] + rh[b, j], h, "seen"))
         return [pointwise(lambda b, j: te.tanh(seen[b, j]), h, "new")]
 
@@ -360,8 +355,7 @@ class Residual(Formula):
     name, states, shapes = "residual", ("h",), {"W": (1, "I"), "decay": (1,)}
 
     def step(self, x, states, p):
-        (h,) = states
-        wx, decay = product(x, p["W"], 0), p["decay"]
+        (h,), wx, decay = states, product(x, p["W"], 0), p["decay"]
 
         def new(b: Any, j: Any) -> Any:
             grown = te.log(te.sqrt(te.exp(h[b, j])) + te.abs(wx[b, j]))
