@@ -1,4 +1,5 @@
-"""Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, differences, and PyTorch."""
+"""Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, and that against PyTorch:
+test_operators.py has differences, of each operator, and test_reference.py and test_cpu_training.py of layers."""
 
 from __future__ import annotations
 
@@ -95,27 +96,6 @@ def test_the_adjoint_agrees_with_a_tape(name: str, keep: str):
     s = Sample(name)
     for n, (got, expected) in enumerate(zip(by_adjoint(name, s, keep), by_tape(name, s), strict=True)):
         close(got, expected, ["x", *s.parameters, *cell_of(name).states][n])
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_adjoint_agrees_with_differences(name: str):
-    """Along random directions, in one argument at a time and in all."""
-    s, rng, step = Sample(name, 1), np.random.default_rng(2), 2e-6
-    gradients, values = by_adjoint(name, s), [s.x, *s.parameters.values(), *s.states]
-
-    def loss(moved: Call) -> float:
-        found = train(cell_of(name), formula(name), moved)
-        last = [found[f"{n}_out"] for n in cell_of(name).states]
-        return float(sum((v * d).sum() for v, d in zip((found["y"], *last), (s.dy, *s.dstates), strict=True)))
-
-    for only in (None, *range(len(values))):
-        way = [rng.normal(size=v.shape) * (only in (None, n)) for n, v in enumerate(values)]
-        count = 1 + len(s.parameters)
-        along = Call(way[0], way[count:], s.dy, s.dstates, dict(zip(s.parameters, way[1:count], strict=True)))
-        ahead, behind = (loss(s.moved(along, sign * step)) for sign in (1, -1))
-        expected = sum((g * w).sum() for g, w in zip(gradients, way, strict=True))
-        size = sum(np.linalg.norm(g) * np.linalg.norm(w) for g, w in zip(gradients, way, strict=True))
-        assert abs((ahead - behind) / (2 * step) - expected) <= 1e-6 * max(size, 1e-3), only
 
 
 @pytest.mark.parametrize("name", ["slstm", "rnn_tanh(new=softplus)"])

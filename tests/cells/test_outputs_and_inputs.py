@@ -8,16 +8,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import emulated
 import numpy as np
 import pytest
 import step_cells
 import torch
 from drawn_layers import Drawn
-from emulated import check_numbers, known_by_name
+from emulated import check_numbers
 from msgspec import structs
-from other_cells import INPUTS, OUTPUTS
 from step_cells import Given
+from test_other_cells import BOTH, CELLS, B, H, I, T, drawn_of, known, task_of  # noqa: F401
 
 import ecornn
 from ecornn.analysis import analyse
@@ -34,19 +33,6 @@ from ecornn.tune.oracle import write
 from ecornn.workload import ALONE, SINGLE, Traversal, Workload
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
-
-T, B, I, H = 6, 4, 5, 22
-BOTH = Traversal(True, 2, True, True)
-CELLS = INPUTS | OUTPUTS
-known = known_by_name(CELLS)
-
-
-def drawn_of(name: str) -> Drawn:
-    return Drawn(CELLS[name], (T, B, I, H), **({"least": 0, "ends": False} if name in INPUTS else {}))
-
-
-def task_of(cell: str, dtype: str, traversal: Traversal = ALONE) -> Task:
-    return emulated.task_of(cell, (T, B, CELLS[cell].row_width(I, H), H), dtype, traversal=traversal)
 
 
 @cache

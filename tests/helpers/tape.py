@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,9 @@ class Call:
 
     def moved(self, way: Call, by: float) -> Call:
         """``by`` times another call's arguments farther."""
-        moved = copy(self)
-        moved.x, moved.states = self.x + by * way.x, [s + by * w for s, w in zip(self.states, way.states, strict=True)]
-        moved.parameters = {n: p + by * way.parameters[n] for n, p in self.parameters.items()}
-        return moved
+        return replace(self, x=self.x + by * way.x,
+                       states=[s + by * w for s, w in zip(self.states, way.states, strict=True)],
+                       parameters={n: p + by * way.parameters[n] for n, p in self.parameters.items()})
 
 
 def train(cell: Cell, step: Callable[[Traced, list[Traced], dict[str, Traced]], list[Traced]], call: Call,
