@@ -32,12 +32,12 @@ def cell_of(name: str) -> Any:
     """A cell by its name, also of those that only tests have."""
     import exact
     import other_cells
+    import smaller_matrices
     import test_backward_emulated
-    import test_heads
 
     from ecornn.cells import get
 
-    more = (other_cells.Peaks(), test_heads.BlockRNN(4), test_heads.BlockRNN(2),
+    more = (other_cells.Peaks(), smaller_matrices.BlockRNN(4), smaller_matrices.BlockRNN(2),
             *test_backward_emulated.BARE.values())
     exact.ALL_CELLS.update((c.name, c) for c in more)
     return exact.ALL_CELLS.get(name) or get(name)

@@ -1,29 +1,117 @@
-"""Cells whose matrices are smaller than H x H: random arguments, and what such a cell is held against."""
+"""Cells whose matrices are smaller than H x H, of heads or narrow ones, with their formulas; and random arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from cpu_training_sample import Call
-from cuda_on_cpu import Emulated
-from emulated import TINY
-from msgspec.structs import replace
-from test_backward_emulated import LIMITS, Step
+from cpu_training_sample import Call, reference
+from published.heads import each_head
+from step_cells import Formula, sigmoid
+from tvm import te
 
-import ecornn
-from ecornn.analysis import analyse
-from ecornn.analysis.adjoint import adjoint
-from ecornn.analysis.backpropagation import backpropagate
-from ecornn.cells import Cell
-from ecornn.schedules import Task, all_schedules
+from ecornn import Cell, pointwise, product
 from ecornn.tune.oracle import relative_error
-from ecornn.workload import Workload
 
 T, B, I = 5, 3, 4
 Parameters = dict[str, Any]
+
+
+class BlockRNN(Formula):
+    """A GRU-like cell of products with heads: of a state, and of a gated state in a second exchange; and, if ``whole``,
+    a product without heads of the same state."""
+
+    def __init__(self, heads: int, whole: bool = False) -> None:
+        self.heads, self.whole = heads, whole
+        self.name, self.states = f"block_{heads}{'_whole' * whole}", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        own = hidden // self.heads
+        found = {"W": (2, hidden, input), "R": (2, hidden, own), "S": (1, hidden, own), "b": (2, hidden)}
+        return found | ({"Q": (1, hidden, hidden)} if self.whole else {})
+
+    def step(self, x, states, p):
+        (h,), a, r, v = states, product(x, p["W"]), product(states[0], p["R"], heads=self.heads), p["b"]
+        q = product(h, p["Q"], 0) if self.whole else h
+        z = pointwise(lambda b, j: te.sigmoid(a[b, 0, j] + r[b, 0, j] + v[0, j] + q[b, j]), h)
+        s = product(pointwise(lambda b, j: z[b, j] * h[b, j], h), p["S"], 0, heads=self.heads)
+        n = pointwise(lambda b, j: te.tanh(a[b, 1, j] + r[b, 1, j] + s[b, j] + v[1, j]), h)
+        return [pointwise(lambda b, j: z[b, j] * h[b, j] + (1.0 - z[b, j]) * n[b, j], h)]
+
+    def numpy(self, x, h, W, R, S, b, Q=None):
+        (a, c), (r, s) = (x @ w.T for w in W), each_head(h, R)
+        z = sigmoid(a + r + b[0] + (h if Q is None else h @ Q[0].T))
+        return (z * h + (1 - z) * np.tanh(c + s + each_head(z * h, S)[0] + b[1]),)
+
+
+class LowRank(Formula):
+    """A gated unit whose recurrent matrices are U f(V h), of ``rank`` values with a bias; if ``whole`` beside a whole
+    matrix, in sums with both."""
+
+    def __init__(self, rank: int, whole: bool = False) -> None:
+        self.rank, self.whole, self.name, self.states = rank, whole, f"low_rank_{rank}{'_whole' * whole}", ("h",)
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        found = {"W": (2, hidden, input), "V": (1, self.rank, hidden), "U": (2, hidden, self.rank), "b": (3, hidden)}
+        return found | ({"R": (1, hidden, hidden)} if self.whole else {})
+
+    def step(self, x, states, p):
+        (h,), a, v = states, product(x, p["W"]), p["b"]
+        narrow = product(h, p["V"], 0)
+        deep = product(pointwise(lambda b, j: te.tanh(narrow[b, j] + v[2, j]), narrow), p["U"])
+        z = pointwise(lambda b, j: te.sigmoid(a[b, 0, j] + deep[b, 0, j] + v[0, j]), h)
+        kept = pointwise(lambda b, j: z[b, j] * h[b, j], h)
+        new = product(kept, p["R"], 0) if self.whole else kept
+        n = pointwise(lambda b, j: te.tanh(a[b, 1, j] + deep[b, 1, j] + new[b, j] + v[1, j]), h)
+        return [pointwise(lambda b, j: kept[b, j] + (1.0 - z[b, j]) * n[b, j], h)]
+
+    def numpy(self, x, h, W, V, U, b, R=None):
+        narrow = np.tanh(h @ V[0].T + b[2, :self.rank])
+        gate, fresh = (x @ w.T + narrow @ u.T + v for w, u, v in zip(W, U, b[:2], strict=True))
+        z = sigmoid(gate)
+        return (z * h + (1 - z) * np.tanh(fresh + (z * h if R is None else (z * h) @ R[0].T)),)
+
+
+class NarrowInput(LowRank):
+    """Its narrow values take a narrow product of x, too; if ``whole`` its units a whole one besides."""
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        found = {"W": (1, self.rank, input), "V": (1, self.rank, hidden), "U": (1, hidden, self.rank)}
+        return found | ({"Q": (1, hidden, input)} if self.whole else {})
+
+    def step(self, x, states, p):
+        (h,), a, b = states, product(x, p["W"], 0), product(states[0], p["V"], 0)
+        u = product(pointwise(lambda i, j: te.tanh(a[i, j] + b[i, j]), a), p["U"], 0)
+        q = product(x, p["Q"], 0) if self.whole else h
+        return [pointwise(lambda i, j: 0.5 * h[i, j] + u[i, j] + 0.25 * q[i, j], h)]
+
+    def numpy(self, x, h, W, V, U, Q=None):
+        u = np.tanh(x @ W[0].T + h @ V[0].T) @ U[0].T
+        return (0.5 * h + u + 0.25 * (h if Q is None else x @ Q[0].T),)
+
+
+class Projected(Formula):
+    """An LSTM whose gates see a projection r (P) of its output (Sak et al. 2014, arXiv 1402.1128); its state is what is
+    projected."""
+
+    name, states, width = "lstm_projected", ("m", "c"), 3
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"W": (4, hidden, input), "R": (4, hidden, self.width), "P": (1, self.width, hidden), "b": (4, hidden)}
+
+    def step(self, x, states, p):
+        (m, c), a, v = states, product(x, p["W"]), p["b"]
+        r = product(product(m, p["P"], 0), p["R"])
+        i, f, o = (pointwise(lambda b, j, g=g: te.sigmoid(a[b, g, j] + r[b, g, j] + v[g, j]), m) for g in (0, 1, 3))
+        z = pointwise(lambda b, j: te.tanh(a[b, 2, j] + r[b, 2, j] + v[2, j]), m)
+        new = pointwise(lambda b, j: f[b, j] * c[b, j] + i[b, j] * z[b, j], c)
+        return [pointwise(lambda b, j: o[b, j] * te.tanh(new[b, j]), m), new]
+
+    def numpy(self, x, m, c, W, R, P, b):
+        i, f, z, o = (x @ w.T + m @ P[0].T @ r.T + v for w, r, v in zip(W, R, b, strict=True))
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(z)
+        return sigmoid(o) * np.tanh(c), c
 
 
 def drawn(cell: Cell, hidden: int, batch: int = B) -> tuple[Any, Parameters, list[Any]]:
@@ -38,66 +126,19 @@ def drawn(cell: Cell, hidden: int, batch: int = B) -> tuple[Any, Parameters, lis
     return values((T, batch, I)), parameters, [values((batch, hidden)), *zeros]
 
 
+def training_call(cell: Cell, hidden: int) -> tuple[Call, dict[str, Any]]:
+    """A call with gradients, and what must come of it, by the names of buffers: by a tape over the formula."""
+    (x, parameters, states), rng = drawn(cell, hidden), np.random.default_rng(1)
+    dy, *dstates = (rng.normal(size=s).astype(np.float16).astype(np.float32)
+                    for s in ((T, B, hidden), *[(B, hidden)] * len(states)))
+    call = Call(x, states, dy, dstates, parameters)
+    return call, reference(cell, call, False)
+
+
 def flat(parameters: Parameters) -> Parameters:
     return {f"{n}_l0": v.reshape(-1, *v.shape[2:]) for n, v in parameters.items()}
 
 
 def near(found: Mapping[str, Any], wanted: Mapping[str, Any], limit: float) -> None:
-    for name, value in wanted.items():
-        assert relative_error(found[name].reshape(value.shape), value) <= limit, name
-
-
-def gradients(cell: Cell, hidden: int, larger: Cell, filled: Callable[[Parameters], Parameters],
-              cut: Callable[[Parameters], Parameters]) -> tuple[Call, dict[str, Any]]:
-    """A call with gradients, and what must come of it, by the names of buffers: by the adjoint of a ``larger`` cell, on
-    parameters that are ``filled`` with zeros; its gradients are ``cut`` to those of the cell."""
-    x, parameters, (h,) = drawn(cell, hidden)
-    rng = np.random.default_rng(1)
-    dy, dh = (rng.normal(size=s).astype(np.float16).astype(np.float32) for s in ((T, B, hidden), (B, hidden)))
-    whole = adjoint(analyse(larger, I, hidden), hidden)
-    dx, found, (first,) = backpropagate(whole, x, filled(parameters), [h], dy, [dh])
-    return Call(x, [h], dy, [dh], parameters), {
-        "dx": dx, "dh_in": first, **{f"gradient_{n}": v for n, v in cut(found).items()}}
-
-
-def check_adjoint(cell: Cell, hidden: int, call: Call, wanted: Mapping[str, Any]) -> None:
-    own = adjoint(analyse(cell, I, hidden), hidden)
-    dx, weights, (first,) = backpropagate(own, call.x, call.parameters, call.states, call.dy, call.dstates)
-    found = {"dx": dx, "dh_in": first, **{f"gradient_{n}": v for n, v in weights.items()}}
-    for name, value in wanted.items():
-        # both are float64, with sums in another order: some thousand roundings of 1e-16
-        np.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-12, err_msg=name)
-
-
-def check_training_on_a_cpu(cell: Cell, hidden: int, call: Call, wanted: Mapping[str, Any]) -> None:
-    """``wanted`` has y and the last state, too."""
-    module = ecornn.compile(cell, hidden=hidden, input=I, batch=B, seq=T, target="cpu", training=True)
-    layer = module.bind(flat(call.parameters), threads=2)
-    y, (last,), kept = layer.forward(call.x, call.states)
-    assert np.array_equal(layer(call.x, call.states)[0], y)
-    near({"y": y, "h_out": last}, {n: wanted[n] for n in ("y", "h_out")}, 2e-6)
-    made = layer.backward(kept, call.dy, call.dstates)
-    near({"dx": made.x, "dh_in": made.state[0], **{f"gradient_{n}": made.weights[f"{n}_l0"] for n in call.parameters}},
-         {n: v for n, v in wanted.items() if n not in ("y", "h_out")}, 1e-5)
-
-
-def check_training_on_a_gpu(folder: Path, schedule: str, cell: Cell, hidden: int, dtype: str, call: Call,
-                            wanted: Mapping[str, Any]) -> None:
-    near(Step(folder, schedule, cell, (T, B, I, hidden), dtype).run(call), wanted, LIMITS[dtype])
-
-
-def check_on_a_gpu(folder: Path, schedule: str, cell: Cell, hidden: int, dtype: str, batch: int, knobs: dict[str, Any],
-                   formula: Callable[..., tuple[Any, Any]]) -> None:
-    """Emulated; ``formula`` makes y and the last first state of x, the first state and parameters."""
-    x, parameters, states = drawn(cell, hidden, batch)
-    y, last = formula(x, states[0], parameters)
-    work = Workload(cell.name, hidden, I, batch, T, dtype)
-    task = Task(work, analyse(cell, I, hidden), replace(TINY, cores=24) if knobs else TINY)
-    found = all_schedules()[schedule]
-    assert found.serves(task) is None
-    config = {**found.default(task), **knobs}
-    assert found.check(task, config) is None
-    emulated = Emulated(found.program(task, found.plan(task, config)), folder)
-    given = {n: s.astype(dtype) for n, s in zip(cell.states, states, strict=True)}
-    got, after = emulated.run(x.astype(dtype), given, parameters)
-    near({"y": got, "last": after[cell.states[0]]}, {"y": y, "last": last}, 2e-5 if dtype == "float32" else 2e-3)
+    for name, value in found.items():
+        assert relative_error(value.reshape(wanted[name].shape), wanted[name]) <= limit, name

@@ -1,4 +1,5 @@
-"""Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, differences, and PyTorch."""
+"""Gradients of every cell by its adjoint, against a tape over the cell's formula in NumPy, and that against PyTorch:
+test_operators.py has differences, of each operator, and test_reference.py and test_cpu_training.py of layers."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import numpy as np
 import pytest
 import test_variants as variants
 from step_cells import CELLS, LATE, SQUARE, Chain, Peephole, Residual, Thrice
+from tape import Call, train
 
 from ecornn.analysis import StepGraph, analyse
 from ecornn.analysis.adjoint import Adjoint, adjoint
 from ecornn.analysis.backpropagation import backpropagate
 from ecornn.analysis.kept import KEEP, kept
 from ecornn.cells import BUILTIN, Cell, get
-from ecornn.numpy_gradients import Traced, backward, reference_gradients
+from ecornn.numpy_gradients import reference_gradients
 from ecornn.numpy_reference import random_weights
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
@@ -61,35 +63,21 @@ def adjoint_of(name: str) -> Adjoint:
     return adjoint(graph_of(name), H)
 
 
-class Sample:
+class Sample(Call):
     """Random arguments of a cell; gradients of its y and final states."""
 
     def __init__(self, name: str, seed: int = 0) -> None:
         rng, graph = np.random.default_rng(seed), graph_of(name)
-        self.x = rng.normal(size=(T, B, width(name)))
-        self.parameters = {n: rng.uniform(-0.6, 0.6, shape) for n, shape in graph.parameters.items()}
-        self.states = [rng.uniform(0.1, 1, (B, H)) for _ in graph.states]
-        self.dy = rng.normal(size=(T, B, H))
-        self.dstates = [rng.normal(size=(B, H)) for _ in graph.states]
-
-    def all(self) -> list[Any]:
-        return [self.x, *self.parameters.values(), *self.states]
+        x = rng.normal(size=(T, B, width(name)))
+        parameters = {n: rng.uniform(-0.6, 0.6, shape) for n, shape in graph.parameters.items()}
+        states = [rng.uniform(0.1, 1, (B, H)) for _ in graph.states]
+        super().__init__(x, states, rng.normal(size=(T, B, H)), [rng.normal(size=(B, H)) for _ in states], parameters)
 
 
-def forward(name: str, x: Any, parameters: dict[str, Any], states: list[Any]) -> tuple[list[Any], list[Any]]:
-    step, cell, y = formula(name), cell_of(name), []
-    for t in range(T):
-        states = step(x[t], states, parameters)
-        y.append(states[cell.states.index(cell.output_state())])
-    return y, states
-
-
-def by_tape(name: str, s: Sample) -> list[Any]:
-    x, parameters = Traced(s.x), {n: Traced(p) for n, p in s.parameters.items()}
-    states = [Traced(v) for v in s.states]
-    y, last = forward(name, x, parameters, states)
-    backward([*zip(y, s.dy, strict=True), *zip(last, s.dstates, strict=True)])
-    return [v.gradient for v in (x, *parameters.values(), *states)]
+def by_tape(name: str, s: Call) -> list[Any]:
+    found = train(cell_of(name), formula(name), s)
+    return [found["dx"], *(found[f"gradient_{n}"] for n in s.parameters),
+            *(found[f"d{n}_in"] for n in cell_of(name).states)]
 
 
 def by_adjoint(name: str, s: Sample, keep: str = "gates") -> list[Any]:
@@ -108,25 +96,6 @@ def test_the_adjoint_agrees_with_a_tape(name: str, keep: str):
     s = Sample(name)
     for n, (got, expected) in enumerate(zip(by_adjoint(name, s, keep), by_tape(name, s), strict=True)):
         close(got, expected, ["x", *s.parameters, *cell_of(name).states][n])
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_adjoint_agrees_with_differences(name: str):
-    """Along random directions, in one argument at a time and in all."""
-    s, rng, step = Sample(name, 1), np.random.default_rng(2), 2e-6
-    gradients, values = by_adjoint(name, s), s.all()
-
-    def loss(moved: list[Any]) -> float:
-        parameters = dict(zip(s.parameters, moved[1:], strict=False))
-        y, last = forward(name, moved[0], parameters, moved[1 + len(parameters):])
-        return float(sum((v * d).sum() for v, d in zip((*y, *last), (*s.dy, *s.dstates), strict=True)))
-
-    for only in (None, *range(len(values))):
-        way = [rng.normal(size=v.shape) * (only in (None, n)) for n, v in enumerate(values)]
-        ahead, behind = (loss([v + sign * step * w for v, w in zip(values, way, strict=True)]) for sign in (1, -1))
-        expected = sum((g * w).sum() for g, w in zip(gradients, way, strict=True))
-        size = sum(np.linalg.norm(g) * np.linalg.norm(w) for g, w in zip(gradients, way, strict=True))
-        assert abs((ahead - behind) / (2 * step) - expected) <= 1e-6 * max(size, 1e-3), only
 
 
 @pytest.mark.parametrize("name", ["slstm", "rnn_tanh(new=softplus)"])
@@ -166,12 +135,6 @@ def test_gradients_are_pytorchs(cell: str, kind: str, options: dict[str, str], l
     names = ["x", *BUILTIN[cell].states, *(n for n, _ in module.named_parameters())]
     for name, got, want in zip(names, found, expected, strict=True):
         close(got, want.numpy(), name)
-    if parts == 1:
-        parameters = {n: weights[f"{n}_l0"].reshape(shape) for n, shape in graph_of(cell).parameters.items()}
-        dx, dweights, firsts = backpropagate(adjoint_of(cell), x, parameters, given, dy, ends)
-        found = [dx, *firsts, *(dweights[n.removesuffix("_l0")].reshape(weights[n].shape) for n in names[1 + count:])]
-        for name, got, want in zip(names, found, expected, strict=True):
-            close(got, want.numpy().reshape(got.shape), name)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -32,85 +32,30 @@ def faulty(step: Any) -> Given:
                  name="faulty", unread=("W", "R", "b"))
 
 
+def over(size: int, value: Any, reduce: Any = te.sum, **options: Any) -> Any:
+    """The reduction of ``value(k)``."""
+    k = te.reduce_axis((0, size), "k")
+    return reduce(value(k), axis=k, **options)
+
+
+def less(h: Any, number: Any, row: Any = lambda b: b) -> Any:
+    """A step that takes a number of each row off."""
+    return [pointwise(lambda b, j: h[b, j] - number[row(b)], h)]
+
+
 def neighbour(x: Any, h: Any, p: Any) -> Any:
     good = product(h, p["R"], 0)
     bad = pointwise(lambda b, j: h[b, 0], h)  # here
     return [pointwise(lambda b, j: good[b, j] + bad[b, j], h)]
 
 
-def started(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, h.shape[1]), "k")
-    good = te.compute(h.shape, lambda b, j: te.sum(  # here
-        h[b, k] * p["R"][0, j, k], axis=k, init=te.const(1.0, "float32")), name="started")
-    return [good]
-
-
-def smallest(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, h.shape[1]), "k")
-    least = te.compute((h.shape[0],), lambda b: te.min(h[b, k], axis=k), name="least")  # here
-    return [pointwise(lambda b, j: h[b, j] - least[b], h)]
-
-
-def largest_product(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, h.shape[1]), "k")
-    return [te.compute(h.shape, lambda b, j: te.max(h[b, k] * p["R"][0, j, k], axis=k))]  # here
-
-
-def half(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, 3), "k")
-    some = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="some")  # here
-    return [pointwise(lambda b, j: h[b, j] - some[b], h)]
-
-
-def other_row(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, h.shape[1]), "k")
-    total = te.compute((h.shape[0],), lambda b: te.sum(h[b, k], axis=k), name="total")  # here
-    return [pointwise(lambda b, j: h[b, j] - total[0], h)]
-
-
-def of_parameters(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, h.shape[1]), "k")
-    total = te.compute((h.shape[0],), lambda b: te.sum(p["b"][0, k], axis=k), name="total")  # here
-    return [pointwise(lambda b, j: h[b, j] - total[b], h)]
-
-
-def transposed(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, h.shape[1]), "k")
-    return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, k, j], axis=k))]  # here
-
-
-def remainder(x: Any, h: Any, p: Any) -> Any:
-    return [pointwise(lambda b, j: tirx.Cast("float32", tirx.truncmod(tirx.Cast("int32", h[b, j]), 3)), h)]  # here
-
-
 def residual(x: Any, h: Any, p: Any) -> Any:
     return [te.compute(h.shape, lambda b, j: h[b, j] + x[b, j])]  # here
-
-
-def part_of_a_row(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, 3), "k")
-    return [te.compute(h.shape, lambda b, j: te.sum(h[b, k] * p["R"][0, j, k], axis=k))]  # here
-
-
-def narrow_operand(x: Any, h: Any, p: Any) -> Any:
-    narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]))  # here
-    return [product(narrow, p["W"], 0)]
-
-
-def wide_operand(x: Any, h: Any, p: Any) -> Any:
-    twice = te.compute((h.shape[0], 12), lambda b, j: h[b, j])
-    k = te.reduce_axis((0, 12), "k")
-    return [te.compute(h.shape, lambda b, j: te.sum(twice[b, k] * p["R"][0, j, k], axis=k))]  # here
 
 
 def narrow_value(x: Any, h: Any, p: Any) -> Any:
     narrow = te.compute((h.shape[0], 4), lambda b, j: te.tanh(h[b, j]), name="narrow")
     return [pointwise(lambda b, j: h[b, j] + narrow[b, j], h)]  # here
-
-
-def no_such_part(x: Any, h: Any, p: Any) -> Any:
-    parts = te.compute((h.shape[0], 2, h.shape[1]), lambda b, g, j: h[b, j], name="parts")
-    return [pointwise(lambda b, j: parts[b, 2, j], h)]  # here
 
 
 def extern(x: Any, h: Any, p: Any) -> Any:
@@ -122,40 +67,6 @@ def scanned(x: Any, h: Any, p: Any) -> Any:
     before = te.placeholder(h.shape, "float32")
     first = te.compute((1, h.shape[1]), lambda _, j: te.const(0.0, "float32"))
     return [te.scan(first, te.compute(h.shape, lambda t, j: before[t - 1, j]), before, name="made")]  # here
-
-
-def own_placeholder(x: Any, h: Any, p: Any) -> Any:
-    other = te.placeholder(h.shape, "float32", name="other")
-    return [pointwise(lambda b, j: h[b, j] + other[b, j], h)]  # here
-
-
-def constant_in_a_product(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, h.shape[1]), "k")
-    return [te.compute(h.shape, lambda b, j: te.sum(2.0 * h[b, k] * p["R"][0, j, k], axis=k))]  # here
-
-
-def constant_in_a_sum(x: Any, h: Any, p: Any) -> Any:
-    k = te.reduce_axis((0, h.shape[1]), "k")
-    count = te.compute((h.shape[0],), lambda b: te.sum(te.const(1.0, "float32"), axis=k), name="count")  # here
-    return [pointwise(lambda b, j: h[b, j] / count[b], h)]
-
-
-def no_value(x: Any, h: Any, p: Any) -> Any:
-    def forgotten(b: Any, j: Any) -> Any:
-        te.tanh(h[b, j])
-
-    return [pointwise(forgotten, h)]  # here
-
-
-def constant_operand(x: Any, h: Any, p: Any) -> Any:
-    half = pointwise(lambda b, j: te.const(0.5, "float32"), h)
-    return [product(half, p["R"], 0)]  # here
-
-
-def computed_weight(x: Any, h: Any, p: Any) -> Any:
-    R = p["R"]
-    across = te.compute(R.shape, lambda g, j, k: R[g, j, k] - R[g, k, j], name="across")
-    return [product(h, across, 0)]  # here
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -180,29 +91,54 @@ WRONG: dict[str, tuple[Any, str]] = {
     "by_topi": (lambda x, h, p: [topi.matmul(h, p["R"])],  # here
                 "Tensor dimension mismatch"),
     "no_gates": (lambda x, h, p: [product(h, p["R"], ())],  # here
-                 "there must be one gate at least")}
+                 "there must be one gate at least"),
+    "started": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
+        6, lambda k: h[b, k] * p["R"][0, j, k], init=te.const(1.0, "float32")))], "is not a product"),
+    "largest_product": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
+        6, lambda k: h[b, k] * p["R"][0, j, k], te.max))], "is not a product"),
+    "transposed": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
+        6, lambda k: h[b, k] * p["R"][0, k, j]))], "is not a product"),
+    "constant_in_a_product": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
+        6, lambda k: 2.0 * h[b, k] * p["R"][0, j, k]))], "is not a product sum_k source[b, k] * weight[gate, j, k]"),
+    "part_of_a_row": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
+        3, lambda k: h[b, k] * p["R"][0, j, k]))],
+        "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
+    "wide_operand": (lambda x, h, p: [te.compute(h.shape, lambda b, j: over(  # here
+        12, lambda k: te.compute((h.shape[0], 12), lambda b, j: h[b, j])[b, k] * p["R"][0, j, k]))],
+        "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
+    "smallest": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(6, lambda k: h[b, k], te.min))),  # here
+                 "is not a sum"),
+    "half": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(3, lambda k: h[b, k]))),  # here
+             "is not a sum"),
+    "other_row": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(6, lambda k: h[b, k])),  # here
+                                       lambda b: 0), "is not a sum"),
+    "of_parameters": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(  # here
+        6, lambda k: p["b"][0, k]))), "neither x nor a state"),
+    "constant_in_a_sum": (lambda x, h, p: less(h, te.compute(h.shape[:1], lambda b: over(  # here
+        6, lambda k: te.const(1.0, "float32")), name="count")), "the sum 'count' has a term that is a constant"),
+    "remainder": (lambda x, h, p: [pointwise(lambda b, j: tirx.Cast("float32", tirx.truncmod(  # here
+        tirx.Cast("int32", h[b, j]), 3)), h)], "Mod, which cannot be scheduled"),
+    "no_value": (lambda x, h, p: [pointwise(lambda b, j: None, h)],  # here
+                 "function(b, j) returned None; expected a value such as h[b, j]"),
+    "constant_operand": (lambda x, h, p: [product(pointwise(  # here
+        lambda b, j: te.const(0.5, "float32"), h), p["R"], 0)], "pointwise, which is multiplied, is a constant"),
+    "narrow_operand": (lambda x, h, p: [product(te.compute((3, 4), lambda b, j: te.tanh(h[b, j])), p["W"], 0)],  # here
+                       "h[b, j] is read beside 4 values a row; what is narrower than H is computed of products"),
+    "no_such_part": (lambda x, h, p: [pointwise(lambda b, j: te.compute(  # here
+        (3, 2, 6), lambda b, g, j: h[b, j], name="parts")[b, 2, j], h)],
+        "there is no parts[b, 2, j]; its shape is (3, 2, 6)"),
+    "own_placeholder": (lambda x, h, p: [pointwise(lambda b, j: te.placeholder(  # here
+        h.shape, "float32", name="other")[b, j] + h[b, j], h)], "other is not an argument of step()"),
+    "computed_weight": (lambda x, h, p: [product(h, te.compute(  # here
+        p["R"].shape, lambda g, j, k: p["R"][g, j, k] - p["R"][g, k, j]), 0)],
+        "with a parameter as it is; what is computed of parameters is made in derived()")}
 
 
 @pytest.mark.parametrize(("step", "words"), [
     *(pytest.param(*case, id=name) for name, case in WRONG.items()),
     (extern, "made is a ExternOp; only te.compute is supported"),
-    (scanned, "made is a ScanOp; only te.compute is supported"),
-    (own_placeholder, "other is not an argument of step()"),
-    (constant_in_a_product, "is not a product sum_k source[b, k] * weight[gate, j, k]"),
-    (constant_in_a_sum, "the sum 'count' has a term that is a constant"),
-    (no_value, "function(b, j) returned None; expected a value such as h[b, j]"),
-    (constant_operand, "pointwise, which is multiplied, is a constant"),
-    (computed_weight, "with a parameter as it is; what is computed of parameters is made in derived()"),
-    (narrow_operand, "h[b, j] is read beside 4 values a row; what is narrower than H is computed of products"),
-    (wide_operand, "sums 12 terms of compute, which has 12 values a row, and R, whose rows have 6"),
-    (narrow_value, "narrow has 4 values a row"), (no_such_part, "there is no parts[b, 2, j]; its shape is (3, 2, 6)"),
-    (residual, "needs an input size of H; here I = 4 and H = 6"),
-    (part_of_a_row, "sums 3 terms of h, which has 6 values a row, and R, whose rows have 6"),
-    (neighbour, "must be read at [b, j]"), (smallest, "is not a sum"), (largest_product, "is not a product"),
-    (started, "is not a product"),
-    (half, "is not a sum"), (other_row, "is not a sum"), (of_parameters, "neither x nor a state"),
-    (transposed, "is not a product"),
-    (remainder, "Mod, which cannot be scheduled")],
+    (scanned, "made is a ScanOp; only te.compute is supported"), (narrow_value, "narrow has 4 values a row"),
+    (residual, "needs an input size of H; here I = 4 and H = 6"), (neighbour, "must be read at [b, j]")],
     ids=lambda v: getattr(v, "__name__", ""))
 def test_errors_point_at_the_line(step: Any, words: str):
     with pytest.raises(CellError) as caught:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cuda_on_cpu import Emulated
-from emulated import TINY
 from test_published_cells import quick_host_code  # noqa: F401
 from tvm import te
 
 import ecornn
 import ecornn.torch
 from ecornn import Cell, derive, pointwise, product
-from ecornn.analysis import analyse
 from ecornn.errors import CellError, WeightsError
-from ecornn.schedules import Task, all_schedules
 from ecornn.torch.engine import engine_of, weights_of
 from ecornn.tune import oracle
 from ecornn.workload import Workload
@@ -92,19 +87,6 @@ def test_numpy():
     np.testing.assert_allclose(y, wanted.numpy(), rtol=1e-12)
     module = ecornn.compile(Computed(), hidden=H, input=I, batch=B, seq=T, dtype="float64", target="cpu")
     np.testing.assert_allclose(module.bind(weights, threads=1)(x, [h])[0], wanted.numpy(), rtol=1e-12)
-
-
-def test_emulated_on_a_gpu(tmp_path: Path):
-    learned, x, h = drawn()
-    weights = derive(Computed(), learned, I, H)
-    shapes = Computed().parameters(I, H)
-    work = Workload(Computed().identity(), H, I, B, T)
-    task = Task(work, analyse(Computed(), I, H), TINY)
-    schedule = all_schedules()["persistent"]
-    y, _ = Emulated(schedule.program(task, schedule.plan(task, schedule.default(task))), tmp_path).run(
-        np.float32(x), {"h": np.float32(h)}, {n: np.float32(weights[f"{n}_l0"]).reshape(s) for n, s in shapes.items()})
-    wanted = formula(*(torch.from_numpy(v) for v in (x, h)), {n: torch.from_numpy(w) for n, w in learned.items()})
-    assert oracle.norm(y - wanted.numpy()) <= 1e-5 * oracle.norm(wanted.numpy())
 
 
 def test_gradients_reach_what_is_learned(one_thread):

@@ -1,14 +1,14 @@
-"""The float64 reference: against scalar loops, closed forms, and differences of itself; of a user's cell, whose te step
+"""The float64 reference: against formulas written apart, and differences of itself; of a user's cell, whose te step
 it carries out, against formulas written apart and against built-in layers."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 import step_cells
+import test_variants as variants
 from exact import in_float64, of_stack
 from tvm import te
 
@@ -16,7 +16,7 @@ import ecornn
 from ecornn.cells import Cell, get, pointwise, product
 from ecornn.errors import ArgumentError, CellError, ShapeError, WeightsError
 from ecornn.numpy_reference import NORMALIZED, STEPS, random_weights, reference
-from ecornn.workload import SINGLE
+from ecornn.workload import SINGLE, Stack
 
 T, B, I, H = 6, 3, 5, 4  # all different, so that a swapped axis shows
 EXACT = 1e-13  # float64 rounding of sums of a few terms
@@ -31,10 +31,6 @@ def close(found, wanted, **limits):
         np.testing.assert_allclose(got, want, **limits)
 
 
-def sigmoid(z):
-    return 1 / (1 + math.exp(-z))
-
-
 def problem(cell, seed=0):
     generator = np.random.default_rng(seed)
     x = generator.standard_normal((T, B, I))
@@ -42,48 +38,15 @@ def problem(cell, seed=0):
     return x, random_weights(cell, I, H, seed), state
 
 
-def scalar_loop(cell, x, weights, state):
-    """One scalar at a time with ``math``: shares no expression with the reference."""
-    w, r, bw, br = (weights[n].astype(float) for n in
-                    ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"))
-    steps, batch, size = len(x), x.shape[1], r.shape[1]
-    h, c = state[0].copy(), (state[1].copy() if len(state) == 2 else None)
-    y = np.zeros((steps, batch, size))
-    for t in range(steps):
-        old = h.copy()
-        for b in range(batch):
-            def ix(g, j, b=b, t=t):
-                return sum(w[g * size + j, k] * x[t, b, k] for k in range(x.shape[2])) + bw[g * size + j]
-
-            def rec(g, j, vector):
-                return sum(r[g * size + j, k] * vector[k] for k in range(size)) + br[g * size + j]
-
-            reset = [sigmoid(ix(0, j) + rec(0, j, old[b])) * old[b, j] for j in range(size)]
-            for j in range(size):
-                if cell == "lstm":
-                    i, f, o = (sigmoid(ix(g, j) + rec(g, j, old[b])) for g in (0, 1, 3))
-                    c[b, j] = f * c[b, j] + i * math.tanh(ix(2, j) + rec(2, j, old[b]))
-                    h[b, j] = o * math.tanh(c[b, j])
-                elif cell.startswith("gru"):
-                    z = sigmoid(ix(1, j) + rec(1, j, old[b]))
-                    if cell == "gru":
-                        inner = sigmoid(ix(0, j) + rec(0, j, old[b])) * rec(2, j, old[b])
-                    else:
-                        inner = rec(2, j, reset)
-                    h[b, j] = (1 - z) * math.tanh(ix(2, j) + inner) + z * old[b, j]
-                else:
-                    sum_ = ix(0, j) + rec(0, j, old[b])
-                    h[b, j] = math.tanh(sum_) if cell == "rnn_tanh" else max(0.0, sum_)
-        y[t] = h
-    return y, (h,) if c is None else (h, c)
-
-
-@pytest.mark.parametrize("cell", STEPS)
-def test_scalar_loop(cell):
-    x, weights, state = problem(cell)
-    y, after = reference(cell, x, weights, state)
-    expected, expected_after = scalar_loop(cell, x, weights, state)
-    close((y, *after), (expected, *expected_after), rtol=EXACT, atol=EXACT)
+@pytest.mark.parametrize("cell", [*STEPS, *NORMALIZED])
+def test_it_is_the_formula(cell):
+    found, rng = get(cell), np.random.default_rng(0)
+    x, weights = rng.standard_normal((T, B, I)), random_weights(cell, I, H)
+    states = {n: rng.standard_normal((B, H)) for n in found.states}
+    shaped = {n: weights[found.parameter_name(n)].reshape(s) for n, s in found.parameters(I, H).items()}
+    expected, last = variants.expected(cell.partition("(")[0], found.options, x, states, shaped)
+    y, after = reference(cell, x, weights, list(states.values()))
+    close((y, *after), (expected, *last), rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("cell", STEPS)
@@ -145,46 +108,6 @@ def test_errors_name_what_is_wrong():
         reference("lstm", x, weights, (state[0], state[1][:2]))
 
 
-@pytest.mark.parametrize("cell", NORMALIZED)
-def test_layer_normalization(cell):
-    """Two layers in both directions, each step by PyTorch's ``layer_norm`` and ``LSTMCell``'s formulas."""
-    import torch
-    from torch.nn.functional import layer_norm
-
-    x, lengths = np.random.default_rng(4).standard_normal((T, B, I)), LENGTHS
-    weights = random_weights(cell, I, H, 3, layers=2, directions=2)
-    w = {n: torch.from_numpy(v.astype(float)) for n, v in weights.items()}
-    gates = 4 if cell.startswith("lstm") else 3
-
-    def ln(values, gain, first=0):
-        return layer_norm(values, values.shape[-1:], gain[first:first + values.shape[-1]], eps=1e-5)
-
-    def advance(given, h, c, end):
-        wx, rh = given @ w[f"weight_ih{end}"].T, h @ w[f"weight_hh{end}"].T
-        gx, gh, bx, bh = (w[f"{n}{end}"] for n in ("weight_ln_ih", "weight_ln_hh", "bias_ih", "bias_hh"))
-        if gates == 4:
-            i, f, g, o = (ln(wx, gx) + bx + ln(rh, gh) + bh).split(H)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            return o.sigmoid() * (ln(c, w[f"weight_ln_c{end}"]) + w[f"bias_ln_c{end}"]).tanh(), c
-        r, z = (ln(wx[:2 * H], gx) + bx[:2 * H] + ln(rh[:2 * H], gh) + bh[:2 * H]).sigmoid().split(H)
-        n = (ln(wx[2 * H:], gx, 2 * H) + bx[2 * H:] + r * (ln(rh[2 * H:], gh, 2 * H) + bh[2 * H:])).tanh()
-        return (1 - z) * n + z * h, c
-
-    given = torch.from_numpy(x)
-    for layer in range(2):
-        outputs = torch.zeros(T, B, 2 * H, dtype=torch.float64)
-        for reverse in (False, True):
-            for b, n in enumerate(lengths):
-                h, c = torch.zeros(2, H, dtype=torch.float64)
-                for t in range(n - 1, -1, -1) if reverse else range(n):
-                    h, c = advance(given[t, b], h, c, f"_l{layer}" + ("_reverse" if reverse else ""))
-                    outputs[t, b, H * reverse:H * (1 + reverse)] = h
-        given = outputs
-    y, _ = reference(cell, x, weights, lengths=lengths)
-    # both are float64, in other orders of summation; 1e-12 is 4500 of its roundings, and |h| <= 1
-    np.testing.assert_allclose(y, given.numpy(), **NEAR)
-
-
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("layers", "directions"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("cell", [*STEPS, *NORMALIZED])
@@ -242,17 +165,19 @@ def weights_of(cell: Cell, input: int, hidden: int, rng: Any, layers: int = 1, d
 
 
 @pytest.mark.parametrize("name", ["gated", "pair", "highway", "blend"])
+@pytest.mark.parametrize("stack", [SINGLE, Stack(2, True)], ids=["layer", "stack"])
 @pytest.mark.parametrize("masks", [{}, {"lengths": LENGTHS, "resets": RESETS}], ids=["whole", "masked"])
-def test_a_users_cell_is_its_formula(name: str, masks: dict[str, Any]):
+def test_a_users_cell_is_its_formula(name: str, masks: dict[str, Any], stack: Stack):
+    """Rows cut by hand into the sequences between their marks."""
     rng, cell = np.random.default_rng(1), step_cells.CELLS[name]
-    x, weights = rng.normal(size=(T, B, I)), weights_of(cell, I, H, rng)
+    x, weights = rng.normal(size=(T, B, I)), weights_of(cell, I, H, rng, stack.layers, stack.directions)
     y, after = ecornn.reference(cell, x, weights, **masks)
-    zeros = [np.zeros((B, H))] * len(cell.states)
-    expected, last = of_stack(name, SINGLE, x, zeros, weights, masks, in_float64)
+    zeros = [np.zeros((B, H) if stack == SINGLE else (stack.count, B, H))] * len(cell.states)
+    expected, last = of_stack(name, stack, x, zeros, weights, masks, in_float64)
     close((y, *after), (expected, *last), **NEAR)
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, *NORMALIZED])
 def test_stacks_of_a_cell_are_those_of_the_formula(name: str):
     """The te step of a built-in cell, given as a Cell, against the formula that its name stands for."""
     rng = np.random.default_rng(2)
@@ -276,19 +201,19 @@ def test_sizes_come_from_the_weights_or_a_state():
                                                                          n, w in weights.items()})[0], **NEAR)
 
 
-class Halves(Cell):
+class Halves(step_cells.Formula):
     """Refuses hidden sizes that are odd, with an error of its own."""
 
-    name, states = "halves", ("h",)
+    name, states, shapes = "halves", ("h",), {"W": (2, "I"), "b": (1,)}
 
     def parameters(self, input, hidden):
         if hidden % 2:
             raise ValueError("H must be even")
-        return {"W": (2, hidden, input), "b": (1, hidden)}
+        return super().parameters(input, hidden)
 
-    def step(self, x, states, parameters):
-        (h,), wx = states, product(x, parameters["W"])
-        return [pointwise(lambda b, j: wx[b, 0, j] * h[b, j] + parameters["b"][0, j], h)]
+    def step(self, x, states, p):
+        (h,), wx = states, product(x, p["W"])
+        return [pointwise(lambda b, j: wx[b, 0, j] * h[b, j] + p["b"][0, j], h)]
 
 
 def test_a_cell_that_refuses_sizes_is_asked_for_those_that_fit():
@@ -302,18 +227,11 @@ def test_a_cell_that_refuses_sizes_is_asked_for_those_that_fit():
     np.testing.assert_array_equal(y[-1], last)
 
 
-class Partly(Cell):
-    """A sum of a part of each row."""
-
-    name, states = "partly", ("h",)
-
-    def parameters(self, input, hidden):
-        return {}
-
-    def step(self, x, states, parameters):
-        (h,), k = states, te.reduce_axis((0, x.shape[1]), "k")
-        part = te.compute((x.shape[0],), lambda b: te.sum(x[b, k], axis=k, where=k < 2), name="part")
-        return [pointwise(lambda b, j: h[b, j] + part[b], h)]
+def partly(x, h, p):
+    """A step with a sum of a part of each row."""
+    k = te.reduce_axis((0, x.shape[1]), "k")
+    part = te.compute((x.shape[0],), lambda b: te.sum(x[b, k], axis=k, where=k < 2), name="part")
+    return [pointwise(lambda b, j: h[b, j] + part[b], h)]
 
 
 def test_errors_name_what_is_wrong_with_a_users_cell():
@@ -328,4 +246,4 @@ def test_errors_name_what_is_wrong_with_a_users_cell():
     with pytest.raises(ArgumentError, match=r"cell=3 is not allowed; expected an ecornn\.Cell"):
         ecornn.reference(3, x, weights)
     with pytest.raises(CellError, match="the sum 'part', which has a condition"):
-        ecornn.reference(Partly(), x, {})
+        ecornn.reference(step_cells.Given(partly), x, {})

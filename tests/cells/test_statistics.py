@@ -11,13 +11,13 @@ import step_cells
 from emulated import SHAPES, check_numbers, task_of
 from exact import expected, in_float64, of_stack
 from limits import Wanted
-from step_cells import run_analysed
+from step_cells import Formula, normal, run_analysed
 from test_cpu_weights import needs_vnni
 from tvm import te
 
 import ecornn
 from ecornn.analysis import StepGraph, analyse
-from ecornn.cells import Cell, get, pointwise, product
+from ecornn.cells import get, pointwise, product
 from ecornn.interpreter import interpret
 from ecornn.schedules import all_schedules
 from ecornn.schedules.scalars.row_sums import parts_of
@@ -34,48 +34,44 @@ def counts(graph: StepGraph) -> list[tuple[int, int]]:
     return [(len(p.products), len(p.statistics)) for p in graph.phases]
 
 
-class Written(Cell):
+class Written(Formula):
     """h' = tanh(LN(R h) + W x), the variance written in one way or another."""
 
-    name, states = "written", ("h",)
+    name, states, shapes = "written", ("h",), {"W": (1, "I"), "R": (1, "H")}
 
     def __init__(self, variance: Any) -> None:
         self.variance = variance
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
-        (h,), wx = states, product(x, p["W"], 0)
-        rh, size = product(h, p["R"], 0), int(h.shape[1])
-        k = te.reduce_axis((0, size), "k")
-        total = te.compute((h.shape[0],), lambda b: te.sum(rh[b, k], axis=k))
+    def step(self, x, states, p):
+        (h,), wx, rh = states, product(x, p["W"], 0), product(states[0], p["R"], 0)
+        total, size = summed(rh, lambda b, k: rh[b, k]), int(h.shape[1])
         mean = te.compute(total.shape, lambda b: total[b] / te.const(size, "float32"))
         variance = self.variance(rh, mean, size)
         return [pointwise(lambda b, j: te.tanh(
             (rh[b, j] - mean[b]) / te.sqrt(variance[b] + 1e-5) + wx[b, j]), h)]
 
-    @staticmethod
-    def numpy(x: Any, h: Any, p: Any) -> Any:
-        rh = h @ p["R"][0].T
-        return np.tanh((rh - rh.mean(1)[:, None]) / np.sqrt(rh.var(1)[:, None] + 1e-5) + x @ p["W"][0].T)
+    def numpy(self, x, h, W, R):
+        return (np.tanh(normal(h @ R[0].T)[0] + x @ W[0].T),)
+
+
+def summed(v: Any, value: Any) -> Any:
+    """A sum over the units of each row."""
+    k = te.reduce_axis((0, v.shape[1]), "k")
+    return te.compute((v.shape[0],), lambda b: te.sum(value(b, k), axis=k), name="total")
 
 
 def of_deviations(v: Any, mean: Any, size: int) -> Any:
-    k = te.reduce_axis((0, size), "k")
-    total = te.compute((v.shape[0],), lambda b: te.sum((v[b, k] - mean[b]) * (v[b, k] - mean[b]), axis=k))
+    total = summed(v, lambda b, k: (v[b, k] - mean[b]) * (v[b, k] - mean[b]))
     return te.compute(total.shape, lambda b: total[b] * te.const(1.0 / size, "float32"))
 
 
 def of_squares(v: Any, mean: Any, size: int) -> Any:
-    k = te.reduce_axis((0, size), "k")
-    total = te.compute((v.shape[0],), lambda b: te.sum(v[b, k] * v[b, k], axis=k))
+    total = summed(v, lambda b, k: v[b, k] * v[b, k])
     return te.compute(total.shape, lambda b: total[b] / te.const(size, "float32") - mean[b] * mean[b])
 
 
 def of_magnitudes(v: Any, mean: Any, size: int) -> Any:
-    k = te.reduce_axis((0, size), "k")
-    total = te.compute((v.shape[0],), lambda b: te.sum(te.power(te.abs(v[b, k] - mean[b]), 2.0), axis=k))
+    total = summed(v, lambda b, k: te.power(te.abs(v[b, k] - mean[b]), 2.0))
     return te.compute(total.shape, lambda b: total[b] / te.const(size, "float32"))
 
 
@@ -91,7 +87,7 @@ def test_ways_to_write_a_variance(variance: Any, phases: list[tuple[int, int]]):
     x, h = generator.uniform(-1, 1, (1, 3, 5)), generator.uniform(-1, 1, (3, 7))
     p = {n: generator.uniform(-1, 1, s) for n, s in graph.parameters.items()}
     y, _ = run_analysed(graph, x, p, [h])
-    assert np.abs(y[0] - Written.numpy(x[0], h, p)).max() < 1e-6
+    assert np.abs(y[0] - cell.numpy(x[0], h, **p)[0]).max() < 1e-6
 
 
 def half_of_the_mean(v: Any, mean: Any, size: int) -> Any:
@@ -99,8 +95,7 @@ def half_of_the_mean(v: Any, mean: Any, size: int) -> Any:
 
 
 def half_of_the_sum(v: Any, mean: Any, size: int) -> Any:
-    k = te.reduce_axis((0, size), "k")
-    total = te.compute(mean.shape, lambda b: te.sum(v[b, k], axis=k), name="total")
+    total = summed(v, lambda b, k: v[b, k])
     return te.compute(mean.shape, lambda b: total[b] * te.const(0.5 / size, "float32"), name="half")
 
 

@@ -40,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {  # from ONNX's operator specifi
 
 def lstm(x: Any, states: list[Any], p: dict[str, Any], o: dict[str, Any]) -> list[Any]:
     h, c = states
-    peephole = p.get("weight_peephole", np.zeros((3, H)))
+    peephole = p.get("weight_peephole", np.zeros((3, 1)))
     bound = o.get("clip") or np.inf
     wx, rh = ([v @ w.T for w in p[n]] for v, n in ((x, "weight_ih"), (h, "weight_hh")))
     if o.get("layer_norm"):

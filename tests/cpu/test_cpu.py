@@ -92,13 +92,6 @@ def test_states_in_place(tmp_path):
     compare(Sample(tmp_path, "gru_reset_before", 8, 21, 3, 5), 5, 3, in_place=True)
 
 
-def test_result_does_not_depend_on_threads(tmp_path):
-    sample = Sample(tmp_path, "gru", 12, 70, 4, 6)
-    x, states = sample.inputs(6, 4)
-    one, many = sample(x, states, threads=1)[0], sample(x, states, threads=5)[0]
-    assert np.array_equal(one, many)
-
-
 def test_asking_ahead_changes_no_value(tmp_path):
     found = []
     for ahead in (0, 1):

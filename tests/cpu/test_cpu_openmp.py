@@ -193,6 +193,8 @@ child = os.fork()
 if child == 0:
     os._exit(0 if right(call()) and tasks() == 4 and turns._running.value == 0 else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+turns._running.value = 0
+assert right(call())
 """)
 
 

@@ -1,50 +1,155 @@
-"""The CPU's backward pass: gradients of cells of one's own against a float64 tape over their formulas, tails of every
-kind; of the built-in cells test_gradient_matrix.py has those."""
+"""The CPU's backward pass against a tape in float64: gradients in all combinations, of every cell and option, with the
+direction, what a row's steps are, what is kept and the data type; of cells of one's own; and tails of every kind.
+
+Of all combinations a few are made each time, in which every pair of choices occurs: in float64 also against
+differences, and twice, bit for bit. Columns are not among them: on a CPU rows of different lengths are ``lengths``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from cpu_training_sample import LIMITS, Call, Layer, build, compare
+from cpu_training_sample import LIMITS, Layer, build, compare, reference
 from limits import relative
-from test_adjoint import ALL, OF_STEP, H, adjoint_of, cell_of, width
+from pairwise import Pair, Row, pairs_of, pairwise
+from test_adjoint import ALL, OF_STEP, H, adjoint_of, width
 
-from ecornn.numpy_gradients import reference_gradients
+from ecornn.cells import BUILTIN
 from ecornn.schedules.cpu import training
 from ecornn.workload import Traversal
+
+T, B = 5, 3
+FACTORS: Mapping[str, Sequence[Any]] = {
+    "reverse": (False, True), "rows": ("whole", "lengths", "resets", "lengths and resets"), "keep": ("gates", "states"),
+    "dtype": ("float32", "float64")}
+NUMBERS = {"clip": 0.5, "clip_state": 0.3, "zoneout": 0.2, "zoneout_h": 0.1, "zoneout_c": 0.25, "heads": 2}
+NAMES = {"gate": "hard_sigmoid", "new": "softsign", "out": "elu:0.8"}
+
+
+def options_of(family: str) -> dict[str, tuple[Any, Any]]:
+    """Each option of a cell: as usual, and another."""
+    others = {name: NUMBERS.get(name) or NAMES.get(name, True) for name in BUILTIN[family].OPTIONS}
+    return {name: (usual, others[name]) for name, usual in BUILTIN[family].OPTIONS.items()}
+
+
+def factors(row: Row) -> Mapping[str, Sequence[Any]]:
+    """What can be chosen for a row that has some choices."""
+    families = [f for f in BUILTIN if all(name in FACTORS or value in options_of(f).get(name, ())
+                                          for name, value in row.items() if name != "family")]
+    if "family" not in row:
+        return {"family": families, **FACTORS}
+    return {"family": [row["family"]], **FACTORS, **options_of(row["family"])}
+
+
+def every_pair() -> set[Pair]:
+    found: set[Pair] = set()
+    for family in BUILTIN:
+        for (one, values), (other, others) in combinations(factors({"family": family}).items(), 2):
+            found |= {frozenset([(one, a), (other, b)]) for a, b in product(values, others)}
+    return found
+
+
+def layer_of(row: Row) -> Layer:
+    family = row["family"]
+    return layer(type(BUILTIN[family])(**{name: row[name] for name in options_of(family)}).spec(), row)
+
+
+def layer(cell: str, row: Row) -> Layer:
+    traversal = Traversal(row["reverse"], lengths="lengths" in row["rows"], resets="resets" in row["rows"])
+    return Layer(cell, width(cell), H, B, T, traversal, row["keep"], row["dtype"])
+
+
+ROWS = pairwise(factors, every_pair())
+
+
+@pytest.fixture
+def in_chunks(small_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two steps."""
+    monkeypatch.setattr(training, "CHUNK_ROWS", 2 * B)
+
+
+def check(layer: Layer) -> None:
+    call = layer.arguments(T, B)
+    found, again = compare(layer, call), layer(call)
+    assert all(np.array_equal(again[name], value) for name, value in found.items()), f"other bits of {layer}"
+    if layer.dtype == "float64":
+        differences(layer, found)
+
+
+def differences(layer: Layer, found: Mapping[str, np.ndarray], step: float = 2e-6) -> None:
+    """Slopes of the layer's own outputs along random directions, of each argument and of all."""
+    call, way = layer.arguments(T, B), layer.arguments(T, B, seed=1)
+    gradients = [found["dx"], *(found[f"d{n}_in"] for n in layer.cell.states),
+                 *(found[f"gradient_{n}"] for n in call.parameters)]
+    ways = [way.x, *way.states, *way.parameters.values()]
+
+    def loss(by: float) -> float:
+        made = layer(call.moved(way, by))
+        last = [made[f"{n}_out"] for n in layer.cell.states]
+        return float(sum((v * d).sum() for v, d in zip((made["y"], *last), (call.dy, *call.dstates), strict=True)))
+
+    expected = sum((g * w).sum() for g, w in zip(gradients, ways, strict=True))
+    size = sum(np.linalg.norm(g) * np.linalg.norm(w) for g, w in zip(gradients, ways, strict=True))
+    assert abs((loss(step) - loss(-step)) / (2 * step) - expected) <= 1e-6 * size, f"slope of {layer}"
+
+
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("family", BUILTIN)
+def test_every_pair_of_choices(family: str, tmp_path: Path):
+    layers = [layer_of(row) for row in ROWS if row["family"] == family]
+    build(tmp_path, *layers)
+    for one in layers:
+        check(one)
+
+
+def test_every_pair_is_among_them():
+    assert set().union(*map(pairs_of, ROWS)) >= every_pair()
+    assert len(ROWS) < 45
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("cell", ALL)
+def test_all_combinations(cell: str, tmp_path: Path):
+    """But for what is kept, which takes turns."""
+    places = product(*(range(len(values)) for name, values in FACTORS.items() if name != "keep"))
+    rows = [{"reverse": FACTORS["reverse"][r], "rows": FACTORS["rows"][n], "dtype": FACTORS["dtype"][d],
+             "keep": FACTORS["keep"][(r + n + d) % 2]} for r, n, d in places]
+    layers = [layer(cell, row) for row in rows]
+    build(tmp_path, *layers)
+    for one in layers:
+        check(one)
 
 GROUPS = 4  # a module for each
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_gradients_of_other_cells(group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In chunks of two steps, with rows that end, and sequences that begin anew; every other cell in reverse, every
-    other two with states kept, every other four in float64."""
-    monkeypatch.setattr(training, "CHUNK_ROWS", 6)
-    layers = [Layer(name, width(name), H, 3, 5, Traversal(n % 2 == 1, lengths=True, resets=True),
-                    ("gates", "states")[n // 2 % 2], ("float32", "float64")[n // 4 % 2])
+def test_gradients_of_other_cells(group: int, tmp_path: Path):
+    """With rows that end, and sequences that begin anew; every other cell in reverse, every other two with states kept,
+    every other four in float64."""
+    layers = [Layer(name, width(name), H, B, T, Traversal(n % 2 == 1, lengths=True, resets=True),
+                    FACTORS["keep"][n // 2 % 2], FACTORS["dtype"][n // 4 % 2])
               for n, name in enumerate(OF_STEP) if n % GROUPS == group]
     build(tmp_path, *layers)
     for layer in layers:
-        compare(layer, layer.arguments(5, 3))
+        compare(layer, layer.arguments(T, B))
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=pytest.mark.exhaustive)
-                                   for n in ("lstm(peepholes)", "gru(layer_norm)")), "bias"])
-def test_both_ways(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Also a cell whose adjoint is not rotated where sequences begin anew, since a parameter is added to the state."""
-    monkeypatch.setattr(training, "CHUNK_ROWS", 6)
-    if name == "bias":
-        name = next(n for n in ALL if adjoint_of(n).rotated and adjoint_of(n).finish.sums)
-    layers = [Layer(name, width(name), H, 3, 5, Traversal(reverse, resets=resets))
+@pytest.mark.usefixtures("in_chunks")
+def test_both_ways(tmp_path: Path):
+    """A cell whose adjoint is not rotated where sequences begin anew, since a parameter is added to the state."""
+    name = next(n for n in ALL if adjoint_of(n).rotated and adjoint_of(n).finish.sums)
+    layers = [Layer(name, width(name), H, B, T, Traversal(reverse, resets=resets))
               for reverse in (False, True) for resets in (False, True)]
     build(tmp_path, *layers)
     for layer in layers:
-        compare(layer, layer.arguments(5, 3))
+        compare(layer, layer.arguments(T, B))
 
 
 @pytest.mark.parametrize("size", [
@@ -57,19 +162,7 @@ def test_tails(size: tuple[int, int, int, int], tmp_path: Path):
     layers = [Layer(cell, input, hidden, batch, steps, dtype=dtype) for cell, dtype in kinds]
     build(tmp_path, *layers)
     for layer in layers:
-        call = layer.arguments(steps, batch)
-        found, wanted = layer(call), by_formula(layer.name, call)
-        for name, value in wanted.items():
-            assert relative(found[name], value, 1e-6) < LIMITS[layer.dtype], f"{name} of {layer}"
-
-
-def by_formula(cell: str, call: Call) -> dict[str, np.ndarray]:
-    """Gradients by :func:`reference_gradients`, which takes any size."""
-    names = {n: cell_of(cell).parameter_name(n) for n in call.parameters}
-    weights = {names[n]: p.reshape(-1, *p.shape[2:]) for n, p in call.parameters.items()}
-    dx, dweights, dstates = reference_gradients(cell, call.x, weights, call.states, dy=call.dy, dstate=call.dstates)
-    return {"dx": dx, **{f"gradient_{n}": dweights[names[n]].reshape(call.parameters[n].shape) for n in names},
-            **{f"d{n}_in": d for n, d in zip(cell_of(cell).states, dstates, strict=True)}}
+        compare(layer, layer.arguments(steps, batch))
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -82,7 +175,7 @@ def test_other_lengths_smaller_batches_and_bits(dtype: str, tmp_path: Path, monk
     for steps, batch in ((1, 1), (4, 5), (5, 3), (13, 4)):
         call = layer.arguments(steps, batch, seed=steps)
         found = {threads: layer(call, threads=threads) for threads in (1, 2, 3, 29)}
-        for name, value in by_formula("lstm", call).items():
+        for name, value in reference("lstm", call, False).items():
             assert relative(found[1][name], value) < LIMITS[dtype], name
         for name, value in found[1].items():
             assert all(np.array_equal(value, found[t][name]) for t in (2, 3, 29)), name

@@ -6,24 +6,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import random_cells
 from cpu_training_sample import Layer, build, compare
-from limits import relative
 from pairwise import seeds
-from random_steps import BATCH, HIDDEN, INPUT, STEPS, Drawn, draw
-from tape import Call
+from random_steps import BATCH, HIDDEN, INPUT, STEPS, Training, draw, training
+from step_cells import Formula, normal
 from tvm import te
 
 from ecornn.analysis.operators import OPERATORS
-from ecornn.cells import Cell, largest, pointwise, product
+from ecornn.cells import largest, normalized, pointwise, product
 from ecornn.errors import EcornnError, InternalError
-from ecornn.workload import Traversal
+from ecornn.workload import ALONE, Traversal
 
 # a product that is a state, among others; a parameter that is one; a maximum of hoisted values that the step reads; a
 # comparison as a number; new states of states that others have a part of; a parameter that is a state and a factor
@@ -31,35 +28,29 @@ SEEDS = (2, 3, 7, 16, 17, 38, 1352)
 LATE = (1514, 1574)  # a state is multiplied in the last of several phases, where its new values are stored
 MANY = seeds(range(1000, 2000))
 TOGETHER = 10  # layers in a module
+KEEP = ("gates", "states")
 MASKED = Traversal(lengths=True, resets=True, reverse=True)
 
 
-class Averages(Cell):
+class Averages(Formula):
     """Two moving averages of one product: the gradient of each goes on by itself."""
 
-    name, states = "averages", ("f", "g")
-
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input)}
+    name, states, shapes = "averages", ("f", "g"), {"W": (1, "I")}
 
     def step(self, x, states, p):
         (f, g), wx = states, product(x, p["W"], 0)
         return [pointwise(lambda b, j: 0.9 * f[b, j] + 0.1 * wx[b, j], f),
                 pointwise(lambda b, j: 0.5 * g[b, j] + 0.5 * wx[b, j], f)]
 
-    @staticmethod
-    def formula(x, s, p):
-        wx = x @ p["W"][0].T
-        return {"f": 0.9 * s["f"] + 0.1 * wx, "g": 0.5 * s["g"] + 0.5 * wx}, "f"
+    def numpy(self, x, f, g, W):
+        wx = x @ W[0].T
+        return 0.9 * f + 0.1 * wx, 0.5 * g + 0.5 * wx
 
 
-class Projected(Cell):
+class Projected(Formula):
     """A state that is a product of x, one that is a parameter, and one that is the state before."""
 
-    name, states = "projected", ("h", "a", "b", "c")
-
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input), "R": (1, hidden, hidden), "v": (1, hidden)}
+    name, states, shapes = "projected", ("h", "a", "b", "c"), {"W": (1, "I"), "R": (1, "H"), "v": (1,)}
 
     def step(self, x, states, p):
         (h, a, b, c), wx, v = states, product(x, p["W"], 0), p["v"]
@@ -67,69 +58,61 @@ class Projected(Cell):
         return [pointwise(lambda i, j: 0.5 * h[i, j] * c[i, j] + rb[i, j], h), wx,
                 pointwise(lambda i, j: v[0, j], h), a]
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": 0.5 * s["h"] * s["c"] + s["b"] @ p["R"][0].T, "a": x @ p["W"][0].T,
-                "b": p["v"][0] + 0.0 * s["h"], "c": s["a"]}, "h"
+    def numpy(self, x, h, a, b, c, W, R, v):
+        return 0.5 * h * c + b @ R[0].T, x @ W[0].T, v[0] + 0.0 * h, a
 
 
-class Peak(Cell):
-    """The largest product of x, which the step reads as it is."""
+class Peak(Formula):
+    """The largest product of x, which the step reads as it is; ``peaks``: beside a recurrent product. Or the largest of
+    what is normalized, ``top``, and nothing else of it."""
 
-    name, states = "peak", ("h",)
+    states = ("h",)
 
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input)}
+    def __init__(self, name: str = "peak") -> None:
+        self.name, self.shapes = name, {"W": (1, "I")} | ({"R": (1, "H")} if name == "peaks" else {})
 
     def step(self, x, states, p):
         (h,), wx = states, product(x, p["W"], 0)
-        top = largest(wx)
-        return [pointwise(lambda b, j: te.tanh(h[b, j] * top[b] + wx[b, j]), h)]
+        if self.name == "top":
+            top = largest(normalized(wx))
+            return [pointwise(lambda b, j: te.tanh(h[b, j] * top[b]), h)]
+        top, rh = largest(wx), product(h, p["R"], 0) if "R" in p else h
+        return [pointwise(lambda b, j: te.tanh(rh[b, j] * top[b] + wx[b, j]), h)]
 
-    @staticmethod
-    def formula(x, s, p):
-        wx = x @ p["W"][0].T
-        value = wx.value
-        top = wx[np.arange(len(value)), value.argmax(axis=1)].reshape(-1, 1)
-        return {"h": np.tanh(s["h"] * top + wx)}, "h"
+    def numpy(self, x, h, W, R=None):
+        wx = x @ W[0].T
+        if self.name == "top":
+            (wx,) = normal(wx)
+        top = wx[np.arange(len(wx.value)), wx.value.argmax(axis=1)].reshape(-1, 1)
+        return (np.tanh((h if R is None else h @ R[0].T) * top + (0.0 if self.name == "top" else 1.0) * wx),)
 
 
-@dataclass(frozen=True)
 class Step:
-    """A training step of a random cell: its layer on a CPU, a call, and what must come of it."""
+    """A training step of a random cell, and its layer on a CPU."""
 
-    seed: int
-    layer: Layer
-    call: Call
-    wanted: dict[str, np.ndarray]
+    def __init__(self, seed: int, keep: str, training: Training) -> None:
+        (steps, batch, width, hidden), self.seed, self.training = training.sizes, seed, training
+        self.layer = Layer(training.cell, width, hidden, batch, steps, training.traversal, keep=keep)
 
     def errors(self) -> dict[str, float]:
         """What is beyond its limit, relative to the tape."""
-        found = self.layer(self.call)
-        off = {n: relative(found[n], v.reshape(found[n].shape), 1e-6) for n, v in self.wanted.items()}
+        off = self.training.errors(self.layer(self.training.call))
         return {n: e for n, e in off.items() if not e < (1e-5 if n == "y" or n.endswith("_out") else 2e-5)}
 
 
-def step_of(drawn: Drawn) -> Step:
-    a, keep = drawn.sample(), ("gates", "states")[drawn.seed % 2]
-    return Step(drawn.seed, Layer(drawn.cell, drawn.width(), HIDDEN, BATCH, STEPS, keep=keep),
-                a, drawn.reference(a))
-
-
-def any_step(seed: int) -> Step:
-    """Of every fourth seed a cell of ``random_cells.py``, with masks, of others a step of ``random_steps.py``, a third
-    of these with heads and groups, too."""
-    if seed % 4 != 3:
-        return step_of(draw(seed, more=seed % 4 == 2))
-    drawn, keep = random_cells.draw(seed), ("gates", "states")[seed // 4 % 2]
-    steps, batch, width, hidden = drawn.sizes
-    return Step(seed, Layer(drawn.cell, width, hidden, batch, steps, drawn.traversal, keep=keep), drawn.call,
-                drawn.wanted)
+def any_step(seed: int, more: bool | None = None) -> Step:
+    """Of every fourth seed a layer with all that it may have, of others a step, a third of these with heads and groups,
+    too, or as ``more`` says."""
+    if more is None and seed % 4 == 3:
+        return Step(seed, KEEP[seed // 4 % 2], training(seed, whole=True))
+    drawn = draw(seed, more=seed % 4 == 2 if more is None else more)
+    a, sizes = drawn.sample(), (STEPS, BATCH, drawn.width(), HIDDEN)
+    return Step(seed, KEEP[seed % 2], Training(drawn.cell, sizes, ALONE, a, drawn.reference(a)))
 
 
 def test_steps_that_share_values_and_states_that_are_products_train(tmp_path: Path):
     """Also with lengths, resets, backwards in time, and a chunk after another."""
-    steps = [step_of(draw(seed)) for seed in SEEDS] + [any_step(seed) for seed in LATE]
+    steps = [any_step(seed, more=False) for seed in SEEDS] + [any_step(seed) for seed in LATE]
     own = [Layer(Averages(), INPUT, HIDDEN, 130, 5), Layer(Projected(), INPUT, HIDDEN, BATCH, 7, MASKED),
            Layer(Peak(), INPUT, HIDDEN, BATCH, 7)]
     build(tmp_path, *(step.layer for step in steps), *own)

@@ -67,21 +67,9 @@ def test_the_reference_is_pytorchs(cell: str, layers: int, bidirectional: bool):
             assert error(one.reshape(stack.count, B, H), other.numpy()) < 1e-13
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_a_reset_is_the_start_of_another_sequence(bidirectional: bool):
-    """One row, cut by hand into the sequences between its marks."""
-    stack = Stack(1, bidirectional)
-    x, weights, _ = problem("gru", stack)
-    x = x[:, :1]
-    cut = np.zeros((T, 1), bool)
-    cut[[0, 2, 6]] = True
-    y, _ = reference("gru", x, weights, resets=cut)
-    pieces = [reference("gru", x[low:high], weights)[0] for low, high in ((0, 2), (2, 6), (6, 7))]
-    np.testing.assert_array_equal(y, np.concatenate(pieces))
-
-
 # -- modules ----------------------------------------------------------------------------------------------
-CASES = [("lstm", Stack(2, True, True, True)), ("gru", Stack(3, False, True)), ("rnn_tanh", Stack(4, True)),
+WHOLE = Stack(2, True, True, True)
+CASES = [("lstm", WHOLE), ("gru", Stack(3, False, True)), ("rnn_tanh", Stack(4, True)),
          ("gru_reset_before", Stack(2, True, True)), ("rnn_relu", Stack(1, True, False, True)),
          ("lstm", Stack(1, False, True, True))]
 
@@ -109,8 +97,7 @@ def test_modules_match_the_reference(cell: str, stack: Stack):
 
 
 def test_smaller_batches_other_lengths_and_thread_counts():
-    stack = Stack(2, True, True)
-    _, weights, _ = problem("lstm", stack)
+    _, weights, _ = problem("lstm", Stack(2, True, True))
     loaded = ecornn.compile("lstm", hidden=H, input=I, batch=9, seq=4, target="cpu", schedule="cpu_sequence",
                             config={"rows": rows_that_fit(4, 4), "columns": 4, "pairs": 0, "chunk": 2}, layers=2,
                             bidirectional=True, lengths=True)
@@ -126,9 +113,8 @@ def test_smaller_batches_other_lengths_and_thread_counts():
 
 
 def test_batch_first_and_what_lies_anyhow():
-    stack = Stack(2, True, True, True)
-    x, weights, state = problem("lstm", stack)
-    layer = module("lstm", stack).bind(weights)
+    x, weights, state = problem("lstm", WHOLE)
+    layer = module("lstm", WHOLE).bind(weights)
     y, after = layer(x, state, lengths=LENGTHS)
     swapped, again = layer(np.ascontiguousarray(x.swapaxes(0, 1)), state, lengths=LENGTHS, batch_first=True)
     np.testing.assert_array_equal(swapped.swapaxes(0, 1), y)
@@ -139,9 +125,8 @@ def test_batch_first_and_what_lies_anyhow():
 
 def test_torch_tensors():
     import torch
-    stack = Stack(2, True, True, True)
-    x, weights, state = problem("lstm", stack)
-    layer = module("lstm", stack).bind(weights)
+    x, weights, state = problem("lstm", WHOLE)
+    layer = module("lstm", WHOLE).bind(weights)
     wanted, last = layer(x, state, lengths=LENGTHS, resets=marks())
     y, after = layer(torch.from_numpy(x), tuple(map(torch.from_numpy, state)), lengths=torch.tensor(LENGTHS),
                      resets=torch.from_numpy(marks()))
@@ -173,10 +158,9 @@ def test_equal_layers_share_their_code():
     ({"batch_first": True, "out": np.zeros((T, B, 2 * H), np.float32)}, ArgumentError, "batch_first"),
 ])
 def test_bad_arguments_are_named(call: dict[str, Any], kind: type[Exception], words: str):
-    stack = Stack(2, True, True, True)
-    x, weights, _ = problem("lstm", stack)
+    x, weights, _ = problem("lstm", WHOLE)
     with pytest.raises(kind) as caught:
-        module("lstm", stack).bind(weights)(**({"x": x} | call))
+        module("lstm", WHOLE).bind(weights)(**({"x": x} | call))
     assert words in str(caught.value)
 
 
@@ -194,8 +178,7 @@ def test_bad_stacks_are_refused(bad: dict[str, Any]):
 
 def test_the_reverse_direction_alone():
     """Two layers that both go backwards: each the reference on the rows turned round, and turned back."""
-    stack = Stack(2, False, True, False, True)
-    x, weights, state = problem("gru", stack)
+    x, weights, state = problem("gru", Stack(2, False, True, False, True))
     loaded = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cpu", layers=2, lengths=True,
                             reverse=True)
     y, after = loaded.bind(weights)(x, state, lengths=LENGTHS)

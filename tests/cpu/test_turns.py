@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def test_those_that_wait_come_in_their_order():
 def test_no_more_at_once_than_there_are_places(places: int):
     turns, inside, most = Turns(places), list[int](), list[int]()
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(50):
             with turns:
                 inside.append(0)
@@ -53,11 +54,8 @@ def test_no_more_at_once_than_there_are_places(places: int):
                 time.sleep(0.0001)
                 inside.pop()
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as threads:
+        [*threads.map(work, range(6))]
     assert max(most) == places and len(most) == 300 and not turns._inside and not turns._waiting
 
 

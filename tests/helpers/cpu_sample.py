@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec.structs
@@ -12,6 +14,7 @@ from numpy_packing import pack
 from ecornn.build.module import build_module
 from ecornn.cells import get
 from ecornn.host_cpu import detect
+from ecornn.program import Program
 from ecornn.schedules.cpu import CPUSequence
 from ecornn.schedules.cpu.tiling import Tile, registers_of, registers_used
 from ecornn.task import make_manifest, make_task
@@ -44,6 +47,44 @@ class Array:
     @property
     def untouched(self) -> bool:
         return bool(np.isnan(self.memory[self.outside]).all())
+
+
+def carry_out(module: Any, program: Program, entries: tuple[str, ...], given: Mapping[str, Any],
+              made: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Any], threads: int, offset: int,
+              in_place: Mapping[str, str] = MappingProxyType({}), prefix: str = "") -> dict[str, np.ndarray]:
+    """Calls entries one after the other. Fails where anything outside the arrays was written.
+
+    given, made : by the names of buffers the content of arrays, and the shapes of those that are written
+    in_place : names of arrays that are others, too
+    """
+    steps, batch, _ = given["x"].shape
+    taken = {n for entry in entries for n in program.entries[entry].takes}
+    arrays: dict[str, Array] = {}
+    views: dict[str, np.ndarray] = {}
+    for b in (b for b in program.buffers if b.name in taken):
+        content = pack(b.packing, parameters) if b.role == "packed" else given.get(b.name)
+        if b.tensor in ("lengths", "resets"):  # the code reads them, and no guard can be NaN
+            views[b.name] = content
+            continue
+        if b.name in in_place:
+            views[b.name] = views[in_place[b.name]]
+            continue
+        assert b.role != "packed" or content.size == b.extent.at(steps)
+        own = b.role in ("packed", "workspace")
+        shape = content.shape if content is not None else made.get(b.name) or (b.extent.at(steps),)
+        arrays[b.name] = Array(shape, 0 if own else offset, b.dtype)
+        views[b.name] = arrays[b.name].view
+        if content is not None:
+            views[b.name][...] = content
+    for entry in entries:
+        for b in program.buffers:
+            if b.role == "workspace" and b.name in taken:  # undefined contents: NaN
+                views[b.name][...] = np.nan
+        pointers = [views[n].ctypes.data for n in program.entries[entry].takes]
+        getattr(module, prefix + entry)(steps, batch, 0, threads, *pointers)
+    touched = [name for name, a in arrays.items() if not a.untouched]
+    assert not touched, f"written outside {touched}"
+    return views
 
 
 class Sample:
@@ -79,30 +120,10 @@ class Sample:
 
     def __call__(self, x: np.ndarray, states: list[np.ndarray], threads: int = 2, offset: int = 1,
                  in_place: bool = False) -> tuple[np.ndarray, list[np.ndarray]]:
-        """y and final states; fails where anything outside the arrays was written."""
-        steps, batch, _ = x.shape
-        arrays: dict[str, Array] = {}
-        for b in self.program.buffers:
-            if b.role == "workspace":  # undefined contents: NaN
-                arrays[b.name] = Array((b.extent.at(steps),))
-            elif b.role == "packed":
-                packed = pack(b.packing, self.parameters)
-                assert packed.size == b.extent.at(steps)
-                arrays[b.name] = Array(packed.shape)
-                arrays[b.name].view[...] = packed
-            elif b.tensor == "x":
-                arrays[b.name] = Array(x.shape, offset)
-                arrays[b.name].view[...] = x
-            elif b.tensor == "y":
-                arrays[b.name] = Array((steps, batch, self.task.workload.hidden), offset)
-            elif in_place and b.tensor == "state_out":
-                arrays[b.name] = arrays[f"{b.state}_in"]
-            else:
-                arrays[b.name] = Array(states[0].shape, offset)
-        for name, state in zip(self.cell.states, states, strict=True):
-            arrays[f"{name}_in"].view[...] = state
-        pointers = [arrays[b.name].view.ctypes.data for b in self.program.buffers]
-        self.module.run(steps, batch, 0, threads, *pointers)
-        touched = [name for name, a in arrays.items() if not a.untouched]
-        assert not touched, f"written outside {touched}"
-        return arrays["y"].view, [arrays[f"{n}_out"].view for n in self.cell.states]
+        """y and final states."""
+        names = self.cell.states
+        given = {"x": x, **{f"{n}_in": s for n, s in zip(names, states, strict=True)}}
+        made = {"y": (*x.shape[:2], self.task.workload.hidden), **{f"{n}_out": states[0].shape for n in names}}
+        found = carry_out(self.module, self.program, ("run",), given, made, self.parameters, threads, offset,
+                          in_place={f"{n}_out": f"{n}_in" for n in names} if in_place else {})
+        return found["y"], [found[f"{n}_out"] for n in names]

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cpu_sample import Array
+from cpu_sample import carry_out
 from limits import relative
 from msgspec import structs
-from numpy_packing import pack
 from tape import Call, train
 from test_adjoint import cell_of, formula
 
@@ -68,55 +67,18 @@ class Layer:
     def __call__(self, call: Call, threads: int = 2, offset: int = 1) -> dict[str, np.ndarray]:
         """Everything that it makes; fails where anything outside of the arrays was written. Workspaces are NaN before
         each of the two calls."""
-        steps, batch, _ = call.x.shape
-        states, rows = list(self.cell.states), (steps, batch, self.hidden)
-        shapes = {"x": (steps, batch, self.input), "dx": (steps, batch, self.input), "y": call.dy.shape,
-                  "dy": call.dy.shape, "state_kept": rows, "value_kept": rows}
-        taken = {n for entry in (FORWARD, BACKWARD) for n in self.program.entries[entry].takes}
-        arrays: dict[str, Any] = {}
-        for b in self.program.buffers:
-            if b.name not in taken:
-                continue
-            if b.tensor in ("lengths", "resets"):
-                arrays[b.name] = Whole(getattr(call, b.tensor))
-                continue
-            if b.packing is not None:
-                values = pack(b.packing, call.parameters)
-                array = Array(values.shape, dtype=b.dtype)
-                array.view[...] = values
-            elif b.role == "workspace":
-                array = Array((b.extent.at(steps),), dtype=b.dtype)
-            elif b.tensor == "gradient":
-                array = Array(call.parameters[b.state].shape, offset, b.dtype)
-                array.view[...] = 0
-            else:
-                array = Array(shapes.get(b.tensor, (batch, self.hidden)), offset, b.dtype)
-            arrays[b.name] = array
-        for name in ("x", "dy"):
-            arrays[name].view[...] = getattr(call, name)
-        for i, name in enumerate(states):
-            arrays[f"{name}_in"].view[...] = call.states[i]
-            arrays[f"d{name}_out"].view[...] = call.dstates[i]
-        for entry in (FORWARD, BACKWARD):
-            for b in self.program.buffers:
-                if b.role == "workspace" and b.name in taken:
-                    arrays[b.name].view[...] = np.nan
-            pointers = [arrays[n].view.ctypes.data for n in self.program.entries[entry].takes]
-            getattr(self.module, self.prefix + entry)(steps, batch, 0, threads, *pointers)
-        touched = [name for name, a in arrays.items() if not a.untouched]
-        assert not touched, f"written outside {touched}"
-        names = ["y", "dx", *(f"{n}_out" for n in states), *(f"d{n}_in" for n in states),
-                 *(f"gradient_{n}" for n in call.parameters)]
-        return {n: arrays[n].view.copy() for n in names}
-
-
-class Whole:
-    """An array without guards; the code reads it."""
-
-    untouched = True
-
-    def __init__(self, view: np.ndarray) -> None:
-        self.view = view
+        states, rows, shape = self.cell.states, call.dy.shape, call.states[0].shape
+        given = {"x": call.x, "dy": call.dy, "lengths": call.lengths, "resets": call.resets,
+                 **{f"{n}_in": s for n, s in zip(states, call.states, strict=True)},
+                 **{f"d{n}_out": s for n, s in zip(states, call.dstates, strict=True)},
+                 **{f"gradient_{n}": np.zeros(p.shape) for n, p in call.parameters.items()}}
+        made = {"y": rows, "dx": call.x.shape, **{f"{n}_out": shape for n in states},
+                **{f"d{n}_in": shape for n in states}}
+        kept = {b.name: (*rows[:2], self.hidden) for b in self.program.buffers
+                if b.tensor in ("state_kept", "value_kept")}
+        found = carry_out(self.module, self.program, (FORWARD, BACKWARD), given, made | kept, call.parameters, threads,
+                          offset, prefix=self.prefix)
+        return {n: found[n].copy() for n in (*made, *(n for n in given if n.startswith("gradient_")))}
 
 
 def build(folder: Path, *layers: Layer) -> None:

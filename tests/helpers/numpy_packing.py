@@ -4,13 +4,11 @@ pack_weights.cu, is held against it, and emulated kernels read what it packs."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ecornn.errors import ModuleError
 from ecornn.program import WHOLE, Packing
 
 Array = NDArray[Any]
@@ -25,9 +23,7 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
     ``parameters`` are by the cell's name, (G, H, K) or (G, H), float16, float32 or float64. Returns a
     contiguous array of shape ``split[order]``: float64, float32, float16, uint16 with the bits of bfloat16, or uint8
     with int8 in offset binary; for int16 and int21 uint32, with words and lanes as the last two axes.
-    Raises :class:`ModuleError` where the packing does not fit the parameters.
     """
-    consistent(packing)
     padded = _stack(packing, parameters)
     if packing.dtype == "scale":
         return scales(padded)
@@ -47,36 +43,11 @@ def pack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
     return np.ascontiguousarray(cast(padded, packing.dtype).reshape(packing.split).transpose(packing.order))
 
 
-def consistent(packing: Packing) -> None:
-    """Raises :class:`ModuleError` where a packing contradicts itself."""
-    if prod(packing.split) != prod(packing.pad) or sorted(packing.order) != [*range(len(packing.split))]:
-        raise ModuleError(f"the module's packing is inconsistent: {packing}")
-
-
-def fitting(packing: Packing, parameters: Mapping[str, Any]) -> list[Any]:
-    """The sources of a packing, None for zeros; :class:`ModuleError` where they do not fit."""
-    try:
-        gates = [source_of(parameters[name], gate) if name else None for name, gate in packing.sources]
-    except (KeyError, IndexError) as error:
-        raise ModuleError(f"the module packs a parameter that it does not declare: {error}") from error
-    shapes = {tuple(gate.shape) for gate in gates if gate is not None}
-    fits = len(gates) <= packing.pad[0] and all(
-        len(shape) == len(packing.pad) - 1
-        and all(size <= room for size, room in zip(shape, packing.pad[1:], strict=True))
-        for shape in shapes)
-    if not fits:
-        raise ModuleError(f"the module packs parts of shapes {sorted(shapes)} into {packing.pad}")
-    return gates
-
-
-def source_of(parameter: Any, gate: int) -> Any:
-    """A gate of a parameter in te shape, or all of them as the rows of one matrix."""
-    return parameter.reshape(-1, parameter.shape[-1]) if gate == WHOLE else parameter[gate]
-
-
 def _stack(packing: Packing, parameters: Mapping[str, Array]) -> Array:
-    """The sources on a new first axis, with zeros after them up to ``pad``."""
-    gates = fitting(packing, parameters)
+    """The sources on a new first axis, with zeros after them up to ``pad``: gates of parameters in te shape, or all of
+    them as the rows of one matrix, or zeros."""
+    gates = [None if not name else parameters[name].reshape(-1, parameters[name].shape[-1]) if gate == WHOLE else
+             parameters[name][gate] for name, gate in packing.sources]
     padded = np.zeros(packing.pad, np.result_type(np.float32, *(g.dtype for g in gates if g is not None)))
     for index, gate in enumerate(gates):
         if gate is not None:
@@ -92,12 +63,8 @@ def cast(values: Array, dtype: str) -> Array:
         return bfloat16_bits(values)
     if dtype == "tf32":
         return tf32(values)
-    if dtype == "balanced":
-        dtype = "float32"
-    if dtype not in ("float16", "float32", "float64"):
-        raise ModuleError(f"the module packs weights as {dtype}, which this version does not know")
     with np.errstate(over="ignore"):
-        return values.astype(dtype, copy=False)
+        return values.astype("float32" if dtype == "balanced" else dtype, copy=False)
 
 
 def tf32(values: Array) -> NDArray[np.float32]:

@@ -6,22 +6,19 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from step_cells import normal, sigmoid
+from step_cells import Formula, normal, sigmoid
 from tvm import te
 
-from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
+from ecornn.cells import largest, mean, normalized, pointwise, product, softmax
 
 
-class TimedGRU(Cell):
+class TimedGRU(Formula):
     """A minimal gated unit whose state decays over the time since the step before, as GRU-D's (Che et al. 2018, arXiv
     1606.01865): h~ = exp(-relu(w dt + b)) h; and a mask m of units that keep it."""
 
-    name, states, inputs = "timed_gru", ("h",), ("dt", "m")
+    name, states, inputs, shapes = "timed_gru", ("h",), ("dt", "m"), {"W": (2, "I"), "R": (2, "H"), "w": (2,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (2, hidden, input), "R": (2, hidden, hidden), "w": (2, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), dt, m, w = states, p["dt"], p["m"], p["w"]
         wx = product(x, p["W"])
         zero = te.const(0.0, "float32")
@@ -31,68 +28,51 @@ class TimedGRU(Cell):
         n = pointwise(lambda b, j: te.tanh(wx[b, 1, j] + rh[b, 1, j]), h, "n")
         return [pointwise(lambda b, j: old[b, j] + m[b, j] * z[b, j] * (n[b, j] - old[b, j]), h, "new")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        H = s["h"].shape[1]
-        x, dt, m = x[:, :-2 * H], x[:, -2 * H:-H], x[:, -H:]
-        old = s["h"] * np.exp(-np.maximum(p["w"][0] * dt + p["w"][1], 0.0))
-        z = sigmoid(x @ p["W"][0].T + old @ p["R"][0].T)
-        n = np.tanh(x @ p["W"][1].T + old @ p["R"][1].T)
-        return {"h": old + m * z * (n - old)}, "h"
+    def numpy(self, x, h, W, R, w, dt, m):
+        old = h * np.exp(-np.maximum(w[0] * dt + w[1], 0.0))
+        z = sigmoid(x @ W[0].T + old @ R[0].T)
+        n = np.tanh(x @ W[1].T + old @ R[1].T)
+        return (old + m * z * (n - old),)
 
 
-class Masked(Cell):
+class Masked(Formula):
     """A tanh layer that a sequence scales after its product, and that keeps what a mask leaves out; one input is read
     by what is hoisted alone."""
 
-    name, states, inputs = "masked", ("h",), ("scale", "m")
+    name, states, inputs, shapes = "masked", ("h",), ("scale", "m"), {"W": (1, "I"), "R": (1, "H"), "b": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "R": (1, hidden, hidden), "b": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), wx = states, product(x, p["W"], 0)
         scaled = pointwise(lambda b, j: wx[b, j] * p["scale"][b, j] + p["b"][0, j], h, "scaled")
         rh = product(h, p["R"], 0)
         new = pointwise(lambda b, j: te.tanh(scaled[b, j] + rh[b, j]), h, "new")
         return [pointwise(lambda b, j: p["m"][b, j] * new[b, j] + (1.0 - p["m"][b, j]) * h[b, j], h, "kept")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        H, h = s["h"].shape[1], s["h"]
-        x, scale, m = x[:, :-2 * H], x[:, -2 * H:-H], x[:, -H:]
-        return {"h": m * np.tanh((x @ p["W"][0].T) * scale + p["b"][0] + h @ p["R"][0].T) + (1 - m) * h}, "h"
+    def numpy(self, x, h, W, R, b, scale, m):
+        return (m * np.tanh((x @ W[0].T) * scale + b[0] + h @ R[0].T) + (1 - m) * h,)
 
 
-class Gap(Cell):
+class Gap(Formula):
     """No recurrent product: a leaky unit that forgets by the time since the step before."""
 
-    name, states, inputs, nonnegative = "gap", ("h",), ("dt",), ("dt",)
+    name, states, inputs, nonnegative, shapes = "gap", ("h",), ("dt",), ("dt",), {"W": (1, "I"), "v": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "v": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), wx = states, product(x, p["W"], 0)
         decay = pointwise(lambda b, j: te.exp(0.0 - p["dt"][b, j] * te.exp(p["v"][0, j])), h, "decay")
         return [pointwise(lambda b, j: decay[b, j] * h[b, j] + (1.0 - decay[b, j]) * te.tanh(wx[b, j]), h, "new")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        H = s["h"].shape[1]
-        decay = np.exp(-x[:, -H:] * np.exp(p["v"][0]))
-        return {"h": decay * s["h"] + (1 - decay) * np.tanh(x[:, :-H] @ p["W"][0].T)}, "h"
+    def numpy(self, x, h, W, v, dt):
+        decay = np.exp(-dt * np.exp(v[0]))
+        return (decay * h + (1 - decay) * np.tanh(x @ W[0].T),)
 
 
-class Gate(Cell):
+class Gate(Formula):
     """A minimal gated unit that shows its new state through a gate, which no step reads again: y is no state."""
 
-    name, states, output = "shown", ("h",), "y"
+    name, states, output, shapes = "shown", ("h",), "y", {"W": (3, "I"), "R": (3, "H"), "b": (3,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (3, hidden, input), "R": (3, hidden, hidden), "b": (3, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), wx, rh, v = states, product(x, p["W"]), product(states[0], p["R"]), p["b"]
         z, o = (pointwise(lambda b, j, g=g: te.sigmoid(wx[b, g, j] + rh[b, g, j] + v[g, j]), h, n)
                 for g, n in ((0, "z"), (2, "o")))
@@ -100,23 +80,20 @@ class Gate(Cell):
                         "new")
         return [new, pointwise(lambda b, j: o[b, j] * te.tanh(new[b, j]), h, "shown")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        z, n, o = (x @ p["W"][g].T + s["h"] @ p["R"][g].T + p["b"][g] for g in range(3))
-        h = s["h"] + sigmoid(z) * (np.tanh(n) - s["h"])
-        return {"h": h, "y": sigmoid(o) * np.tanh(h)}, ("y",)
+    def numpy(self, x, h, W, R, b):
+        z, n, o = (x @ W[g].T + h @ R[g].T + b[g] for g in range(3))
+        h = h + sigmoid(z) * (np.tanh(n) - h)
+        return h, sigmoid(o) * np.tanh(h)
 
 
-class Many(Cell):
+class Many(Formula):
     """Outputs of each kind, in an order of their own: a value of the second exchange, a new state, a gate of the first
     exchange, one of x alone; the other state is none."""
 
     name, states, output = "many", ("h", "c"), ("read", "h", "z", "seen")
+    shapes = {"W": (2, "I"), "R": (1, "H"), "C": (1, "H"), "b": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (2, hidden, input), "R": (1, hidden, hidden), "C": (1, hidden, hidden), "b": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h, c), wx = states, product(x, p["W"])
         rh = product(h, p["R"], 0)
         z = pointwise(lambda b, j: te.sigmoid(rh[b, j] + p["b"][0, j]), h, "z")
@@ -126,65 +103,53 @@ class Many(Cell):
         read = pointwise(lambda b, j: ch[b, j] * te.tanh(wx[b, 1, j]), h, "read")
         return [new, cell, read, z, pointwise(lambda b, j: te.tanh(wx[b, 0, j]) * p["b"][0, j], h, "seen")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        first, second = (x @ w.T for w in p["W"])
-        z = sigmoid(s["h"] @ p["R"][0].T + p["b"][0])
-        c = z * s["c"] + (1 - z) * np.tanh(first)
-        return {"h": np.tanh(c + second), "c": c, "read": (c @ p["C"][0].T) * np.tanh(second), "z": z,
-                "seen": np.tanh(first) * p["b"][0]}, ("read", "h", "z", "seen")
+    def numpy(self, x, h, c, W, R, C, b):
+        first, second = (x @ w.T for w in W)
+        z = sigmoid(h @ R[0].T + b[0])
+        c = z * c + (1 - z) * np.tanh(first)
+        return np.tanh(c + second), c, (c @ C[0].T) * np.tanh(second), z, np.tanh(first) * b[0]
 
 
-class Split(Cell):
+class Split(Formula):
     """No recurrent product: a leaky sum, and what it leaves out."""
 
-    name, states, output = "split", ("h",), ("low", "high")
+    name, states, output, shapes = "split", ("h",), ("low", "high"), {"W": (1, "I"), "v": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "v": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), wx = states, product(x, p["W"], 0)
         new = pointwise(lambda b, j: h[b, j] + te.sigmoid(p["v"][0, j]) * (wx[b, j] - h[b, j]), h, "new")
         low = pointwise(lambda b, j: new[b, j] * 2.0, h, "low")
         return [new, low, pointwise(lambda b, j: wx[b, j] - new[b, j], h, "high")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        wx = x @ p["W"][0].T
-        h = s["h"] + sigmoid(p["v"][0]) * (wx - s["h"])
-        return {"h": h, "low": 2 * h, "high": wx - h}, ("low", "high")
+    def numpy(self, x, h, W, v):
+        wx = x @ W[0].T
+        h = h + sigmoid(v[0]) * (wx - h)
+        return h, 2 * h, wx - h
 
 
-class Read(Cell):
+class Read(Formula):
     """y is a product of the new state, and nothing else: y = C h'."""
 
-    name, states, output = "read", ("h",), "y"
+    name, states, output, shapes = "read", ("h",), "y", {"W": (1, "I"), "R": (1, "H"), "C": (1, "H")}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "R": (1, hidden, hidden), "C": (1, hidden, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), wx, rh = states, product(x, p["W"], 0), product(states[0], p["R"], 0)
         new = pointwise(lambda b, j: te.tanh(wx[b, j] + rh[b, j]), h, "new")
         return [new, product(new, p["C"], 0)]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        h = np.tanh(x @ p["W"][0].T + s["h"] @ p["R"][0].T)
-        return {"h": h, "y": h @ p["C"][0].T}, ("y",)
+    def numpy(self, x, h, W, R, C):
+        h = np.tanh(x @ W[0].T + h @ R[0].T)
+        return h, h @ C[0].T
 
 
-class Mixed(Cell):
+class Mixed(Formula):
     """A linear recurrence without a product; y is a product of the new state, normalized, and of x, through a gate of
     the state before; and the state is an output, too."""
 
     name, states, output = "mixed", ("h", "c"), ("y", "h")
+    shapes = {"W": (1, "I"), "C": (2, "H"), "D": (2, "I"), "v": (2,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "C": (2, hidden, hidden), "D": (2, hidden, input), "v": (2, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h, c), wx, dx, v = states, product(x, p["W"], 0), product(x, p["D"]), p["v"]
         new = pointwise(lambda b, j: te.sigmoid(v[0, j]) * h[b, j] + wx[b, j] + 0.25 * c[b, j], h, "new")
         other = pointwise(lambda b, j: 0.5 * c[b, j] + te.tanh(dx[b, 0, j]), h, "other")
@@ -193,14 +158,11 @@ class Mixed(Cell):
         return [new, other, pointwise(lambda b, j: gate[b, j] * (seen[b, j] + shown[b, j]) + te.tanh(dx[b, 0, j])
                                       * dx[b, 1, j], h, "y")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        d, e = (x @ w.T for w in p["D"])
-        h = sigmoid(p["v"][0]) * s["h"] + x @ p["W"][0].T + 0.25 * s["c"]
-        c = 0.5 * s["c"] + np.tanh(d)
-        (seen,) = normal(h @ p["C"][0].T)
-        y = sigmoid(s["h"] + p["v"][1]) * (seen + c @ p["C"][1].T) + np.tanh(d) * e
-        return {"h": h, "c": c, "y": y}, ("y", "h")
+    def numpy(self, x, h, c, W, C, D, v):
+        d, e = (x @ w.T for w in D)
+        new, other = sigmoid(v[0]) * h + x @ W[0].T + 0.25 * c, 0.5 * c + np.tanh(d)
+        (seen,) = normal(new @ C[0].T)
+        return new, other, sigmoid(h + v[1]) * (seen + other @ C[1].T) + np.tanh(d) * e
 
 
 def soft(z: Any) -> Any:
@@ -208,16 +170,13 @@ def soft(z: Any) -> Any:
     return e / e.sum(axis=1, keepdims=True)
 
 
-class Peaks(Cell):
+class Peaks(Formula):
     """Maxima of products of x, over both gates; of a state, beside two means, in one exchange; a softmax of what has
     products; and a maximum of the new state. Some are below zero."""
 
-    name, states = "peaks", ("h", "c")
+    name, states, shapes = "peaks", ("h", "c"), {"W": (2, "I"), "R": (2, "H"), "v": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (2, hidden, input), "R": (2, hidden, hidden), "v": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h, c), wx = states, product(x, p["W"])
         top, middle = largest(wx, "top"), mean(c)
         most = largest(pointwise(lambda b, j: c[b, j] - 2.0, c, "below"), "most")
@@ -229,33 +188,27 @@ class Peaks(Cell):
         return [pointwise(lambda b, j: te.tanh(new[b, j] - end[b] - 4.0 + 0.25 * top[b]) + 2.0 * seen[b, j], h, "out"),
                 new]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        h, c = s["h"], s["c"]
-        w, r = ([a @ m.T for m in p[n]] for a, n in ((x, "W"), (h, "R")))
-        seen = soft(2 * r[0] + w[0] + p["v"][0])
+    def numpy(self, x, h, c, W, R, v):
+        w, r = ([a @ m.T for m in matrices] for a, matrices in ((x, W), (h, R)))
+        seen = soft(2 * r[0] + w[0] + v[0])
         of = {"axis": 1, "keepdims": True}
         new = 0.5 * c + np.tanh(r[1] + w[1]) + seen - (c.max(**of) - 2) * np.square(c).mean(**of) + c.mean(**of)
-        return {"h": np.tanh(new - 0.5 * new.max(**of) + 0.25 * np.maximum(*w).max(**of)) + 2 * seen, "c": new}, "h"
+        return np.tanh(new - 0.5 * new.max(**of) + 0.25 * np.maximum(*w).max(**of)) + 2 * seen, new
 
 
-class Attending(Cell):
+class Attending(Formula):
     """No product of a state: what x brings is shared among the units by a softmax of x's and their own scores."""
 
-    name, states = "attending", ("h",)
+    name, states, shapes = "attending", ("h",), {"W": (2, "I"), "v": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (2, hidden, input), "v": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), wx = states, product(x, p["W"])
         share = softmax(pointwise(lambda b, j: wx[b, 0, j] + p["v"][0, j] * h[b, j], h, "scores"), "share")
         return [pointwise(lambda b, j: 0.5 * h[b, j] + 4.0 * share[b, j] * te.tanh(wx[b, 1, j]), h, "new")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        scores, value = (x @ w.T for w in p["W"])
-        return {"h": 0.5 * s["h"] + 4 * soft(scores + p["v"][0] * s["h"]) * np.tanh(value)}, "h"
+    def numpy(self, x, h, W, v):
+        scores, value = (x @ w.T for w in W)
+        return (0.5 * h + 4 * soft(scores + v[0] * h) * np.tanh(value),)
 
 
 def grouped(z: Any, groups: int, function: Any) -> Any:
@@ -264,16 +217,13 @@ def grouped(z: Any, groups: int, function: Any) -> Any:
     return np.broadcast_to(function(parts), parts.shape).reshape(z.shape)
 
 
-class Grouped(Cell):
+class Grouped(Formula):
     """Of two groups: maxima of products of x, over both gates; a softmax of what has products; the state normalized;
     maxima below zero that are mixed as one value a group."""
 
-    name, states, groups = "grouped", ("h", "c"), 2
+    name, states, groups, shapes = "grouped", ("h", "c"), 2, {"W": (2, "I"), "R": (2, "H"), "v": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (2, hidden, input), "R": (2, hidden, hidden), "v": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h, c), wx, rh, n = states, product(x, p["W"]), product(states[0], p["R"]), self.groups
         own, top, alike = int(h.shape[1]) // n, largest(wx, "top", n), normalized(c, 1e-2, "alike", n)
         share = softmax(pointwise(lambda b, j: 2.0 * rh[b, 0, j] + wx[b, 0, j] + p["v"][0, j], h, "scores"), "share", n)
@@ -286,26 +236,24 @@ class Grouped(Cell):
         return [pointwise(lambda b, j: te.tanh(new[b, j] * power[b, j // own] / whole[b] + 0.25 * top[b, j])
                           + share[b, j] - 0.1 * most[b, 0], h, "out"), new]
 
-    @classmethod
-    def formula(cls, x: Any, s: Any, p: Any) -> Any:
-        w, r = ([a @ m.T for m in p[n]] for a, n in ((x, "W"), (s["h"], "R")))
-        n, c = cls.groups, s["c"]
+    def numpy(self, x, h, c, W, R, v):
+        w, r = ([a @ m.T for m in matrices] for a, matrices in ((x, W), (h, R)))
+        n = self.groups
 
         def highest(z: Any) -> Any:
             return grouped(z, n, lambda part: part.max(axis=1, keepdims=True))
 
-        share = grouped(2 * r[0] + w[0] + p["v"][0], n, soft)
+        share = grouped(2 * r[0] + w[0] + v[0], n, soft)
         alike = grouped(c, n, lambda part: (part - part.mean(axis=1, keepdims=True)) / np.sqrt(
             part.var(axis=1, keepdims=True) + 1e-2))
         new = 0.5 * c + np.tanh(r[1] + w[1]) + share + 0.25 * alike
         most = highest(new - 4)
         power = np.exp(most)
         whole = power.sum(axis=1, keepdims=True) / (c.shape[1] // n)
-        return {"h": np.tanh(new * power / whole + 0.25 * highest(np.maximum(*w))) + share - 0.1 * most[:, :1],
-                "c": new}, "h"
+        return np.tanh(new * power / whole + 0.25 * highest(np.maximum(*w))) + share - 0.1 * most[:, :1], new
 
 
-class Chunks(Cell):
+class Chunks(Formula):
     """A softmax of five values, which are normalized, and less their maximum; its products with H units."""
 
     name, states, chunks = "chunks", ("h",), 5
@@ -313,7 +261,7 @@ class Chunks(Cell):
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
         return {"W": (1, hidden, input), "V": (1, self.chunks, hidden), "U": (2, hidden, self.chunks), "v": (1, hidden)}
 
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), wx = states, product(x, p["W"], 0)
         scores = normalized(product(h, p["V"], 0), 1e-2, "alike")
         biased = pointwise(lambda b, j: 3.0 * scores[b, j] + p["v"][0, j], scores, "biased")
@@ -323,26 +271,22 @@ class Chunks(Cell):
         return [pointwise(lambda b, j: te.tanh(wx[b, j] + weight[b, 0, j] + 0.25 * top[b]) + weight[b, 1, j] * (
             h[b, j] - middle[b]), h, "new")]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        h, z = s["h"], s["h"] @ p["V"][0].T
+    def numpy(self, x, h, W, V, U, v):
+        z = h @ V[0].T
         z = (z - z.mean(axis=1, keepdims=True)) / np.sqrt(z.var(axis=1, keepdims=True) + 1e-2)
-        z = 3 * z + p["v"][0, :z.shape[1]]
-        weight = [soft(z) @ u.T for u in p["U"]]
-        return {"h": np.tanh(x @ p["W"][0].T + weight[0] + 0.25 * z.max(axis=1, keepdims=True))
-                + weight[1] * (h - h.mean(axis=1, keepdims=True))}, "h"
+        z = 3 * z + v[0, :z.shape[1]]
+        weight = [soft(z) @ u.T for u in U]
+        return (np.tanh(x @ W[0].T + weight[0] + 0.25 * z.max(axis=1, keepdims=True))
+                + weight[1] * (h - h.mean(axis=1, keepdims=True)),)
 
 
-class Slots(Cell):
+class Slots(Formula):
     """Attention over two slots of units: a score of each by what x brings, their softmax, the slots' mixture, and a
     product of the weights."""
 
-    name, states, slots = "slots", ("h",), 2
+    name, states, slots, shapes = "slots", ("h",), 2, {"W": (2, "I"), "M": (1, "H"), "U": (1, 2)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (2, hidden, input), "M": (1, hidden, hidden), "U": (1, hidden, self.slots)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (h,), wx, n, own = states, product(x, p["W"]), self.slots, int(states[0].shape[1]) // self.slots
         k = te.reduce_axis((0, own), "k")
         scores = te.compute((h.shape[0], n), lambda b, s: te.sum(
@@ -352,13 +296,12 @@ class Slots(Cell):
         seen = product(share, p["U"], 0)
         return [pointwise(lambda b, j: te.tanh(mixed[b, j] + wx[b, 1, j] + seen[b, j]) - 0.5 * scores[b, 1], h)]
 
-    @classmethod
-    def formula(cls, x: Any, s: Any, p: Any) -> Any:
-        w, h, n = [x @ m.T for m in p["W"]], s["h"], cls.slots
+    def numpy(self, x, h, W, M, U):
+        w, n = [x @ m.T for m in W], self.slots
         scores = (h * w[0]).reshape(len(h), n, -1).sum(axis=2)
         share = soft(scores)
-        mixed = (share.repeat(h.shape[1] // n, axis=1) * h) @ p["M"][0].T
-        return {"h": np.tanh(mixed + w[1] + share @ p["U"][0].T) - 0.5 * scores[:, 1:]}, "h"
+        mixed = (share.repeat(h.shape[1] // n, axis=1) * h) @ M[0].T
+        return (np.tanh(mixed + w[1] + share @ U[0].T) - 0.5 * scores[:, 1:],)
 
 
 INPUTS: dict[str, Any] = {cell.name: cell for cell in (TimedGRU(), Masked(), Gap())}

@@ -3,246 +3,49 @@
 A step is drawn as statements, which are carried out twice, apart from each other: as te, for the compiler, and on
 arrays of ``ecornn.numpy_gradients``. ``draw(seed)`` gives a :class:`Drawn`; ``Drawn.sample()`` arguments in which no
 comparison, maximum or magnitude is near enough to a tie for float32 to decide otherwise, and whose gradients do not
-depend on the last digits.
+depend on the last digits. ``training(seed)`` gives a training step of random sizes.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from limits import relative
+from random_statements import COMPARED, GUARDED, OF_TWO, SMOOTH, STEPPED, Drawing, Expression
 from tape import Call, train
 from tvm import te, tirx
 
 from ecornn.cells import Cell, largest, mean, normalized, pointwise, product, softmax
-from ecornn.numpy_gradients import Traced, erf, plain
+from ecornn.numpy_gradients import Traced, plain
+from ecornn.workload import ALONE, Traversal
 
 STEPS, BATCH, INPUT, HIDDEN = 3, 3, 5, 12
 PARTS = 2  # heads of a product, groups of a reduction
 NEAR = 2e-4  # a tie, for float32
 SENSITIVE = 4e-6  # relative, of what rounding every value to float32 changes
-Expression = tuple[Any, ...]  # (kind, ...): see ``Drawing.expression``
-
-
-def _sigmoid(v: Any) -> Any:
-    return 0.5 * (1 + np.tanh(0.5 * v))
-
-
-# operators of one value, by their names in te: the value and the slope in float64
-SMOOTH: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "tanh": (np.tanh, lambda v: 1 - np.tanh(v) ** 2),
-    "sigmoid": (_sigmoid, lambda v: _sigmoid(v) * (1 - _sigmoid(v))),
-    "sin": (np.sin, np.cos), "cos": (np.cos, lambda v: -np.sin(v)),
-    "atan": (np.arctan, lambda v: 1 / (1 + v * v)),
-    "erf": (erf, lambda v: 2 / np.sqrt(np.pi) * np.exp(-v * v))}
-# of a value that is at least zero, or at most one; each is written as the operator of a square, or of a tanh
-GUARDED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "sqrt": (np.sqrt, lambda v: 0.5 / np.sqrt(v)), "rsqrt": (lambda v: v ** -0.5, lambda v: -0.5 * v ** -1.5),
-    "log": (np.log, lambda v: 1 / v), "log1p": (np.log1p, lambda v: 1 / (1 + v))}
-STEPPED = {"floor": np.floor, "ceil": np.ceil, "round": np.round}
-COMPARED = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
-
-
-class Drawing:
-    """The statements of a step: each makes a value (B, H), a condition (B, H), or a number of each row (B,).
-
-        ("x",) ("state", name)              what there is; x is read at the unit, where I = H
-        ("wx", gate)                        a product of x
-        ("product", source, matrix)         of a value before
-        ("row", kind, source)               mean, square (the mean of squares), largest: of all units
-        ("whole", kind, source)             normalized, softmax: the same, at each unit
-        ("heads", source, matrix)           a product with heads
-        ("groups", kind, source)            mean, largest, normalized, softmax of the unit's own group
-        ("pointwise", expression)           arithmetic at a unit
-    """
-
-    def __init__(self, rng: np.random.Generator, states: int, more: bool = False) -> None:
-        self.rng, self.more = rng, more
-        self.states = tuple("hcnm"[:states])
-        self.statements: list[Expression] = []
-        self.rows: list[int] = []  # statements that are values (B, H)
-        self.conditions: list[int] = []
-        self.numbers: list[int] = []
-        self.recurrent: set[int] = set()  # what depends on a state
-        self.gates = self.matrices = self.vectors = 0
-        for name in self.states:
-            self.put(("state", name), self.rows, True)
-        if rng.random() < 0.2:
-            self.put(("x",), self.rows, False)
-        for _ in range(int(rng.integers(0 if rng.random() < 0.1 else 1, 4))):
-            self.put(("wx", self.gates), self.rows, False)
-            self.gates += 1
-        for _ in range(int(rng.integers(1, 7))):
-            self.statement()
-        self.results = [self.result(name) for name in self.states]
-        if more and rng.random() < 0.5:
-            self.results.append(self.any(self.rows))  # y, which is no state
-
-    def put(self, statement: Expression, kind: list[int], recurrent: bool) -> int:
-        at = len(self.statements)
-        self.statements.append(statement)
-        kind.append(at)
-        if recurrent:
-            self.recurrent.add(at)
-        return at
-
-    def any(self, among: Any) -> Any:
-        among = list(among)
-        return among[int(self.rng.integers(len(among)))]
-
-    def statement(self) -> None:
-        what = self.rng.random()
-        if self.more and self.rng.random() < 0.3:
-            if what < 0.5:
-                source = self.any(v for v in self.rows if v in self.recurrent)
-                self.put(("heads", source, self.matrices), self.rows, True)
-                self.matrices += 1
-            else:
-                source, kind = self.any(self.rows), self.any(("mean", "largest", "normalized", "softmax"))
-                self.put(("groups", kind, source), self.rows, source in self.recurrent)
-        elif what < 0.3:
-            source = self.any(v for v in self.rows if v in self.recurrent)
-            self.put(("product", source, self.matrices), self.rows, True)
-            self.matrices += 1
-        elif what < 0.45:
-            source = self.any(self.rows)
-            self.put(("row", self.any(("mean", "square", "largest")), source), self.numbers, source in self.recurrent)
-        elif what < 0.5:
-            source = self.any(self.rows)
-            self.put(("whole", self.any(("normalized", "softmax")), source), self.rows, source in self.recurrent)
-        elif what < 0.57:
-            e = self.condition(1)
-            self.put(("pointwise", e), self.conditions, self.reads(e))
-        else:
-            self.compute(self.expression(2))
-
-    def compute(self, e: Expression) -> int:
-        return self.put(("pointwise", e), self.rows, self.reads(e))
-
-    def reads(self, e: Expression) -> bool:
-        """Whether an expression depends on a state."""
-        if e[0] in ("value", "number", "held"):
-            return e[1] in self.recurrent
-        return any(self.reads(v) for v in e if isinstance(v, tuple))
-
-    def result(self, name: str) -> int:
-        """A new state; most are bounded, so that steps do not add up to what float32 has no digits for."""
-        what, state = self.rng.random(), self.states.index(name)
-        if what < 0.12:
-            return self.any(self.rows)  # a product, a state, or what another state is, too
-        if what < 0.16:
-            return self.compute(("vector", self.vector()))  # a parameter outright
-        if what < 0.4:  # a moving average, perhaps of what others are an average of
-            keep = self.any((0.9, 0.5))
-            return self.compute(("+", ("*", ("constant", keep), ("value", state)),
-                                 ("*", ("constant", 1 - keep), ("value", self.any(self.rows)))))
-        if what < 0.6:
-            z, new = (("smooth", n, self.expression(1)) for n in ("sigmoid", "tanh"))
-            return self.compute(("+", ("*", z, ("value", state)), ("*", ("-", ("constant", 1.0), z), new)))
-        return self.compute(("smooth", self.any(("tanh", "sigmoid", "sin")), self.expression(2)))
-
-    def vector(self) -> int:
-        if self.vectors == 0 or self.rng.random() < 0.7:
-            self.vectors += 1
-        return self.vectors - 1
-
-    def leaf(self) -> Expression:
-        what = self.rng.random()
-        if what < 0.1:
-            return ("constant", float(self.any((-1.0, 0.25, 0.5, 1.5))))
-        if what < 0.2:
-            return ("vector", self.vector())
-        if what < 0.35 and self.numbers:
-            return ("number", self.any(self.numbers))
-        return ("value", self.any(self.rows))
-
-    def expression(self, depth: int) -> Expression:
-        if depth == 0:
-            return self.leaf()
-        what = self.rng.random()
-        if what < 0.35:
-            return (self.any("+-*"), self.expression(depth - 1), self.expression(depth - 1))
-        if what < 0.6:
-            return ("smooth", self.any(SMOOTH), self.expression(depth - 1))
-        if what < 0.68:
-            name, inner = self.any(GUARDED), self.expression(depth - 1)
-            return ("guarded", name, ("+", ("constant", 1.0), ("*", inner, inner)))
-        if what < 0.73:
-            inner = self.expression(depth - 1)
-            return ("/", self.expression(depth - 1), ("+", ("constant", 1.0), ("*", inner, inner)))
-        if what < 0.76:
-            return ("exp", ("smooth", "tanh", self.expression(depth - 1)))
-        if what < 0.84:
-            return (self.any(("max", "min")), self.moving(), self.expression(depth - 1))
-        if what < 0.87:
-            return ("abs", self.moving())
-        if what < 0.9:
-            return ("stepped", self.any(STEPPED), ("*", ("constant", 1.5), self.moving()))
-        if what < 0.93:
-            return ("cast", self.condition(depth - 1))
-        return ("select", self.condition(depth - 1), self.expression(depth - 1), self.expression(depth - 1))
-
-    def condition(self, depth: int) -> Expression:
-        what = self.rng.random()
-        if self.conditions and what < 0.3:
-            return ("held", self.any(self.conditions))
-        if depth and what < 0.5:
-            return (self.any(("and", "or")), self.condition(depth - 1), self.condition(depth - 1))
-        if what < 0.55:
-            return ("not", self.condition(0))
-        return ("compare", self.any(COMPARED), self.moving(), self.any((("constant", 0.1), self.leaf())))
-
-    def moving(self) -> Expression:
-        """A value that is rarely a number which others are, too."""
-        return ("-", ("value", self.any(self.rows)), ("constant", float(self.any((0.0371, 0.1713)))))
-
-    def needed(self) -> list[int]:
-        """The statements that the new states read."""
-        found: set[int] = set()
-        waiting: list[Any] = list(self.results)
-        while waiting:
-            what = waiting.pop()
-            if isinstance(what, int):
-                if what in found:
-                    continue
-                found.add(what)
-                what = self.statements[what]
-                if what[0] in ("product", "heads"):
-                    waiting.append(what[1])
-                elif what[0] in ("row", "whole", "groups"):
-                    waiting.append(what[2])
-                elif what[0] == "pointwise":
-                    waiting.append(what[1])
-            elif what[0] in ("value", "number", "held"):
-                waiting.append(what[1])
-            else:
-                waiting += [v for v in what if isinstance(v, tuple)]
-        return sorted(found)
 
 
 class Te:
     """A step as te."""
 
     def __init__(self, x: Any, states: Any, p: Any) -> None:
-        self.x, self.states, self.p = x, states, p
-        self.like = next(iter(states.values()))
+        self.x, self.p, self.like = x, p, states[0]
 
     def statement(self, s: Expression, values: dict[int, Any]) -> Any:
         kind, *rest = s
-        if kind == "x":
-            return self.x
-        if kind == "state":
-            return self.states[rest[0]]
         if kind == "wx":
             return product(self.x, self.p["W"], rest[0])
         if kind == "product":
             return product(values[rest[0]], self.p[f"R{rest[1]}"], 0)
         if kind == "heads":
             return product(values[rest[0]], self.p[f"R{rest[1]}"], 0, heads=PARTS)
+        if kind == "narrow":
+            down = product(values[rest[0]], self.p["D"], 0)
+            return product(pointwise(lambda b, j: te.tanh(down[b, j]), down) if rest[1] else down, self.p["E"], 0)
         if kind == "pointwise":
             return pointwise(lambda b, j: self.scalar(rest[0], values, b, j), self.like)
         name, source = rest[0], values[rest[1]]
@@ -264,12 +67,14 @@ class Te:
         v = [self.scalar(a, values, b, j) for a in rest if isinstance(a, tuple)]
         if kind in ("smooth", "guarded", "stepped"):
             return (getattr(te, rest[0], None) or getattr(tirx, rest[0]))(v[0])
+        if kind == "of two":
+            return OF_TWO[rest[0]][0](*v)
         if kind == "compare":
-            return COMPARED[rest[0]](*v)
+            return (COMPARED | {"!=": operator.ne})[rest[0]](*v)
         named: dict[str, Callable[..., Any]] = {
             "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "exp": te.exp,
-            "max": tirx.Max, "min": tirx.Min, "abs": te.abs, "select": tirx.Select, "and": tirx.And, "or": tirx.Or,
-            "not": tirx.Not, "cast": lambda c: tirx.Cast("float32", c)}
+            "max": tirx.Max, "min": tirx.Min, "abs": te.abs, "select": tirx.Select, "if": tirx.if_then_else,
+            "and": tirx.And, "or": tirx.Or, "not": tirx.Not, "cast": lambda c: tirx.Cast("float32", c)}
         return named[kind](*v)
 
 
@@ -277,8 +82,7 @@ class Tape:
     """A step on a tape: values are (B, H), numbers of rows (B, 1). ``margin``: how near to a tie it came."""
 
     def __init__(self, x: Any, states: Any, p: Any, rounds: bool = False) -> None:
-        self.x, self.states, self.p, self.margin, self.rounds = x, states, p, np.inf, rounds
-        self.shape = next(iter(states.values())).shape
+        self.x, self.p, self.shape, self.margin, self.rounds = x, p, states[0].shape, np.inf, rounds
 
     def near(self, distance: Any) -> None:
         self.margin = min(self.margin, float(np.min(distance)))
@@ -294,14 +98,13 @@ class Tape:
 
     def _statement(self, s: Expression, values: dict[int, Any]) -> Any:
         kind, *rest = s
-        if kind == "x":
-            return self.x
-        if kind == "state":
-            return self.states[rest[0]]
         if kind == "wx":
             return self.x @ self.p["W"][rest[0]].T
         if kind == "product":
             return values[rest[0]] @ self.p[f"R{rest[1]}"][0].T
+        if kind == "narrow":
+            down = values[rest[0]] @ self.p["D"][0].T
+            return (np.tanh(down) if rest[1] else down) @ self.p["E"][0].T
         if kind == "pointwise":
             value = self.scalar(rest[0], values)
             whole = np.ones(self.shape)
@@ -351,6 +154,11 @@ class Tape:
             if not isinstance(v[0], Traced):
                 return made
             return Traced(made, [(v[0], lambda g: g * slope(value))])
+        if kind == "of two":
+            _, function, *slopes = OF_TWO[rest[0]]
+            both = [(a if isinstance(a, Traced) else Traced(a)) * np.ones(self.shape) for a in v]
+            at = [a.value for a in both]
+            return Traced(function(*at), [(a, lambda g, s=s: g * s(*at)) for a, s in zip(both, slopes, strict=True)])
         if kind == "stepped":
             value = plain(v[0])
             between = value * 2 if rest[0] == "round" else value  # halves are ties, too
@@ -360,12 +168,12 @@ class Tape:
             a, b = plain(v[0]), plain(v[1]) if len(v) > 1 else 0.0
             self.near(np.abs(a - b))
             if kind == "compare":
-                return COMPARED[rest[0]](a, b)
+                return (COMPARED | {"!=": operator.ne})[rest[0]](a, b)
         named: dict[str, Callable[..., Any]] = {
             "+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv, "exp": np.exp,
             "max": np.maximum, "min": np.minimum, "abs": np.abs, "and": np.logical_and, "or": np.logical_or,
             "not": np.logical_not, "cast": lambda c: np.asarray(c, np.float64)}
-        if kind == "select":
+        if kind in ("select", "if"):
             made = [a if isinstance(a, Traced) else Traced(a) for a in v[1:]]
             shape = np.broadcast_shapes(np.shape(v[0]), *(a.shape for a in made))
             return np.where(v[0], *(a * np.ones(shape) for a in made))
@@ -378,8 +186,11 @@ class RandomCell(Cell):
     def __init__(self, name: str, drawing: Drawing) -> None:
         self.name, self.states, self.drawing = name, drawing.states, drawing
         self.output = "y" * (len(drawing.results) > len(drawing.states))
+        if self.output and drawing.whole:
+            self.output = ("y", self.states[0])
         self.needed = drawing.needed()
         self.statements = [drawing.statements[n] for n in self.needed]
+        self.inputs = tuple(s[1] for s in self.statements if s[0] == "input")
         # gates of W, matrices and vectors that are read count from 0
         number: dict[str, dict[int, int]] = {}
         for e in _parts(self.statements):
@@ -393,21 +204,20 @@ class RandomCell(Cell):
         made: dict[str, tuple[int, ...]] = {"W": (count["wx"], hidden, input)} if count["wx"] else {}
         width = {"product": hidden, "heads": hidden // PARTS}
         made |= {f"R{s[2]}": (1, hidden, width[s[0]]) for s in self.statements if s[0] in width}
+        if any(s[0] == "narrow" for s in self.statements):
+            made |= {"D": (1, hidden // 2, hidden), "E": (1, hidden, hidden // 2)}
         return made | ({"v": (count["vector"], hidden)} if count["vector"] else {})
 
-    def carry_out(self, world: Te | Tape) -> list[Any]:
+    def carry_out(self, world: Te | Tape, states: Any) -> list[Any]:
+        given = {("x",): world.x, **{("state", n): s for n, s in zip(self.states, states, strict=True)},
+                 **{("input", n): world.p[n] for n in self.inputs}}
         values: dict[int, Any] = {}
         for n, s in zip(self.needed, self.statements, strict=True):
-            values[n] = world.statement(s, values)
+            values[n] = given[s] if s in given else world.statement(s, values)
         return [values[n] for n in self.drawing.results]
 
     def step(self, x: Any, states: Any, parameters: Any) -> list[Any]:
-        return self.carry_out(Te(x, dict(zip(self.states, states, strict=True)), parameters))
-
-    def formula(self, x: Any, states: dict[str, Any], parameters: Any) -> tuple[dict[str, Any], str]:
-        """The step on a tape; the states by name, and the one that is y."""
-        made = self.carry_out(Tape(x, states, parameters))
-        return dict(zip((*self.states, "y"), made, strict=False)), self.output or self.states[0]
+        return self.carry_out(Te(x, states, parameters), states)
 
 
 def _parts(of: Any) -> Iterator[Expression]:
@@ -445,11 +255,17 @@ class Drawn:
         """The input size that goes with a hidden size."""
         return hidden if self.square else input
 
-    def sample(self, steps: int = STEPS, batch: int = BATCH, hidden: int = HIDDEN, input: int = INPUT) -> Call:
+    def sample(self, steps: int = STEPS, batch: int = BATCH, hidden: int = HIDDEN, input: int = INPUT,
+               traversal: Traversal = ALONE) -> Call:
         """Random arguments that are well conditioned in float32. Raises ValueError where 40 draws give none."""
         for attempt in range(40):
-            a = self._arguments(np.random.default_rng([self.seed, attempt]), steps, batch, hidden, input)
-            if self._conditioned(a):
+            rng = np.random.default_rng([self.seed, attempt])
+            a = self._arguments(rng, steps, batch, hidden, input)
+            if traversal.lengths:
+                a = replace(a, lengths=rng.integers(0, steps + 1, batch).astype(np.int32))
+            if traversal.resets:
+                a = replace(a, resets=(rng.random((steps, batch)) < 0.4).astype(np.uint8))
+            if self._conditioned(a, traversal.reverse):
                 return a
         raise ValueError(f"no well conditioned arguments\n{self.description}")
 
@@ -461,38 +277,43 @@ class Drawn:
         shapes = self.cell.parameters(input, hidden)
         parameters = {n: (rng.uniform(-1, 1, s) / s[-1] ** 0.5 * (1 if len(s) > 2 else 3)).astype(np.float32)
                       for n, s in shapes.items()}
-        x, first = normal(steps, batch, input), [0.5 * normal(batch, hidden) for _ in states]
-        return Call(x, first, normal(steps, batch, hidden), [normal(batch, hidden) for _ in states], parameters)
+        x = normal(steps, batch, self.cell.row_width(input, hidden))
+        first = [0.5 * normal(batch, hidden) for _ in states]
+        return Call(x, first, normal(steps, batch, hidden * len(self.cell.output_names())),
+                    [normal(batch, hidden) for _ in states], parameters)
 
-    def _conditioned(self, a: Call) -> bool:
-        exact, margin = self._gradients(a, False)
+    def _conditioned(self, a: Call, reverse: bool) -> bool:
+        exact, margin = self._gradients(a, reverse)
         if margin < NEAR or not all(np.isfinite(v).all() for v in exact.values()):
             return False
-        rounded, _ = self._gradients(a, True)
+        rounded, _ = self._gradients(a, reverse, True)
         return all(relative(rounded[n], v, 1e-6) < SENSITIVE for n, v in exact.items())
 
-    def reference(self, a: Call) -> dict[str, np.ndarray]:
+    def reference(self, a: Call, reverse: bool = False) -> dict[str, np.ndarray]:
         """In float64: y, dx, ``<state>_out``, ``d<state>_in``, ``gradient_<parameter>``."""
-        return self._gradients(a, False)[0]
+        return self._gradients(a, reverse)[0]
 
-    def _gradients(self, a: Call, rounds: bool) -> tuple[dict[str, np.ndarray], float]:
-        margins: list[float] = []
+    def _gradients(self, a: Call, reverse: bool, rounds: bool = False) -> tuple[dict[str, np.ndarray], float]:
+        margins, hidden = list[float](), a.states[0].shape[1]
+        own = self.cell.own_input(a.x.shape[2], hidden)
 
         def step(x: Traced, states: list[Traced], parameters: dict[str, Traced]) -> list[Traced]:
-            tape = Tape(x, dict(zip(self.cell.states, states, strict=True)), parameters, rounds)
-            made = self.cell.carry_out(tape)
+            beside = {n: x[:, own + k * hidden:own + (k + 1) * hidden] for k, n in enumerate(self.cell.inputs)}
+            tape = Tape(x[:, :own], states, parameters | beside, rounds)
+            made = self.cell.carry_out(tape, states)
             margins.append(tape.margin)
             return made
 
-        return train(self.cell, step, a), min(margins)
+        return train(self.cell, step, a, reverse), min(margins)
 
 
-def draw(seed: int, more: bool = False) -> Drawn:
+def draw(seed: int, more: bool = False, whole: bool = False) -> Drawn:
     """A random step, the same for the same seed, of one to four states. ``more``: also with products with heads,
-    reductions of groups, and a y that is no state."""
+    reductions of groups, and a y that is no state. ``whole``: also with products through narrow matrices, sequences
+    beside x, and two outputs."""
     for attempt in range(40):
         rng = np.random.default_rng([seed, attempt, 48])
-        drawing = Drawing(rng, int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])), more)
+        drawing = Drawing(rng, int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])), more, whole)
         drawn = Drawn(seed, RandomCell(f"random_step_{seed}", drawing))
         try:
             drawn.sample()
@@ -500,3 +321,38 @@ def draw(seed: int, more: bool = False) -> Drawn:
             continue
         return drawn
     raise ValueError(f"no well conditioned step of seed {seed}")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training step: a cell, sizes (T, B, I, H) of which I counts the cell's inputs, how it goes through time, a
+    call, and what must come of it, by the names of buffers."""
+
+    cell: Cell
+    sizes: tuple[int, int, int, int]
+    traversal: Traversal
+    call: Call
+    wanted: dict[str, np.ndarray] = field(compare=False)
+
+    def errors(self, found: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """The relative error of each result."""
+        return {n: relative(found[n].reshape(-1), v.reshape(-1), 1e-6) for n, v in self.wanted.items()}
+
+
+def training(seed: int, whole: bool = False) -> Training:
+    """A training step of random sizes. ``whole``: of a layer with all that it may have, also with lengths and resets,
+    and backwards in time."""
+    rng, found, traversal = np.random.default_rng(seed), draw(seed, whole, whole), ALONE
+    for _ in range(40):
+        steps, batch, input, hidden = (int(v) for v in rng.integers((1, 1, 1, 5), (7, 6, 9, 41)))
+        if whole:
+            hidden += hidden % PARTS
+            reverse, lengths, resets = map(bool, rng.random(3) < 0.25)
+            traversal = Traversal(reverse, lengths=lengths, resets=resets)
+        try:
+            a = found.sample(steps, batch, hidden, input, traversal)
+        except ValueError:  # the step is ill conditioned at that size
+            continue
+        return Training(found.cell, (steps, batch, a.x.shape[2], hidden), traversal, a,
+                        found.reference(a, traversal.reverse))
+    raise ValueError(f"no well conditioned size\n{found.description}")

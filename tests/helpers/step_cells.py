@@ -4,7 +4,7 @@ statistics of hidden units in every place that they can have, and products of wh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from tvm import te, tirx
@@ -27,17 +27,32 @@ def normal(*gates: Any) -> list[Any]:
     return np.split(values, len(gates), axis=1)
 
 
-class Gated(Cell):
-    """Minimal gated unit: a second product of what the first one gates; its gate is carried over."""
+class Formula(Cell):
+    """A cell whose ``shapes`` say (G, "I"), (G, "H") or (G,) of each parameter, or (G, K). ``numpy`` is its step on
+    arrays: x, the states, and by name parameters and inputs, to what the step returns."""
 
-    name, states = "gated", ("h",)
+    shapes: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     def parameters(self, input, hidden):
-        return {"W": (2, hidden, input), "R": (2, hidden, hidden), "b": (2, hidden)}
+        sizes = {"I": input, "H": hidden}
+        return {n: (g, hidden, *(sizes.get(k, k) for k in more)) for n, (g, *more) in self.shapes.items()}
+
+    def formula(self, x, states, parameters):
+        """All that the step returns, by name, and the names of the outputs; x with the inputs beside it."""
+        hidden = next(iter(states.values())).shape[1]
+        own = self.own_input(x.shape[1], hidden)
+        beside = {n: x[:, own + k * hidden:own + (k + 1) * hidden] for k, n in enumerate(self.inputs)}
+        made = self.numpy(x[:, :own], *(states[n] for n in self.states), **parameters, **beside)
+        return dict(zip(self.returned_names(), made, strict=True)), self.output_names()
+
+
+class Gated(Formula):
+    """Minimal gated unit: a second product of what the first one gates; its gate is carried over."""
+
+    name, states, shapes = "gated", ("h",), {"W": (2, "I"), "R": (2, "H"), "b": (2,)}
 
     def step(self, x, states, parameters):
-        (h,) = states
-        W, R, b = parameters["W"], parameters["R"], parameters["b"]
+        (h,), W, R, b = states, parameters["W"], parameters["R"], parameters["b"]
         fx, nx, fh = product(x, W, 0), product(x, W, 1), product(h, R, 0)
         f = pointwise(lambda i, j: te.sigmoid(fx[i, j] + fh[i, j] + b[0, j]), h, "f")
         kept = pointwise(lambda i, j: f[i, j] * h[i, j], h, "kept")
@@ -45,21 +60,16 @@ class Gated(Cell):
         n = pointwise(lambda i, j: te.tanh(nx[i, j] + nh[i, j] + b[1, j]), h, "n")
         return [pointwise(lambda i, j: h[i, j] + f[i, j] * (n[i, j] - h[i, j]), h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        h = s["h"]
-        f = sigmoid(x @ p["W"][0].T + h @ p["R"][0].T + p["b"][0])
-        n = np.tanh(x @ p["W"][1].T + (f * h) @ p["R"][1].T + p["b"][1])
-        return {"h": h + f * (n - h)}, "h"
+    def numpy(self, x, h, W, R, b):
+        f = sigmoid(x @ W[0].T + h @ R[0].T + b[0])
+        n = np.tanh(x @ W[1].T + (f * h) @ R[1].T + b[1])
+        return (h + f * (n - h),)
 
 
-class Pair(Cell):
+class Pair(Formula):
     """Products of two operands, one of them computed from a state; states change places; y is the second."""
 
-    name, states, output = "pair", ("p", "q"), "q"
-
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input), "R": (2, hidden, hidden), "S": (1, hidden, hidden), "b": (2, hidden)}
+    name, states, output, shapes = "pair", ("p", "q"), "q", {"W": (1, "I"), "R": (2, "H"), "S": (1, "H"), "b": (2,)}
 
     def step(self, x, states, parameters):
         p, q = states
@@ -69,63 +79,48 @@ class Pair(Cell):
         new = pointwise(lambda i, j: te.tanh(wx[i, j] + rq[i, j] * rs[i, j] + b[1, j]) + sq[i, j] * 0.25, p, "new")
         return [pointwise(lambda i, j: q[i, j], p, "swapped"), new]
 
-    @staticmethod
-    def formula(x, s, p):
-        q = s["q"]
-        product = (q @ p["R"][0].T) * (np.tanh(s["p"] * p["b"][0]) @ p["R"][1].T)
-        return {"p": q, "q": np.tanh(x @ p["W"][0].T + product + p["b"][1]) + q @ p["S"][0].T * 0.25}, "q"
+    def numpy(self, x, p, q, W, R, S, b):
+        product = (q @ R[0].T) * (np.tanh(p * b[0]) @ R[1].T)
+        return q, np.tanh(x @ W[0].T + product + b[1]) + q @ S[0].T * 0.25
 
 
-class Leaky(Cell):
+class Leaky(Formula):
     """No recurrent product, and x outside of products too (so I == H)."""
 
-    name, states = "leaky", ("h",)
-
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input), "b": (1, hidden)}
+    name, states, shapes = "leaky", ("h",), {"W": (1, "I"), "b": (1,)}
 
     def step(self, x, states, parameters):
-        (h,) = states
-        wx, b = product(x, parameters["W"], 0), parameters["b"]
+        (h,), wx, b = states, product(x, parameters["W"], 0), parameters["b"]
         return [pointwise(lambda i, j: te.sigmoid(b[0, j]) * h[i, j] + te.tanh(wx[i, j]) * x[i, j], h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": sigmoid(p["b"][0]) * s["h"] + np.tanh(x @ p["W"][0].T) * x}, "h"
+    def numpy(self, x, h, W, b):
+        return (sigmoid(b[0]) * h + np.tanh(x @ W[0].T) * x,)
 
 
-class Average(Cell):
+class Average(Formula):
     """No product at all, no parameter."""
 
     name, states = "average", ("h",)
-
-    def parameters(self, input, hidden):
-        return {}
 
     def step(self, x, states, parameters):
         (h,) = states
         return [pointwise(lambda i, j: h[i, j] * 0.75 + x[i, j] * 0.25, h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": s["h"] * 0.75 + x * 0.25}, "h"
+    def numpy(self, x, h):
+        return (h * 0.75 + x * 0.25,)
 
 
-class Independent(IndRNN):
+class Independent(IndRNN, Formula):
     """The built-in one, with its formula."""
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": np.maximum(x @ p["weight_ih"][0].T + p["bias_ih"][0] + p["weight_hh"][0] * s["h"], 0.0)}, "h"
+    def numpy(self, x, h, weight_ih, weight_hh, bias_ih):
+        return (np.maximum(x @ weight_ih[0].T + bias_ih[0] + weight_hh[0] * h, 0.0),)
 
 
-class Highway(Cell):
+class Highway(Formula):
     """As SRU: gates of x and of a unit's own state, two states of which the first is y and is not read."""
 
-    name, states = "highway", ("h", "c")
-
-    def parameters(self, input, hidden):
-        return {"W": (3, hidden, input), "v": (2, hidden), "b": (2, hidden)}
+    name, states, shapes = "highway", ("h", "c"), {"W": (3, "I"), "v": (2,), "b": (2,)}
 
     def step(self, x, states, parameters):
         (h, c), v, b = states, parameters["v"], parameters["b"]
@@ -135,76 +130,58 @@ class Highway(Cell):
         new = pointwise(lambda i, j: f[i, j] * c[i, j] + (1.0 - f[i, j]) * wx[i, 2, j], h, "new")
         return [pointwise(lambda i, j: r[i, j] * te.tanh(new[i, j]) + (1.0 - r[i, j]) * wx[i, 2, j], h, "out"), new]
 
-    @staticmethod
-    def formula(x, s, p):
-        c, z = s["c"], x @ p["W"][2].T
-        f, r = (sigmoid(x @ p["W"][n].T + p["v"][n] * c + p["b"][n]) for n in (0, 1))
+    def numpy(self, x, h, c, W, v, b):
+        z = x @ W[2].T
+        f, r = (sigmoid(x @ W[n].T + v[n] * c + b[n]) for n in (0, 1))
         new = f * c + (1 - f) * z
-        return {"h": r * np.tanh(new) + (1 - r) * z, "c": new}, "h"
+        return r * np.tanh(new) + (1 - r) * z, new
 
 
-class Seven(Cell):
+class Seven(Formula):
     """More gates of x than any built-in cell, and no power of two; of one the factor is 0."""
 
-    name, states, unread = "seven", ("h",), ("W", "b")
-
-    def parameters(self, input, hidden):
-        return {"W": (7, hidden, input), "b": (7, hidden)}
+    name, states, unread, shapes = "seven", ("h",), ("W", "b"), {"W": (7, "I"), "b": (7,)}
 
     def step(self, x, states, parameters):
-        (h,), b = states, parameters["b"]
-        wx = product(x, parameters["W"])
+        (h,), wx, b = states, product(x, parameters["W"]), parameters["b"]
         return [pointwise(lambda i, j: sum((te.tanh(wx[i, n, j] + b[n, j] + h[i, j]) * (n - 3.0) for n in range(7)),
                                            te.const(0.0, "float32")) * 0.125, h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": sum(np.tanh(x @ p["W"][n].T + p["b"][n] + s["h"]) * (n - 3) for n in range(7)) / 8}, "h"
+    def numpy(self, x, h, W, b):
+        return (sum(np.tanh(x @ W[n].T + b[n] + h) * (n - 3) for n in range(7)) / 8,)
 
 
-class Decay(Cell):
+class Decay(Formula):
     """Nothing of x at all."""
 
-    name, states = "decay", ("h",)
-
-    def parameters(self, input, hidden):
-        return {"u": (1, hidden)}
+    name, states, shapes = "decay", ("h",), {"u": (1,)}
 
     def step(self, x, states, parameters):
         (h,), u = states, parameters["u"]
         return [pointwise(lambda i, j: h[i, j] - 0.25 * u[0, j] * h[i, j], h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": s["h"] * (1 - 0.25 * p["u"][0])}, "h"
+    def numpy(self, x, h, u):
+        return (h * (1 - 0.25 * u[0]),)
 
 
-class Echo(Cell):
+class Echo(Formula):
     """A recurrent product, but none of x."""
 
-    name, states = "echo", ("h",)
-
-    def parameters(self, input, hidden):
-        return {"R": (1, hidden, hidden)}
+    name, states, shapes = "echo", ("h",), {"R": (1, "H")}
 
     def step(self, x, states, parameters):
-        (h,) = states
-        rh = product(h, parameters["R"], 0)
+        (h,), rh = states, product(states[0], parameters["R"], 0)
         return [pointwise(lambda i, j: te.tanh(rh[i, j] + x[i, j]), h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": np.tanh(s["h"] @ p["R"][0].T + x)}, "h"
+    def numpy(self, x, h, R):
+        return (np.tanh(h @ R[0].T + x),)
 
 
-class Blend(Cell):
+class Blend(Formula):
     """Of x's products and, in the step, of what came of these; of a state beside a product; of values of a phase with
     another product; of a new state. Three hoisted values of two products."""
 
-    name, states = "blend", ("h", "c")
-
-    def parameters(self, input, hidden):
-        return {"W": (2, hidden, input), "R": (2, hidden, hidden), "v": (2, hidden)}
+    name, states, shapes = "blend", ("h", "c"), {"W": (2, "I"), "R": (2, "H"), "v": (2,)}
 
     def step(self, x, states, parameters):
         (h, c), R, v = states, parameters["R"], parameters["v"]
@@ -218,23 +195,18 @@ class Blend(Cell):
         shown = normalized(new)
         return [pointwise(lambda b, j: te.tanh(shown[b, j] * v[1, j] + wx[b, 1, j]), h, "out"), new]
 
-    @staticmethod
-    def formula(x, s, p):
-        h, c = s["h"], s["c"]
-        w0, w1 = normal(*(x @ w.T for w in p["W"]))
+    def numpy(self, x, h, c, W, R, v):
+        w0, w1 = normal(*(x @ w.T for w in W))
         spread = np.abs(w0).mean(axis=1)[:, None]
-        a = np.tanh(w0 + h @ p["R"][0].T + p["v"][0] * (c - c.mean(axis=1)[:, None]) + spread)
-        new = 0.5 * c + normal(a)[0] * sigmoid(a @ p["R"][1].T)
-        return {"h": np.tanh(normal(new)[0] * p["v"][1] + w1), "c": new}, "h"
+        a = np.tanh(w0 + h @ R[0].T + v[0] * (c - c.mean(axis=1)[:, None]) + spread)
+        new = 0.5 * c + normal(a)[0] * sigmoid(a @ R[1].T)
+        return np.tanh(normal(new)[0] * v[1] + w1), new
 
 
-class Focus(Cell):
+class Focus(Formula):
     """Of products of x alone, in which fewer values go in than come out; no exchange in a step."""
 
-    name, states = "focus", ("h",)
-
-    def parameters(self, input, hidden):
-        return {"W": (2, hidden, input), "b": (2, hidden)}
+    name, states, shapes = "focus", ("h",), {"W": (2, "I"), "b": (2,)}
 
     def step(self, x, states, parameters):
         (h,), b = states, parameters["b"]
@@ -243,78 +215,61 @@ class Focus(Cell):
         return [pointwise(lambda i, j: te.sigmoid(n[i, 0, j]) * h[i, j] + te.tanh(n[i, 1, j]) * (1.0 - h[i, j]) * 0.5
                           + (n[i, 0, j] + n[i, 1, j]) * 0.25, h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        a, b = normal(*(x @ w.T + bias for w, bias in zip(p["W"], p["b"], strict=True)))
-        return {"h": sigmoid(a) * s["h"] + np.tanh(b) * (1 - s["h"]) * 0.5 + (a + b) * 0.25}, "h"
+    def numpy(self, x, h, W, b):
+        a, b = normal(*(x @ w.T + bias for w, bias in zip(W, b, strict=True)))
+        return (sigmoid(a) * h + np.tanh(b) * (1 - h) * 0.5 + (a + b) * 0.25,)
 
 
-class Contrast(Cell):
+class Contrast(Formula):
     """No product of a state: what units see of each other is their mean and variance."""
 
-    name, states = "contrast", ("h",)
-
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input)}
+    name, states, shapes = "contrast", ("h",), {"W": (1, "I")}
 
     def step(self, x, states, parameters):
         (h,), wx = states, product(x, parameters["W"], 0)
         seen = normalized(pointwise(lambda b, j: h[b, j] + wx[b, j], h, "seen"))
         return [pointwise(lambda b, j: te.tanh(seen[b, j]), h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": np.tanh(normal(s["h"] + x @ p["W"][0].T)[0])}, "h"
+    def numpy(self, x, h, W):
+        return (np.tanh(normal(h + x @ W[0].T)[0]),)
 
 
-class Thrice(Cell):
+class Thrice(Formula):
     """Three products of a state, each normalized by itself: an odd number of statistics in one exchange."""
 
-    name, states = "thrice", ("h",)
-
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input), "R": (3, hidden, hidden)}
+    name, states, shapes = "thrice", ("h",), {"W": (1, "I"), "R": (3, "H")}
 
     def step(self, x, states, parameters):
         (h,), wx = states, product(x, parameters["W"], 0)
         a, b, c = (normalized(product(h, parameters["R"], g)) for g in range(3))
         return [pointwise(lambda i, j: te.tanh(a[i, j] + wx[i, j]) * te.sigmoid(b[i, j]) + 0.1 * c[i, j], h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        a, b, c = (normal(s["h"] @ r.T)[0] for r in p["R"])
-        return {"h": np.tanh(a + x @ p["W"][0].T) * sigmoid(b) + 0.1 * c}, "h"
+    def numpy(self, x, h, W, R):
+        a, b, c = (normal(h @ r.T)[0] for r in R)
+        return (np.tanh(a + x @ W[0].T) * sigmoid(b) + 0.1 * c,)
 
 
-class Shared(Cell):
+class Shared(Formula):
     """Products of x and of a state normalized together: x, whatever its size, is in a statistic of the step."""
 
-    name, states = "shared", ("h",)
-
-    def parameters(self, input, hidden):
-        return {"W": (1, hidden, input), "R": (1, hidden, hidden)}
+    name, states, shapes = "shared", ("h",), {"W": (1, "I"), "R": (1, "H")}
 
     def step(self, x, states, parameters):
-        (h,), wx = states, product(x, parameters["W"], 0)
-        rh = product(h, parameters["R"], 0)
+        (h,), wx, rh = states, product(x, parameters["W"], 0), product(states[0], parameters["R"], 0)
         seen = normalized(pointwise(lambda b, j: wx[b, j] + rh[b, j], h, "seen"))
         return [pointwise(lambda b, j: te.tanh(seen[b, j]), h, "new")]
 
-    @staticmethod
-    def formula(x, s, p):
-        return {"h": np.tanh(normal(x @ p["W"][0].T + s["h"] @ p["R"][0].T)[0])}, "h"
+    def numpy(self, x, h, W, R):
+        return (np.tanh(normal(x @ W[0].T + h @ R[0].T)[0]),)
 
 
-class LRU(Cell):
+class LRU(Formula):
     """A diagonal linear recurrence with a read-out of its new state, as the linear recurrent unit (Orvieto et al. 2023,
     arXiv 2303.06349) with real eigenvalues: s' = a s + sqrt(1 - a^2) B x, y = C s' + d tanh(s')."""
 
-    name, states = "lru", ("y", "s")
+    name, states, shapes = "lru", ("y", "s"), {"B": (1, "I"), "C": (1, "H"), "nu": (1,), "d": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"B": (1, hidden, input), "C": (1, hidden, hidden), "nu": (1, hidden), "d": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         (_, s), nu = states, p["nu"]
         bx = product(x, p["B"], 0)
         decay = pointwise(lambda b, j: te.exp(0.0 - te.exp(nu[0, j])), s, "decay")
@@ -323,23 +278,19 @@ class LRU(Cell):
         read = product(new, p["C"], 0)
         return [pointwise(lambda b, j: read[b, j] + p["d"][0, j] * te.tanh(new[b, j]), s, "y_new"), new]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        a = np.exp(-np.exp(p["nu"][0]))
-        new = a * s["s"] + np.sqrt(1 - a * a) * (x @ p["B"][0].T)
-        return {"y": new @ p["C"][0].T + p["d"][0] * np.tanh(new), "s": new}, "y"
+    def numpy(self, x, y, s, B, C, nu, d):
+        a = np.exp(-np.exp(nu[0]))
+        new = a * s + np.sqrt(1 - a * a) * (x @ B[0].T)
+        return new @ C[0].T + d[0] * np.tanh(new), new
 
 
-class SCRN(Cell):
+class SCRN(Formula):
     """Structurally constrained recurrent network (Mikolov et al. 2015, arXiv 1412.7753), as published:
     s' = (1 - a) B x + a s, h' = sigmoid(P s' + A x + R h), y = softplus'(U h' + V s'), all of H units."""
 
-    name, states = "scrn", ("y", "h", "s")
+    name, states, shapes = "scrn", ("y", "h", "s"), {"A": (2, "I"), "R": (4, "H")}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"A": (2, hidden, input), "R": (4, hidden, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         _, h, s = states
         ax = product(x, p["A"])
         slow = pointwise(lambda b, j: 0.05 * ax[b, 0, j] + 0.95 * s[b, j], h, "slow")
@@ -348,22 +299,19 @@ class SCRN(Cell):
         uh = product(fast, p["R"], 3)
         return [pointwise(lambda b, j: te.sigmoid(uh[b, j] + vs[b, j]), h, "out"), fast, slow]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        slow = 0.05 * (x @ p["A"][0].T) + 0.95 * s["s"]
-        fast = sigmoid(slow @ p["R"][0].T + x @ p["A"][1].T + s["h"] @ p["R"][1].T)
-        return {"y": sigmoid(fast @ p["R"][3].T + slow @ p["R"][2].T), "h": fast, "s": slow}, "y"
+    def numpy(self, x, y, h, s, A, R):
+        slow = 0.05 * (x @ A[0].T) + 0.95 * s
+        fast = sigmoid(slow @ R[0].T + x @ A[1].T + h @ R[1].T)
+        return sigmoid(fast @ R[3].T + slow @ R[2].T), fast, slow
 
 
-class Peephole(Cell):
+class Peephole(Formula):
     """LSTM whose gates also read the cell state: pointwise values before any product."""
 
     name, states, output, unread = "peephole", ("c", "h"), "h", ("p",)
+    shapes = {"W": (3, "I"), "R": (3, "H"), "p": (3,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (3, hidden, input), "R": (3, hidden, hidden), "p": (3, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         c, h = states
         wx, rh, v = product(x, p["W"]), product(h, p["R"]), p["p"]
         new = pointwise(lambda b, j: te.sigmoid(wx[b, 0, j] + rh[b, 0, j] + v[0, j] * c[b, j]) * c[b, j]
@@ -372,23 +320,18 @@ class Peephole(Cell):
                           * te.tanh(new[b, j]), c)
         return [new, h_new]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        c, h = s["c"], s["h"]
-        g = [x @ w.T + h @ r.T for w, r in zip(p["W"], p["R"], strict=True)]
-        new = sigmoid(g[0] + p["p"][0] * c) * c + np.tanh(g[1])
-        return {"c": new, "h": sigmoid(g[2] + p["p"][2] * new) * np.tanh(new)}, "h"
+    def numpy(self, x, c, h, W, R, p):
+        g = [x @ w.T + h @ r.T for w, r in zip(W, R, strict=True)]
+        new = sigmoid(g[0] + p[0] * c) * c + np.tanh(g[1])
+        return new, sigmoid(g[2] + p[2] * new) * np.tanh(new)
 
 
-class Chain(Cell):
+class Chain(Formula):
     """Three products a step, one of a function of the state, and values that skip a phase."""
 
-    name, states = "chain", ("h", "s")
+    name, states, shapes = "chain", ("h", "s"), {"W": (2, "I"), "R": (4, "H"), "v": (2,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (2, hidden, input), "R": (4, hidden, hidden), "v": (2, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         h, s = states
         wx, R, v = product(x, p["W"]), p["R"], p["v"]
         bent = pointwise(lambda b, j: te.tanh(h[b, j] - s[b, j]), h, "bent")
@@ -400,25 +343,19 @@ class Chain(Cell):
         h_new = pointwise(lambda b, j: te.tanh(third[b, j] + wx[b, 1, j] * v[1, j]) + a[b, j] * d[b, j], h)
         return [h_new, h]  # s is the state of the step before
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        h, w, r, v = s["h"], p["W"], p["R"], p["v"]
-        a = np.tanh(x @ w[0].T + np.tanh(h - s["s"]) @ r[0].T + v[0])
-        d = sigmoid(a @ r[1].T + h @ r[3].T) * a
-        return {"h": np.tanh(d @ r[2].T + (x @ w[1].T) * v[1]) + a * d, "s": h}, "h"
+    def numpy(self, x, h, s, W, R, v):
+        a = np.tanh(x @ W[0].T + np.tanh(h - s) @ R[0].T + v[0])
+        d = sigmoid(a @ R[1].T + h @ R[3].T) * a
+        return np.tanh(d @ R[2].T + (x @ W[1].T) * v[1]) + a * d, h
 
 
-class Residual(Cell):
+class Residual(Formula):
     """No recurrent product, x read at its own unit (I = H), and functions without a vector form."""
 
-    name, states = "residual", ("h",)
+    name, states, shapes = "residual", ("h",), {"W": (1, "I"), "decay": (1,)}
 
-    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
-        return {"W": (1, hidden, input), "decay": (1, hidden)}
-
-    def step(self, x: Any, states: Any, p: Any) -> Any:
-        (h,) = states
-        wx, decay = product(x, p["W"], 0), p["decay"]
+    def step(self, x, states, p):
+        (h,), wx, decay = states, product(x, p["W"], 0), p["decay"]
 
         def new(b: Any, j: Any) -> Any:
             grown = te.log(te.sqrt(te.exp(h[b, j])) + te.abs(wx[b, j]))
@@ -427,12 +364,10 @@ class Residual(Cell):
 
         return [pointwise(new, h)]
 
-    @staticmethod
-    def formula(x: Any, s: Any, p: Any) -> Any:
-        h = s["h"]
-        grown = np.log(np.sqrt(np.exp(h)) + np.abs(x @ p["W"][0].T))
-        kept = np.where(x > 0, np.exp(p["decay"][0]) * h, np.maximum(h, grown))
-        return {"h": erf(kept) + x}, "h"
+    def numpy(self, x, h, W, decay):
+        grown = np.log(np.sqrt(np.exp(h)) + np.abs(x @ W[0].T))
+        kept = np.where(x > 0, np.exp(decay[0]) * h, np.maximum(h, grown))
+        return (erf(kept) + x,)
 
 
 class Given(Cell):
@@ -448,7 +383,7 @@ class Given(Cell):
     def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
         return self.shapes(input, hidden)
 
-    def step(self, x: Any, states: Any, p: Any) -> Any:
+    def step(self, x, states, p):
         return self.made(x, states[0], p)
 
 

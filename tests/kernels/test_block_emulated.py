@@ -13,7 +13,7 @@ from emulated import check_numbers, known_by_name, task_of
 from limits import relative
 from msgspec.structs import replace
 from published.heads import BlockGRU
-from test_heads import BlockRNN
+from smaller_matrices import BlockRNN
 
 from ecornn.schedules.persistent_block import PersistentBlock
 from ecornn.targets import KNOWN

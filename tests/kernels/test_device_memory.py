@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_packing import cast, pack
 from runtime_sample import FakeGPU, tables_of
+from smaller_matrices import NarrowInput
 from test_c_pack import library as library
-from test_narrow import NarrowInput
 from test_runtime_packing import packings
 
 from ecornn import program as programs

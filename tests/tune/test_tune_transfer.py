@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_heads import BlockRNN
+from smaller_matrices import BlockRNN
 from test_tune_lookup import SCHEDULE, log_of, trial
 from test_tune_oracle import Scaled
 from test_tune_search import LARGE, spend
