@@ -85,7 +85,7 @@ test-fast: $(VENV)/installed-test
 
 # Without assertions in the package: python -O drops them. Pytest rewrites those of tests, which hold.
 OPTIMIZED := $(addprefix tests/,project/test_asserts.py runtime/test_runtime_layer.py runtime/test_runtime_packing.py \
-	cpu/test_cpu_training.py torch/test_torch_recurrent.py)
+	cpu/test_cpu_training.py torch/test_torch_own_cells.py)
 test-optimized: $(VENV)/installed-test
 	$(BIN)/python -O -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" \
 		-W "ignore:assertions not in test modules:pytest.PytestConfigWarning" $(OPTIMIZED) $(PYTEST)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ class Drawn:
     hidden: int
     states: int
     together: bool
-    words: list[str] = field(default_factory=list)
-    seed: int = 0
+    words: list[str]
+    again: Callable[[], nn.Module]  # makes the same module: a pruned one cannot be copied
 
 
 class Step(nn.Module):
@@ -85,11 +85,8 @@ def draw(seed: int) -> Drawn:
         module = kind(I, H)
         lstm = isinstance(module, nn.LSTMCell)
         options = {"states": ("h", "c")} if lstm and kind is not nn.LSTMCell else {}
-        found = Drawn(module, options, CAPTURED, I, H, 1 + lstm, lstm, [kind.__name__])
-    else:
-        found = Writer(r, I, H).written()
-    found.seed = seed
-    return found
+        return Drawn(module, options, CAPTURED, I, H, 1 + lstm, lstm, [kind.__name__], lambda: draw(seed).module)
+    return Writer(r, I, H).written(lambda: draw(seed).module)
 
 
 class Writer:
@@ -105,7 +102,7 @@ class Writer:
         self.of_x: set[int] = set()  # and depend on x alone: of these a layer of its own before makes products
         self.values = self.count
 
-    def written(self) -> Drawn:
+    def written(self, again: Callable[[], nn.Module]) -> Drawn:
         r, module = self.r, self.module
         drawn: list[Callable[[], None]] = [self.product, self.product, self.gated, self.pointwise, self.pointwise,
                                            self.inplace, self.views, self.statistic, self.vector]
@@ -136,7 +133,8 @@ class Writer:
             module.register_forward_hook(lambda m, i, o: o * c if isinstance(o, torch.Tensor) else None)
             self.words.append(f"hook of the step: * {c}")
         options = {"states": ("h", "c")} if isinstance(module, (Tuple, Three)) else {}
-        return Drawn(module, options, self.wanted, self.I, self.H, self.count, isinstance(module, Tuple), self.words)
+        together = isinstance(module, Tuple)
+        return Drawn(module, options, self.wanted, self.I, self.H, self.count, together, self.words, again)
 
     # -- helpers ------------------------------------------------------------------------------------
     def line(self, words: str, function: Callable[[Any, list[Any]], Any], made: int = 1) -> None:

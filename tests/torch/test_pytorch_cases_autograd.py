@@ -10,7 +10,6 @@ import io
 import logging
 import warnings
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,12 +17,14 @@ import torch
 from torch.autograd.functional import jacobian
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
-from torch_pairs import B, H, I, T, alike, gradients, primed, states
-from torch_pairs import training_pair as pair
+from torch_pairs import B, H, I, T, gradients, load, of_both, operands, states
+from torch_pairs import training_case as case
 from torch_values import BACKWARD, close, double, error, flat, same
 
 import ecornn.torch
 from ecornn.errors import FallbackError
+from ecornn.torch import engine
+from ecornn.torch.kind import kind_of, text_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(  # PyTorch's
     "ignore:LSTM with projections", "ignore:Anomaly Detection", "ignore:.torch.jit.script. is deprecated",
@@ -35,9 +36,8 @@ DEEP = {"num_layers": 2, "bidirectional": True}
 def test_rnn_retain_variables(name: str):
     """test_rnn_retain_variables: a graph that is kept gives the same gradients again, and adds them; one that is not is
     PyTorch's error."""
-    _, ours = pair(name)
-    x = torch.randn(T, B, I, requires_grad=True)
-    y = ours(x)[0].square().sum()
+    _, ours, x = case(name)
+    y = ours(x.requires_grad_())[0].square().sum()
     leaves = [x, *ours.parameters()]
     y.backward(retain_graph=True)
     first = [leaf.grad.clone() for leaf in leaves]
@@ -51,9 +51,8 @@ def test_rnn_retain_variables(name: str):
 @pytest.mark.parametrize("what", ["y", "x", "state", "weight"])
 def test_writes_to_what_the_backward_pass_reads(name: str, what: str):
     """Autograd's version checks. Differs for ``y``: torch.nn on a CPU keeps other tensors, cuDNN refuses as we do."""
-    _, ours = pair(name)
-    x, hx = torch.randn(T, B, I), states(name, 1)
-    y, _ = ours(x, hx)
+    _, ours, x = case(name)
+    y, _ = ours(x, hx := states(name, 1))
     {"y": y, "x": x, "state": flat(hx)[0], "weight": ours.weight_hh_l0.detach()}[what].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -63,78 +62,65 @@ def test_writes_to_what_the_backward_pass_reads(name: str, what: str):
                                                ("LSTM", {"num_layers": 2, "proj_size": P})])
 def test_writes_to_last_states(name: str, options: dict[str, Any]):
     """In-place operations on what a layer returns as states, with gradients."""
-    theirs, ours = pair(name, **options)
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        y, after = layer(given)
+    @of_both(**options)
+    def write(layer: Any, x: Any) -> Any:
+        y, after = layer(x)
         for number, state in enumerate(flat(after)):
             state.mul_(2 + number).add_(1)
         (y.sum() + sum(s.square().sum() for s in flat(after))).backward()
-        made.append([w.grad for w in layer.parameters()])
-    close(made[1], made[0], BACKWARD)
+        return [w.grad for w in layer.parameters()]
+
+    write(name)
 
 
-def test_many_gradients_at_once(name: str):
+WAYS = torch.randn(3, T, B, H, generator=torch.Generator().manual_seed(0))
+
+
+@of_both()
+def test_many_gradients_at_once(layer: Any, x: torch.Tensor):
     """gradcheck's batched gradients: autograd.grad(is_grads_batched=True), jacobian(vectorize=True)."""
-    theirs, ours = pair(name)
-    x, made = torch.randn(T, B, I), []
-    ways = torch.randn(3, T, B, H)
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        y, _ = layer(given)
-        made.append([*torch.autograd.grad(y, [*layer.parameters()], ways.to(y.dtype), is_grads_batched=True),
-                     jacobian(lambda z, layer=layer: layer(z)[0][-1, 0], given, vectorize=True)])
-    close(made[1], made[0], BACKWARD)
+    grads = torch.autograd.grad(layer(x)[0], [*layer.parameters()], WAYS.to(x.dtype), is_grads_batched=True)
+    return [*grads, jacobian(lambda z: layer(z)[0][-1, 0], x, vectorize=True)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpoints(name: str, reentrant: bool):
+@of_both()
+def test_checkpoints(layer: Any, x: torch.Tensor, reentrant: bool):
     """test_checkpointing of modules, with a state that goes from one to the next."""
-    theirs, ours = pair(name)
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        leaf, state = given.clone().requires_grad_(), None
-        for _ in range(2):
-            y, state = checkpoint(layer, leaf, state, use_reentrant=reentrant)
-        y.square().sum().backward()
-        made.append([leaf.grad, *(w.grad for w in layer.parameters())])
-    close(made[1], made[0], BACKWARD)
+    leaf, state = x.clone().requires_grad_(), None
+    for _ in range(2):
+        y, state = checkpoint(layer, leaf, state, use_reentrant=reentrant)
+    y.square().sum().backward()
+    return [leaf.grad, *(w.grad for w in layer.parameters())]
 
 
-def test_states_from_call_to_call(name: str):
+@pytest.mark.parametrize("cut", [False, True])
+@of_both()
+def test_states_from_call_to_call(layer: Any, x: torch.Tensor, cut: bool):
     """Backpropagation through several calls, and truncated: with states detached in between."""
-    theirs, ours = pair(name)
-    xs = torch.randn(3, T, B, I)
-    for cut in (False, True):
-        made = []
-        for layer, given in ((theirs, xs.double()), (ours, xs)):
-            state, loss = None, 0.0
-            for x in given:
-                y, state = layer(x, state)
-                loss = loss + y.square().sum()
-                if cut:
-                    state = tuple(s.detach() for s in state) if name == "LSTM" else state.detach()
-            made.append(torch.autograd.grad(loss, [*layer.parameters()]))
-        close(made[1], made[0], BACKWARD)
+    state, loss = None, 0.0
+    for scale in (1, -2, 0.5):
+        y, state = layer(scale * x, state)
+        loss = loss + y.square().sum()
+        if cut:
+            state = tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()
+    return torch.autograd.grad(loss, [*layer.parameters()])
 
 
-def test_expanded_and_shared_inputs(name: str):
+@of_both()
+def test_expanded_and_shared_inputs(layer: Any, x: torch.Tensor):
     """x and states whose memory repeats, and one tensor in two places: gradients are added."""
-    theirs, ours = pair(name)
-    x, h, made = torch.randn(1, 1, I), torch.randn(1, 1, H), []
-    for layer, kind in ((theirs, torch.float64), (ours, torch.float32)):
-        one, state = (t.to(kind).requires_grad_() for t in (x, h))
-        wide = state.expand(1, B, H)
-        y, after = layer(one.expand(T, B, I), (wide, wide) if name == "LSTM" else wide)
-        made.append([y, *flat(after), *torch.autograd.grad(y.square().sum(), [one, state, *layer.parameters()])])
-    close(made[1], made[0], BACKWARD)
+    one, state = x[:1, :1].clone().requires_grad_(), torch.linspace(-1, 1, H).to(x.dtype).requires_grad_()
+    wide = state.expand(1, B, H)
+    y, after = layer(one.expand(T, B, I), (wide, wide) if layer.mode == "LSTM" else wide)
+    return [y, *flat(after), *torch.autograd.grad(y.square().sum(), [one, state, *layer.parameters()])]
 
 
 def test_inference_tensors(name: str):
     """What inference mode made cannot be trained on, as PyTorch says; without gradients it is used."""
-    theirs, ours = pair(name)
+    theirs, ours, x = case(name)
     with torch.inference_mode():
-        x = torch.randn(T, B, I)
-        found = ours(x)
+        found = ours(x := x.clone())
         close(found, theirs(x.double()))
     with torch.no_grad():
         close(ours(x, found[1]), theirs(x.double(), double(found[1])))
@@ -145,8 +131,8 @@ def test_inference_tensors(name: str):
 @pytest.mark.parametrize("frozen", ["all but a bias", "recurrent weights", "all but x", "all but a state"])
 def test_frozen_weights(name: str, frozen: str):
     """Parameters that take no gradient get none, the others the same."""
-    theirs, ours = pair(name)
-    x, hx, made = torch.randn(T, B, I), flat(states(name, 1)), []
+    theirs, ours, x = case(name)
+    hx, made = flat(states(name, 1)), []
     for layer, kind in ((theirs, torch.float64), (ours, torch.float32)):
         leaf, *given = (t.to(kind) for t in (x, *hx))
         leaf.requires_grad_(frozen == "all but x")
@@ -163,8 +149,7 @@ def test_frozen_weights(name: str, frozen: str):
 @pytest.mark.parametrize("settings", ["anomaly", "deterministic", "float64 by default"])
 def test_under_other_settings(name: str, settings: str):
     """detect_anomaly, use_deterministic_algorithms, set_default_dtype: the same numbers."""
-    _, ours = pair(name)
-    x = torch.randn(T, B, I)
+    _, ours, x = case(name)
     ways = [torch.randn(t.shape) for t in flat(ours(x))]
     wanted, exact = gradients(ours, x, None, ways)
     try:
@@ -178,26 +163,23 @@ def test_under_other_settings(name: str, settings: str):
     same([found, made], [wanted, exact])
 
 
-def test_a_copy_in_the_middle_of_training(name: str):
+@of_both()
+def test_a_copy_in_the_middle_of_training(layer: Any, x: torch.Tensor):
     """A deep copy between forward and backward is a layer of its own: neither sees the other's weights."""
-    theirs, ours = pair(name)
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        loss = layer(given)[0].square().sum()
-        other = copy.deepcopy(layer)
-        with torch.no_grad():
-            other.weight_hh_l0.mul_(0.5)
-        loss.backward()
-        other(given)[0].square().sum().backward()
-        made.append([w.grad for w in (*layer.parameters(), *other.parameters())])
-    close(made[1], made[0], BACKWARD)
+    loss = layer(x)[0].square().sum()
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.weight_hh_l0.mul_(0.5)
+    loss.backward()
+    other(x)[0].square().sum().backward()
+    return [w.grad for w in (*layer.parameters(), *other.parameters())]
 
 
 # -- tools: hooks, pruning, parametrizations, averaging, exporters ---------------------------------
 def test_hooks(name: str):
     """test_module_hooks: forward and backward hooks see what torch.nn's layer shows them, in the same order."""
-    theirs, ours = pair(name)
-    x, made = torch.randn(T, B, I), []
+    theirs, ours, x = case(name)
+    made = []
 
     def shapes(values: Any) -> list[Any]:
         return [None if v is None else tuple(v.shape) for v in values]
@@ -219,57 +201,50 @@ def test_hooks(name: str):
     assert made[0] == made[1] and [word for word, _ in made[1]] == ["pre", "post", "back", "done", "saved"]
 
 
-def test_hooks_that_change_what_they_see(name: str):
-    theirs, ours = pair(name)
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        layer.register_forward_pre_hook(lambda m, args, named: ((2 * args[0],), named), with_kwargs=True)
-        layer.register_forward_hook(lambda m, args, out: (3 * out[0], out[1]))
-        layer.register_full_backward_hook(lambda m, into, out: (5 * into[0],))
-        leaf = given.clone().requires_grad_()
-        y, _ = layer(leaf)
-        y.square().sum().backward()
-        made.append([y, leaf.grad, *(w.grad for w in layer.parameters())])
-    close(made[1], made[0], BACKWARD)
+@of_both()
+def test_hooks_that_change_what_they_see(layer: Any, x: torch.Tensor):
+    layer.register_forward_pre_hook(lambda m, args, named: ((2 * args[0],), named), with_kwargs=True)
+    layer.register_forward_hook(lambda m, args, out: (3 * out[0], out[1]))
+    layer.register_full_backward_hook(lambda m, into, out: (5 * into[0],))
+    leaf = x.clone().requires_grad_()
+    y, _ = layer(leaf)
+    y.square().sum().backward()
+    return [y, leaf.grad, *(w.grad for w in layer.parameters())]
 
 
-def test_hooks_of_tensors(name: str):
+@of_both(limit=1e-4)  # of two steps, which multiply the error of a gradient
+def test_hooks_of_tensors(layer: Any, x: torch.Tensor):
     """Of parameters, of results, and after accumulation: an optimizer within the backward pass."""
-    theirs, ours = pair(name)
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        optimizers = {w: torch.optim.SGD([w], lr=0.1) for w in layer.parameters()}
+    optimizers = {w: torch.optim.SGD([w], lr=0.1) for w in layer.parameters()}
 
-        def step(weight: Any, optimizers: Any = optimizers) -> None:
-            optimizers[weight].step()
-            weight.grad = None
+    def step(weight: Any) -> None:
+        optimizers[weight].step()
+        weight.grad = None
 
-        for weight in layer.parameters():
-            weight.register_hook(lambda g: 2 * g)
-            weight.register_post_accumulate_grad_hook(step)
-        for _ in range(2):
-            y, after = layer(given)
-            y.register_hook(lambda g: 3 * g)
-            y.retain_grad()
-            (y.square().sum() + flat(after)[0].sum()).backward()
-        made.append([y.grad, *layer.parameters()])
-    close(made[1], made[0], 1e-4)  # of two steps, which multiply the error of a gradient
+    for weight in layer.parameters():
+        weight.register_hook(lambda g: 2 * g)
+        weight.register_post_accumulate_grad_hook(step)
+    for _ in range(2):
+        y, after = layer(x)
+        y.register_hook(lambda g: 3 * g)
+        y.retain_grad()
+        (y.square().sum() + flat(after)[0].sum()).backward()
+    return [y.grad, *layer.parameters()]
 
 
 def test_a_hook_is_called_though_forward_fails():
     """test_hook_always_call"""
-    _, ours = pair("GRU")
+    _, ours, x = case("GRU")
     seen: list[str] = []
     ours.register_forward_hook(lambda m, args, out: seen.append("called"), always_call=True)
     with pytest.raises(RuntimeError):
-        ours(torch.randn(T, B, I + 1))
+        ours(x[..., 1:])
     assert seen == ["called"]
 
 
 def test_rnn_pruning(name: str):
     """test_rnn_pruning: the mask counts at each call, removal makes it last, and gradients stay with the original."""
-    theirs, ours = pair(name)
-    x = torch.randn(T, B, I)
+    theirs, ours, x = case(name)
     wanted = theirs(x.double())
     for layer in (theirs, ours):
         prune.l1_unstructured(layer, "weight_ih_l0", 0.5)
@@ -287,10 +262,11 @@ def test_rnn_pruning(name: str):
 @pytest.mark.parametrize("kind", ["weight_norm", "orthogonal"])
 def test_parametrizations(name: str, kind: str):
     """test_parametrization: values and gradients under it, the cache of them, and its removal."""
-    theirs, ours = pair(name)
-    made = [getattr(parametrizations, kind)(layer, "weight_hh_l0") for layer in (theirs, ours)]
-    made[0].load_state_dict({k: v.double() for k, v in ours.state_dict().items()})
-    x, grads = torch.randn(T, B, I), []
+    theirs, ours, x = case(name)
+    for layer in (theirs, ours):
+        getattr(parametrizations, kind)(layer, "weight_hh_l0")
+    load(theirs, ours)
+    grads = []
     for layer, given in ((theirs, x.double()), (ours, x)):
         with parametrize.cached():
             y = layer(given)[0] + layer(2 * given)[0]
@@ -302,43 +278,36 @@ def test_parametrizations(name: str, kind: str):
         close(ours(x), theirs(x.double()), 1e-5)
 
 
-def test_averaged_models(name: str):
+@of_both(limit=1e-4)
+def test_averaged_models(layer: Any, x: torch.Tensor):
     """test_swa: an average of weights that is written in place, and the layer that goes on."""
-    theirs, ours = pair(name)
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        mean = torch.optim.swa_utils.AveragedModel(layer)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            layer(given)[0].square().sum().backward()
-            optimizer.step()
-            mean.update_parameters(layer)
-            with torch.no_grad():
-                y = mean(given)[0]
-        made.append([y, layer(given)[0]])
-    close(made[1], made[0], 1e-4)
-
-
-def test_lbfgs_and_vectors_of_parameters(name: str):
-    """Optimizers that call the model again and again; parameters_to_vector and back."""
-    theirs, ours = pair(name)
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3)
-
-        def closure(layer: Any = layer, given: Any = given, optimizer: Any = optimizer) -> Any:
-            optimizer.zero_grad()
-            loss = layer(given)[0].square().sum()
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        vector = torch.nn.utils.parameters_to_vector(layer.parameters())
-        torch.nn.utils.vector_to_parameters(0.5 * vector, layer.parameters())
+    mean, optimizer = torch.optim.swa_utils.AveragedModel(layer), torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        layer(x)[0].square().sum().backward()
+        optimizer.step()
+        mean.update_parameters(layer)
         with torch.no_grad():
-            made.append(layer(given)[0])
-    close(made[1:], made[:1], 1e-4)
+            y = mean(x)[0]
+    return [y, layer(x)[0]]
+
+
+@of_both(limit=1e-4)
+def test_lbfgs_and_vectors_of_parameters(layer: Any, x: torch.Tensor):
+    """Optimizers that call the model again and again; parameters_to_vector and back."""
+    optimizer = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = layer(x)[0].square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    vector = torch.nn.utils.parameters_to_vector(layer.parameters())
+    torch.nn.utils.vector_to_parameters(0.5 * vector, layer.parameters())
+    with torch.no_grad():
+        return layer(x)[0]
 
 
 @pytest.mark.parametrize("how", ["torch.jit.trace", "ONNX"])
@@ -346,9 +315,9 @@ def test_lbfgs_and_vectors_of_parameters(name: str):
 def test_exporters_that_trace(name: str, how: str, monkeypatch: pytest.MonkeyPatch):
     """test_trace, test_lstm of the ONNX exporter. Differs: they record PyTorch's operators, so its own layer runs, and
     says so; the graph is the one that it would be."""
-    theirs, ours = pair(name)
+    theirs, ours, x = case(name, batch_first=True)
     theirs.float().eval()
-    x, made = torch.randn(T, B, I), []
+    made = []
     with pytest.raises(FallbackError, match=r"torch\.jit\.trace records PyTorch's operators only"):
         torch.jit.trace(ours.eval(), (x,))
     monkeypatch.setenv("ECORNN_STRICT", "0")
@@ -358,7 +327,9 @@ def test_exporters_that_trace(name: str, how: str, monkeypatch: pytest.MonkeyPat
             torch.onnx.export(layer, (x,), file, dynamo=False)
             made.append(file.getvalue())
         else:
-            made.append(str(torch.jit.trace(layer, (x,)).graph.nodes().__next__().kind()))
+            traced = torch.jit.trace(layer, (x,))
+            same(traced(2 * x[:2, :3]), theirs(2 * x[:2, :3]))
+            made.append(str(next(traced.graph.nodes()).kind()))
     assert made[0] == made[1]
 
 
@@ -409,26 +380,6 @@ def test_what_that_exporter_refuses(strict: bool, monkeypatch: pytest.MonkeyPatc
         torch.onnx.export(layer.eval(), (torch.randn(T, B, I),), dynamo=True, verbose=False)
 
 
-def test_scripts(name: str):
-    """test_jit of RNNs. Differs: torch.jit.script compiles what PyTorch has, and is told so; restore() helps."""
-    class First(torch.nn.Module):
-        def __init__(self, layer: torch.nn.Module) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y, _ = self.layer(x)
-            return y
-
-    theirs, ours = pair(name)
-    x, model = torch.randn(T, B, I), First(ours)
-    with pytest.raises(FallbackError, match=r"ecornn\.torch\.restore"):
-        torch.jit.script(model)
-    ecornn.torch.restore(model)
-    with torch.no_grad():
-        close(torch.jit.script(model)(x), theirs(x.double())[0])
-
-
 @pytest.mark.parametrize("name", ["LSTM", "GRU", "GRUCell"])
 def test_quantize_dynamic(name: str):
     """test_quantized RNNs. Differs: quantize_dynamic goes by exact classes, and leaves a replaced layer as it is, which
@@ -468,46 +419,19 @@ def test_per_sample_gradients():
 
 def test_data_parallel_without_gpus():
     """test_data_parallel: a wrapper that has nothing to do."""
-    theirs, ours = pair("LSTM")
-    close(torch.nn.DataParallel(ours)(x := torch.randn(T, B, I)), theirs(x.double()))
-
-
-def test_threads(name: str):
-    """test_multithread_autograd: threads that train the same layer at the same time; gradients of all are added."""
-    theirs, ours = pair(name)
-    primed(ours, trains=True)
-
-    def train(x: torch.Tensor) -> None:
-        for _ in range(3):
-            grads = torch.autograd.grad(ours(x)[0].square().sum(), [*ours.parameters()])
-            exact = torch.autograd.grad(theirs(x.double())[0].square().sum(), [*theirs.parameters()])
-            close(grads, exact, BACKWARD)
-
-    with ThreadPoolExecutor(6) as threads:
-        assert len([*threads.map(train, [torch.randn(T, B, I) for _ in range(6)])]) == 6
+    theirs, ours, x = case("LSTM")
+    close(torch.nn.DataParallel(ours)(x), theirs(x.double()))
 
 
 def test_layers_go_when_nobody_has_them(name: str):
-    """No cycle, no registry keeps a layer that was called and trained, nor a copy of it."""
-    _, ours = pair(name)
-    ours(torch.randn(T, B, I))[0].sum().backward()
-    gone = [weakref.ref(layer) for layer in (ours, copy.deepcopy(ours))]
-    weights = [weakref.ref(w) for w in ours.parameters()]
-    del ours
+    """No cycle, no registry keeps a layer that was called and trained, nor its engine, nor a copy of it."""
+    _, ours, x = case(name)
+    ours(x)[0].sum().backward()
+    with torch.no_grad():
+        torch.ops.ecornn.recurrent(*operands(ours, x))
+    found = engine.engine_of(ours)
+    assert engine.engine_for(kind_of(text_of(ours)), engine.weights_of(ours)) is found
+    gone = [weakref.ref(one) for one in (ours, copy.deepcopy(ours), found, *ours.parameters())]
+    del ours, found
     gc.collect()
-    assert all(ref() is None for ref in (*gone, *weights))
-
-
-@pytest.mark.parametrize("options", [{}, {"fullgraph": True}], ids=["replace", "fullgraph"])
-def test_a_model_that_was_replaced(name: str, options: dict[str, Any]):
-    """The same of layers that replace() has made: as above, by way of ``test_grad`` and a hook."""
-    theirs, ours = pair(name)
-    ecornn.torch.restore(ours)
-    model = torch.nn.Sequential(ours)
-    seen: list[int] = []
-    ours.register_forward_hook(lambda m, args, out: seen.append(1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert ecornn.torch.replace(model, **options).swapped == ("0",)
-        alike(theirs, model[0], torch.randn(T, B, I))
-    assert seen == [1]
+    assert all(ref() is None for ref in gone)

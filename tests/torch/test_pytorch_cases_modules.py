@@ -4,15 +4,14 @@ and why."""
 
 from __future__ import annotations
 
-import io
 import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence, unpack_sequence
-from torch_pairs import LENGTHS, B, H, I, T, alike, copied, gradients, primed, states
-from torch_pairs import training_pair as pair
+from torch_pairs import LENGTHS, B, H, I, T, alike, copied, gradients, of_both, pair, primed, states
+from torch_pairs import training_case as case
 from torch_values import BACKWARD, close, double, error, flat, same
 
 import ecornn.torch
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_forward_without_a_batch(name: str, bias: bool, batch_first: bool, deep: bool):
     """test_forward: one sequence is a batch of one."""
     options = {"num_layers": 2, "bidirectional": True} if deep else {}
-    theirs, ours = (layer.eval() for layer in pair(name, bias=bias, batch_first=batch_first, **options))
+    theirs, ours = pair(name, bias=bias, batch_first=batch_first, **options)
     primed(ours)
     x, parts = torch.randn(T, I), 4 if deep else 1
     for hx in (None, states(name, parts, 0)):
@@ -51,11 +50,10 @@ def test_factory_kwargs(name: str, dtype: torch.dtype):
 
 def test_to_empty(name: str):
     """test_to_empty: a layer made on ``meta`` gets memory, and is a layer."""
+    _, other, x = case(name)
     layer = getattr(ecornn.torch, name)(I, H, device="meta").to_empty(device="cpu")
-    layer.load_state_dict((other := getattr(torch.nn, name)(I, H)).state_dict())
-    x = torch.randn(T, B, I)
-    with torch.no_grad():
-        close(layer(x), other.double()(x.double()))
+    layer.load_state_dict(other.state_dict())
+    same(layer(x), other(x))
 
 
 def test_repr(name: str):
@@ -67,15 +65,11 @@ def test_repr(name: str):
 @pytest.mark.parametrize("how", ["state_dict", "torch.save", "pickle", "deepcopy"])
 def test_save_load_and_pickle(name: str, how: str):
     """test_save_load, test_pickle: another layer that gives the same, and is not the same."""
-    _, ours = pair(name)
-    x = torch.randn(T, B, I)
+    _, ours, x = case(name)
     wanted = ours(x)
     if how == "state_dict":
-        file = io.BytesIO()
-        torch.save(ours.state_dict(), file)
-        file.seek(0)
         other = getattr(ecornn.torch, name)(I, H)
-        other.load_state_dict(torch.load(file))
+        other.load_state_dict(copied(ours.state_dict(), "torch.save"))
     else:
         other = copied(ours, how)
     same(other(x), wanted)
@@ -95,8 +89,8 @@ def gaps(tensor: torch.Tensor, how: str) -> torch.Tensor:
 @pytest.mark.parametrize("how", ["interleaved", "transposed"])
 def test_non_contiguous_tensors(name: str, how: str):
     """test_non_contiguous_tensors: of x, of states and of the gradients that come back."""
-    _, ours = pair(name)
-    x, hx = torch.randn(T, B, I), states(name, 1)
+    _, ours, x = case(name)
+    hx = states(name, 1)
     apart = tuple(gaps(s, how) for s in hx) if name == "LSTM" else gaps(hx, how)
     assert not gaps(x, how).is_contiguous()
     found = flat(ours(x, hx))
@@ -106,27 +100,20 @@ def test_non_contiguous_tensors(name: str, how: str):
         same(gradients(ours, *given), (wanted, exact))
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_grad(name: str, bias: bool):
-    """test_grad: gradients of x, states and weights. PyTorch's are by differences in float64; these against its own."""
-    alike(*pair(name, bias=bias), torch.randn(T, B, I), states(name, 1))
-
-
 def test_grad_without_a_batch(name: str):
-    theirs, ours = pair(name)
-    alike(theirs, primed(ours, trains=True), torch.randn(T, I), states(name, 1, 0))
+    theirs, ours, x = case(name)
+    alike(theirs, primed(ours, trains=True), x[:, 0], states(name, 1, 0))
 
 
 def test_gradgrad(name: str):
     """test_gradgrad. Differs: gradients of gradients are refused, with the way out, as cuDNN refuses them."""
-    theirs, ours = pair(name)
-    x = torch.randn(T, B, I, requires_grad=True)
-    exact = x.detach().double().requires_grad_()
+    theirs, ours, x = case(name)
+    exact = x.double().requires_grad_()
 
     def first(layer: Any, x: Any) -> Any:
         return torch.autograd.grad(layer(x)[0].square().sum(), x, create_graph=True)[0]
 
-    found, wanted = first(ours, x), first(theirs, exact)
+    found, wanted = first(ours, x.requires_grad_()), first(theirs, exact)
     close(found, wanted, BACKWARD)
     with pytest.raises(DerivativeError, match=r"ecornn\.torch\.restore"):
         found.square().sum().backward()
@@ -139,8 +126,7 @@ def test_gradgrad(name: str):
 @pytest.mark.parametrize("swap", [False, True], ids=["set", "swap"])
 def test_to(name: str, swap: bool):
     """test_to: parameters get another type, also by swapping tensors, which none may refer to weakly."""
-    theirs, ours = pair(name)
-    x = torch.randn(T, B, I)
+    theirs, ours, x = case(name)
     with torch.no_grad():
         ours(x)
     ours(x)[0].sum().backward()
@@ -186,41 +172,8 @@ def test_construction_errors(names: str, options: dict[str, Any], kind: type[Exc
             getattr(where, name)(**{"input_size": I, "hidden_size": H, **options})
 
 
-def test_forward_errors(name: str):
-    """test_errors: a wrong data type is a ValueError that says which is expected."""
-    theirs, ours = (getattr(where, name)(I, H) for where in (torch.nn, ecornn.torch))
-    x = torch.randn(T, B, I).double()
-    for layer in (theirs, ours):
-        with pytest.raises(ValueError, match=r"float64.*float32"):
-            layer(x)
-    with pytest.raises(DTypeError, match="as the weights'"):
-        ours(x)
-
-
 # -- packed sequences ------------------------------------------------------------------------------
 LONGEST_FIRST = [6, 5, 3, 1]
-
-
-@pytest.mark.parametrize("state", [False, True], ids=["zeros", "state"])
-@pytest.mark.parametrize("enforce_sorted", [False, True], ids=["any order", "sorted"])
-@pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
-def test_pack_padded_sequence(name: str, batch_first: bool, enforce_sorted: bool, state: bool):
-    """test_pack_padded_sequence through a layer: y packed as x is, last states in the order of the sequences."""
-    theirs, ours = pair(name, batch_first=batch_first)
-    lengths = LONGEST_FIRST if enforce_sorted else LENGTHS
-    x = pack_padded_sequence(torch.randn(*((B, T) if batch_first else (T, B)), I), lengths, batch_first, enforce_sorted)
-    hx = states(name, 1) if state else None
-    with torch.no_grad():
-        y, after = ours(x, hx)
-        wanted = theirs(double(x), double(hx))
-    close((y, after), wanted)
-    assert isinstance(y, PackedSequence)
-    for one, other in zip(y[1:], x[1:], strict=True):
-        assert one is other or torch.equal(one, other)
-    rows, found = pad_packed_sequence(y, batch_first)
-    assert found.tolist() == lengths
-    ends = [(rows if batch_first else rows.transpose(0, 1))[n, length - 1] for n, length in enumerate(lengths)]
-    assert torch.equal(torch.stack(ends), flat(after)[0][0])
 
 
 @pytest.mark.parametrize("padding", [0.0, float("nan"), 1e30])
@@ -241,7 +194,7 @@ def test_total_length_and_padding(total: int, padding: float):
 
 def test_pack_sequence(name: str):
     """test_pack_sequence, test_unpack_sequence: each of a list of sequences as it is alone."""
-    theirs, ours = pair(name)
+    theirs, ours, _ = case(name)
     rows = [torch.randn(length, I) for length in LENGTHS]
     with torch.no_grad():
         found = unpack_sequence(ours(pack_sequence(rows, enforce_sorted=False))[0])
@@ -251,41 +204,22 @@ def test_pack_sequence(name: str):
 
 def test_sequences_of_one_length(name: str):
     """Packed, these are the padded rows."""
-    _, ours = pair(name)
-    x = torch.randn(T, B, I)
+    _, ours, x = case(name)
     with torch.no_grad():
         y, after = ours(pack_padded_sequence(x, [T] * B))
         wanted = ours(x)
         close((y.data.view(T, B, H), after), wanted)
 
 
-@pytest.mark.parametrize(("name", "bidirectional"), [("LSTM", True), ("GRU", False)])
-def test_the_order_of_rows_does_not_matter(name: str, bidirectional: bool):
-    """test_variable_sequence: shuffled sequences give shuffled results, and gradients."""
-    _, ours = pair(name, bidirectional=bidirectional)
-    x, order, made = torch.randn(T, B, I), torch.tensor([2, 0, 3, 1]), []
-    for index in (torch.arange(B), order):
-        leaf = x[:, index].clone().requires_grad_()
-        y, after = ours(pack_padded_sequence(leaf, [LENGTHS[n] for n in index], enforce_sorted=False))
-        rows = pad_packed_sequence(y, total_length=T)[0]
-        loss = rows.square().sum() + sum(s.square().sum() for s in flat(after))
-        grads = torch.autograd.grad(loss, [leaf, *ours.parameters()])
-        back = torch.argsort(index)
-        made.append([rows[:, back], *(s[:, back] for s in flat(after)), grads[0][:, back], *grads[1:]])
-    close(made[1], made[0], 1e-5)
-
-
+@pytest.mark.parametrize("name", ["GRU"])
 @pytest.mark.parametrize("where", ["y", "state"])
-def test_writes_to_results(where: str):
+@of_both()
+def test_writes_to_results(layer: Any, x: torch.Tensor, where: str):
     """In-place operations on packed y and on states, with gradients."""
-    theirs, ours = pair("GRU")
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        y, after = layer(pack_padded_sequence(given, LONGEST_FIRST))
-        (y.data if where == "y" else after).add_(1)
-        (y.data.square().sum() + after.square().sum()).backward()
-        made.append([w.grad for w in layer.parameters()])
-    close(made[1], made[0], BACKWARD)
+    y, after = layer(pack_padded_sequence(x, LONGEST_FIRST))
+    (y.data if where == "y" else after).add_(1)
+    (y.data.square().sum() + after.square().sum()).backward()
+    return [w.grad for w in layer.parameters()]
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
@@ -308,11 +242,11 @@ def test_batch_sizes_that_fit_nothing(sizes: Any, rows: int, kind: type[Exceptio
 @pytest.mark.parametrize(("sizes", "rows"), [([2, 2, 1], 7), ([2, 2, 0], 4), ([0], 0)])
 def test_batch_sizes_that_are_unusual(sizes: list[int], rows: int, grad: bool):
     """More rows than sizes have, a step of no rows, and no sequence at all: as PyTorch takes them."""
-    theirs, ours = pair("GRU")
+    theirs, ours, padded = case("GRU")
     ours.double().float()
     x = torch.randn(rows, I)
     with torch.set_grad_enabled(grad):
-        found = ours(pack_padded_sequence(torch.randn(T, B, I), LONGEST_FIRST))  # compiles for these
+        ours(pack_padded_sequence(padded, LONGEST_FIRST))  # compiles for these
         found = ours(PackedSequence(x, torch.tensor(sizes)))
         wanted = theirs(PackedSequence(x.double(), torch.tensor(sizes)))
     assert len(found[0].data) == sum(sizes)
@@ -335,8 +269,8 @@ def test_arguments_that_do_not_fit(data: tuple[int, ...], hx: tuple[int, ...] | 
 
 def test_types_and_devices():
     """test_type_casts, test_to: a PackedSequence of another type is what PyTorch makes of it."""
-    _, ours = pair("GRU")
-    x = pack_padded_sequence(torch.randn(T, B, I), LENGTHS, enforce_sorted=False)
+    _, ours, x = case("GRU")
+    x = pack_padded_sequence(x, LENGTHS, enforce_sorted=False)
     with torch.no_grad():
         close(ours(x.double().float()), ours(x))
         with pytest.raises(ValueError, match="as the weights'"):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
-from torch_pairs import LENGTHS, B, H, I, T, alike, copied, gradients, load, primed, states
-from torch_pairs import training_pair as pair
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch_pairs import LENGTHS, B, H, I, T, alike, copied, gradients, load, of_both, primed, states
+from torch_pairs import training_case as case
 from torch_values import BACKWARD, close, double, error, flat, same
 
 import ecornn.torch
@@ -84,17 +84,6 @@ def test_rnn_check_device(name: str):
         layer(x.to("meta"))
 
 
-@pytest.mark.parametrize(("name", "width"), [("LSTM", H), ("GRU", H), ("RNN", H), ("LSTM", P)])
-def test_rnn_initial_hidden_state(name: str, width: int):
-    """test_rnn_initial_hidden_state, test_projections_lstm_initial_hidden_state: without states they are zeros."""
-    theirs, ours = pair(name, **(DEEP if width == H else {"num_layers": 2, "proj_size": P}))
-    x, zeros = torch.randn(T, B, I), [torch.zeros(4 if width == H else 2, B, size) for size in (width, H)]
-    with torch.set_grad_enabled(width == P):
-        found = ours(x)
-        same(found, ours(x, tuple(zeros) if name == "LSTM" else zeros[0]))
-        close(found, theirs(x.double()))
-
-
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
 @pytest.mark.parametrize(("name", "options"), [("LSTM", DEEP), ("GRU", {"num_layers": 2}),
@@ -102,19 +91,19 @@ def test_rnn_initial_hidden_state(name: str, width: int):
                                                ("LSTM", {"num_layers": 2, "proj_size": P})])
 def test_rnn_against_another_implementation(name: str, options: dict[str, Any], batch_first: bool, bias: bool):
     """test_RNN_cpu_vs_cudnn_no_dropout: values and all gradients, from states, of another implementation's."""
-    theirs, ours = pair(name, bias=bias, batch_first=batch_first, **options)
-    x = torch.randn(*((B, T) if batch_first else (T, B)), I)
+    theirs, ours, x = case(name, bias=bias, batch_first=batch_first, **options)
     parts = options.get("num_layers", 1) * (1 + options.get("bidirectional", False))
     alike(theirs, ours, x, states(name, parts, B, options.get("proj_size", H)))
 
 
 @pytest.mark.parametrize("enforce_sorted", [False, True], ids=["any order", "sorted"])
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
-@pytest.mark.parametrize(("name", "bidirectional"), [("LSTM", True), ("GRU", False)])
+@pytest.mark.parametrize(("name", "bidirectional"), [("LSTM", True), ("GRU", False), ("RNN", False)])
 def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bool, enforce_sorted: bool):
-    """test_RNN_cpu_vs_cudnn_no_dropout, of packed sequences; test_variable_sequence: as each sequence alone."""
-    theirs, ours = pair(name, batch_first=batch_first, bidirectional=bidirectional)
-    x, hx = torch.randn(*((B, T) if batch_first else (T, B)), I), states(name, 1 + bidirectional)
+    """test_RNN_cpu_vs_cudnn_no_dropout, of packed sequences; test_variable_sequence: as each sequence alone;
+    test_pack_padded_sequence through a layer: y packed as x is, last states in the order of the sequences."""
+    theirs, ours, x = case(name, batch_first=batch_first, bidirectional=bidirectional)
+    hx = states(name, 1 + bidirectional)
     lengths = torch.tensor(LENGTHS).sort(descending=True).values if enforce_sorted else LENGTHS
     packed = pack_padded_sequence(x, lengths, batch_first, enforce_sorted)
 
@@ -129,9 +118,15 @@ def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bo
     (wanted, exact), (found, grads) = (gradients(Packed(layer), packed.data, hx) for layer in (theirs, ours))
     close(found, wanted)
     close(grads, exact, BACKWARD)
+    y, after = found
+    assert isinstance(y, PackedSequence)
+    for one, other in zip(y[1:], packed[1:], strict=True):
+        assert one is other or torch.equal(one, other)
     rows = x if batch_first else x.transpose(0, 1)
-    padded = torch.nn.utils.rnn.pad_packed_sequence(found[0], True)[0]
+    padded, found_lengths = pad_packed_sequence(y, True)
+    assert found_lengths.tolist() == [*lengths]
     for number, length in enumerate(lengths):
+        assert torch.equal(padded[number, length - 1, :H], flat(after)[0][0, number])
         alone = theirs(rows[number, :length].double(), tuple(s[:, number].double() for s in hx) if name == "LSTM"
                        else hx[:, number].double())[0]
         assert error(padded[number, :length].detach(), alone.detach()) < 1e-5
@@ -140,60 +135,21 @@ def test_rnn_of_variable_lengths(name: str, bidirectional: bool, batch_first: bo
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_rnn_with_dropout_against_another_implementation(p: float):
     """test_RNN_cpu_vs_cudnn_with_dropout: of none and of all, which need no random numbers."""
-    alike(*pair("GRU", num_layers=2, dropout=p), torch.randn(T, B, I))
-
-
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("p", [0.0, 0.3, 0.7, 1.0])
-def test_rnn_dropout_scales(p: float, train: bool):
-    """test_RNN_dropout: between the layers, with what is left scaled up, and only in training. Weights are such that
-    the second layer's gates are open and its state is tanh of the sum of what it gets."""
-    layer = ecornn.torch.GRU(I, H, 2, dropout=p).train(train)
-    seen = []
-    with torch.no_grad():
-        for _, weight in layer.named_parameters():
-            weight.zero_()
-        layer.weight_ih_l0[2 * H:].fill_(0.1)  # every unit of the first layer: tanh(0.7) / 2
-        layer.weight_ih_l1[2 * H:].fill_(0.01)
-        layer(torch.ones(T, B, I))
-        for _ in range(40):
-            y, h = layer(torch.ones(1, B, I))
-            unit, left = h[0, 0, 0].item(), (torch.atanh(2 * y[0, :, 0]) / 0.01).round(decimals=3)
-            assert unit == pytest.approx(0.5 * float(torch.tanh(torch.tensor(0.7))), rel=1e-4)
-            seen += (left / unit).tolist()
-    if p in (0, 1) or not train:
-        assert seen == pytest.approx([0 if p == 1 and train else H] * len(seen), abs=0.05)
-    else:
-        counts = torch.tensor(seen) * (1 - p)  # units that are left: whole numbers
-        assert (counts - counts.round()).abs().max() < 0.05
-        assert counts.mean().item() == pytest.approx(H * (1 - p), rel=0.15) and counts.std() > 0
-
-
-@pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("p", [0, 0.3])
-def test_rnn_dropout_state(p: float, train: bool):
-    """test_RNN_dropout_state, test_if_train_and_eval_modes_differ: two calls, and one of a copy from a file, draw anew
-    where they train."""
-    layer, x = ecornn.torch.GRU(I, H, 2, dropout=p).train(train), torch.randn(T, B, I)
-    with torch.no_grad():
-        found = [layer(x), layer(x)]
-        other = copied(layer, "torch.save")
-        other.flatten_parameters()
-        found.append(other(x))
-    for one, two in itertools.pairwise(found):
-        for a, b in zip(flat(one), flat(two), strict=True):
-            assert torch.equal(a[-1], b[-1]) == (p == 0 or not train)
+    alike(*case("GRU", num_layers=2, dropout=p))
 
 
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 def test_rnn_change_dropout(train: bool):
-    """test_RNN_change_dropout: the attribute counts at each call."""
+    """test_RNN_change_dropout, test_RNN_dropout_state: the attribute counts at each call; where it trains, two calls
+    draw anew, also the second of a copy from a file."""
     layer, x = ecornn.torch.GRU(I, H, 2).train(train), torch.randn(T, B, I)
     before = None
     with torch.no_grad():
         for p in (0, 0.5, 0, 0.7, 0.2, 1, 0.2, 0):
             layer.dropout = p
-            one, two = layer(x)[0], layer(x)[0]
+            other = copied(layer, "torch.save")
+            other.flatten_parameters()
+            one, two = layer(x)[0], other(x)[0]
             assert torch.equal(one, two) == (p in (0, 1) or not train)
             assert before is None or (train and p != 0) or not train or not torch.equal(one, before)
             assert train or before is None or error(one, before) < 1e-6
@@ -210,8 +166,7 @@ def test_dropout_of_one_layer_warns(name: str):
 @pytest.mark.filterwarnings("ignore:`?torch.nn.utils.weight_norm")
 def test_rnn_weight_norm(weight: str):
     """test_RNN_cudnn_weight_norm: the same values under weight norm and after it, and gradients of what it adds."""
-    theirs, ours = pair("LSTM", **({"num_layers": 2, "proj_size": P} if weight == "weight_hr_l0" else {}))
-    x = torch.randn(T, B, I)
+    theirs, ours, x = case("LSTM", **({"num_layers": 2, "proj_size": P} if weight == "weight_hr_l0" else {}))
     wanted = theirs(x.double())
     for layer in (theirs, ours):
         torch.nn.utils.weight_norm(layer, weight)
@@ -224,8 +179,7 @@ def test_rnn_weight_norm(weight: str):
 
 def test_partial_flat_weights(name: str):
     """test_partial_flat_weights: a weight that is away while the others move."""
-    theirs, ours = pair(name)
-    x = torch.randn(T, B, I)
+    theirs, ours, x = case(name)
     with torch.no_grad():
         ours(x)
         weight = ours.weight_hh_l0
@@ -246,8 +200,11 @@ def test_error_rnn_seq_len_zero(name: str, bidirectional: bool):
 @pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
 def test_rnn_batch_of_none(name: str, batch_first: bool):
     """test_RNN_input_size_zero: no sequences give no rows, and zero gradients."""
-    layer = getattr(ecornn.torch, name)(I, H, batch_first=batch_first)
-    y = layer(torch.zeros((0, T, I) if batch_first else (T, 0, I)))[0]
+    theirs, layer = both(name, I, H, batch_first=batch_first)
+    empty = torch.zeros((0, T, I) if batch_first else (T, 0, I))
+    with torch.no_grad():
+        same(layer(empty), theirs(empty))
+    y = layer(empty)[0]
     assert y.shape == ((0, T, H) if batch_first else (T, 0, H))
     y.sum().backward()
     assert all(not w.grad.any() for w in layer.parameters())
@@ -266,8 +223,7 @@ def test_rnn_nonlinearity(kind: str, how: str):
 
 def test_weights_that_move(name: str):
     """test_cudnn_weight_format: a weight gets other memory, which stays its own."""
-    theirs, ours = pair(name)
-    x = torch.randn(T, B, I)
+    theirs, ours, x = case(name)
     alike(theirs, ours, x)
     memory = ours.weight_hh_l0.detach().clone()
     with torch.no_grad():
@@ -281,20 +237,18 @@ def test_weights_that_move(name: str):
     alike(theirs, ours, x)
 
 
-def test_weight_tying():
+@pytest.mark.parametrize("name", ["LSTM"])
+@of_both(**DEEP)
+def test_weight_tying(layer: Any, x: torch.Tensor):
     """test_cudnn_weight_tying: one parameter in two places gets both gradients, and steps of both."""
-    theirs, ours = pair("LSTM", **DEEP)
-    x, made = torch.randn(T, B, I), []
-    for layer, given in ((theirs, x.double()), (ours, x)):
-        layer.bias_ih_l0_reverse = layer.bias_ih_l0
-        layer.weight_hh_l1 = layer.weight_hh_l0
-        assert len([*layer.parameters()]) == 14
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        layer(given)[0].square().sum().backward()
-        made.append([w.grad.clone() for w in layer.parameters()])
-        optimizer.step()
-    close(made[1], made[0], BACKWARD)
-    close(ours(x), theirs(x.double()))
+    layer.bias_ih_l0_reverse = layer.bias_ih_l0
+    layer.weight_hh_l1 = layer.weight_hh_l0
+    assert len([*layer.parameters()]) == 14
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(x)[0].square().sum().backward()
+    grads = [w.grad.clone() for w in layer.parameters()]
+    optimizer.step()
+    return [*grads, *flat(layer(x))]
 
 
 def test_state_dicts(name: str):
@@ -315,8 +269,7 @@ def test_state_dicts(name: str):
 
 def test_parameters_again(name: str):
     """reset_parameters, apply, requires_grad_, zero_grad, share_memory and flatten_parameters of a called layer."""
-    theirs, ours = pair(name)
-    x = torch.randn(T, B, I)
+    theirs, ours, x = case(name)
     alike(theirs, ours, x)
     for change in (lambda m: m.reset_parameters(), lambda m: m.flatten_parameters(),
                    lambda m: m.apply(lambda part: [torch.nn.init.orthogonal_(w) for w in part.parameters()
@@ -334,9 +287,8 @@ def test_parameters_again(name: str):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e30])
 def test_values_that_are_no_numbers(name: str, value: float):
     """NaN and what is too large go where they go in PyTorch, rows beside them stay clean, also in gradients."""
-    theirs, ours = pair(name)
+    theirs, ours, x = case(name)
     theirs.float()
-    x = torch.randn(T, B, I)
     x[2, 1, 3] = value
     wanted, exact = gradients(theirs, x)
     found, made = gradients(ours, x)
@@ -347,7 +299,7 @@ def test_values_that_are_no_numbers(name: str, value: float):
 
 def test_calls_by_name_and_fewer_rows(name: str):
     """``input=`` and ``hx=``; then other T and B, one step and one row."""
-    theirs, ours = pair(name)
+    theirs, ours, _ = case(name)
     primed(ours, trains=True)
     for steps, batch in ((T, B), (1, B), (2 * T, 1), (T + 1, 3)):
         x, hx = torch.randn(steps, batch, I), states(name, 1, batch)

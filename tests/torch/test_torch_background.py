@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -66,16 +67,11 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
 
 def by_torch(call: Callable[[], Any]) -> bool:
     """Tells whether PyTorch's own layer makes this call."""
-    calls = []
-    plain = {kind: kind.forward for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN, torch.nn.LSTMCell)}
-    try:
-        for kind, forward in plain.items():
-            kind.forward = lambda *a, forward=forward: (calls.append(1), forward(*a))[1]  # type: ignore[method-assign]
+    with contextlib.ExitStack() as patches:
+        plain = [patches.enter_context(patch.object(kind, "forward", autospec=True, side_effect=kind.forward))
+                 for kind in (torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN, torch.nn.LSTMCell)]
         call()
-    finally:
-        for kind, forward in plain.items():
-            kind.forward = forward  # type: ignore[method-assign]
-    return bool(calls)
+    return any(one.called for one in plain)
 
 
 def pair(kind: Any, *sizes: int, **options: Any) -> tuple[Any, Any]:

@@ -1,10 +1,11 @@
-"""ecornn.torch against torch.nn: a matrix of options as PyTorch's own tests have, and what surrounds a layer."""
+"""ecornn.torch's layers against torch.nn's: a matrix of options as PyTorch's own tests have, what surrounds a layer,
+and what a layer that replace() compiles still is: to isinstance, pickles, parametrizations and PyTorch's compilers."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import warnings
+import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,16 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence
-from torch_pairs import LENGTHS, B, H, I, T, load, operands, pair, states
+from torch_pairs import LENGTHS, B, H, I, T, alike, ancestors, case, copied, load, operands, pair, states
 from torch_values import BACKWARD, agree, double, same
 
 import ecornn.compiler
 import ecornn.torch
-from ecornn.errors import ArgumentError, DTypeError
-from ecornn.torch import compiling
+from ecornn.errors import ArgumentError, DTypeError, FallbackError
+from ecornn.torch import compiling, engine
 
-KINDS = [("LSTM", {}), ("GRU", {}), ("RNN", {"nonlinearity": "tanh"}), ("RNN", {"nonlinearity": "relu"})]
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+KINDS = [("LSTM", {}), ("GRU", {}), ("RNN", {"nonlinearity": "tanh"}), ("RNN", {"nonlinearity": "relu"}),
+         ("LSTM", {"proj_size": 3})]
 
 
 def calls(batch_first: bool, hx: Any) -> Iterator[tuple[Any, Any]]:
@@ -41,27 +45,18 @@ def small(name: str, options: dict[str, Any], layers: int, bidirectional: bool) 
 
 @pytest.mark.parametrize(("name", "options", "layers", "bidirectional"), [
     small(*kind, layers, both) for kind in KINDS for layers in (1, 2, 3, 4) for both in (False, True)])
-def test_matrix(name: str, options: dict[str, Any], layers: int, bidirectional: bool):
-    for bias, batch_first in itertools.product((True, False), (False, True)):
-        theirs, ours = pair(name, num_layers=layers, bidirectional=bidirectional, bias=bias,
-                            batch_first=batch_first, **options)
-        for x, hx in calls(batch_first, states(name, layers * (1 + bidirectional))):
-            with torch.inference_mode():
-                agree(ours(x, hx), theirs(double(x), double(hx)))
-
-
-@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-def test_projections(layers: int, bidirectional: bool):
-    options = {"num_layers": layers, "bidirectional": bidirectional, "proj_size": 3}
-    for bias, batch_first in ((True, False), (False, True)):
-        theirs, ours = pair("LSTM", bias=bias, batch_first=batch_first, **options)
-        for x, hx in calls(batch_first, states("LSTM", layers * (1 + bidirectional), B, 3)):
+def test_matrix(name: str, options: dict[str, Any], layers: int, bidirectional: bool):
+    """And the operator as PyTorch checks it: what it says of its results is what these are."""
+    options = options | {"num_layers": layers, "bidirectional": bidirectional}
+    for bias, batch_first in itertools.product((True, False), (False, True)):
+        theirs, ours = pair(name, bias=bias, batch_first=batch_first, **options)
+        for x, hx in calls(batch_first, states(name, layers * (1 + bidirectional), B, options.get("proj_size", H))):
             with torch.inference_mode():
                 agree(ours(x, hx), theirs(double(x), double(hx)))
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.library.opcheck(torch.ops.ecornn.recurrent, operands(ours, torch.randn(T, B, I)),
-                                  test_utils=("test_schema", "test_faketensor"))
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.library.opcheck(torch.ops.ecornn.recurrent, operands(ours, torch.randn(T, B, I)),
+                              test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_arguments_of_the_constructor_are_torchs():
@@ -75,38 +70,24 @@ def test_the_arguments_of_the_constructor_are_torchs():
         ecornn.torch.RNN(I, H, nonlinearity="sine")
 
 
-@pytest.mark.parametrize("called_before", [False, True])
-def test_functional_call_uses_its_own_weights(called_before: bool):
-    theirs, ours = pair("LSTM")
-    x, halved = torch.randn(T, B, I), {name: 0.5 * w for name, w in ours.state_dict().items()}
-    with torch.no_grad():
-        if called_before:
-            ours(x)
-        agree(torch.func.functional_call(ours, halved, (x,)),
-              torch.func.functional_call(theirs, {name: w.double() for name, w in halved.items()}, (x.double(),)))
-        agree(ours(x), theirs(double(x)))
-    halved["weight_hh_l0"].requires_grad_()
-    ours.train().requires_grad_(False)
-    assert torch.func.functional_call(ours, halved, (x,))[0].requires_grad
-
-
 @pytest.mark.parametrize(("kind", "options"), [
     ("Adam", {"fused": True}), ("SGD", {"fused": True}), ("Adam", {"foreach": True}), ("SGD", {})])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_training_steps_are_seen(kind: str, options: dict[str, Any], compiled: bool):
-    theirs, ours = pair("GRU")
+    """By further steps, and by calls without gradients."""
+    theirs, ours, x = case("GRU")
     call = torch.compile(ours, backend="eager") if compiled else ours
-    x = torch.randn(T, B, I)
-    with torch.no_grad():
-        call(x)
     optimizer = getattr(torch.optim, kind)(ours.parameters(), lr=0.1, **options)
-    call.train()
-    call(x)[0].sum().backward()
-    optimizer.step()
-    call.eval()
-    load(theirs, ours)
-    with torch.no_grad():
-        agree(call(x), theirs(double(x)))
+    for _ in range(3):
+        load(theirs, ours)
+        with torch.no_grad():
+            agree(call.eval()(x), theirs(double(x)))
+        for _ in range(2):
+            y = call.train()(x)[0]
+            load(theirs, ours)
+            agree(y, theirs(double(x))[0])
+            y.sum().backward()
+            optimizer.step()
 
 
 def test_rebind_reads_what_left_no_trace():
@@ -124,8 +105,7 @@ def test_rebind_reads_what_left_no_trace():
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict_is_seen_in_inference_mode(assign: bool):
     with torch.inference_mode():
-        theirs, ours = pair("GRU")
-        x = torch.randn(T, B, I)
+        theirs, ours, x = case("GRU")
         ours(x)
         halved = {name: 0.5 * w for name, w in ours.state_dict().items()}
         torch.nn.Sequential(ours).load_state_dict({f"0.{name}": w for name, w in halved.items()}, assign=assign)
@@ -151,40 +131,6 @@ def test_infinite_weights_are_as_pytorchs(value: float, monkeypatch: pytest.Monk
             layer.weight_ih_l0[3, 2] = value  # a gate that is open, or closed
         agree(ours(x), theirs(double(x)))
     compiling.outcomes.clear()
-
-
-def test_other_batches_use_what_was_compiled():
-    theirs, ours = pair("GRU")
-    compiling.outcomes.clear()
-    with torch.no_grad():
-        for batch in (4, 3, 1, 2, 4):
-            x = torch.randn(T, batch, I)
-            agree(ours(x), theirs(double(x)))
-    assert len(compiling.outcomes) == 1
-
-
-def test_under_torch_compile():
-    """Through the registered operator, with its shapes known, and without a break in the graph."""
-    theirs, ours = pair("LSTM", num_layers=2, bidirectional=True)
-
-    def run(layer: Any, x: Any) -> Any:
-        y, (h, _) = layer(x * 2)
-        return torch.relu(y).sum(0), h + 1
-
-    fast = torch.compile(lambda x: run(ours, x), fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        for x in (torch.randn(T, B, I), torch.randn(T, B, I)):
-            agree(fast(x), run(theirs, double(x)))
-        torch.library.opcheck(torch.ops.ecornn.recurrent, operands(ours, x),
-                              test_utils=("test_schema", "test_faketensor"))
-
-
-def test_packed_sequences_under_torch_compile():
-    theirs, ours = pair("GRU", bidirectional=True)
-    packed = pack_padded_sequence(torch.randn(T, B, I), LENGTHS, enforce_sorted=False)
-    fast = torch.compile(lambda given: ours(given)[0].data + 1, backend="aot_eager")
-    with torch.no_grad():
-        agree(fast(packed), theirs(double(packed))[0].data + 1)
 
 
 class Classifier(torch.nn.Module):
@@ -224,14 +170,20 @@ def test_replace_swaps_what_it_can_and_says_what_it_could_not():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_types_on_a_cpu_are_pytorchs(dtype: Any):
-    layer, x = ecornn.torch.LSTM(I, H).eval().to(dtype), torch.randn(T, B, I, dtype=dtype)
-    with torch.no_grad():
-        wanted = torch.nn.LSTM.forward(layer, x)
-        with pytest.warns(UserWarning, match="own layer runs: compiled ones are for float32 and float64 on a CPU"):
-            same(layer(x), wanted)
-        with pytest.raises(DTypeError, match="float32"):
-            layer(x.float())
+def test_other_types_on_a_cpu_are_pytorchs(dtype: Any, monkeypatch: pytest.MonkeyPatch):
+    layer, x = ecornn.torch.GRU(I, H).to(dtype), torch.randn(T, B, I, dtype=dtype)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            wanted, says = torch.nn.GRU.forward(layer, x), "compiled ones are for float32 and float64 on a CPU"
+            with pytest.warns(UserWarning, match=f"PyTorch's own layer runs: {says}.*this is {dtype} on cpu"):
+                same(found := layer(x), wanted)
+            with pytest.raises(DTypeError, match="float32"):
+                layer(x.float())
+    found[0].sum().backward()
+    assert layer.weight_hh_l0.grad is not None
+    monkeypatch.setenv("ECORNN_STRICT", "1")
+    with pytest.raises(FallbackError, match=f"float64 on a CPU.*this is {dtype}"):
+        layer(x)
 
 
 def test_autocast_on_a_cpu_is_pytorchs():
@@ -248,17 +200,6 @@ def test_autocast_on_a_cpu_is_pytorchs():
                     continue
                 with pytest.raises(RuntimeError, match="primitive descriptor"):
                     layer(given)
-
-
-def test_no_sequences_and_one_that_is_traced(name: str):
-    layer, theirs = getattr(ecornn.torch, name)(I, H, batch_first=True).eval(), getattr(torch.nn, name)
-    with torch.no_grad():
-        empty, x = torch.zeros(0, T, I), torch.randn(B, T, I)
-        same(layer(empty), theirs.forward(layer, empty))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch.jit is deprecated
-            traced = torch.jit.trace(layer, (x,))
-        same(traced(2 * x[:2, :3]), theirs.forward(layer, 2 * x[:2, :3]))
 
 
 def test_states_in_a_list():
@@ -305,3 +246,236 @@ def test_threads_take_devices_in_turns(places: tuple[str, str], monkeypatch: pyt
 
     with ThreadPoolExecutor(2) as threads:
         assert [*threads.map(work, range(2))] == [True, True]
+
+
+# -- layers that were replaced --------------------------------------------------------------------
+class Own(torch.nn.LSTM):
+    """Leaves the calls to torch.nn."""
+
+    def __init__(self, *args: Any, note: str = "", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.note = note
+
+    def widths(self) -> tuple[int, int]:
+        return self.input_size, self.hidden_size
+
+
+class OwnCell(torch.nn.LSTMCell):
+    """Leaves the calls to torch.nn."""
+
+
+class Model(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, _ = self.layer(2 * x)
+        return y + 1
+
+
+def compiled(layer: torch.nn.Module, **options: Any) -> Model:
+    model = Model(layer).eval()
+    assert ecornn.torch.replace(model, **options).swapped == ("layer",)
+    return model
+
+
+def parts_of(layer: torch.nn.Module) -> tuple[torch.Tensor, str]:
+    """An input for a layer or a cell, and the name of its recurrent weights."""
+    cell = hasattr(layer, "weight_hh")
+    return (torch.randn(B, I), "weight_hh") if cell else (torch.randn(T, B, I), "weight_hh_l0")
+
+
+def agree_with_torch(model: Model, x: torch.Tensor, call: Any = None) -> None:
+    """With and without gradients a model, or ``call`` of it, gives what it does with PyTorch's own layers."""
+    ecornn.torch.restore(exact := copy.deepcopy(model))
+    wanted, call = exact.double()(double(x)), model if call is None else call
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            agree(call(x), wanted)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_layer_is_what_it_was(name: str, fullgraph: bool, one_thread: None):
+    """With the gradients and the hooks that it had."""
+    kind, compiled_kind, seen = getattr(torch.nn, name), getattr(ecornn.torch, name), []
+    theirs, layer, x = kind(I, H).double(), kind(I, H), torch.randn(T, B, I)
+    load(theirs, layer)
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    model = compiled(layer, fullgraph=fullgraph)
+    alike(theirs, model.layer, x)
+    assert seen == [1]
+    found = type(model.layer)
+    assert found is compiled_kind if fullgraph else issubclass(found, kind) and issubclass(found, compiled_kind)
+    assert found.__name__ == name and found(I, H, 2, batch_first=True).num_layers == 2
+    agree_with_torch(model, x)
+    assert ecornn.torch.restore(model) == ("layer",) and type(model.layer) is kind
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "deepcopy"])
+@pytest.mark.parametrize("layer", [lambda: Own(I, H, note="kept"), lambda: torch.nn.GRU(I, H),
+                                   lambda: OwnCell(I, H), lambda: torch.nn.LSTMCell(I, H)],
+                         ids=["own", "GRU", "own cell", "LSTMCell"])
+def test_copies(layer: Any, how: str):
+    """Of a class of one's own, too, that leaves the calls to PyTorch."""
+    kind = type(plain := layer())
+    model, (x, weight) = compiled(plain), parts_of(plain)
+    assert isinstance(model.layer, kind)
+    model(x).sum().backward()
+    made = copied(model, how)
+    assert type(made.layer) is type(model.layer)
+    assert getattr(made.layer, weight) is not getattr(model.layer, weight)
+    assert kind is not Own or (made.layer.note == "kept" and made.layer.widths() == (I, H))
+    with torch.no_grad():
+        getattr(made.layer, weight).mul_(0.5)
+    agree_with_torch(made, x)
+    assert ecornn.torch.restore(made) == ("layer",) and type(made.layer) is kind
+
+
+@pytest.mark.parametrize("method", ["forward", "check_forward_args", "permute_hidden"])
+def test_a_class_that_has_a_part_of_the_call_is_left_alone(method: str):
+    kind = type("Mine", (torch.nn.LSTM,), {method: lambda self, *args: args})
+    assert ecornn.torch.replace(Model(kind(I, H))).kept == {
+        "layer": f"Mine has methods of its own, which may do more: {method}"}
+    other = type("Other", (torch.nn.RNNBase,), {})("LSTM", I, H)
+    assert ecornn.torch.replace(Model(other)).kept == {"layer": "Other is no LSTM, GRU or RNN of torch.nn's"}
+
+
+class Scaled(torch.nn.RNNBase):
+    """A ``forward`` that goes on in the next class's, with arguments of its own."""
+
+    def forward(self, x: torch.Tensor, hx: Any = None, scale: float = 3.0) -> Any:
+        y, after = super().forward(scale * x, hx=hx)
+        return y - 1, after
+
+
+class ScaledLSTM(Scaled, torch.nn.LSTM):
+    pass
+
+
+class AndDoubled(ScaledLSTM):
+    def forward(self, x: torch.Tensor, hx: Any = None) -> Any:
+        y, after = super().forward(x, hx, 2.0)
+        return 2 * y, after
+
+
+@pytest.mark.parametrize("kind", [ScaledLSTM, AndDoubled])
+def test_a_forward_that_goes_on_in_pytorchs_goes_on_in_ours(kind: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ECORNN_STRICT", "1")
+    model, x = compiled(kind(I, H)), torch.randn(T, B, I)
+    agree_with_torch(model, x)
+    assert isinstance(model.layer, kind) and isinstance(model.layer, ecornn.torch.LSTM)
+    assert "RecurrentForward" in ancestors(model(x))
+    made = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        made.layer.weight_hh_l0.mul_(0.5)
+    agree_with_torch(made, x)
+    assert ecornn.torch.restore(model) == ("layer",) and type(model.layer) is kind
+
+
+@pytest.mark.parametrize("forward", [torch.nn.LSTM.forward, lambda self, x: torch.nn.LSTM.forward(self, x)])
+def test_a_forward_that_goes_elsewhere_is_left_alone(forward: Any):
+    kind = type("Mine", (torch.nn.LSTM,), {"forward": forward})
+    left = ecornn.torch.replace(Model(kind(I, H))).kept
+    assert ("layer" in left) == (forward is not torch.nn.LSTM.forward)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_layer_that_is_under_a_parametrization_already(fullgraph: bool):
+    model = compiled(parametrizations.weight_norm(torch.nn.GRU(I, H), "weight_hh_l0"), fullgraph=fullgraph)
+    ecornn.torch.restore(exact := copy.deepcopy(model))
+    x = torch.randn(T, B, I)
+    for _ in range(3):
+        for one, rows in ((model, x), (exact.double(), x.double())):
+            one.zero_grad()
+            one(rows).square().sum().backward()
+            with torch.no_grad():
+                for p in one.parameters():
+                    p -= 0.01 * p.grad
+        agree_with_torch(model, x)
+    agree([p.grad for p in model.parameters()], [p.grad for p in exact.parameters()], 1e-5)
+    assert sum(map(len, engine.engine_of(model.layer).trained._bound.values())) == 1  # packed in place
+    parametrize.remove_parametrizations(model.layer, "weight_hh_l0")
+    assert isinstance(model.layer, ecornn.torch.GRU)
+    agree_with_torch(model, x)
+    ecornn.torch.restore(model)
+    assert type(model.layer) is torch.nn.GRU
+
+
+@pytest.mark.parametrize("name", ["GRU", "LSTMCell"])
+def test_spectral_norm_as_a_parametrization(name: str):
+    """In training mode it iterates whenever a weight is read, of torch.nn's as often as they like; not in eval()."""
+    x, weight = parts_of(theirs := getattr(torch.nn, name)(I, H))
+    with torch.no_grad():  # one direction before all others, so that it converges soon
+        getattr(theirs, weight).add_(1.0)
+    parametrizations.spectral_norm(theirs, weight)
+    ours = copy.deepcopy(theirs)
+    ecornn.torch.replace(ours)
+    theirs.double()
+    found = []
+    with torch.no_grad():
+        agree(ours.eval()(x), theirs.eval()(x.double()), 1e-5)  # the norm is estimated in either type
+        for layer in (ours, theirs):
+            layer.train()
+            vector = layer.parametrizations[weight][0]._u
+            vector.copy_(before := torch.nn.functional.normalize(torch.randn_like(vector), dim=0))
+            for _ in range(50):
+                layer(x.to(vector.dtype))
+            assert not torch.equal(vector, before)
+            found.append(layer(x.to(vector.dtype)))
+        agree(*found, 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "attribute", "gone"])
+@pytest.mark.parametrize("name", ["GRU", "LSTMCell"])
+def test_weights_that_are_no_parameters(name: str, kind: str):
+    """As of layers that are frozen as buffers, or whose weights another module sets."""
+    layer, theirs = getattr(torch.nn, name)(I, H), getattr(torch.nn, name)(I, H).double().requires_grad_(False)
+    load(theirs, layer)
+    for weight, value in [*layer.named_parameters()]:
+        delattr(layer, weight)
+        if kind == "buffer":
+            layer.register_buffer(weight, value.detach())
+        elif kind == "attribute":
+            setattr(layer, weight, value.detach())
+    report = ecornn.torch.replace(layer)
+    if kind == "gone":
+        assert not report.swapped and "which is no tensor" in report.kept[name]
+        return
+    x, hh = parts_of(theirs)
+    assert report.swapped == (name,)
+    agree(layer(x), theirs(x.double()))
+    with torch.no_grad():
+        for module in (layer, theirs):
+            getattr(module, hh).mul_(2)
+        agree(layer(x), theirs(x.double()))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN", "LSTMCell"])
+def test_symbolic_traces_have_a_layer_as_one_node_and_torch_jit_script_none(name: str, fullgraph: bool):
+    model = compiled(getattr(torch.nn, name)(I, H), fullgraph=fullgraph)
+    x, _ = parts_of(model.layer)
+    graph = torch.fx.symbolic_trace(model)
+    assert [n.target for n in graph.graph.nodes if n.op == "call_module"] == ["layer"]
+    with pytest.raises(FallbackError, match=r"call ecornn\.torch\.restore\(model\) first"):
+        torch.jit.script(model)
+    agree_with_torch(model, x, graph)
+    ecornn.torch.restore(model)
+    agree_with_torch(model, x, torch.jit.script(model))
+
+
+def test_torch_compile_does_not_look_into_what_it_refuses():
+    """It took a layer's own code, and the compiler's, for the model's: hundreds of frames."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, x = compiled(torch.nn.LSTM(I, H)), torch.randn(T, B, I)
+    fast = torch.compile(model, backend="eager")
+    for _ in range(2):
+        agree_with_torch(model, x, fast)
+    assert counters["frames"]["total"] < 5
+    ecornn.torch.restore(other := copy.deepcopy(model))
+    whole = torch.compile(compiled(other.layer, fullgraph=True), backend="eager", fullgraph=True)
+    agree_with_torch(model, x, whole)

@@ -4,8 +4,11 @@ gradients of both. Sizes are the same in many files: these share what is compile
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +30,33 @@ def pair(name: str, **options: Any) -> tuple[Any, Any]:
     return theirs, ours
 
 
-def training_pair(name: str, **options: Any) -> tuple[Any, Any]:
+def case(name: str, **options: Any) -> tuple[Any, Any, torch.Tensor]:
+    """The same, and an input."""
+    theirs, ours = pair(name, **options)
+    shape = (B,) if "Cell" in name else (B, T) if ours.batch_first else (T, B)
+    return theirs, ours, torch.randn(*shape, I)
+
+
+def training_case(name: str, **options: Any) -> tuple[Any, Any, torch.Tensor]:
     """The same in training mode."""
-    return tuple(layer.train() for layer in pair(name, **options))
+    theirs, ours, x = case(name, **options)
+    return theirs.train(), ours.train(), x
+
+
+def of_both(limit: float = BACKWARD, **options: Any) -> Callable[[Any], Any]:
+    """Makes a test of a function of a layer in training mode and an input: what it returns for ours is what it returns
+    for torch.nn's, of each ``name``."""
+    def test_of(function: Any) -> Any:
+        def test(name: str, **given: Any) -> None:
+            theirs, ours, x = training_case(name, **options)
+            close(function(ours, x, **given), function(theirs, x.double(), **given), limit)
+
+        functools.update_wrapper(test, function)
+        names = ["name", *[*inspect.signature(function).parameters][2:]]
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+        return test
+
+    return test_of
 
 
 def load(theirs: torch.nn.Module, ours: torch.nn.Module) -> None:

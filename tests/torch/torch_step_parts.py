@@ -1,4 +1,4 @@
-"""What random steps of PyTorch are made of: subclasses, functions with a backward of their own, statements."""
+"""Steps in PyTorch, and what such are made of: subclasses, functions with a backward of their own, statements."""
 
 from __future__ import annotations
 
@@ -127,3 +127,71 @@ def trained(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
         norm.weight.normal_()
         norm.bias.normal_()
     return norm
+
+
+# -- whole steps ----------------------------------------------------------------------------------
+class MGU(nn.Module):
+    """Linear, chunk of a sum, a product of what is gated."""
+
+    def __init__(self, I: int, H: int) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size = I, H
+        self.x, self.f, self.n = nn.Linear(I, 2 * H), nn.Linear(H, H, bias=False), nn.Linear(H, H, bias=False)
+
+    def forward(self, x, h):
+        fx, nx = self.x(x).chunk(2, dim=-1)
+        f = torch.sigmoid(fx + self.f(h))
+        return torch.lerp(h, torch.tanh(nx + self.n(f * h)), f)
+
+
+class Norms(nn.Module):
+    """LayerNorm over all gates and over one, slices, split, parameters of its own, a tuple of states, y before them."""
+
+    def __init__(self, I: int, H: int) -> None:
+        super().__init__()
+        self.hidden_size, self.size = H, H
+        self.lin, self.rec = nn.Linear(I, 4 * H, bias=False), nn.Linear(H, 4 * H)
+        self.norm, self.cell_norm = nn.LayerNorm(4 * H), nn.LayerNorm(H, eps=1e-3)
+        self.decay = nn.Parameter(torch.rand(H))
+        self.out = nn.Parameter(torch.randn(H, H) / H ** 0.5)
+
+    def forward(self, x, state):
+        h, c = state
+        gates = self.norm(self.lin(x) + self.rec(h))
+        i, f = torch.split(gates[:, :2 * self.size], self.size, 1)
+        g, o = gates[:, 2 * self.size:3 * self.size], gates[..., 3 * self.size:]
+        c = f.sigmoid() * c * torch.exp(-F.softplus(self.decay)) + F.silu(i) * g.tanh()
+        h = torch.sigmoid(o) * torch.tanh(self.cell_norm(c))
+        return F.relu(h @ self.out), (h, c)
+
+
+class Joint(nn.Module):
+    """One Linear of x and h side by side, conditions, bounds, powers; and PyTorch's own cell inside."""
+
+    def __init__(self, I: int, H: int) -> None:
+        super().__init__()
+        self.gates = nn.Sequential(nn.Linear(I + H, 2 * H), nn.Identity(), nn.Hardtanh(-0.9, 0.8))
+        self.inner = nn.GRUCell(I, H)
+
+    def forward(self, x, h, c):
+        a, b = self.gates(torch.cat([x, h], dim=1)).chunk(2, 1)
+        kept = torch.where((a > 0.1) & (b < 0.5), a ** 2, b.clamp(min=-0.5) / 2 - 1.5 * torch.abs(c))
+        c = torch.minimum(kept, 1 - c) * 0.5
+        return self.inner(x, c), c
+
+
+class Bottleneck(nn.Module):
+    """Products through three values, of x as well: of low rank, with a bias and a normalization between, side by side
+    with a state, and a parameter that is used transposed."""
+
+    def __init__(self, I: int, H: int) -> None:
+        super().__init__()
+        self.input_size, self.hidden_size = I, H
+        self.down, self.up = nn.Linear(I + H, 3), nn.Linear(3 + H, 2 * H, bias=False)
+        self.norm, self.scale = nn.LayerNorm(3), nn.Parameter(torch.rand(3))
+        self.out = nn.Parameter(torch.randn(3, H) / 3 ** 0.5)
+
+    def forward(self, x, h):
+        low = torch.tanh(self.down(torch.cat([x, h], 1))) * torch.exp(self.scale)
+        new, gate = self.up(torch.cat([self.norm(low), h], -1)).chunk(2, 1)
+        return torch.lerp(h, torch.tanh(new + low @ self.out), torch.sigmoid(gate))

@@ -1,4 +1,5 @@
-"""``ecornn.torch.cell``: steps that are written in PyTorch, as cells; against the module's own loop in float64."""
+"""Cells of one's own in PyTorch: ecornn.torch.Recurrent, layers of these, and of built-in ones with options, that
+train; and ``ecornn.torch.cell``, steps that are written in PyTorch, as cells."""
 
 from __future__ import annotations
 
@@ -12,163 +13,124 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
-from torch_step_parts import Cubed, Spike, counted, hooked, silent
+from torch_pairs import B, H, I, T, alike, states, with_seed
+from torch_step_parts import MGU, Cubed, Joint, NormedLSTM, SlowGRU, Spike, counted, hooked, silent
+from torch_values import BACKWARD, close
 
 import ecornn
 import ecornn.torch
-from ecornn.errors import ArgumentError, CellError
+from ecornn.errors import ArgumentError, CellError, FallbackError
+from ecornn.torch.kind import cell_of, kind_of, name_of, text_of
 
-T, B, I, H = 5, 3, 6, 7
-LIMIT = 1e-5
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class MGU(nn.Module):
-    """Linear, chunk of a sum, a product of what is gated."""
+class Smoothed(ecornn.Cell):
+    """A leaky unit and a smoothed copy of it, whose two states have parameters of their own."""
 
-    def __init__(self, I: int, H: int) -> None:
+    name = "smoothed"
+    states = ("h", "slow")
+
+    def parameters(self, input: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        return {"weight_ih": (1, hidden, input), "weight_hh": (1, hidden, hidden), "rate": (2, hidden)}
+
+    def step(self, x: Any, states: Any, p: Any) -> list[Any]:
+        from tvm import te
+
+        h, slow = states
+        ih, hh, v = ecornn.product(x, p["weight_ih"], 0), ecornn.product(h, p["weight_hh"], 0), p["rate"]
+        new = ecornn.pointwise(lambda b, j: te.tanh(ih[b, j] + hh[b, j] + v[0, j] * slow[b, j]), h)
+        return [new, ecornn.pointwise(lambda b, j: slow[b, j] + te.sigmoid(v[1, j]) * (new[b, j] - slow[b, j]), h)]
+
+
+class ByHand(torch.nn.Module):
+    """The same in PyTorch's operations, of the parameters of a Recurrent in float64: y and the states."""
+
+    def __init__(self, layer: Any) -> None:
         super().__init__()
-        self.input_size, self.hidden_size = I, H
-        self.x, self.f, self.n = nn.Linear(I, 2 * H), nn.Linear(H, H, bias=False), nn.Linear(H, H, bias=False)
+        self.layer = layer
 
-    def forward(self, x, h):
-        fx, nx = self.x(x).chunk(2, dim=-1)
-        f = torch.sigmoid(fx + self.f(h))
-        return torch.lerp(h, torch.tanh(nx + self.n(f * h)), f)
-
-
-class Norms(nn.Module):
-    """LayerNorm over all gates and over one, slices, split, parameters of its own, a tuple of states, y before them."""
-
-    def __init__(self, I: int, H: int) -> None:
-        super().__init__()
-        self.hidden_size, self.size = H, H
-        self.lin, self.rec = nn.Linear(I, 4 * H, bias=False), nn.Linear(H, 4 * H)
-        self.norm, self.cell_norm = nn.LayerNorm(4 * H), nn.LayerNorm(H, eps=1e-3)
-        self.decay = nn.Parameter(torch.rand(H))
-        self.out = nn.Parameter(torch.randn(H, H) / H ** 0.5)
-
-    def forward(self, x, state):
-        h, c = state
-        gates = self.norm(self.lin(x) + self.rec(h))
-        i, f = torch.split(gates[:, :2 * self.size], self.size, 1)
-        g, o = gates[:, 2 * self.size:3 * self.size], gates[..., 3 * self.size:]
-        c = f.sigmoid() * c * torch.exp(-F.softplus(self.decay)) + F.silu(i) * g.tanh()
-        h = torch.sigmoid(o) * torch.tanh(self.cell_norm(c))
-        return F.relu(h @ self.out), (h, c)
+    def forward(self, x: Any, hx: Any) -> Any:
+        layer, ends = self.layer, [[], []]
+        for number in range(layer.num_layers):
+            rows = []
+            for way, end in enumerate(("", "_reverse")[:1 + layer.bidirectional]):
+                w, r, v = (getattr(layer, f"{name}_l{number}{end}") for name in ("weight_ih", "weight_hh", "rate"))
+                place = number * (1 + layer.bidirectional) + way
+                (h, slow), outputs = [s[place] for s in hx], [None] * len(x)
+                for t in reversed(range(len(x))) if way else range(len(x)):
+                    h = torch.tanh(x[t] @ w.T + h @ r.T + v[:H] * slow)
+                    slow = slow + torch.sigmoid(v[H:]) * (h - slow)
+                    outputs[t] = h
+                rows.append(torch.stack(outputs))
+                ends[0].append(h)
+                ends[1].append(slow)
+            x = torch.cat(rows, -1)
+        return x, tuple(torch.stack(states) for states in ends)
 
 
-class Joint(nn.Module):
-    """One Linear of x and h side by side, conditions, bounds, powers; and PyTorch's own cell inside."""
-
-    def __init__(self, I: int, H: int) -> None:
-        super().__init__()
-        self.gates = nn.Sequential(nn.Linear(I + H, 2 * H), nn.Identity(), nn.Hardtanh(-0.9, 0.8))
-        self.inner = nn.GRUCell(I, H)
-
-    def forward(self, x, h, c):
-        a, b = self.gates(torch.cat([x, h], dim=1)).chunk(2, 1)
-        kept = torch.where((a > 0.1) & (b < 0.5), a ** 2, b.clamp(min=-0.5) / 2 - 1.5 * torch.abs(c))
-        c = torch.minimum(kept, 1 - c) * 0.5
-        return self.inner(x, c), c
-
-
-class Bottleneck(nn.Module):
-    """Products through three values, of x as well: of low rank, with a bias and a normalization between, side by side
-    with a state, and a parameter that is used transposed."""
-
-    def __init__(self, I: int, H: int) -> None:
-        super().__init__()
-        self.input_size, self.hidden_size = I, H
-        self.down, self.up = nn.Linear(I + H, 3), nn.Linear(3 + H, 2 * H, bias=False)
-        self.norm, self.scale = nn.LayerNorm(3), nn.Parameter(torch.rand(3))
-        self.out = nn.Parameter(torch.randn(3, H) / 3 ** 0.5)
-
-    def forward(self, x, h):
-        low = torch.tanh(self.down(torch.cat([x, h], 1))) * torch.exp(self.scale)
-        new, gate = self.up(torch.cat([self.norm(low), h], -1)).chunk(2, 1)
-        return torch.lerp(h, torch.tanh(new + low @ self.out), torch.sigmoid(gate))
+@pytest.mark.parametrize(("layers", "bidirectional"), [(1, False), (2, True)])
+def test_a_cell_of_ones_own(layers: int, bidirectional: bool):
+    ours = ecornn.torch.Recurrent(Smoothed(), I, H, layers, bidirectional=bidirectional)
+    assert max(float(w.detach().abs().max()) for w in ours.parameters()) <= H ** -0.5
+    theirs = copy.deepcopy(ours).double()
+    assert list(theirs.state_dict())[:3] == ["weight_ih_l0", "weight_hh_l0", "rate_l0"]
+    x, hx = torch.randn(T, B, I), states("LSTM", layers * (1 + bidirectional))
+    alike(ByHand(theirs), ours, x, hx)
+    if layers == 1:
+        y = ours(x, hx)[0]
+        with torch.no_grad():
+            close(ours(x, hx)[0], y)
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(ours, fullgraph=True, backend="aot_eager")(x, hx)[0], y)
+        first = ecornn.torch.Recurrent(Smoothed(), I, H, batch_first=True)
+        first.load_state_dict(ours.state_dict())
+        assert torch.equal(first(x.transpose(0, 1), hx)[0].transpose(0, 1), y)
+        with pytest.raises(FallbackError, match="PyTorch has no layer"):
+            ours.bfloat16()(x.bfloat16())
 
 
-def sized(kind: Callable[..., nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind(I, H)
+def test_built_in_cells_with_options_train_as_layers():
+    """And their names are understood in any process, as those of cells whose class has a place in a module."""
+    ours = ecornn.torch.Recurrent("lstm(clip=3)", I, H, num_layers=2, dropout=0.5)
+    theirs = torch.nn.LSTM(I, H, 2, dropout=0.5)  # which clips nothing here
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(T, B, I)
+    close(with_seed(ours, x, 5)[1], with_seed(theirs, x, 5)[1], 2 * BACKWARD)
+    assert "lstm(clip=3), 7, 11, num_layers=2, dropout=0.5" in repr(ours).replace("3.0", "3")
+    assert kind_of(text_of(ours)).cell is ours.cell
+    name = name_of(Smoothed())
+    assert name.startswith("smoothed@") and name.endswith(f"={__name__}:Smoothed")
+    with pytest.raises(ArgumentError, match="make an ecornn"):
+        cell_of("smoothed@00000000")
+    with pytest.raises(ArgumentError, match="the cell that"):
+        cell_of(f"smoothed@00000000={__name__}:Smoothed")
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
-    "LSTMCell": (lambda: sized(nn.LSTMCell), {}),
-    "GRUCell": (lambda: sized(nn.GRUCell), {}),
-    "RNNCell": (lambda: sized(lambda i, h: nn.RNNCell(i, h, bias=False, nonlinearity="relu")), {}),
-    "mgu": (lambda: sized(MGU), {}),
-    "norms": (lambda: sized(Norms), {"input_size": I, "states": ("h", "c")}),
-    "bottleneck": (lambda: sized(Bottleneck), {}),
-    "joint": (lambda: sized(Joint), {"input_size": I, "hidden_size": H}),
-}
+def test_a_training_step_does_not_analyse_the_cell_again(monkeypatch: pytest.MonkeyPatch):
+    """Its weights are new after each step; its identity, which takes longer than the step, is not."""
+    layer = ecornn.torch.Recurrent(Smoothed(), I, H)
+    optimizer, x, asked, before = torch.optim.SGD(layer.parameters(), 0.1), torch.randn(T, B, I), [], []
+    identity = ecornn.Cell.identity
+    for _ in range(3):
+        before.append(len(asked))
+        monkeypatch.setattr(ecornn.Cell, "identity", lambda cell: asked.append(cell) or identity(cell))
+        optimizer.zero_grad()
+        layer(x)[0].square().mean().backward()
+        optimizer.step()
+        monkeypatch.undo()
+    assert len(asked) == before[1]
 
 
-def loop(module: nn.Module, x: torch.Tensor, states: list[torch.Tensor], together: bool) -> Any:
-    """y and the last states of a module in float64, called step by step."""
-    now, y = [s.double() for s in states], []
-    for row in x.double():
-        found = module(row, tuple(now) if together else now[0]) if together or len(now) == 1 else module(row, *now)
-        found = list(found) if isinstance(found, tuple) else [found]
-        shown, after = (found[0], found[1]) if isinstance(found[-1], tuple) else (found[0], found)
-        now = list(after)
-        y.append(shown)
-    return torch.stack(y), now
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_a_layer_of_a_traced_step_is_the_modules_loop(name: str, one_thread: None):
-    """As a Recurrent with the module's own weights, forward and gradients; and by the te step in float64."""
-    made, options = MODULES[name]
-    module = made()
-    cell = ecornn.torch.cell(module, **options)
-    layer = ecornn.torch.Recurrent(cell, I, H)
-    layer.load_state_dict(cell.weights())
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(T, B, I, generator=generator)
-    states = [torch.randn(B, H, generator=generator) for _ in cell.traced.states]
-    together = name in ("LSTMCell", "norms")
-    with torch.no_grad():
-        y, last = loop(copy.deepcopy(module).double(), x, states, together)
-    given = [torch.zeros(1, B, H)] * cell.shown + [s[None] for s in states]
-    with torch.no_grad():
-        got, after = layer(x, tuple(given) if len(given) > 1 else given[0])
-    after = list(after)[cell.shown:] if isinstance(after, tuple) else [after]
-    for found, wanted in zip((got, *(s.reshape(B, H) for s in after)), (y, *last), strict=True):
-        assert float((found - wanted).norm()) <= LIMIT * float(wanted.norm())
-    weights = ecornn.derive(cell, {n: w.numpy() for n, w in cell.weights().items()}, I, H)
-    exact, _ = ecornn.reference(cell, x.numpy(), weights, [s.numpy().reshape(B, H) for s in given])
-    np.testing.assert_allclose(exact, y.detach().numpy(), rtol=1e-6, atol=1e-6)  # constants of a step are float32
-
-
-@pytest.mark.parametrize("kind", [MGU, Bottleneck])
-def test_gradients_reach_the_modules_weights(kind: Callable[..., nn.Module], one_thread: None):
-    module = sized(kind)
-    cell = ecornn.torch.cell(module)
-    layer = ecornn.torch.Recurrent(cell, I, H)
-    layer.load_state_dict(cell.weights())
-    x = torch.randn(T, B, I, generator=torch.Generator().manual_seed(2))
-    layer(x)[0].square().sum().backward()
-    double = copy.deepcopy(module).double()
-    loop(double, x, [torch.zeros(B, H)], False)[0].square().sum().backward()
-    for parameter in double.parameters():  # as weights are taken
-        parameter.data = parameter.grad
-    wanted = cell.weights(double)
-    found = {n: p.grad for n, p in layer.named_parameters()}
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert float((found[name] - gradient).norm()) <= 2 * LIMIT * float(gradient.norm()), name
-
-
+# -- steps that are written in PyTorch -------------------------------------------------------------
 def test_a_cell_is_of_any_size_and_has_the_modules_names():
-    cell = ecornn.torch.cell(sized(MGU), name="mine")
+    cell = ecornn.torch.cell(MGU(I, H), name="mine")
     assert cell.name == "mine" and cell.states == ("h",)
     assert cell.parameters(5, 8) == {"x_weight": (2, 8, 5), "x_bias": (2, 8), "f_weight": (1, 8, 8),
                                      "n_weight": (1, 8, 8)}
     other = ecornn.torch.cell(MGU(4, 3), name="mine")
     assert other.identity().partition("@")[2] == cell.identity().partition("@")[2]
-    joint = ecornn.torch.cell(sized(Joint), input_size=I, hidden_size=H)
+    joint = ecornn.torch.cell(Joint(I, H), input_size=I, hidden_size=H)
     weights, whole = joint.weights(layer=2), dict(joint.traced.step.named_parameters())["gates.0.weight"]
     torch.testing.assert_close(torch.cat([weights["gates_0_weight_0_l2"], weights["gates_0_weight_1_l2"]], 1), whole)
     assert ecornn.torch.cell(lambda x, h: torch.tanh(h), input_size=3, hidden_size=3).parameters(3, 3) == {}
@@ -180,7 +142,7 @@ class Wrong(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.input_size, self.hidden_size = I, H
-        self.lin, self.odd, self.wide = nn.Linear(H, H), nn.Linear(H, H + 1), nn.Linear(2 * H, H)
+        self.lin, self.odd = nn.Linear(H, H), nn.Linear(H, H + 1)
         self.low, self.scale, self.short = nn.Linear(H, 3), nn.Parameter(torch.ones(())), nn.Linear(I, H)
 
 
@@ -190,13 +152,13 @@ FAULTS: dict[str, tuple[Callable[[Any, Any, Any], Any], str]] = {
     "mean": (lambda m, x, h: h - h.mean(0), "mean: over the batch, whose rows are apart in a cell"),
     "short": (lambda m, x, h: m.low(h), "the step returns a row of 3 values, less than H, of the shape (B, 3)"),
     "part": (lambda m, x, h: m.low(h).chunk(3, 1), "split_with_sizes: places 0 to 1 of an axis of 3"),
-    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 8 rows, which is no multiple of H = 7"),
-    "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: places 0 to 3 of an axis of 7"),
+    "rows": (lambda m, x, h: m.odd(h), "addmm: a product with 12 rows, which is no multiple of H = 11"),
+    "columns": (lambda m, x, h: m.lin(h)[:, :3], "slice: places 0 to 3 of an axis of 11"),
     "unit": (lambda m, x, h: m.lin(h)[:, 3], "a unit cannot be read by itself"),
     "branch": (lambda m, x, h: h if h.sum() > 0 else -h, "use torch.where in place of a branch"),
     "item": (lambda m, x, h: h * m.scale.item(), "depends on the values of a tensor"),
     "random": (lambda m, x, h: F.dropout(h, 0.5), "a step that draws at random is no cell"),
-    "number": (lambda m, x, h: m.lin(h).size(0), "the step returns [11] beside tensors"),
+    "number": (lambda m, x, h: m.lin(h).size(0), "the step returns [13] beside tensors"),
     "returned": (lambda m, x, h: (h, h * 2, h * 3), "returns 3 tensors for 1 state;"),
     "two values": (lambda m, x, h: m.lin(h) @ (h.T @ h), "a product of two values of the step"),
     "rows alike": (lambda m, x, h: h + m.scale * torch.arange(len(h))[:, None], "differs between rows of the batch"),
@@ -220,8 +182,8 @@ def test_what_is_not_taken_is_named_with_its_line(fault: str, monkeypatch: pytes
 def test_missing_sizes_and_names_are_errors():
     sizes = {"input_size": 3, "hidden_size": 3}
     for step, options, words in ((nn.Linear(3, 3), {}, r"input_size=None.*an attribute of the module"),
-                                 (3, {}, "step=3"), (sized(MGU), {"states": "h"}, "states='h'"),
-                                 (lambda x: x, sizes, "arguments behind x"), (sized(MGU), {"name": "1"}, "name='1'")):
+                                 (3, {}, "step=3"), (MGU(I, H), {"states": "h"}, "states='h'"),
+                                 (lambda x: x, sizes, "arguments behind x"), (MGU(I, H), {"name": "1"}, "name='1'")):
         with pytest.raises(ArgumentError, match=words):
             ecornn.torch.cell(step, **options)
 
@@ -263,13 +225,8 @@ class Module(nn.Module):
 
 
 def test_subclasses_of_pytorchs_cells_have_their_own_forward():
-    class Normed(nn.LSTMCell):
-        def forward(self, x, hx):
-            h, c = super().forward(x, hx)
-            return F.layer_norm(h, (H,)), c
-
-    states = [torch.randn(B, H) for _ in range(2)]
-    same_step(Normed(I, H), *states, states=("h", "c"))
+    same_step(NormedLSTM(I, H), torch.randn(B, H), torch.randn(B, H), states=("h", "c"))
+    same_step(SlowGRU(I, H))
     with pytest.raises(CellError, match=r"(?s)too many values.*name them: cell\(..., states=\('h', 'c'\)\)"):
         class Tuple(nn.Module):
             def forward(self, x, state):
@@ -406,6 +363,6 @@ def test_plain_tensors_and_shared_spellings():
     same_step(Module(lambda m, x, h: (1 - tau) * h + tau * F.relu(x, inplace=True)))
     same_step(Module(lambda m, x, h: torch.cat([h, x], axis=1).chunk(2, dim=1)[1].subtract(h, alpha=2)))
     same_step(Module(lambda m, x, h: x.where(h > 0, m.levels), levels=torch.linspace(0, 1, H)))
-    with pytest.raises(CellError, match=r"a parameter, of the shape \(7,\), that is none of its module's"):
+    with pytest.raises(CellError, match=r"a parameter, of the shape \(11,\), that is none of its module's"):
         outside = nn.Parameter(torch.rand(H))
         ecornn.torch.cell(Module(lambda m, x, h: x + h * outside), input_size=I, hidden_size=H)
