@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy_packing import cast, pack
 from runtime_sample import FakeGPU, tables_of
-from test_c_pack import library as library
 from test_narrow import NarrowInput
+from test_runtime_packing import library as library
 from test_runtime_packing import packings
 
 from ecornn.analysis import analyse
