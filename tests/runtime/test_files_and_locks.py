@@ -214,11 +214,7 @@ def test_a_folder_that_is_mounted_noexec_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_a_temporary_folder_goes_with_what_lives_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    class Owner:
-        pass
-
-    owner = temporary.lasting(lambda folder: (folder / "file").touch() or Owner())
+    owner: set[int] = temporary.lasting(lambda folder: (folder / "file").touch() or set())
     assert len([*tmp_path.glob("*/file")]) == 1
     del owner
     assert not [*tmp_path.iterdir()]

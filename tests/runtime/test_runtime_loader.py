@@ -81,18 +81,13 @@ def test_copies_and_pickles(module: Module, tmp_path: Path):
 
 def test_loading_again_takes_no_memory(module: Module, tmp_path: Path):
     """Nor a file of the same content, which brings no code that is not there already."""
-    def load() -> None:
-        assert pickle.loads(content).library is not ecornn.load(module.path).library
-
-    content, times, more = pickle.dumps(module), 80, []
-    for _ in range(20):
-        load()
-    for _ in range(3):  # other threads of the process may take some meanwhile
+    content, times, taken = pickle.dumps(module), 80, []
+    for count in (20, times, times, times):  # the first warms up; other threads of the process may take some meanwhile
         before = in_use()
-        for _ in range(times):
-            load()
-        more.append(0 if before is None else in_use() - before)
-    assert min(more) < 100 * times, more
+        for _ in range(count):
+            assert pickle.loads(content).library is not ecornn.load(module.path).library
+        taken.append(0 if before is None else in_use() - before)
+    assert min(taken[1:]) < 100 * times, taken
     module.save(tmp_path / "equal.so")
     ecornn.load(tmp_path / "equal.so").bind(WEIGHTS)(sample.inputs())
     assert "equal.so" not in Path("/proc/self/maps").read_text()
@@ -213,14 +208,13 @@ def test_weights_are_checked(module: Module):
     with pytest.raises(WeightsError, match="missing bias_l0; unexpected bias_l1; expected weight_l0, bias_l0") as e:
         module.bind({"weight_l0": w, "bias_l1": b})
     assert e.value.names == ("bias_l0", "bias_l1")
-    with pytest.raises(ShapeError, match=r"weights\['weight_l0'\].shape=\(3, 10\).*\(10, 3\)"):
-        module.bind({"weight_l0": w.T, "bias_l0": b})
-    with pytest.raises(DTypeError, match=r"weights\['bias_l0'\].dtype='int64'"):
-        module.bind({"weight_l0": w, "bias_l0": b.astype(np.int64)})
-    with pytest.raises(ArgumentError, match=r"weights\['bias_l0'\]=<class 'list'>"):
-        module.bind({"weight_l0": w, "bias_l0": b.tolist()})
-    with pytest.raises(ArgumentError, match="a dict of arrays"):
-        module.bind([w, b])
+    for kind, words, weights in (
+            (ShapeError, r"weights\['weight_l0'\].shape=\(3, 10\).*\(10, 3\)", {"weight_l0": w.T, "bias_l0": b}),
+            (DTypeError, r"weights\['bias_l0'\].dtype='int64'", {"weight_l0": w, "bias_l0": b.astype(np.int64)}),
+            (ArgumentError, r"weights\['bias_l0'\]=<class 'list'>", {"weight_l0": w, "bias_l0": b.tolist()}),
+            (ArgumentError, "a dict of arrays", [w, b])):
+        with pytest.raises(kind, match=words):
+            module.bind(weights)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "longdouble"])
