@@ -84,7 +84,7 @@ test-fast: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" --first $(WRITTEN) $(PYTEST)
 
 # Without assertions in the package: python -O drops them. Pytest rewrites those of tests, which hold.
-OPTIMIZED := $(addprefix tests/,project/test_asserts.py runtime/test_runtime_layer.py runtime/test_runtime_packing.py \
+OPTIMIZED := $(addprefix tests/,project/test_architecture.py runtime/test_runtime_layer.py runtime/test_runtime_packing.py \
 	cpu/test_cpu_training.py torch/test_torch_own_cells.py)
 test-optimized: $(VENV)/installed-test
 	$(BIN)/python -O -m pytest -n $(WORKERS) --maxprocesses 8 -m "not gpu and not exhaustive and not slow" \

@@ -94,7 +94,7 @@ MUTANTS = (
            "return count_ == 1 ? threads", "return true ? threads", "cpu/test_cpu_openmp.py -k share"),
     Mutant("packing: every gate is the first", "ecornn/build/c_pack.h",
            "const int64_t first = std::max<int64_t>(gate, 0) * rows;", "const int64_t first = 0 * rows;",
-           "interfaces/test_c_pack.py"),
+           "runtime/test_runtime_packing.py"),
     Mutant("loading: a file cut short is complete", "ecornn/runtime/library.py",
            "return bool(max(ends) <= len(content))", "return True", "runtime/test_runtime_loader.py"),
     Mutant("loading: any checksum will do", "ecornn/runtime/library.py", "if not whole:", "if False:",

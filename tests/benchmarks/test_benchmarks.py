@@ -1,4 +1,5 @@
-"""What the benchmarks compute without a GPU: rows, floors, files of results, tables."""
+"""What the benchmarks compute without a GPU: rows, floors, files of results, tables; and grids in TOML: the layers that
+they name, sides of ours, and runs that go on where they were stopped."""
 
 from __future__ import annotations
 
@@ -7,21 +8,33 @@ import math
 import sys
 from pathlib import Path
 
+import compare_flashrnn as flash
 import compile_times
 import measured_rows
 import msgspec
 import numpy as np
 import pytest
 import report
+import torch
+from click.testing import CliRunner, Result
 from measured_rows import Results, Summary, mean, members, of_bench, read, singles
 from rooms import ROOT
+from search_tables import losses, worth
+from side_by_side import CELLS, float64_forward
 
+import ecornn
 from ecornn import floor as floors
-from ecornn.bench.grid import ALIKE, Case, Layer, Own, read_grid
+from ecornn.bench import turns
+from ecornn.bench.grid import ALIKE, Case, Layer, Own, read_grid, selected
 from ecornn.bench.results import Row, RowLog
 from ecornn.bench.turns import Times
-from ecornn.errors import ScheduleError
+from ecornn.cells import get
+from ecornn.cli import main
+from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.report.measured import measured
 from ecornn.schedules.rates import gpu_rates
+from ecornn.tune.space import Candidate
+from ecornn.workload import Workload
 
 GRIDS = sorted((ROOT / "benchmarks" / "grids").glob("*.toml"))
 ENVIRONMENT = {"gpu": "NVIDIA H100 80GB HBM3", "cuda": "13.0", "cudnn": 91900, "torch": "2.11.0",
@@ -79,9 +92,9 @@ def test_every_grid_names_layers_that_there_are(path: Path, monkeypatch: pytest.
 def test_who_rounds_to_tf32():
     """Ours rounds in rows of TF32 on both sides alone; cuDNN may in those of TF32, too."""
     found = {one.name.split()[-1]: one for one in layers() if one.name.startswith("lstm 1024x16")}
-    assert [found[d].case.dtype for d in ("float32", "tf32", "tf32-both")] == ["float32"] * 3
-    assert [found[d].case.precision for d in ("float32", "tf32", "tf32-both")] == [None, None, "tf32"]
-    assert [found[d].against for d in ("float32", "tf32", "tf32-both")] == [("cudnn",), ("cudnn-tf32",), ("cudnn",)]
+    assert [(found[d].case.dtype, found[d].case.precision, found[d].against) for d in (
+        "float32", "tf32", "tf32-both")] == [("float32", None, ("cudnn",)), ("float32", None, ("cudnn-tf32",)),
+                                             ("float32", "tf32", ("cudnn",))]
     row = of_bench(json.loads(msgspec.json.encode(result(found["tf32"], 2.0, 3.0))))
     assert (row["dtype"], row["sides"], row["cudnn_us"], row["ratio"]) == ("tf32", ["ecornn", "cudnn"], 6.0, 3.0)
 
@@ -135,9 +148,9 @@ def test_floors_grow():
 
 def test_weights_beyond_the_chip_are_fetched_each_step():
     """A vanilla layer of H=5632 in float16 has 63.4 MB, the chip's registers and shared memory 65.3."""
-    fits, not_any_more = (floors.floor(floors.H100, "rnn_tanh", 1, H, H, "float16") for H in (5632, 8192))
+    fits, beyond = (floors.floor(floors.H100, "rnn_tanh", 1, H, H, "float16") for H in (5632, 8192))
     assert fits.bytes < 1.1, "from shared memory"
-    assert not_any_more.bytes > (2 * 8192 ** 2 - 132 * (483 << 10)) / 3.0e6, "from device memory"
+    assert beyond.bytes > (2 * 8192 ** 2 - 132 * (483 << 10)) / 3.0e6, "from device memory"
 
 
 def test_no_floor_for_a_gpu_that_was_not_measured():
@@ -182,11 +195,6 @@ def test_tables(results: Results, monkeypatch: pytest.MonkeyPatch):
 
 def test_float64_forward_is_the_reference():
     """The check of the GPU benchmark against `ecornn.reference`, which was written apart from it."""
-    import torch
-    from side_by_side import CELLS, float64_forward
-
-    import ecornn
-
     torch.manual_seed(0)
     for cell, kind in CELLS.items():
         weights = {k: v.detach() for k, v in kind(5, 7).named_parameters()}
@@ -199,13 +207,6 @@ def test_float64_forward_is_the_reference():
 @pytest.mark.parametrize("heads", [1, 3])
 def test_the_slstm_beside_flashrnn(heads: int):
     """What FlashRNN is given, in its layouts, and what is expected of it, against `ecornn.reference`."""
-    import compare_flashrnn as flash
-    import torch
-    from side_by_side import float64_forward
-
-    import ecornn
-    from ecornn.cells import get
-
     cell, steps, batch, hidden = f"slstm(heads={heads})" if heads > 1 else "slstm", 5, 2, 6
     gates, weight = torch.randn(steps, batch, 4 * hidden), torch.randn(4 * hidden, hidden // heads)
     weights = {"weight_ih_l0": torch.eye(4 * hidden), "weight_hh_l0": weight, "bias_ih_l0": torch.zeros(4 * hidden)}
@@ -225,10 +226,6 @@ def test_the_slstm_beside_flashrnn(heads: int):
 @pytest.mark.parametrize("cell", ["lstm", "rnn_tanh"])
 def test_gradients_beside_flashrnn(cell: str):
     """What FlashRNN's gradients are held against, in its layouts: those of a PyTorch layer that is given W x + b."""
-    import compare_flashrnn as flash
-    import torch
-    from side_by_side import CELLS
-
     steps, batch, hidden = 5, 2, 6
     width = flash.described(cell)[1] * hidden
     gates, dh = torch.randn(steps, batch, width), torch.randn(steps, batch, hidden)
@@ -247,11 +244,6 @@ def test_gradients_beside_flashrnn(cell: str):
 
 
 def test_what_a_log_is_worth_elsewhere():
-    from search_tables import losses, worth
-
-    from ecornn.tune.space import Candidate
-    from ecornn.workload import Workload
-
     here, other = (Workload("rnn_tanh", 64, 64, batch, 10, "float16") for batch in (4, 8))
     a, b, c = (Candidate.of("fused_step", {"units": units}) for units in (1, 2, 3))
     rows, unknown = worth({here: {a: 1.0, b: 2.0}, other: {c: 1.0}}, {here: {a: 3.0, b: 2.0, c: 4.0}, other: {a: 1.0}})
@@ -271,3 +263,120 @@ def test_compile_time_reads_nvccs_own_report(tmp_path: Path):
                      + line.format("a.cu", "cicc", 250.5) + line.format("b.cu", "ptxas", 100)
                      + line.format("", "nvcc (driver)", 9000))
     assert compile_times.slowest(times) == {"cicc": 0.4, "ptxas": 0.1}
+
+
+SMALL = """
+title = "Small layers"
+against = ["torch", "loop"]
+calls = 3
+[sides.tall]
+schedule = "cpu_steps"
+[sides.relu]
+cell = "rnn_relu"
+[sides.other]
+weights = "int16"
+[all]
+target = "cpu"
+threads = 1
+[[layers]]
+group = "tiny"
+cell = ["rnn_tanh", "gru"]
+size = "4x2x8"
+dtype = "float32"
+at_most = 100.0
+"""
+
+
+def bench(*arguments: str, code: int = 0) -> Result:
+    with pytest.MonkeyPatch.context() as patch:  # nothing waits until the machine is still
+        patch.setattr(turns, "foreign", lambda: 0.0)
+        patch.setattr(turns, "settle", lambda: None)
+        result = CliRunner().invoke(main, ["bench", "--seconds", "0.02", *arguments])
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result
+
+
+def grid_file(folder: Path, text: str) -> Path:
+    path = folder / "grid.toml"
+    path.write_text(text)
+    return path
+
+
+def test_lists_are_combinations_in_their_order(tmp_path: Path):
+    grid = read_grid(grid_file(tmp_path, """
+against = ["cudnn"]
+[[layers]]
+dtype = ["float16", "tf32", "tf32-both"]
+cell = ["lstm", "gru"]
+size = ["300x20x800", "1x5x100x300"]
+[[layers]]
+cell = "lstm"
+size = "300x20x800"
+dtype = "float16"
+[[layers]]
+cell = "tests/cells.py:Mine"
+hidden = 8
+layers = 2
+training = true
+against = ["none"]
+sides.slow = {untuned = true}
+at_least = 2
+"""))
+    layers = grid.expanded("grid.toml")
+    assert [layer.name for layer in layers][:3] == ["lstm 300x20x800x800 float16", "lstm 1x5x100x300 float16",
+                                                    "gru 300x20x800x800 float16"]
+    assert len(layers) == 13, "a layer that is named twice is one"
+    tf32, both = layers[4], layers[8]
+    assert (tf32.against, tf32.case.dtype, tf32.case.precision) == (("cudnn-tf32",), "float32", None)
+    assert (both.against, both.case.precision, both.name) == (("cudnn",), "tf32", "lstm 300x20x800x800 tf32-both")
+    last = layers[-1]
+    assert last.name == "Mine ?x?x8x8 2 layers training" and last.against == () and last.own["slow"].untuned
+    assert last.at_least == 2 and [layer.name for layer in selected(layers, ["lstm 1x5", "Mine"])][-1] == last.name
+    with pytest.raises(ArgumentError, match="--list shows them"):
+        selected(layers, ["lstm gru"])
+
+
+@pytest.mark.parametrize("text, said", [
+    ("[[layers]]\ncel = 'lstm'\n", "cel"), ("[[layers]]\nsize = '300x20'\n", "300x20x800"), ("layers = 3", "array"),
+    ("[[layers]]\ncell = 'lstm'\nhidden = 'x'\n", "hidden"), ("[[layers]\n", "TOML"), ("[sides.a]\nx = 1\n", "x")])
+def test_what_is_no_grid_is_refused(text: str, said: str, tmp_path: Path):
+    output = bench("--grid", str(grid_file(tmp_path, text)), code=2).output
+    assert said in output and output.count("error: ") == 1
+
+
+def test_sides_of_ours_and_a_file_that_goes_on(tmp_path: Path):
+    grid, out = grid_file(tmp_path, SMALL), tmp_path / "rows.jsonl"
+    listed = bench("--grid", str(grid), "--list").stdout.splitlines()
+    assert listed == ["tiny rnn_tanh 4x2x8x8 float32 1 threads", "tiny gru 4x2x8x8 float32 1 threads"]
+    said = bench("--grid", str(grid), "--only", "rnn_tanh", "--output", str(out))
+    (row,) = RowLog(out).rows
+    assert {*row["us_per_step"]} == {"ecornn", "relu", "other", "torch", "loop"} and row["name"] in listed[0]
+    assert "cpu_steps" in row["left_out"]["tall"] and "tall is left out" in said.stderr
+    assert row["errors"]["relu"] < 1e-6 < row["errors"]["other"] < 1e-4 and row["calls"] == 3 and not row["wrong"]
+    assert row["at_most"] == 100 and row["about"]["loop"].startswith("a loop over the step")
+    said = bench("--grid", str(grid), "--output", str(out))
+    assert "1 of 2 layers are in" in said.stderr and len(RowLog(out).rows) == 2
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-5])  # as it is where a process was killed while it wrote
+    assert [f"tiny {r['name']}" for r in RowLog(out).rows] == listed[:1]
+    out.write_text("nothing\n")
+    with pytest.raises(ArgumentError, match="a line of results"):
+        RowLog(out)
+    out.write_bytes(whole)
+    assert len(measured([out]).rows) == 2, "what `ecornn report --results` reads"
+
+
+def test_rows_of_another_device_go_to_another_file(tmp_path: Path):
+    RowLog(tmp_path / "rows.jsonl").begin({"gpu": "this"})
+    with pytest.raises(ArgumentError, match="rows of that; this one has those of this"):
+        RowLog(tmp_path / "rows.jsonl").begin({"device": "that"})
+
+
+@pytest.mark.slow
+def test_layers_in_processes_of_their_own(tmp_path: Path):
+    """A layer that fails costs no other one anything."""
+    text = SMALL.replace('"gru"', '"lstm(nothing)"').replace('"torch", "loop"', '"none"')
+    found = json.loads(bench("--grid", str(grid_file(tmp_path, text)), "--jobs", "1", "--longest", "600", "--json",
+                           code=1).stdout)["rows"]
+    assert not found[0]["failed"] and {*found[0]["us_per_step"]} == {"ecornn", "relu", "other"}
+    assert "nothing" in found[1]["failed"]

@@ -54,12 +54,11 @@ def space_of(text: str, device: Device = H100) -> ConfigSpace:
 
 
 def test_the_workloads_are_spread():
-    works = [search_tables.workload_of(text) for text in search_tables.WORKLOADS["cuda"]]
-    assert len(set(works)) == 12
-    assert {w.cell for w in works} == {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-    assert {w.dtype for w in works} == {"bfloat16", "float16", "float32"}
-    assert (min(w.hidden for w in works), max(w.hidden for w in works)) == (128, 2816)
-    assert (min(w.batch for w in works), max(w.batch for w in works)) == (1, 128)
+    works = {search_tables.workload_of(text) for text in search_tables.WORKLOADS["cuda"]}
+    cells, dtypes, hidden, batches = ({getattr(w, of) for w in works} for of in ("cell", "dtype", "hidden", "batch"))
+    assert len(works) == 12 and cells == {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+    assert dtypes == {"bfloat16", "float16", "float32"}
+    assert (min(hidden), max(hidden), min(batches), max(batches)) == (128, 2816, 1, 128)
 
 
 def test_a_table_is_a_prefix_of_one_uniform_order():
@@ -168,13 +167,10 @@ def test_no_record_of_the_workload_itself_warms_a_replay():
 
 
 def test_drawing_from_a_table_reaches_all_of_it():
-    class Tiny(search_quality.TableSpace):
-        pass
-
     task: Task = search_tables.task_of(search_tables.workload_of(SMALL[0]), H100)[0]
     space = space_of(SMALL[0])
     chosen = search_tables.first(space, 30)
-    tiny = Tiny(task, list(space.schedules.values()), dict.fromkeys(chosen))
+    tiny = search_quality.TableSpace(task, list(space.schedules.values()), dict.fromkeys(chosen))
     rng = random.Random(0)
     assert {tiny.draw(rng) for _ in range(2000)} == set(chosen)
     assert all(n is None or n in chosen for n in (tiny.neighbour(c, rng) for c in chosen))

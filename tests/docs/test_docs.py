@@ -1,5 +1,6 @@
 """README and docs: code that runs as it stands, commands that are right, variables that are all there, links that lead
-somewhere; and the first ten minutes: pages of what was carried out, and what those in docs must show."""
+somewhere; the first ten minutes: pages of what was carried out, and what those in docs must show; figures, which are
+those of the files of results; and CELLS.md: its cells against the formulas of tests/published, its errors."""
 
 from __future__ import annotations
 
@@ -8,19 +9,35 @@ import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import chromium
 import click
 import figures
 import first_minutes
+import numpy as np
 import pytest
+import report
 import site_links
 import site_support
 from first_minutes import Step
+from measured_rows import read
+from published import CELLS
 from rooms import ROOT
+from test_published_cells import LIMIT, drawn, flat, formula
+from tvm import te, tirx
 
-PAGES = figures.pages()
-NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+import ecornn
+from ecornn import cli
+from ecornn.analysis import analyse
+from ecornn.cells import Cell, pointwise, product
+from ecornn.cli.cell_checks import Checks
+from ecornn.errors import CellError
+from ecornn.host_cpu import detect
+from ecornn.schedules.cpu import CPUSequence
+from ecornn.tune.oracle import relative_error
+
+NAMES = [page.relative_to(ROOT).as_posix() for page in figures.pages()]
 BLOCK = re.compile(r"((?:<!-- not run: [^>]+ -->\n)?)^```(\w+)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 RUN = ["README.md", "docs/GETTING_STARTED.md", "docs/EXPORT.md",
        *(name for name in NAMES if name.startswith("docs/tutorials/"))]
@@ -58,14 +75,12 @@ def commands(name: str) -> list[list[str]]:
 @pytest.mark.parametrize("name", [name for name in NAMES if commands(name)])
 def test_commands_parse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Every command and option is there and takes what it is given; nothing is carried out."""
-    from ecornn.cli import main
-
     monkeypatch.chdir(tmp_path)
     for word in commands(name):
         first, *rest = word
-        command: click.Command = main
+        command: click.Command = cli.main
         rest = [*first.split("-")[1:], *rest]  # ecornn-tune is ecornn tune
-        context = click.Context(main, info_name="ecornn")
+        context = click.Context(cli.main, info_name="ecornn")
         while isinstance(command, click.Group):
             found = command.get_command(context, rest.pop(0))
             assert found is not None, word
@@ -74,10 +89,8 @@ def test_commands_parse(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wrong_option_is_seen():
-    from ecornn.cli import compile
-
     with pytest.raises(click.UsageError):
-        compile.make_context("compile", ["--cell", "lstm", "--hiden", "8"])
+        cli.compile.make_context("compile", ["--cell", "lstm", "--hiden", "8"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,10 +108,9 @@ def test_a_missing_link_is_seen():
 
 
 def test_every_environment_variable_is_listed():
-    read = re.compile(r"""["'](ECORNN_[A-Z_]+)["']""")
     files = [ROOT / "setup.py", *(path for folder in ("ecornn", "schedules", "tests", "benchmarks")
                                   for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".h", ".cc"))]
-    found = {name for path in files for name in read.findall(path.read_text())}
+    found = {name for path in files for name in re.findall(r"""["'](ECORNN_[A-Z_]+)["']""", path.read_text())}
     listed = set(re.findall(r"`(ECORNN_[A-Z_]+)\b", (ROOT / "docs" / "ENVIRONMENT.md").read_text()))
     assert {"ECORNN_CACHE", "ECORNN_OPENMP", "ECORNN_TUNING_LOGS"} <= found
     assert found == listed
@@ -182,3 +194,153 @@ def test_a_user_has_nothing_of_before(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "ECORNN_TUNING_LOGS" not in new and "PYTHONPATH" not in new and new["HOME"] == str(tmp_path)
     own = first_minutes.environment_of(tmp_path, in_place=True)
     assert "ECORNN_TUNING_LOGS" not in own and own["PYTHONPATH"].split(":")[1:] == ["/packages"]
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+TABLES = ("h100.json", "h100_grid.jsonl", "h100_flashrnn.json", "h100_flashrnn_training.json", "h100_stacks.json",
+          "cpu_skylake.json", "h100_published.jsonl", "h100_heads.jsonl", "h100_classes.jsonl",
+          "h100_integer_weights.jsonl")
+SLOW = "search."  # figures of whole searches take ten seconds to read
+
+
+def test_tables():
+    """Every file of these has its place in the pages, and the tables there are those of the files."""
+    text = "".join((ROOT / page).read_text() for page in report.PAGES)
+    marks = set(re.findall(r"<!-- (measured[\w-]*): begin -->", text))
+    for name in TABLES:
+        mark, lines = report.section((RESULTS / name).relative_to(ROOT))
+        assert text.count("\n".join([f"<!-- {mark}: begin -->", "", *lines, "", f"<!-- {mark}: end -->"])) == 1, mark
+        marks.remove(mark)
+    assert not marks, "tables of no file"
+
+
+def test_the_plot():
+    log = read(RESULTS / "h100_grid.jsonl")
+    picture = report.svg(log)
+    assert (ROOT / "docs" / "images" / "speed.svg").read_text() == picture
+    assert picture.count("<title>") == 88, "a dot for each layer of the grid"
+    log.rows[0]["ratio"] = 0.9
+    assert ": 0.90x" in report.svg(log) and ": 0.90x" not in picture
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sentences(name: str):
+    text = (ROOT / name).read_text()
+    marked = [(of, " ".join(has.split())) for _, of, has, _ in figures.MARKED.findall(text)]
+    assert text.count("<!-- figure:") == len(marked), "a mark that is not closed"
+    quick = [one for one in marked if not one[0].startswith(SLOW)]
+    assert quick == [(of, figures.FIGURES[of]()) for of, _ in quick]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", NAMES)
+def test_sentences_on_searches(name: str):
+    assert figures.differences((ROOT / name).read_text()) == []
+
+
+def test_a_figure_that_is_not_that_of_the_results():
+    text = "<!-- figure: grid.rows16 -->71<!-- / --> layers"
+    assert figures.differences(text) == [("grid.rows16", "71", "70")]
+    assert figures.differences(figures.written(text)) == []
+    with pytest.raises(KeyError):
+        figures.differences("<!-- figure: nothing -->1<!-- / -->")
+
+
+def test_in_programs_no_layer_is_slower_than_what_it_replaces():
+    """In turns with PyTorch's operations, and under 2 to 4 times the load of the cores."""
+    assert min(figures.in_programs("turns", "ms")) >= 1
+    assert figures.geometric(figures.in_programs("turns", "ms")) >= 1.5
+    assert min(figures.in_programs("busy", "ms") + figures.in_programs("busy", "p99_ms")) >= 1
+    assert {r["busy"] for r in figures.rows("cpu_in_programs.json") if r["mode"] == "busy"} == {2, 4}
+
+
+def test_every_figure_is_in_some_page():
+    text = "".join(page.read_text() for page in figures.pages())
+    assert set(figures.FIGURES) == {name for _, name, *_ in figures.MARKED.findall(text)}
+
+
+CELLS_PAGE = (ROOT / "docs" / "CELLS.md").read_text()
+CELL_BLOCKS = [block for block in re.findall(r"```python\n(.*?)```", CELLS_PAGE, re.DOTALL)
+               if block.startswith(("from", "import", "class"))]  # the others are parts of a step
+TOLD_ERRORS = [re.findall(r"`([^`]*)`", line)[:2]
+               for line in CELLS_PAGE.partition("## Errors you may meet")[2].splitlines() if line.startswith("| `")]
+OWN_NAMES = {"ugrnn": {"weight_ih": "W", "weight_hh": "R", "bias": "b"}}  # of the documentation's cell -> ours
+
+
+@pytest.fixture(scope="module")
+def documented() -> dict[str, Cell]:
+    """The cells of all code blocks, run in their order, by name."""
+    known: dict[str, Any] = {"__name__": "cells_of_the_documentation"}
+    for block in CELL_BLOCKS:
+        exec(compile(block, "CELLS.md", "exec"), known)
+    own = [v for v in known.values() if isinstance(v, type) and issubclass(v, Cell) and v is not Cell]
+    return {v.name: v() for v in own} | {"of PyTorch": known["cell"]}
+
+
+def test_there_are_ten_cells_and_six_errors(documented: dict[str, Cell]):
+    assert len(TOLD_ERRORS) >= 6
+    assert len(documented) >= 11 and documented.keys() <= CELLS.keys() | {"of PyTorch"}
+    assert "module = ecornn.compile(UGRNN()" in CELL_BLOCKS[0]  # so that it was compiled, too
+
+
+@pytest.mark.parametrize("name", re.findall(r"^    name(?:, \w+)* = \"(\w+)\"", CELLS_PAGE, re.MULTILINE))
+def test_its_cells_are_their_formulas(documented: dict[str, Cell], name: str):
+    ours, cell = CELLS[name], documented[name]
+    x, parameters, states = drawn(ours)
+    wanted, last = formula(ours, x, parameters, states)
+    names = {theirs: n for n, theirs in OWN_NAMES.get(name, {}).items()}
+    weights = flat(ours, {names.get(n, n): v for n, v in parameters.items()})
+    y, after = ecornn.reference(cell, x, weights, states)
+    assert cell.states == ours.states
+    for got, want in zip((y, *after), (wanted, *last), strict=True):
+        assert relative_error(got, want) <= LIMIT
+    assert cell.output_names() == ours.output_names()
+
+
+def test_its_neurons_train_on_a_cpu(documented: dict[str, Cell]):
+    checks = Checks(documented["lif"], 5, 8, 3)
+    assert checks.derivative().result == "right"
+    forward, gradients = checks.run_one(detect(), CPUSequence(), "float32", None)
+    assert (forward.result, gradients.result) == ("right", "right"), gradients.why
+
+
+def test_a_stack_of_the_first_one_is_its_reference(documented: dict[str, Cell]):
+    """What the first block compiles, at a small size."""
+    cell, rng = documented["ugrnn"], np.random.default_rng(0)
+    module = ecornn.compile(cell, hidden=8, batch=3, layers=2, bidirectional=True, lengths=True, target="cpu")
+    weights = {p.name: rng.uniform(-1, 1, p.shape).astype(np.float32) for p in module.manifest.parameters}
+    x, lengths = rng.normal(size=(5, 3, 8)).astype(np.float32), np.array([5, 0, 3])
+    y, (last,) = module.bind(weights)(x, lengths=lengths)
+    wanted, (end,) = ecornn.reference(cell, x, weights, lengths=lengths)
+    assert relative_error(y, wanted) <= LIMIT and relative_error(last, end) <= LIMIT
+
+
+def test_the_step_of_pytorch_is_the_first_cell(documented: dict[str, Cell]):
+    """Both are update gate RNNs."""
+    cell, rng = documented["of PyTorch"], np.random.default_rng(0)
+    weights = {n: w.double().numpy() for n, w in cell.weights().items()}
+    x = rng.normal(size=(5, 3, 6))
+    names = {"weight_ih_l0": "x_weight_l0", "weight_hh_l0": "h_weight_l0"}
+    other = {n: weights[w] for n, w in names.items()} | {"bias_l0": weights["x_bias_l0"] + weights["h_bias_l0"]}
+    y, _ = ecornn.reference(cell, x, weights)
+    # both are float64, in other orders of summation; 1e-12 is 4500 of its roundings
+    np.testing.assert_allclose(y, ecornn.reference(documented["ugrnn"], x, other)[0], rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(("written", "message"), TOLD_ERRORS)
+def test_errors_are_those_that_are_told(written: str, message: str):
+    class Mine(Cell):
+        name, states = "mine", ("h",)
+
+        def parameters(self, input, hidden):
+            return {"W": (2, hidden, input), "R": (1, hidden, hidden), "v": (1, hidden)}
+
+        def step(self, x, states, p):
+            (h,), W, R, v = states, p["W"], p["R"], p["v"]
+            known = {"x": x, "h": h, "W": W, "R": R, "v": v, "wx": product(x, W), "te": te, "tirx": tirx,
+                     "product": product, "pointwise": pointwise}
+            return [pointwise(eval(f"lambda b, j: {written}", known), h)]
+
+    with pytest.raises(CellError) as caught:
+        analyse(Mine(), 8, 12)
+    assert message in str(caught.value)

@@ -1,14 +1,16 @@
-"""The examples of training, small: what they print, and that they notice what is wrong; and what they share: steps,
-their times, and what they keep."""
+"""The examples of training, small: what they print, and that they notice what is wrong; and what examples share: steps,
+their times, and what they keep; sessions that are served, and wrong answers of these."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import importlib
 import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,26 +23,21 @@ from click.testing import CliRunner
 from compare_models import CompiledStep
 from python_text import docstrings, in_columns, numbered, reference, words
 from rooms import ROOT
+from serving_load import Load
 from torch import nn
+from tornado.web import HTTPError
 from training_steps import Step, memory_by_layer, middle, take_turns
 
+import ecornn
 import ecornn.torch
 
-EXAMPLES = ROOT / "examples"
 NAMES = ("05_language_model", "06_speech", "07_attention", "08_hundred_layers")
-language, speech, attention, deep = map(importlib.import_module, NAMES)
+language, speech, attention, deep, serving = map(importlib.import_module, (*NAMES, "12_serving"))
 LANGUAGE = ("--text", "reference", "--hidden", 24, "--steps", 8, "--batch", 16, "--vocabulary", 60, "--updates", 120,
              "--seeds", 2, "--rate", 1e-2, "--dropout", 0.1, "--seconds", 0)
 BATCH, WIDTH = 3, 8
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """So that tests beside each other do not wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(example: Any, *arguments: object, code: int = 0) -> str:
@@ -151,16 +148,14 @@ def test_help_teaches(name: str):
 
 def test_they_are_programs(tmp_path: Path):
     """In another folder, too."""
-    result = subprocess.run([sys.executable, EXAMPLES / f"{NAMES[0]}.py", "--help"], cwd=tmp_path, capture_output=True,
-                            text=True)
-    assert result.returncode == 0 and "--vocabulary" in result.stdout, result.stdout + result.stderr
+    command = [sys.executable, ROOT / "examples" / f"{NAMES[0]}.py", "--help"]
+    assert b"--vocabulary" in subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout
 
 
 def benchmark(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    sizes = "--language", "7,4,24,50", "--speech", "24,3,16,2"
     monkeypatch.setenv("ECORNN_STRICT", "0")  # which it sets
-    monkeypatch.setattr(sys, "argv", ["compare_models.py", *sizes, "--seconds", "0", "--together", "1",
-                                      *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["compare_models.py", "--language", "7,4,24,50", "--speech", "24,3,16,2",
+                                      "--seconds", "0", "--together", "1", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         compare_models.main()
     return ended.value.code
@@ -193,10 +188,8 @@ def test_models_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_dropout_that_drops_nothing():
     """What gradients are checked with, in both layers."""
-    theirs = torch.nn.LSTM(8, 8, 2, dropout=compare_models.NOTHING)
-    plain = torch.nn.LSTM(8, 8, 2)
+    theirs, plain, x = nn.LSTM(8, 8, 2, dropout=compare_models.NOTHING), nn.LSTM(8, 8, 2), torch.randn(5, 3, 8)
     plain.load_state_dict(theirs.state_dict())
-    x = torch.randn(5, 3, 8)
     assert torch.equal(theirs(x)[0], plain(x)[0])
 
 
@@ -214,9 +207,7 @@ def mean_square(y: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def batches(count: int, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(BATCH, WIDTH, generator=generator).to(device),
-             torch.randn(BATCH, 4, generator=generator).to(device)) for _ in range(count)]
+    return [(torch.randn(BATCH, WIDTH, device=device), torch.randn(BATCH, 4, device=device)) for _ in range(count)]
 
 
 def test_a_step_is_that_of_pytorch():
@@ -278,8 +269,7 @@ def test_memory_is_that_of_saved_tensors():
     torch.manual_seed(0)
     model, x = Model(), torch.randn(BATCH, WIDTH)
     for _ in range(2):
-        assert memory_by_layer(model, lambda: model(x)) == {
-            "first": 4 * BATCH * WIDTH, "second": 0, "": 4 * BATCH * 6}
+        assert memory_by_layer(model, lambda: model(x)) == {"first": 4 * BATCH * WIDTH, "second": 0, "": 4 * BATCH * 6}
         assert not model.first._forward_hooks and not model.first._forward_pre_hooks
     with pytest.raises(RuntimeError):
         memory_by_layer(model, lambda: model(torch.randn(BATCH, WIDTH + 1)))
@@ -314,3 +304,49 @@ def test_docstrings():
 
 def test_percentiles():
     assert middle([10.0, 0.0, 1.0, 9.0, 8.0, 2.0, 3.0, 4.0, 7.0, 6.0, 5.0]) == (5.0, 2.0, 8.0)
+
+
+def test_steps_that_wait_share_a_call():
+    called: list[int] = []
+
+    def adding(x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        called.append(len(x))
+        return h + x, c + 2 * x
+
+    async def calls() -> list[float]:
+        sessions = serving.Sessions(adding, 1, 1, most=3, capacity=4)
+        # two steps of a, and more rows than a call has
+        first = [sessions.step(name, np.float32([value])) for name, value in
+                 (("a", 1), ("b", 10), ("a", 2), ("c", 100), ("d", 1000))]
+        values = [float(y[0]) for y in await asyncio.gather(*first)]
+        with pytest.raises(HTTPError) as refused:
+            sessions.step("e", np.float32([0]))
+        assert refused.value.status_code == 503
+        sessions.end("a")
+        sessions.end("nobody")
+        for name, value in (("e", 5), ("d", 1)):  # e in the row that a had
+            values.append(float((await sessions.step(name, np.float32([value])))[0]))
+        return values
+
+    assert asyncio.run(calls()) == [1, 10, 3, 100, 1000, 5, 1001]
+    assert called == [3, 2, 1, 1]
+
+
+def test_a_client_that_went_away_takes_no_answer():
+    async def calls() -> float:
+        sessions = serving.Sessions(lambda x, h, c: (h + x, c), 1, 1, most=3, capacity=2)
+        sessions.step("a", np.float32([1])).cancel()
+        return float((await sessions.step("b", np.float32([2])))[0])
+
+    assert asyncio.run(calls()) == 2
+
+
+@pytest.mark.parametrize("off", [0.0, 1e-3])
+def test_wrong_answers_are_found(off: float):
+    found = Load()
+    found.sent = [*np.random.default_rng(0).standard_normal((6, 3), np.float32)]
+    weights = {k: v.numpy() for k, v in serving.lstm(4, 3).state_dict().items()}
+    found.got = [*ecornn.reference("lstm", np.stack(found.sent)[:, None], weights)[0][:, 0]]
+    found.got[3] = found.got[3] + off
+    with pytest.raises(SystemExit, match="differ from those of its sequence by") if off else nullcontext():
+        serving.check(found, 4, 3)

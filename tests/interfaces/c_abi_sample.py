@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from click.testing import CliRunner
+from rooms import ROOT
 
 import ecornn
 from ecornn.cli import main
@@ -21,6 +23,12 @@ HERE = Path(__file__).parent
 STRICT = ("-Wall", "-Wextra", "-Werror")
 
 
+def documented(language: str, holds: str = "") -> str:
+    """The first program of docs/C.md in that language that has this in it."""
+    text = (ROOT / "docs" / "C.md").read_text()
+    return next(code for code in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if holds in code)
+
+
 def flags(*asked: str) -> list[str]:
     """What ``ecornn config`` prints that is asked for ``--cflags`` or ``--libs``."""
     result = CliRunner().invoke(main, ["config", *asked])
@@ -28,15 +36,14 @@ def flags(*asked: str) -> list[str]:
     return shlex.split(result.output)
 
 
-def compiled(source: Path, out: Path, *more: str, last: Sequence[str] = ()) -> Path:
-    """The program of a source in C or C++; ``last``: further libraries."""
+def compiled(source: Path, out: Path, *more: str, last: Sequence[str | Path] = (), alone: bool = False) -> Path:
+    """The program of a source in C or C++; ``last``: further libraries, or all of them if it is ``alone``."""
     c = source.suffix == ".c"
     compiler = shutil.which("cc" if c else "c++")
     assert compiler, "these tests need a C and a C++ compiler"
     standard = ["-std=c11", "-D_GNU_SOURCE"] if c else ["-std=c++17", "-pthread"]
-    command = [compiler, *standard, *STRICT, "-O1", *more, str(source), *flags("--cflags", "--libs"), *last, "-lm",
-               "-o", str(out)]
-    subprocess.run(command, check=True)
+    ours = flags("--cflags", *(() if alone else ("--libs",)))
+    subprocess.run([compiler, *standard, *STRICT, "-O1", *more, source, *ours, *last, "-lm", "-o", out], check=True)
     return out
 
 
@@ -82,10 +89,15 @@ def close(found: np.ndarray, wanted: np.ndarray, limit: float = FORWARD) -> None
     assert np.linalg.norm(found - wanted) < limit * np.linalg.norm(wanted)
 
 
+def drawn(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Random arrays of these shapes, float32."""
+    rng = np.random.default_rng(5)
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+
+
 def arrays_of(module: Module, **shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
     """Random weights of a module, and arrays of these shapes."""
-    rng = np.random.default_rng(5)
-    return weights_of(module) | {n: rng.standard_normal(s).astype(np.float32) for n, s in shapes.items()}
+    return weights_of(module) | drawn(**shapes)
 
 
 def training_arrays(module: Module) -> dict[str, np.ndarray]:

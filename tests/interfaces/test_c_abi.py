@@ -1,4 +1,5 @@
-"""Module files called from C and C++: results, refusals, threads under sanitizers, calls without memory or locks."""
+"""Modules called from C and C++: module files and static libraries; results, refusals, threads under sanitizers, calls
+without memory or locks."""
 
 from __future__ import annotations
 
@@ -10,22 +11,26 @@ import subprocess
 from importlib import resources
 from pathlib import Path
 
+import c_abi_sample as sample
 import cuda_on_cpu
 import numpy as np
 import pytest
-from c_abi_sample import HERE, check_gradients, close, compiled, read, run, run_both, training_arrays, weights_of, write
+from c_abi_sample import check_gradients, close, compiled, drawn, read, run, training_arrays, weights_of, write
+from click.testing import CliRunner
 from cuda_as_cpp import translate
-from rooms import ROOT
 
 import ecornn
 from ecornn import checksum, compiler
 from ecornn.analysis import analyse
-from ecornn.build import build_module, c_tables, cuda
+from ecornn.build import build_module, c_tables, cuda, module
 from ecornn.build.generated import Generated
 from ecornn.build.link import link
 from ecornn.cells import get
+from ecornn.cli import main
+from ecornn.errors import ArgumentError, BuildError
 from ecornn.host_gpu import detect
 from ecornn.layer_spec import LayerSpec
+from ecornn.numpy_reference import random_weights
 from ecornn.runtime.loader import Module
 from ecornn.schedules.base import Task
 from ecornn.task import make_manifest
@@ -62,19 +67,13 @@ def lstm(folder: Path, generated: Generated) -> Module:
 
 
 @pytest.fixture(scope="module")
-def gru(folder: Path) -> Module:
-    return ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cpu", layers=2, bidirectional=True,
-                          lengths=True, out=folder / "gru.so")
-
-
-@pytest.fixture(scope="module")
-def documented(folder: Path) -> Module:
-    return ecornn.compile("lstm", hidden=H, input=I, target="cpu", out=folder / "documented.so")
+def large(folder: Path) -> Module:
+    return ecornn.compile("lstm", hidden=H, input=I, target="cpu", out=folder / "large.so")
 
 
 @pytest.fixture(scope="module")
 def program(folder: Path) -> Path:
-    return compiled(HERE / "c_program.c", folder / "c_program")
+    return compiled(sample.HERE / "c_program.c", folder / "c_program")
 
 
 OPENS = """#include <ecornn.h>
@@ -96,30 +95,27 @@ def test_a_file_whose_bytes_have_changed_is_refused_from_c(folder: Path, lstm: M
     (folder / "opens.c").write_text(OPENS)
     whole, rng = lstm.path.read_bytes(), np.random.default_rng(9)
     places = [0, len(whole) // 2, len(whole) - checksum.SIZE - 1, len(whole) - checksum.SIZE, len(whole) - 17]
-    damaged, sound = [], []
-    for at in places:
-        damaged.append(folder / f"changed{at}.so")
-        damaged[-1].write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
-    for size in range(130):
-        sound.append(folder / f"sound{size}")
-        sound[-1].write_bytes(rng.bytes(size))
-        checksum.append(sound[-1])
-    lines = run(compiled(folder / "opens.c", folder / "opens"), lstm.path, *damaged, *sound).splitlines()
-    assert lines[0] == "0 "
-    for line in lines[1:1 + len(damaged)]:
+    damaged, sound = [folder / f"changed{at}.so" for at in places], [folder / f"sound{size}" for size in range(130)]
+    for at, path in zip(places, damaged, strict=True):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1:])
+    for size, path in enumerate(sound):
+        path.write_bytes(rng.bytes(size))
+        checksum.append(path)
+    first, *lines = run(compiled(folder / "opens.c", folder / "opens"), lstm.path, *damaged, *sound).splitlines()
+    assert first == "0 " and len(lines) == len(damaged) + len(sound)
+    for line in lines[:len(damaged)]:
         assert line.startswith("10 ") and "has changed since it was written" in line
-    assert len(lines) == 1 + len(damaged) + len(sound)
-    for line in lines[1 + len(damaged):]:  # the loader's own word: no shared library
+    for line in lines[len(damaged):]:  # the loader's own word: no shared library
         assert line.startswith("10 ") and "has changed" not in line and "no module file" not in line, line
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_layer_from_c(folder: Path, lstm: Module, program: Path, threads: int):
-    rng, weights, here = np.random.default_rng(1), weights_of(lstm), folder / "of_lstm"
-    x, h, c = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, B, I), (B, H), (B, H)))
-    write(here, weights | {"x": x, "h_in": h, "c_in": c})
+    here, weights, given = folder / "of_lstm", weights_of(lstm), drawn(x=(T, B, I), h_in=(B, H), c_in=(B, H))
+    write(here, weights | given)
     said = run(program, lstm.path, here, T, B, threads)
-    y, states = ecornn.reference("lstm", x, weights, (h, c))
+    x, *before = given.values()
+    y, states = ecornn.reference("lstm", x, weights, before)
     close(read(here, "y", T, B, H), y)
     for name, state in zip("hc", states, strict=True):
         close(read(here, f"{name}_out", B, H), state)
@@ -131,14 +127,14 @@ def test_a_layer_from_c(folder: Path, lstm: Module, program: Path, threads: int)
         assert lines[what].startswith(f"{code} ") and words in lines[what], f"{what}: {lines[what]}"
 
 
-def test_a_stack_in_both_directions_with_lengths_from_c(folder: Path, gru: Module, program: Path):
-    rng, weights, here = np.random.default_rng(2), weights_of(gru), folder / "of_gru"
-    x, h = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, B, I), (4, B, H)))
+def test_a_stack_in_both_directions_with_lengths_from_c(folder: Path, program: Path):
+    gru = ecornn.compile("gru", hidden=H, input=I, batch=B, seq=T, target="cpu", layers=2, bidirectional=True,
+                         lengths=True, out=folder / "gru.so")
+    here, weights, given = folder / "of_gru", weights_of(gru), drawn(x=(T, B, I), h_in=(4, B, H))
     lengths = np.array([4, 7, 0], np.int32)
-    write(here, weights | {"x": x, "h_in": h, "lengths": lengths})
-    refused = run(program, gru.path, here, T, B, 1)
-    assert "is no parameter of gru" in refused
-    y, (state,) = ecornn.reference("gru", x, weights, (h,), lengths=lengths)
+    write(here, weights | given | {"lengths": lengths})
+    assert "is no parameter of gru" in run(program, gru.path, here, T, B, 1)
+    y, (state,) = ecornn.reference("gru", given["x"], weights, (given["h_in"],), lengths=lengths)
     close(read(here, "y", T, B, 2 * H), y)
     close(read(here, "h_out", 4, B, H), state)
 
@@ -146,7 +142,7 @@ def test_a_stack_in_both_directions_with_lengths_from_c(folder: Path, gru: Modul
 def test_threads_and_a_training_step_from_cpp(folder: Path, lstm: Module):
     here, arrays = folder / "training", training_arrays(lstm)
     write(here, arrays)
-    run(compiled(HERE / "cpp_program.cc", folder / "cpp_program"), lstm.path, here, T, B)
+    run(compiled(sample.HERE / "cpp_program.cc", folder / "cpp_program"), lstm.path, here, T, B)
     check_gradients(here, arrays, lstm)
 
 
@@ -158,23 +154,22 @@ def test_under_sanitizers(folder: Path, lstm: Module, generated: Generated, monk
     write(here, training_arrays(lstm))
     monkeypatch.setenv("CXX", " ".join(("c++", *flags)))
     link(generated, here / "module.so")
-    program = compiled(HERE / "cpp_program.cc", here / "program", *flags)
+    program = compiled(sample.HERE / "cpp_program.cc", here / "program", *flags)
     # TSan's shadow memory wants an address space that is not laid out at random
     before = ["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []
     run(*before, program, here / "module.so", here, T, B)
 
 
 @pytest.mark.parametrize("language", ["c", "cpp"])
-def test_the_program_of_the_documentation(folder: Path, documented: Module, language: str):
-    text = (ROOT / "docs" / "C.md").read_text()
+def test_the_program_of_the_documentation(folder: Path, large: Module, language: str):
     source = folder / f"documented.{ {'c': 'c', 'cpp': 'cc'}[language] }"
-    source.write_text(re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)[0])
-    said = run(compiled(source, folder / f"documented_{language}"), documented.path)
+    source.write_text(sample.documented(language))
+    said = run(compiled(source, folder / f"documented_{language}"), large.path)
     if language == "c":
-        weights = {p.name: np.zeros(p.shape) for p in documented.manifest.parameters}
+        weights = {p.name: np.zeros(p.shape) for p in large.manifest.parameters}
         for value in weights.values():
             value.reshape(-1)[:len(value)] = 0.1
-        x = np.zeros((3, 1, documented.manifest.workload.input))
+        x = np.zeros((3, 1, large.manifest.workload.input))
         x[:, 0, 0] = range(3)
         wanted = ecornn.reference("lstm", x, weights)[0][:, 0, 0]
         # six decimals are printed: half of the last is 5e-7, the rest is float32's, of which 1e-7 is two roundings
@@ -200,13 +195,12 @@ def test_versions(folder: Path, lstm: Module, program: Path):
 
 def test_what_version_1_of_the_interface_stays(folder: Path):
     """Places of members, sizes and numbers that programs and module files of this version have in them."""
-    run(compiled(HERE / "c_version1.c", folder / "c_version1"))
+    run(compiled(sample.HERE / "c_version1.c", folder / "c_version1"))
 
 
 def test_steps_allocate_nothing_and_take_no_lock(folder: Path, lstm: Module):
-    program = compiled(HERE / "real_time_program.c", folder / "real_time", "-rdynamic")
-    allocated, freed, locked = map(int, re.findall(r"\d+", run(program, lstm.path, 200)))
-    assert (allocated, freed, locked) == (0, 0, 0)
+    program = compiled(sample.HERE / "real_time_program.c", folder / "real_time", "-rdynamic")
+    assert re.findall(r"\d+", run(program, lstm.path, 200)) == ["0"] * 3  # allocated, freed, locked
 
 
 @pytest.mark.skipif(detect() is not None, reason="the driver without a GPU serves modules for sm_90a")
@@ -230,12 +224,11 @@ def test_a_layer_on_a_gpu_from_c(tmp_path: Path, fake: Path, monkeypatch: pytest
     cuda_on_cpu.compiled(translate("\n".join(texts)), names, tmp_path)
     build_module(program, make_manifest(get("gru"), task, schedule, config, program, "by a test"), tmp_path / "gru.so")
     weights = weights_of(ecornn.load(tmp_path / "gru.so"))
-    rng = np.random.default_rng(4)
-    x, h = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, B, I), (B, H)))
-    write(folder, weights | {"x": x, "h_in": h})
-    program_file = compiled(HERE / "c_program.c", tmp_path / "c_program")
-    _, notes = run_both(program_file, tmp_path / "gru.so", folder, T, B, 0, FAKE_KERNELS=str(tmp_path / "kernels.so"),
-                        LD_LIBRARY_PATH=str(fake))
+    x, h = (given := drawn(x=(T, B, I), h_in=(B, H))).values()
+    write(folder, weights | given)
+    environment = {"FAKE_KERNELS": str(tmp_path / "kernels.so"), "LD_LIBRARY_PATH": str(fake)}
+    _, notes = sample.run_both(compiled(sample.HERE / "c_program.c", tmp_path / "c_program"), tmp_path / "gru.so",
+                               folder, T, B, 0, **environment)
     y, (state,) = ecornn.reference("gru", x, weights, (h,))
     close(read(folder, "y", T, B, H), y)
     close(read(folder, "h_out", B, H), state)
@@ -249,3 +242,93 @@ def test_a_layer_on_a_gpu_from_c(tmp_path: Path, fake: Path, monkeypatch: pytest
         assert asked.count(f"cuLaunchKernelEx {cuda.PACK_SYMBOL} ") == packs
     for asked in again if packs else []:  # nothing is allocated, copied or waited for
         assert not re.search("cuMem|Synchronize", asked)
+
+
+LAYERS = {"lstm12": ("lstm", 12, 5), "gru9": ("gru", 9, 4)}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With lstm12.a, libgru9.a and their headers."""
+    found = tmp_path_factory.mktemp("archives")
+    for name, (cell, hidden, input) in LAYERS.items():
+        file = found / f"{'lib' if cell == 'gru' else ''}{name}.a"
+        sizes = ["--hidden", str(hidden), "--input", str(input), "--batch", "2"]
+        said = CliRunner().invoke(main, ["compile", "--cell", cell, *sizes, "--target", "cpu", "--emit", "archive",
+                                         "--emit-to", str(file)])
+        assert said.exit_code == 0 and f"wrote {file} and {found / name}.h" in said.output, said.output
+    return found
+
+
+def test_the_program_of_the_documentation_of_archives(archives: Path):
+    (archives / "main.cc").write_text(sample.documented("cpp", "lstm64_open").replace("lstm64", "lstm12"))
+    program = compiled(archives / "main.cc", archives / "main", last=[archives / "lstm12.a", "-ldl"], alone=True)
+    assert run(program) == "lstm: 5 inputs, 12 units, 4 weights\n"
+
+
+def test_two_layers_in_one_program(archives: Path):
+    program = compiled(sample.HERE / "archive_program.cc", archives / "program", f"-I{archives}", alone=True,
+                       last=[archives / "lstm12.a", f"-L{archives}", "-lgru9", "-ldl"])
+    needed = run("ldd", program)
+    assert "tvm" not in needed and "libstdc++" in needed
+    lines, steps = run(program).splitlines(), 7
+    assert len(lines) == 2 * (steps + 1)
+    for number, (cell, hidden, input) in enumerate(LAYERS.values()):
+        mine = lines[number * (steps + 1):][:steps + 1]
+        weights = {name: np.full_like(w, 0.1) for name, w in random_weights(cell, input, hidden).items()}
+        y, _ = ecornn.reference(cell, np.ones((steps, 2, input), np.float32), weights)
+        found = np.array([line.split() for line in mine[:-1]], np.float64)
+        close(found, np.stack([y[:, 0, 0], y[:, 1, -1]], axis=1))
+        assert mine[-1].startswith(f"2 x has shape (7, 3, {input}); expected (T, B, {input})"), mine[-1]
+
+
+def test_errors_without_libtvm_ffi(tmp_path: Path):
+    """What a function of a module says of its error, until it was read, is that of the thread."""
+    source = tmp_path / "errors.cc"
+    source.write_text('''#include "standalone.cc"
+#include <string>
+#include <thread>
+static std::string Taken() {
+  TVMFFIObjectHandle raised;
+  TVMFFIErrorMoveFromRaised(&raised);
+  if (!raised) return "none";
+  const TVMFFIByteArray text = TVMFFIErrorGetCellPtr(raised)->message;
+  return std::string(text.data, text.size) + (TVMFFIObjectDecRef(raised) ? "!" : "");
+}
+int main() {
+  const char* parts[] = {"T is ", nullptr, "0"};
+  const std::string all(2000, 'x');
+  TVMFFIErrorSetRaisedFromCStrParts("ValueError", parts, 3);
+  std::thread([] { puts(Taken().c_str()); }).join();
+  puts(Taken().c_str());
+  puts(Taken().c_str());
+  TVMFFIErrorSetRaisedFromCStr("ValueError", all.c_str());
+  printf("%zu\\n", Taken().size());
+}''')
+    errors = compiled(source, tmp_path / "errors", f"-I{Path(module.__file__).parent}", alone=True)
+    assert run(errors).split("\n") == ["none", "T is 0", "none", "511", ""]
+
+
+def test_one_symbol_is_global(archives: Path):
+    text = run("nm", "--extern-only", "--defined-only", archives / "lstm12.a")
+    assert [line.split()[2] for line in text.splitlines() if len(line.split()) == 3] == ["lstm12_module_api"]
+
+
+@pytest.mark.parametrize("name", ["layer.so", "64.a", "my-layer.a", "lib.a"])
+def test_names_that_are_no_functions(name: str, tmp_path: Path):
+    with pytest.raises(ArgumentError, match=r"letters, digits and _ that ends with \.a"):
+        module.name_of(tmp_path / name)
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(BuildError, match="no objcopy; install binutils"):
+        module._tool("objcopy")
+
+
+def test_the_command_asks_for_a_file_and_a_cpu(tmp_path: Path):
+    command = ["compile", "--cell", "gru", "--hidden", "8", "--emit", "archive"]
+    said = CliRunner().invoke(main, [*command, "--target", "cpu"])
+    assert said.exit_code != 0 and "a static library is not text" in said.output
+    said = CliRunner().invoke(main, [*command, "--target", "sm_90a", "--emit-to", str(tmp_path / "gru.a")])
+    assert said.exit_code != 0 and "one of step, cuda, tir, ptx for cuda" in said.output and not [*tmp_path.iterdir()]

@@ -112,29 +112,23 @@ def test_gradients_under_vmap(lstm: ecornn.jax.Recurrent):
 
 
 def test_what_is_refused(lstm: ecornn.jax.Recurrent, gru: ecornn.jax.Recurrent):
-    weights, x = weights_of(lstm.module), normal(T, B, I)
-    with pytest.raises(ShapeError, match=r"x\.shape=\(7, 5, 5\).*B from 1 to 4"):
-        lstm(weights, normal(T, MOST + 1, I))
-    with pytest.raises(DTypeError, match=r"x\.dtype"):
-        lstm(weights, x.astype(np.float64))
-    with pytest.raises(ShapeError, match=r"state\[1\]"):
-        lstm(weights, x, (normal(B, H), normal(B, H + 1)))
-    with pytest.raises(ShapeError, match=r"len\(state\)=1"):
-        lstm(weights, x, (normal(B, H),))
-    with pytest.raises(WeightsError, match="weight_hh_l0"):
-        lstm({"weight_ih_l0": weights["weight_ih_l0"]}, x)
-    with pytest.raises(ShapeError, match="bias_ih_l0"):
-        lstm(weights | {"bias_ih_l0": normal(3)}, x)
-    with pytest.raises(ArgumentError, match="lengths=True"):
-        lstm(weights, x, lengths=[1, 2])
-    with pytest.raises(ShapeError, match="resets"):
-        gru(weights_of(gru.module), x, resets=np.zeros((T, 3), bool))
-    with pytest.raises(ArgumentError, match="threads=0"):
-        ecornn.jax.recurrent(lstm.module, threads=0)
-    with pytest.raises(ModuleError, match="training=True"):
-        jax.grad(lambda w: gru(w, x)[0].sum())(weights_of(gru.module))
-    with pytest.raises(Exception, match="lengths go from"):  # known when it runs: XLA's error, the module's message
-        jax.block_until_ready(gru(weights_of(gru.module), x, lengths=np.array([1, T + 1])))
+    (weights, others), x = (weights_of(one.module) for one in (lstm, gru)), normal(T, B, I)
+    cases = (
+        (ShapeError, r"x\.shape=\(7, 5, 5\).*B from 1 to 4", lambda: lstm(weights, normal(T, MOST + 1, I))),
+        (DTypeError, r"x\.dtype", lambda: lstm(weights, x.astype(np.float64))),
+        (ShapeError, r"state\[1\]", lambda: lstm(weights, x, (normal(B, H), normal(B, H + 1)))),
+        (ShapeError, r"len\(state\)=1", lambda: lstm(weights, x, (normal(B, H),))),
+        (WeightsError, "weight_hh_l0", lambda: lstm({"weight_ih_l0": weights["weight_ih_l0"]}, x)),
+        (ShapeError, "bias_ih_l0", lambda: lstm(weights | {"bias_ih_l0": normal(3)}, x)),
+        (ArgumentError, "lengths=True", lambda: lstm(weights, x, lengths=[1, 2])),
+        (ShapeError, "resets", lambda: gru(others, x, resets=np.zeros((T, 3), bool))),
+        (ArgumentError, "threads=0", lambda: ecornn.jax.recurrent(lstm.module, threads=0)),
+        (ModuleError, "training=True", lambda: jax.grad(lambda w: gru(w, x)[0].sum())(others)),
+        # known when it runs: XLA's error, the module's message
+        (Exception, "lengths go from", lambda: jax.block_until_ready(gru(others, x, lengths=np.array([1, T + 1])))))
+    for kind, words, call in cases:
+        with pytest.raises(kind, match=words):
+            call()
 
 
 @pytest.mark.parametrize(("number", "needs", "lower"), [(0, "jax", 10), (1, "equinox", 2), (2, "flax", 2)])

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from numpy_packing import cast, pack
 from runtime_sample import FakeGPU, tables_of
 from smaller_matrices import NarrowInput
-from test_c_pack import library as library
+from test_runtime_packing import library as library
 from test_runtime_packing import packings
 
 from ecornn import program as programs

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import ecornn.onnxruntime
@@ -36,27 +37,31 @@ def model_of(op: str, inputs: Sequence[str] = (), *, dtype: str = "float32", out
     layout = attributes.get("layout", 0)
     shapes = {"X": ["B", "T", I] if layout else ["T", "B", I], "lens": ["B"],
               **dict.fromkeys(("h0", "c0"), ["B", both, H] if layout else [both, "B", H])}
-    kinds = {"lens": TensorProto.INT32}
-    graph = helper.make_graph(
-        [node], "g", [helper.make_tensor_value_info(n, kinds.get(n, FLOATS[dtype]), s) for n, s in shapes.items()
-                      if n in node.input],
-        [helper.make_tensor_value_info(n, FLOATS[dtype], None) for n in node.output if n], tensors)
-    return whole(graph)
+    inputs = [value(n, TensorProto.INT32 if n == "lens" else FLOATS[dtype], s) for n, s in shapes.items()
+              if n in node.input]
+    return whole(helper.make_graph([node], "g", inputs, [value(n, FLOATS[dtype]) for n in node.output if n], tensors))
+
+
+def value(name: str, kind: int = TensorProto.FLOAT, shape: Any = None) -> Any:
+    """An input or output of a graph."""
+    return helper.make_tensor_value_info(name, kind, shape)
 
 
 def whole(graph: Any, **more: Any) -> Any:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10, **more)
 
 
-def feeds_of(model: Any, seed: int = 1, rows: int = B) -> dict[str, np.ndarray]:
+def feeds_of(model: Any, seed: int = 1, rows: int = B, steps: int = T) -> dict[str, np.ndarray]:
     """Random inputs of a model."""
-    rng, sizes = np.random.default_rng(seed), {"T": T, "B": rows}
+    rng, sizes = np.random.default_rng(seed), {"T": steps, "B": rows}
+    draws = {"i": lambda shape: rng.integers(1, steps + 1, shape), "b": lambda shape: rng.random(shape) < 0.7,
+             "f": lambda shape: rng.uniform(-1, 1, shape)}
     feeds = {}
-    for value in model.graph.input:
-        shape = [d.dim_value or sizes[d.dim_param] for d in value.type.tensor_type.shape.dim]
-        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        found = rng.integers(1, T + 1, shape) if dtype == np.int32 else rng.uniform(-1, 1, shape)
-        feeds[value.name] = found.astype(dtype)
+    for one in model.graph.input:
+        kind = one.type.tensor_type
+        shape = [sizes[d.dim_param] if d.dim_param else d.dim_value for d in kind.shape.dim]
+        dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        feeds[one.name] = np.asarray(draws[dtype.kind](shape), dtype)
     return feeds
 
 
@@ -106,6 +111,20 @@ def speech(path: Path) -> None:
         warnings.simplefilter("ignore")  # that this exporter is old, and that batches are fixed, which they are not
         torch.onnx.export(Speech().eval(), (torch.randn(40, 3, 20),), str(path), dynamo=False, input_names=["x"],
                           output_names=["y", "h"], dynamic_axes={"x": {0: "T", 1: "B"}})
+
+
+def same(model: Any, folder: Path, **more: Any) -> tuple[Any, Any, dict[str, np.ndarray]]:
+    """As :func:`rewritten`, with random inputs for which the session agrees with the model's own."""
+    made, fast = rewritten(model, folder, **more)
+    alike(fast, session(model), feeds := feeds_of(model))
+    return made, fast, feeds
+
+
+@pytest.fixture(scope="module")
+def recognizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("speech") / "speech.onnx"
+    speech(path)
+    return path
 
 
 def operators(model: Path | Any) -> list[str]:

@@ -13,6 +13,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
+from onnxruntime_sample import value
 from test_onnx import B, H, I, T, dynamic, model_of, relative, typed
 
 import ecornn.onnx
@@ -31,20 +32,15 @@ def behind(name: str, nodes: list[Any], tensors: dict[str, np.ndarray], model: A
     return model
 
 
-def stored(name: str) -> np.ndarray:
-    return model_of("LSTM", 4, 1)[1][name]
-
-
 def node(op: str, *inputs: str, out: str = "W", **attributes: Any) -> Any:
     return helper.make_node(op, list(inputs), [out], **attributes)
 
 
-W, R = stored("W"), stored("R")
+W, R = (model_of("LSTM", 4, 1)[1][name] for name in "WR")
 SCALE = (np.abs(W[0]).max(1) / 127).astype(np.float32)
 WHOLE = np.round(W / SCALE[None, :, None]).astype(np.int8)
 FOLDED: dict[str, tuple[str, list[Any], dict[str, np.ndarray], np.ndarray]] = {
-    "Identity": ("W", [node("Identity", "a")], {"a": W}, W),
-    "twice": ("W", [node("Identity", "a", out="b"), node("Identity", "b")], {"a": W}, W),
+    "Identity twice": ("W", [node("Identity", "a", out="b"), node("Identity", "b")], {"a": W}, W),
     "Transpose": ("W", [node("Transpose", "a", perm=[0, 2, 1])], {"a": W.swapaxes(1, 2).copy()}, W),
     "Cast": ("W", [node("Cast", "a", to=TensorProto.FLOAT)], {"a": W.astype(np.float16)},
              W.astype(np.float16).astype(np.float32)),
@@ -60,20 +56,18 @@ FOLDED: dict[str, tuple[str, list[Any], dict[str, np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("kind", FOLDED)
 def test_constants_behind_nodes(kind: str):
     name, nodes, tensors, wanted = FOLDED[kind]
-    model = behind(name, nodes, tensors)
-    found = ecornn.onnx.read(model)
+    found = ecornn.onnx.read(behind(name, nodes, tensors))
     if name == "h0":
         np.testing.assert_array_equal(found.inputs["initial_h"], wanted)
         return
     key = "weight_ih_l0" if name == "W" else "weight_hh_l0"
-    np.testing.assert_array_equal(found.weights[key], np.concatenate(ours(wanted[0])))
+    np.testing.assert_array_equal(found.weights[key], ours(wanted[0]))
     assert found.inputs == {"sequence_lens": None, "initial_h": None, "initial_c": None}
 
 
-def ours(value: np.ndarray) -> list[np.ndarray]:
+def ours(value: np.ndarray) -> np.ndarray:
     """ONNX's gates i, o, f, c in PyTorch's order."""
-    i, o, f, c = np.split(value, 4)
-    return [i, f, c, o]
+    return np.concatenate([np.split(value, 4)[gate] for gate in (0, 2, 3, 1)])
 
 
 @pytest.mark.parametrize("opset", [13, 18, 21])
@@ -82,7 +76,7 @@ def test_quantized_weights_of_each_version(opset: int):
     name, nodes, tensors, wanted = FOLDED["DequantizeLinear"]
     model = behind(name, nodes, tensors)
     model.opset_import[0].version = opset
-    np.testing.assert_array_equal(ecornn.onnx.read(model).weights["weight_ih_l0"], np.concatenate(ours(wanted[0])))
+    np.testing.assert_array_equal(ecornn.onnx.read(model).weights["weight_ih_l0"], ours(wanted[0]))
 
 
 def test_what_depends_on_a_call_is_no_constant():
@@ -97,12 +91,11 @@ def test_what_depends_on_a_call_is_no_constant():
 
 def body(model: Any, kind: str) -> Any:
     """The model with its nodes in the body of an ``If`` or ``Loop``, the initializers outside."""
-    inner = helper.make_graph(list(model.graph.node), "body", [], [helper.make_tensor_value_info("Y", 1, None)])
-    outer = (helper.make_node("If", ["on"], ["out"], then_branch=inner, else_branch=helper.make_graph(
-        [node("Identity", "X", out="Z")], "other", [], [helper.make_tensor_value_info("Z", 1, None)]))
-        if kind == "If" else helper.make_node("Loop", ["", "on"], ["out"], body=inner))
+    inner = helper.make_graph(list(model.graph.node), "body", [], [value("Y")])
     del model.graph.node[:]
-    model.graph.node.append(outer)
+    other = helper.make_graph([node("Identity", "X", out="Z")], "other", [], [value("Z")])
+    model.graph.node.append(node("If", "on", out="out", then_branch=inner, else_branch=other) if kind == "If" else
+                            node("Loop", "", "on", out="out", body=inner))
     return model
 
 
@@ -110,14 +103,14 @@ def body(model: Any, kind: str) -> Any:
 def test_nodes_in_bodies_are_found_with_the_constants_around_them(kind: str):
     name, nodes, tensors, _ = FOLDED["Transpose"]
     found = ecornn.onnx.read(body(behind(name, nodes, tensors), kind), "recurrent")
-    np.testing.assert_array_equal(found.weights["weight_ih_l0"], np.concatenate(ours(W[0])))
+    np.testing.assert_array_equal(found.weights["weight_ih_l0"], ours(W[0]))
 
 
 def test_nodes_in_functions_are_named():
     model, _ = model_of("GRU", 3, 1)
-    inner = list(model.graph.node)
+    model.functions.append(helper.make_function("pkg", "Encoder", ["X", "W", "R"], ["Y"], model.graph.node,
+                                                model.opset_import))
     del model.graph.node[:]
-    model.functions.append(helper.make_function("pkg", "Encoder", ["X", "W", "R"], ["Y"], inner, model.opset_import))
     with pytest.raises(ArgumentError, match=r"onnx.inliner\) for recurrent \(GRU\) of the function Encoder"):
         ecornn.onnx.read(model)
 
@@ -162,27 +155,15 @@ def test_models_of_float64_compute_in_that():
 
 
 def test_a_node_behind_nodes_computes_as_the_model_does():
-    name, nodes, tensors, _ = FOLDED["DequantizeLinear"]
-    inputs = dynamic()
-    model = behind(name, nodes, tensors)
+    model = behind(*FOLDED["DequantizeLinear"][:3])
     x = np.random.default_rng(3).standard_normal((T, B, I)).astype(np.float32)
-    found = ecornn.onnx.read(model)
-    y = ecornn.onnx.compile(found, batch=B, seq=T, target="cpu")(x, np.full(B, T), inputs["h0"], inputs["c0"])[0]
-    lengths = np.full(B, T, np.int32)
-    wanted = ReferenceEvaluator(model).run(["Y"], {"X": x, "lens": lengths, "h0": inputs["h0"], "c0": inputs["c0"]})[0]
-    assert relative(y, wanted) <= 1e-6
+    given = {"X": x, **dynamic(), "lens": np.full(B, T, np.int32)}
+    y = ecornn.onnx.compile(ecornn.onnx.read(model), batch=B, seq=T, target="cpu")(*given.values())[0]
+    assert relative(y, ReferenceEvaluator(model).run(["Y"], given)[0]) <= 1e-6
 
 
 def attribute(key: str, value: Any) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        model.graph.node[0].attribute.append(helper.make_attribute(key, value))
-
-    return change
-
-
-def reference(model: Any) -> None:
-    made = model.graph.node[0].attribute.add()
-    made.name, made.ref_attr_name, made.type = "clip", "of_a_function", onnx.AttributeProto.FLOAT
+    return lambda model: model.graph.node[0].attribute.append(helper.make_attribute(key, value))
 
 
 def without(**parts: Any) -> Callable[[Any], None]:
@@ -198,14 +179,9 @@ def without(**parts: Any) -> Callable[[Any], None]:
 
 
 def sparse(indices: Any, dims: tuple[int, ...]) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        kept = [t for t in model.graph.initializer if t.name != "W"]
-        del model.graph.initializer[:]
-        model.graph.initializer.extend(kept)
-        model.graph.sparse_initializer.append(helper.make_sparse_tensor(
-            numpy_helper.from_array(np.ones(2, np.float32), "W"), numpy_helper.from_array(np.array(indices)), dims))
-
-    return change
+    tensor = helper.make_sparse_tensor(numpy_helper.from_array(np.ones(2, np.float32), "W"),
+                                       numpy_helper.from_array(np.array(indices)), dims)
+    return lambda model: behind("W", [], {}, model).graph.sparse_initializer.append(tensor)
 
 
 def more(field: str, count: int) -> Callable[[Any], None]:
@@ -221,7 +197,9 @@ DAMAGE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "clip of a list": (attribute("clip", [1.0]), "recurrent.clip='of type FLOATS'"),
     "clip of a tensor": (attribute("clip", numpy_helper.from_array(np.ones(1))), "recurrent.clip='of type TENSOR'"),
     "clip of a graph": (attribute("clip", onnx.GraphProto()), "recurrent.clip='of type GRAPH'"),
-    "clip of a function": (reference, "recurrent.clip=\"of the function's of_a_function\""),
+    "clip of a function": (lambda model: model.graph.node[0].attribute.add(
+        name="clip", ref_attr_name="of_a_function", type=onnx.AttributeProto.FLOAT),
+        "recurrent.clip=\"of the function's of_a_function\""),
     "alpha of text": (attribute("activation_alpha", ["a"]), "recurrent.activation_alpha='of type STRINGS'"),
     "activations as one text": (attribute("activations", "Tanh"), "recurrent.activations='of type STRING'"),
     "inputs": (more("input", 5), "13 inputs; LSTM has at most 8"),
@@ -251,7 +229,7 @@ def test_constants_deeper_than_pythons_stack():
     many nodes are made of twice."""
     chain = [node("Identity", f"b{n}", out=f"b{n + 1}") for n in range(3000)]
     deep = ecornn.onnx.read(behind("W", [node("Identity", "a", out="b0"), *chain, node("Identity", "b3000")], {"a": W}))
-    np.testing.assert_array_equal(deep.weights["weight_ih_l0"], np.concatenate(ours(W[0])))
+    np.testing.assert_array_equal(deep.weights["weight_ih_l0"], ours(W[0]))
     assert ecornn.onnx.read(behind("h0", [node("Tanh", "X", out="b0"), *chain, node("Shape", "b3000", out="s"), node(
         "ConstantOfShape", "s", out="h0")], {})).inputs["initial_h"] is None
     for first, words in ((node("Transpose", "a", out="b0", perm=[0, 7, 1]), "b0 cannot be computed by Transpose"),
@@ -263,7 +241,7 @@ def test_constants_deeper_than_pythons_stack():
     nodes = [part for pair in zip(doubled, halved, strict=True) for part in pair]
     found = ecornn.onnx.read(behind("W", [*nodes, node("Identity", "b200")], {
         "b0": W, "zero": np.array([0]), "one": np.array([1])}))
-    np.testing.assert_array_equal(found.weights["weight_ih_l0"], np.concatenate(ours(W[0])))
+    np.testing.assert_array_equal(found.weights["weight_ih_l0"], ours(W[0]))
 
 
 def test_only_constants_are_computed(monkeypatch: pytest.MonkeyPatch):
@@ -278,17 +256,13 @@ def test_what_a_body_is_given_is_no_constant():
     model = body(model_of("LSTM", 4, 1)[0], "Loop")
     loop = model.graph.node[0].attribute[0].g
     assert ecornn.onnx.read(model).hidden == H
-    loop.input.extend([helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in ("turn", "on", "R")])
+    loop.input.extend(map(value, ("turn", "on", "R")))
     with pytest.raises(WeightsError, match="R must be a constant"):
         ecornn.onnx.read(model)
-    for given, fixed in ((["a", "ratio"], True), (["a", "ratio", "yes"], False)):
-        tensors = {"a": W, "ratio": np.array(0.5, np.float32), "yes": np.array(True)}
-        model = behind("W", [node("Dropout", *given)], tensors)
-        if fixed:
-            assert ecornn.onnx.read(model).hidden == H
-        else:
-            with pytest.raises(WeightsError, match="W must be a constant"):
-                ecornn.onnx.read(model)
+    tensors = {"a": W, "ratio": np.array(0.5, np.float32), "yes": np.array(True)}
+    assert ecornn.onnx.read(behind("W", [node("Dropout", "a", "ratio")], tensors)).hidden == H
+    with pytest.raises(WeightsError, match="W must be a constant"):
+        ecornn.onnx.read(behind("W", [node("Dropout", "a", "ratio", "yes")], tensors))
 
 
 def test_what_is_no_model(tmp_path: Path):

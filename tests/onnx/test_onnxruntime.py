@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import onnxruntime_sample as sample
 import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper
-from onnxruntime_sample import B, H, I, T, alike, feeds_of, model_of, operators, rewritten, session, speech, whole
+from onnxruntime_sample import B, H, I, T, alike, feeds_of, model_of, operators, rewritten, same, session
+from onnxruntime_sample import recognizer as recognizer
 
 import ecornn.onnx
 import ecornn.onnxruntime
@@ -25,13 +27,6 @@ from ecornn.onnxruntime import rewriting
 ALL = ("lens", "h0", "c0")
 ACTIVATIONS = {"activations": ["HardSigmoid", "LeakyRelu", "Softsign"], "activation_alpha": [0.3, 0.02],
                "activation_beta": [0.4]}
-
-
-@pytest.fixture(scope="module")
-def recognizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("speech") / "speech.onnx"
-    speech(path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +60,10 @@ def test_a_speech_model(recognizer: Path, fast: Path):
     ("GRU", (), {"linear_before_reset": 1, "direction": "reverse"}),
     ("RNN", ("lens",), {"activations": ["Relu"]}),
     ("RNN", ("h0",), {"direction": "bidirectional"}),
+    ("LSTM", (), {"outputs": (False, True, False)}),
 ])
 def test_nodes(op: str, inputs: tuple[str, ...], attributes: dict[str, Any], tmp_path: Path):
-    model = model_of(op, inputs, **attributes)
-    _, fast = rewritten(model, tmp_path)
-    alike(fast, session(model), feeds_of(model))
+    same(model_of(op, inputs, **attributes), tmp_path)
 
 
 def test_rows_without_steps(tmp_path: Path):
@@ -84,12 +78,6 @@ def test_rows_without_steps(tmp_path: Path):
         found = layer(feeds["X"], lengths, feeds["h0"], feeds["c0"])
         for one, other in zip(found, session(model).run(None, feeds), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-def test_outputs_that_a_node_lacks(tmp_path: Path):
-    model = model_of("LSTM", outputs=(False, True, False))
-    _, fast = rewritten(model, tmp_path)
-    alike(fast, session(model), feeds_of(model))
 
 
 def test_a_batch_before_time(tmp_path: Path):
@@ -111,8 +99,8 @@ def test_other_types(dtype: str, chosen: str | None, limit: float, tmp_path: Pat
     model = model_of("LSTM", ALL, dtype=dtype)
     _, fast = rewritten(model, tmp_path, dtype=chosen)
     feeds = feeds_of(model)
-    wide = model_of("LSTM", ALL, dtype="float32")
-    wanted = session(wide).run(None, {n: v if n == "lens" else v.astype(np.float32) for n, v in feeds.items()})
+    wide = {name: v if name == "lens" else v.astype(np.float32) for name, v in feeds.items()}
+    wanted = session(model_of("LSTM", ALL)).run(None, wide)
     for found, one in zip(fast.run(None, feeds), wanted, strict=True):
         assert found.dtype == dtype
         assert np.linalg.norm(found.astype(float) - one) < limit * np.linalg.norm(one)
@@ -120,31 +108,60 @@ def test_other_types(dtype: str, chosen: str | None, limit: float, tmp_path: Pat
 
 def test_weights_that_the_model_computes_go_with_the_nodes_that_compute_them(tmp_path: Path):
     model = model_of("GRU")
-    graph = model.graph
-    w = next(t for t in graph.initializer if t.name == "W")
+    w = next(t for t in model.graph.initializer if t.name == "W")
     w.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(w).swapaxes(1, 2).copy(), "W_turned"))
-    graph.node.insert(0, helper.make_node("Transpose", ["W_turned"], ["W"], perm=[0, 2, 1]))
-    _, fast = rewritten(model, tmp_path)
-    alike(fast, session(model), feeds_of(model))
-    new = onnx.load(tmp_path / "fast.onnx").graph
-    assert "Transpose" not in operators(tmp_path / "fast.onnx")
-    assert not {"W", "W_turned", "R", "B"} & {t.name for t in new.initializer}
+    model.graph.node.insert(0, helper.make_node("Transpose", ["W_turned"], ["W"], perm=[0, 2, 1]))
+    made, *_ = same(model, tmp_path)
+    assert "Transpose" not in operators(made.model)
+    assert not {"W", "W_turned", "R", "B"} & {t.name for t in onnx.load(made.model).graph.initializer}
 
 
-def test_a_node_in_the_body_of_another(tmp_path: Path):
-    inner = model_of("RNN")
-    body = helper.make_graph([*inner.graph.node], "body", [], inner.graph.output[:1])
-    other = helper.make_graph([helper.make_node("Constant", [], ["none"], value_floats=[0.0])], "other", [],
-                              [helper.make_tensor_value_info("none", TensorProto.FLOAT, None)])
-    model = whole(helper.make_graph(
-        [helper.make_node("If", ["yes"], ["Z"], then_branch=body, else_branch=other)], "g",
-        [helper.make_tensor_value_info("yes", TensorProto.BOOL, []), *inner.graph.input],
-        [helper.make_tensor_value_info("Z", TensorProto.FLOAT, None)], inner.graph.initializer))
-    _, fast = rewritten(model, tmp_path)
-    feeds = feeds_of(inner) | {"yes": np.array(True)}
-    alike(fast, session(model), feeds)
-    bodies = onnx.load(tmp_path / "fast.onnx").graph.node[0].attribute
-    assert "CpuRecurrent" in [n.op_type for attribute in bodies for n in attribute.g.node]
+def in_a_body(old: bool) -> Any:
+    """A model with its node in a branch of another, which a call chooses; of an ``old`` one all initializers are
+    inputs, the choice among them."""
+    inner = model_of("RNN").graph
+    body = helper.make_graph([*inner.node], "body", [], inner.output[:1])
+    other = helper.make_graph([helper.make_node("Identity", ["X"], ["other"])], "other", [], [sample.value("other")])
+    node = helper.make_node("If", ["yes"], ["Z"], then_branch=body, else_branch=other)
+    model = sample.whole(helper.make_graph([node], "g", inner.input, [sample.value("Z")], inner.initializer))
+    if old:
+        model.ir_version = 3
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
+        model.graph.input.extend(sample.value(t.name, t.data_type, t.dims) for t in model.graph.initializer)
+    else:
+        model.graph.input.append(sample.value("yes", TensorProto.BOOL, []))
+    return model
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_node_in_the_body_of_another(old: bool, tmp_path: Path):
+    """Also of models whose initializers are inputs, as all had to be before version 4 of the format, where no call
+    brings them; in bodies there were none."""
+    model = in_a_body(old)
+    made, fast = rewritten(model, tmp_path)
+    assert len(made.taken) == 1 and {v.name for v in fast.get_inputs()} == ({"X"} if old else {"X", "yes"})
+    feeds = feeds_of(model)
+    alike(fast, session(model), {"X": feeds["X"]} if old else feeds | {"yes": np.array(True)})
+    new = onnx.load(made.model).graph
+    assert "CpuRecurrent" in [n.op_type for attribute in new.node[0].attribute for n in attribute.g.node]
+    assert not {"W", "R", "B"} & {t.name for t in new.initializer}
+
+
+ALONE = """
+import sys, numpy, onnxruntime
+def made():
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(sys.argv[2])
+    before = int(open("/proc/self/statm").read().split()[1])
+    session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
+    return session, 4096 * (int(open("/proc/self/statm").read().split()[1]) - before)
+session, _ = made()
+if sys.argv[3:]:
+    numpy.save(sys.argv[3], session.run(None, {"x": numpy.ones((9, 2, 20), numpy.float32)})[0])
+more, grown = made()
+print(grown)  # bytes that a second session takes
+assert not {"ecornn", "tvm", "tvm_ffi"} & set(sys.modules)
+"""
 
 
 def decoder(steps: int, apart: bool = False) -> Any:
@@ -161,8 +178,7 @@ def decoder(steps: int, apart: bool = False) -> Any:
         nodes.append(one)
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    model.graph.output.extend(helper.make_tensor_value_info(f"{name}{steps - n}", TensorProto.FLOAT, None)
-                              for n, name in enumerate("hY"))
+    model.graph.output.extend(sample.value(f"{name}{steps - n}") for n, name in enumerate("hY"))
     del model.graph.output[:2]
     if apart:
         del model.graph.initializer[:]
@@ -172,48 +188,10 @@ def decoder(steps: int, apart: bool = False) -> Any:
 @pytest.mark.parametrize("apart", [False, True])
 def test_weights_that_nodes_share_are_there_once(apart: bool, tmp_path: Path):
     """In the file, though the model has them for each node, and packed."""
-    model = decoder(40, apart)
-    made, fast = rewritten(model, tmp_path)
+    made, *_ = same(decoder(40, apart), tmp_path)
     assert len(made.taken) == 40
-    alike(fast, session(model), feeds_of(model))
     weights = [t.name for t in onnx.load(made.model).graph.initializer]
     assert len(weights) == 4 and operators(made.model).count("Constant") == 0
-
-
-def test_models_whose_initializers_are_inputs(tmp_path: Path):
-    """As all had to be before version 4 of the format, where no call brings them; in bodies there were none."""
-    model = model_of("RNN")
-    body = helper.make_graph([*model.graph.node], "body", [], model.graph.output[:1])
-    other = helper.make_graph([helper.make_node("Identity", ["X"], ["Z"])], "other", [], [
-        helper.make_tensor_value_info("Z", TensorProto.FLOAT, None)])
-    del model.graph.node[:], model.graph.output[1:]
-    model.graph.node.append(helper.make_node("If", ["yes"], ["Y2"], then_branch=body, else_branch=other))
-    model.graph.output[0].name = "Y2"
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(True), "yes"))
-    for tensor in model.graph.initializer:
-        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
-    model.ir_version = 3
-    made, fast = rewritten(model, tmp_path)
-    assert len(made.taken) == 1 and [value.name for value in fast.get_inputs()] == ["X"]
-    before = session(model)
-    x = {"X": np.random.default_rng(1).standard_normal((T, B, I)).astype(np.float32)}
-    alike(fast, before, x)
-    assert not {"W", "R", "B"} & {t.name for t in onnx.load(made.model).graph.initializer}
-
-
-MEMORY = """
-import sys, onnxruntime
-def used(): return int(open("/proc/self/statm").read().split()[1]) * 4096
-def made():
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(sys.argv[2])
-    before = used()
-    session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-    return session, used() - before
-first, _ = made()
-more, grown = made()
-print(grown)
-"""
 
 
 def test_packed_weights_are_those_of_all_nodes_and_sessions(tmp_path: Path):
@@ -225,10 +203,9 @@ def test_packed_weights_are_those_of_all_nodes_and_sessions(tmp_path: Path):
     for node in model.graph.node[1:]:
         node.attribute[0].i = 512
     model.graph.input[1].type.tensor_type.shape.dim[2].dim_value = 512
-    made, fast = rewritten(model, tmp_path)
+    made, *_ = same(model, tmp_path)
     assert made.model.stat().st_size < 4 << 20
-    alike(fast, session(model), feeds_of(model))
-    said = subprocess.run([sys.executable, "-c", MEMORY, str(made.model), str(made.library)], check=True, text=True,
+    said = subprocess.run([sys.executable, "-c", ALONE, str(made.model), str(made.library)], check=True, text=True,
                           capture_output=True)
     assert int(said.stdout) < 12 << 20  # ONNX Runtime's own copy
 
@@ -281,9 +258,9 @@ def test_what_cannot_be_taken_stays(tmp_path: Path):
         nodes.append(node)
         tensors += one.initializer
         feeds += [v for v in one.input if not number]
-        outputs.append(helper.make_tensor_value_info(f"Y{number}", TensorProto.FLOAT, None))
-    feeds.append(helper.make_tensor_value_info("R1", TensorProto.FLOAT, [1, 3 * H, H]))
-    model = whole(helper.make_graph(nodes, "g", feeds, outputs, tensors))
+        outputs.append(sample.value(f"Y{number}"))
+    feeds.append(sample.value("R1", shape=[1, 3 * H, H]))
+    model = sample.whole(helper.make_graph(nodes, "g", feeds, outputs, tensors))
     made, fast = rewritten(model, tmp_path)
     assert [one.node for one in made.taken] == ["node0"]
     reasons = {one.node: one.reason for one in made.left}
@@ -300,7 +277,7 @@ def test_a_node_in_a_function_stays(tmp_path: Path):
     function = helper.make_function("mine", "Layer", ["X", "W", "R", "B"], ["Y"], [
         helper.make_node("RNN", ["X", "W", "R", "B"], ["Y"], name="inside", hidden_size=H)],
         [helper.make_opsetid("", 20)])
-    model = whole(helper.make_graph([helper.make_node("Layer", ["X", "W", "R", "B"], ["Y"], domain="mine")], "g",
+    model = sample.whole(helper.make_graph([helper.make_node("Layer", ["X", "W", "R", "B"], ["Y"], domain="mine")], "g",
                                     inner.input, inner.output[:1], inner.initializer), functions=[function])
     with pytest.raises(ArgumentError, match=r"inside \(RNN\): it is in the function Layer"):
         rewritten(model, tmp_path)
@@ -314,7 +291,7 @@ def test_weights_that_come_with_each_call(tmp_path: Path):
     new = onnx.load(tmp_path / "fast.onnx")
     feeds = feeds_of(model)
     for tensor in [t for t in new.graph.initializer if "_l0" in t.name]:
-        new.graph.input.append(helper.make_tensor_value_info(tensor.name, TensorProto.FLOAT, tensor.dims))
+        new.graph.input.append(sample.value(tensor.name, shape=tensor.dims))
         feeds[tensor.name] = onnx.numpy_helper.to_array(tensor)
         new.graph.initializer.remove(tensor)
     options = ecornn.onnxruntime.session_options(tmp_path / "fast.onnx")
@@ -350,9 +327,8 @@ def test_arrays_that_begin_anywhere(tmp_path: Path):
         return there
 
     binding, outputs = fast.io_binding(), [moved(np.zeros_like(w)) for w in wanted]
-    for name, value in feeds.items():
-        given = moved(value)
-        feeds[name] = given  # which must live as long as the binding
+    feeds = {name: moved(array) for name, array in feeds.items()}  # which must live as long as the binding
+    for name, given in feeds.items():
         binding.bind_input(name, "cpu", 0, given.dtype, given.shape, given.ctypes.data)
     for output, array in zip(fast.get_outputs(), outputs, strict=True):
         binding.bind_output(output.name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
@@ -368,16 +344,6 @@ def test_threads_share_a_session(fast: Path):
     with ThreadPoolExecutor(4) as threads:
         found = [*threads.map(lambda _: running.run(None, {"x": x})[0], range(40))]
     assert all(np.array_equal(one, wanted) for one in found)
-
-
-ALONE = """
-import sys, numpy, onnxruntime
-options = onnxruntime.SessionOptions()
-options.register_custom_ops_library(sys.argv[2])
-session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExecutionProvider"])
-numpy.save(sys.argv[3], session.run(None, {"x": numpy.ones((9, 2, 20), numpy.float32)})[0])
-assert not {"ecornn", "tvm", "tvm_ffi"} & set(sys.modules)
-"""
 
 
 def test_without_ecornn(fast: Path, recognizer: Path, tmp_path: Path):
@@ -461,9 +427,8 @@ def test_large_weights_are_a_file_of_their_own(tmp_path: Path, monkeypatch: pyte
     more = onnx.numpy_helper.from_array(np.random.default_rng(0).standard_normal((H, 100)).astype(np.float32), "more")
     model.graph.initializer.append(more)
     model.graph.node.append(helper.make_node("MatMul", ["Y", "more"], ["Z"]))
-    model.graph.output.append(helper.make_tensor_value_info("Z", TensorProto.FLOAT, None))
+    model.graph.output.append(sample.value("Z"))
     for _ in range(2):  # and take an older one's place
-        _, fast = rewritten(model, tmp_path)
+        same(model, tmp_path)
         small, large = ((tmp_path / name).stat().st_size for name in ("fast.onnx", "fast.onnx.data"))
         assert small < len(more.raw_data) <= large < 10_000
-        alike(fast, session(model), feeds_of(model))

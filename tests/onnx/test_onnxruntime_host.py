@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from c_abi_sample import close, compiled, read, run, run_both, weights_of, write
+from c_abi_sample import close, compiled, drawn, read, run, run_both, weights_of, write
 from cuda_on_cpu import Emulated
 from rooms import ROOT
 from test_stacks_cuda import SCHEDULES, TINY
@@ -25,12 +25,11 @@ from ecornn.build import build_module
 from ecornn.cells import get
 from ecornn.host_gpu import detect
 from ecornn.onnxruntime import library
-from ecornn.runtime.loader import Module
 from ecornn.schedules.base import Task
 from ecornn.task import make_manifest
 from ecornn.workload import Workload
 
-SOURCES = ROOT / "ecornn" / "onnxruntime"
+SOURCES, HOST = ROOT / "ecornn" / "onnxruntime", Path(__file__).with_name("ort_host.cc")
 T, B, I, H = 6, 3, 5, 8
 
 
@@ -41,12 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def program(folder: Path) -> Path:
-    return compiled(Path(__file__).with_name("ort_host.cc"), folder / "ort_host", f"-I{SOURCES}")
-
-
-@pytest.fixture(scope="module")
-def lstm() -> Module:
-    return ecornn.compile("lstm", hidden=H, input=I, batch=B, seq=T, target="cpu", bidirectional=True, lengths=True)
+    return compiled(HOST, folder / "ort_host", f"-I{SOURCES}")
 
 
 def arguments(folder: Path, operator: str, module: Path, threads: int, arrays: Mapping[str, Any],
@@ -60,18 +54,23 @@ def arguments(folder: Path, operator: str, module: Path, threads: int, arrays: M
     return [str(folder / library.NAME), operator, module.name, digest, str(folder), str(threads), *inputs]
 
 
+def refused(program: Path, *arguments: str | Path, **environment: str) -> str:
+    """What it says of a call that ONNX Runtime would refuse."""
+    done = subprocess.run([program, *arguments], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 3
+    return done.stdout
+
+
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_under_sanitizers(folder: Path, lstm: Module, monkeypatch: pytest.MonkeyPatch, sanitizer: str):
+def test_under_sanitizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sanitizer: str):
     """Called from three threads, of which each call takes two; test_c_abi.py has modules under sanitizers."""
-    here, flags = folder / sanitizer, (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g")
-    here.mkdir()
-    lstm.save(here / "lstm.so")
+    here, flags = tmp_path, (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g")
+    lstm = ecornn.compile("lstm", hidden=H, input=I, batch=B, seq=T, target="cpu", bidirectional=True, lengths=True,
+                          out=here / "lstm.so")
     monkeypatch.setenv("CXX", " ".join(("c++", *flags)))
     library.write(here)
-    program = compiled(Path(__file__).with_name("ort_host.cc"), here / "ort_host", f"-I{SOURCES}", *flags)
-    rng, weights = np.random.default_rng(7), weights_of(lstm)
-    x, h = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, B, I), (2, B, H)))
-    lengths = np.array([T, 2, 4], np.int32)  # c begins with zeros
+    program, weights = compiled(HOST, here / "ort_host", f"-I{SOURCES}", *flags), weights_of(lstm)
+    (x, h), lengths = drawn(x=(T, B, I), h=(2, B, H)).values(), np.array([T, 2, 4], np.int32)  # c begins with zeros
     given = arguments(here, "CpuRecurrent", here / "lstm.so", 3, {"x": x, "lens": lengths, "h": h, "c": None}, weights)
     # TSan's shadow memory wants an address space that is not laid out at random
     command = [*(["setarch", platform.machine(), "-R"] if shutil.which("setarch") else []), program, *given]
@@ -92,12 +91,12 @@ def test_on_a_gpu(tmp_path: Path, program: Path, fake: Path):
     manifest = make_manifest(get("gru"), task, schedule, config, made, "by a test")
     build_module(made, manifest, tmp_path / "gru.so")
     library.write(tmp_path)
-    rng = np.random.default_rng(4)
-    x, h = (rng.standard_normal(shape).astype(np.float32) for shape in ((T, B, I), (1, B, H)))
+    x, h = drawn(x=(T, B, I), h=(1, B, H)).values()
     weights = weights_of(ecornn.load(tmp_path / "gru.so"))
     arrays = {"x": x, "lens": None, "h": h, "c": None}
     given = arguments(tmp_path, "CudaRecurrent", tmp_path / "gru.so", 1, arrays, weights)
-    _, notes = run_both(program, *given, FAKE_KERNELS=str(tmp_path / "kernels.so"), LD_LIBRARY_PATH=str(fake))
+    environment = {"FAKE_KERNELS": str(tmp_path / "kernels.so"), "LD_LIBRARY_PATH": str(fake)}
+    _, notes = run_both(program, *given, **environment)
     y, (state,) = ecornn.reference("gru", x, weights, (h[0],))
     close(read(tmp_path, "out0", T, B, H), y)
     close(read(tmp_path, "out1", 1, B, H)[0], state)
@@ -107,17 +106,11 @@ def test_on_a_gpu(tmp_path: Path, program: Path, fake: Path):
     assert sorted(copied) == sorted([zeros, *packed]), "those of two nodes, packed on the host, are there once"
     assert "stream=7" in notes and "cuDeviceGet 1" in notes and "cuDeviceGet 0" not in notes
     more = [word.replace(f":{T},{B},", f":{T},{B + 1},").replace(f":1,{B},", f":1,{B + 1},") for word in given]
-    refused = subprocess.run([program, *more], capture_output=True, text=True, check=False,
-                             env={"FAKE_KERNELS": str(tmp_path / "kernels.so"), "LD_LIBRARY_PATH": str(fake)})
-    assert refused.returncode == 3 and "no more rows than its module was compiled for" in refused.stdout
-    refused = subprocess.run([program, *(word.replace("Cuda", "Cpu") for word in given)], capture_output=True,
-                             text=True, env={"LD_LIBRARY_PATH": str(fake)}, check=False)
-    assert refused.returncode == 3 and "its module is for GPUs" in refused.stdout
+    assert "no more rows than its module was compiled for" in refused(program, *more, **environment)
+    assert "its module is for GPUs" in refused(program, *(w.replace("Cuda", "Cpu") for w in given), **environment)
 
 
 def test_an_onnx_runtime_that_is_too_old(folder: Path, program: Path):
     library.write(folder)
-    result = subprocess.run([program, folder / library.NAME, "CpuRecurrent", "none.so", "", folder, "1"],
-                            capture_output=True, text=True, env={"ORT_HOST_VERSION": "17"}, check=False)
-    assert result.returncode == 3
-    assert result.stdout == "ecornn's operators need ONNX Runtime 1.18 or newer; this is 1.17.3\n"
+    said = refused(program, folder / library.NAME, "CpuRecurrent", "none.so", "", folder, "1", ORT_HOST_VERSION="17")
+    assert said == "ecornn's operators need ONNX Runtime 1.18 or newer; this is 1.17.3\n"

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 from msgspec.structs import replace
 from onnx import TensorProto, helper
-from onnxruntime_sample import B, T, alike, model_of, operators, rewritten, session, speech, whole
+from onnxruntime_sample import B, T, alike, model_of, operators, rewritten, session, value, whole
+from onnxruntime_sample import recognizer as recognizer
 
 import ecornn.onnxruntime
 from ecornn.cli import main
@@ -19,13 +20,6 @@ from ecornn.compiler import device_of
 from ecornn.onnxruntime import measuring, rewriting
 
 TIMES = {"LSTM": (2e-3, 1e-3), "GRU": (1e-3, 2e-3), "RNN": (3e-3, 1e-3), "": (7e-3, 5e-3)}  # "": of the model
-
-
-@pytest.fixture(scope="module")
-def recognizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("speech") / "speech.onnx"
-    speech(path)
-    return path
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, times: dict[str, Any]) -> list[str]:
@@ -94,8 +88,8 @@ def test_what_cannot_be_timed_is_compiled(tmp_path: Path):
     (["T", "width"], "FLOAT", set(), None), ([], "INT64", set(), None), (["T", "B"], "FLOAT", {"computed"}, None)])
 def test_feeds_for_a_model(shape: list[Any], dtype: str, lengths: set[str], found: tuple[int, ...] | None):
     """None where the model does not say how large an input is, or what it is."""
-    value = helper.make_tensor_value_info("x", getattr(TensorProto, dtype), shape)
-    feeds = measuring.feeds_of(whole(helper.make_graph([], "g", [value], [])), {"T": 7, "B": 3}, lengths, 7)
+    given = [value("x", getattr(TensorProto, dtype), shape)]
+    feeds = measuring.feeds_of(whole(helper.make_graph([], "g", given, [])), {"T": 7, "B": 3}, lengths, 7)
     assert (None if feeds is None else feeds["x"].shape) == found
     if feeds is not None and dtype != "FLOAT":
         assert (feeds["x"] == (7 if lengths else 0)).all()

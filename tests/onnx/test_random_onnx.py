@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
-from onnxruntime_sample import alike, session
+from onnxruntime_sample import GATES, alike, feeds_of, session, value
 from pairwise import seeds
 
 import ecornn.onnxruntime
@@ -27,29 +27,16 @@ from ecornn.onnxruntime import rewriting
 
 DEEPEST = 2000  # nodes behind one another
 OPSETS = (13, 14, 17, 20, 21)
-GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
-SHOWN = {"LSTM": ("Y", "Y_h", "Y_c"), "GRU": ("Y", "Y_h"), "RNN": ("Y", "Y_h")}
 ACTIVATIONS = {"LSTM": ["HardSigmoid", "Softsign", "Tanh"], "GRU": ["Sigmoid", "LeakyRelu"], "RNN": ["Relu"]}
 STABLE = ("Tanh", "Sigmoid", "Identity", "Neg", "Sin", "Softsign")  # keep values where they are
 
-Weights = tuple[str, ...]
-
-
 @dataclass
 class Sample:
-    """A model and what is to come of it.
-
-    Attributes
-    ----------
-    model, plain : the model, and one that computes the same without ONNX's layout 1, which ONNX Runtime refuses
-    sizes : T and B of calls
-    refused : nodes that have to stay, by name, each with words of the reason
-    made : what it is made of, in words
-    """
+    """A model, and what it is made of, in words; ``plain``: one that computes the same without ONNX's layout 1, which
+    ONNX Runtime refuses; ``refused``: nodes that have to stay, by name, each with words of the reason."""
 
     model: Any
     plain: Any
-    sizes: list[tuple[int, int]]
     refused: dict[str, str]
     made: list[str]
 
@@ -99,64 +86,32 @@ class Builder:
 
     def constant(self, value: np.ndarray) -> str:
         """A constant of that value, of float32 with three axes or two, computed in one of many ways."""
-        ways: list[Callable[[np.ndarray], str]] = [
-            self.initializer, lambda v: self.node("Constant", value=numpy_helper.from_array(v)), self._turned,
-            self._reshaped, self._cast, self._sliced, self._joined, self._gathered, self._split, self._added,
-            self._quantized, self._shaped_as_another, self._from_deep, self._half]
+        scale = np.float32(np.abs(value).max() / 127 + 1e-6)
+        node, tensor, whole, turned = self.node, self.initializer, self.whole, self.rng.permutation
+        ways: list[Callable[[], str]] = [
+            lambda: tensor(value), lambda: node("Constant", value=numpy_helper.from_array(value)),
+            lambda: node("Transpose", self.constant(np.ascontiguousarray(value.transpose(axes := turned(value.ndim)))),
+                         perm=[*map(int, np.argsort(axes))]),
+            lambda: node("Reshape", tensor(value.ravel()), whole(*value.shape[:-1], -1)),
+            lambda: node("Cast", tensor(value.astype(np.float64)), to=TensorProto.FLOAT),
+            lambda: node("Slice", tensor(np.concatenate([value[:, :2], value, value[:, :1]], 1)),
+                         whole(min(2, value.shape[1])), whole(-1), whole(1)),
+            lambda: node("Concat", tensor(value[:, :(at := int(self.rng.integers(value.shape[1] + 1)))]),
+                         tensor(value[:, at:]), axis=1),
+            lambda: node("Gather", tensor(value[:, (order := turned(value.shape[1]))]),
+                         whole(*map(int, np.argsort(order))), axis=1),
+            lambda: node("Split", tensor(np.concatenate([-value, value], -1)),
+                         whole(value.shape[-1], value.shape[-1]), count=2, axis=-1)[1],
+            # to zeros by the shape of another constant
+            lambda: node("Add", given := tensor(value), node("ConstantOfShape", node("Shape", given))),
+            lambda: node("DequantizeLinear", tensor(np.round(value / scale).astype(np.int8)), tensor(scale)),
+            # a number, expanded to a shape that is put together
+            lambda: node("Expand", tensor(value.ravel()[:1]), node("Concat", *map(whole, value.shape), axis=0)),
+            lambda: self.deep(self.constant(value), most=300),
+            lambda: node("Cast", tensor(value.astype(np.float16)), to=TensorProto.FLOAT)]
         number = int(self.rng.integers(len(ways)))
         self.made.append(f"constant by way {number}")
-        return ways[number](value)
-
-    def _turned(self, value: np.ndarray) -> str:
-        order = [*self.rng.permutation(value.ndim)]
-        back = [int(n) for n in np.argsort(order)]
-        return self.node("Transpose", self.constant(np.ascontiguousarray(value.transpose(order))), perm=back)
-
-    def _reshaped(self, value: np.ndarray) -> str:
-        return self.node("Reshape", self.initializer(value.ravel()), self.whole(*value.shape[:-1], -1))
-
-    def _cast(self, value: np.ndarray) -> str:
-        return self.node("Cast", self.initializer(value.astype(np.float64)), to=TensorProto.FLOAT)
-
-    def _half(self, value: np.ndarray) -> str:
-        return self.node("Cast", self.initializer(value.astype(np.float16)), to=TensorProto.FLOAT)
-
-    def _sliced(self, value: np.ndarray) -> str:
-        more = np.concatenate([value[:, :2], value, value[:, :1]], 1)
-        first = self.whole(min(2, value.shape[1]))
-        return self.node("Slice", self.initializer(more), first, self.whole(-1), self.whole(1))
-
-    def _joined(self, value: np.ndarray) -> str:
-        at = int(self.rng.integers(value.shape[1] + 1))
-        return self.node("Concat", self.initializer(value[:, :at]), self.initializer(value[:, at:]), axis=1)
-
-    def _gathered(self, value: np.ndarray) -> str:
-        order = self.rng.permutation(value.shape[1])
-        back = self.whole(*(int(n) for n in np.argsort(order)))
-        return self.node("Gather", self.initializer(value[:, order]), back, axis=1)
-
-    def _split(self, value: np.ndarray) -> str:
-        both = self.initializer(np.concatenate([-value, value], -1))
-        return str(self.node("Split", both, self.whole(value.shape[-1], value.shape[-1]), count=2, axis=-1)[1])
-
-    def _added(self, value: np.ndarray) -> str:
-        """To zeros by the shape of another constant."""
-        given = self.initializer(value)
-        return self.node("Add", given, self.node("ConstantOfShape", self.node("Shape", given)))
-
-    def _quantized(self, value: np.ndarray) -> str:
-        scale = np.float32(np.abs(value).max() / 127 + 1e-6)
-        whole = self.initializer(np.round(value / scale).astype(np.int8))
-        return self.node("DequantizeLinear", whole, self.initializer(scale))
-
-    def _shaped_as_another(self, value: np.ndarray) -> str:
-        """A number, expanded to a shape that is put together."""
-        sizes = [self.whole(size) for size in value.shape]
-        shape = self.node("Concat", *sizes, axis=0)
-        return self.node("Expand", self.initializer(value.ravel()[:1]), shape)
-
-    def _from_deep(self, value: np.ndarray) -> str:
-        return self.deep(self.constant(value), most=300)
+        return ways[number]()
 
     def size(self, of: str, axis: int) -> str:
         """One axis of a tensor's shape, as a tensor of one number."""
@@ -174,7 +129,7 @@ class Builder:
             return self.node("ConstantOfShape", shape, value=one)
         return self.node("Expand", self.initializer(np.array([value], np.float32)), shape)
 
-    def weights(self, op: str, both: int, inputs: int, hidden: int, peepholes: bool) -> Weights:
+    def weights(self, op: str, both: int, inputs: int, hidden: int, peepholes: bool) -> tuple[str, ...]:
         """W, R, B and P, the last two perhaps missing."""
         rows = GATES[op] * hidden
         shapes = [(both, rows, inputs), (both, rows, hidden), (both, 2 * rows), (both, 3 * hidden)]
@@ -189,7 +144,7 @@ class Recurrent:
     def __init__(self, b: Builder, lengths: bool) -> None:
         self.b, self.inputs, self.refused = b, {}, {}
         self._lengths = lengths
-        self._known: dict[tuple[Any, ...], list[Weights]] = {}
+        self._known: dict[tuple[Any, ...], list[tuple[str, ...]]] = {}
 
     def kind(self) -> dict[str, Any]:
         """Of a node: few layers, so that each is compiled once for many models, and attributes."""
@@ -212,7 +167,7 @@ class Recurrent:
 
     def given(self, name: str, shape: list[Any], kind: int = TensorProto.FLOAT) -> str:
         """An input of the model's."""
-        self.inputs[name] = helper.make_tensor_value_info(name, kind, shape)
+        self.inputs[name] = value(name, kind, shape)
         return name
 
     def add(self, x: str, width: int, kind: dict[str, Any], features: str, state: tuple[str, ...] = (),
@@ -233,7 +188,7 @@ class Recurrent:
         inputs = [x, w, r, bias, lens, *states, *([p] if p else [])]
         while not inputs[-1]:
             inputs.pop()
-        outputs = [b.new(name) for name in SHOWN[op]]
+        outputs = [b.new(name) for name in ("Y", "Y_h", "Y_c")[:2 + (op == "LSTM")]]
         b.nodes.append(helper.make_node(op, inputs, outputs, name=b.new("node"), **attributes))
         b.made.append(f"{op} {attributes}")
         return outputs, both, hidden
@@ -269,15 +224,8 @@ def random_model(seed: int) -> Sample:
         kind = nodes.kind()
         place = b.one_of("graph", "graph", "graph", "If", "Loop", "unrolled")
         made.append(f"in {place}")
-        if place == "If":
-            y = _branch(b, nodes, x, width, kind)
-            shown.append(y)
-            continue
-        if place == "Loop":
-            shown += _loop(b, nodes, x, width, kind)
-            continue
-        if place == "unrolled":
-            shown += _unrolled(b, nodes, x, width, kind)
+        if place != "graph":
+            shown += {"If": _branch, "Loop": _loop, "unrolled": _unrolled}[place](b, nodes, x, width, kind)
             continue
         features = b.node("Relu", x)
         outputs, both, hidden = nodes.add(x, width, kind, features)
@@ -287,34 +235,31 @@ def random_model(seed: int) -> Sample:
             x, width = b.node("Reshape", y, b.whole(0, 0, -1)), both * hidden
     _refused(b, nodes, x, width, shown)
     inputs = {**nodes.inputs}
-    outputs_of = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in dict.fromkeys(shown)]
     own = any(a.g.initializer for node in b.nodes for a in node.attribute)
     old = b.chance(0.2) and not nodes.refused and not own  # then initializers are inputs, too, but no call brings them
     if old:
-        inputs |= {t.name: helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in b.tensors}
-    for name in nodes.refused.values():
-        made.append(f"refused: {name}")
-    graph = helper.make_graph(b.nodes, "g", [*inputs.values()], outputs_of, b.tensors)
+        inputs |= {t.name: value(t.name, t.data_type, t.dims) for t in b.tensors}
+    made += [f"refused: {name}" for name in nodes.refused.values()]
+    graph = helper.make_graph(b.nodes, "g", [*inputs.values()], [*map(value, dict.fromkeys(shown))], b.tensors)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", b.one_of(*OPSETS))],
                               ir_version=3 if old else 10)
     plain = type(model)()
     plain.CopyFrom(model)
     _without_layout(plain.graph)
-    return Sample(model, plain, [(7, 3), (1, 1)], nodes.refused, made)
+    return Sample(model, plain, nodes.refused, made)
 
 
-def _branch(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> str:
+def _branch(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
     """A node in one branch of an If; the other has its X."""
     inner = Builder(b.rng, b.made, b.counter)
     outputs, _, _ = nodes.add(x, width, kind, x, b=inner)
     other = Builder(b.rng, b.made, b.counter)
     other.node("Identity", x)
-    graphs = [helper.make_graph(g.nodes, "body", [], [helper.make_tensor_value_info(name, TensorProto.FLOAT, None)],
-                                g.tensors)
+    graphs = [helper.make_graph(g.nodes, "body", [], [value(name)], g.tensors)
               for g, name in ((inner, outputs[0]), (other, other.nodes[-1].output[0]))]
     on = nodes.given("on", [], TensorProto.BOOL)
     first, second = graphs if b.chance(0.7) else graphs[::-1]
-    return str(b.node("If", on, then_branch=first, else_branch=second))
+    return [b.node("If", on, then_branch=first, else_branch=second)]
 
 
 def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]) -> list[str]:
@@ -326,11 +271,9 @@ def _loop(b: Builder, nodes: Recurrent, x: str, width: int, kind: dict[str, Any]
     turn, go, *states = (inner.new(name) for name in ("turn", "go", *("h", "c")[:1 + (op == "LSTM")]))
     outputs, _, _ = nodes.add(x, width, kind, x, tuple(states), b=inner)
     still = inner.node("Identity", go)
-    infos = [helper.make_tensor_value_info(turn, TensorProto.INT64, []),
-             helper.make_tensor_value_info(go, TensorProto.BOOL, []),
-             *(helper.make_tensor_value_info(s, TensorProto.FLOAT, None) for s in states)]
-    results = [helper.make_tensor_value_info(still, TensorProto.BOOL, []),
-               *(helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in (*outputs[1:], outputs[0]))]
+    infos = [value(turn, TensorProto.INT64, []),
+             value(go, TensorProto.BOOL, []), *map(value, states)]
+    results = [value(still, TensorProto.BOOL, []), *map(value, (*outputs[1:], outputs[0]))]
     body = helper.make_graph(inner.nodes, "body", infos, results, inner.tensors)
     first = [b.zeros([both, b.size(x, 1), hidden], 0.1) for _ in states]
     yes, turns = b.initializer(np.array(True)), b.initializer(np.array(3))
@@ -375,9 +318,8 @@ def _refused(b: Builder, nodes: Recurrent, x: str, width: int, shown: list[str])
 
 def _without_layout(graph: Any) -> None:
     """Nodes of ONNX's layout 1 as those of layout 0 with transpositions."""
-    nodes = [*graph.node]
     made = []
-    for node in nodes:
+    for node in graph.node:
         for attribute in node.attribute:
             if attribute.HasField("g"):
                 _without_layout(attribute.g)
@@ -394,27 +336,12 @@ def _without_layout(graph: Any) -> None:
         after = []
         for place, name in enumerate(node.output):
             node.output[place] = f"{node.name}_out{place}"
-            order = [1, 0, 2] if place else [2, 0, 1, 3]
-            after.append(helper.make_node("Transpose", [node.output[place]], [name], perm=order))
+            after.append(helper.make_node("Transpose", [node.output[place]], [name],
+                                          perm=[1, 0, 2] if place else [2, 0, 1, 3]))
         made += [node, *after]
     made = [onnx.NodeProto.FromString(node.SerializeToString()) for node in made]
     del graph.node[:]
     graph.node.extend(made)
-
-
-def feeds_of(sample: Sample, steps: int, rows: int, seed: int) -> dict[str, np.ndarray]:
-    """Random inputs for T and B; what the model has a value of is left out."""
-    rng, sizes = np.random.default_rng(seed), {"T": steps, "B": rows}
-    held, feeds = {t.name for t in sample.model.graph.initializer}, {}
-    for value in sample.model.graph.input:
-        if value.name in held:
-            continue
-        shape = [d.dim_value or sizes[d.dim_param] for d in value.type.tensor_type.shape.dim]
-        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        found = {"i": lambda shape: rng.integers(1, steps + 1, shape), "b": lambda shape: rng.random(shape) < 0.7,
-                 "f": lambda shape: rng.uniform(-1, 1, shape)}[dtype.kind](shape)
-        feeds[value.name] = np.asarray(found, dtype)
-    return feeds
 
 
 MANY = seeds(range(1000, 1300))
@@ -427,8 +354,7 @@ def _compiled_once():
     known = {}
 
     def compiled(layer, target):
-        key = f"{layer.workload} {layer.stack}"
-        if key not in known:
+        if (key := f"{layer.workload} {layer.stack}") not in known:
             known[key] = compile_layer(layer, target=target)
         return known[key]
 
@@ -450,10 +376,11 @@ def check(seed: int, folder: Path) -> int:
     assert {one.node for one in made.left} == {*sample.refused}, (made.left, sample.made)
     for one in made.left:
         assert sample.refused[one.node] in one.reason
-    before = session(sample.plain)
+    before, held = session(sample.plain), {t.name for t in sample.model.graph.initializer}  # of which it has values
     after = session(out, ecornn.onnxruntime.session_options(out, threads=1))
-    for number, (steps, rows) in enumerate(sample.sizes):
-        alike(after, before, feeds_of(sample, steps, rows, number), least=LEAST)
+    for number, (steps, rows) in enumerate(((7, 3), (1, 1))):
+        feeds = feeds_of(sample.model, number, rows, steps)
+        alike(after, before, {name: value for name, value in feeds.items() if name not in held}, least=LEAST)
     return len(made.taken)
 
 

@@ -1,4 +1,5 @@
-"""The promises of docs/ARCHITECTURE.md: a light import, layers, small files."""
+"""The promises of docs/ARCHITECTURE.md: a light import, layers, small files; assertions without effects, and faults of
+mutants.py that are of lines that are there."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import site_architecture
+from mutants import MUTANTS, Mutant
 from rooms import ROOT
 
 PLACES = {"ecornn": ROOT / "ecornn", "ecornn.schedules": ROOT / "schedules",
@@ -26,37 +28,26 @@ TEMPLATE = {"analysis", "device", "dtypes", "program", "workload", "schedules.ba
 KERNEL = TEMPLATE | {"schedules.hoisted", "schedules.cuda.isa", "schedules.cuda.pipeline",
                      "schedules.keeping", "schedules.rates", "schedules.scalars", "schedules.sequence_kernel"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "boundary": {"errors"},
-    "checksum": set(),
-    "file_locks": set(),
-    "temporary": {"errors"},
-    "interrupts": set(),
-    "quick_tvm": {"errors"},
+    **{room: set() for room in ("errors", "checksum", "file_locks", "interrupts", "dtypes", "device", "outputs",
+                                "schedules.builder", "schedules.cuda")},
+    **{room: {"errors"} for room in ("boundary", "temporary", "quick_tvm", "tuning_logs", "analysis", "numpy_layers")},
     "worker": {"errors", "temporary"},
-    "dtypes": set(),
     "workload": {"dtypes", "errors"},
-    "device": set(),
     "host_cpu": {"device", "errors"},
     "host_gpu": {"device", "errors"},
     "targets": {"device", "errors"} | HOSTS,
     "program": {"dtypes", "workload"},
     "manifest": {"device", "errors", "program", "workload"},
     # A cell's identity is a digest of what the analysis finds; what is analysed need be no Cell.
-    "analysis": {"errors"},
     "cells": {"analysis", "errors"},
     "layer_spec": {"cells", "errors", "workload"},
     # What outputs are checked against: layers of any step, te graphs as they were written, formulas.
-    "outputs": set(),
-    "numpy_layers": {"errors"},
     "interpreter": {"cells", "errors", "numpy_layers"},
     "numpy_reference": {"boundary", "cells", "errors", "interpreter", "numpy_layers", "outputs"},
     "numpy_gradients": {"boundary", "errors", "numpy_layers", "numpy_reference"},
     "schedules.base": {"analysis", "device", "program", "workload"},
-    "schedules.builder": set(),
     "schedules.timeline": {"program", "workload", "schedules.builder"},
     "schedules.rates": {"device", "schedules.base"},
-    "schedules.cuda": set(),
     "schedules.cuda.isa": {"schedules.builder"},
     "schedules.cuda.pipeline": {"schedules.builder", "schedules.cuda.isa"},
     "schedules.hoisted": {"program", "schedules.base", "schedules.builder", "schedules.cuda.isa", "schedules.rates"},
@@ -84,7 +75,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     # A machine that only runs modules has no TVM: nothing of the compiler may be needed there.
     "runtime": BASE | HOSTS | {"checksum", "outputs", "temporary", "weight_files"},
     "weight_files": {"errors", "temporary"},
-    "tuning_logs": {"errors"},
 }
 MAY_IMPORT["schedules"] = {room for room in MAY_IMPORT if room.startswith("schedules.")}
 MAY_IMPORT["tune"] = BASE | HOSTS | {"analysis", "build", "cells", "file_locks", "interpreter", "layer_spec",
@@ -181,13 +171,11 @@ def refuse_circles(of: dict[str, set[str]]) -> None:
 
 
 def test_imports_go_down_the_layers():
-    modules, wrong = imported(), []
+    modules = imported()
     assert len(modules) > 20, "the layout changed; this test finds nothing"
-    for name, targets in modules.items():
-        own = room(name)
-        assert own in MAY_IMPORT, f"{name} belongs to no room; say here what {own!r} may import"
-        wrong += [f"{name} imports {target}" for target in targets
-                  if target.split(".")[0] == "ecornn" and room(target) not in MAY_IMPORT[own] | {own}]
+    assert {*map(room, modules)} <= MAY_IMPORT.keys(), "rooms of which MAY_IMPORT says nothing"
+    wrong = [f"{name} imports {target}" for name, targets in modules.items() for target in targets
+             if target.split(".")[0] == "ecornn" and room(target) not in MAY_IMPORT[room(name)] | {room(name)}]
     assert not wrong, "\n".join(wrong)
 
 
@@ -219,28 +207,12 @@ def test_tvm_and_torch_are_imported_inside_functions_only():
     assert not wrong, "\n".join(wrong)
 
 
-def python(code: str) -> str:
-    """What a new interpreter prints; tests must not see the modules that others imported."""
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
 def test_import_is_light():
-    """The processor's time inside the interpreter, best of 5: other work on the machine must not fail it."""
-    code = ("import sys, time; start = time.process_time(); import ecornn; "
-            "print(time.process_time() - start); "
-            "print(*{'tvm', 'tvm_ffi', 'numpy', 'torch', 'xgboost'} & set(sys.modules)); "
-            "print(ecornn.__file__)")
-    seconds, heavy, file = zip(*(python(code).splitlines() for _ in range(5)), strict=True)
-    assert Path(file[0]).name == "__init__.py"
-    assert min(map(float, seconds)) < 0.3
-    assert set(heavy) == {""}
-
-
-@pytest.mark.parametrize("module", ["ecornn.runtime", "ecornn.numpy_reference"])
-def test_no_tvm_to_run_modules(module):
-    assert python(f"import sys, {module}; print('tvm' in sys.modules)").strip() == "False"
+    """The processor's time inside a new interpreter, best of 5: other work on the machine must not fail it. What is
+    imported is in test_public.py."""
+    code = "import sys, time; start = time.process_time(); import ecornn; print(time.process_time() - start)"
+    assert min(float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT).stdout)
+               for _ in range(5)) < 0.3
 
 
 def test_files_are_small():
@@ -296,3 +268,43 @@ def test_docstrings_say_what_a_thing_is():
                 if first and first[0].rstrip(",.:;") in words:
                     wrong.append(f"{path.relative_to(ROOT)} line {getattr(node, 'lineno', 1)}: {first[0]} ...")
     assert not wrong, "\n".join(wrong)
+
+
+# Of the functions of builtins.
+PURE = {"abs", "all", "any", "bool", "float", "frozenset", "getattr", "hasattr", "int", "isinstance", "issubclass",
+        "len", "list", "max", "min", "range", "set", "sorted", "str", "sum", "tuple", "type"}
+
+
+def effects(source: str) -> Iterator[str]:
+    """Assertions that may do more than to hold something against something: with line and expression. A call may,
+    unless it is of a function that is known to have no effect."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assert):
+            for part in ast.walk(node.test):
+                called = isinstance(part, ast.Call) and not (isinstance(part.func, ast.Name) and part.func.id in PURE)
+                if called or isinstance(part, (ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom)):
+                    yield f"{node.lineno}: {ast.unparse(part)}"
+
+
+def test_no_assertion_has_an_effect():
+    """Under ``python -O`` there are none: nothing that runs may be lost with them."""
+    places = "ecornn", "schedules", "benchmarks", "examples"
+    files = [path for place in places for path in (ROOT / place).rglob("*.py")]
+    assert len(files) > 250
+    found = [f"{path.relative_to(ROOT)}:{what}" for path in files for what in effects(path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("statement", "count"), [
+    ("assert isinstance(a, int) and len(a.rows) == 2 and sorted(b) == [*range(3)], f()", 0),
+    *((statement, 1) for statement in (
+        "assert known.setdefault(name, b) == b", "assert rows.pop() == 1", "assert (n := 3)", "assert next(rows) == 0",
+        "assert len(read(file)) == 2", "assert all(seen.add(x) is None for x in rows)",
+        "async def f(): assert await g"))])
+def test_those_with_one_are_found(statement: str, count: int):
+    assert len([*effects(statement)]) == count
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_line_of_a_fault_stands_once(mutant: Mutant):
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1 and mutant.old != mutant.new

@@ -1,5 +1,7 @@
-"""The page of a tuning log: what it shows is what the log has, nothing is loaded, no name in a log is markup; and what
-results add to it, which are of the same layer on the same device alone."""
+"""The page of a tuning log: it shows what the log has, and results of the same layer on the same device alone; nothing
+is loaded, no name is markup. Its pictures: words can be read on a phone, colours be told from the paper; they show what
+schedules say, and that of a step by roles of warps what the kernel's code says, no more and no less. Chromium, where
+there is one, lays the report out; the site it lays out in test_docs.py."""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ import json
 import math
 import re
 import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import chromium
 import msgspec
 import numpy as np
 import pytest
+import site_step
 from click.testing import CliRunner
+from test_readable import CASES, kernels, made, notes, text_of
 
 from ecornn.bench import turns
 from ecornn.bench.grid import Case
@@ -23,10 +30,15 @@ from ecornn.cli import main
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.report import page, svg
-from ecornn.report.layers import layers, step_of, task_of, teraflops
+from ecornn.report.layers import cut_of, layers, marked, stages_of, step_of, task_of, teraflops
 from ecornn.report.measured import measured
+from ecornn.report.page import TERMS, chip_map, chip_words, rooflines
+from ecornn.report.roles import Kernel, kernel_of, picture
 from ecornn.report.searches import effects, explained, searches
+from ecornn.schedules import all_schedules
+from ecornn.schedules.base import Cut
 from ecornn.tune.log import Line, Log, read, shipped_folder
+from ecornn.tune.lookup import up_to_date
 from ecornn.tune.record import Choice, Finish, Times, Trial
 from ecornn.workload import Workload
 
@@ -43,7 +55,7 @@ def shipped() -> Log:
 
 
 class Balanced(HTMLParser):
-    """Fails on tags that do not match; ``names`` are all tags."""
+    """Fails on tags that do not match."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,11 +71,12 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def parsed(text: str) -> Balanced:
+def parsed(text: str) -> set[str]:
+    """The names of a page's tags, which match."""
     found = Balanced()
     found.feed(text)
     assert not found.open
-    return found
+    return found.names
 
 
 def trial(index: int = 0, us: float = 4.0, **changes: object) -> Trial:
@@ -91,8 +104,8 @@ def lines_of(*records: Trial) -> bytes:
 
 def test_a_page_of_what_ships(shipped):
     text = page.render(shipped, most=2)
-    found = parsed(text)
-    assert "svg" in found.names and not {"script", "link", "img", "iframe"} & found.names
+    names = parsed(text)
+    assert "svg" in names and not {"script", "link", "img", "iframe"} & names
     assert not re.search(r"https?://|url\(|@import|src=", text)
     run = searches(shipped)[0]
     assert f"{run.best.times.median:.4g} µs a step" in text and str(run.best.workload) in text
@@ -144,7 +157,7 @@ def test_names_in_a_log_are_no_markup():
     other = msgspec.structs.replace(named, index=1, config={HOSTILE: "b"}, times=Times.of([5.0]))
     failed = msgspec.structs.replace(named, index=2, times=None, error=HOSTILE)
     text = page.render(replace(logged(named, other, failed), problems=[HOSTILE]), title=HOSTILE)
-    assert "script" not in parsed(text).names and "&lt;script&gt;" in text
+    assert "script" not in parsed(text) and "&lt;script&gt;" in text
 
 
 def test_axes_have_round_marks_within():
@@ -171,7 +184,7 @@ def test_the_command_writes_a_page_or_says_what_is_missing(tmp_path, monkeypatch
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "x.jsonl").write_bytes(lines_of(trial()))
     reported("-o", out)
-    assert parsed(out.read_text()).names >= {"section", "svg"}
+    assert parsed(out.read_text()) >= {"section", "svg"}
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "pip install 'jinja2>=3.1'" in reported("-o", out, code=2)
 
@@ -253,3 +266,233 @@ def test_some_layers_alone(tmp_path: Path):
     reported(log, "-o", out, "--only", "H=16")
     assert str(other.workload) in out.read_text() and str(one.workload) not in out.read_text()
     assert str(other.workload) in reported(log, "-o", out, "--only", "H=17", code=2)
+
+
+STYLE = (Path(page.__file__).with_name("page.html")).read_text()
+PHONE = 390 - 2 * (10 + 11 + 1)  # px of a picture on a phone: paddings of page and section, and a border
+FONT = 12  # of the page's svg rule
+LETTER = 0.56  # of the font's size, in the mean: Segoe, Roboto, SF and Helvetica have 0.5 to 0.55
+
+laid_out = pytest.mark.skipif(chromium.program() is None, reason="no Chromium: neither report nor site is laid out")
+
+
+def boxes(picture: str) -> Iterator[tuple[str, float, float, float, float]]:
+    """Each text that is not turned, with its box: (words, left, top, right, bottom)."""
+    for one in ET.fromstring(picture).iter("text"):
+        if one.get("x") is not None:
+            x, y, words = float(one.get("x", 0)), float(one.get("y", 0)), one.text or ""
+            width = LETTER * FONT * len(words)
+            left = x - width * {"start": 0, "middle": 0.5, "end": 1}[one.get("text-anchor", "start")]
+            yield words, left, y - 0.75 * FONT, left + width, y + 0.2 * FONT
+
+
+def readable(picture: str) -> None:
+    """Fails where words leave the picture or cover others."""
+    _, _, width, height = map(float, ET.fromstring(picture).get("viewBox", "").split())
+    found = list(boxes(picture))
+    for words, left, top, right, bottom in found:
+        assert left >= -1 and top >= -1 and right <= width + 1 and bottom <= height + 1, f"{words} leaves the picture"
+    for n, (words, left, top, right, bottom) in enumerate(found):
+        for other, a, b, c, d in found[:n]:
+            assert right <= a or c <= left or bottom <= b or d <= top, f"{words!r} covers {other!r}"
+
+
+def test_words_can_be_read_on_a_phone(shipped):
+    assert f"font: {FONT}px" in STYLE.split("\nsvg {")[1].split("}")[0]
+    assert FONT * PHONE / svg.WIDTH >= 10  # px there
+    pictures = re.findall(r"<svg.*?</svg>", page.render(shipped, most=5), re.DOTALL)
+    assert len(pictures) > 30
+    for each in pictures:
+        readable(each)
+
+
+def test_words_that_leave_a_picture_or_cover_others_are_seen():
+    for words in (svg.text(2, 50, "far to the left", "", "end"), svg.text(9, 50, "a") + svg.text(12, 52, "b")):
+        with pytest.raises(AssertionError, match=r"leaves|covers"):
+            readable(svg.figure([words], ""))
+
+
+def luminance(colour: str) -> float:
+    """Of #rrggbb or #rgb, by WCAG 2."""
+    digits = colour[1:] if len(colour) == 7 else "".join(2 * c for c in colour[1:])
+    parts = [int(digits[n:n + 2], 16) / 255 for n in (0, 2, 4)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colours_can_be_told_from_the_paper(theme):
+    """WCAG 2: 4.5 for words, which names of lines are, too."""
+    light, dark = STYLE.split("@media (prefers-color-scheme: dark)")
+    of = dict(re.findall(r"--(\w+): (#\w+)", light if theme == "light" else dark.split("} }")[0]))
+    for paper in ("paper", "card"):
+        for name in ("ink", "soft", "blue", "orange", *(f"c{n}" for n in range(6))):
+            bright, dim = sorted((luminance(of[paper]), luminance(of[name])), reverse=True)
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5, (name, paper)
+
+
+def test_stages_are_those_of_the_estimate(shipped):
+    """Their sum is the estimate, where nothing runs beside the recurrence; all of a search's configurations."""
+    seen = set()
+    for run in searches(shipped):
+        task = task_of(run.search[0])
+        for one in run.search:
+            schedule = all_schedules()[one.schedule]
+            stages = stages_of(one, task)
+            if stages and "hoisted" in one.config and one.config.get("ahead", 100) == 100:
+                assert set(stages) <= set(TERMS) and all(us >= 0 for us in stages.values())
+                more = schedule.features(task, schedule.plan(task, one.config))["estimate"] / 1e3
+                gained = sum(stages.values()) - more  # by hoisted values of 16 bits, which the estimate takes off
+                if one.config["hoisted"] == "float32":
+                    assert sum(stages.values()) == pytest.approx(more, rel=1e-9), one
+                    seen.add((one.schedule, one.config.get("carrier")))
+                else:
+                    assert gained >= -1e-9
+    assert {name for name, _ in seen} >= {"persistent"} and ("persistent", "cluster") in seen
+
+
+def test_a_map_has_each_multiprocessor_once(shipped):
+    """Of every persistent layer that ships: blocks, workers and idle ones are all there are, weights are all."""
+    maps = 0
+    for run in searches(shipped):
+        task, best = task_of(run.best), run.best
+        cut = cut_of(best, task)
+        if cut is None:
+            continue
+        maps += 1
+        picture = chip_map(cut, best.device)
+        kinds = [one.get("class") for one in ET.fromstring(picture).iter("rect")]
+        assert len(kinds) == best.device.cores
+        assert sum(kind.startswith("fill") for kind in kinds) == cut.groups * cut.blocks
+        assert cut.groups // cut.heads * cut.rows >= best.workload.batch
+        whole = task.workload.hidden ** 2 * {"float32": 4}.get(task.workload.dtype, 2)  # rnn_tanh: one matrix
+        assert whole <= cut.blocks * sum(cut.held.values()) < 2 * whole + cut.blocks * 16 * 1024
+        assert f"{cut.rows} row" in chip_words(cut, best.device)
+    assert maps > 20
+
+
+def test_lines_of_code_are_marked_by_the_knobs_that_make_them(shipped):
+    """What a knob does not make is in the code with its other value, too, in the same order."""
+    run = next(run for run in searches(shipped) if run.best and run.best.schedule == "persistent")
+    task, schedule = task_of(run.best), all_schedules()["persistent"]
+    found = marked(run.best, task)
+    config = up_to_date(run.best, schedule, task).config
+    functions = schedule.program(task, schedule.plan(task, config)).functions
+    assert "\n".join(text for text, _ in found.lines) == functions[found.name].script()
+    assert set(found.others) | set(found.alone) == set(config) and {"units", "warps"} <= set(found.others)
+    for knob, value in found.others.items():
+        functions = schedule.program(task, schedule.plan(task, {**config, knob: value})).functions
+        rest = iter(line.strip() for line in functions[found.name].script().splitlines())
+        kept = [text.strip() for text, knobs in found.lines if knob not in knobs]
+        assert all(line in rest for line in kept) and len(kept) > 20
+    assert any("units" in knobs for _, knobs in found.lines)
+    assert marked(msgspec.structs.replace(run.best, schedule="no_more"), task) is None
+
+
+def test_words_of_a_map():
+    device = Device("cuda", "sm_90a", "NVIDIA H100 80GB HBM3", 132)
+    cut = Cut(1, 130, 8, 1, "L2", {"registers": 2048, "shared memory": 0}, workers=1)
+    said = chip_words(cut, device)
+    assert "1 row of" in said and "the 129 others" in said and "1 blocks multiply x" in said and "1 idle" in said
+    assert "2 KiB in registers." in said and "shared memory" not in said
+    alone = chip_words(Cut(4, 1, 8, 2, "cluster", {"registers": 1024}), device)
+    assert "No block waits" in alone and "4 groups" in alone
+
+
+def test_rooflines_are_of_gpus_whose_rates_are_known(shipped):
+    pictures = dict(rooflines(layers(shipped)))
+    assert any(name.startswith("bfloat16 on NVIDIA H100") for name in pictures)
+    assert all("tensor cores" in picture and "TFLOP/s" in picture for picture in pictures.values())
+    assert rooflines(layers(logged(trial(0, 4.0, schedule="cpu_sequence")))) == [] == rooflines(layers(Log()))
+
+
+@laid_out
+def test_the_report(shipped: Log, tmp_path: Path):
+    """No page scrolls sideways on a phone."""
+    (tmp_path / "report.html").write_text(page.render(shipped, most=4))
+    found = chromium.looked(tmp_path, ["report.html"])
+    assert {one["width"] for one in found} == set(chromium.WIDTHS)
+    chromium.fits(found)
+
+
+@laid_out
+def test_a_page_that_is_too_wide_is_seen(tmp_path: Path):
+    words = "a page with enough words to be one " * 20
+    (tmp_path / "wide.html").write_text(f"<!doctype html><p>{words}<pre>{'x' * 900}</pre>")
+    with pytest.raises(AssertionError, match=r"wide\.html"):
+        chromium.fits(chromium.looked(tmp_path, ["wide.html"]))
+
+
+PERSISTENT = [name for name, case in CASES.items() if case[0].startswith("persistent")]
+ROLES = {"persistent": {"MMA warps", "gate warps", "projection CTAs"}, "persistent_block": {"all warps"},
+         "persistent_wide": {"producer", "MMA warpgroups"}}
+
+
+def kernel(name: str) -> Kernel:
+    found = kernel_of(made(name)[1].functions)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("name", PERSISTENT)
+def test_each_note_of_a_step_is_in_the_picture(name: str):
+    """The notes of the text that people read, at the indentation of the loop over steps and deeper; and as words that
+    can be read."""
+    own, drawn = kernel(name), picture(kernel(name))
+    readable(drawn)
+    words = " ".join(text.text or "" for text in ET.fromstring(drawn).iter("text"))
+    assert {role.name for role in own.roles} <= ROLES[own.name]
+    for note in notes(kernels(text_of(name))[own.name]):
+        if "no thread leaves" not in note:  # behind the last step
+            assert re.sub(r"^[\w ]+?(, \w+)?: ", "", note) in words, note
+
+
+def test_roles_are_those_of_the_plan():
+    own = {role.name: role for role in kernel("workers").roles}
+    text = kernels(text_of("workers"))["persistent"]
+    bounds = [int(n) for n in re.findall(r"if \(thread < (\d+)\) \{", text)]
+    assert own["MMA warps"].threads == bounds[0]
+    assert own["MMA warps"].threads + own["gate warps"].threads == bounds[1]
+    blocks = int(re.findall(r"if \(block < (\d+)\)", text)[0])
+    assert own["gate warps"].blocks == own["MMA warps"].blocks == blocks
+    assert own["projection CTAs"].blocks == kernel("workers").blocks - blocks > 0
+
+
+def acts(name: str, role: str) -> list[tuple[str, str]]:
+    return [(act.kind, act.words) for one in kernel(name).roles if one.name == role for phase in one.steps
+            for act in phase.acts if act.kind != "note"]
+
+
+def test_what_warps_wait_for_and_send():
+    barrier = ("wait", "named barrier of 128 threads")
+    assert acts("l2", "MMA warps") == [("wait", "polls exchange_0 in L2"), ("multiply", "mma m16n8k16"), barrier]
+    assert acts("l2", "gate warps") == [barrier, ("send", "to exchange_0 in L2")]
+    assert acts("cluster", "gate warps") == [barrier, ("send", "to the shared memory of the cluster's CTAs")]
+    assert acts("workers", "gate warps")[-1] == ("wait", "polls ready in L2")
+    assert ("wait", "polls counters in L2") in acts("wide", "producer")
+    assert ("send", "counts in counters in L2") in acts("wide", "MMA warpgroups")
+    for name in PERSISTENT:  # as often as the text has it
+        text = kernels(text_of(name))[kernel(name).name]
+        phases = [phase for role in kernel(name).roles for phase in role.phases]
+        waits = [act for phase in phases for act in phase.acts if act.kind == "wait"]
+        assert any("named barrier" in act.words for act in waits) == ("ptx_bar_sync" in text)
+        assert any("polls" in act.words for act in waits) == bool(re.search("ptx_ld_.*(relaxed|acquire)", text))
+        assert any("mbarrier" in act.words for act in waits) == ("ecornn_mbarrier_wait" in text)
+
+
+def test_lanes_meet_and_what_is_sent_arrives():
+    drawn = picture(kernel("statistics"))
+    meets = {float(d) for d in re.findall(r'class="meets" d="M0 ([\d.]+)H', drawn)}
+    assert len(meets) == 2 and drawn.count('class="sent"') == 1
+    assert picture(kernel("l2")).count('class="meets"') == 1
+    assert 'class="meets"' not in picture(kernel("mma"))  # one role
+
+
+@pytest.mark.parametrize("name", ["elementwise", "fused_step", "whole_step"])
+def test_where_each_step_is_a_launch_there_is_none(name: str):
+    assert kernel_of(made(name)[1].functions) is None
+
+
+def test_the_picture_of_the_docs_is_that_of_the_code():
+    """``python docs/site/site_step.py`` writes it."""
+    assert site_step.IMAGE.read_text(encoding="utf-8") == site_step.picture()

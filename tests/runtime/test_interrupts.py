@@ -28,10 +28,8 @@ from ecornn.interrupts import safe_interrupts
 
 def found(kind: str) -> dict:
     """Runs this file, and returns what it prints."""
-    done = subprocess.run([sys.executable, __file__, kind], capture_output=True,
-                          text=True, check=True, preexec_fn=lambda: signal.signal(signal.SIGINT,
-                                                                                 signal.default_int_handler))
-    return json.loads(done.stdout)
+    return json.loads(subprocess.run([sys.executable, __file__, kind], capture_output=True, check=True, preexec_fn=(
+        lambda: signal.signal(signal.SIGINT, signal.default_int_handler))).stdout)
 
 
 def test_at_every_call_and_return():
@@ -51,16 +49,12 @@ def test_a_handler_of_the_program_stays(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_in_another_thread_nothing_is_changed():
-    seen: list[object] = []
-
-    def inside() -> None:
+    def inside() -> object:
         with safe_interrupts(signal.SIGTERM):
-            seen.append(signal.getsignal(signal.SIGTERM))
+            return signal.getsignal(signal.SIGTERM)
 
-    thread = threading.Thread(target=inside)
-    thread.start()
-    thread.join()
-    assert seen == [signal.SIG_DFL]
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(inside).result() is signal.SIG_DFL
 
 
 LONG = 5.0  # seconds that threads with nothing to do do not take to end

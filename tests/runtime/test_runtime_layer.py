@@ -5,22 +5,25 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import runtime_sample as sample
+import torch
 import tvm_ffi
 
 import ecornn
 import ecornn.host_gpu
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ShapeError
-from ecornn.runtime import Layer, Module, memory
+from ecornn.runtime import Layer, Module, dlpack, memory
+from ecornn.runtime.columns import place_resets
 from ecornn.runtime.dlpack import CUDA, Block, ForeignArrays
 from ecornn.runtime.memory import DeviceMemory
+from ecornn.runtime.torch_arrays import TorchMemory
 
 H, I, BATCH = sample.H, sample.I, sample.BATCH
 WEIGHTS = sample.weights()
@@ -31,8 +34,16 @@ def layer() -> Layer:
     return ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS, threads=3)
 
 
-def runs(layer: Layer) -> int:
-    return sample.stat(layer.module.path, "runs")
+def at_once(layer: Layer, count: int, turns: int, steps: Callable[[int, int], int]) -> None:
+    """Calls from so many threads, ``turns`` in each, of T by thread and turn; some meet."""
+    def calls(seed: int) -> None:
+        for turn in range(turns):
+            x = sample.inputs(steps(seed, turn), seed=seed)
+            agree(layer(x), sample.expected(x, WEIGHTS))
+
+    with ThreadPoolExecutor(count) as threads:
+        assert len([*threads.map(calls, range(count))]) == count
+    assert sample.stat(layer.module.path, "most_running") > 1, "no two calls met: nothing was tested"
 
 
 def agree(result: Any, wanted: Any, bits: int = 23) -> None:
@@ -40,13 +51,6 @@ def agree(result: Any, wanted: Any, bits: int = 23) -> None:
     y, state = result
     for got, want in zip((y, *state), (wanted[0], *wanted[1]), strict=True):
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2.0**-bits)
-
-
-def at_once(count: int, turns: int, turn: Any) -> None:
-    """``turn(thread, number)`` in so many threads, ``turns`` times in each."""
-    with ThreadPoolExecutor(count) as threads:
-        for done in [threads.submit(lambda n=n: [turn(n, number) for number in range(turns)]) for n in range(count)]:
-            done.result()
 
 
 @pytest.mark.parametrize(("steps", "batch"), [(1, 1), (1, BATCH), (6, 2), (40, BATCH), (3, 3)])
@@ -102,12 +106,7 @@ def test_threads_are_passed_on(layer: Layer):
 
 def test_calls_at_the_same_time_have_their_own_workspaces(layer: Layer):
     """The module fails a call whose workspace another one writes; T grows and shrinks meanwhile."""
-    def turn(seed: int, n: int) -> None:
-        x = sample.inputs(1 + (seed * 7 + n) % 11, seed=seed)
-        agree(layer(x), sample.expected(x, WEIGHTS))
-
-    at_once(6, 20, turn)
-    assert sample.stat(layer.module.path, "most_running") > 1, "no two calls met: nothing was tested"
+    at_once(layer, 6, 20, lambda seed, turn: 1 + (seed * 7 + turn) % 11)
 
 
 def test_the_workspace_is_kept(layer: Layer):
@@ -144,11 +143,11 @@ def test_the_workspace_is_kept(layer: Layer):
 ])
 def test_bad_arguments_are_named_and_nothing_runs(layer: Layer, arguments: dict[str, Any], error: type[Exception],
                                                   words: str):
-    before = runs(layer)
+    before = sample.stat(layer.module.path, "runs")
     with pytest.raises(error) as caught:
         layer(**({"x": sample.inputs()} | arguments))
     assert words in str(caught.value)
-    assert runs(layer) == before
+    assert sample.stat(layer.module.path, "runs") == before
 
 
 def test_out_must_not_be_memory_of_an_input(layer: Layer):
@@ -163,7 +162,6 @@ def test_out_must_not_be_memory_of_an_input(layer: Layer):
 
 
 def test_bfloat16_numpy():
-    import ml_dtypes
     module = ecornn.load(sample.build(sample.manifest(dtype="bfloat16")))
     x = sample.inputs().astype(ml_dtypes.bfloat16)
     y, state = module.bind(WEIGHTS)(x)
@@ -173,32 +171,52 @@ def test_bfloat16_numpy():
         module.bind(WEIGHTS)(sample.inputs())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_other_frameworks_through_dlpack(dtype: str):
-    """tvm_ffi.Tensor has __dlpack__ and from_dlpack, and bfloat16 on a CPU, which NumPy has not."""
-    import torch
-
+@pytest.mark.parametrize("framework", [tvm_ffi.from_dlpack, torch.nn.Parameter], ids=["tvm_ffi", "torch"])
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 23), ("bfloat16", 8)])
+def test_other_frameworks(framework: Callable[[torch.Tensor], Any], dtype: str, bits: int):
+    """tvm_ffi.Tensor has __dlpack__ and from_dlpack, and bfloat16 on a CPU, which NumPy has not. Weights may be
+    parameters of a model; what comes out takes no gradients."""
     def foreign(array: np.ndarray) -> Any:
-        return tvm_ffi.from_dlpack(torch.from_numpy(array).to(getattr(torch, dtype)))
+        return framework(torch.from_numpy(array).to(getattr(torch, dtype)))
 
     def numpy(tensor: Any) -> np.ndarray:
-        return torch.from_dlpack(tensor).to(torch.float64).numpy()
+        return torch.from_dlpack(tensor.detach() if isinstance(tensor, torch.Tensor) else tensor).double().numpy()
 
-    layer = ecornn.load(sample.build(sample.manifest(dtype=dtype))).bind(
-        {name: foreign(value) for name, value in WEIGHTS.items()})
-    rounded = {name: numpy(foreign(value)) for name, value in WEIGHTS.items()}
-    x = foreign(sample.inputs(9))
-    y, state = layer(x)
-    assert {type(t) for t in (y, *state)} == {type(x)}
-    wanted = sample.expected(numpy(x), rounded)
-    agree((numpy(y), [numpy(s) for s in state]), wanted, bits=8 if dtype == "bfloat16" else 23)
-    out = foreign(np.zeros((9, BATCH, H), np.float32))
-    again, _ = layer(x, state, out=out)
+    given = {name: foreign(value) for name, value in WEIGHTS.items()}
+    layer = ecornn.load(sample.build(sample.manifest(dtype=dtype))).bind(given)
+    rounded, x, out = {name: numpy(value) for name, value in given.items()}, *map(
+        foreign, (sample.inputs(9), np.zeros((9, BATCH, H), np.float32)))
+    with torch.no_grad():
+        y, state = layer(x)
+        again, last = layer(x, state, out=out)
+    states = [numpy(s) for s in state]
+    assert {type(t) for t in (y, *state)} == {torch.Tensor if framework is torch.nn.Parameter else type(x)}
     assert again is out
-    agree((numpy(out), ()), (sample.expected(numpy(x), rounded, [numpy(s) for s in state])[0], ()),
-          bits=8 if dtype == "bfloat16" else 23)
-    with pytest.raises(ArgumentError, match=r"state\[0\]"):
+    assert not any(getattr(t, "requires_grad", False) for t in (y, *state, *last))
+    agree((numpy(y), states), sample.expected(numpy(x), rounded), bits)
+    agree((numpy(out), map(numpy, last)), sample.expected(numpy(x), rounded, states), bits)
+    with pytest.raises(ArgumentError, match=r"state\[0\]"), torch.no_grad():
         layer(x, (np.zeros((BATCH, H), np.float32),) * 2)
+
+
+@pytest.mark.parametrize(("first", "kind"), [("import tvm.runtime", "tvm.runtime.tensor"),
+                                             ("sys.modules['torch'] = None", "np.asarray")], ids=["TVM", "no torch"])
+def test_frameworks_of_another_process(first: str, kind: str):
+    """tvm.runtime.Tensor takes tvm_ffi.Tensor's place once TVM is imported: its from_dlpack is below the top package.
+    And nothing of the runtime asks for torch, which tvm_ffi tries to import by itself."""
+    code = f"""
+import sys
+{first}
+import numpy as np, ecornn
+layer = ecornn.load({str(sample.build(sample.manifest()))!r}).bind(
+    {{"weight_l0": np.ones(({2 * H}, {I}), "f4"), "bias_l0": np.ones({H}, "f4")}})
+x = {kind}(np.ones((2, 1, {I}), "f4"))
+y, state = layer(x)
+assert {{type(t) for t in (y, *state)}} == {{type(x)}}, (type(y), type(state[0]))
+assert np.from_dlpack(y)[0, 0, 0] == {I + 1}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class Bare:
@@ -226,26 +244,7 @@ def test_results_for_frameworks_that_take_no_arrays_keep_their_memory(layer: Lay
     del junk
 
 
-def test_a_frameworks_own_from_dlpack_is_found_below_its_top_package():
-    """tvm.runtime.Tensor takes tvm_ffi.Tensor's place once TVM is imported."""
-    code = f"""
-import tvm.runtime, numpy as np, ecornn
-layer = ecornn.load({str(sample.build(sample.manifest()))!r}).bind(
-    {{"weight_l0": np.ones(({2 * H}, {I}), "f4"), "bias_l0": np.ones({H}, "f4")}})
-y, state = layer(tvm.runtime.tensor(np.ones((2, 1, {I}), "f4")))
-assert {{type(t) for t in (y, *state)}} == {{tvm.runtime.Tensor}}, (type(y), type(state[0]))
-print(y.numpy()[0, 0, 0])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == I + 1
-
-
 def test_memory_handed_to_another_framework_outlives_everything():
-    import torch
-
-    from ecornn.runtime import dlpack
-
     layer = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
     held = len(dlpack._exports)
     y, state = layer(tvm_ffi.from_dlpack(torch.from_numpy(sample.inputs(5))))
@@ -259,14 +258,125 @@ def test_memory_handed_to_another_framework_outlives_everything():
     assert len(dlpack._exports) == held
 
 
-@pytest.fixture(scope="module")
-def path() -> Path:
-    return sample.build(sample.manifest(sample.GPU))
+def test_a_contiguous_aligned_tensor_is_not_copied(layer: Layer, monkeypatch: pytest.MonkeyPatch):
+    """The pointers that reach the module are the tensors' own; others are copies."""
+    seen: list[tuple[int, ...]] = []
+    monkeypatch.setattr(layer, "_run", lambda *a: seen.append(a))
+    x, state, out = torch.zeros(6, BATCH, I), (torch.zeros(BATCH, H), torch.zeros(BATCH, H)), torch.zeros(6, BATCH, H)
+    _, after = layer(x, state, out=out)
+    layer(torch.zeros(BATCH, 6, I).transpose(0, 1), state)
+    layer(torch.zeros(6 * BATCH * I + 1)[1:].reshape(6, BATCH, I), state)
+    names = [b.name for b in layer.manifest.buffers]
+    given = dict(zip(names, seen[0][4:], strict=True))
+    assert given["x"] == x.data_ptr() and given["y"] == out.data_ptr()
+    assert (given["h_in"], given["c_in"]) == tuple(s.data_ptr() for s in state)
+    assert (given["h_out"], given["c_out"]) == tuple(s.data_ptr() for s in after)
+    assert all(arguments[4 + names.index("x")] % 16 == 0 for arguments in seen)
+
+
+def test_strided_and_misaligned_tensors(layer: Layer):
+    x = sample.inputs()
+    strided = torch.from_numpy(np.ascontiguousarray(x.transpose(1, 0, 2))).transpose(0, 1)
+    shifted = torch.from_numpy(np.concatenate([[0], x.ravel()]).astype(np.float32))[1:].reshape(x.shape)
+    assert shifted.data_ptr() % 16
+    for tensor in (strided, shifted):
+        agree(layer(tensor), sample.expected(x, WEIGHTS))
+
+
+def test_negated_views():
+    """Memory that torch reads with the other sign, as the imaginary part of a conjugate."""
+    x, weights = torch.from_numpy(sample.inputs()), {n: torch.from_numpy(v) for n, v in WEIGHTS.items()}
+    state = torch.rand(BATCH, H), torch.rand(BATCH, H)
+    layer = ecornn.load(sample.build(sample.manifest())).bind({n: torch._neg_view(-v) for n, v in weights.items()})
+    result = layer(torch._neg_view(-x), tuple(torch._neg_view(-s) for s in state))
+    agree(result, sample.expected(sample.inputs(), WEIGHTS, [s.numpy() for s in state]))
+    with pytest.raises(ArgumentError, match="out="):
+        layer(x, out=torch._neg_view(torch.zeros(len(x), BATCH, H)))
+
+
+def test_tensors_that_are_refused(layer: Layer):
+    x = torch.from_numpy(sample.inputs())
+    for kind, words, *given in (
+            (ArgumentError, r"x.requires_grad=True", x.clone().requires_grad_()),
+            (DTypeError, r"x\.dtype='float64'", x.double()),
+            (DeviceError, r"x\.device='meta'", x.to("meta")), (ArgumentError, r"x\.layout", x.to_sparse()),
+            (ArgumentError, r"state\[0\]=<class 'numpy.ndarray'>", x, (np.zeros((BATCH, H), np.float32),) * 2)):
+        with pytest.raises(kind, match=words):
+            layer(*given)
+    with torch.no_grad():
+        agree(layer(x.clone().requires_grad_()), sample.expected(sample.inputs(), WEIGHTS))
+
+
+def test_a_workspace_as_an_array():
+    memory = TorchMemory(torch, 1024, "cpu")
+    array = memory.array(torch.float16, (3, 5))
+    assert array.data_ptr() == memory.pointer and array.shape == (3, 5) and array.dtype == torch.float16
+    assert array.is_contiguous() and memory.pointer % 256 == 0
+
+
+NEW = pytest.mark.filterwarnings("ignore:.*(beta state|prototype|deprecated|the matrix subclass)")
+
+
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As parameters are that are gathered for a call alone: its shape is there, its memory is not."""
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch._subclasses.FakeTensorMode().from_tensor(tensor)
+
+
+KINDS: dict[str, Any] = {
+    "sparse": torch.Tensor.to_sparse, "compressed": lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr(),
+    "another library's": torch.Tensor.to_mkldnn, "meta": lambda t: t.to("meta"), "freed": freed, "fake": fake,
+    "functional": torch._to_functional_tensor, "nested": lambda t: torch.nested.nested_tensor([t]),
+    "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
+    "float8": lambda t: t.to(torch.float8_e4m3fn), "no shape": lambda t: torch.nn.UninitializedParameter(),
+    "masked": lambda t: np.ma.masked_array(t.numpy(), mask=True)}
+
+
+@NEW
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_without_elements(layer: Layer, kind: str, name: str):
+    given = {n: torch.from_numpy(v) for n, v in WEIGHTS.items()}
+    given[name] = KINDS[kind](given[name])
+    with pytest.raises((ArgumentError, DTypeError), match=name):
+        layer.module.bind(given)
+
+
+@NEW
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("argument", ["x", "state", "out"])
+def test_calls_without_elements(layer: Layer, argument: str, kind: str):
+    x, h = torch.from_numpy(sample.inputs()), torch.zeros(BATCH, H)
+    given: dict[str, Any] = {"x": x, "state": h.clone(), "out": torch.empty(*x.shape[:2], H)}
+    given[argument] = KINDS[kind](given[argument])
+    given["state"] = [h, given["state"]]
+    with pytest.raises(ArgumentError):
+        layer(**given)
+
+
+@NEW
+@pytest.mark.parametrize("kind", ["sparse", "meta", "freed", "fake", "nested"])
+def test_masks_without_elements(kind: str):
+    with pytest.raises(ArgumentError, match="resets"):
+        place_resets(KINDS[kind](torch.zeros(6, 4, dtype=torch.uint8)), 6, 4, None, None, None)
+
+
+@NEW
+def test_a_matrix_is_an_array(layer: Layer):
+    given = {n: np.asmatrix(v) if v.ndim == 2 else v for n, v in WEIGHTS.items()}
+    x = sample.inputs()
+    np.testing.assert_array_equal(layer.module.bind(given)(x)[0], layer(x)[0])
 
 
 @pytest.fixture
-def module(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
     monkeypatch.setattr(ecornn.host_gpu, "detect", lambda index=0: sample.GPU)
+    path = sample.build(sample.manifest(sample.GPU))
     gc.collect()
     live = sample.stat(path, "live")
     yield ecornn.load(path)
@@ -278,13 +388,12 @@ def test_numpy_goes_by_copies_and_waits(module: Module):
     layer = module.bind(WEIGHTS)
     assert layer.threads is None and "GPU 0" in repr(layer)
     x = sample.inputs(5, 3)
-    wanted = sample.expected(x, WEIGHTS)
     copies, waits = sample.stat(module.path, "copies"), sample.stat(module.path, "synchronized")
     y, state = layer(x)
     assert sample.stat(module.path, "copies") == copies + 4  # x to the device; y, h, c back
     assert sample.stat(module.path, "synchronized") == waits + 1
     assert sample.stat(module.path, "queue") == 0
-    agree((y, state), wanted)
+    agree((y, state), sample.expected(x, WEIGHTS))
     again = layer(x, state, out=np.empty_like(y))[0]
     np.testing.assert_allclose(again, sample.expected(x, WEIGHTS, state)[0], rtol=2.0**-23)
 
@@ -301,14 +410,7 @@ def test_device_memory_grows_with_the_sequence_only(module: Module):
 
 
 def test_threads_do_not_share_device_memory(module: Module):
-    layer = module.bind(WEIGHTS)
-
-    def turn(seed: int, _: int) -> None:
-        x = sample.inputs(8, seed=seed)
-        agree(layer(x), sample.expected(x, WEIGHTS))
-
-    at_once(4, 15, turn)
-    assert sample.stat(module.path, "most_running") > 1, "no two calls met: nothing was tested"
+    at_once(module.bind(WEIGHTS), 4, 15, lambda seed, turn: 8)
 
 
 def on_device(module: Module, array: np.ndarray, number: int = 0) -> Block:
@@ -359,19 +461,13 @@ def test_a_graph_has_its_own_workspace(module: Module, monkeypatch: pytest.Monke
 
 
 def test_wrong_places(module: Module):
-    layer = module.bind(WEIGHTS)
-    with pytest.raises(DeviceError, match=r"x.device='cuda:1' .* cuda:0"):
-        layer(on_device(module, sample.inputs(), 1))
-    with pytest.raises(ArgumentError, match=r"state\[0\]"):
-        layer(sample.inputs(), (on_device(module, np.zeros((BATCH, H), np.float32)),) * 2)
-    with pytest.raises(ArgumentError, match=r"threads=2 .* runs on a GPU"):
-        module.bind(WEIGHTS, threads=2)
-    cpu = ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
-    with pytest.raises(DeviceError, match=r"x.device='cuda:0' .* cpu"):
-        cpu(on_device(module, sample.inputs()))
-
-
-def test_torch_tensors_must_be_on_the_gpu(module: Module):
-    import torch
-    with pytest.raises(DeviceError, match=r"x.device='cpu' .* cuda:0"):
-        module.bind(WEIGHTS)(torch.from_numpy(sample.inputs()))
+    layer, cpu = module.bind(WEIGHTS), ecornn.load(sample.build(sample.manifest())).bind(WEIGHTS)
+    state = (on_device(module, np.zeros((BATCH, H), np.float32)),) * 2
+    for kind, words, call in (
+            (DeviceError, r"x.device='cuda:1' .* cuda:0", lambda: layer(on_device(module, sample.inputs(), 1))),
+            (ArgumentError, r"state\[0\]", lambda: layer(sample.inputs(), state)),
+            (ArgumentError, r"threads=2 .* runs on a GPU", lambda: module.bind(WEIGHTS, threads=2)),
+            (DeviceError, r"x.device='cuda:0' .* cpu", lambda: cpu(on_device(module, sample.inputs()))),
+            (DeviceError, r"x.device='cpu' .* cuda:0", lambda: layer(torch.from_numpy(sample.inputs())))):
+        with pytest.raises(kind, match=words):
+            call()

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import safetensors.numpy
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from test_onnx import model_of
 
 import ecornn
 from ecornn.cli import compile as command
@@ -23,17 +25,15 @@ from ecornn.weight_files import WeightFile, save, sizes_of
 I, H = 5, 12
 
 
-def run(*words: str | Path) -> str:
-    """What the command says; it must succeed."""
-    done = CliRunner().invoke(command, [str(w) for w in words])
-    assert done.exit_code == 0, done.output
+def said(*words: str | Path | int, code: int = 0) -> str:
+    """What the command says, which ends with ``code``."""
+    done = CliRunner().invoke(command, [*map(str, words)])
+    assert done.exit_code == code, done.output
     return done.output
 
 
 def refused(message: str, *words: str | Path | int) -> None:
-    """The command ends with this message."""
-    done = CliRunner().invoke(command, [str(w) for w in words])
-    assert done.exit_code == 2 and message in done.output, done.output
+    assert message in said(*words, code=2)
 
 
 def agrees(layer: ecornn.Layer, cell: str, weights: dict[str, np.ndarray]) -> None:
@@ -46,9 +46,9 @@ def test_a_layer_of_a_safetensors_file(tmp_path: Path):
     weights, file, out = random_weights("gru", I, H, 1, 2, 2), tmp_path / "model.safetensors", tmp_path / "gru.so"
     save(file, {f"encoder.{n}": w for n, w in weights.items()} | {"encoder.more.weight_ih_l0": np.zeros((2, 2)),
                                                                  "head.weight": np.zeros((2, 2), np.float32)})
-    said = run("--cell", "gru", "--weights-from", file, "--prefix", "encoder.", "--batch", 3, "--target", "cpu",
+    text = said("--cell", "gru", "--weights-from", file, "--prefix", "encoder.", "--batch", 3, "--target", "cpu",
                "-o", out)
-    assert "2 layers, bidirectional" in said and "prefix='encoder.'" in said
+    assert "2 layers, bidirectional" in text and "prefix='encoder.'" in text
     agrees(ecornn.load(out).bind(file, prefix="encoder."), "gru", weights)
     with pytest.raises(WeightsError, match=r"missing weight_ih_l0.*expected"):
         ecornn.load(out).bind(file)
@@ -59,7 +59,7 @@ def test_a_layer_of_a_safetensors_file(tmp_path: Path):
 def test_a_layer_of_a_checkpoint(tmp_path: Path):
     layer, file, out = torch.nn.LSTM(I, H), tmp_path / "model.pt", tmp_path / "lstm.so"
     torch.save({"state_dict": {f"rnn.{n}": w for n, w in layer.state_dict().items()}, "epoch": 3}, file)
-    run("--cell", "lstm", "--weights-from", file, "--prefix", "rnn.", "--batch", 3, "--target", "cpu", "-o", out)
+    said("--cell", "lstm", "--weights-from", file, "--prefix", "rnn.", "--batch", 3, "--target", "cpu", "-o", out)
     agrees(ecornn.load(out).bind(file, prefix="rnn."), "lstm", {n: w.numpy() for n, w in layer.state_dict().items()})
     torch.save({"weight_ih_l0": Path}, file)  # code, not data
     with pytest.raises(ArgumentError, match="of tensors only"):
@@ -75,13 +75,11 @@ def test_bfloat16_of_a_safetensors_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (("--weights-from", "missing.safetensors"), "a file that exists"),
-    (("--prefix", "a."), "none without --weights-from"),
-    (("--node", "a"), "none without MODEL.onnx"), ((), "--hidden"), (("--hidden", "7"), ""),
-])
+    (("--weights-from", "missing.safetensors"), "a file that exists"), ((), "--hidden"), (("--hidden", "7"), ""),
+    (("--prefix", "a."), "none without --weights-from"), (("--node", "a"), "none without MODEL.onnx")])
 def test_what_does_not_fit_is_named(words: tuple[str, ...], message: str, tmp_path: Path):
-    done = CliRunner().invoke(command, ["--cell", "gru", "--target", "cpu", "-o", str(tmp_path / "a.so"), *words])
-    assert (done.exit_code == 2 and message in done.output) if message else done.exit_code == 0
+    assert message in said("--cell", "gru", "--target", "cpu", "-o", tmp_path / "a.so", *words,
+                           code=2 if message else 0)
 
 
 def test_sizes_must_agree_with_the_file(tmp_path: Path):
@@ -118,17 +116,19 @@ def test_weights_of_another_cell_are_refused(tmp_path: Path):
     assert not out.exists()
 
 
-def test_a_file_that_ecornn_did_not_write_is_not_replaced(tmp_path: Path):
+def test_weights_of_a_model_have_no_prefix_and_replace_no_file_that_ecornn_did_not_write(tmp_path: Path):
     model, file = tmp_path / "model.onnx", tmp_path / "model.safetensors"
     model.write_bytes(b"no model")
+    refused("--prefix='encoder.' is not allowed; expected none without --weights-from", model, "--prefix", "encoder.",
+            "-o", tmp_path / "a.so")
     safetensors.numpy.save_file(random_weights("gru", I, H), file)
     for other in (file.read_bytes(), b"something else"):
         file.write_bytes(other)
         refused(f"weights='{file}' is not allowed; expected a name that is free", model, "-o", tmp_path / "model.so")
         assert file.read_bytes() == other and not (tmp_path / "model.so").exists()
     save(file, random_weights("gru", I, H))  # this one may be replaced: what is wrong now is the model, or no onnx here
-    done = CliRunner().invoke(command, [str(model), "-o", str(tmp_path / "model.so")])
-    assert done.exit_code == 2 and str(model) in done.output and str(file) not in done.output
+    text = said(model, "-o", tmp_path / "model.so", code=2)
+    assert str(model) in text and str(file) not in text
 
 
 def test_a_module_takes_no_other_files_name(tmp_path: Path):
@@ -148,12 +148,6 @@ def test_a_module_takes_no_other_files_name(tmp_path: Path):
     assert checkpoint.read_bytes() == model.read_bytes() == b"kept"
 
 
-def test_the_weights_of_a_model_have_no_prefix(tmp_path: Path):
-    (model := tmp_path / "model.onnx").write_bytes(b"no model")
-    refused("--prefix='encoder.' is not allowed; expected none without --weights-from", model, "--prefix", "encoder.",
-            "-o", tmp_path / "a.so")
-
-
 def test_a_module_takes_the_place_of_a_file_only(tmp_path: Path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -162,26 +156,18 @@ def test_a_module_takes_the_place_of_a_file_only(tmp_path: Path):
 
 
 def test_a_node_of_an_onnx_model(tmp_path: Path):
-    import onnx
-    from test_onnx import model_of
-
     model, tensors = model_of("GRU", 3, 1, linear_before_reset=1, direction="reverse",
                               constants={"h0": np.ones((1, 2, 6), np.float32)})
     onnx.save(model, tmp_path / "model.onnx")
     out = tmp_path / "node.so"
-    said = run(tmp_path / "model.onnx", "--node", "recurrent", "--batch", 2, "--target", "cpu", "-o", out)
-    assert "node.safetensors" in said and "reverse, lengths" in said
-    assert "do not hold the node's constant initial_h: give" in said
+    text = said(tmp_path / "model.onnx", "--node", "recurrent", "--batch", 2, "--target", "cpu", "-o", out)
+    assert "node.safetensors" in text and "reverse, lengths" in text
+    assert "do not hold the node's constant initial_h: give" in text
     layer = ecornn.load(out).bind(out.with_suffix(".safetensors"))
     x = np.random.default_rng(0).standard_normal((4, 2, 5)).astype(np.float32)
-    rows = [1, 0, 2]  # r, z, n among ONNX's z, r, n
-
-    def ordered(value: np.ndarray) -> np.ndarray:
-        return np.concatenate([np.split(value, 3)[k] for k in rows])
-
-    b, c = np.split(tensors["B"][0], 2)
-    weights = dict(zip(("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"),
-                       map(ordered, (tensors["W"][0], tensors["R"][0], b, c)), strict=True))
+    weights = {name: np.concatenate([np.split(value, 3)[k] for k in (1, 0, 2)])  # r, z, n among ONNX's z, r, n
+               for name, value in zip(("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"),
+                                      (tensors["W"][0], tensors["R"][0], *np.split(tensors["B"][0], 2)), strict=True)}
     wanted, _ = reference("gru", x[::-1], weights)
     assert np.linalg.norm(layer(x)[0] - wanted[::-1]) <= 1e-6 * np.linalg.norm(wanted)
 

@@ -1,4 +1,4 @@
-// What c_pack.h makes of weights, and c_device_pack.h for a kernel that packs them, for test_c_pack.py.
+// What c_pack.h makes of weights, and c_device_pack.h for a kernel that packs them, for test_runtime_packing.py.
 #include "c_device_pack.h"
 #include "c_pack.h"
 

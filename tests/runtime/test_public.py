@@ -1,13 +1,18 @@
-"""Nothing untyped leaves the package: an error of its own at each public function becomes an InternalError, one of a
-user's code stays what it is."""
+"""The public face: what is imported, and when, also where there is no compiler; and nothing untyped leaves the package:
+an error of its own at each public function becomes an InternalError, one of a user's code stays what it is."""
 
 from __future__ import annotations
 
 import copy
 import inspect
+import os
 import pickle
+import subprocess
+import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from importlib.metadata import files as files_of
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ from ecornn import explain as explaining
 from ecornn.boundary import public
 from ecornn.cli import main
 from ecornn.errors import ArgumentError, InternalError
+from ecornn.numpy_reference import random_weights
 
 KINDS = (KeyError("x"), IndexError("list index out of range"), StopIteration(), AssertionError(), AttributeError("x"),
          TypeError("x"), RecursionError("maximum recursion depth exceeded"), ZeroDivisionError("x"))
@@ -61,10 +67,6 @@ def spare(module: Any) -> Any:
     return module.bind(sample.weights())
 
 
-def lstm(**options: Any) -> Any:
-    return ecornn.torch.LSTM(8, 8, **options)
-
-
 # Public function -> (where its inner function is, the function's name, the call).
 INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
     "ecornn.compile": ("ecornn.compiler", "device_of", lambda m, _: ecornn.compile("lstm", **LAYER)),
@@ -84,19 +86,22 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
     "Layer.kept_in": ("ecornn.runtime.layer.Layer", "_begun", lambda m, _: spare(m).kept_in(
         None, sample.inputs(), None)),
     "Columns.of": ("ecornn.runtime.columns", "_lay", lambda m, _: ecornn.Columns.of([1, 2], 2)),
-    "ecornn.torch.LSTM": ("ecornn.torch.engine", "engine_of", lambda m, _: lstm()(torch.zeros(2, 1, 8))),
-    "ecornn.torch.LSTM, like before": ("ecornn.torch.like_before", "again", lambda m, _: lstm()(torch.zeros(2, 1, 8))),
+    "ecornn.torch.LSTM": ("ecornn.torch.engine", "engine_of", lambda m, _: ecornn.torch.LSTM(8, 8)(
+        torch.zeros(2, 1, 8))),
+    "ecornn.torch.LSTM, like before": ("ecornn.torch.like_before", "again", lambda m, _: ecornn.torch.LSTM(8, 8)(
+        torch.zeros(2, 1, 8))),
     "ecornn.torch.LSTMCell": ("ecornn.torch.like_before", "again", lambda m, _: ecornn.torch.LSTMCell(64, 64)(
         torch.zeros(1, 64))),
     "ecornn.torch.Recurrent": ("ecornn.torch.recurrent", "get", lambda m, _: ecornn.torch.Recurrent("lstm", 8, 8)),
     "ecornn.torch.replace": ("ecornn.torch.replacing", "reclass", lambda m, _: ecornn.torch.replace(
         torch.nn.LSTM(8, 8))),
-    "ecornn.torch.restore": ("ecornn.torch.replacing", "reclass", lambda m, _: ecornn.torch.restore(lstm())),
-    "ecornn.torch.rebind": ("ecornn.torch.engine", "rebind", lambda m, _: ecornn.torch.rebind(lstm())),
+    "ecornn.torch.restore": ("ecornn.torch.replacing", "reclass", lambda m, _: ecornn.torch.restore(
+        ecornn.torch.LSTM(8, 8))),
+    "ecornn.torch.rebind": ("ecornn.torch.engine", "rebind", lambda m, _: ecornn.torch.rebind(ecornn.torch.LSTM(8, 8))),
     "ecornn.torch.prepare": ("ecornn.torch.replacing", "compile_all", lambda m, _: ecornn.torch.prepare(
-        lstm(), torch.zeros(2, 1, 8))),
+        ecornn.torch.LSTM(8, 8), torch.zeros(2, 1, 8))),
     "ecornn.torch.profile": ("ecornn.torch.profiling", "prepare", lambda m, _: ecornn.torch.profile(
-        lstm(), torch.zeros(2, 1, 8))),
+        ecornn.torch.LSTM(8, 8), torch.zeros(2, 1, 8))),
     "ecornn.onnx.read": ("ecornn.onnx.node", "load", lambda m, folder: ecornn.onnx.read(model(folder))),
     "ecornn.onnx.compile": ("ecornn.onnx.layer", "spec_of", lambda m, folder: ecornn.onnx.compile(
         ecornn.onnx.read(model(folder)), target="cpu")),
@@ -139,27 +144,17 @@ def test_a_command_says_it_without_a_traceback_unless_asked(monkeypatch: pytest.
     assert asked.exit_code == 1 and "Traceback" in asked.output and "somewhere.py" in asked.output
 
 
-def commands(group: Any) -> Iterator[Any]:
-    for command in group.commands.values():
-        yield command
-        yield from commands(command) if hasattr(command, "commands") else ()
-
-
 def test_every_command_is_a_boundary():
-    for command in commands(main):
-        if not hasattr(command, "commands"):
-            assert command.callback is not None and hasattr(command.callback, "__wrapped__"), command.name
+    waiting = [main]
+    for command in waiting:  # to which those of a group are added
+        waiting += getattr(command, "commands", {}).values()
+        assert hasattr(command, "commands") or hasattr(command.callback, "__wrapped__"), command.name
+    assert len(waiting) > 10
 
 
 def test_what_is_not_a_fault_here_stays_what_it_is():
-    def users(*_: Any) -> None:
-        raise KeyError("mine")
-
-    @public
-    def within(function: Callable[[], None]) -> None:
-        function()
-
-    for function, kind in ((users, KeyError), (lambda: torch.zeros(2)[3], IndexError)):
+    within = public(lambda function: function())
+    for function, kind in ((lambda: {}["mine"], KeyError), (lambda: torch.zeros(2)[3], IndexError)):
         with pytest.raises(kind):
             within(function)
     with pytest.raises(TypeError, match="unexpected keyword"):
@@ -184,7 +179,6 @@ def test_libraries_that_the_package_calls_are_its_own_doing():
         there["call"]()
 
 
-MODULES = ("ecornn", "ecornn.tune", "ecornn.torch", "ecornn.onnx", "ecornn.onnxruntime", "ecornn.jax")
 # Parts of steps, which a cell's author calls, and types that hold values or are made by others here.
 NO_BOUNDARY = {"ecornn.Cell", "ecornn.Layer", "ecornn.Module", "ecornn.derive", "ecornn.largest", "ecornn.mean",
                "ecornn.normalized", "ecornn.pointwise", "ecornn.product", "ecornn.softmax", "ecornn.Columns",
@@ -208,7 +202,8 @@ def test_methods_that_users_call_are_boundaries():
             assert is_public(getattr(kind, name)), (kind, name)
 
 
-@pytest.mark.parametrize("place", MODULES)
+@pytest.mark.parametrize("place", ["ecornn", "ecornn.tune", "ecornn.torch", "ecornn.onnx", "ecornn.onnxruntime",
+                                   "ecornn.jax"])
 def test_every_public_function_is_a_boundary(place: str):
     """What a module lists in ``__all__``, or it is named here."""
     module = pytest.importorskip(place) if place == "ecornn.jax" else __import__(place, fromlist=["x"])
@@ -216,3 +211,96 @@ def test_every_public_function_is_a_boundary(place: str):
     left = {name for name, value in names.items()
             if callable(value) and not is_public(value) and not isinstance(value, types.ModuleType)}
     assert left == {name for name in NO_BOUNDARY if name.rpartition(".")[0] == place}
+
+
+def test_every_public_name_is_there():
+    assert {"compile", "load", "reference", "pointwise", "product"} <= set(ecornn.__all__) <= set(dir(ecornn))
+    assert all(getattr(ecornn, name) is not None for name in ecornn.__all__)
+    assert ecornn.__version__ == version("ecornn")
+    assert ecornn.errors.ShapeError.__module__ == "ecornn.errors"
+
+
+def test_unknown_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="module 'ecornn' has no attribute 'nothing'"):
+        _ = ecornn.nothing
+
+
+@pytest.mark.parametrize(("use", "heavy"), [
+    ("ecornn", {"numpy", "msgspec", "torch", "tvm", "tvm_ffi", "xgboost"}), ("ecornn.load", {"tvm", "tvm_ffi"}),
+    ("ecornn.errors", {"numpy", "tvm", "tvm_ffi"}), ("ecornn.reference", {"tvm", "tvm_ffi", "msgspec"}),
+    ("ecornn.compile", {"tvm", "tvm_ffi"})])
+def test_what_a_name_imports(use: str, heavy: set[str]):
+    code = f"import sys, ecornn; {use}; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          cwd=Path(ecornn.__file__).parent.parent)
+    assert not heavy & set(done.stdout.split())
+
+
+PACKAGES = ("numpy", "apache-tvm-ffi", "msgspec", "typing-extensions")
+
+RUN = """
+import importlib.util, pathlib, shutil, sys
+import numpy as np
+import ecornn
+for name in ("tvm", "torch", "ml_dtypes", "xgboost", "click"):
+    assert importlib.util.find_spec(name) is None, f"{name} is here: this tests nothing"
+for tool in ("nvcc", "g++", "c++", "cc"):
+    assert shutil.which(tool) is None, f"{tool} is here: this tests nothing"
+assert pathlib.Path(ecornn.__file__).is_relative_to(sys.argv[1])
+data = np.load(sys.argv[3])
+layer = ecornn.load(sys.argv[2]).bind({n[2:]: data[n] for n in data.files if n.startswith("w:")})
+first, state = layer(data["x"][:3])
+second, _ = layer(data["x"][3:], state)
+np.save(sys.argv[4], np.concatenate([first, second]))
+"""
+
+
+@pytest.fixture(scope="module")
+def lonely(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ecornn and those packages alone."""
+    folder = tmp_path_factory.mktemp("packages")
+    for package in PACKAGES:
+        files = files_of(package)
+        assert files, package
+        for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
+            (folder / top).symlink_to(Path(str(files[0].locate())).parents[len(files[0].parts) - 1] / top)
+    (folder / "ecornn").symlink_to(Path(ecornn.__file__).parent)
+    return folder
+
+
+MISSING = """
+import sys
+import ecornn
+try:
+    ecornn.compile("lstm", hidden=8, target="cpu")
+except ecornn.errors.MissingPackageError as error:
+    assert isinstance(error, ImportError) and "apache-tvm is not installed" in str(error)
+    print("said")
+"""
+
+
+def test_what_is_missing_is_said(lonely: Path, tmp_path: Path):
+    """Not a traceback, of commands and of compile(), where the runtime alone is installed."""
+    there = {"env": {"PATH": "", "PYTHONPATH": str(lonely), "HOME": os.environ["HOME"]}, "cwd": tmp_path,
+             "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([sys.executable, "-S", "-c", MISSING], **there)
+    assert done.stdout == "said\n", done.stderr
+    done = subprocess.run([sys.executable, "-S", "-m", "ecornn", "doctor"], **there)
+    assert done.returncode == 2 and done.stderr.startswith("error: click is not installed: "), done.stderr
+    assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+@pytest.mark.slow
+def test_a_module_runs_where_there_is_no_compiler(lonely: Path, tmp_path: Path):
+    """In an interpreter that sees that folder and the standard library, and no program."""
+    ecornn.compile("lstm", hidden=40, input=24, batch=3, seq=8, target="cpu", out=tmp_path / "lstm.so")
+    weights = random_weights("lstm", 24, 40)
+    x = np.random.default_rng(2).standard_normal((8, 3, 24)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, **{f"w:{n}": v for n, v in weights.items()})
+    (tmp_path / "bin").mkdir()
+    environment = {"PATH": str(tmp_path / "bin"), "PYTHONPATH": str(lonely), "HOME": os.environ["HOME"]}
+    done = subprocess.run([sys.executable, "-S", "-c", RUN, lonely, "lstm.so", "data.npz", "y.npy"],
+                          capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    wanted, _ = ecornn.reference("lstm", x, weights)
+    assert np.linalg.norm(np.load(tmp_path / "y.npy") - wanted) <= 1e-5 * np.linalg.norm(wanted)
