@@ -136,6 +136,9 @@ def loop(drawn: Drawn, kind: torch.dtype) -> tuple[Any, ...]:
     """Inputs, and what the module makes of them step by step: the states after each step, and gradients; None where
     PyTorch has none."""
     module = drawn.again().to(kind)
+    for name, value in vars(module).items():  # tensors that are neither parameters nor buffers stay as they were
+        if isinstance(value, torch.Tensor):
+            setattr(module, name, value.to(kind))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(T, B, drawn.input, generator=generator).to(kind).requires_grad_()
     states = [torch.randn(B, drawn.hidden, generator=generator).to(kind).requires_grad_() for _ in range(drawn.states)]
