@@ -89,18 +89,6 @@ def test_a_packing_by_hand():
     assert zeros.dtype == np.uint16 and zeros.shape == (6,) and not zeros.any()
 
 
-@pytest.mark.parametrize("changes", [
-    {"pad": (1, 2)}, {"pad": (1, 4, 1)}, {"split": (5,)}, {"order": (1,)}, {"order": (0, 0)}, {"dtype": "int4"},
-    {"sources": (("v", 0),)}, {"sources": (("w", 9),)}, {"sources": (("w", 0), ("w", 0))},
-], ids=str)
-def test_packings_that_do_not_fit(changes: dict[str, Any]):
-    fields = {"sources": (("w", 0),), "pad": (1, 4), "split": (4,), "order": (0,), "dtype": "float32"}
-    parameters = {"w": np.ones((1, 3), np.float32)}
-    assert pack(Packing(**fields), parameters).tolist() == [1, 1, 1, 0]
-    with pytest.raises(ModuleError):
-        pack(Packing(**(fields | changes)), parameters)
-
-
 FLOATS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50)
 
 
