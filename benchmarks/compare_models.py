@@ -181,7 +181,7 @@ def set_dropout(models: dict[str, nn.Module], share: float) -> None:
 
 
 def cast_call(layer: nn.RNNBase, kind: torch.dtype, x: torch.Tensor, state: object = None) -> object:
-    """What a layer gives in a data type of its own, whatever autocast says."""
+    """Calls a layer in a data type of its own, also under autocast, and returns its result."""
     weights = {name: p.to(kind) for name, p in layer.named_parameters()}
     given = tuple(s.to(kind) for s in state) if isinstance(state, tuple) else state
     with torch.autocast(x.device.type, enabled=False):
@@ -308,7 +308,7 @@ def shortened(name: str) -> str:
 
 
 def stage(name: str) -> str:
-    """What a kernel of the recurrent layers does."""
+    """The stage of a recurrent layer that a kernel of this name belongs to, or ``others``."""
     return next((stage for stage, pattern in STAGES.items() if re.match(pattern, name)), "others")
 
 

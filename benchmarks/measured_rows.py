@@ -136,7 +136,7 @@ def modules() -> list[Layer]:
 
 
 def single_modules() -> list[Layer]:
-    """Those that geometric means are of."""
+    """The modules of the grid over which geometric means are taken."""
     return [row for row in modules() if row.name in singles()]
 
 

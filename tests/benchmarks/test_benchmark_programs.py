@@ -44,7 +44,7 @@ SMALL = [Layer(name=f"{cell} 3x2x8x8 float32", case=Case(cell=cell, input=8, **C
 
 
 def made_by(folder: Path, program: str, *arguments: str) -> Any:
-    """What a program of the benchmarks writes."""
+    """Runs a program of the benchmarks and returns the results that it writes."""
     output = folder / "output.json"
     done = subprocess.run([sys.executable, ROOT / "benchmarks" / program, *arguments, "--output", output], text=True,
                           capture_output=True)
@@ -268,7 +268,7 @@ def times(ms: float) -> dict[str, float]:
 
 
 def results(cost: float) -> dict[str, Any]:
-    """Of steps that are as the model has them, where what is hidden costs so much."""
+    """Results whose steps take as long as the model says, where hidden communication costs ``cost`` of its time."""
     stack, messages = Stack(**SPEECH), [1 << shift for shift in range(18, 29, 2)]
     alone = {rows: {"ecornn": 8.0 + 0.1 * rows, "torch": 30.0 + 0.2 * rows} for rows in (4, 8, 16, 32)}
     many = {}
@@ -406,7 +406,7 @@ def test_memory_that_grows_is_a_fault():
 
 
 def test_what_is_kept_is_seen():
-    """What malloc() has given counts without the workspaces of layers, which are counted apart."""
+    """Memory of malloc() is counted without the workspaces of layers, which have a count of their own."""
     before = soak.Memory.now()
     pool, kept = Pool(), [HostMemory(3_000_000) for _ in range(25)]
     for memory in kept:

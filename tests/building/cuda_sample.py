@@ -124,7 +124,7 @@ def expected(x: np.ndarray, h: np.ndarray, w: np.ndarray) -> tuple[np.ndarray, n
 
 
 PARAMETERS = "total_kernel:ppppi;step_kernel:pppppi;last_kernel:pppi;"  # of the kernels
-# What every child process does first; the loader must not need TVM's compiler.
+# Every child process begins with this: the loader must not need TVM's compiler.
 LOAD = "import sys, tvm_ffi; m = tvm_ffi.load_module(sys.argv[1]); assert 'tvm' not in sys.modules\n"
 LOGGED = re.compile(r"^(cu[A-Z]\w+)(?: (.*))?$", re.MULTILINE)
 

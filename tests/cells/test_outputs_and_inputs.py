@@ -1,5 +1,8 @@
 """Outputs that are no states, several of them, and sequences beside x: what follows the loop, calls of NumPy and
-PyTorch with gradients; what is refused."""
+PyTorch with gradients; what is refused.
+
+Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
+"""
 
 from __future__ import annotations
 

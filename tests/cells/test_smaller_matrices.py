@@ -1,5 +1,8 @@
 """Products with heads, and matrices narrower than H: the reference, gradients, CPUs and emulated GPUs against formulas;
-what is refused."""
+what is refused.
+
+Limits of 1e-10 to 1e-13 are of float64 on both sides, whose sums are in different orders.
+"""
 
 from __future__ import annotations
 
