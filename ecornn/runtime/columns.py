@@ -23,6 +23,7 @@ from ecornn.errors import ArgumentError, DTypeError, ShapeError
 from ecornn.program import EARLIER, LATER, PIECES_APART
 from ecornn.runtime.arrays import Arrays, Placed
 from ecornn.runtime.library import Library
+from ecornn.runtime.torch_arrays import address
 
 Ints = NDArray[np.int32]
 Places = NDArray[np.int64]
@@ -276,7 +277,7 @@ def _facts(name: str, value: Any, like: Any) -> tuple[Any, tuple[int, ...], str]
             return value, tuple(value.shape), str(value.dtype).removeprefix("torch.")
         value = value.cpu()
     try:
-        if hasattr(value, "data_ptr") and value.numel() and not value.data_ptr():
+        if hasattr(value, "data_ptr") and value.numel() and not address(value):
             raise ValueError("a tensor without memory of its own")
         found = np.asarray(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:

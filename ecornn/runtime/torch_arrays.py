@@ -17,6 +17,14 @@ from ecornn.runtime.memory import ALIGNMENT as WORKSPACE_ALIGNMENT
 from ecornn.runtime.memory import HostMemory, Memory
 
 OPERATOR = "the layers of ecornn.torch are operators that PyTorch knows"
+LOW = 1 << 40  # no offset reaches it, and hardly any memory lies below it, so that pointers above need no second look
+
+
+def address(tensor: Any) -> int:
+    """The address of the first element, 0 of a tensor without memory (fake, freed, meta, zero, or a view of such):
+    there ``data_ptr()`` is the offset of the view."""
+    pointer: int = tensor.data_ptr()
+    return 0 if pointer < LOW and pointer == tensor.storage_offset() * tensor.element_size() else pointer
 
 
 def on_device(tensor: Any, like: Any) -> Any:
@@ -94,15 +102,16 @@ class TorchArrays(Arrays):
 
     def ready(self, array: Any, name: str) -> Placed:
         pointer = array.data_ptr()
-        if not pointer and not array._is_zerotensor():  # as autograd has zeros
-            raise ArgumentError(name, f"a {type(array).__name__} without memory of its own", "a tensor with memory")
-        if pointer and not pointer % ALIGNMENT and array.is_contiguous() and not array.is_neg():
+        if ((pointer >= LOW or address(array)) and not pointer % ALIGNMENT and array.is_contiguous()
+                and not array.is_neg()):
             return array, pointer
+        if not address(array) and not array._is_zerotensor():  # as autograd has zeros
+            raise ArgumentError(name, f"a {type(array).__name__} without memory of its own", "a tensor with memory")
         copy = array.detach().clone(memory_format=self._torch.contiguous_format)
         return copy, copy.data_ptr()
 
     def in_place(self, array: Any) -> Placed | None:
-        pointer = array.data_ptr()
+        pointer = address(array)
         fits = pointer and not pointer % ALIGNMENT and array.is_contiguous() and not array.is_neg()
         return (array, pointer) if fits else None
 
@@ -171,7 +180,7 @@ class TorchArrays(Arrays):
         if value.layout is not self._torch.strided or value.is_nested:
             return False
         try:
-            return bool(value.data_ptr()) or not value.numel()
+            return bool(address(value)) or not value.numel()
         except RuntimeError:  # of a subclass, or a tensor that is traced
             return False
 

@@ -17,6 +17,7 @@ from ecornn.errors import ArgumentError, DeviceError, NotFiniteError, ScheduleEr
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
+from ecornn.runtime.torch_arrays import address
 from ecornn.torch import background
 from ecornn.torch.background import PendingError
 from ecornn.torch.compiling import KEPT, NAMES, about, compiled, few_steps, fitting, outcomes, precision_of, serves
@@ -91,7 +92,7 @@ class HostWeights:
         plain = all(w.shape == shape and w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg()
                     for w, (_, shape) in zip(tensors, self._parameters, strict=True))
         numbers = [n for n, (name, _) in enumerate(self._parameters) if name in names]
-        pointers = [w.data_ptr() for w in tensors] if plain else [0]  # 0 of what has no memory, which is refused below
+        pointers = [address(w) for w in tensors] if plain else [0]  # 0 of what has no memory, which is refused below
         if not all(pointers) or not self._layer.repack_here(pointers, numbers):
             self._layer.repack(known)
 

@@ -25,6 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ecornn.runtime.torch_arrays import address
+
 PLACES = 256  # of a weight; a look has at least so many, and less than twice as many
 
 Read = Callable[[], bytes]
@@ -134,7 +136,7 @@ class Sample:
 
 def _looks(weight: torch.Tensor) -> list[Read]:
     """Functions that read the places of a weight, all places in a power of 2 of looks."""
-    if not weight.data_ptr() or not weight.numel():
+    if not address(weight) or not weight.numel():
         return []
     step = 1 if weight.dtype == torch.float64 else _step(weight.shape)
     places = ceil(weight.numel() / step)

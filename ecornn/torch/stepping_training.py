@@ -17,6 +17,7 @@ from torch.autograd import Variable
 
 from ecornn.errors import ArgumentError
 from ecornn.program import BACKWARD, FORWARD
+from ecornn.runtime.torch_arrays import LOW, address
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.engine import Engine
 from ecornn.torch.operator import each, is_batched, recurrent_backward
@@ -225,8 +226,9 @@ def rows_of(x: torch.Tensor) -> int:
 def ready(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy that a module can read. Raises :class:`ArgumentError` for a tensor that has no memory."""
     pointer = tensor.data_ptr()
-    if pointer and not pointer % ALIGNMENT and tensor.is_contiguous() and not tensor.is_neg():
+    if ((pointer >= LOW or address(tensor)) and not pointer % ALIGNMENT and tensor.is_contiguous()
+            and not tensor.is_neg()):
         return tensor
-    if not pointer and tensor.numel() and not tensor._is_zerotensor():  # as autograd has zeros
+    if not address(tensor) and tensor.numel() and not tensor._is_zerotensor():  # as autograd has zeros
         raise ArgumentError("an input", f"a {type(tensor).__name__} without memory of its own", "a tensor with memory")
     return tensor.clone(memory_format=torch.contiguous_format)

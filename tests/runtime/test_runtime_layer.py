@@ -324,6 +324,14 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def freed_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Its ``data_ptr()`` is its offset, not 0."""
+    both = torch.stack([tensor, tensor])
+    view = both[1]
+    both.untyped_storage().resize_(0)
+    return view
+
+
 def fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch._subclasses.FakeTensorMode().from_tensor(tensor)
 
@@ -331,6 +339,7 @@ def fake(tensor: torch.Tensor) -> torch.Tensor:
 KINDS: dict[str, Any] = {
     "sparse": torch.Tensor.to_sparse, "compressed": lambda t: t.reshape(-1, t.shape[-1]).to_sparse_csr(),
     "another library's": torch.Tensor.to_mkldnn, "meta": lambda t: t.to("meta"), "freed": freed, "fake": fake,
+    "freed view": freed_view, "fake view": lambda t: fake(torch.stack([t, t]))[1],
     "functional": torch._to_functional_tensor, "nested": lambda t: torch.nested.nested_tensor([t]),
     "quantized": lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8),
     "float8": lambda t: t.to(torch.float8_e4m3fn), "no shape": lambda t: torch.nn.UninitializedParameter(),

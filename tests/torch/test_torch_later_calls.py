@@ -168,8 +168,8 @@ def test_zeros_without_memory(name: str, taken: list[Any]):
     """As autograd has them: an input, a state, a weight, a gradient. They ended the process."""
     exact, ours = pair(name)
     cell, count = name.endswith("Cell"), 2 if name.startswith("LSTM") else 1
-    zero = torch._efficientzerotensor((3, I) if cell else (5, 3, I))
-    zeros = [torch._efficientzerotensor((3, H) if cell else (1, 3, H))] * count
+    zero = torch._efficientzerotensor((2, 3, I) if cell else (2, 5, 3, I))[1]
+    zeros = [torch._efficientzerotensor((2, 3, H) if cell else (2, 1, 3, H))[1]] * count
     x, state = torch.randn(zero.shape), tuple(zeros) if count > 1 else zeros[0]
     often(ours, x)
     agree(ours(zero), exact(torch.zeros(zero.shape).double()))
@@ -194,13 +194,18 @@ def test_zeros_without_memory(name: str, taken: list[Any]):
 
 
 @pytest.mark.parametrize("kind", ["RNN", "RNNCell"])
+@pytest.mark.parametrize("view", [False, True], ids=["whole", "view"])
 @pytest.mark.parametrize("gone", ["x", "state", "weight"])
-def test_memory_that_was_given_back(kind: str, gone: str):
-    """As FSDP does between calls. Nothing is read where nothing is, also in calls like those before."""
+def test_memory_that_was_given_back(kind: str, gone: str, view: bool):
+    """As FSDP does between calls. Nothing is read where nothing is, also in calls like those before; the ``data_ptr()``
+    of a view is then its offset."""
     layer = getattr(ecornn.torch, kind)(I, H)
-    x, state = torch.randn(5, 4, I), torch.randn(1, 4, H)
-    x, state = (x[0], state[0]) if kind == "RNNCell" else (x, state)
+    x, state = torch.randn(2, 5, 4, I), torch.randn(2, 1, 4, H)
+    x, state = (x[:, 0], state[:, 0]) if kind == "RNNCell" else (x, state)
+    x, state = (x[1], state[1]) if view else (x[1].clone(), state[1].clone())
     weight = layer.weight_hh if kind == "RNNCell" else layer.weight_hh_l0
+    if view:
+        weight.data = torch.stack([weight.data, weight.data])[1]
     for grad in (False, True):
         with torch.set_grad_enabled(grad):
             often(layer, x, state)
