@@ -392,8 +392,9 @@ def test_a_gain_is_a_figure_where_times_settled_and_an_interval_elsewhere():
 
 
 @pytest.mark.slow
-def test_pytorchs_layer_is_timed_where_there_is_one():
-    assert 0.1 < progress.torch_us(Workload("lstm", 64, 64, 2, 10, "float32"), DEVICE) < 1e5  # type: ignore[operator]
+def test_pytorchs_layer_is_timed_where_there_is_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(progress, "PATIENCE", None)
+    assert progress.torch_us(Workload("lstm", 64, 64, 2, 10, "float32"), DEVICE) > 0.1  # type: ignore[operator]
     assert progress.torch_us(Workload("indrnn", 64, 64, 2, 10, "float32"), DEVICE) is None
 
 
