@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from ecornn.analysis.backpropagation import Backpropagated, carry_out
 from ecornn.cells import Cell
 from ecornn.errors import CellError
 from ecornn.interpreter import interpret
+from ecornn.numpy_gradients import reference_gradients
 from ecornn.schedules.backward.assemble import recurrence_graph
 from ecornn.tune.oracle import STEPS, Array, Inputs, draw, has_formula, norm, rounded, save
 from ecornn.workload import Workload
@@ -65,8 +65,6 @@ def disagreement(cell: Cell, given: Inputs, upstream: Upstream, gradients: Backp
     """The name of a gradient that differs from an independent one; None: all agree."""
     if not has_formula(cell):
         return far_from_differences(cell, given, upstream, gradients, rng)
-    from ecornn.numpy_gradients import reference_gradients
-
     dx, weights, states = reference_gradients(cell.identity(), given.x, given.flat, given.states, dy=upstream[0],
                                               dstate=upstream[1])
     own = {cell.parameter_name(name): value for name, value in gradients.parameters.items()}
@@ -96,17 +94,11 @@ def shifts(cell: Cell, given: Inputs,
     """The name and gradient of each input, and a function that moves it among all inputs."""
     yield "x", gradients.dx, lambda by: replace(given, x=given.x + by)
     for name, gradient in gradients.parameters.items():
-        yield name, gradient, partial(_with_parameter, given, name)
+        yield name, gradient, lambda by, name=name: replace(
+            given, shaped=given.shaped | {name: given.shaped[name] + by})
     for n, (name, gradient) in enumerate(zip(cell.states, gradients.states, strict=True)):
-        yield name, gradient, partial(_with_state, given, n)
-
-
-def _with_parameter(given: Inputs, name: str, by: Array) -> Inputs:
-    return replace(given, shaped=given.shaped | {name: given.shaped[name] + by})
-
-
-def _with_state(given: Inputs, n: int, by: Array) -> Inputs:
-    return replace(given, states=[s + by if m == n else s for m, s in enumerate(given.states)])
+        yield name, gradient, lambda by, n=n: replace(
+            given, states=[s + by if m == n else s for m, s in enumerate(given.states)])
 
 
 def value(cell: Cell, given: Inputs, upstream: Upstream) -> float:
