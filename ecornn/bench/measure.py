@@ -12,25 +12,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec import structs
 
+from ecornn import compiler
 from ecornn.bench.expected import errors_of, expected, limits_of
 from ecornn.bench.grid import Case, Layer, Own
 from ecornn.bench.peers import installed, peer, usual
 from ecornn.bench.results import OURS, Row, RowLog, append, shown
 from ecornn.bench.sides import Side, Subject, Weights, ours, random_weights, uniform_weights
-from ecornn.bench.turns import Ready, Results, Times, machine_of
+from ecornn.bench.turns import Ready, Times, machine_of
 from ecornn.cells import BUILTIN, Cell, get
 from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError, EcornnError
 from ecornn.host_cpu import physical_cores
 from ecornn.quick_tvm import import_tvm
 from ecornn.runtime.loader import Module, check_host, load
+from ecornn.tune.pool import idle_workers
+from ecornn.tune.timing import several
 from ecornn.worker import Worker, WorkerError
 
 GRAPH = 300  # steps of the calls that are timed as one, at most
@@ -40,19 +42,16 @@ COMPILING = 600.0  # seconds of the modules of a layer, at most
 
 @dataclass(frozen=True)
 class Plan:
-    """How cases are measured: against whom (None: who is there), ``seconds`` of timing a side, ``seed`` of the weights
-    and inputs; ``told`` is called with what comes next. ``own``: sides of ours beside ours; ``calls`` of a short
-    sequence are timed as one; ``folder``: where modules are, and are kept; ``more`` is timed beside all sides as it is,
-    unchecked."""
+    """How cases are measured."""
 
-    against: tuple[str, ...] | None
-    seconds: float = 2.0
-    seed: int = 0
-    told: Callable[[str], object] = lambda text: None
-    own: Mapping[str, Own] = field(default_factory=dict)
-    calls: int = 1
-    folder: Path | None = None
-    more: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    against: tuple[str, ...] | None  # None: who is there
+    seconds: float = 2.0  # of timing a side
+    seed: int = 0  # of the weights and inputs
+    told: Callable[[str], object] = lambda text: None  # called with what comes next
+    own: Mapping[str, Own] = field(default_factory=dict)  # sides of ours beside ours
+    calls: int = 1  # of a short sequence that are timed as one
+    folder: Path | None = None  # where modules are, and are kept
+    more: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # timed beside all sides, unchecked
 
 
 def measure(case: Case, plan: Plan) -> Row:
@@ -71,8 +70,8 @@ def measure(case: Case, plan: Plan) -> Row:
         case = _whole(case, subject)
         row = Row(case=case, command=shlex.join(case.command(against)), device=manifest.device.name,
                   workload=subject.work, stack=subject.stack, seq=subject.steps, batch=subject.rows,
-                  calls=max(1, min(plan.calls, GRAPH // subject.steps)),
-                  schedule=manifest.schedule, config=manifest.config, provenance=manifest.provenance)
+                  calls=max(1, min(plan.calls, GRAPH // subject.steps)), schedule=manifest.schedule,
+                  config=manifest.config, provenance=manifest.provenance)
         sides = {OURS: ours(subject, weights)}
         others = {name: _own_side(name, own, asked, subject, weights, rng, folder / f"{name}.so")
                   for name, own in plan.own.items()}
@@ -87,7 +86,13 @@ def measure(case: Case, plan: Plan) -> Row:
         ready |= {name: Ready(call, dict) for name, call in plan.more.items()}
         row.about |= dict.fromkeys(plan.more, "as it is called")
         row.errors |= dict.fromkeys(plan.more)
-        _time(row, subject, ready, plan)
+        if ready:
+            plan.told(f"timing {', '.join(ready)}")
+            times, row.disturbed = subject.machine.take_turns(ready, subject.refill, plan.seconds * len(ready))
+            row.us_per_step = {name: Times.of(of, subject.steps * row.calls) for name, of in times.items()}
+        if OURS in row.us_per_step:
+            own_us = row.us_per_step[OURS].median
+            row.ratios = {name: of.median / own_us for name, of in row.us_per_step.items() if name != OURS}
         return row
 
 
@@ -115,29 +120,26 @@ def made(case: Case, plan: Plan, out: Path) -> tuple[Module, Cell | None, tuple[
         module = load(case.module)
         check_host(module.manifest.device, 0)
         return module, _cell_of(module, case), _against(plan, module.manifest.device.kind)
-    from ecornn.compiler import build, plan_layer
-
     layer = case.layer()
     plan.told(f"planning {layer.workload}")
-    planned = plan_layer(layer, target=case.target)
+    planned = compiler.plan_layer(layer, target=case.target)
     check_host(planned.device, 0)
     against = _against(plan, planned.device.kind)
     for of, text, why in planned.why():
         plan.told(f"schedule{f' of {of}' if of else ''}: {text} ({why})")
     if not out.exists():
         plan.told("compiling")
-        build(planned, out)
+        compiler.build(planned, out)
     return load(out), planned.cell, against
 
 
 def _threads(case: Case, kind: str) -> int | None:
     """Of every side, on a CPU."""
-    if kind != "llvm":
-        if case.threads is not None:
-            raise ArgumentError("--threads", case.threads, "none on a GPU")
-        return None
-
-    return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
+    if kind == "llvm":
+        return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
+    if case.threads is not None:
+        raise ArgumentError("--threads", case.threads, "none on a GPU")
+    return None
 
 
 def _whole(case: Case, subject: Subject) -> Case:
@@ -210,33 +212,11 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
     return {name: ready[name] for name in sides if name not in row.wrong}
 
 
-def several(call: Callable[[], Results], count: int) -> Callable[[], Results]:
-    """``count`` calls as one; the results of the last."""
-    def calls() -> Results:
-        for _ in range(count - 1):
-            call()
-        return call()
-
-    return calls
-
-
 def _repeats(subject: Subject, side: Ready) -> bool:
     """Whether two runs give the same bits."""
     get = subject.machine.arrays.get
     first = {name: get(value).copy() for name, value in side.results().items()}
     return all(np.array_equal(first[name], get(value), equal_nan=True) for name, value in side.results().items())
-
-
-def _time(row: Row, subject: Subject, ready: Mapping[str, Ready], plan: Plan) -> None:
-    """Fills in the times."""
-    if not ready:
-        return
-    plan.told(f"timing {', '.join(ready)}")
-    times, row.disturbed = subject.machine.take_turns(ready, subject.refill, plan.seconds * len(ready))
-    row.us_per_step = {name: Times.of(of, subject.steps * row.calls) for name, of in times.items()}
-    if OURS in row.us_per_step:
-        own = row.us_per_step[OURS].median
-        row.ratios = {name: of.median / own for name, of in row.us_per_step.items() if name != OURS}
 
 
 def failed(case: Case, plan: Plan, why: str) -> Row:
@@ -280,10 +260,7 @@ def measure_alone(asked: Asked) -> Row:
 def compiled(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int) -> Iterator[tuple[Layer, Asked]]:
     """The layers in their order, each as soon as its modules are in its folder; ``jobs`` are compiled at a time."""
     every = [_asked(layer, plan, folder) for layer in layers]
-    builders = [Worker(f"{HERE}:ready", gpu=True) for _ in range(jobs)]
-    idle: SimpleQueue[Worker] = SimpleQueue()
-    for builder in builders:
-        idle.put(builder)
+    builders, idle = idle_workers(jobs, f"{HERE}:ready", True)
 
     def build(asked: Asked) -> None:
         worker = idle.get()

@@ -21,24 +21,15 @@ Weights = Mapping[str, Any]  # NumPy float32 by the names under which a user pas
 
 @dataclass(frozen=True)
 class Subject:
-    """What all sides compute.
+    """What all sides compute. ``inputs``: what they read, at each call: x (T, B, I), a cell's own inputs behind it in
+    its rows, and with ``training`` dy (T, B, D*O*H)."""
 
-    Attributes
-    ----------
-    module : ours; ``cell`` is its cell, None for one of a user's that only the module file has
-    steps, rows : T and B of a call
-    threads : of a call on a CPU
-    training : whether a call is forward and backward
-    inputs : what all sides read, at each call: x (T, B, I), a cell's own inputs behind it in its rows, and with
-        ``training`` dy (T, B, D*O*H)
-    """
-
-    module: Module
-    cell: Cell | None
-    steps: int
-    rows: int
-    threads: int | None
-    training: bool
+    module: Module  # ours
+    cell: Cell | None  # the module's; None for one of a user's that only the module file has
+    steps: int  # T of a call
+    rows: int  # B
+    threads: int | None  # of a call on a CPU
+    training: bool  # a call is forward and backward
     machine: Machine
     inputs: Inputs = field(default_factory=dict)
 
@@ -67,33 +58,25 @@ class Subject:
         shapes = {"x": (self.steps, self.rows, self.work.input)}
         if self.training:
             shapes["dy"] = (self.steps, self.rows, self.module.manifest.y_width)
-        self.machine.refill(self.inputs, shapes, self.positive())
-
-    def positive(self) -> list[slice]:
-        """Where in rows of x the cell's inputs are that are never below 0."""
-        cell, hidden = self.cell, self.work.hidden
-        if cell is None:
-            return []
-        begin = cell.own_input(self.work.input, hidden)
-        return [slice(begin + n * hidden, begin + (n + 1) * hidden) for n, name in enumerate(cell.inputs)
-                if name in cell.nonnegative]
+        positive: list[slice] = []
+        if self.cell is not None:
+            begin, hidden = self.cell.own_input(self.work.input, self.work.hidden), self.work.hidden
+            positive = [slice(begin + n * hidden, begin + (n + 1) * hidden) for n, name in enumerate(self.cell.inputs)
+                        if name in self.cell.nonnegative]
+        self.machine.refill(self.inputs, shapes, positive)
 
 
 @dataclass(frozen=True)
 class Side:
     """Something to time: ``call`` computes what the inputs make of the layer, y or, of a training step, the gradients
-    of x and of the weights, by their names.
-
-    ``about`` says what it is; ``cell`` is the one that it computes, with ``weights``: not always the subject's.
-    ``subject``: of a side of ours, with its module.
-    """
+    of x and of the weights, by their names."""
 
     name: str
     call: Callable[[], Results]
-    about: str
-    cell: Cell | None
+    about: str  # what it is
+    cell: Cell | None  # that it computes, with weights: not always the subject's
     weights: Weights
-    subject: Subject | None = None
+    subject: Subject | None = None  # of a side of ours, with its module
 
 
 def random_weights(cell: Cell, work: Workload, stack: Stack, rng: np.random.Generator) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ecornn.tune.timing import Arrays, TorchArrays, arrays_for
+from ecornn.runtime.loader import Module
+from ecornn.tune.timing import Arrays, TorchArrays, arrays_for, between_events
 
 if TYPE_CHECKING:
     import torch
-
-    from ecornn.runtime.loader import Module
 
 ROUNDS = 100  # at most
 FEWEST, WARM = 7, 3  # rounds on a GPU
@@ -40,8 +39,7 @@ Inputs = dict[str, Any]  # by name: x, and dy of a training step
 class Times(msgspec.Struct, frozen=True):
     """Percentiles of a side's runs, in microseconds a step; ``p50`` is the median, ``runs`` how many there were.
 
-    A percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest.
-    """
+    A percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest."""
 
     median: float
     p20: float
@@ -54,7 +52,7 @@ class Times(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, seconds: Sequence[float], steps: int) -> Times:
         """Of runs of ``steps`` steps."""
-        p20, p50, p80, p95, p99 = (float(v) for v in np.percentile(seconds, (20, 50, 80, 95, 99)) * 1e6 / steps)
+        p20, p50, p80, p95, p99 = map(float, np.percentile(seconds, (20, 50, 80, 95, 99)) * 1e6 / steps)
         return cls(p50, p20, p80, p50, p95, p99, len(seconds))
 
 
@@ -100,8 +98,7 @@ def host_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: i
     ``fresh`` makes the next round's input. In its turn a side waits until the threads of the one before have stopped
     spinning; then come as many runs that are not timed, which wake threads and bring weights back to the caches, as
     timed ones. A round in which other processes used the processors is made again, within ``seconds``, and up to
-    ``AGAIN`` times as many in all.
-    """
+    ``AGAIN`` times as many in all."""
     counts, long = {}, {}
     for name, run in sides.items():
         clock(run)
@@ -153,14 +150,8 @@ def gpu_clock(run: Run, wait: int = WAIT) -> float:
     it starts and the time between its events is the GPU's alone."""
     import torch
 
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(wait)  # type: ignore[attr-defined]
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e-3
+    return between_events(run, wait)[0]
 
 
 @dataclass(frozen=True)

@@ -70,12 +70,9 @@ class ProcessEvaluator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Gives up what is pending, and removes the modules."""
         if kind is KeyboardInterrupt:  # not even for what a process does before a candidate is built
             self.pool.close()
-        self.close()
-
-    def close(self) -> None:
-        """Gives up what is pending, and removes the modules."""
         self.drop()
         self.oracle.shutdown(cancel_futures=True)
         self.folder.cleanup()
@@ -87,9 +84,7 @@ class ProcessEvaluator:
             builds, measures = self.builds, self.measures
             self.builds, self.measures, self.built = set(), set(), []
         running: list[Future[Any]] = [future for future in measures if not future.cancel()]
-        building = [future for future in builds if not future.cancel()]
-        if self.pool.quiet:
-            running += building
+        running += [future for future in builds if not future.cancel() and self.pool.quiet]
         while wait(running, PATIENCE).not_done:  # again for what waited until now for a process
             self.pool.kill(self, builders=self.pool.quiet)
         self.done, self.pending = queue.SimpleQueue(), 0
@@ -159,8 +154,8 @@ class ProcessEvaluator:
         """The module file of a candidate. Raises :class:`WorkerError` where it cannot be built in time."""
         if candidate not in self.modules:
             path = Path(self.folder.name, f"{next(self.numbers)}.so")
-            request = Build(self.cell, self.task.workload, self.task.device, candidate.schedule,
-                            candidate.config, str(path))
+            request = Build(self.cell, self.task.workload, self.task.device, candidate.schedule, candidate.config,
+                            str(path))
             with self.pool.one_of(self.pool.idle_builders, self) as worker:
                 source = worker.call(self.pool.entries.build, request, str, self.limit)
             self.modules[candidate] = path, source
@@ -191,8 +186,8 @@ class ProcessEvaluator:
         """Checks and times modules in a measuring process."""
         self.answered.result()
         work, limit = self.task.workload, self.limit * len(paths)
-        request = Measure(tuple(map(str, paths)), str(self.answers), tolerance(work), work.seq,
-                          self.seed, bound, fewest, limit, seconds)
+        request = Measure(tuple(map(str, paths)), str(self.answers), tolerance(work), work.seq, self.seed, bound,
+                          fewest, limit, seconds)
         return self.pool.measure(request, list[Outcome], limit, self)
 
     def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
@@ -200,8 +195,7 @@ class ProcessEvaluator:
         of any. Times are taken for about ``seconds`` at most."""
         try:
             # Those of an earlier session are built again; the others must not wait for builds that go on.
-            missing = [c for c in finalists if c not in self.modules]
-            list(self.pool.building.map(self.build, missing))
+            list(self.pool.building.map(self.build, [c for c in finalists if c not in self.modules]))
         except WorkerError:
             self.pool.must_be_open()
             return []

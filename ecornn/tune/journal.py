@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from ecornn.device import Device
 from ecornn.errors import RecordError
@@ -57,9 +58,9 @@ class Journal:
             raise RecordError(f"{path} is no tuning log: {strange[0]}; move it away, or name another file (--output): "
                               "nothing is added to what cannot be read")
         records = [line.record for line in log.lines] if log else []
-        runs = {r.run for r in records if isinstance(r, Start) and r.run.startswith(digest + "-")}
-        number = max((int(r.rpartition("-")[2]) for r in runs if r.rpartition("-")[2].isdecimal()),
-                     default=0)
+        runs = (r.run.removeprefix(digest + "-") for r in records
+                if isinstance(r, Start) and r.run.startswith(digest + "-"))
+        number = max((int(run) for run in runs if run.isdecimal()), default=0)
         failed = any(isinstance(r, Finish) and r.run == f"{digest}-{number}" and r.best is None for r in records)
         if not resume or not number or failed:
             number += 1
@@ -75,8 +76,6 @@ class Journal:
         times.
 
         Raises :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written."""
-        from filelock import FileLock, Timeout
-
         real = self.path.resolve()  # of a link, what it points at
         place = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
         try:
@@ -125,12 +124,9 @@ class Journal:
         early or not. A share of the time is reserved for the comparison at the end, which may need less."""
         if self.finish is None:
             return False
-        if self.finish.reason == "converged" and early_stop:
-            return True
-        if self.finish.reason == "space" or self.finish.trials >= trials:
-            return True
-        return self.finish.reason == "time" and time_limit is not None and (
-            self.finish.seconds >= (1 - RESERVED) * time_limit)
+        reason = self.finish.reason
+        return (reason == "space" or (reason == "converged" and early_stop) or self.finish.trials >= trials or (
+            reason == "time" and time_limit is not None and self.finish.seconds >= (1 - RESERVED) * time_limit))
 
 
 @dataclass(frozen=True)

@@ -211,15 +211,6 @@ def read(path: Path, hidden: int | None = None) -> Log:
     return parse(data, path, hidden)
 
 
-def cut_off(row: bytes) -> bool:
-    """True for the beginning of a line whose writer was stopped; ``row`` has no newline."""
-    try:
-        msgspec.json.decode(row)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return row.startswith(b"{")
-    return False
-
-
 def parse(data: bytes, path: Path, hidden: int | None = None) -> Log:
     """The log of a text; problems name ``path``. See :func:`read`."""
     log = Log()
@@ -237,8 +228,13 @@ def parse(data: bytes, path: Path, hidden: int | None = None) -> Log:
         except RecordError as error:
             if isinstance(error, NewerRecord):
                 log.newer.append(row)
-            torn = number == len(rows) and cut_off(row)
-            log.problems.append(f"{path}:{number}: " + (TORN if torn else str(error)))
+            problem = str(error)
+            if number == len(rows) and row.startswith(b"{"):  # no newline: its writer may have been stopped
+                try:
+                    msgspec.json.decode(row)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    problem = TORN
+            log.problems.append(f"{path}:{number}: {problem}")
     return log
 
 

@@ -139,14 +139,11 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Any
     of a few steps, where the record is of longer ones, or one that serves the task since a later generation than the
     record's and was not ``tried`` then. By its rank, which has in it how far its estimate is believed."""
     steps, of = task.workload.seq, best.trial.workload.seq
-    few = steps <= FEW < of
     rivals = [s for s in schedules if s.name != best.trial.schedule and (
-        (few and s.few_steps) or (best.trial.generation < s.generation(task) and s.name not in tried))]
-    if not rivals:
-        return None
-    first = min(rivals, key=lambda s: s.rank(task))
-    doubt = 1.0 if first.few_steps else YOUNG
-    if first.rank(task) * doubt + first.beside(task) / of >= best.expected * 1000:
+        (steps <= FEW < of and s.few_steps) or (best.trial.generation < s.generation(task) and s.name not in tried))]
+    first = min(rivals, key=lambda s: s.rank(task), default=None)
+    if first is None or first.rank(task) * (1.0 if first.few_steps else YOUNG) + first.beside(task) / of >= (
+            best.expected * 1000):
         return None
     why = (f"for T={steps} it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} "
            f"says what T={of} takes" if first.few_steps else
@@ -158,10 +155,9 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Any
 def _for_this_batch(best: Evidence, schedules: Sequence[AnySchedule], task: Task) -> Found | None:
     """The default, if estimates say that the configuration of the ``best`` record, of another batch, is slower here."""
     first = min(schedules, key=lambda s: s.rank(task))
-    config, name = first.default(task), best.trial.schedule
+    config, name, own = first.default(task), best.trial.schedule, first.rank(task)
     (schedule,) = (s for s in schedules if s.name == name)
     expected = schedule.features(task, schedule.plan(task, best.trial.config)).get("estimate")
-    own = first.rank(task)
     if own == math.inf:
         own = first.features(task, first.plan(task, config)).get("estimate", math.inf)
     if expected is None or expected < OTHER_BATCH * own:
@@ -361,12 +357,11 @@ def listed(config: Config, knobs: Sequence[Knob]) -> bool:
 def default_of(schedule: AnySchedule, task: Task) -> Config:
     """The default for a task; those of the latest tasks are kept, since a default may be a search of its own."""
     key = schedule.name, id(task)
-    known = _defaults.get(key)
-    if known is None:
+    if key not in _defaults:
         if len(_defaults) >= DEFAULTS:
             _defaults.clear()
-        known = _defaults[key] = task, schedule.default(task)  # with the task: after its end another has its number
-    return known[1]
+        _defaults[key] = task, schedule.default(task)  # with the task: after its end another has its number
+    return _defaults[key][1]
 
 
 def typed(config: Config) -> dict[str, tuple[type, Value]]:

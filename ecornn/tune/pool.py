@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from filelock import FileLock
+
 from ecornn import temporary
 from ecornn.errors import EcornnError, ServerError
 from ecornn.worker import Worker, WorkerError
@@ -104,15 +106,14 @@ class Pool:
     @contextlib.contextmanager
     def proposer(self) -> Iterator[Worker | None]:
         """A process for a search, for as long as the context lasts; None where none is idle."""
-        try:
+        worker = None
+        with contextlib.suppress(queue.Empty):
             worker = self.idle_proposers.get_nowait()
-        except queue.Empty:
-            yield None
-            return
         try:
             yield worker
         finally:
-            self.idle_proposers.put(worker)
+            if worker is not None:
+                self.idle_proposers.put(worker)
 
     @contextlib.contextmanager
     def using(self, worker: Worker, owner: object) -> Iterator[None]:
@@ -133,8 +134,7 @@ class Pool:
         no server for ``ABSENCE`` seconds."""
         losses = 0
         while True:
-            worker = self.idle_measurers.get()
-            rest = 0.0
+            worker, rest = self.idle_measurers.get(), 0.0
             try:
                 with self.using(worker, owner):
                     measured = worker.call(self.entries.measure, request, kind, limit + self.grace)
@@ -195,7 +195,7 @@ class Pool:
 
 
 def idle_workers(count: int, ready: str, gpu: bool,
-                 environment: Mapping[str, str]) -> tuple[list[Worker], queue.SimpleQueue[Worker]]:
+                 environment: Mapping[str, str] | None = None) -> tuple[list[Worker], queue.SimpleQueue[Worker]]:
     """So many workers, and a queue that has all of them."""
     made, idle = [Worker(ready, gpu, environment) for _ in range(count)], queue.SimpleQueue[Worker]()
     for worker in made:
@@ -208,10 +208,8 @@ class Scratch:
     removes the folder of one that was killed."""
 
     def __init__(self) -> None:
-        from filelock import FileLock
-
         with temporary.said():
-            sweep()
+            self.sweep()
             self.folder = tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True)
         self.name = self.folder.name
         self.lock = FileLock(Path(self.name, LOCK), thread_local=False)  # whichever thread closes the pool
@@ -223,14 +221,12 @@ class Scratch:
         self.lock.release()
         self.folder.cleanup()
 
-
-def sweep() -> None:
-    """Removes the folders of runs that were killed."""
-    from filelock import FileLock
-
-    for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
-        # OSError: of a run that lives (filelock's Timeout), another user's, or removed by another process.
-        with contextlib.suppress(OSError):
-            if (folder / LOCK).is_file() and time.time() - folder.stat().st_mtime > YOUNG:
-                with FileLock(folder / LOCK, timeout=0):
-                    shutil.rmtree(folder, ignore_errors=True)
+    @staticmethod
+    def sweep() -> None:
+        """Removes the folders of runs that were killed."""
+        for folder in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
+            # OSError: of a run that lives (filelock's Timeout), another user's, or removed by another process.
+            with contextlib.suppress(OSError):
+                if (folder / LOCK).is_file() and time.time() - folder.stat().st_mtime > YOUNG:
+                    with FileLock(folder / LOCK, timeout=0):
+                        shutil.rmtree(folder, ignore_errors=True)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ecornn.dtypes import ITEMSIZE
+from ecornn.runtime.dlpack import CUDA, Block
+from ecornn.runtime.loader import Module
+from ecornn.runtime.memory import DeviceMemory
 from ecornn.tune.oracle import numpy_dtype
 
-if TYPE_CHECKING:
-    from ecornn.runtime.loader import Module
-
+T = TypeVar("T")
 Run = Callable[[], Any]  # starts one sequence; on a GPU it may return before it is done
 Clock = Callable[[Run], float]  # one run, seconds
 
@@ -54,13 +55,11 @@ def event_clock(run: Run) -> float:
 
     Where the host may have been what took long, the time is that of a second run, all of which is asked for while the
     GPU still waits: the time is the GPU's alone, as in a CUDA graph."""
-    taken, asked = _between_events(run, 0)
-    if taken > ASKED * asked or asked > LONG:
-        return taken
-    return _between_events(run, int(asked * CYCLES))[0]
+    taken, asked = between_events(run, 0)
+    return taken if taken > ASKED * asked or asked > LONG else between_events(run, int(asked * CYCLES))[0]
 
 
-def _between_events(run: Run, wait: int) -> tuple[float, float]:
+def between_events(run: Run, wait: int) -> tuple[float, float]:
     """Seconds of a run, behind a kernel that waits so many cycles, and of the host until it has asked for all of it."""
     import torch
 
@@ -76,16 +75,14 @@ def _between_events(run: Run, wait: int) -> tuple[float, float]:
     return float(begin.elapsed_time(end)) * 1e-3, asked
 
 
-def several(run: Run, count: int) -> Run:
-    """``count`` runs, back to back."""
-    if count == 1:
-        return run
-
-    def runs() -> None:
-        for _ in range(count):
+def several(run: Callable[[], T], count: int) -> Callable[[], T]:
+    """``count`` runs, back to back; the result of the last."""
+    def runs() -> T:
+        for _ in range(count - 1):
             run()
+        return run()
 
-    return runs
+    return run if count == 1 else runs
 
 
 def bounds(times: Sequence[float]) -> tuple[float, float]:
@@ -101,7 +98,7 @@ def interval(times: Sequence[float]) -> float:
     for fewer than six times."""
     ordered, n = sorted(times), len(times)
     if n < 6:
-        return float("inf")
+        return math.inf
     low, high = bounds(ordered)
     middle = ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2
     return (high - low) / 2 / middle
@@ -115,18 +112,8 @@ def settled(times: Sequence[float]) -> bool:
     return interval(times) <= TIGHT
 
 
-def behind(times: Sequence[float], bound: float | None, fewest: int) -> bool:
-    """True for a contestant that is too slow for its exact time to matter; ``bound`` in seconds."""
-    return bound is not None and len(times) >= fewest and min(times) > BEHIND * bound
-
-
-def agree(times: Sequence[float], fewest: int) -> bool:
-    """True where further samples would say nothing new."""
-    return len(times) >= max(EARLY, fewest) and max(times) - min(times) <= TIGHT * min(times)
-
-
-def race(contestants: Sequence[Contestant], bound: float | None = None,
-         fewest: int = FEWEST, seconds: float | None = None) -> list[list[float]]:
+def race(contestants: Sequence[Contestant], bound: float | None = None, fewest: int = FEWEST,
+         seconds: float | None = None) -> list[list[float]]:
     """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
 
     Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the median is known
@@ -134,6 +121,12 @@ def race(contestants: Sequence[Contestant], bound: float | None = None,
     that one time; one that is slower than ``BEHIND * bound`` in each of the ``fewest`` samples gets no more, and one
     whose samples agree gets no more than ``EARLY``, or ``fewest``. Once ``seconds`` are over, no more than ``FEWEST``
     of each are taken."""
+    def behind(of: Sequence[float]) -> bool:  # too slow for its exact time to matter
+        return bound is not None and len(of) >= fewest and min(of) > BEHIND * bound
+
+    def agree(of: Sequence[float]) -> bool:  # further samples would say nothing new
+        return len(of) >= max(EARLY, fewest) and max(of) - min(of) <= TIGHT * min(of)
+
     end = math.inf if seconds is None else time.monotonic() + seconds
     times: list[list[float]] = []
     for one in contestants:
@@ -148,8 +141,8 @@ def race(contestants: Sequence[Contestant], bound: float | None = None,
         plans[i] = samples, count, several(contestants[i].run, count)
     for number in range(LONGER * max((samples for samples, _, _ in plans.values()), default=0)):
         waiting = [i for i, (samples, _, _) in plans.items()
-                   if not behind(times[i], bound, fewest) and number < LONGER * samples
-                   and not (agree(times[i], fewest) if number < samples else settled(times[i]))]
+                   if not behind(times[i]) and number < LONGER * samples
+                   and not (agree(times[i]) if number < samples else settled(times[i]))]
         if not waiting or (number >= FEWEST and time.monotonic() >= end):
             break
         for i in waiting:
@@ -227,9 +220,6 @@ class DeviceArrays(Arrays):
         self.name, self.library = dtype, module.library
 
     def put(self, values: Any) -> Any:
-        from ecornn.runtime.dlpack import CUDA, Block
-        from ecornn.runtime.memory import DeviceMemory
-
         host = np.ascontiguousarray(np.asarray(values, np.float32).astype(self.dtype))
         memory = DeviceMemory(self.library, 0, max(host.nbytes, 1))
         self.library.copy(0, memory.pointer, host.ctypes.data, host.nbytes, 0)
@@ -237,23 +227,18 @@ class DeviceArrays(Arrays):
         return Block(memory, host.shape, self.name, (CUDA, 0))
 
     def get(self, array: Any) -> Any:
-        host = np.empty(prod(array.shape) * ITEMSIZE[self.name], np.uint8)
+        host = np.empty(math.prod(array.shape) * ITEMSIZE[self.name], np.uint8)
         self.library.copy(0, host.ctypes.data, array.pointer, host.nbytes, 0)
         self.library.synchronize(0, 0)
         return host.view(self.dtype).reshape(array.shape).astype(np.float64)
 
     def clock(self, run: Run) -> float:
-        begin = time.perf_counter()
-        run()
-        self.library.synchronize(0, 0)
-        return time.perf_counter() - begin
+        return wall_clock(lambda: (run(), self.library.synchronize(0, 0)))
 
 
 @cache
 def torch_sees_gpu() -> bool:
     """True where torch is installed and can use a GPU."""
-    import importlib.util
-
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
