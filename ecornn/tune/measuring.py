@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 
 from ecornn.errors import ScheduleError
 from ecornn.program import RUN, WORKSPACE
+from ecornn.runtime import loader
 from ecornn.runtime.frameworks import arrays_of
+from ecornn.runtime.loader import Module
 from ecornn.runtime.memory import layout as laid_out
 from ecornn.runtime.plan import SCALARS
 from ecornn.runtime.weights import PackedWeights
@@ -20,9 +22,6 @@ from ecornn.schedules.hoisted import Hoisted
 from ecornn.tune.oracle import relative_error
 from ecornn.tune.record import Outcome, Times
 from ecornn.tune.timing import FEWEST, Arrays, Contestant, Run, arrays_for, race, settled, torch_sees_gpu
-
-if TYPE_CHECKING:
-    from ecornn.runtime.loader import Module
 
 KEPT = 8  # workloads that take turns
 
@@ -43,14 +42,12 @@ class Measure(msgspec.Struct, frozen=True):
 
 def ready(_: None) -> bool:
     """Imports what a measurement needs, and opens the GPU, before the clock runs."""
-    import ecornn.runtime.loader
-
     if torch_sees_gpu():
         import torch
 
         torch.zeros(1, device="cuda")
         torch.cuda.synchronize()
-    return ecornn.runtime.loader is not None
+    return True
 
 
 # What all candidates of a workload share, kept from one to the next.
@@ -128,19 +125,16 @@ def measure(request: Measure) -> list[Outcome]:
     """Checks each module, then times all.
 
     Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong."""
-    from ecornn.runtime.loader import load
-
     contestants, errors, answers = [], [], answers_of(request.answers)
     for path in request.paths:
-        module = load(Path(path))
+        module = loader.load(Path(path))
         memory = arrays_for(module)
         weights = weights_of(request.answers, cast(Hashable, memory))
         shape = request.seq, *answers["y"].shape[1:]
         entry = recurrence if module.manifest.workload.backward else sequence
         error, run = entry(module, memory, weights, request, shape)
         if not error <= request.tolerance:
-            raise ScheduleError(f"wrong output: relative error {error:.2g}, "
-                                f"at most {request.tolerance:g} is allowed")
+            raise ScheduleError(f"wrong output: relative error {error:.2g}, at most {request.tolerance:g} is allowed")
         errors.append(error)
         contestants.append(Contestant(run, memory.clock))
     bound = None if request.bound is None else request.bound * request.seq * 1e-6

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from ecornn.cells import Cell
 from ecornn.cells.deriving import learned_shapes, parameters_of
 from ecornn.errors import CellError
-from ecornn.numpy_reference import NORMALIZED
+from ecornn.interpreter import interpret
+from ecornn.numpy_reference import NORMALIZED, reference
 from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.tune.record import INTEGERS
 from ecornn.workload import Workload
@@ -105,14 +106,8 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
     for each parameter as a user passes it. Inputs are representable in the workload's dtype; expected outputs are
     float64."""
     given = draw(cell, work, np.random.default_rng(seed))
-    if has_formula(cell):
-        from ecornn.numpy_reference import reference
-
-        y, last = reference(cell.identity(), given.x, given.flat, given.states)
-    else:
-        from ecornn.interpreter import interpret
-
-        y, last = interpret(cell, given.x, given.shaped, given.states)
+    y, last = (reference(cell.identity(), given.x, given.flat, given.states) if has_formula(cell) else
+               interpret(cell, given.x, given.shaped, given.states))
     save(path, given.x, y, given.states, last, given.flat)
 
 

@@ -16,8 +16,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from ecornn.cells import Cell
+from ecornn.cells.naming import load_cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
+from ecornn.quick_tvm import import_tvm
+from ecornn.schedules import all_schedules
+from ecornn.task import make_task
+from ecornn.tune import oracle
+from ecornn.tune.building import task_of
+from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import read_all
 from ecornn.tune.model import CostModel
@@ -82,8 +89,7 @@ def built(pool: Pool, function: Callable[..., T], question: Question, kind: type
 
 def write_answers(question: Question) -> bool:
     """Writes expected outputs, in a worker."""
-    from ecornn.cells.naming import load_cell
-    from ecornn.tune import adjoint_oracle, oracle
+    from ecornn.tune import adjoint_oracle  # with all that makes adjoints
 
     write = adjoint_oracle.write if question.workload.backward else oracle.write
     write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
@@ -97,10 +103,6 @@ def answers(pool: Pool, question: Question) -> Callable[[Path], bool]:
 
 def choose_defaults(question: Question) -> tuple[Candidate, ...]:
     """Answers :func:`defaults`, in a worker."""
-    from ecornn.cells.naming import load_cell
-    from ecornn.task import make_task
-    from ecornn.tune.choose import serving_or_raise
-
     task = make_task(load_cell(question.cell), question.workload, question.device)
     return tuple(Candidate.of(s.name, s.default(task)) for s in serving_or_raise(task, question.schedule))
 
@@ -113,9 +115,6 @@ def defaults(pool: Pool, question: Question) -> tuple[Candidate, ...]:
 
 def space_of(question: Question, defaults: Sequence[Candidate]) -> ConfigSpace:
     """The space of the schedules that have these defaults, in a worker."""
-    from ecornn.schedules import all_schedules
-    from ecornn.tune.building import task_of
-
     task = task_of(question.cell, question.workload, question.device)
     return ConfigSpace(task, [all_schedules()[c.schedule] for c in defaults], defaults)
 
@@ -212,12 +211,8 @@ _search: Search | None = None  # of this process
 
 def ready(_: None) -> bool:
     """Imports what a search needs, and reads the records, before there is one."""
-    from ecornn.quick_tvm import import_tvm
-
     import_tvm()
     import xgboost  # noqa: F401
-
-    from ecornn.schedules import all_schedules
 
     return bool(all_schedules() and read_all())
 
@@ -225,8 +220,6 @@ def ready(_: None) -> bool:
 def begin(origin: Origin) -> list[Candidate]:
     """Makes this process's search, and returns the candidates that it proposes first."""
     global _search
-    from ecornn.cells.naming import load_cell
-
     asked = origin.asked
     space = space_of(asked, origin.defaults)
     _search = new_search(load_cell(asked.cell), space, asked.seed, Journal(Path(origin.path), origin.run))

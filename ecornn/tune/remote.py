@@ -26,6 +26,7 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
+from ecornn.quick_tvm import import_tvm
 from ecornn.tune.choose import Environment, environment, matched, present, told
 from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries, Pool
@@ -139,8 +140,7 @@ class Connection:
     def measure(self, request: Measure) -> list[Outcome]:
         """Measures as ``measuring.measure`` does, on the server."""
         answers = Path(request.answers)
-        sent = str(answers), answers.stat().st_mtime_ns
-        name = f"{answers.parent.name}.npz"
+        sent, name = (str(answers), answers.stat().st_mtime_ns), f"{answers.parent.name}.npz"
         if sent not in self.uploaded:
             self.session.upload(bytearray(answers.read_bytes()), name)
             self.uploaded.add(sent)
@@ -159,8 +159,6 @@ _connection: Connection | None = None  # of this process
 def ready(_: None) -> bool:
     """Imports what a measurement needs, and has a server get ready, before the clock runs."""
     global _connection
-    from ecornn.quick_tvm import import_tvm
-
     import_tvm()
     with contextlib.suppress(NoServer, LostServer):  # a measurement will say so, if it finds none either
         _connection = connected()
@@ -300,8 +298,12 @@ def register() -> None:
     threading.excepthook = end_at_once
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     worker = Worker(Entries().measure_ready, gpu=True)
-    tvm_ffi.register_global_func(DESCRIBE, describe, override=True)
-    tvm_ffi.register_global_func(WARM, lambda: warm(worker), override=True)
+
+    def warm() -> None:  # takes seconds, while the tuner still builds
+        threading.Thread(target=Pool.warm, args=(worker,), daemon=True).start()
+
+    tvm_ffi.register_global_func(DESCRIBE, lambda: os.environ[SERVED], override=True)
+    tvm_ffi.register_global_func(WARM, warm, override=True)
     tvm_ffi.register_global_func(MEASURE, lambda request, limit: measure_here(worker, request, limit), override=True)
 
 
@@ -336,16 +338,6 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
-def describe() -> str:
-    """JSON of a :class:`Description`."""
-    return os.environ[SERVED]
-
-
-def warm(worker: Worker) -> None:
-    """Has the measuring process started, which takes seconds, while the tuner still builds."""
-    threading.Thread(target=Pool.warm, args=(worker,), daemon=True).start()
-
-
 def measure_here(worker: Worker, request: str, limit: float) -> str:
     """JSON of an :class:`Answer` to the JSON of a :class:`Measure` of files that were uploaded."""
     import tvm_ffi
@@ -360,7 +352,7 @@ def measure_here(worker: Worker, request: str, limit: float) -> str:
         answer = Answer(measured=worker.call(Entries().measure, asked, list[Outcome], float(limit)))
     except WorkerError as error:
         answer = Answer(error=str(error))
-        if not error.lost and msgspec.json.decode(describe(), type=Description).device.kind == "cuda":
+        if not error.lost and msgspec.json.decode(os.environ[SERVED], type=Description).device.kind == "cuda":
             worker.kill()  # an illegal access poisons the process's CUDA context
     for path in paths:
         Path(path).unlink(missing_ok=True)

@@ -9,9 +9,13 @@ from typing import Any
 
 import msgspec
 
+from ecornn.cells import get
 from ecornn.device import Device
+from ecornn.quick_tvm import import_tvm
+from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Value
 from ecornn.targets import KNOWN
+from ecornn.task import make_task
 from ecornn.tune.log import Line, Log, TrialLine, is_trial
 from ecornn.tune.lookup import Evidence, best_evidence, drift
 from ecornn.tune.record import AnyRecord, Finish, Start, Trial, proven
@@ -66,11 +70,6 @@ def _grouped(lines: Iterable[TrialLine]) -> dict[Subject, dict[Candidate, list[T
 @cache
 def before(name: str) -> dict[str, Value]:
     """The values of a schedule's later knobs that say what was done before it had them: the same for all layers."""
-    from ecornn.cells import get
-    from ecornn.quick_tvm import import_tvm
-    from ecornn.schedules import all_schedules
-    from ecornn.task import make_task
-
     schedule = all_schedules().get(name)
     if schedule is None:
         return {}

@@ -13,10 +13,11 @@ from itertools import product
 
 from msgspec import structs
 
+from ecornn.analysis import analyse
 from ecornn.analysis.heads import heads_of
 from ecornn.analysis.narrow import narrow_of
 from ecornn.analysis.step import StepGraph
-from ecornn.cells import Cell
+from ecornn.cells import BUILTIN, Cell, get
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.schedules.base import AnySchedule, Config, Task
@@ -47,7 +48,8 @@ def octaves(a: Workload, b: Workload) -> float:
 def distance(a: Workload, b: Workload) -> float:
     """The distance between two workloads, in octaves; infinite where what is fast for one says little of the other."""
     alike = (a.weights, a.precision, a.entry) == (b.weights, b.precision, b.entry)
-    if not alike or a.itemsize != b.itemsize or not (a.cell == b.cell or akin(a.cell, b.cell)):
+    same = a.cell == b.cell or ((of := products_of(a.cell)) is not None and of == products_of(b.cell))
+    if not alike or a.itemsize != b.itemsize or not same:
         return math.inf
     return octaves(a, b) + TWIN * ((a.dtype != b.dtype) + (a.cell != b.cell))
 
@@ -162,8 +164,6 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 
     Of several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``.
     """
-    from ecornn.cells import BUILTIN, get
-
     work, trials = task.workload, defaultdict[str, list[TrialLine]](list)
     for line in filter(is_trial, log.lines):
         trials[line.record.workload.cell].append(line)
@@ -190,24 +190,15 @@ def products(graph: StepGraph) -> tuple[object, ...]:
                                 for p in graph.product_phases)
 
 
-def akin(one: str, other: str) -> bool:
-    """True for two built-in cells that multiply alike."""
-    return products_of(one) is not None and products_of(one) == products_of(other)
-
-
 @cache
 def products_of(name: str) -> tuple[object, ...] | None:
-    """The :func:`products` of a built-in cell."""
-    from ecornn.analysis import analyse
-
+    """The :func:`products` of a built-in cell; None for another."""
     cell = built_in(name)
     return None if cell is None else products(analyse(cell, 8, 8))
 
 
 def built_in(name: str) -> Cell | None:
     """The built-in cell of that name; None where there is none."""
-    from ecornn.cells import get
-
     try:
         return get(name)
     except ArgumentError:

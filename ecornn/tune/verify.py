@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ecornn.cells import BUILTIN
 from ecornn.device import Device
 from ecornn.errors import EcornnError
+from ecornn.schedules import all_schedules
+from ecornn.task import make_task
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.log import TrialLine
 from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
@@ -63,9 +65,6 @@ def strange(line: TrialLine, device: Device) -> str | None:
 
 def unfit(line: TrialLine, device: Device) -> str | None:
     """The reason why a record's time says nothing of one measured on the device now; None: they can be compared."""
-    from ecornn.schedules import all_schedules
-    from ecornn.task import make_task
-
     trial = line.record
     task = make_task(BUILTIN[trial.workload.cell], trial.workload, device)
     schedule = all_schedules().get(trial.schedule)
@@ -85,11 +84,7 @@ def verify(lines: Sequence[TrialLine], session: Session) -> Iterator[Check]:
 
 def measured(line: TrialLine, session: Session) -> Check:
     """Measures one record's configuration now; whatever goes wrong with it says nothing of the others."""
-    from ecornn.schedules import all_schedules
-    from ecornn.task import make_task
-
-    trial = line.record
-    cell = BUILTIN[trial.workload.cell]
+    trial, cell = line.record, BUILTIN[line.record.workload.cell]
     task = make_task(cell, trial.workload, session.device)
     config = up_to_date(trial, all_schedules()[trial.schedule], task).config
     asked = Question(cell.name, trial.workload, session.device, seed=session.seed)
