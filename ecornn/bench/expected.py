@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.bench.peers import exact_layer
-from ecornn.bench.sides import Side, Subject, Weights
-from ecornn.bench.turns import Results
+from ecornn.bench.turns import Results, Side, Subject, Weights
 from ecornn.cells import Cell
 from ecornn.errors import CellError, MissingPackageError
 from ecornn.interpreter import formula_of_cell
@@ -33,8 +32,7 @@ def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
     """The results of a layer of the cell, on the inputs as they are: y by formulas in NumPy, else by the te graph as it
     was written. Gradients are PyTorch's, of its own layer in float64 or of a loop over the te graph, whose y must be
     that of NumPy; in a process without PyTorch those of the formulas, which take long, and
-    :class:`MissingPackageError` where a cell has none.
-    """
+    :class:`MissingPackageError` where a cell has none."""
     arrays, reverse = subject.machine.arrays, subject.stack.reverse
     x = arrays.get(subject.inputs["x"])
     x = x[::-1] if reverse else x

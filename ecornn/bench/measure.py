@@ -23,8 +23,7 @@ from ecornn.bench.expected import errors_of, expected, limits_of
 from ecornn.bench.grid import Case, Layer, Own
 from ecornn.bench.peers import installed, peer, usual
 from ecornn.bench.results import OURS, Row, RowLog, append, shown
-from ecornn.bench.sides import Side, Subject, Weights, ours, random_weights, uniform_weights
-from ecornn.bench.turns import Ready, Times, machine_of
+from ecornn.bench.turns import Ready, Side, Subject, Times, Weights, machine_of, ours, random_weights, uniform_weights
 from ecornn.cells import BUILTIN, Cell, get
 from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError, EcornnError

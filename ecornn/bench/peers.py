@@ -13,9 +13,8 @@ import numpy as np
 from msgspec import structs
 
 from ecornn.analysis import analyse
-from ecornn.bench.sides import Side, Subject, Weights, random_weights
 from ecornn.bench.step_loop import StepLoop
-from ecornn.bench.turns import Results
+from ecornn.bench.turns import Results, Side, Subject, Weights, random_weights
 from ecornn.cells import Cell, get
 from ecornn.errors import ArgumentError, CellError, DeviceError, MissingPackageError
 from ecornn.tune.timing import torch_sees_gpu

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ecornn.bench.sides import Weights
+from ecornn.bench.turns import Weights
 from ecornn.cells import Cell
 from ecornn.errors import CellError
 from ecornn.interpreter import BINARY, OPERATORS, Step, output_numbers
@@ -49,8 +49,7 @@ class TorchStep:
     ``source`` defines ``prepare(parameters)``, which computes once a sequence what steps need of the parameters alone,
     and ``step(x, states, prepared)``, which returns the new states and other outputs behind them; x (B, I) has the
     cell's inputs behind it. Parameters are in te shape, in the cell's order. ``constants`` are arrays that the source
-    names.
-    """
+    names."""
 
     source: str
     constants: Mapping[str, np.ndarray]
@@ -288,8 +287,7 @@ class StepLoop:
     Its operations are PyTorch's, so that autograd has the gradients. Only values of the weights alone are computed
     outside the loop.
 
-    Raises :class:`~ecornn.errors.CellError` for a step that uses what PyTorch has no operation for.
-    """
+    Raises :class:`~ecornn.errors.CellError` for a step that uses what PyTorch has no operation for."""
 
     def __init__(self, cell: Cell, work: Workload, stack: Stack, rows: int, kind: str, dtype: str) -> None:
         import torch

@@ -27,9 +27,8 @@ from ecornn.tune.building import task_of
 from ecornn.tune.choose import serving_or_raise
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import read_all
-from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Pool
-from ecornn.tune.search import Search
+from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import PARTS, Candidate, ConfigSpace, Scan
 from ecornn.tune.transfer import borrowed, lent, seeds, warm
 from ecornn.worker import Worker, WorkerError

@@ -30,11 +30,10 @@ from ecornn.tune.choose import Environment, present
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import Gain, Journal, digest_of, gain_of
 from ecornn.tune.log import log_path
-from ecornn.tune.model import CostModel
 from ecornn.tune.pool import Closed, Entries, Pool
 from ecornn.tune.record import Choice, Finish, first_line
 from ecornn.tune.remote import Tracker
-from ecornn.tune.search import Search
+from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import Progress, Settings, Tuner
 from ecornn.worker import MARK

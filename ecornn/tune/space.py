@@ -7,6 +7,8 @@ import random
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from ecornn.errors import ScheduleError
@@ -154,16 +156,14 @@ class ConfigSpace:
     def _walk(self, schedule: str, order: Sequence[str], part: int) -> array[int] | None:
         """Numbers of all combinations of a part that fit; None where they are too many to ask for."""
         check, knobs = self.schedules[schedule].check, {k.name: k for k in self.knobs[schedule]}
-        weight, weights = 1, {}  # of a knob's place in the number
-        for name, knob in knobs.items():
-            weights[name], weight = weight, weight * len(knob.values)
+        counts = [len(knob.values) for knob in knobs.values()]
+        weights = dict(zip(knobs, accumulate(counts, mul, initial=1), strict=False))  # of a knob's place in the number
         choices = [range(len(knobs[n].values)) for n in order]
         choices[0] = choices[0][part::PARTS]
         if not choices[0]:
             return array("q")
         depth = {n: i for i, n in enumerate(order)}
-        # numbers of all combinations of the knobs behind a depth
-        rest = [[0]]
+        rest = [[0]]  # numbers of all combinations of the knobs behind a depth
         for name, places in zip(reversed(order), reversed(choices), strict=True):
             rest.append([r + p * weights[name] for p in places for r in rest[-1]] if len(rest[-1]) < KEPT else [])
         rest.reverse()

@@ -25,8 +25,8 @@ from ecornn.task import make_task
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import Log, TrialLine, is_trial
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
-from ecornn.tune.model import CostModel, features
 from ecornn.tune.record import Trial, proven
+from ecornn.tune.search import CostModel, features
 from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 

@@ -35,10 +35,9 @@ from ecornn.tune.building import Build
 from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.journal import Journal
 from ecornn.tune.log import Line, read
-from ecornn.tune.model import CostModel
 from ecornn.tune.pool import YOUNG, Closed, Pool, Scratch
 from ecornn.tune.record import Finish, Outcome, Start, Times, Trial
-from ecornn.tune.search import Search
+from ecornn.tune.search import CostModel, Search
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import Settings, Tuner
