@@ -86,9 +86,7 @@ def own_limit(subject: Subject) -> float:
     work = subject.work
     if subject.training:
         return EXACT if work.dtype == "float64" else GRADIENTS[work.arithmetic]
-    if work.weights is not None:
-        return INTEGERS.get(work.weights) or ROUNDED.get(work.weights, TOLERANCE[work.arithmetic])
-    return TOLERANCE[work.arithmetic]
+    return (INTEGERS | ROUNDED).get(work.weights or "", TOLERANCE[work.arithmetic])
 
 
 def limits_of(subject: Subject, side: Side, errors: Mapping[str, Mapping[str, float]],
@@ -96,15 +94,13 @@ def limits_of(subject: Subject, side: Side, errors: Mapping[str, Mapping[str, fl
     """How far each result of a side may be. Ours in 16 bits or TF32: twice as far as the farthest library that computes
     the same in that type, and else as :func:`own_limit` says; so is every other in float32 and float64."""
     of_ours = side.name == ALONE or side.subject is not None
-    subject = side.subject or subject
+    subject, names = side.subject or subject, errors[side.name]
     own, arithmetic = own_limit(subject), subject.work.arithmetic
-    names = errors[side.name]
     if side.name == ROUNDING and arithmetic == "float32":
         return dict.fromkeys(names, PEER * TOLERANCE["tf32"])
-    if arithmetic in ("float32", "float64") or subject.work.weights is not None:
-        return dict.fromkeys(names, own)
-    if not of_ours:
-        return dict.fromkeys(names, PEER * own)
+    exact = arithmetic in ("float32", "float64") or subject.work.weights is not None
+    if exact or not of_ours:
+        return dict.fromkeys(names, own if exact else PEER * own)
     peers = [of for name, of in errors.items() if name != ALONE and sides[name].subject is None
              and sides[name].cell is side.cell]
     return {name: max((2 * of[name] + 1e-6 for of in peers if of[name] <= PEER * own), default=own) for name in names}

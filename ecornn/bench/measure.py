@@ -59,20 +59,19 @@ def measure(case: Case, plan: Plan) -> Row:
     :class:`~ecornn.errors.ArgumentError` for what a module was not compiled for."""
     with tempfile.TemporaryDirectory(prefix="ecornn-") as temporary:
         folder = plan.folder or Path(temporary)
-        asked = case
         module, cell, against = made(case, plan, folder / f"{OURS}.so")
         rng, manifest = np.random.default_rng(plan.seed), module.manifest
         subject = Subject(module, cell, case.seq or manifest.workload.seq, case.batch or manifest.workload.batch,
                           _threads(case, manifest.device.kind), case.training, machine_of(module, plan.seed))
         weights = (uniform_weights(module, rng) if cell is None else
                    random_weights(cell, subject.work, subject.stack, rng))
-        case = _whole(case, subject)
-        row = Row(case=case, command=shlex.join(case.command(against)), device=manifest.device.name,
+        whole = _whole(case, subject)
+        row = Row(case=whole, command=shlex.join(whole.command(against)), device=manifest.device.name,
                   workload=subject.work, stack=subject.stack, seq=subject.steps, batch=subject.rows,
                   calls=max(1, min(plan.calls, GRAPH // subject.steps)), schedule=manifest.schedule,
                   config=manifest.config, provenance=manifest.provenance)
         sides = {OURS: ours(subject, weights)}
-        others = {name: _own_side(name, own, asked, subject, weights, rng, folder / f"{name}.so")
+        others = {name: _own_side(name, own, case, subject, weights, rng, folder / f"{name}.so")
                   for name, own in plan.own.items()}
         for name, found in (others | {name: peer(name, subject, weights, rng) for name in against}).items():
             if isinstance(found, str):  # why there is none
@@ -201,10 +200,9 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
     for name, found in errors.items():
         limits = limits_of(subject, sides[name], errors, sides)
         worst = max(found, key=lambda result: found[result] / limits[result])
-        row.errors[name], row.limits[name] = found[worst], limits[worst]
-        if not found[worst] <= limits[worst]:
-            what = f"gradient of {worst}" if subject.training else worst
-            row.wrong[name] = f"{what}: error {found[worst]:.2e}, allowed {limits[worst]:.2e}"
+        row.errors[name], row.limits[name] = error, limit = found[worst], limits[worst]
+        if not error <= limit:
+            row.wrong[name] = f"{'gradient of ' * subject.training}{worst}: error {error:.2e}, allowed {limit:.2e}"
     for name, side in sides.items():
         if side.subject is not None and name not in row.wrong and not _repeats(subject, ready[name]):
             row.wrong[name] = "two runs on one input differ"
@@ -258,7 +256,12 @@ def measure_alone(asked: Asked) -> Row:
 
 def compiled(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int) -> Iterator[tuple[Layer, Asked]]:
     """The layers in their order, each as soon as its modules are in its folder; ``jobs`` are compiled at a time."""
-    every = [_asked(layer, plan, folder) for layer in layers]
+    every = []
+    for layer in layers:
+        own = folder / hashlib.sha256(layer.name.encode()).hexdigest()[:16]
+        own.mkdir(parents=True, exist_ok=True)
+        compared = structs.replace(layer, against=plan.against if layer.against is None else layer.against)
+        every.append(Asked(compared, plan.seconds, plan.seed, plan.calls, str(own)))
     builders, idle = idle_workers(jobs, f"{HERE}:ready", True)
 
     def build(asked: Asked) -> None:
@@ -306,10 +309,3 @@ def measure_into(log: RowLog, layers: Sequence[Layer], plan: Plan, folder: Path,
         good &= row.good
         print("\n".join(shown(row)), flush=True)
     return good
-
-
-def _asked(layer: Layer, plan: Plan, folder: Path) -> Asked:
-    own = folder / hashlib.sha256(layer.name.encode()).hexdigest()[:16]
-    own.mkdir(parents=True, exist_ok=True)
-    layer = structs.replace(layer, against=plan.against if layer.against is None else layer.against)
-    return Asked(layer, plan.seconds, plan.seed, plan.calls, str(own))

@@ -165,8 +165,7 @@ class CsvFile:
         values = msgspec.to_builtins(row.case) | {"device": row.device, "schedule": row.schedule,
                                                   "failed": row.failed, "wrong": " ".join(row.wrong)}
         for side in SIDES:
-            times = msgspec.to_builtins(row.us_per_step[side]) if side in row.us_per_step else {}
-            times["error"] = row.errors.get(side)
+            times = msgspec.to_builtins(row.us_per_step.get(side, {})) | {"error": row.errors.get(side)}
             values |= {f"{side}_{column}": times.get(column) for column in COLUMNS}
         self.writer.writerow(values)
         self.file.flush()
@@ -201,8 +200,8 @@ def read_row(text: str) -> Earlier:
     against = tuple(s for s in SIDES if s in {*medians, *values.get("left_out", ())} and s != OURS)
     if not medians:
         raise ArgumentError("--reproduce", text, "a row of results, with the times of a side")
-    return Earlier(case_of(_case(values), f"{path}:{n}"), against, values.get("device", ""),
-                   values.get("schedule", ""), medians)
+    return Earlier(case_of(_case(values), f"{path}:{n}"), against, values.get("device", ""), values.get("schedule", ""),
+                   medians)
 
 
 def median_of(values: dict[str, Any], side: str) -> Any:
@@ -242,9 +241,8 @@ def shown(row: Row) -> list[str]:
     if row.failed:
         return [f"{' '.join(row.command.split()[2:])}: {row.failed}"]
     assert row.workload is not None and row.stack is not None
-    work = structs.replace(row.workload, seq=row.seq, batch=row.batch)
-    stack = structs.replace(row.stack, keep=None)
-    words = [str(work), str(stack), "forward and backward" if row.case.training else ""]
+    words = [str(structs.replace(row.workload, seq=row.seq, batch=row.batch)),
+             str(structs.replace(row.stack, keep=None)), "forward and backward" * row.case.training]
     lines = [f"{', '.join(filter(None, words))} on {row.device}, {row.schedule}"]
     for name in row.about:
         if name in row.wrong:

@@ -54,11 +54,6 @@ def distance(a: Workload, b: Workload) -> float:
     return octaves(a, b) + TWIN * ((a.dtype != b.dtype) + (a.cell != b.cell))
 
 
-def unlike(a: Workload, b: Workload) -> int:
-    """The number of properties besides sizes in which two workloads differ."""
-    return sum(getattr(a, n) != getattr(b, n) for n in ("cell", "dtype", "weights", "precision"))
-
-
 def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedule], log: Log,
          run: Journal | None = None) -> int:
     """Adds the nearest runs of the same architecture and entry, and of whatever cell and data type those that have seen
@@ -76,7 +71,9 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedu
     work = task.workload
 
     def order(one: Run) -> tuple[object, ...]:
-        return distance(one[1], work), unlike(one[1], work), octaves(one[1], work), one[0], one[2].name
+        name, of, on = one
+        unlike = sum(getattr(of, n) != getattr(work, n) for n in ("cell", "dtype", "weights", "precision"))
+        return distance(of, work), unlike, octaves(of, work), name, on.name
 
     by_name = {s.name: s for s in schedules}
     ordered = sorted(runs, key=order)

@@ -17,7 +17,7 @@ from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.log import TrialLine
 from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
 from ecornn.tune.proposing import Question, answers
-from ecornn.tune.record import Outcome
+from ecornn.tune.record import Outcome, Trial
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate
 
@@ -44,28 +44,21 @@ def sample(lines: Sequence[TrialLine], device: Device, count: int, seed: int) ->
     left: Counter[str] = Counter()
     fit: list[TrialLine] = []
     for line in random.Random(seed).sample(lines, len(lines)):
-        reason = strange(line, device)
-        if reason is None and len(fit) < count:  # whether a configuration still fits takes a tenth of a second
-            reason = unfit(line, device)
-            if reason is None:
-                fit.append(line)
+        distance, reason = how_far(line.record, line.record.workload, device), None
+        if distance is None or distance[0] != HERE:
+            reason = "of another device"
+        elif line.record.workload.cell not in BUILTIN:
+            reason = "of a cell that is not built in or has options"
+        elif len(fit) < count:  # whether a configuration still fits takes a tenth of a second
+            reason = unfit(line.record, device)
+            fit += [line] if reason is None else []
         if reason is not None:
             left[reason] += 1
     return sorted(fit, key=lambda line: (line.path, line.number)), left
 
 
-def strange(line: TrialLine, device: Device) -> str | None:
-    """The reason why a record is of something else; None: it is of the device and of a cell that everybody has."""
-    trial = line.record
-    distance = how_far(trial, trial.workload, device)
-    if distance is None or distance[0] != HERE:
-        return "of another device"
-    return None if trial.workload.cell in BUILTIN else "of a cell that is not built in or has options"
-
-
-def unfit(line: TrialLine, device: Device) -> str | None:
+def unfit(trial: Trial, device: Device) -> str | None:
     """The reason why a record's time says nothing of one measured on the device now; None: they can be compared."""
-    trial = line.record
     task = make_task(BUILTIN[trial.workload.cell], trial.workload, device)
     schedule = all_schedules().get(trial.schedule)
     if schedule is None or schedule.kind != device.kind or schedule.serves(task):
