@@ -31,11 +31,9 @@ SETTLED = 1.2  # p80 / p20, up to which a ratio of medians is worth its digits
 
 
 class RowLog:
-    """Rows that a file has, and more as they are measured.
-
-    A line is ``{"environment": ...}``, which holds for what follows, or ``{"row": ...}``, of which ``name`` says what
-    was measured. A last line that was cut is measured again; anything else that is no such line is an
-    :class:`ArgumentError`."""
+    """Rows that a file has, and more as they are measured. A line is ``{"environment": ...}``, which holds for what
+    follows, or ``{"row": ...}``, of which ``name`` says what was measured. A last line that was cut is measured again;
+    anything else that is no such line is an :class:`ArgumentError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

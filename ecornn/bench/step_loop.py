@@ -44,12 +44,10 @@ Value = Term | np.ndarray  # an array is known before anything runs
 
 @dataclass(frozen=True)
 class TorchStep:
-    """Python source of a step.
-
-    ``source`` defines ``prepare(parameters)``, which computes once a sequence what steps need of the parameters alone,
-    and ``step(x, states, prepared)``, which returns the new states and other outputs behind them; x (B, I) has the
-    cell's inputs behind it. Parameters are in te shape, in the cell's order. ``constants`` are arrays that the source
-    names."""
+    """Python source of a step. ``source`` defines ``prepare(parameters)``, which computes once a sequence what steps
+    need of the parameters alone, and ``step(x, states, prepared)``, which returns the new states and other outputs
+    behind them; x (B, I) has the cell's inputs behind it. Parameters are in te shape, in the cell's order.
+    ``constants`` are arrays that the source names."""
 
     source: str
     constants: Mapping[str, np.ndarray]
@@ -282,12 +280,9 @@ def _tuple(names: Iterable[str]) -> str:
 
 class StepLoop:
     """A function from x (T, B, I) and weights to y (T, B, D*O*H), from zero states; every layer and direction of a
-    stack.
-
-    Its operations are PyTorch's, so that autograd has the gradients. Only values of the weights alone are computed
-    outside the loop.
-
-    Raises :class:`~ecornn.errors.CellError` for a step that uses what PyTorch has no operation for."""
+    stack. Its operations are PyTorch's, so that autograd has the gradients. Only values of the weights alone are
+    computed outside the loop. Raises :class:`~ecornn.errors.CellError` for a step that uses what PyTorch has no
+    operation for."""
 
     def __init__(self, cell: Cell, work: Workload, stack: Stack, rows: int, kind: str, dtype: str) -> None:
         import torch

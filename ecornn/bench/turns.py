@@ -43,9 +43,8 @@ Weights = Mapping[str, Any]  # NumPy float32 by the names under which a user pas
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Percentiles of a side's runs, in microseconds a step; ``p50`` is the median, ``runs`` how many there were.
-
-    A percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest."""
+    """Percentiles of a side's runs, in microseconds a step; ``p50`` is the median, ``runs`` how many there were. A
+    percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest."""
 
     median: float
     p20: float

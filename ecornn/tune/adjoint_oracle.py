@@ -44,9 +44,8 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
 def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
     """The answers for a workload that is an adjoint's: ``x`` (T, B, Q, H), the values of each step that it reads, of a
     forward pass over random inputs; ``y`` (T, B, O, H), its outputs; its states before and after, (B, H) each, in their
-    order; and the layer's weights.
-
-    Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or its gradients are wrong."""
+    order; and the layer's weights. Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or
+    its gradients are wrong."""
     backward = adjoint(analyse(cell, work.input, work.hidden), work.hidden)
     backward = replace(backward, recurrence=recurrence_graph(backward))
     given = draw(cell, work, rng)

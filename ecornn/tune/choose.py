@@ -40,9 +40,8 @@ def default_target() -> str:
 
 
 def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
-    """The schedules for this kind of device, or the one of that name, whatever they serve.
-
-    Raises :class:`ArgumentError` for an unknown name."""
+    """The schedules for this kind of device, or the one of that name, whatever they serve. Raises
+    :class:`ArgumentError` for an unknown name."""
     every = all_schedules()
     if name is not None and name not in every:
         raise ArgumentError("schedule", name, f"one of {', '.join(every)}")
@@ -50,9 +49,8 @@ def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
 
 
 def searched(workload: Workload, device: Device, name: str | None = None) -> list[AnySchedule]:
-    """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out.
-
-    Raises :class:`ArgumentError` for a name that is none of these."""
+    """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out. Raises
+    :class:`ArgumentError` for a name that is none of these."""
     asked = candidates(device, name)
     able = [s for s in asked if s.backward or not workload.backward]
     if name and asked and not able:
@@ -68,7 +66,6 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[AnySchedule]:
 
 def serving(task: Task, name: str | None = None) -> list[AnySchedule]:
     """The schedules that serve the task, or the one of that name, in no order: what a schedule expects takes a search.
-
     Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type, or one of weights, that this
     kind of device does not have, :class:`ScheduleError` with each schedule's reason where none serves."""
     asked, allowed = candidates(task.device, name), SERVED[task.device.kind]
@@ -105,10 +102,8 @@ def refusal(schedule: AnySchedule, task: Task) -> str | None:
 
 
 def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
-    """The schedule's default with the given knobs changed.
-
-    Raises :class:`ArgumentError` for an unknown knob or value, :class:`ScheduleError` where the configuration cannot
-    run."""
+    """The schedule's default with the given knobs changed. Raises :class:`ArgumentError` for an unknown knob or value,
+    :class:`ScheduleError` where the configuration cannot run."""
     knobs = {k.name: k for k in schedule.knobs(task)}
     chosen = dict(schedule.default(task))
     for name, value in config.items():
@@ -126,9 +121,8 @@ def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> 
 def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None, log: Log | None = None) -> Found:
     """Schedule and configuration: as given, else of the best record, of this cell or else of a built-in one of the same
     products, else by the heuristic. ``log``: the records to look in; default: the user's folder and the shipped ones.
-
-    Raises what :func:`serving` and :func:`complete` raise, and :class:`ArgumentError` for a ``config`` of no schedule.
-    """
+    Raises what :func:`serving` and :func:`complete` raise, and :class:`ArgumentError` for a ``config`` of no
+    schedule."""
     schedules = serving(task, schedule)
     if config:
         if schedule is None and len(schedules) > 1:
@@ -146,9 +140,8 @@ def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
 
 
 def present(target: str | Device | None) -> Device:
-    """The device of this machine that ``target`` means, as :func:`matched`; default: the GPU if there is one.
-
-    Raises :class:`~ecornn.errors.DeviceError` where it is not in this machine."""
+    """The device of this machine that ``target`` means, as :func:`matched`; default: the GPU if there is one. Raises
+    :class:`~ecornn.errors.DeviceError` where it is not in this machine."""
     wanted = default_target() if target is None else target
     general = wanted if wanted in GENERAL.values() else GENERAL[resolve(wanted).kind]
     here = resolve("cpu") if general == "cpu" else host_gpu.detect()
@@ -161,9 +154,8 @@ def present(target: str | Device | None) -> Device:
 def matched(target: str | Device, here: Device) -> Device:
     """``here``, the device that measures, where ``target`` means it: as it is and not as the largest product of its
     architecture; with fewer multiprocessors where ``target`` is a device that has fewer: a share of a GPU, as sequences
-    that run at the same time have. Code for a CPU may use fewer of its features; all of its cores measure.
-
-    Raises :class:`~ecornn.errors.DeviceError` where ``target`` means another device, or what this one does not have."""
+    that run at the same time have. Code for a CPU may use fewer of its features; all of its cores measure. Raises
+    :class:`~ecornn.errors.DeviceError` where ``target`` means another device, or what this one does not have."""
     general = GENERAL[here.kind]
     if target == general:
         return here

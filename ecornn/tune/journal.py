@@ -33,9 +33,8 @@ def digest_of(workload: Workload, device: Device, schedules: Sequence[AnySchedul
 
 @dataclass
 class Journal:
-    """The records of one run, those found at first and those added since.
-
-    ``run`` is the digest of what is searched and the number of the run in the file."""
+    """The records of one run, those found at first and those added since. ``run`` is the digest of what is searched and
+    the number of the run in the file."""
 
     path: Path
     run: str
@@ -46,10 +45,8 @@ class Journal:
     @classmethod
     def open(cls, path: Path, digest: str, resume: bool) -> Journal:
         """The latest run of that digest; a new one without ``resume``, where there is none, and where no candidate of
-        it ran: a compiler that was missing then may be there now.
-
-        Raises :class:`~ecornn.errors.RecordError` where the file exists and cannot be read, or has text but no record,
-        and where it is compressed."""
+        it ran: a compiler that was missing then may be there now. Raises :class:`~ecornn.errors.RecordError` where the
+        file exists and cannot be read, or has text but no record, and where it is compressed."""
         if is_compressed(path):  # before anything is built
             raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
         log = read(path) if path.exists() else None
@@ -73,9 +70,8 @@ class Journal:
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """Keeps other processes and threads from the run, within a context: they would try the same and disturb its
-        times.
-
-        Raises :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written."""
+        times. Raises :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be
+        written."""
         real = self.path.resolve()  # of a link, what it points at
         place = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
         try:

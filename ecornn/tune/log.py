@@ -71,9 +71,8 @@ def is_compressed(path: Path) -> bool:
 
 
 def unpacked(data: bytes, path: Path, most: int) -> bytes:
-    """The text of a file, cut off a byte behind ``most``: a small file may decompress to any size.
-
-    The name of ``path`` says how ``data`` is compressed. Raises :class:`RecordError` where it is damaged or cut off."""
+    """The text of a file, cut off a byte behind ``most``: a small file may decompress to any size. The name of ``path``
+    says how ``data`` is compressed. Raises :class:`RecordError` where it is damaged or cut off."""
     try:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -138,10 +137,9 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, *records: AnyRecord) -> None:
-    """Appends records and returns once they are on the disk. Several processes may append to one file.
-
-    Raises :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and
-    where another process does not end writing."""
+    """Appends records and returns once they are on the disk. Several processes may append to one file. Raises
+    :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and where
+    another process does not end writing."""
     if is_compressed(path):
         raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
     data = b"".join(encode(record) for record in records)
@@ -167,7 +165,6 @@ def append(path: Path, *records: AnyRecord) -> None:
 
 def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
     """Replaces the records of a log by those that ``change`` returns for it, in one step: complete or not at all.
-
     Appends of other processes wait meanwhile. A file that does not exist is an empty log; lines that a newer program
     wrote (``newer`` of what ``change`` was given) stay. A file whose name ends with .gz or .xz is compressed. Raises
     :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB."""
@@ -197,10 +194,8 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
 
 def read(path: Path, hidden: int | None = None) -> Log:
     """Every line of a log, or those alone that may be of layers of this H, which takes a tenth of the time. A line that
-    breaks the format is reported in ``problems`` and skipped.
-
-    Numbers of lines are those of the text where the file is compressed. Raises :class:`RecordError` where the file
-    cannot be read, or is or decompresses to more than 64 MiB."""
+    breaks the format is reported in ``problems`` and skipped. Numbers of lines are those of the text where the file is
+    compressed. Raises :class:`RecordError` where the file cannot be read, or is or decompresses to more than 64 MiB."""
     try:
         with path.open("rb") as file:
             data = unpacked(file.read(MAX_FILE + 1), path, MAX_FILE)

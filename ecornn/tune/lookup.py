@@ -292,9 +292,8 @@ def collect(lines: Sequence[TrialLine], by_name: Mapping[str, AnySchedule], task
 
 def drift(lines: Sequence[TrialLine]) -> dict[str, tuple[float, float]]:
     """By run, the factor by which every finalist was slower in the final comparison than in the search, at least 1, and
-    the fastest finalist's time, in µs per step.
-
-    One finalist alone may have been lucky in the search: that says nothing of the others."""
+    the fastest finalist's time, in µs per step. One finalist alone may have been lucky in the search: that says nothing
+    of the others."""
     times: dict[str, dict[Candidate, dict[str, float]]] = {}
     for line in lines:
         trial = line.record

@@ -122,9 +122,7 @@ def recurrence(module: Module, memory: Arrays, weights: dict[str, Any], request:
 
 
 def measure(request: Measure) -> list[Outcome]:
-    """Checks each module, then times all.
-
-    Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong."""
+    """Checks each module, then times all. Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong."""
     contestants, errors, answers = [], [], answers_of(request.answers)
     for path in request.paths:
         module = loader.load(Path(path))

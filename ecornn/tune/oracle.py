@@ -100,11 +100,9 @@ def _of_sample(cell: Cell, words: str) -> CellError:
 
 def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
     """Writes inputs and expected outputs as .npz. No line of what makes kernels is asked: a formula in NumPy where
-    there is one, else the cell's te graph as the cell wrote it.
-
-    Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th state, and ``w:<name>``
-    for each parameter as a user passes it. Inputs are representable in the workload's dtype; expected outputs are
-    float64."""
+    there is one, else the cell's te graph as the cell wrote it. Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>``
+    and ``last_<n>`` (B, H) for the n-th state, and ``w:<name>`` for each parameter as a user passes it. Inputs are
+    representable in the workload's dtype; expected outputs are float64."""
     given = draw(cell, work, np.random.default_rng(seed))
     y, last = (reference(cell.identity(), given.x, given.flat, given.states) if has_formula(cell) else
                interpret(cell, given.x, given.shaped, given.states))

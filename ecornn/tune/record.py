@@ -87,9 +87,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
-    """Fields of every kind of line.
-
-    ``run`` names the run: a digest of what it searches, and its number in the file. ``time`` is UTC, ISO 8601."""
+    """Fields of every kind of line. ``run`` names the run: a digest of what it searches, and its number in the file.
+    ``time`` is UTC, ISO 8601."""
 
     v: int = VERSION
     run: Name
@@ -109,12 +108,10 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
 
 
 class Trial(Record, frozen=True, kw_only=True, tag="trial"):
-    """One configuration, built and measured; or why it was not.
-
-    ``stage`` is ``search``, or ``final`` where the best were measured again, taking turns. ``check`` is the relative
-    error against float64, ||out - ref|| / ||ref||; ``source`` the digest of the generated code; ``seconds`` the run's
-    wall time so far. A trial with ``error`` has no ``times``. ``noisy``: the device did not hold still, so that the
-    median is not known to ``timing.TIGHT``."""
+    """One configuration, built and measured; or why it was not. ``stage`` is ``search``, or ``final`` where the best
+    were measured again, taking turns. ``check`` is the relative error against float64, ||out - ref|| / ||ref||;
+    ``source`` the digest of the generated code; ``seconds`` the run's wall time so far. A trial with ``error`` has no
+    ``times``. ``noisy``: the device did not hold still, so that the median is not known to ``timing.TIGHT``."""
 
     index: Count
     stage: Name

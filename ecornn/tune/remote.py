@@ -87,10 +87,9 @@ class Tracker:
                               f"`python -m tvm.exec.rpc_tracker --host 127.0.0.1` starts ({why})") from None
 
     def describe(self, target: str | Device | None = None) -> tuple[Device, Environment]:
-        """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine.
-
-        Raises :class:`DeviceError` without a tracker or server, where it does not answer, or where it measures on
-        another device than ``target``."""
+        """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine. Raises
+        :class:`DeviceError` without a tracker or server, where it does not answer, or where it measures on another
+        device than ``target``."""
         if not self.servers():
             raise DeviceError("key", self.key, f"the key of a server at the tracker {self}; start one with: "
                               f"ecornn serve --tracker {self} --key {self.key}")
@@ -119,7 +118,6 @@ class Tracker:
 
 class Connection:
     """A session with one server that measures on ``device``, or on one that has it as a share. Uploads files once.
-
     Raises :class:`NoServer` where none is free, or the server measures on another device."""
 
     def __init__(self, tracker: Tracker, device: Device) -> None:
@@ -166,9 +164,8 @@ def ready(_: None) -> bool:
 
 
 def measure(request: Measure) -> list[Outcome]:
-    """Checks and times modules on the server that this process has a session with, or gets one.
-
-    Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``."""
+    """Checks and times modules on the server that this process has a session with, or gets one. Raises
+    :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``."""
     global _connection
     if _connection is None:
         _connection = connected()
@@ -259,11 +256,10 @@ def require_loopback(argument: str, host: str, allow_remote: bool) -> None:
 
 def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.1", port: int = 9200,
           address: str | None = None) -> Server:
-    """Starts a server in processes of its own, known to the tracker; ``terminate()`` stops them.
-
-    ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first free port of 100
-    from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the device, :class:`ArgumentError`
-    where it cannot listen there."""
+    """Starts a server in processes of its own, known to the tracker; ``terminate()`` stops them. ``address`` is what
+    the tracker tells tuners to connect to, where that is not ``host``. The first free port of 100 from ``port`` on is
+    used. Raises :class:`~ecornn.errors.DeviceError` without the device, :class:`ArgumentError` where it cannot listen
+    there."""
     from tvm.rpc import Server
 
     require_own(host)

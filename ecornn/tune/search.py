@@ -49,10 +49,8 @@ Table = tuple[Any, Any]  # features of candidates, a row each, and their scores 
 
 
 def features(schedule: AnySchedule, task: Task, candidate: Candidate) -> dict[str, float]:
-    """Named features. Numbers are themselves (sizes on a log scale), words one-hot.
-
-    Knobs carry their schedule's name: equal names of two schedules mean different things. An ``estimate`` of the time
-    means the same in all."""
+    """Named features. Numbers are themselves (sizes on a log scale), words one-hot. Knobs carry their schedule's name:
+    equal names of two schedules mean different things. An ``estimate`` of the time means the same in all."""
     name = schedule.name
     row = {f"schedule={name}": 1.0}
     for knob, value in candidate.knobs:
@@ -171,12 +169,10 @@ class CostModel:
 
 
 class Search:
-    """Proposes batches; learns from what they cost.
-
-    ``seed`` makes the proposals repeatable: they depend on it and on the samples told so far. ``known`` are candidates
-    worth a trial at once, such as the best of another GPU; with ``defaults`` those of the schedules come before them,
-    or where candidates have estimates only the preferred one, and what seems fastest near all of these. ``lent`` are
-    worth a look: the model ranks them beside those of the space."""
+    """Proposes batches; learns from what they cost. ``seed`` makes the proposals repeatable: they depend on it and on
+    the samples told so far. ``known`` are candidates worth a trial at once, such as the best of another GPU; with
+    ``defaults`` those of the schedules come before them, or where candidates have estimates only the preferred one, and
+    what seems fastest near all of these. ``lent`` are worth a look: the model ranks them beside those of the space."""
 
     def __init__(self, space: ConfigSpace, model: CostModel, seed: int,
                  known: Sequence[Candidate] = (), lent: Sequence[Candidate] = (), defaults: bool = True) -> None:
@@ -207,10 +203,9 @@ class Search:
         return self._rows[candidate]
 
     def ask(self, count: int) -> list[Candidate]:
-        """Up to ``count`` new candidates; fewer where the space has no more, [] where it has none.
-
-        First those that were chosen when the search began: see the class. After them what the model ranks highest,
-        mixed with random picks."""
+        """Up to ``count`` new candidates; fewer where the space has no more, [] where it has none. First those that
+        were chosen when the search began: see the class. After them what the model ranks highest, mixed with random
+        picks."""
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
         batch = [c for c in self.first if self.fresh(c, ())][:count]
         room = count - len(batch)

@@ -51,10 +51,9 @@ def wall_clock(run: Run) -> float:
 
 
 def event_clock(run: Run) -> float:
-    """Seconds of one run on torch's current CUDA stream, between events.
-
-    Where the host may have been what took long, the time is that of a second run, all of which is asked for while the
-    GPU still waits: the time is the GPU's alone, as in a CUDA graph."""
+    """Seconds of one run on torch's current CUDA stream, between events. Where the host may have been what took long,
+    the time is that of a second run, all of which is asked for while the GPU still waits: the time is the GPU's alone,
+    as in a CUDA graph."""
     taken, asked = between_events(run, 0)
     return taken if taken > ASKED * asked or asked > LONG else between_events(run, int(asked * CYCLES))[0]
 

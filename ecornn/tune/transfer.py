@@ -57,10 +57,9 @@ def distance(a: Workload, b: Workload) -> float:
 def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedule], log: Log,
          run: Journal | None = None) -> int:
     """Adds the nearest runs of the same architecture and entry, and of whatever cell and data type those that have seen
-    a good part of a space, slow configurations too; returns how many trials.
-
-    ``run`` is left out: the search is told of its own trials. The model compares times within a run only, so runs of
-    other sizes, of other products and of older revisions teach as well."""
+    a good part of a space, slow configurations too; returns how many trials. ``run`` is left out: the search is told of
+    its own trials. The model compares times within a run only, so runs of other sizes, of other products and of older
+    revisions teach as well."""
     runs: dict[Run, list[Trial]] = {}
     for line in filter(is_trial, log.lines):
         trial = line.record
@@ -110,11 +109,9 @@ def usable(schedule: AnySchedule, task: Task, trial: Trial, config: Config, serv
 
 def seeds(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
     """The fastest configurations that any record of this workload has, whatever the length of its sequences, those of
-    this GPU first, then of one like it; those of larger inputs last.
-
-    Records of another GPU, or of another revision of the schedule, prove nothing here; what they found is worth a trial
-    each, with knobs that they did not have as things were before. Whether a configuration fits is for the config space
-    to say."""
+    this GPU first, then of one like it; those of larger inputs last. Records of another GPU, or of another revision of
+    the schedule, prove nothing here; what they found is worth a trial each, with knobs that they did not have as things
+    were before. Whether a configuration fits is for the config space to say."""
     by_name = {s.name: s for s in schedules}
     knobs = {s.name: s.knobs(task) for s in schedules}
     best: dict[Candidate, tuple[float, float, float]] = {}
@@ -157,10 +154,8 @@ def borrowed(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Can
 
 def lent(task: Task, log: Log) -> tuple[str, Log] | None:
     """The built-in cell that has as many states and the same recurrent products, and its trials as trials of the task's
-    cell. None where the log has times of that itself, and for cells with statistics, which wait at other places.
-
-    Of several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``.
-    """
+    cell. None where the log has times of that itself, and for cells with statistics, which wait at other places. Of
+    several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``."""
     work, trials = task.workload, defaultdict[str, list[TrialLine]](list)
     for line in filter(is_trial, log.lines):
         trials[line.record.workload.cell].append(line)

@@ -65,10 +65,9 @@ class Tuner:
         self.without_gain = 0  # trials since the last one that was faster by more than GAIN
 
     def run(self) -> Finish:
-        """Tunes to the end and returns the finish record, which is in the log by then.
-
-        Trials that the journal already has are not made again. Stopped at any point (KeyboardInterrupt included), the
-        journal has every trial that was done."""
+        """Tunes to the end and returns the finish record, which is in the log by then. Trials that the journal already
+        has are not made again. Stopped at any point (KeyboardInterrupt included), the journal has every trial that was
+        done."""
         started = self.settings.started
         self.begin = (time.monotonic() if started is None else started) - self.journal.seconds
         for old in self.journal.search:
@@ -167,9 +166,8 @@ class Tuner:
         return trial
 
     def conclude(self, reason: Reason) -> Finish:
-        """Measures the fastest and the default once more, taking turns, and finishes the run.
-
-        The fastest of many noisy times is faster than it really is; only a fresh measurement says what was gained."""
+        """Measures the fastest and the default once more, taking turns, and finishes the run. The fastest of many noisy
+        times is faster than it really is; only a fresh measurement says what was gained."""
         default = self.space.defaults()[0]
         times = {c: t for c, t in self.search.tried.items() if t is not None}
         ranked = sorted(times, key=lambda c: times[c])
