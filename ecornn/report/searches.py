@@ -11,8 +11,7 @@ from pathlib import Path
 from ecornn.errors import EcornnError
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task, Value
-from ecornn.tune.journal import Gain, Journal, gain_of
-from ecornn.tune.log import Log
+from ecornn.tune.log import Gain, Journal, Log, gain_of
 from ecornn.tune.record import Choice, Finish, Trial, first_line
 
 

@@ -25,8 +25,7 @@ from ecornn.task import make_task
 from ecornn.tune import oracle
 from ecornn.tune.building import task_of
 from ecornn.tune.choose import serving_or_raise
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import read_all
+from ecornn.tune.log import Journal, read_all
 from ecornn.tune.pool import Pool
 from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import PARTS, Candidate, ConfigSpace, Scan

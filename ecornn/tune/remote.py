@@ -28,9 +28,9 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
 from ecornn.quick_tvm import import_tvm
 from ecornn.tune.choose import Environment, environment, matched, present, told
-from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.record import Outcome
+from ecornn.tune.timing import Measure
 from ecornn.worker import Worker, WorkerError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Connection:
         self.uploaded: set[tuple[str, int]] = set()
 
     def measure(self, request: Measure) -> list[Outcome]:
-        """Measures as ``measuring.measure`` does, on the server."""
+        """Measures as ``timing.measure`` does, on the server."""
         answers = Path(request.answers)
         sent, name = (str(answers), answers.stat().st_mtime_ns), f"{answers.parent.name}.npz"
         if sent not in self.uploaded:
@@ -165,7 +165,7 @@ def ready(_: None) -> bool:
 
 def measure(request: Measure) -> list[Outcome]:
     """Checks and times modules on the server that this process has a session with, or gets one. Raises
-    :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``."""
+    :class:`NoServer` and :class:`LostServer`; else as ``timing.measure``."""
     global _connection
     if _connection is None:
         _connection = connected()

@@ -27,10 +27,8 @@ from ecornn.schedules import all_schedules
 from ecornn.task import make_task
 from ecornn.tune import choose, proposing
 from ecornn.tune.choose import Environment, present
-from ecornn.tune.evaluate import ProcessEvaluator
-from ecornn.tune.journal import Gain, Journal, digest_of, gain_of
-from ecornn.tune.log import log_path
-from ecornn.tune.pool import Closed, Entries, Pool
+from ecornn.tune.log import Gain, Journal, digest_of, gain_of, log_path
+from ecornn.tune.pool import Closed, Entries, Pool, ProcessEvaluator
 from ecornn.tune.record import Choice, Finish, first_line
 from ecornn.tune.remote import Tracker
 from ecornn.tune.search import CostModel, Search

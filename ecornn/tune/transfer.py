@@ -22,8 +22,7 @@ from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.schedules.base import AnySchedule, Config, Task
 from ecornn.task import make_task
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import Log, TrialLine, is_trial
+from ecornn.tune.log import Journal, Log, TrialLine, is_trial
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
 from ecornn.tune.record import Trial, proven
 from ecornn.tune.search import CostModel, features

@@ -11,8 +11,8 @@ from msgspec import structs
 
 from ecornn.schedules import generation
 from ecornn.tune.choose import Environment
-from ecornn.tune.evaluate import COMPARED, ProcessEvaluator
-from ecornn.tune.journal import RESERVED, Journal
+from ecornn.tune.log import RESERVED, Journal
+from ecornn.tune.pool import COMPARED, ProcessEvaluator
 from ecornn.tune.proposing import Proposals
 from ecornn.tune.record import Choice, Finish, Outcome, Reason, Start, Trial
 from ecornn.tune.space import Candidate

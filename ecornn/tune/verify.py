@@ -13,9 +13,9 @@ from ecornn.device import Device
 from ecornn.errors import EcornnError
 from ecornn.schedules import all_schedules
 from ecornn.task import make_task
-from ecornn.tune.evaluate import ProcessEvaluator
 from ecornn.tune.log import TrialLine
 from ecornn.tune.lookup import HERE, how_far, unusable, up_to_date
+from ecornn.tune.pool import ProcessEvaluator
 from ecornn.tune.proposing import Question, answers
 from ecornn.tune.record import Outcome, Trial
 from ecornn.tune.session import Session

@@ -27,8 +27,7 @@ from ecornn.cli import common, progress
 from ecornn.schedules import generation
 from ecornn.tune import timing
 from ecornn.tune.choose import Environment
-from ecornn.tune.journal import RESERVED, Gain, Journal, digest_of, gain_of, words
-from ecornn.tune.log import read
+from ecornn.tune.log import RESERVED, Gain, Journal, digest_of, gain_of, read, words
 from ecornn.tune.record import Choice, Finish, Outcome, Start, Times, Trial
 from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import Candidate, ConfigSpace

@@ -21,8 +21,7 @@ from ecornn.schedules.base import Task
 from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune.choose import choose
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import Line, Log
+from ecornn.tune.log import Journal, Line, Log
 from ecornn.tune.lookup import find
 from ecornn.tune.record import Times, Trial
 from ecornn.tune.search import CostModel, Search
