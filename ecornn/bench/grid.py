@@ -1,19 +1,8 @@
 """What is timed: cases, sides of ours that are compiled otherwise, and grids of them in TOML, many layers in few lines,
-with what each is compared with, and what must come of it.
+with what each is compared with, and what must come of it: docs/BENCHMARKING.md.
 
-    title = "Layers outside the grid"
-    against = ["cudnn"]
-    calls = 16                        # of a short sequence that are timed as one, of 300 steps at most
-    [sides.default]                   # ours once more, compiled otherwise: see :class:`Own`
-    untuned = true
-    [all]                             # what layers have in common
-    target = "cuda"
-    [[layers]]
-    group = "small"
-    cell = ["lstm", "gru"]            # of lists every combination is a layer, the last list's values vary fastest
-    size = ["300x32x64", "300x8x30x100"]   # TxBxH, or TxBxIxH
-    dtype = "float32"                 # also tf32-both: float32 with precision tf32; tf32: in which cuDNN alone rounds
-    at_most = 0.35                    # µs a step
+In a grid ``dtype`` may also be tf32-both, float32 with precision tf32, and tf32, in which cuDNN alone rounds; of several
+lists the last one's values vary fastest.
 """
 
 from __future__ import annotations

@@ -1,28 +1,10 @@
-"""Look-up: the record that applies to a task, and why.
+"""Look-up: the record that applies to a task, and why, by the rules of docs/TUNING_LOG_FORMAT.md.
 
-A record is near or far by the device that it was measured on, then by its batch, then by its input size, then by its
-sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
-only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
-of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
-ones does not tell: a schedule that is for such calls competes with it by what it expects. So does one that serves the
-layer since a later generation than the record's, whose search did not know it, unless the nearest records have a time
-of it, too. Among the nearest ones the configuration that is expected to be fastest is used:
-
-1. measured on this device (same name and number of cores);
-2. on another device of the same architecture, with no more cores, shared memory or registers;
-3. on any other device: a seed, whose time says nothing here;
-4. else the default that is expected to be fastest.
-
-A record of another revision of its schedule is stale: its time is, not its configuration. So it competes, with its
-time taken as ``STALE`` slower; a time measured once, without the final comparison, is taken as ``ONCE`` slower, and as
-much slower as all finalists of its run had become by the end; and never as faster than those, whom the run compared
-because they were. A configuration that failed since then is not used, and no time of a trial whose output was wrong.
-What is slower by ``MISSED`` than a configuration of the same records that does not fit the task is no guide to it:
-farther ones are asked. A time that no device can have had is not believed. The batch of a record is at
-most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's; on a GPU, where it is
-twice as large or half as large, and that configuration is expected to take ``OTHER_BATCH`` times as long as the
-default, the default is used. Of records equally near, the user's folder goes before the one that ships, unless all it
-has is stale.
+Of the records nearest by device, batch, input and sequence length the configuration that is expected to be fastest is
+used; where none applies, the default that is. A time that no device can have had is not believed. The batch of a record
+is at most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's; on a GPU, where
+it is twice as large or half as large, and that configuration is expected to take ``OTHER_BATCH`` times as long as the
+default, the default is used.
 """
 
 from __future__ import annotations
@@ -43,7 +25,7 @@ from ecornn.workload import FEW, Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
 ONCE = 1.03  # the fastest of many times measured once is faster than it really is
-MISSED = 1.25
+MISSED = 1.25  # slower by this than a configuration of the same records that does not fit: no guide to the task
 REACH = 4.0
 OTHER_BATCH = 1.1  # benchmarks/notes/records.md
 YOUNG = 1.1  # what the estimate of a schedule that is younger than a record may be off

@@ -94,13 +94,9 @@ class Pool:
         self.proposers, self.idle_proposers = idle_workers(proposers, entries.propose_ready, False, {**here, **SINGLE})
         self.building = ThreadPoolExecutor(count, thread_name_prefix="build")
         self.measuring = ThreadPoolExecutor(measurers, thread_name_prefix="measure")
+        self.workers = [*self.proposers, *self.builders, *self.measurers]
         for worker in self.workers:
             threading.Thread(target=self.warm, args=(worker,), daemon=True).start()
-
-    @property
-    def workers(self) -> list[Worker]:
-        """All worker processes."""
-        return [*self.proposers, *self.builders, *self.measurers]
 
     @staticmethod
     def warm(worker: Worker) -> None:

@@ -1,7 +1,7 @@
 """One line of a tuning log, a run's start, one trial, or a run's finish; and the tolerance within which a time counts.
 
-The format is specified in docs/TUNING_LOG_FORMAT.md. Lines are data: they are decoded strictly
-(unknown fields, other types and absurd sizes are refused) and never executed.
+The format is specified in docs/TUNING_LOG_FORMAT.md. Lines are data: they are decoded strictly (unknown fields, other
+types and absurd sizes are refused) and never executed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 from ecornn.device import Device
 from ecornn.dtypes import TABLE
@@ -59,17 +60,8 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, runs: list[float]) -> Times:
         """The times of ``runs``, µs per step each."""
-        ordered = sorted(runs)
-
-        def at(share: float) -> float:  # linear interpolation between neighbours
-            place = share * (len(ordered) - 1)
-            low = int(place)
-            high = min(low + 1, len(ordered) - 1)
-            return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-        round5 = [float(f"{r:.5g}") for r in runs[:256]]
-        median, p20, p80 = (float(f"{at(s):.5g}") for s in (0.5, 0.2, 0.8))
-        return cls(median, p20, p80, tuple(round5))
+        median, p20, p80, *kept = (float(f"{time:.5g}") for time in (*np.percentile(runs, (50, 20, 80)), *runs[:256]))
+        return cls(median, p20, p80, tuple(kept))
 
 
 class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,8 +151,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Finish(Record, frozen=True, kw_only=True, tag="finish"):
-    """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried), ``time`` (limit) or
-    ``converged`` (more trials were unlikely to help)."""
+    """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried), ``time`` (limit) or ``converged`` (more
+    trials were unlikely to help)."""
 
     reason: Reason
     trials: Count
@@ -243,9 +235,7 @@ def first_line(message: str, most: int) -> str:
 
 
 class _Head(msgspec.Struct):
-    """The part of a line that says which fields it may have."""
-
-    v: int
+    v: int  # which says which fields a line may have
 
 
 def _newer(line: bytes) -> int | None:
