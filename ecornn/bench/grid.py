@@ -1,8 +1,8 @@
 """What is timed: cases, sides of ours that are compiled otherwise, and grids of them in TOML, many layers in few lines,
 with what each is compared with, and what must come of it: docs/BENCHMARKING.md.
 
-In a grid ``dtype`` may also be tf32-both, float32 with precision tf32, and tf32, in which cuDNN alone rounds; of several
-lists the last one's values vary fastest.
+In a grid ``dtype`` may also be tf32-both, float32 with precision tf32, and tf32, in which cuDNN alone rounds; of
+several lists the last one's values vary fastest.
 """
 
 from __future__ import annotations

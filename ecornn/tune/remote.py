@@ -1,10 +1,8 @@
 """Measuring on servers that a TVM RPC tracker knows: the tuner's side, and the server for tuners elsewhere.
 
-Each measuring process of the pool holds a session with one server. A server that goes away costs the
-trial under way another try elsewhere, and nothing else.
-
-TVM's server takes files and calls from whoever reaches its port: that is remote execution, by design.
-So it listens on this machine alone unless told otherwise.
+Each measuring process of the pool holds a session with one server. A server that goes away costs the trial under way
+another try elsewhere, and nothing else. TVM's server takes files and calls from whoever reaches its port: that is
+remote execution, by design. So it listens on this machine alone unless told otherwise.
 """
 
 from __future__ import annotations
@@ -110,8 +108,7 @@ class Tracker:
         """Processes that build here and measure on the servers, one for each that there is now. ``quiet``: a build
         would disturb a measurement, if both run here."""
         here = replace(entries, measure_ready=f"{__name__}:ready", measure=f"{__name__}:measure")
-        address = msgspec.json.encode((self.host, self.port, self.key, device)).decode()
-        count = max(1, self.servers())
+        count, address = max(1, self.servers()), msgspec.json.encode((self.host, self.port, self.key, device)).decode()
         return Pool(here, measurers=count, proposers=count if count > 1 else 0, local=False, grace=START,
                     quiet=quiet and is_loopback(self.host), environment={ADDRESS: address})
 
@@ -262,7 +259,12 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
     there."""
     from tvm.rpc import Server
 
-    require_own(host)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError as error:
+        raise ArgumentError("host", host, f"an address of this machine ({error.strerror or error})") from None
     device = present(target)
     # A session's process is forked from one that may have looked at the GPU, and must not touch it.
     os.environ[SERVED] = msgspec.json.encode(Description(device, environment(device))).decode()
@@ -272,16 +274,6 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
     except (PermissionError, ValueError):  # of its process: a port is the system's, or all are taken
         raise ArgumentError("port", port, f"a port that this user may listen at, and one of {port} to {port + 99} "
                             "free") from None
-
-
-def require_own(host: str) -> None:
-    """Raises :class:`ArgumentError` for an address at which nothing on this machine can listen."""
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(place)
-    except OSError as error:
-        raise ArgumentError("host", host, f"an address of this machine ({error.strerror or error})") from None
 
 
 def register() -> None:

@@ -318,13 +318,8 @@ def timed_input(memory: Any, seed: int, shape: tuple[int, ...]) -> Any:
 @lru_cache(maxsize=2)  # made again in a moment, and as large as what is kept of a training step
 def timed_factors(path: str, memory: Any, layout: Hoisted, steps: int) -> Any:
     """The values that the recurrence of an adjoint reads of each step: those of the short answers again and again."""
-    x = answers_of(path)["x"]
-    return memory.cycled(rows_of(x, layout), steps * x.shape[1])
-
-
-def rows_of(x: Any, layout: Hoisted) -> Any:
-    """``x`` (T, B, Q, H) in the layout of a recurrence."""
-    return layout.laid(x.reshape(-1, *x.shape[2:]))
+    x = answers_of(path)["x"]  # (T, B, Q, H)
+    return memory.cycled(layout.laid(x.reshape(-1, *x.shape[2:])), steps * x.shape[1])
 
 
 def check(layer: Any, memory: Arrays, answers: dict[str, Any], x: Any = None) -> float:
@@ -357,12 +352,12 @@ def recurrence(module: Module, memory: Arrays, weights: dict[str, Any], request:
                shape: tuple[int, ...]) -> tuple[float, Run]:
     """The error of an adjoint's recurrence, and a run of it that is timed; ``shape`` of its outputs then."""
     answers = answers_of(request.answers)
-    bound = Recurrence(module, weights, answers["x"].shape[2])
+    bound, x = Recurrence(module, weights, answers["x"].shape[2]), answers["x"]
     factors = arrays_for(module, bound.layout.dtype)
-    error = check(bound, memory, answers, factors.put(rows_of(answers["x"], bound.layout)))
+    error = check(bound, memory, answers, factors.put(bound.layout.laid(x.reshape(-1, *x.shape[2:]))))
     x = timed_factors(request.answers, cast(Hashable, factors), bound.layout, request.seq)
     first = [memory.put(answers[n]) for n in sorted(answers) if n.startswith("first_")]
-    return error, bound.ready(x, first, memory.poison(shape))
+    return error, bound.ready(x, first, memory.poison(shape))[0]
 
 
 def measure(request: Measure) -> list[Outcome]:
@@ -404,8 +399,8 @@ class Recurrence:
 
     def __call__(self, hoisted: Any, first: Sequence[Any], *, out: Any) -> tuple[Any, list[Any]]:
         """``out`` (T, B, O, H) and the states after the last step, from those before the first, (B, H) each."""
-        last = [self.like(out, state.shape) for state in first]
-        self.ready(hoisted, first, out, last)()
+        run, last = self.ready(hoisted, first, out)
+        run()
         return out, last
 
     def values(self, outputs: np.ndarray) -> np.ndarray:
@@ -413,18 +408,14 @@ class Recurrence:
         words = outputs.astype(np.float32).view(np.uint32)
         return (words - np.uint32(0x1000)).view(np.float32) if self.raised else outputs
 
-    def like(self, array: Any, shape: tuple[int, ...]) -> Any:
-        """A new array of the type and place of ``array``."""
-        return arrays_of(array, "out").empty(shape, array, self.library)[0]
-
     def run(self, arguments: list[int], arrays: list[Any]) -> None:
         """One run; its ``arguments`` point into ``arrays``, which must live as long."""
         self.library.run(*arguments)
 
-    def ready(self, hoisted: Any, first: Sequence[Any], out: Any, last: Sequence[Any] | None = None) -> Run:
-        """A run with these arrays; see :meth:`__call__`."""
+    def ready(self, hoisted: Any, first: Sequence[Any], out: Any) -> tuple[Run, list[Any]]:
+        """A run with these arrays, and where it leaves the last states; see :meth:`__call__`."""
         arrays, (steps, batch) = arrays_of(out, "out"), out.shape[:2]
-        last = [self.like(out, state.shape) for state in first] if last is None else last
+        last = [arrays.empty(state.shape, out, self.library)[0] for state in first]
         given = {"hoisted": hoisted, "outputs": out}
         given |= {f"{name}_in": state for name, state in zip(self.states, first, strict=True)}
         given |= {f"{name}_out": state for name, state in zip(self.states, last, strict=True)}
@@ -439,4 +430,4 @@ class Recurrence:
                 arguments[i] = places[b.name]
         for (i, _), start in zip(self.scratch, starts, strict=True):
             arguments[i] = self.memory.pointer + start
-        return partial(self.run, arguments, [*given.values(), self.memory])
+        return partial(self.run, arguments, [*given.values(), self.memory]), last
