@@ -200,9 +200,9 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
     for name, found in errors.items():
         limits = limits_of(subject, sides[name], errors, sides)
         worst = max(found, key=lambda result: found[result] / limits[result])
-        row.errors[name], row.limits[name] = error, limit = found[worst], limits[worst]
-        if not error <= limit:
-            row.wrong[name] = f"{'gradient of ' * subject.training}{worst}: error {error:.2e}, allowed {limit:.2e}"
+        row.errors[name], row.limits[name] = off, limit = found[worst], limits[worst]
+        if not off <= limit:
+            row.wrong[name] = f"{'gradient of ' * subject.training}{worst}: error {off:.2e}, allowed {limit:.2e}"
     for name, side in sides.items():
         if side.subject is not None and name not in row.wrong and not _repeats(subject, ready[name]):
             row.wrong[name] = "two runs on one input differ"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -91,13 +92,17 @@ def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, gradient
 def shifts(cell: Cell, given: Inputs,
            gradients: Backpropagated) -> Iterator[tuple[str, Array, Callable[[Array], Inputs]]]:
     """The name and gradient of each input, and a function that moves it among all inputs."""
+    def parameter(name: str, by: Array) -> Inputs:
+        return replace(given, shaped=given.shaped | {name: given.shaped[name] + by})
+
+    def state(n: int, by: Array) -> Inputs:
+        return replace(given, states=[s + by if m == n else s for m, s in enumerate(given.states)])
+
     yield "x", gradients.dx, lambda by: replace(given, x=given.x + by)
     for name, gradient in gradients.parameters.items():
-        yield name, gradient, lambda by, name=name: replace(
-            given, shaped=given.shaped | {name: given.shaped[name] + by})
+        yield name, gradient, partial(parameter, name)
     for n, (name, gradient) in enumerate(zip(cell.states, gradients.states, strict=True)):
-        yield name, gradient, lambda by, n=n: replace(
-            given, states=[s + by if m == n else s for m, s in enumerate(given.states)])
+        yield name, gradient, partial(state, n)
 
 
 def value(cell: Cell, given: Inputs, upstream: Upstream) -> float:

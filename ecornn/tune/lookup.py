@@ -198,15 +198,14 @@ def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None
     """The distance of a trial from a task, less is nearer; None where it says nothing of it."""
     of, on = trial.workload, trial.device
     if (on.kind != device.kind or of.cell != workload.cell or of.hidden != workload.hidden  # most are told by these
-            or sizes(of) != sizes(workload) or of.input < workload.input):
+            or structs.replace(of, batch=workload.batch, input=workload.input, seq=workload.seq) != workload
+            or of.input < workload.input):
         return None
     octaves = math.log2(of.batch / workload.batch)
     if abs(octaves) > math.log2(REACH):
         return None
-    if on.arch == device.arch and on.name == device.name and on.cores == device.cores:
-        tier = HERE
-    else:
-        tier = SMALLER if within(on, device) else ELSEWHERE
+    here = (on.arch, on.name, on.cores) == (device.arch, device.name, device.cores)
+    tier = HERE if here else SMALLER if within(on, device) else ELSEWHERE
     # Of two that are equally near the larger one is better: its configuration has room for the rows.
     batch = octaves if octaves >= 0 else -octaves + 1e-6
     return tier, batch, math.log2(of.input / workload.input), int(abs(math.log2(of.seq / workload.seq)))
@@ -232,14 +231,8 @@ def beyond(task: Task, log: Log) -> str:
     return f"; there are some for {', '.join(nearest[:3])}{' and more' * (len(nearest) > 3)}" if nearest else ""
 
 
-def sizes(work: Workload) -> Workload:
-    """A workload without B, I and T, in which a record may differ from a task."""
-    return structs.replace(work, batch=1, input=1, seq=1)
-
-
 def within(on: Device, device: Device) -> bool:
-    """True where ``device``, of the same architecture, has as many cores and as much memory on the chip as ``on``;
-    whether a configuration fits is for ``check`` to say."""
+    """True where ``device``, of the same architecture, has as many cores and as much memory on the chip as ``on``."""
     return on.arch == device.arch and all(
         getattr(on, n) <= getattr(device, n) for n in ("cores", "shared", "registers"))
 
