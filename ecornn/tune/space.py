@@ -70,10 +70,9 @@ class ConfigSpace:
 
     A combination is a number, the position in the product of its schedule's knobs. Of each schedule the numbers that
     fit are kept; where there are too many to ask for all, those of a random sample. Few combinations of a tight
-    schedule fit (one in a thousand), so drawing until one does would hardly ever propose that schedule.
-
-    What ``check`` says depends on the knobs that it reads and no other, so one answer settles all combinations that
-    agree in these (conflict-directed backjumping).
+    schedule fit (one in a thousand), so drawing until one does would hardly ever propose that schedule. What ``check``
+    says depends on the knobs that it reads and no other, so one answer settles all combinations that agree in these
+    (conflict-directed backjumping).
 
     ``defaults``: those of the schedules, in their order, where they are known already. ``scans`` may be set to a
     function that has others do the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
@@ -83,9 +82,8 @@ class ConfigSpace:
                  defaults: Sequence[Candidate] | None = None) -> None:
         if not schedules:
             raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}")
-        self.task = task
+        self.task, self._defaults = task, defaults
         self.schedules = {s.name: s for s in schedules}
-        self._defaults = defaults
         self.scans: Callable[[], Mapping[str, Scan]] = self.scan
         self.knobs: dict[str, tuple[Knob, ...]] = {s.name: s.knobs(task) for s in schedules}
         self._orders: dict[str, list[str]] = {}
@@ -131,13 +129,12 @@ class ConfigSpace:
         """Numbers of the combinations of one part that fit: those with every ``PARTS``-th value of the first knob that
         ``check`` looks at."""
         order = self._order(schedule)
-        numbers = self._walk(schedule, order, part)
-        if numbers is not None:
+        if (numbers := self._walk(schedule, order, part)) is not None:
             return True, numbers
-        check, first = self.schedules[schedule].check, order[0]
-        knob = next(k for k in self.knobs[schedule] if k.name == first)
+        check = self.schedules[schedule].check
+        knob = next(k for k in self.knobs[schedule] if k.name == order[0])
         drawn = ((n, self.config(schedule, n)) for n in self._sampled(schedule))
-        return False, array("q", (n for n, config in drawn if knob.values.index(config[first]) % PARTS == part
+        return False, array("q", (n for n, config in drawn if knob.values.index(config[knob.name]) % PARTS == part
                                   and check(self.task, config) is None))
 
     def _sampled(self, schedule: str) -> list[int]:
@@ -241,9 +238,8 @@ class ConfigSpace:
                 place += value <= place
             new = line.values[place]
             changed = Candidate(name, tuple([new if knob[0] == new[0] else knob for knob in candidate.knobs]))
-            fits = self.fits(changed) if whole is None or number is None else (
-                number + line.weights[place] - line.weights[here[line.knobs[place]]] in whole)
-            if fits:
+            if (self.fits(changed) if whole is None or number is None else
+                    number + line.weights[place] - line.weights[here[line.knobs[place]]] in whole):
                 return changed
         return None
 
