@@ -81,24 +81,19 @@ def errors_of(subject: Subject, found: Results, exact: Exact) -> dict[str, float
     return {name: relative_error(get(found[name]), value, least) for name, value in exact.items()}
 
 
-def own_limit(subject: Subject) -> float:
-    """How far ours may be where no library says how far one is."""
-    work = subject.work
-    if subject.training:
-        return EXACT if work.dtype == "float64" else GRADIENTS[work.arithmetic]
-    return (INTEGERS | ROUNDED).get(work.weights or "", TOLERANCE[work.arithmetic])
-
-
 def limits_of(subject: Subject, side: Side, errors: Mapping[str, Mapping[str, float]],
               sides: Mapping[str, Side]) -> dict[str, float]:
     """How far each result of a side may be. Ours in 16 bits or TF32: twice as far as the farthest library that computes
-    the same in that type, and else as :func:`own_limit` says; so is every other in float32 and float64."""
+    the same in that type, and else as tables say; so is every other in float32 and float64."""
     of_ours = side.name == ALONE or side.subject is not None
     subject, names = side.subject or subject, errors[side.name]
-    own, arithmetic = own_limit(subject), subject.work.arithmetic
+    work, arithmetic = subject.work, subject.work.arithmetic
+    own = (INTEGERS | ROUNDED).get(work.weights or "", TOLERANCE[arithmetic])
+    if subject.training:
+        own = EXACT if work.dtype == "float64" else GRADIENTS[arithmetic]
     if side.name == ROUNDING and arithmetic == "float32":
         return dict.fromkeys(names, PEER * TOLERANCE["tf32"])
-    exact = arithmetic in ("float32", "float64") or subject.work.weights is not None
+    exact = arithmetic in ("float32", "float64") or work.weights is not None
     if exact or not of_ours:
         return dict.fromkeys(names, own if exact else PEER * own)
     peers = [of for name, of in errors.items() if name != ALONE and sides[name].subject is None

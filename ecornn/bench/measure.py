@@ -203,17 +203,14 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
         row.errors[name], row.limits[name] = off, limit = found[worst], limits[worst]
         if not off <= limit:
             row.wrong[name] = f"{'gradient of ' * subject.training}{worst}: error {off:.2e}, allowed {limit:.2e}"
-    for name, side in sides.items():
-        if side.subject is not None and name not in row.wrong and not _repeats(subject, ready[name]):
-            row.wrong[name] = "two runs on one input differ"
-    return {name: ready[name] for name in sides if name not in row.wrong}
-
-
-def _repeats(subject: Subject, side: Ready) -> bool:
-    """Whether two runs give the same bits."""
     get = subject.machine.arrays.get
-    first = {name: get(value).copy() for name, value in side.results().items()}
-    return all(np.array_equal(first[name], get(value), equal_nan=True) for name, value in side.results().items())
+    for name, side in sides.items():
+        if side.subject is not None and name not in row.wrong:
+            first = {result: get(value).copy() for result, value in ready[name].results().items()}
+            if not all(np.array_equal(first[result], get(value), equal_nan=True)
+                       for result, value in ready[name].results().items()):
+                row.wrong[name] = "two runs on one input differ"
+    return {name: ready[name] for name in sides if name not in row.wrong}
 
 
 def failed(case: Case, plan: Plan, why: str) -> Row:

@@ -115,18 +115,6 @@ class Pool:
             idle.put(worker)
 
     @contextlib.contextmanager
-    def proposer(self) -> Iterator[Worker | None]:
-        """A process for a search, for as long as the context lasts; None where none is idle."""
-        worker = None
-        with contextlib.suppress(queue.Empty):
-            worker = self.idle_proposers.get_nowait()
-        try:
-            yield worker
-        finally:
-            if worker is not None:
-                self.idle_proposers.put(worker)
-
-    @contextlib.contextmanager
     def using(self, worker: Worker, owner: object) -> Iterator[None]:
         """Notes that ``worker`` works for ``owner``."""
         with self.lock:

@@ -6,6 +6,7 @@ processes that build compute what a run needs, and a search has a process of its
 from __future__ import annotations
 
 import contextlib
+import queue
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -147,12 +148,15 @@ def joined(space: ConfigSpace, parts: Parts) -> dict[str, Scan]:
 def searching(pool: Pool, cell: Cell, space: ConfigSpace, asked: Question, parts: Callable[[], Parts],
               run: Journal) -> Iterator[Proposals]:
     """The search of a run, in a process of the pool if one is idle. ``parts`` waits for the space's scans."""
-    with pool.proposer() as worker:
-        if worker is None:
-            yield new_search(cell, space, asked.seed, run)
-        else:
-            origin = Origin(asked, tuple(space.defaults()), str(run.path), run.run)
-            yield Elsewhere(worker, pool, space, origin, parts)
+    worker = None
+    with contextlib.suppress(queue.Empty):
+        worker = pool.idle_proposers.get_nowait()
+    try:
+        yield new_search(cell, space, asked.seed, run) if worker is None else Elsewhere(
+            worker, pool, space, Origin(asked, tuple(space.defaults()), str(run.path), run.run), parts)
+    finally:
+        if worker is not None:
+            pool.idle_proposers.put(worker)
 
 
 def new_search(cell: Cell, space: ConfigSpace, seed: int, run: Journal) -> Search:

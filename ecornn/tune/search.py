@@ -211,8 +211,10 @@ class Search:
         room = count - len(batch)
         if room and (self.model.fit() or self.estimated):
             batch += self.ranked(rng, math.ceil(room * (1 - EPSILON)), batch)
-        if len(self.tried) + len(self.proposed) + len(batch) < BLIND:
-            batch += self.near_defaults(rng, math.ceil(NEARBY * (count - len(batch))), batch)
+        if len(self.tried) + len(self.proposed) + len(batch) < BLIND:  # also near the two preferred defaults
+            defaults = [c for c in self.space.defaults() if self.space.fits(c)][:2]
+            near = math.ceil(NEARBY * (count - len(batch))) if defaults else 0
+            batch += self.gather(near, 4, batch, lambda: self.walk(rng, rng.choice(defaults), STEPS))
         batch += self.draw(rng, count - len(batch), batch)
         self.proposed.update(batch)
         return batch
@@ -254,11 +256,6 @@ class Search:
             left = [c for c in self.listed if self.fresh(c, [*batch, *drawn])]
             drawn += rng.sample(left, min(count - len(drawn), len(left)))
         return drawn
-
-    def near_defaults(self, rng: random.Random, count: int, batch: Sequence[Candidate]) -> list[Candidate]:
-        """Up to ``count`` new candidates a few knobs away from the defaults of the two preferred schedules."""
-        defaults = [c for c in self.space.defaults() if self.space.fits(c)][:2]
-        return self.gather(count if defaults else 0, 4, batch, lambda: self.walk(rng, rng.choice(defaults), STEPS))
 
     def walk(self, rng: random.Random, one: Candidate, steps: int) -> Candidate:
         """A candidate up to ``steps`` knobs away."""

@@ -93,13 +93,13 @@ def under_way(lines: Sequence[Line]) -> set[str]:
             finishes.setdefault(record.run, []).append(record)
         elif record.stage == "search":
             trials.setdefault(record.run, []).append(record)
-    return {run for run in started if not any(ends(one, trials.get(run, ())) for one in finishes.get(run, ()))}
 
+    def ends(finish: Finish) -> bool:  # came after all trials, which may be fewer than it counts: a pruned run goes on
+        of = trials.get(finish.run, [])
+        tried = {Candidate.of(trial.schedule, trial.config) for trial in of}
+        return len(tried) <= finish.trials and all(trial.time <= finish.time for trial in of)
 
-def ends(finish: Finish, trials: Sequence[Trial]) -> bool:
-    """True for a finish that came after these trials, which may be fewer than it counts: a pruned run goes on, too."""
-    tried = {Candidate.of(trial.schedule, trial.config) for trial in trials}
-    return len(tried) <= finish.trials and all(trial.time <= finish.time for trial in trials)
+    return {run for run in started if not any(map(ends, finishes.get(run, ())))}
 
 
 def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int) -> list[Line]:

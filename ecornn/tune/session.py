@@ -103,9 +103,8 @@ class Session:
         timeout, seed = seconds("timeout", timeout), whole("seed", seed, 0, 1 << 30)
         self.timeout, self.seed, self.tracker, self.entries = timeout, seed, tracker, entries or Entries()
         self._pool: Pool | None = None
-        self._ended = False
+        self._ended, self._lock = False, threading.RLock()
         self._environment: Environment | None = None
-        self._lock = threading.RLock()
         if tracker is None:
             self.device = present(target)
         else:
@@ -149,8 +148,7 @@ class Session:
              dtype: str | None = None, weights: str | None = None, precision: str | None = None,
              training: bool = False, trials: int | None = None, time_limit: float | None = None, resume: bool = True,
              early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
-             only: Sequence[Choice] | None = None,
-             report: Callable[[Progress], None] = lambda _: None,
+             only: Sequence[Choice] | None = None, report: Callable[[Progress], None] = lambda _: None,
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
         choices and no others."""
