@@ -36,10 +36,10 @@ from ecornn.tune.log import Journal, Line, read
 from ecornn.tune.pool import YOUNG, Closed, Pool, ProcessEvaluator, Scratch
 from ecornn.tune.record import Finish, Outcome, Start, Times, Trial
 from ecornn.tune.search import CostModel, Search
+from ecornn.tune.selection import verify
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import Settings, Tuner
-from ecornn.tune.verify import verify
 from ecornn.worker import Worker, WorkerError
 from ecornn.workload import Workload
 
