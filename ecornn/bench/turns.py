@@ -98,12 +98,9 @@ def foreign() -> float:
 def host_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: int, seconds: float,
                clock: Callable[[Run], float]) -> tuple[dict[str, list[list[float]]], int]:
     """:func:`take_turns` on a CPU, which has other work, too: what ``clock`` says of each side's runs, by its turns,
-    and how many rounds were made again. ``repeats`` rounds, or as many as ``seconds`` allow, ``FEWEST_HERE`` at least.
-
-    ``fresh`` makes the next round's input. In its turn a side waits until the threads of the one before have stopped
+    and how many rounds were made again. In its turn a side waits until the threads of the one before have stopped
     spinning; then come as many runs that are not timed, which wake threads and bring weights back to the caches, as
-    timed ones. A round in which other processes used the processors is made again, within ``seconds``, and up to
-    ``AGAIN`` times as many in all."""
+    timed ones. A round in which other processes used the processors is made again, within ``seconds``."""
     counts, long = {}, {}
     for name, run in sides.items():
         clock(run)

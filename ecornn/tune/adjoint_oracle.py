@@ -1,10 +1,9 @@
 """A short pass backwards in float64, with the answers that the recurrence of an adjoint must get right.
 
-The inputs of the recurrence are factors that the analysis derives, so the analysis must say what they are, and what
-comes of them. It is believed only once the gradients of the whole layer that follow agree with independent ones: those
-of the tape of ``numpy_gradients.py`` through the formula in NumPy, where the cell has one, else differences of what the
-interpreter makes of the cell's te graph. Then each candidate's outputs and last states are compared
-with it directly: that sees more than gradients of weights would, in which errors of gates are summed.
+The inputs of the recurrence are factors that the analysis derives, which is believed only once the gradients of the
+whole layer that follow agree with independent ones: those of the tape of ``numpy_gradients.py`` through the formula in
+NumPy, where the cell has one, else differences of what the interpreter makes of the cell's te graph. Then outputs and
+last states are compared: that sees more than gradients of weights would, in which errors of gates are summed.
 """
 
 from __future__ import annotations

@@ -63,14 +63,10 @@ class Entries:
 
 
 class Pool:
-    """Workers with the threads that wait for them.
+    """Workers with the threads that wait for them: so many ``builders`` (default: one for each processor, at most 16
+    for each measuring process), ``measurers``, more than one only where they measure elsewhere, and ``proposers`` for
+    searches, where several go on at a time; others are for this process.
 
-    Parameters
-    ----------
-    entries : what the workers call
-    builders : number of build processes; default: one for each processor, at most 16 for each measuring process
-    measurers : number of measuring processes; more than one only where they measure elsewhere
-    proposers : number of processes for searches, where several go on at a time; others are for this process
     local : whether the measuring processes run modules on this machine
     quiet : whether a build would disturb a measurement, as on a CPU
     grace : seconds that a measurement elsewhere may take beside its limit
@@ -231,17 +227,10 @@ class Scratch:
 
 
 class ProcessEvaluator:
-    """Evaluates the candidates of one task in the processes of a pool.
-
-    Parameters
-    ----------
-    task, cell : the task, and its cell as a spec for ``load_cell``
-    answer : writes the inputs and expected outputs (``proposing.answers``) to the path it is given; called
-        in a thread, so that builds need not wait for it
-    pool : the processes; they outlive the evaluator
-    limit : seconds that a build, and a measurement, may take
-    seed : of the timed inputs
-    earlier : trials of this run that the log has; code that they ran is not measured again"""
+    """Evaluates the candidates of one task in the processes of a pool, which outlive it. ``cell`` is the task's as a
+    spec for ``load_cell``; ``answer`` writes the inputs and expected outputs (``proposing.answers``) to the path it is
+    given, called in a thread, so that builds need not wait for it; ``limit``: seconds that a build, and a measurement,
+    may take; ``seed``: of the timed inputs; ``earlier``: trials of this run, whose code is not measured again."""
 
     def __init__(self, task: Task, cell: str, answer: Callable[[Path], object], pool: Pool, *, limit: float,
                  seed: int, earlier: Sequence[Trial] = ()) -> None:

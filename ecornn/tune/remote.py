@@ -95,14 +95,13 @@ class Tracker:
         while True:
             try:
                 server = _within(deadline - time.monotonic(), lambda: _describe(_request(self)))
-                break
+                return server.device if target is None else matched(target, server.device), server.environment
             except TimeoutError:
                 raise DeviceError("key", self.key, f"the key of a server that answers: one of the tracker {self} has "
                                   f"said nothing for {START:g} s, and may be stopped") from None
             except (NoServer, LostServer) as error:
                 if time.monotonic() > deadline:
                     raise DeviceError("key", self.key, f"a server that is not busy ({error})") from None
-        return server.device if target is None else matched(target, server.device), server.environment
 
     def pool(self, entries: Entries, quiet: bool, device: Device) -> Pool:
         """Processes that build here and measure on the servers, one for each that there is now. ``quiet``: a build

@@ -126,13 +126,10 @@ def settled(times: Sequence[float]) -> bool:
 
 def race(contestants: Sequence[Contestant], bound: float | None = None, fewest: int = FEWEST,
          seconds: float | None = None) -> list[list[float]]:
-    """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
-
-    Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the median is known
-    then is for :func:`settled` to say. A contestant whose warm-up takes longer than ``HOPELESS * bound`` seconds keeps
-    that one time; one that is slower than ``BEHIND * bound`` in each of the ``fewest`` samples gets no more, and one
-    whose samples agree gets no more than ``EARLY``, or ``fewest``. Once ``seconds`` are over, no more than ``FEWEST``
-    of each are taken."""
+    """Seconds of one run, several samples of each contestant, after a warm-up, taking turns. Where the device does not
+    hold still there are more; whether the median is known then is for :func:`settled` to say. A contestant whose
+    warm-up is ``HOPELESS`` beside ``bound`` seconds keeps that one time. Once ``seconds`` are over, no more than
+    ``FEWEST`` of each are taken."""
     def behind(of: Sequence[float]) -> bool:  # too slow for its exact time to matter
         return bound is not None and len(of) >= fewest and min(of) > BEHIND * bound
 
