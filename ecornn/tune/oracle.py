@@ -51,51 +51,38 @@ class Inputs:
 
 def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
     """Random inputs of ``STEPS`` steps."""
-    kind = work.weights or work.dtype
-    kind = work.dtype if kind in INTEGERS else kind
+    hidden, own = work.hidden, cell.own_input(work.input, work.hidden)
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
-    own = cell.own_input(work.input, work.hidden)
     for n, name in enumerate(cell.inputs):
         if name in cell.nonnegative:
-            beside = x[..., own + n * work.hidden:own + (n + 1) * work.hidden]
+            beside = x[..., own + n * hidden:own + (n + 1) * hidden]
             beside[:] = abs(beside)
-    states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
+    states = [rounded(rng.uniform(-1, 1, (work.batch, hidden)), work.dtype) for _ in cell.states]
     states = [abs(state) if name in cell.nonnegative else state
               for name, state in zip(cell.states, states, strict=True)]
-    shaped = {name: rounded(value, kind) for name, value in weights_of(cell, own, work.hidden, rng).items()}
+    learned = {name: sampled(cell, name, shape, rng) for name, shape in learned_shapes(cell, own, hidden).items()}
+    kind = work.dtype if work.weights is None or work.weights in INTEGERS else work.weights
+    shaped = {name: rounded(value, kind) for name, value in parameters_of(cell, learned, own, hidden).items()}
     flat = {cell.parameter_name(name): value.reshape(-1, *value.shape[2:]) for name, value in shaped.items()}
     return Inputs(x, states, shaped, flat)
-
-
-def weights_of(cell: Cell, input: int, hidden: int, rng: np.random.Generator) -> dict[str, Array]:
-    """Random parameters in te shape, in float64: what the cell samples, or computes of that."""
-    learned = {name: sampled(cell, name, shape, rng) for name, shape in learned_shapes(cell, input, hidden).items()}
-    return parameters_of(cell, learned, input, hidden)
 
 
 def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
     """The result of the cell's ``sample``. Raises :class:`~ecornn.errors.CellError` for anything but finite numbers of
     the parameter's shape."""
-    fault = ""
+    def fault(words: str) -> CellError:
+        code = type(cell).sample.__code__
+        return CellError(f"cell {cell.name!r}: sample({name!r}, {shape}, rng) {words}\n  {code.co_filename}:"
+                         f"{code.co_firstlineno}", (code.co_filename, code.co_firstlineno))
+
     try:
         values = np.asarray(cell.sample(name, shape, rng), np.float64)
     except Exception as error:  # the user's own code raises what it likes
-        raise _of_sample(cell, f"sample({name!r}, {shape}, rng) failed: {type(error).__name__}: {error}") from error
-    if values.shape != shape:
-        fault = f"of shape {values.shape}"
-    elif not np.isfinite(values).all():
-        fault = "of which some are not finite"
-    if fault:
-        raise _of_sample(cell, f"sample({name!r}, {shape}, rng) returned values {fault}; expected finite ones of shape "
-                         f"{shape}")
+        raise fault(f"failed: {type(error).__name__}: {error}") from error
+    if values.shape != shape or not np.isfinite(values).all():
+        what = f"of shape {values.shape}" if values.shape != shape else "of which some are not finite"
+        raise fault(f"returned values {what}; expected finite ones of shape {shape}")
     return values
-
-
-def _of_sample(cell: Cell, words: str) -> CellError:
-    """An error with the line at which the cell's ``sample`` begins."""
-    code = type(cell).sample.__code__
-    at = code.co_filename, code.co_firstlineno
-    return CellError(f"cell {cell.name!r}: {words}\n  {at[0]}:{at[1]}", at)
 
 
 def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
