@@ -152,16 +152,15 @@ def append(path: Path, *records: AnyRecord) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # or say why not: a lock that cannot be made is waited for
-        with _alone(path):
-            with path.open("ab+") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size + len(data) + 1 > MAX_FILE:
-                    raise RecordError(f"{path} has reached {MAX_FILE >> 20} MiB; start another log")
-                if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-                    data = b"\n" + data  # a torn line, left by a crash, must not swallow this one
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        with _alone(path), path.open("ab+") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size + len(data) + 1 > MAX_FILE:
+                raise RecordError(f"{path} has reached {MAX_FILE >> 20} MiB; start another log")
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                data = b"\n" + data  # a torn line, left by a crash, must not swallow this one
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise RecordError(f"cannot append to the tuning log {path}: {error}") from error
 
