@@ -302,13 +302,6 @@ def best_evidence(lines: Sequence[TrialLine], revision: int | None,
     return max(ranked, key=lambda r: r[:-1])[-1]
 
 
-def unusable(schedule: AnySchedule | None, task: Task, trial: Trial) -> str | None:
-    """The reason why a trial's time says nothing of its schedule as it is now; None: it does. See :func:`unfit`."""
-    if schedule is not None and trial.revision != schedule.revision:
-        return "stale (another revision of their schedule)"
-    return unfit(schedule, task, trial.config)
-
-
 def unfit(schedule: AnySchedule | None, task: Task, config: Config) -> str | None:
     """The reason why a configuration cannot be used for the task; None: it can."""
     if schedule is None:

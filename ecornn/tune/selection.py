@@ -22,7 +22,7 @@ from ecornn.schedules.base import Value
 from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune.log import Line, Log, TrialLine, is_trial
-from ecornn.tune.lookup import HERE, Evidence, best_evidence, drift, how_far, unusable, up_to_date
+from ecornn.tune.lookup import HERE, Evidence, best_evidence, drift, how_far, unfit, up_to_date
 from ecornn.tune.pool import ProcessEvaluator
 from ecornn.tune.proposing import Question, answers
 from ecornn.tune.record import AnyRecord, Finish, Outcome, Start, Trial, proven
@@ -221,20 +221,22 @@ def sample(lines: Sequence[TrialLine], device: Device, count: int, seed: int) ->
         elif line.record.workload.cell not in BUILTIN:
             reason = "of a cell that is not built in or has options"
         elif len(fit) < count:  # whether a configuration still fits takes a tenth of a second
-            reason = unfit(line.record, device)
+            reason = incomparable(line.record, device)
             fit += [line] if reason is None else []
         if reason is not None:
             left[reason] += 1
     return sorted(fit, key=lambda line: (line.path, line.number)), left
 
 
-def unfit(trial: Trial, device: Device) -> str | None:
+def incomparable(trial: Trial, device: Device) -> str | None:
     """The reason why a record's time says nothing of one measured on the device now; None: they can be compared."""
     task = make_task(BUILTIN[trial.workload.cell], trial.workload, device)
     schedule = all_schedules().get(trial.schedule)
     if schedule is None or schedule.kind != device.kind or schedule.serves(task):
         return "of schedules that do not serve this"
-    return unusable(schedule, task, up_to_date(trial, schedule, task))
+    if trial.revision != schedule.revision:
+        return "stale (another revision of their schedule)"
+    return unfit(schedule, task, up_to_date(trial, schedule, task).config)
 
 
 def verify(lines: Sequence[TrialLine], session: Session) -> Iterator[Check]:
