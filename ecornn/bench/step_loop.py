@@ -99,7 +99,12 @@ class _Writer(Step):
         for name, tensor in zip(parameters, self.parameters.values(), strict=True):
             self.given(tensor, Term(name, tuple(int(s) for s in tensor.shape), True))
         results = [self.named(self.tensor(tensor)) for tensor in self.results]
-        lines = self.needed(results)
+        needed, kept = set(results), dict[str, Term]()  # names, and the lines that make them
+        for code, term in reversed(self.lines.items()):
+            if term.name in needed:
+                kept[code] = term
+                needed |= words(code)
+        lines = dict(reversed(kept.items()))
         late = [f"    {t.name} = {code}" for code, t in lines.items() if not t.fixed]
         read = words(" ".join([*late, *results]))
         early = [f"    {t.name} = {code}" for code, t in lines.items() if t.fixed]
@@ -109,15 +114,6 @@ class _Writer(Step):
             f"    return {_tuple(passed)}", "", "", "def step(x, states, prepared):",
             f"    {_tuple(states)} = states", f"    {_tuple(passed)} = prepared", *late,
             f"    return {_tuple(results)}", ""]), self.constants)
-
-    def needed(self, results: Sequence[str]) -> dict[str, Term]:
-        """The lines that the results of these names come from."""
-        names, lines = set(results), dict[str, Term]()
-        for code, term in reversed(self.lines.items()):
-            if term.name in names:
-                lines[code] = term
-                names |= words(code)
-        return dict(reversed(lines.items()))
 
     def given(self, tensor: Tensor, value: Value) -> None:
         self.known[tensor.op, 0] = value
@@ -280,9 +276,8 @@ def _tuple(names: Iterable[str]) -> str:
 
 class StepLoop:
     """A function from x (T, B, I) and weights to y (T, B, D*O*H), from zero states; every layer and direction of a
-    stack. Its operations are PyTorch's, so that autograd has the gradients. Only values of the weights alone are
-    computed outside the loop. Raises :class:`~ecornn.errors.CellError` for a step that uses what PyTorch has no
-    operation for."""
+    stack. Only values of the weights alone are computed outside the loop. Raises :class:`~ecornn.errors.CellError` for
+    a step that uses what PyTorch has no operation for."""
 
     def __init__(self, cell: Cell, work: Workload, stack: Stack, rows: int, kind: str, dtype: str) -> None:
         import torch

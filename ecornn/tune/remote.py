@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -147,35 +148,30 @@ class Connection:
         return answer.measured
 
 
-_connection: Connection | None = None  # of this process
-
-
 def ready(_: None) -> bool:
     """Imports what a measurement needs, and has a server get ready, before the clock runs."""
-    global _connection
     import_tvm()
     with contextlib.suppress(NoServer, LostServer):  # a measurement will say so, if it finds none either
-        _connection = connected()
+        connected()
     return True
 
 
 def measure(request: Measure) -> list[Outcome]:
     """Checks and times modules on the server that this process has a session with, or gets one. Raises
     :class:`NoServer` and :class:`LostServer`; else as ``timing.measure``."""
-    global _connection
-    if _connection is None:
-        _connection = connected()
+    connection = connected()
     try:
-        return _connection.measure(request)
+        return connection.measure(request)
     except ScheduleError:
         raise
     except Exception as error:  # whatever TVM raises where the other side is gone
-        _connection = None
+        connected.cache_clear()
         raise LostServer(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
+@cache
 def connected() -> Connection:
-    """A connection with a server of the tracker that this process's environment names."""
+    """This process's connection with a server of the tracker that its environment names."""
     host, port, key, device = msgspec.json.decode(os.environ[ADDRESS], type=tuple[str, int, str, Device])
     return Connection(Tracker(host, port, key), device)
 
