@@ -49,8 +49,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     module: str | None = None  # a module's file, in place of the properties but seq and batch
 
     def layer(self) -> LayerSpec:
-        """The layer, where it is not a module's. Raises what a layer raises; of one of a grid, too, where a property
-        that it needs is missing."""
+        """The layer, where it is not a module's. Raises what a layer raises, also where a property is missing."""
         for name in ("cell", "hidden"):
             if getattr(self, name) is None:
                 raise ArgumentError(f"--{name}", None, "a value; or give a module's file")
@@ -71,8 +70,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 def case_of(values: Mapping[str, Any], where: str) -> Case:
-    """A case of a file's values, which may be text; what is empty is left out. Raises :class:`ArgumentError`, with
-    ``where`` they stand, for names and values that a case has not."""
+    """A case of a file's values, which may be text, without those that are empty; or an :class:`ArgumentError`."""
     given = {name: value for name, value in values.items() if value not in ("", None)}
     try:
         return msgspec.convert(given, Case, strict=False)
@@ -214,8 +212,7 @@ def name_of(case: Case, dtype: str = "") -> str:
 
 
 def read_grid(path: Path) -> Grid:
-    """A file of TOML. Raises :class:`ArgumentError` where it is no grid, :class:`MissingPackageError` where this Python
-    reads no TOML."""
+    """A file of TOML; :class:`ArgumentError` where it is none, :class:`MissingPackageError` without a reader."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Grid)
     except ImportError:  # Python 3.10
@@ -226,8 +223,7 @@ def read_grid(path: Path) -> Grid:
 
 
 def selected(layers: Sequence[Layer], only: Sequence[str]) -> list[Layer]:
-    """The layers of which one of ``only`` has all its words in the group and the name; all without any. Raises
-    :class:`ArgumentError` where there are none."""
+    """The layers of which one of ``only`` has all its words; all without any. Raises :class:`ArgumentError` if none."""
     found = [layer for layer in layers
              if not only or any(all(word in f"{layer.group} {layer.name}" for word in text.split()) for text in only)]
     if not found:

@@ -112,8 +112,7 @@ def _own_side(name: str, own: Own, case: Case, subject: Subject, weights: Weight
 
 
 def made(case: Case, plan: Plan, out: Path) -> tuple[Module, Cell | None, tuple[str, ...]]:
-    """The module, compiled to ``out`` where it is not there; its cell, if that is known; and whom it is compared with,
-    all of whom are installed."""
+    """The module, compiled to ``out`` if it is not there; its cell, if known; and whom it is compared with."""
     if case.module is not None:
         module = load(case.module)
         check_host(module.manifest.device, 0)
@@ -297,8 +296,7 @@ def measured(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longe
 
 def measure_into(log: RowLog, layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float,
                  more: Callable[[Layer, Row], Mapping[str, Any]] = lambda layer, row: {}) -> bool:
-    """Appends the rows that a file lacks, with what ``more`` says of each, and prints them; whether all of them were
-    measured, and right."""
+    """Appends the rows that a file lacks, with what ``more`` says of each; True if all are there and right."""
     left, good = [layer for layer in layers if not log.has(layer.name)], True
     for layer, row in zip(left, measured(left, plan, folder, jobs, longest), strict=True):
         row.name, row.group = layer.name, layer.group

@@ -127,8 +127,7 @@ def cudnn_side(side: str, subject: Subject, weights: Weights, rng: np.random.Gen
 
 
 def nearest(cell: Cell | None, work: Workload) -> str | None:
-    """The cell of cuDNN with about as many recurrent products, one more or less at most; None without one. An LSTM has
-    two states."""
+    """The cell of cuDNN with as many states and recurrent products, one more or less at most; None without one."""
     if cell is None:
         return None
     graph = analyse(cell, work.input, work.hidden)
@@ -139,8 +138,7 @@ def nearest(cell: Cell | None, work: Workload) -> str | None:
 
 
 def exact_layer(subject: Subject, cell: Cell, weights: Weights) -> tuple[Callable[..., Any], dict[str, Any], str]:
-    """A layer of the cell in float64 that goes forward, or both ways: y of x and the weights, these as parameters, and
-    the device that it is on."""
+    """A layer of the cell in float64, never in reverse: y of x and the weights, these as parameters, its device."""
     work = structs.replace(subject.work, cell=cell.identity(), dtype="float64", weights=None, precision=None)
     stack = structs.replace(subject.stack, reverse=False)
     layer = layer_of(work, stack, subject.kind)
@@ -217,8 +215,7 @@ def onnx_side(subject: Subject, weights: Weights) -> Side | str:
 
 def session(cell: str, weights: Weights, hidden: int, layers: int, bidirectional: bool,
             threads: int) -> Callable[[np.ndarray], np.ndarray]:
-    """y (T, B, D*H) of x (T, B, I) in float32, by ``weights`` as PyTorch names them; ``threads`` 0: as many as ONNX
-    Runtime takes."""
+    """y (T, B, D*H) of x (T, B, I) in float32, by ``weights`` as PyTorch names them; ``threads`` 0: ONNX Runtime's."""
     import onnx
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper

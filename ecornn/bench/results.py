@@ -141,8 +141,7 @@ def environment(row: Row | None = None) -> dict[str, Any]:
 
 
 def append(log: RowLog, row: Row, more: Mapping[str, Any] | None = None) -> None:
-    """Adds a row to a file, behind where it was measured if the file's last rows are of elsewhere, or of before;
-    ``more``: what else it says."""
+    """Adds a row to a file, behind where it was measured if that is elsewhere; ``more``: what else it says."""
     if log.fresh or (row.device and not log.environment.get("device")):
         log.begin(environment(row) | {"device": row.device, "command": shlex.join(["ecornn", *sys.argv[1:]])})
     log.add(row.name, msgspec.to_builtins(row) | dict(more or {}))
@@ -186,8 +185,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def read_row(text: str) -> Earlier:
-    """``FILE`` or ``FILE:N``: the N-th row of results, from 1; without N the only one. Raises :class:`ArgumentError`
-    where there is none."""
+    """The row of results that ``FILE`` or ``FILE:N`` (from 1) names; an :class:`ArgumentError` where there is none."""
     name, colon, number = text.rpartition(":")
     path, chosen = (Path(name), int(number)) if colon and number.isdecimal() else (Path(text), None)
     rows = list(lines_of(path))

@@ -67,8 +67,7 @@ class TorchStep:
 
 
 def torch_step(cell: Cell, input: int, hidden: int, batch: int) -> TorchStep:
-    """The step for rows of ``input`` values, the cell's inputs among them. Raises :class:`~ecornn.errors.CellError` for
-    an operation that is not known here."""
+    """The step for rows of ``input`` values, the cell's inputs among them; :class:`CellError` if it cannot be."""
     return _Writer(cell, (batch, input), (batch, hidden)).written()
 
 

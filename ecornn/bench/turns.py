@@ -173,8 +173,7 @@ class Host:
         self.arrays, self.rng = arrays, np.random.default_rng(seed)
 
     def refill(self, inputs: Inputs, shapes: Mapping[str, tuple[int, ...]], positive: Sequence[slice]) -> None:
-        """New random values, from the normal distribution, where sides read them; of x those in the slices of rows
-        that are ``positive`` never below 0."""
+        """New values of the normal distribution, where sides read them; in ``positive`` slices of x never below 0."""
         for name, shape in shapes.items():
             values = self.rng.standard_normal(shape, np.float32)
             for part in positive if name == "x" else ():
@@ -191,8 +190,7 @@ class Host:
 
     def take_turns(self, sides: Mapping[str, Ready], fresh: Callable[[], object],
                    seconds: float) -> tuple[dict[str, list[float]], int]:
-        """Seconds of every run of each side, ``seconds`` for all of them together, and how many rounds were made
-        again."""
+        """Seconds of every run of each side, ``seconds`` for all of them, and how many rounds were made again."""
         found, again = host_turns({name: side.run for name, side in sides.items()}, fresh, ROUNDS, seconds,
                                   self.arrays.clock)
         return {name: [*chain(*runs)] for name, runs in found.items()}, again

@@ -40,8 +40,7 @@ def default_target() -> str:
 
 
 def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
-    """The schedules for this kind of device, or the one of that name, whatever they serve. Raises
-    :class:`ArgumentError` for an unknown name."""
+    """The schedules for this kind of device, or the one of that name; :class:`ArgumentError` for an unknown name."""
     every = all_schedules()
     if name is not None and name not in every:
         raise ArgumentError("schedule", name, f"one of {', '.join(every)}")
@@ -178,8 +177,7 @@ def told(target: str | Device) -> str:
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """Versions of ecornn, TVM and tvm-ffi, on a GPU of ``driver`` and ``cuda`` (the compiler) too; and the device's
-    clocks."""
+    """Versions of ecornn, TVM, tvm-ffi, on a GPU of ``driver`` and ``cuda`` (the compiler), and the device's clocks."""
 
     versions: dict[str, str] = {}
     clocks: Clocks | None = None

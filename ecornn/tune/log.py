@@ -252,8 +252,7 @@ def _read(path: Path, modified: int, size: int, hidden: int | None) -> Log:
 
 
 def read_all(folders: list[Path] | None = None, hidden: int | None = None) -> Log:
-    """The content of all logs, the user's first, as :func:`read` gives it. Files that cannot be read are among the
-    problems."""
+    """The content of all logs, the user's first, as of :func:`read`; what cannot be read is among the problems."""
     log = Log()
     for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
         try:
@@ -285,8 +284,7 @@ def warn(log: Log) -> None:
 
 def digest_of(workload: Workload, device: Device, schedules: Sequence[AnySchedule], seed: int,
               only: Sequence[Choice] | None = None) -> str:
-    """A digest that is equal for runs that search the same: trials of one serve the other. ``only``: a list of choices
-    that is tried instead."""
+    """A digest that is equal for runs that search the same; ``only``: a list of choices that is tried instead."""
     revisions = sorted((s.name, s.revision) for s in schedules)
     known = (workload, device.identity, revisions, seed, *(only or ()))
     return hashlib.sha256(msgspec.json.encode(known)).hexdigest()[:12]
@@ -294,8 +292,7 @@ def digest_of(workload: Workload, device: Device, schedules: Sequence[AnySchedul
 
 @dataclass
 class Journal:
-    """The records of one run, those found at first and those added since. ``run`` is the digest of what is searched and
-    the number of the run in the file."""
+    """The records of one run. ``run``: the digest of what is searched, and the number of the run in the file."""
 
     path: Path
     run: str
@@ -396,8 +393,7 @@ class Gain:
 
 
 def gain_of(run: Journal) -> Gain | None:
-    """The gain of a finished run, by the last times of best and default; None where one of them has none, or where they
-    are the same."""
+    """The gain of a finished run, by the last times of best and default; None where one has none, or both are one."""
     if run.finish is None or run.finish.best == run.finish.default:
         return None
     best, default = (next(((t.times, t.noisy) for t in reversed(run.trials) if t.times is not None

@@ -184,8 +184,7 @@ def possible(trial: Trial, task: Task) -> bool:
 
 
 def credible(trial: Trial, task: Task, schedule: AnySchedule) -> bool:
-    """False where the trial is far faster than the schedule's estimate; its configuration is one for the task's
-    batch."""
+    """False for a trial that is far faster than the schedule's estimate; its configuration fits the task's batch."""
     work = trial.workload
     if trial.times is None or trial.device.arch != task.device.arch:
         return True
@@ -212,8 +211,7 @@ def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None
 
 
 def beyond(task: Task, log: Log) -> str:
-    """The end of a line that says how the nearest records of this cell and H differ, which are too far: who tuned a
-    layer and does not find it again sees why."""
+    """The end of a line that says how the nearest records of this cell and H, which are too far, differ."""
     work = task.workload
     differences: dict[str, int] = {}  # differences in words -> how many
     for trial in log.trials():
@@ -314,8 +312,7 @@ def unfit(schedule: AnySchedule | None, task: Task, config: Config) -> str | Non
 
 
 def listed(config: Config, knobs: Sequence[Knob]) -> bool:
-    """True for a configuration of these knobs and no other, each with one of its values. A schedule may be asked about
-    no other, but its default."""
+    """True for a configuration of these knobs and no other, with values of theirs: ``check`` takes no others."""
     chosen = typed(config)
     return len(config) == len(knobs) and all(
         any(chosen.get(knob.name) == (type(v), v) for v in knob.values) for knob in knobs)

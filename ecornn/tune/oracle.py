@@ -68,8 +68,7 @@ def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
 
 
 def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """The result of the cell's ``sample``. Raises :class:`~ecornn.errors.CellError` for anything but finite numbers of
-    the parameter's shape."""
+    """The result of the cell's ``sample``; :class:`CellError` for anything but finite numbers of that shape."""
     def fault(words: str) -> CellError:
         code = type(cell).sample.__code__
         return CellError(f"cell {cell.name!r}: sample({name!r}, {shape}, rng) {words}\n  {code.co_filename}:"
@@ -113,8 +112,7 @@ def save(path: Path, x: Array, y: Array, first: Sequence[Array], last: Sequence[
 
 
 def relative_error(got: Any, expected: Any, least: float = 1e-30) -> float:
-    """||got - expected|| / ||expected||, or to ``least`` if that is more; infinite where ``got`` has what is no number,
-    or another shape."""
+    """||got - expected|| / max(||expected||, ``least``); infinite for no numbers, or another shape."""
     got = np.asarray(got, np.float64)
     if got.shape != expected.shape or not np.isfinite(got).all():
         return float("inf")
@@ -122,6 +120,5 @@ def relative_error(got: Any, expected: Any, least: float = 1e-30) -> float:
 
 
 def norm(values: Any) -> float:
-    """The Euclidean norm. NumPy's has BLAS start a thread for each processor and wait for all, while builds use
-    them."""
+    """The Euclidean norm. NumPy's has BLAS start a thread for each processor, while builds use them."""
     return float(np.sqrt(np.square(values).sum()))

@@ -198,8 +198,7 @@ def idle_workers(count: int, ready: str, gpu: bool,
 
 
 class Scratch:
-    """The temporary folder of a run. The operating system gives its lock back when the owner dies, so that a later run
-    removes the folder of one that was killed."""
+    """The temporary folder of a run, with a lock that its owner's death gives back: a later run removes it then."""
 
     def __init__(self) -> None:
         with temporary.said():
@@ -265,8 +264,7 @@ class ProcessEvaluator:
         self.folder.cleanup()
 
     def drop(self) -> None:
-        """Forgets the pending candidates. What is under way ends soon, or its processes do; only builds that disturb no
-        measurement go on, for the cache."""
+        """Forgets the pending candidates. What is under way ends soon, but for builds that disturb no measurement."""
         with self.lock:
             builds, measures = self.builds, self.measures
             self.builds, self.measures, self.built = set(), set(), []
@@ -302,8 +300,7 @@ class ProcessEvaluator:
         self.release()
 
     def release(self) -> None:
-        """Submits built modules for measuring, once there are answers to compare theirs with. Until then the measuring
-        processes are free for other workloads."""
+        """Submits built modules for measuring, once there are answers; until then the processes are free for others."""
         with self.lock:
             if self.pool.closed or not self.answered.done() or (self.pool.quiet and self.builds):
                 return
@@ -378,8 +375,7 @@ class ProcessEvaluator:
         return self.pool.measure(request, list[Outcome], limit, self)
 
     def compare(self, finalists: Sequence[Candidate], seconds: float | None = None) -> list[Outcome]:
-        """Measures the finalists taking turns; where one of them fails then, each alone. [] where nothing can be said
-        of any. Times are taken for about ``seconds`` at most."""
+        """Measures the finalists taking turns, for about ``seconds``; if one fails then, each alone; [] if all do."""
         try:
             # Those of an earlier session are built again; the others must not wait for builds that go on.
             list(self.pool.building.map(self.build, [c for c in finalists if c not in self.modules]))

@@ -71,8 +71,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 def call(pool: Pool, worker: Worker, function: Callable[..., T], argument: Any, kind: type[T]) -> T:
-    """The answer of a function of this file, decoded as ``kind``, in a process of the pool. Raises
-    :class:`ScheduleError` where it raises or the process is lost."""
+    """The answer of a function of this file in a process of the pool; :class:`ScheduleError` where there is none."""
     try:
         return worker.call(f"{__name__}:{function.__name__}", argument, kind, LIMIT)
     except WorkerError as error:
@@ -107,8 +106,7 @@ def choose_defaults(question: Question) -> tuple[Candidate, ...]:
 
 
 def defaults(pool: Pool, question: Question) -> tuple[Candidate, ...]:
-    """The default of each schedule that serves, the one that is expected to be fastest first. Raises
-    :class:`ScheduleError` where none serves, or for an unknown name."""
+    """The default of each schedule that serves, the fastest first; :class:`ScheduleError` where none serves."""
     return built(pool, choose_defaults, question, tuple[Candidate, ...])
 
 
@@ -198,8 +196,7 @@ class Elsewhere:
         call(self.pool, self.worker, prepare, self.question(0, True), bool)
 
     def question(self, count: int, scanned: bool) -> Ask:
-        """A question with the times since the last one; with the scans of the space where they are needed and that
-        process has none."""
+        """A question with the times since the last one; with the space's scans, the first time they are needed."""
         scans = None
         if scanned and self.parts is not None:
             scans, self.parts = dict(self.parts()), None

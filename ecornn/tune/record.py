@@ -255,7 +255,6 @@ def tolerance(work: Workload) -> float:
 
 
 def proven(trial: Trial) -> bool:
-    """True for a trial with a time, one that a step can take, and a right output: what is wrong may be as fast as it
-    likes."""
+    """True for a trial with a time that a step can take, and a right output: what is wrong may be fast."""
     return (trial.times is not None and trial.times.median >= LEAST and trial.check is not None
             and trial.check <= tolerance(trial.workload))

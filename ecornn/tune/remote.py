@@ -63,8 +63,7 @@ class Tracker:
 
     @classmethod
     def parse(cls, address: str, key: str, allow_remote: bool = False) -> Tracker:
-        """The tracker at ``host:port``. Raises :class:`ArgumentError` for anything else, and for another machine's
-        address unless that is allowed."""
+        """The tracker at ``host:port``; :class:`ArgumentError` for others, and for another machine's unless allowed."""
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ArgumentError("tracker", address, "HOST:PORT of a TVM RPC tracker")
@@ -105,8 +104,7 @@ class Tracker:
                     raise DeviceError("key", self.key, f"a server that is not busy ({error})") from None
 
     def pool(self, entries: Entries, quiet: bool, device: Device) -> Pool:
-        """Processes that build here and measure on the servers, one for each that there is now. ``quiet``: a build
-        would disturb a measurement, if both run here."""
+        """Processes that build here and measure on the servers, one for each; ``quiet``: builds would disturb."""
         here = replace(entries, measure_ready=f"{__name__}:ready", measure=f"{__name__}:measure")
         count, address = max(1, self.servers()), msgspec.json.encode((self.host, self.port, self.key, device)).decode()
         return Pool(here, measurers=count, proposers=count if count > 1 else 0, local=False, grace=START,

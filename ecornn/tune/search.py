@@ -67,8 +67,7 @@ def features(schedule: AnySchedule, task: Task, candidate: Candidate) -> dict[st
 
 
 class CostModel:
-    """Ranks candidates. Samples come in groups, one for each workload and device: times are compared within a group
-    only."""
+    """Ranks candidates. Samples come in groups, of a workload and device each, within which times are compared."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -111,8 +110,7 @@ class CostModel:
         return True
 
     def matrix(self, rows: Sequence[dict[str, float]]) -> Any:
-        """Float32 array (rows, columns). What a row lacks is missing (NaN) or, for words, zero; names never learnt are
-        left out."""
+        """Float32 array (rows, columns); what a row lacks is NaN or, for words, zero; names not learnt are left out."""
         blank = np.array([0.0 if "=" in n else np.nan for n in self.columns], dtype=np.float32)
         data = np.tile(blank, (len(rows), 1))
         for i, row in enumerate(rows):
@@ -220,8 +218,7 @@ class Search:
         return batch
 
     def opening(self, known: Sequence[Candidate]) -> list[Candidate]:
-        """The most promising candidates near ``known``, besides the first. To find them takes no scan of the space,
-        which takes seconds."""
+        """The most promising candidates near ``known``, besides the first, without a scan, which takes seconds."""
         rng, seen = random.Random(f"{self.seed}/opening"), dict[Candidate, float]()
         self.model.fit()
         self.look((*known, *(self.walk(rng, rng.choice(known), STEPS) for _ in range(STROLLS))), seen)
@@ -297,8 +294,7 @@ class Search:
         return list(islice((c for c, _ in good if self.space.fits(c)), count))
 
     def climb(self, rng: random.Random, seen: dict[Candidate, float]) -> None:
-        """Beam search from the best of the sample, the fastest so far and random points, by single knobs; adds what
-        it sees, and its scores."""
+        """Beam search by single knobs from the best of the sample, the fastest and random points; adds what it sees."""
         drawn = [c for c in (self.space.draw(rng) for _ in range(CLIMBERS)) if c]
         points = list(dict.fromkeys([*self.fastest(CLIMBERS), *self.top(seen.items(), CLIMBERS), *drawn]))
         for _ in range(SWEEPS):

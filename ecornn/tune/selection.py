@@ -168,8 +168,7 @@ def merge(lines: Iterable[Line]) -> Merged:
 
 
 def event(record: AnyRecord) -> bytes:
-    """A key of what a record is about, without what came of it; ``seconds`` tells apart processes that went on with one
-    run."""
+    """A key of what a record is about, without what came of it; ``seconds`` tells apart processes of one run."""
     fields: tuple[Any, ...] = (KINDS[type(record)], record.run, record.time)
     if not isinstance(record, Start):
         fields += (record.seconds,)

@@ -126,8 +126,7 @@ class ConfigSpace:
         return False, array("q", (n for n in every if n in sampled))
 
     def scan_part(self, schedule: str, part: int) -> Scan:
-        """Numbers of the combinations of one part that fit: those with every ``PARTS``-th value of the first knob that
-        ``check`` looks at."""
+        """Numbers of what fits, with every ``PARTS``-th value of the first knob that ``check`` looks at."""
         order = self._order(schedule)
         if (numbers := self._walk(schedule, order, part)) is not None:
             return True, numbers

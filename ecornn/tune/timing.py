@@ -106,8 +106,7 @@ def bounds(times: Sequence[float]) -> tuple[float, float]:
 
 
 def interval(times: Sequence[float]) -> float:
-    """Half the width of the 95% confidence interval of the median (:func:`bounds`), relative to the median; infinite
-    for fewer than six times."""
+    """Half the width of the median's 95% confidence interval, relative to it; infinite for fewer than six times."""
     ordered, n = sorted(times), len(times)
     if n < 6:
         return math.inf
@@ -117,8 +116,7 @@ def interval(times: Sequence[float]) -> float:
 
 
 def settled(times: Sequence[float]) -> bool:
-    """True where the median of these times is known to ``TIGHT``: fewer than six must all lie within ``TIGHT`` of their
-    middle."""
+    """True where the median of these times is known to ``TIGHT``; fewer than six must all lie within that of it."""
     if len(times) < 6:
         return max(times) - min(times) <= 2 * TIGHT * sorted(times)[len(times) // 2]
     return interval(times) <= TIGHT
@@ -259,8 +257,7 @@ host_arrays, torch_arrays = cache(Arrays), cache(TorchArrays)
 
 
 def arrays_for(module: Module, dtype: str | None = None) -> Arrays:
-    """The arrays to run ``module`` on, of ``dtype`` or else its own; the same object for modules whose arrays are
-    interchangeable."""
+    """The arrays to run ``module`` on, of ``dtype`` or its own; the same object where they are interchangeable."""
     dtype = dtype or module.manifest.workload.dtype
     if module.manifest.device.kind == "llvm":
         return host_arrays(dtype)
@@ -320,8 +317,7 @@ def timed_factors(path: str, memory: Any, layout: Hoisted, steps: int) -> Any:
 
 
 def check(layer: Any, memory: Arrays, answers: dict[str, Any], x: Any = None) -> float:
-    """The larger relative error of two runs over y and the final states; outputs start as NaN. ``x``: that of the
-    answers as the layer reads it, if not as it is."""
+    """The larger relative error of two runs; outputs start as NaN. ``x``: the answers', as the layer reads it."""
     x = memory.put(answers["x"]) if x is None else x
     first = [memory.put(answers[n]) for n in sorted(answers) if n.startswith("first_")]
     last = [answers[n] for n in sorted(answers) if n.startswith("last_")]

@@ -127,8 +127,7 @@ def seeds(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candid
 
 
 def borrowed(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
-    """The fastest configurations of the nearest workloads, this one among them, as they are for this task, where they
-    fit; the fastest of each first."""
+    """The fastest configurations of the nearest workloads where they fit, the fastest of each first."""
     by_name = {s.name: s for s in schedules}
     times: dict[Workload, dict[Candidate, float]] = {}
     for trial in log.trials():
@@ -175,8 +174,7 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 
 
 def products(graph: StepGraph) -> tuple[object, ...]:
-    """A key of what a schedule's choices depend on most: states, and rows, operands and heads of each product, or its
-    narrow part, which no built-in cell has."""
+    """A key of what choices depend on most: states, and rows, operands, heads or narrow part of each product."""
     return len(graph.states), *((len(p.products), len(p.operands), heads_of(p), narrow_of(p))
                                 for p in graph.product_phases)
 

@@ -50,8 +50,7 @@ class Progress:
 
 
 class Tuner:
-    """One run. ``evaluator`` builds and measures, ``journal`` keeps the records, ``report`` is called after every
-    trial, and ``stage`` with words that say what comes now."""
+    """One run. ``report`` is called after every trial, and ``stage`` with words that say what comes now."""
 
     def __init__(self, search: Proposals, evaluator: ProcessEvaluator, journal: Journal, settings: Settings,
                  environment: Environment, report: Callable[[Progress], None] = lambda _: None,
@@ -166,8 +165,7 @@ class Tuner:
         return trial
 
     def conclude(self, reason: Reason) -> Finish:
-        """Measures the fastest and the default once more, taking turns, and finishes the run. The fastest of many noisy
-        times is faster than it really is; only a fresh measurement says what was gained."""
+        """Measures the fastest of many noisy times and the default once more, in turns, and finishes the run."""
         default = self.space.defaults()[0]
         times = {c: t for c, t in self.search.tried.items() if t is not None}
         ranked = sorted(times, key=lambda c: times[c])
