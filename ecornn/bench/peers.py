@@ -127,7 +127,7 @@ def cudnn_side(side: str, subject: Subject, weights: Weights, rng: np.random.Gen
 
 
 def nearest(cell: Cell | None, work: Workload) -> str | None:
-    """The cell of cuDNN with as many states and recurrent products, one more or less at most; None without one."""
+    """The cell of cuDNN with as many recurrent products, give or take one; None without. An LSTM has two states."""
     if cell is None:
         return None
     graph = analyse(cell, work.input, work.hidden)
