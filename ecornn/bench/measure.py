@@ -54,9 +54,8 @@ class Plan:
 
 
 def measure(case: Case, plan: Plan) -> Row:
-    """Times a case. Raises what :func:`ecornn.compile` and ``ecornn.load`` raise;
-    :class:`~ecornn.errors.MissingPackageError` where a side that was asked for is not installed;
-    :class:`~ecornn.errors.ArgumentError` for what a module was not compiled for."""
+    """Times a case. Raises what :func:`ecornn.compile` and ``ecornn.load`` raise; :class:`MissingPackageError` for a
+    side that is not installed, :class:`ArgumentError` for what a module was not compiled for."""
     with tempfile.TemporaryDirectory(prefix="ecornn-") as temporary:
         folder = plan.folder or Path(temporary)
         module, cell, against = made(case, plan, folder / f"{OURS}.so")

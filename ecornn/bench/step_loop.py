@@ -44,10 +44,9 @@ Value = Term | np.ndarray  # an array is known before anything runs
 
 @dataclass(frozen=True)
 class TorchStep:
-    """Python source of a step. ``source`` defines ``prepare(parameters)``, which computes once a sequence what steps
-    need of the parameters alone, and ``step(x, states, prepared)``, which returns the new states and other outputs
-    behind them; x (B, I) has the cell's inputs behind it. Parameters are in te shape, in the cell's order.
-    ``constants`` are arrays that the source names."""
+    """Python source of a step: ``prepare(parameters)``, which computes once a sequence what steps need of the
+    parameters alone (in te shape, in the cell's order), and ``step(x, states, prepared)``, which returns the new states
+    and other outputs behind them; x (B, I) has the cell's inputs behind it. ``constants`` are arrays that it names."""
 
     source: str
     constants: Mapping[str, np.ndarray]

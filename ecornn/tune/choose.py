@@ -118,10 +118,9 @@ def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> 
 
 
 def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None, log: Log | None = None) -> Found:
-    """Schedule and configuration: as given, else of the best record, of this cell or else of a built-in one of the same
-    products, else by the heuristic. ``log``: the records to look in; default: the user's folder and the shipped ones.
-    Raises what :func:`serving` and :func:`complete` raise, and :class:`ArgumentError` for a ``config`` of no
-    schedule."""
+    """Schedule and configuration: as given, else of the best record in ``log`` (default: the user's folder and the
+    shipped one), of this cell or else of a built-in one of the same products, else by the heuristic. Raises what
+    :func:`serving` and :func:`complete` raise, and :class:`ArgumentError` for a ``config`` of no schedule."""
     schedules = serving(task, schedule)
     if config:
         if schedule is None and len(schedules) > 1:

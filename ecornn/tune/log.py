@@ -326,9 +326,8 @@ class Journal:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keeps other processes and threads from the run, within a context: they would try the same and disturb its
-        times. Raises :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be
-        written."""
+        """Keeps other processes and threads, which would try the same and disturb times, from the run. Raises
+        :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written."""
         real = self.path.resolve()  # of a link, what it points at
         place = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
         try:

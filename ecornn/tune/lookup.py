@@ -264,9 +264,8 @@ def collect(lines: Sequence[TrialLine], by_name: Mapping[str, AnySchedule], task
 
 
 def drift(lines: Sequence[TrialLine]) -> dict[str, tuple[float, float]]:
-    """By run, the factor by which every finalist was slower in the final comparison than in the search, at least 1, and
-    the fastest finalist's time, in µs per step. One finalist alone may have been lucky in the search: that says nothing
-    of the others."""
+    """By run, the factor, at least 1, by which every finalist was slower in the final comparison than in the search
+    (one alone may have been lucky: that says nothing of others), and the fastest finalist's time, in µs per step."""
     times: dict[str, dict[Candidate, dict[str, float]]] = {}
     for line in lines:
         trial = line.record
@@ -283,9 +282,8 @@ def drift(lines: Sequence[TrialLine]) -> dict[str, tuple[float, float]]:
 
 def best_evidence(lines: Sequence[TrialLine], revision: int | None,
                   drifts: Mapping[str, tuple[float, float]]) -> Evidence:
-    """The evidence of one of several times of a configuration, whose schedule is at ``revision`` now: a current one
-    before a stale one, one of a final comparison before one measured once, then the latest. ``drifts``: those of
-    :func:`drift`."""
+    """The evidence of one of several times of a configuration, whose schedule is at ``revision``: a current one before
+    a stale one, a final one before one measured once, then the latest. ``drifts``: those of :func:`drift`."""
     ranked = []
     for line in lines:
         trial = line.record

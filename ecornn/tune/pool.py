@@ -123,9 +123,8 @@ class Pool:
 
     def measure(self, request: Any, kind: type[T], limit: float, owner: object = None) -> T:
         """Calls ``entries.measure`` in an idle measuring process, decoded as ``kind``. A server elsewhere that goes
-        away costs another try, up to ``LOSSES`` of them; while none is free, those that are measure the rest. Raises
-        :class:`WorkerError` as ``Worker.call``, and :class:`ServerError` where there was no server for ``ABSENCE``
-        seconds."""
+        away costs another try, up to ``LOSSES`` of them. Raises :class:`WorkerError` as ``Worker.call``, and
+        :class:`ServerError` where there was no server for ``ABSENCE`` seconds."""
         losses = 0
         while True:
             worker, rest = self.idle_measurers.get(), 0.0

@@ -86,8 +86,7 @@ class Tracker:
 
     def describe(self, target: str | Device | None = None) -> tuple[Device, Environment]:
         """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine. Raises
-        :class:`DeviceError` without a tracker or server, where it does not answer, or where it measures on another
-        device than ``target``."""
+        :class:`DeviceError` where none answers, or that measures on another device than ``target``."""
         if not self.servers():
             raise DeviceError("key", self.key, f"the key of a server at the tracker {self}; start one with: "
                               f"ecornn serve --tracker {self} --key {self.key}")
@@ -246,10 +245,9 @@ def require_loopback(argument: str, host: str, allow_remote: bool) -> None:
 
 def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.1", port: int = 9200,
           address: str | None = None) -> Server:
-    """Starts a server in processes of its own, known to the tracker; ``terminate()`` stops them. ``address`` is what
-    the tracker tells tuners to connect to, where that is not ``host``. The first free port of 100 from ``port`` on is
-    used. Raises :class:`~ecornn.errors.DeviceError` without the device, :class:`ArgumentError` where it cannot listen
-    there."""
+    """Starts a server in processes of its own, known to the tracker, at the first free port of 100 from ``port`` on;
+    ``terminate()`` stops them. ``address``: what tuners connect to, where that is not ``host``. Raises
+    :class:`~ecornn.errors.DeviceError` without the device, :class:`ArgumentError` where it cannot listen there."""
     from tvm.rpc import Server
 
     try:

@@ -201,9 +201,8 @@ class Search:
         return self._rows[candidate]
 
     def ask(self, count: int) -> list[Candidate]:
-        """Up to ``count`` new candidates; fewer where the space has no more, [] where it has none. First those that
-        were chosen when the search began: see the class. After them what the model ranks highest, mixed with random
-        picks."""
+        """Up to ``count`` new candidates, [] where the space has none: those that were chosen when the search began,
+        then what the model ranks highest, mixed with random picks."""
         rng = random.Random(f"{self.seed}/{len(self.tried) + len(self.proposed)}")
         batch = [c for c in self.first if self.fresh(c, ())][:count]
         room = count - len(batch)

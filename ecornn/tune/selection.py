@@ -112,10 +112,9 @@ def under_way(lines: Sequence[Line]) -> set[str]:
 
 
 def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int) -> list[Line]:
-    """The lines that look-up and the cost model could use, in order. They are, for each workload and device, the
-    records of the ``keep`` fastest configurations; stale ones only where a configuration is not known at its schedule's
-    present revision (``revisions``), with the failures that say that it works no more; of runs that were started and
-    are not finished everything; of finished ones start and finish, where a trial stays."""
+    """The lines that look-up and the cost model could use, in order: for each workload and device those of the ``keep``
+    fastest configurations; stale ones only where there are none of the present ``revisions``, with failures since; of
+    unfinished runs everything; of finished ones start and finish, where a trial stays."""
     going = under_way(lines)
     staying: set[int] = set()
     runs: set[str] = set()
@@ -148,10 +147,9 @@ class Merged:
 
 
 def merge(lines: Iterable[Line]) -> Merged:
-    """The union of the lines, run by run. Equal lines count once. Two lines conflict that are the same event (what was
-    tried, when, in which run) with different results: an edited or damaged copy. Of these the one that promises less is
-    kept: a failure before a time, a longer time before a shorter. So merging is commutative, associative and
-    idempotent, and a run that both logs have goes on with the trials of both."""
+    """The union of the lines, run by run. Two lines conflict that are the same event with different results: an edited
+    or damaged copy. Of these the one that promises less is kept: a failure before a time, a longer time before a
+    shorter. So merging is commutative, associative and idempotent."""
     events: dict[bytes, Line] = {}
     merged = Merged()
     for line in lines:

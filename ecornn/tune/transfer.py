@@ -56,9 +56,8 @@ def distance(a: Workload, b: Workload) -> float:
 def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedule], log: Log,
          run: Journal | None = None) -> int:
     """Adds the nearest runs of the same architecture and entry, and of whatever cell and data type those that have seen
-    a good part of a space, slow configurations too; returns how many trials. ``run`` is left out: the search is told of
-    its own trials. The model compares times within a run only, so runs of other sizes, of other products and of older
-    revisions teach as well."""
+    a good part of a space; returns how many trials. ``run`` is left out: the search is told of its own trials. The
+    model compares times within a run only, so runs of other sizes and of older revisions teach as well."""
     runs: dict[Run, list[Trial]] = {}
     for line in filter(is_trial, log.lines):
         trial = line.record
@@ -107,10 +106,9 @@ def usable(schedule: AnySchedule, task: Task, trial: Trial, config: Config, serv
 
 
 def seeds(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
-    """The fastest configurations that any record of this workload has, whatever the length of its sequences, those of
-    this GPU first, then of one like it; those of larger inputs last. Records of another GPU, or of another revision of
-    the schedule, prove nothing here; what they found is worth a trial each, with knobs that they did not have as things
-    were before. Whether a configuration fits is for the config space to say."""
+    """The fastest configurations that any record of this workload has, of whatever T and revision, those of this GPU
+    first, then of one like it; those of larger inputs last. They prove nothing here, but are worth a trial each.
+    Whether a configuration fits is for the config space to say."""
     by_name = {s.name: s for s in schedules}
     knobs = {s.name: s.knobs(task) for s in schedules}
     best: dict[Candidate, tuple[float, float, float]] = {}

@@ -64,9 +64,8 @@ class Tuner:
         self.without_gain = 0  # trials since the last one that was faster by more than GAIN
 
     def run(self) -> Finish:
-        """Tunes to the end and returns the finish record, which is in the log by then. Trials that the journal already
-        has are not made again. Stopped at any point (KeyboardInterrupt included), the journal has every trial that was
-        done."""
+        """Tunes to the end and returns the finish record, which is in the log by then, as every trial that was done is
+        wherever this is stopped. Trials that the journal already has are not made again."""
         started = self.settings.started
         self.begin = (time.monotonic() if started is None else started) - self.journal.seconds
         for old in self.journal.search:
