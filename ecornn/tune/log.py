@@ -238,11 +238,10 @@ def parse(data: bytes, path: Path, hidden: int | None = None) -> Log:
 def log_path(workload: Workload, device: Device) -> Path:
     """The user's log for a workload: one file for each workload and device."""
     device_name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {device.arch}").strip("-").lower()
-    cell, weights = workload.cell.replace("@", "-"), f"_w{workload.weights}" if workload.weights else ""
-    precision = f"_{workload.precision}" if workload.precision else ""
-    entry = "_backward" if workload.backward else ""
-    return user_folder() / (f"{cell}_h{workload.hidden}_i{workload.input}_b{workload.batch}"
-                            f"_t{workload.seq}_{workload.dtype}{weights}{precision}{entry}_{device_name}.jsonl")
+    size = f"h{workload.hidden}_i{workload.input}_b{workload.batch}_t{workload.seq}"
+    parts = [workload.cell.replace("@", "-"), size, workload.dtype, workload.weights and f"w{workload.weights}",
+             workload.precision, "backward" * workload.backward, device_name]
+    return user_folder() / f"{'_'.join(filter(None, parts))}.jsonl"
 
 
 @lru_cache(maxsize=4096)
@@ -298,7 +297,6 @@ class Journal:
     run: str
     trials: list[Trial] = field(default_factory=list)
     finish: Finish | None = None
-    problems: list[str] = field(default_factory=list)
 
     @classmethod
     def open(cls, path: Path, digest: str, resume: bool) -> Journal:
@@ -306,19 +304,19 @@ class Journal:
         it ran: a compiler that was missing then may be there now. Raises :class:`~ecornn.errors.RecordError` where the
         file exists and cannot be read, or has text but no record, and where it is compressed."""
         require_plain(path)  # before anything is built
-        log = read(path) if path.exists() else None
-        strange = [problem for problem in log.problems if not problem.endswith(TORN)] if log else []
-        if log and strange and not log.lines and not log.newer:
+        log = read(path) if path.exists() else Log()
+        strange = [problem for problem in log.problems if not problem.endswith(TORN)]
+        if strange and not log.lines and not log.newer:
             raise RecordError(f"{path} is no tuning log: {strange[0]}; move it away, or name another file (--output): "
                               "nothing is added to what cannot be read")
-        records = [line.record for line in log.lines] if log else []
+        records = [line.record for line in log.lines]
         runs = (r.run.removeprefix(digest + "-") for r in records
                 if isinstance(r, Start) and r.run.startswith(digest + "-"))
         number = max((int(run) for run in runs if run.isdecimal()), default=0)
         failed = any(isinstance(r, Finish) and r.run == f"{digest}-{number}" and r.best is None for r in records)
         if not resume or not number or failed:
             number += 1
-        journal = cls(path, f"{digest}-{number}", problems=log.problems if log else [])
+        journal = cls(path, f"{digest}-{number}")
         for record in records:
             if record.run == journal.run:
                 journal.take(record)
