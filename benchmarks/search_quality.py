@@ -52,13 +52,11 @@ from ecornn.cells import get
 from ecornn.device import Device
 from ecornn.schedules.base import Schedule, Task
 from ecornn.tune.choose import Environment
-from ecornn.tune.evaluate import SPARE
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import Log, read, read_all, shipped_folder
+from ecornn.tune.log import Journal, Log, read, read_all, shipped_folder
 from ecornn.tune.lookup import unfit, up_to_date
-from ecornn.tune.model import CostModel
+from ecornn.tune.pool import SPARE
 from ecornn.tune.record import AnyRecord, Outcome, Trial
-from ecornn.tune.search import Search
+from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import Candidate, ConfigSpace, halving
 from ecornn.tune.transfer import borrowed, warm
 from ecornn.tune.tuner import Settings, Tuner

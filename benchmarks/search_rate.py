@@ -51,10 +51,10 @@ from ecornn.tune import proposing  # noqa: E402
 from ecornn.tune import session as sessions  # noqa: E402
 from ecornn.tune.building import Build  # noqa: E402
 from ecornn.tune.log import Log  # noqa: E402
-from ecornn.tune.measuring import Measure  # noqa: E402
 from ecornn.tune.pool import Entries, Pool  # noqa: E402
 from ecornn.tune.record import Outcome, Times  # noqa: E402
 from ecornn.tune.search import Search  # noqa: E402
+from ecornn.tune.timing import Measure  # noqa: E402
 from ecornn.worker import Worker  # noqa: E402
 
 Span = tuple[float, float]

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ecornn.bench.peers import exact_layer
-from ecornn.bench.sides import Side, Subject, Weights
-from ecornn.bench.turns import Results
+from ecornn.bench.turns import Results, Side, Subject, Weights
 from ecornn.cells import Cell
 from ecornn.errors import CellError, MissingPackageError
 from ecornn.interpreter import formula_of_cell
@@ -33,8 +32,7 @@ def expected(subject: Subject, cell: Cell, weights: Weights) -> Exact:
     """The results of a layer of the cell, on the inputs as they are: y by formulas in NumPy, else by the te graph as it
     was written. Gradients are PyTorch's, of its own layer in float64 or of a loop over the te graph, whose y must be
     that of NumPy; in a process without PyTorch those of the formulas, which take long, and
-    :class:`MissingPackageError` where a cell has none.
-    """
+    :class:`MissingPackageError` where a cell has none."""
     arrays, reverse = subject.machine.arrays, subject.stack.reverse
     x = arrays.get(subject.inputs["x"])
     x = x[::-1] if reverse else x
@@ -83,30 +81,21 @@ def errors_of(subject: Subject, found: Results, exact: Exact) -> dict[str, float
     return {name: relative_error(get(found[name]), value, least) for name, value in exact.items()}
 
 
-def own_limit(subject: Subject) -> float:
-    """How far ours may be where no library says how far one is."""
-    work = subject.work
-    if subject.training:
-        return EXACT if work.dtype == "float64" else GRADIENTS[work.arithmetic]
-    if work.weights is not None:
-        return INTEGERS.get(work.weights) or ROUNDED.get(work.weights, TOLERANCE[work.arithmetic])
-    return TOLERANCE[work.arithmetic]
-
-
 def limits_of(subject: Subject, side: Side, errors: Mapping[str, Mapping[str, float]],
               sides: Mapping[str, Side]) -> dict[str, float]:
     """How far each result of a side may be. Ours in 16 bits or TF32: twice as far as the farthest library that computes
-    the same in that type, and else as :func:`own_limit` says; so is every other in float32 and float64."""
+    the same in that type, and else as tables say; so is every other in float32 and float64."""
     of_ours = side.name == ALONE or side.subject is not None
-    subject = side.subject or subject
-    own, arithmetic = own_limit(subject), subject.work.arithmetic
-    names = errors[side.name]
+    subject, names = side.subject or subject, errors[side.name]
+    work, arithmetic = subject.work, subject.work.arithmetic
+    own = (INTEGERS | ROUNDED).get(work.weights or "", TOLERANCE[arithmetic])
+    if subject.training:
+        own = EXACT if work.dtype == "float64" else GRADIENTS[arithmetic]
     if side.name == ROUNDING and arithmetic == "float32":
         return dict.fromkeys(names, PEER * TOLERANCE["tf32"])
-    if arithmetic in ("float32", "float64") or subject.work.weights is not None:
-        return dict.fromkeys(names, own)
-    if not of_ours:
-        return dict.fromkeys(names, PEER * own)
+    exact = arithmetic in ("float32", "float64") or work.weights is not None
+    if exact or not of_ours:
+        return dict.fromkeys(names, own if exact else PEER * own)
     peers = [of for name, of in errors.items() if name != ALONE and sides[name].subject is None
              and sides[name].cell is side.cell]
     return {name: max((2 * of[name] + 1e-6 for of in peers if of[name] <= PEER * own), default=own) for name in names}

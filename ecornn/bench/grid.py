@@ -1,19 +1,8 @@
 """What is timed: cases, sides of ours that are compiled otherwise, and grids of them in TOML, many layers in few lines,
-with what each is compared with, and what must come of it.
+with what each is compared with, and what must come of it: docs/BENCHMARKING.md.
 
-    title = "Layers outside the grid"
-    against = ["cudnn"]
-    calls = 16                        # of a short sequence that are timed as one, of 300 steps at most
-    [sides.default]                   # ours once more, compiled otherwise: see :class:`Own`
-    untuned = true
-    [all]                             # what layers have in common
-    target = "cuda"
-    [[layers]]
-    group = "small"
-    cell = ["lstm", "gru"]            # of lists every combination is a layer, the last list's values vary fastest
-    size = ["300x32x64", "300x8x30x100"]   # TxBxH, or TxBxIxH
-    dtype = "float32"                 # also tf32-both: float32 with precision tf32; tf32: in which cuDNN alone rounds
-    at_most = 0.35                    # µs a step
+In a grid ``dtype`` may also be tf32-both, float32 with precision tf32, and tf32, in which cuDNN alone rounds; of
+several lists the last one's values vary fastest.
 """
 
 from __future__ import annotations
@@ -23,17 +12,16 @@ import itertools
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from msgspec import structs
 
+from ecornn import compiler
 from ecornn.bench.peers import named
 from ecornn.errors import ArgumentError, MissingPackageError, ScheduleError
 from ecornn.layer_spec import LayerSpec, usual_dtype
-
-if TYPE_CHECKING:
-    from ecornn.compiler import LayerPlan
+from ecornn.tune.choose import default_target, serving_or_raise
 
 ALIKE = "the same as is compiled anyway"
 OF_CASE = ("cell", "weights", "precision", "keep")
@@ -41,17 +29,9 @@ OF_LAYER = ("size", "group", "against", "sides", "at_most", "at_least")
 
 
 class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """One of ``ecornn bench``'s layers, its fields named as the options. What is None the device or the module says.
+    """One of ``ecornn bench``'s layers, its fields named as the options. What is None the device or the module says."""
 
-    Attributes
-    ----------
-    cell : its name, or ``FILE.py:NAME``; of a module with a cell of one's own what its output is held against
-    module : a module's file, in place of the properties but ``seq`` and ``batch``
-    training : whether forward and backward are timed, with the gradients of x and all weights
-    threads : of every side, on a CPU; None: the physical cores that the process may use
-    """
-
-    cell: str | None = None
+    cell: str | None = None  # its name, or FILE.py:NAME; with a module of such a cell: what its output is held against
     hidden: int | None = None
     input: int | None = None
     batch: int | None = None
@@ -62,17 +42,14 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
     layers: int = 1
     bidirectional: bool = False
     reverse: bool = False
-    training: bool = False
+    training: bool = False  # forward and backward are timed, with the gradients of x and all weights
     keep: str | None = None
     target: str | None = None
-    threads: int | None = None
-    module: str | None = None
+    threads: int | None = None  # of every side, on a CPU; None: the physical cores that the process may use
+    module: str | None = None  # a module's file, in place of the properties but seq and batch
 
     def layer(self) -> LayerSpec:
-        """The layer, where it is not a module's. Raises what a layer raises; of one of a grid, too, where a property
-        that it needs is missing."""
-        from ecornn.tune.choose import default_target
-
+        """The layer, where it is not a module's. Raises what a layer raises, also where a property is missing."""
         for name in ("cell", "hidden"):
             if getattr(self, name) is None:
                 raise ArgumentError(f"--{name}", None, "a value; or give a module's file")
@@ -93,8 +70,7 @@ class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 def case_of(values: Mapping[str, Any], where: str) -> Case:
-    """A case of a file's values, which may be text; what is empty is left out. Raises :class:`ArgumentError`, with
-    ``where`` they stand, for names and values that a case has not."""
+    """A case of a file's values, which may be text, without those that are empty; or an :class:`ArgumentError`."""
     given = {name: value for name, value in values.items() if value not in ("", None)}
     try:
         return msgspec.convert(given, Case, strict=False)
@@ -107,45 +83,33 @@ FIELDS = Case.__struct_fields__
 
 
 class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
-    """How a side is compiled; what is left open is the layer's.
-
-    Attributes
-    ----------
-    cell, weights, precision, keep, overlap, schedule : as of :func:`ecornn.compile`
-    config : knobs that are set to something else than what is chosen
-    untuned : as if there were no records; such a side is left out where records choose the same
-    like : another cell, whose schedule and knobs at this size are taken
-    module : a module's file, which is not compiled; the side is left out where there is none
-    within : ``MODULE:NAME`` of a function of no arguments that makes a context, in which the module is built
-    """
+    """How a side is compiled, as by :func:`ecornn.compile`; what is left open is the layer's."""
 
     cell: str | None = None
     weights: str | None = None
     precision: str | None = None
     keep: str | None = None
     schedule: str | None = None
-    config: dict[str, Any] = {}
+    config: dict[str, Any] = {}  # knobs that are set to something else than what is chosen
     overlap: str = "auto"
-    untuned: bool = False
-    like: str | None = None
-    module: str | None = None
-    within: str | None = None
+    untuned: bool = False  # as if there were no records; such a side is left out where records choose the same
+    like: str | None = None  # another cell, whose schedule and knobs at this size are taken
+    module: str | None = None  # a module's file, which is not compiled; the side is left out where there is none
+    within: str | None = None  # MODULE:NAME of a function that makes a context, in which the module is built
 
     def case(self, case: Case) -> Case:
         """The layer of this side."""
         changed = {name: value for name in OF_CASE if (value := getattr(self, name)) is not None}
         return structs.replace(case, module=self.module, **changed)
 
-    def planned(self, case: Case) -> LayerPlan:
+    def planned(self, case: Case) -> compiler.LayerPlan:
         """The plan of what is built for a case. Raises what :func:`ecornn.compiler.plan_layer` raises, and
         :class:`~ecornn.errors.ScheduleError` where it is the same as without records."""
-        from ecornn.compiler import plan_layer
-        from ecornn.tune.choose import serving_or_raise
-
         own = self.case(case)
 
-        def plan(case: Case, schedule: str | None, config: Mapping[str, Any] | None) -> LayerPlan:
-            return plan_layer(case.layer(), target=case.target, schedule=schedule, config=config, overlap=self.overlap)
+        def plan(case: Case, schedule: str | None, config: Mapping[str, Any] | None) -> compiler.LayerPlan:
+            return compiler.plan_layer(case.layer(), target=case.target, schedule=schedule, config=config,
+                                       overlap=self.overlap)
 
         whole = plan(own if self.like is None else structs.replace(own, cell=self.like), self.schedule, None)
         found = whole.found
@@ -164,51 +128,32 @@ class Own(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
         if self.module is not None:
             return Path(self.module)
         if not out.exists():
-            from ecornn.compiler import build
-
             with pkgutil.resolve_name(self.within)() if self.within is not None else contextlib.nullcontext():
-                build(self.planned(case), out)
+                compiler.build(self.planned(case), out)
         return out
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer of a grid, or a file's only one: what is timed, and beside whom.
+    """A layer of a grid, or a file's only one: what is timed, and beside whom."""
 
-    Attributes
-    ----------
-    name : of its row
-    against : libraries; None: who is there
-    own : sides of ours, by name
-    at_most, at_least : bounds, of microseconds a step and of the ratio to the first side beside ours
-    """
-
-    name: str
+    name: str  # of its row
     case: Case
     group: str = ""
-    against: tuple[str, ...] | None = None
-    own: dict[str, Own] = {}
-    at_most: float | None = None
-    at_least: float | None = None
+    against: tuple[str, ...] | None = None  # libraries; None: who is there
+    own: dict[str, Own] = {}  # sides of ours, by name
+    at_most: float | None = None  # microseconds a step
+    at_least: float | None = None  # ratio to the first side beside ours
 
 
 class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A file, as it is written.
+    """A file, as it is written."""
 
-    Attributes
-    ----------
-    title, about : for the report
-    against : sides beside ours, as ``--against`` names them
-    calls : of a short sequence that are timed as one, so that a graph's launch does not count
-    sides : of ours, of every layer that does not name its own
-    means : geometric means of the ratios of a group, at least
-    """
-
-    title: str = ""
+    title: str = ""  # for the report, as about
     about: str = ""
-    against: list[str] | None = None
-    calls: int = 1
-    means: dict[str, float] = {}
-    sides: dict[str, Own] = {}
+    against: list[str] | None = None  # sides beside ours, as --against names them
+    calls: int = 1  # of a short sequence that are timed as one, so that a graph's launch does not count
+    means: dict[str, float] = {}  # geometric means of the ratios of a group, at least
+    sides: dict[str, Own] = {}  # of ours, of every layer that does not name its own
     all: dict[str, Any] = {}
     layers: list[dict[str, Any]]
 
@@ -223,27 +168,29 @@ class Grid(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """The layers that the file names in a group, whether or not another has them before."""
         return [layer for layer in self._every(group) if layer.group == group]
 
-    def _every(self, where: str) -> Iterator[Layer]:
-        for number, values in enumerate(self.layers, 1):
-            yield from self._combinations(self.all | values, f"{where}, layers {number}")
-
-    def _combinations(self, values: dict[str, Any], where: str) -> Iterator[Layer]:
-        if unknown := set(values) - {*FIELDS, *OF_LAYER}:
-            raise ArgumentError("--grid", f"{where}: {', '.join(sorted(unknown))}",
-                                f"some of {', '.join((*FIELDS, *OF_LAYER))}")
-        values = dict(values)
-        against, sides = values.pop("against", self.against), values.pop("sides", None)
-        own = self.sides if sides is None else msgspec.convert(sides, dict[str, Own])
-        lists = [value if isinstance(value, list) else [value] for value in values.values()]
-        for chosen in itertools.product(*lists):
-            yield _layer(dict(zip(values, chosen, strict=True)), against, own, where)
+    def _every(self, file: str) -> Iterator[Layer]:
+        for number, layer in enumerate(self.layers, 1):
+            values, where = self.all | layer, f"{file}, layers {number}"
+            if unknown := set(values) - {*FIELDS, *OF_LAYER}:
+                raise ArgumentError("--grid", f"{where}: {', '.join(sorted(unknown))}",
+                                    f"some of {', '.join((*FIELDS, *OF_LAYER))}")
+            against, sides = values.pop("against", self.against), values.pop("sides", None)
+            own = self.sides if sides is None else msgspec.convert(sides, dict[str, Own])
+            lists = [value if isinstance(value, list) else [value] for value in values.values()]
+            for chosen in itertools.product(*lists):
+                yield _layer(dict(zip(values, chosen, strict=True)), against, own, where)
 
 
 def _layer(values: dict[str, Any], against: list[str] | None, own: dict[str, Own], where: str) -> Layer:
     """One of the combinations."""
     group, most, least = values.pop("group", ""), values.pop("at_most", None), values.pop("at_least", None)
     if "size" in values:
-        values |= _sizes(values.pop("size"), where)
+        parts = (text := values.pop("size")).split("x")
+        if len(parts) not in (3, 4) or not all(part.isdecimal() for part in parts):
+            raise ArgumentError("--grid", f"{where}: {text!r}",
+                                "a size as 300x20x800 (T, B, H) or 300x20x40x800 (with I)")
+        T, B, *rest = map(int, parts)
+        values |= {"seq": T, "batch": B, "input": rest[0], "hidden": rest[-1]}
     dtype = str(values.get("dtype", ""))
     if dtype.startswith("tf32"):
         values |= {"dtype": "float32"} | ({"precision": "tf32"} if dtype == "tf32-both" else {})
@@ -252,14 +199,6 @@ def _layer(values: dict[str, Any], against: list[str] | None, own: dict[str, Own
     case = case_of(values, where)
     return Layer(name=name_of(case, dtype), case=case, group=group, own=own, at_most=most, at_least=least,
                  against=None if against is None else named(",".join(against) or "none"))
-
-
-def _sizes(text: str, where: str) -> dict[str, int]:
-    parts = text.split("x")
-    if len(parts) not in (3, 4) or not all(part.isdecimal() for part in parts):
-        raise ArgumentError("--grid", f"{where}: {text!r}", "a size as 300x20x800 (T, B, H) or 300x20x40x800 (with I)")
-    T, B, *rest = map(int, parts)
-    return {"seq": T, "batch": B, "input": rest[0], "hidden": rest[-1]}
 
 
 def name_of(case: Case, dtype: str = "") -> str:
@@ -273,8 +212,7 @@ def name_of(case: Case, dtype: str = "") -> str:
 
 
 def read_grid(path: Path) -> Grid:
-    """A file of TOML. Raises :class:`ArgumentError` where it is no grid, :class:`MissingPackageError` where this Python
-    reads no TOML."""
+    """A file of TOML; :class:`ArgumentError` where it is none, :class:`MissingPackageError` without a reader."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Grid)
     except ImportError:  # Python 3.10
@@ -285,8 +223,7 @@ def read_grid(path: Path) -> Grid:
 
 
 def selected(layers: Sequence[Layer], only: Sequence[str]) -> list[Layer]:
-    """The layers of which one of ``only`` has all its words in the group and the name; all without any. Raises
-    :class:`ArgumentError` where there are none."""
+    """The layers of which one of ``only`` has all its words; all without any. Raises :class:`ArgumentError` if none."""
     found = [layer for layer in layers
              if not only or any(all(word in f"{layer.group} {layer.name}" for word in text.split()) for text in only)]
     if not found:

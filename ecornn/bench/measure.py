@@ -12,25 +12,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import msgspec
 import numpy as np
 from msgspec import structs
 
+from ecornn import compiler
 from ecornn.bench.expected import errors_of, expected, limits_of
 from ecornn.bench.grid import Case, Layer, Own
 from ecornn.bench.peers import installed, peer, usual
 from ecornn.bench.results import OURS, Row, RowLog, append, shown
-from ecornn.bench.sides import Side, Subject, Weights, ours, random_weights, uniform_weights
-from ecornn.bench.turns import Ready, Results, Times, machine_of
+from ecornn.bench.turns import Ready, Side, Subject, Times, Weights, machine_of, ours, random_weights, uniform_weights
 from ecornn.cells import BUILTIN, Cell, get
 from ecornn.cells.naming import load_cell
 from ecornn.errors import ArgumentError, EcornnError
 from ecornn.host_cpu import physical_cores
 from ecornn.quick_tvm import import_tvm
 from ecornn.runtime.loader import Module, check_host, load
+from ecornn.tune.pool import idle_workers
+from ecornn.tune.timing import several
 from ecornn.worker import Worker, WorkerError
 
 GRAPH = 300  # steps of the calls that are timed as one, at most
@@ -40,41 +41,36 @@ COMPILING = 600.0  # seconds of the modules of a layer, at most
 
 @dataclass(frozen=True)
 class Plan:
-    """How cases are measured: against whom (None: who is there), ``seconds`` of timing a side, ``seed`` of the weights
-    and inputs; ``told`` is called with what comes next. ``own``: sides of ours beside ours; ``calls`` of a short
-    sequence are timed as one; ``folder``: where modules are, and are kept; ``more`` is timed beside all sides as it is,
-    unchecked."""
+    """How cases are measured."""
 
-    against: tuple[str, ...] | None
-    seconds: float = 2.0
-    seed: int = 0
-    told: Callable[[str], object] = lambda text: None
-    own: Mapping[str, Own] = field(default_factory=dict)
-    calls: int = 1
-    folder: Path | None = None
-    more: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    against: tuple[str, ...] | None  # None: who is there
+    seconds: float = 2.0  # of timing a side
+    seed: int = 0  # of the weights and inputs
+    told: Callable[[str], object] = lambda text: None  # called with what comes next
+    own: Mapping[str, Own] = field(default_factory=dict)  # sides of ours beside ours
+    calls: int = 1  # of a short sequence that are timed as one
+    folder: Path | None = None  # where modules are, and are kept
+    more: Mapping[str, Callable[[], object]] = field(default_factory=dict)  # timed beside all sides, unchecked
 
 
 def measure(case: Case, plan: Plan) -> Row:
-    """Times a case. Raises what :func:`ecornn.compile` and ``ecornn.load`` raise;
-    :class:`~ecornn.errors.MissingPackageError` where a side that was asked for is not installed;
-    :class:`~ecornn.errors.ArgumentError` for what a module was not compiled for."""
+    """Times a case. Raises what :func:`ecornn.compile` and ``ecornn.load`` raise; :class:`MissingPackageError` for a
+    side that is not installed, :class:`ArgumentError` for what a module was not compiled for."""
     with tempfile.TemporaryDirectory(prefix="ecornn-") as temporary:
         folder = plan.folder or Path(temporary)
-        asked = case
         module, cell, against = made(case, plan, folder / f"{OURS}.so")
         rng, manifest = np.random.default_rng(plan.seed), module.manifest
         subject = Subject(module, cell, case.seq or manifest.workload.seq, case.batch or manifest.workload.batch,
                           _threads(case, manifest.device.kind), case.training, machine_of(module, plan.seed))
         weights = (uniform_weights(module, rng) if cell is None else
                    random_weights(cell, subject.work, subject.stack, rng))
-        case = _whole(case, subject)
-        row = Row(case=case, command=shlex.join(case.command(against)), device=manifest.device.name,
+        whole = _whole(case, subject)
+        row = Row(case=whole, command=shlex.join(whole.command(against)), device=manifest.device.name,
                   workload=subject.work, stack=subject.stack, seq=subject.steps, batch=subject.rows,
-                  calls=max(1, min(plan.calls, GRAPH // subject.steps)),
-                  schedule=manifest.schedule, config=manifest.config, provenance=manifest.provenance)
+                  calls=max(1, min(plan.calls, GRAPH // subject.steps)), schedule=manifest.schedule,
+                  config=manifest.config, provenance=manifest.provenance)
         sides = {OURS: ours(subject, weights)}
-        others = {name: _own_side(name, own, asked, subject, weights, rng, folder / f"{name}.so")
+        others = {name: _own_side(name, own, case, subject, weights, rng, folder / f"{name}.so")
                   for name, own in plan.own.items()}
         for name, found in (others | {name: peer(name, subject, weights, rng) for name in against}).items():
             if isinstance(found, str):  # why there is none
@@ -87,7 +83,13 @@ def measure(case: Case, plan: Plan) -> Row:
         ready |= {name: Ready(call, dict) for name, call in plan.more.items()}
         row.about |= dict.fromkeys(plan.more, "as it is called")
         row.errors |= dict.fromkeys(plan.more)
-        _time(row, subject, ready, plan)
+        if ready:
+            plan.told(f"timing {', '.join(ready)}")
+            times, row.disturbed = subject.machine.take_turns(ready, subject.refill, plan.seconds * len(ready))
+            row.us_per_step = {name: Times.of(of, subject.steps * row.calls) for name, of in times.items()}
+        if OURS in row.us_per_step:
+            own_us = row.us_per_step[OURS].median
+            row.ratios = {name: of.median / own_us for name, of in row.us_per_step.items() if name != OURS}
         return row
 
 
@@ -109,35 +111,31 @@ def _own_side(name: str, own: Own, case: Case, subject: Subject, weights: Weight
 
 
 def made(case: Case, plan: Plan, out: Path) -> tuple[Module, Cell | None, tuple[str, ...]]:
-    """The module, compiled to ``out`` where it is not there; its cell, if that is known; and whom it is compared with,
-    all of whom are installed."""
+    """The module, compiled to ``out`` if it is not there; its cell, if known; and whom it is compared with."""
     if case.module is not None:
         module = load(case.module)
         check_host(module.manifest.device, 0)
         return module, _cell_of(module, case), _against(plan, module.manifest.device.kind)
-    from ecornn.compiler import build, plan_layer
-
     layer = case.layer()
     plan.told(f"planning {layer.workload}")
-    planned = plan_layer(layer, target=case.target)
+    planned = compiler.plan_layer(layer, target=case.target)
     check_host(planned.device, 0)
     against = _against(plan, planned.device.kind)
     for of, text, why in planned.why():
         plan.told(f"schedule{f' of {of}' if of else ''}: {text} ({why})")
     if not out.exists():
         plan.told("compiling")
-        build(planned, out)
+        compiler.build(planned, out)
     return load(out), planned.cell, against
 
 
 def _threads(case: Case, kind: str) -> int | None:
     """Of every side, on a CPU."""
-    if kind != "llvm":
-        if case.threads is not None:
-            raise ArgumentError("--threads", case.threads, "none on a GPU")
-        return None
-
-    return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
+    if kind == "llvm":
+        return case.threads or physical_cores(sorted(os.sched_getaffinity(0)))
+    if case.threads is not None:
+        raise ArgumentError("--threads", case.threads, "none on a GPU")
+    return None
 
 
 def _whole(case: Case, subject: Subject) -> Case:
@@ -200,43 +198,17 @@ def _checked(row: Row, subject: Subject, sides: Mapping[str, Side], plan: Plan) 
     for name, found in errors.items():
         limits = limits_of(subject, sides[name], errors, sides)
         worst = max(found, key=lambda result: found[result] / limits[result])
-        row.errors[name], row.limits[name] = found[worst], limits[worst]
-        if not found[worst] <= limits[worst]:
-            what = f"gradient of {worst}" if subject.training else worst
-            row.wrong[name] = f"{what}: error {found[worst]:.2e}, allowed {limits[worst]:.2e}"
-    for name, side in sides.items():
-        if side.subject is not None and name not in row.wrong and not _repeats(subject, ready[name]):
-            row.wrong[name] = "two runs on one input differ"
-    return {name: ready[name] for name in sides if name not in row.wrong}
-
-
-def several(call: Callable[[], Results], count: int) -> Callable[[], Results]:
-    """``count`` calls as one; the results of the last."""
-    def calls() -> Results:
-        for _ in range(count - 1):
-            call()
-        return call()
-
-    return calls
-
-
-def _repeats(subject: Subject, side: Ready) -> bool:
-    """Whether two runs give the same bits."""
+        row.errors[name], row.limits[name] = off, limit = found[worst], limits[worst]
+        if not off <= limit:
+            row.wrong[name] = f"{'gradient of ' * subject.training}{worst}: error {off:.2e}, allowed {limit:.2e}"
     get = subject.machine.arrays.get
-    first = {name: get(value).copy() for name, value in side.results().items()}
-    return all(np.array_equal(first[name], get(value), equal_nan=True) for name, value in side.results().items())
-
-
-def _time(row: Row, subject: Subject, ready: Mapping[str, Ready], plan: Plan) -> None:
-    """Fills in the times."""
-    if not ready:
-        return
-    plan.told(f"timing {', '.join(ready)}")
-    times, row.disturbed = subject.machine.take_turns(ready, subject.refill, plan.seconds * len(ready))
-    row.us_per_step = {name: Times.of(of, subject.steps * row.calls) for name, of in times.items()}
-    if OURS in row.us_per_step:
-        own = row.us_per_step[OURS].median
-        row.ratios = {name: of.median / own for name, of in row.us_per_step.items() if name != OURS}
+    for name, side in sides.items():
+        if side.subject is not None and name not in row.wrong:
+            first = {result: get(value).copy() for result, value in ready[name].results().items()}
+            if not all(np.array_equal(first[result], get(value), equal_nan=True)
+                       for result, value in ready[name].results().items()):
+                row.wrong[name] = "two runs on one input differ"
+    return {name: ready[name] for name in sides if name not in row.wrong}
 
 
 def failed(case: Case, plan: Plan, why: str) -> Row:
@@ -279,11 +251,13 @@ def measure_alone(asked: Asked) -> Row:
 
 def compiled(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int) -> Iterator[tuple[Layer, Asked]]:
     """The layers in their order, each as soon as its modules are in its folder; ``jobs`` are compiled at a time."""
-    every = [_asked(layer, plan, folder) for layer in layers]
-    builders = [Worker(f"{HERE}:ready", gpu=True) for _ in range(jobs)]
-    idle: SimpleQueue[Worker] = SimpleQueue()
-    for builder in builders:
-        idle.put(builder)
+    every = []
+    for layer in layers:
+        own = folder / hashlib.sha256(layer.name.encode()).hexdigest()[:16]
+        own.mkdir(parents=True, exist_ok=True)
+        compared = structs.replace(layer, against=plan.against if layer.against is None else layer.against)
+        every.append(Asked(compared, plan.seconds, plan.seed, plan.calls, str(own)))
+    builders, idle = idle_workers(jobs, f"{HERE}:ready", True)
 
     def build(asked: Asked) -> None:
         worker = idle.get()
@@ -321,8 +295,7 @@ def measured(layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longe
 
 def measure_into(log: RowLog, layers: Sequence[Layer], plan: Plan, folder: Path, jobs: int, longest: float,
                  more: Callable[[Layer, Row], Mapping[str, Any]] = lambda layer, row: {}) -> bool:
-    """Appends the rows that a file lacks, with what ``more`` says of each, and prints them; whether all of them were
-    measured, and right."""
+    """Appends the rows that a file lacks, with what ``more`` says of each; True if all are there and right."""
     left, good = [layer for layer in layers if not log.has(layer.name)], True
     for layer, row in zip(left, measured(left, plan, folder, jobs, longest), strict=True):
         row.name, row.group = layer.name, layer.group
@@ -330,10 +303,3 @@ def measure_into(log: RowLog, layers: Sequence[Layer], plan: Plan, folder: Path,
         good &= row.good
         print("\n".join(shown(row)), flush=True)
     return good
-
-
-def _asked(layer: Layer, plan: Plan, folder: Path) -> Asked:
-    own = folder / hashlib.sha256(layer.name.encode()).hexdigest()[:16]
-    own.mkdir(parents=True, exist_ok=True)
-    layer = structs.replace(layer, against=plan.against if layer.against is None else layer.against)
-    return Asked(layer, plan.seconds, plan.seed, plan.calls, str(own))

@@ -13,9 +13,8 @@ import numpy as np
 from msgspec import structs
 
 from ecornn.analysis import analyse
-from ecornn.bench.sides import Side, Subject, Weights, random_weights
 from ecornn.bench.step_loop import StepLoop
-from ecornn.bench.turns import Results
+from ecornn.bench.turns import Results, Side, Subject, Weights, random_weights
 from ecornn.cells import Cell, get
 from ecornn.errors import ArgumentError, CellError, DeviceError, MissingPackageError
 from ecornn.tune.timing import torch_sees_gpu
@@ -39,9 +38,8 @@ def named(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     if names == (NONE,):
         return ()
-    for name in names:
-        if name not in PACKAGES:
-            raise ArgumentError("--against", text, f"{NONE}, or some of {', '.join(PACKAGES)} with commas between them")
+    if not PACKAGES.keys() >= {*names}:
+        raise ArgumentError("--against", text, f"{NONE}, or some of {', '.join(PACKAGES)} with commas between them")
     return names
 
 
@@ -91,9 +89,8 @@ def torch_side(subject: Subject, weights: Weights) -> Side | str:
     """PyTorch's own kernels: on a CPU those of torch.nn's layer, on a GPU these without cuDNN, or a loop of steps."""
     work, stack = subject.work, subject.stack
     if (layer := layer_of(work, stack, subject.kind)) is not None:
-        on_gpu = subject.kind == "cuda"
         return _side("torch", subject, *_loaded(layer, weights, subject.training), weights, subject.cell,
-                     f"torch.nn.{TORCH[work.cell][0]}" + ", without cuDNN" * on_gpu)
+                     f"torch.nn.{TORCH[work.cell][0]}" + ", without cuDNN" * (subject.kind == "cuda"))
     if subject.cell is None:
         what = f"layer that goes in reverse only: {work.cell}" if stack.reverse else f"cell {work.cell}"
         return f"PyTorch has no {what}, and the module does not hold the cell's step: name it with --cell"
@@ -118,22 +115,21 @@ def cudnn_side(side: str, subject: Subject, weights: Weights, rng: np.random.Gen
         return "cuDNN runs on GPUs alone"
     if stack.reverse:
         return "cuDNN has no layer that goes in reverse only"
-    layer = layer_of(work, stack, subject.kind)
-    if layer is not None:
-        return _side(side, subject, *_loaded(layer, weights, subject.training), weights, subject.cell,
-                     f"torch.nn.{TORCH[work.cell][0]} through cuDNN", cudnn=True)
-    name = nearest(subject.cell, work) if subject.cell is not None else None
-    if name is None:
-        return f"cuDNN has no cell {work.cell}, and none near it"
-    cell, like = get(name), structs.replace(work, cell=name)
-    own = random_weights(cell, like, stack, rng)
-    return _side(side, subject, *_loaded(layer_of(like, stack, subject.kind), own, subject.training), own, cell,
-                 f"its nearest, torch.nn.{TORCH[name][0]} through cuDNN: another cell", cudnn=True)
+    cell, about = subject.cell, "torch.nn.{} through cuDNN"
+    if work.cell not in TORCH:
+        name = nearest(cell, work)
+        if name is None:
+            return f"cuDNN has no cell {work.cell}, and none near it"
+        cell, work, about = get(name), structs.replace(work, cell=name), f"its nearest, {about}: another cell"
+        weights = random_weights(cell, work, stack, rng)
+    return _side(side, subject, *_loaded(layer_of(work, stack, subject.kind), weights, subject.training), weights, cell,
+                 about.format(TORCH[work.cell][0]), cudnn=True)
 
 
-def nearest(cell: Cell, work: Workload) -> str | None:
-    """The cell of cuDNN with about as many recurrent products, one more or less at most; None without one. An LSTM has
-    two states."""
+def nearest(cell: Cell | None, work: Workload) -> str | None:
+    """The cell of cuDNN with as many recurrent products, give or take one; None without. An LSTM has two states."""
+    if cell is None:
+        return None
     graph = analyse(cell, work.input, work.hidden)
     count = sum(len(product.terms) for phase in graph.product_phases for product in phase.products)
     found = min((name for name in PRODUCTS if name != "lstm" or len(graph.states) > 1),
@@ -142,8 +138,7 @@ def nearest(cell: Cell, work: Workload) -> str | None:
 
 
 def exact_layer(subject: Subject, cell: Cell, weights: Weights) -> tuple[Callable[..., Any], dict[str, Any], str]:
-    """A layer of the cell in float64 that goes forward, or both ways: y of x and the weights, these as parameters, and
-    the device that it is on."""
+    """A layer of the cell in float64, never in reverse: y of x and the weights, these as parameters, its device."""
     work = structs.replace(subject.work, cell=cell.identity(), dtype="float64", weights=None, precision=None)
     stack = structs.replace(subject.stack, reverse=False)
     layer = layer_of(work, stack, subject.kind)
@@ -220,8 +215,7 @@ def onnx_side(subject: Subject, weights: Weights) -> Side | str:
 
 def session(cell: str, weights: Weights, hidden: int, layers: int, bidirectional: bool,
             threads: int) -> Callable[[np.ndarray], np.ndarray]:
-    """y (T, B, D*H) of x (T, B, I) in float32, by ``weights`` as PyTorch names them; ``threads`` 0: as many as ONNX
-    Runtime takes."""
+    """y (T, B, D*H) of x (T, B, I) in float32, by ``weights`` as PyTorch names them; ``threads`` 0: ONNX Runtime's."""
     import onnx
     import onnxruntime
     from onnx import TensorProto, helper, numpy_helper

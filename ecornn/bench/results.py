@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import datetime
+import importlib.metadata
+import importlib.util
 import os
+import platform
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +21,7 @@ from msgspec import structs
 from ecornn.bench.grid import FIELDS, Case, case_of
 from ecornn.bench.turns import Times
 from ecornn.errors import ArgumentError
+from ecornn.host_gpu import driver_version
 from ecornn.workload import Stack, Workload
 
 SIDES = ("ecornn", "cudnn", "cudnn-tf32", "torch", "loop", "onnxruntime")
@@ -25,12 +31,9 @@ SETTLED = 1.2  # p80 / p20, up to which a ratio of medians is worth its digits
 
 
 class RowLog:
-    """Rows that a file has, and more as they are measured.
-
-    A line is ``{"environment": ...}``, which holds for what follows, or ``{"row": ...}``, of which ``name`` says what
-    was measured. A last line that was cut is measured again; anything else that is no such line is an
-    :class:`ArgumentError`.
-    """
+    """Rows that a file has, and more as they are measured. A line is ``{"environment": ...}``, which holds for what
+    follows, or ``{"row": ...}``, of which ``name`` says what was measured. A last line that was cut is measured again;
+    anything else that is no such line is an :class:`ArgumentError`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,17 +45,14 @@ class RowLog:
             if not line.endswith(b"\n"):
                 break
             self._end += len(line)
-            self._take(line, number)
-
-    def _take(self, line: bytes, number: int) -> None:
-        try:
-            entry: dict[str, Any] = msgspec.json.decode(line)
-            if "environment" in entry:
-                self.environment = dict(entry["environment"])
-            else:
-                self._rows[entry["row"]["name"]] = entry["row"]
-        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-            raise ArgumentError("file", f"{self.path}:{number}", f"a line of results, not {line[:80]!r}") from None
+            try:
+                entry: dict[str, Any] = msgspec.json.decode(line)
+                if "environment" in entry:
+                    self.environment = dict(entry["environment"])
+                else:
+                    self._rows[entry["row"]["name"]] = entry["row"]
+            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+                raise ArgumentError("file", f"{path}:{number}", f"a line of results, not {line[:80]!r}") from None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -90,49 +90,31 @@ class RowLog:
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """What is known of a case.
-
-    Attributes
-    ----------
-    command : reproduces the row
-    schedule, config, provenance : of ours, and why these
-    us_per_step : of each side that was timed, microseconds a step
-    errors : of each side, relative in the Frobenius norm, the largest of its results; ``limits``: how large it may be;
-        None where there is no reference
-    wrong : sides whose results are wrong, which are not timed, and how; ``left_out``: sides that were asked for and do
-        not compute such a layer, and why; ``about``: what a side is, as ``torch.nn.LSTM``
-    ratios : how many times as long as ours each other side takes
-    disturbed : rounds that were made again, since other processes used the processors
-    failed : why nothing was measured
-    earlier : medians of the row that this one reproduces
-    calls : that were timed as one
-    peak_mib : of each side, memory of a GPU that a training step takes at most, beside what is there before it
-    name, group, at_most, at_least : of the layer in its grid, with its bounds
-    """
+    """What is known of a case. Dictionaries are by side."""
 
     case: Case
-    command: str
+    command: str  # reproduces the row
     device: str = ""
     workload: Workload | None = None
     stack: Stack | None = None
     seq: int = 0
     batch: int = 0
-    schedule: str = ""
+    schedule: str = ""  # of ours, as config
     config: dict[str, Any] = {}
-    provenance: str = ""
-    us_per_step: dict[str, Times] = {}
-    errors: dict[str, float | None] = {}
-    limits: dict[str, float] = {}
-    wrong: dict[str, str] = {}
-    left_out: dict[str, str] = {}
-    about: dict[str, str] = {}
-    ratios: dict[str, float] = {}
-    disturbed: int = 0
-    failed: str = ""
-    earlier: dict[str, float] = {}
-    calls: int = 1
-    peak_mib: dict[str, float] = {}
-    name: str = ""
+    provenance: str = ""  # why these
+    us_per_step: dict[str, Times] = {}  # where it was timed, microseconds a step
+    errors: dict[str, float | None] = {}  # in the Frobenius norm, the largest of its results; None: no reference
+    limits: dict[str, float] = {}  # how large that error may be
+    wrong: dict[str, str] = {}  # results that are wrong, and how; these sides are not timed
+    left_out: dict[str, str] = {}  # why a side that was asked for does not compute such a layer
+    about: dict[str, str] = {}  # what it is, as torch.nn.LSTM
+    ratios: dict[str, float] = {}  # how many times as long as ours it takes
+    disturbed: int = 0  # rounds that were made again, since other processes used the processors
+    failed: str = ""  # why nothing was measured
+    earlier: dict[str, float] = {}  # medians of the row that this one reproduces
+    calls: int = 1  # that were timed as one
+    peak_mib: dict[str, float] = {}  # memory of a GPU that a training step takes at most, beside what is there before
+    name: str = ""  # of the layer in its grid, as what follows: its group and bounds
     group: str = ""
     at_most: float | None = None
     at_least: float | None = None
@@ -145,19 +127,10 @@ class Row(msgspec.Struct, kw_only=True):
 
 def environment(row: Row | None = None) -> dict[str, Any]:
     """This machine, and versions of libraries; with a row of a GPU also those of the GPU's."""
-    import datetime
-    import importlib.metadata
-    import importlib.util
-    import platform
-
     found: dict[str, Any] = {"python": platform.python_version()}
     for name in ("ecornn", "apache-tvm", "numpy", "torch", "onnxruntime"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    from ecornn.host_gpu import driver_version
-
     if (driver := driver_version()) is not None:
         found["driver"] = driver
     if row is not None and row.case.target == "cuda" and importlib.util.find_spec("torch") is not None:
@@ -168,8 +141,7 @@ def environment(row: Row | None = None) -> dict[str, Any]:
 
 
 def append(log: RowLog, row: Row, more: Mapping[str, Any] | None = None) -> None:
-    """Adds a row to a file, behind where it was measured if the file's last rows are of elsewhere, or of before;
-    ``more``: what else it says."""
+    """Adds a row to a file, behind where it was measured if that is elsewhere; ``more``: what else it says."""
     if log.fresh or (row.device and not log.environment.get("device")):
         log.begin(environment(row) | {"device": row.device, "command": shlex.join(["ecornn", *sys.argv[1:]])})
     log.add(row.name, msgspec.to_builtins(row) | dict(more or {}))
@@ -190,8 +162,7 @@ class CsvFile:
         values = msgspec.to_builtins(row.case) | {"device": row.device, "schedule": row.schedule,
                                                   "failed": row.failed, "wrong": " ".join(row.wrong)}
         for side in SIDES:
-            times = msgspec.to_builtins(row.us_per_step[side]) if side in row.us_per_step else {}
-            times["error"] = row.errors.get(side)
+            times = msgspec.to_builtins(row.us_per_step.get(side, {})) | {"error": row.errors.get(side)}
             values |= {f"{side}_{column}": times.get(column) for column in COLUMNS}
         self.writer.writerow(values)
         self.file.flush()
@@ -214,8 +185,7 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def read_row(text: str) -> Earlier:
-    """``FILE`` or ``FILE:N``: the N-th row of results, from 1; without N the only one. Raises :class:`ArgumentError`
-    where there is none."""
+    """The row of results that ``FILE`` or ``FILE:N`` (from 1) names; an :class:`ArgumentError` where there is none."""
     name, colon, number = text.rpartition(":")
     path, chosen = (Path(name), int(number)) if colon and number.isdecimal() else (Path(text), None)
     rows = list(lines_of(path))
@@ -226,8 +196,8 @@ def read_row(text: str) -> Earlier:
     against = tuple(s for s in SIDES if s in {*medians, *values.get("left_out", ())} and s != OURS)
     if not medians:
         raise ArgumentError("--reproduce", text, "a row of results, with the times of a side")
-    return Earlier(case_of(_case(values), f"{path}:{n}"), against, values.get("device", ""),
-                   values.get("schedule", ""), medians)
+    return Earlier(case_of(_case(values), f"{path}:{n}"), against, values.get("device", ""), values.get("schedule", ""),
+                   medians)
 
 
 def median_of(values: dict[str, Any], side: str) -> Any:
@@ -267,9 +237,8 @@ def shown(row: Row) -> list[str]:
     if row.failed:
         return [f"{' '.join(row.command.split()[2:])}: {row.failed}"]
     assert row.workload is not None and row.stack is not None
-    work = structs.replace(row.workload, seq=row.seq, batch=row.batch)
-    stack = structs.replace(row.stack, keep=None)
-    words = [str(work), str(stack), "forward and backward" if row.case.training else ""]
+    words = [str(structs.replace(row.workload, seq=row.seq, batch=row.batch)),
+             str(structs.replace(row.stack, keep=None)), "forward and backward" * row.case.training]
     lines = [f"{', '.join(filter(None, words))} on {row.device}, {row.schedule}"]
     for name in row.about:
         if name in row.wrong:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ecornn.bench.sides import Weights
+from ecornn.bench.turns import Weights
 from ecornn.cells import Cell
 from ecornn.errors import CellError
 from ecornn.interpreter import BINARY, OPERATORS, Step, output_numbers
@@ -44,13 +44,9 @@ Value = Term | np.ndarray  # an array is known before anything runs
 
 @dataclass(frozen=True)
 class TorchStep:
-    """Python source of a step.
-
-    ``source`` defines ``prepare(parameters)``, which computes once a sequence what steps need of the parameters alone,
-    and ``step(x, states, prepared)``, which returns the new states and other outputs behind them; x (B, I) has the
-    cell's inputs behind it. Parameters are in te shape, in the cell's order. ``constants`` are arrays that the source
-    names.
-    """
+    """Python source of a step: ``prepare(parameters)``, which computes once a sequence what steps need of the
+    parameters alone (in te shape, in the cell's order), and ``step(x, states, prepared)``, which returns the new states
+    and other outputs behind them; x (B, I) has the cell's inputs behind it. ``constants`` are arrays that it names."""
 
     source: str
     constants: Mapping[str, np.ndarray]
@@ -70,8 +66,7 @@ class TorchStep:
 
 
 def torch_step(cell: Cell, input: int, hidden: int, batch: int) -> TorchStep:
-    """The step for rows of ``input`` values, the cell's inputs among them. Raises :class:`~ecornn.errors.CellError` for
-    an operation that is not known here."""
+    """The step for rows of ``input`` values, the cell's inputs among them; :class:`CellError` if it cannot be."""
     return _Writer(cell, (batch, input), (batch, hidden)).written()
 
 
@@ -102,7 +97,12 @@ class _Writer(Step):
         for name, tensor in zip(parameters, self.parameters.values(), strict=True):
             self.given(tensor, Term(name, tuple(int(s) for s in tensor.shape), True))
         results = [self.named(self.tensor(tensor)) for tensor in self.results]
-        lines = self.needed(results)
+        needed, kept = set(results), dict[str, Term]()  # names, and the lines that make them
+        for code, term in reversed(self.lines.items()):
+            if term.name in needed:
+                kept[code] = term
+                needed |= words(code)
+        lines = dict(reversed(kept.items()))
         late = [f"    {t.name} = {code}" for code, t in lines.items() if not t.fixed]
         read = words(" ".join([*late, *results]))
         early = [f"    {t.name} = {code}" for code, t in lines.items() if t.fixed]
@@ -112,15 +112,6 @@ class _Writer(Step):
             f"    return {_tuple(passed)}", "", "", "def step(x, states, prepared):",
             f"    {_tuple(states)} = states", f"    {_tuple(passed)} = prepared", *late,
             f"    return {_tuple(results)}", ""]), self.constants)
-
-    def needed(self, results: Sequence[str]) -> dict[str, Term]:
-        """The lines that the results of these names come from."""
-        names, lines = set(results), dict[str, Term]()
-        for code, term in reversed(self.lines.items()):
-            if term.name in names:
-                lines[code] = term
-                names |= words(code)
-        return dict(reversed(lines.items()))
 
     def given(self, tensor: Tensor, value: Value) -> None:
         self.known[tensor.op, 0] = value
@@ -283,13 +274,8 @@ def _tuple(names: Iterable[str]) -> str:
 
 class StepLoop:
     """A function from x (T, B, I) and weights to y (T, B, D*O*H), from zero states; every layer and direction of a
-    stack.
-
-    Its operations are PyTorch's, so that autograd has the gradients. Only values of the weights alone are computed
-    outside the loop.
-
-    Raises :class:`~ecornn.errors.CellError` for a step that uses what PyTorch has no operation for.
-    """
+    stack. Only values of the weights alone are computed outside the loop. Raises :class:`~ecornn.errors.CellError` for
+    a step that uses what PyTorch has no operation for."""
 
     def __init__(self, cell: Cell, work: Workload, stack: Stack, rows: int, kind: str, dtype: str) -> None:
         import torch

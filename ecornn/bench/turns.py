@@ -1,4 +1,4 @@
-"""Where sides run, what they read, and how they take turns, on inputs that are new in each round."""
+"""The sides that are timed and ours among them, where they run, what they read, and how they take turns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from ecornn.tune.timing import Arrays, TorchArrays, arrays_for
+from ecornn.cells import Cell
+from ecornn.errors import ArgumentError
+from ecornn.runtime.loader import Module
+from ecornn.tune.oracle import rounded, sampled
+from ecornn.tune.record import INTEGERS
+from ecornn.tune.timing import Arrays, TorchArrays, arrays_for, between_events
+from ecornn.workload import Stack, Workload
 
 if TYPE_CHECKING:
     import torch
-
-    from ecornn.runtime.loader import Module
 
 ROUNDS = 100  # at most
 FEWEST, WARM = 7, 3  # rounds on a GPU
@@ -35,13 +39,12 @@ AGAIN = 4  # times as many rounds as asked for, at most, where others disturb th
 Run = Callable[[], object]
 Results = Mapping[str, Any]
 Inputs = dict[str, Any]  # by name: x, and dy of a training step
+Weights = Mapping[str, Any]  # NumPy float32 by the names under which a user passes them
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Percentiles of a side's runs, in microseconds a step; ``p50`` is the median, ``runs`` how many there were.
-
-    A percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest.
-    """
+    """Percentiles of a side's runs, in microseconds a step; ``p50`` is the median, ``runs`` how many there were. A
+    percentile between two runs is interpolated: of fewer than a hundred runs p99 is near the slowest."""
 
     median: float
     p20: float
@@ -54,7 +57,7 @@ class Times(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, seconds: Sequence[float], steps: int) -> Times:
         """Of runs of ``steps`` steps."""
-        p20, p50, p80, p95, p99 = (float(v) for v in np.percentile(seconds, (20, 50, 80, 95, 99)) * 1e6 / steps)
+        p20, p50, p80, p95, p99 = map(float, np.percentile(seconds, (20, 50, 80, 95, 99)) * 1e6 / steps)
         return cls(p50, p20, p80, p50, p95, p99, len(seconds))
 
 
@@ -95,13 +98,9 @@ def foreign() -> float:
 def host_turns(sides: Mapping[str, Run], fresh: Callable[[], object], repeats: int, seconds: float,
                clock: Callable[[Run], float]) -> tuple[dict[str, list[list[float]]], int]:
     """:func:`take_turns` on a CPU, which has other work, too: what ``clock`` says of each side's runs, by its turns,
-    and how many rounds were made again. ``repeats`` rounds, or as many as ``seconds`` allow, ``FEWEST_HERE`` at least.
-
-    ``fresh`` makes the next round's input. In its turn a side waits until the threads of the one before have stopped
+    and how many rounds were made again. In its turn a side waits until the threads of the one before have stopped
     spinning; then come as many runs that are not timed, which wake threads and bring weights back to the caches, as
-    timed ones. A round in which other processes used the processors is made again, within ``seconds``, and up to
-    ``AGAIN`` times as many in all.
-    """
+    timed ones. A round in which other processes used the processors is made again, within ``seconds``."""
     counts, long = {}, {}
     for name, run in sides.items():
         clock(run)
@@ -153,14 +152,8 @@ def gpu_clock(run: Run, wait: int = WAIT) -> float:
     it starts and the time between its events is the GPU's alone."""
     import torch
 
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(wait)  # type: ignore[attr-defined]
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return float(start.elapsed_time(stop)) * 1e-3
+    return between_events(run, wait)[0]
 
 
 @dataclass(frozen=True)
@@ -180,8 +173,7 @@ class Host:
         self.arrays, self.rng = arrays, np.random.default_rng(seed)
 
     def refill(self, inputs: Inputs, shapes: Mapping[str, tuple[int, ...]], positive: Sequence[slice]) -> None:
-        """New random values, from the normal distribution, where sides read them; of x those in the slices of rows
-        that are ``positive`` never below 0."""
+        """New values of the normal distribution, where sides read them; in ``positive`` slices of x never below 0."""
         for name, shape in shapes.items():
             values = self.rng.standard_normal(shape, np.float32)
             for part in positive if name == "x" else ():
@@ -198,8 +190,7 @@ class Host:
 
     def take_turns(self, sides: Mapping[str, Ready], fresh: Callable[[], object],
                    seconds: float) -> tuple[dict[str, list[float]], int]:
-        """Seconds of every run of each side, ``seconds`` for all of them together, and how many rounds were made
-        again."""
+        """Seconds of every run of each side, ``seconds`` for all of them, and how many rounds were made again."""
         found, again = host_turns({name: side.run for name, side in sides.items()}, fresh, ROUNDS, seconds,
                                   self.arrays.clock)
         return {name: [*chain(*runs)] for name, runs in found.items()}, again
@@ -261,3 +252,100 @@ def machine_of(module: Module, seed: int) -> Machine:
     """The one that runs a module."""
     arrays = arrays_for(module)
     return Gpu(arrays, seed) if isinstance(arrays, TorchArrays) else Host(arrays, seed)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What all sides compute. ``inputs``: what they read, at each call: x (T, B, I), a cell's own inputs behind it in
+    its rows, and with ``training`` dy (T, B, D*O*H)."""
+
+    module: Module  # ours
+    cell: Cell | None  # the module's; None for one of a user's that only the module file has
+    steps: int  # T of a call
+    rows: int  # B
+    threads: int | None  # of a call on a CPU
+    training: bool  # a call is forward and backward
+    machine: Machine
+    inputs: Inputs = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.rows > self.work.batch:
+            raise ArgumentError("--batch", self.rows, f"at most {self.work.batch}, what the module was compiled for")
+        if self.training and self.stack.keep is None:
+            raise ArgumentError("--training", True, "a module that was compiled with --training")
+        self.refill()
+
+    @property
+    def work(self) -> Workload:
+        return self.module.manifest.workload
+
+    @property
+    def stack(self) -> Stack:
+        return self.module.manifest.stack
+
+    @property
+    def kind(self) -> str:
+        """Of the device, ``cuda`` or ``llvm``."""
+        return self.module.manifest.device.kind
+
+    def refill(self) -> None:
+        """New random inputs."""
+        shapes = {"x": (self.steps, self.rows, self.work.input)}
+        if self.training:
+            shapes["dy"] = (self.steps, self.rows, self.module.manifest.y_width)
+        positive: list[slice] = []
+        if self.cell is not None:
+            begin, hidden = self.cell.own_input(self.work.input, self.work.hidden), self.work.hidden
+            positive = [slice(begin + n * hidden, begin + (n + 1) * hidden) for n, name in enumerate(self.cell.inputs)
+                        if name in self.cell.nonnegative]
+        self.machine.refill(self.inputs, shapes, positive)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Something to time: ``call`` computes what the inputs make of the layer, y or, of a training step, the gradients
+    of x and of the weights, by their names."""
+
+    name: str
+    call: Callable[[], Results]
+    about: str  # what it is
+    cell: Cell | None  # that it computes, with weights: not always the subject's
+    weights: Weights
+    subject: Subject | None = None  # of a side of ours, with its module
+
+
+def random_weights(cell: Cell, work: Workload, stack: Stack, rng: np.random.Generator) -> dict[str, Any]:
+    """Weights as the cell samples them, of every layer and direction; values that the layer's type has."""
+    kind = work.dtype if work.weights in INTEGERS else work.stored
+    found = {}
+    for part in stack.parts(work):
+        own = cell.own_input(part.workload.input, work.hidden)
+        for name, shape in cell.parameters(own, work.hidden).items():
+            values = rounded(sampled(cell, name, tuple(shape), rng), kind)
+            found[cell.parameter_name(name, part.layer, part.second)] = values.reshape(-1, *shape[2:])
+    return found
+
+
+def uniform_weights(module: Module, rng: np.random.Generator) -> dict[str, Any]:
+    """Weights of a module whose cell is not known."""
+    bound = module.manifest.workload.hidden ** -0.5
+    return {p.name: rounded(rng.uniform(-bound, bound, p.shape), "float32") for p in module.manifest.parameters}
+
+
+def ours(subject: Subject, weights: Weights) -> Side:
+    """The compiled module."""
+    machine, inputs = subject.machine, subject.inputs
+    layer: Any = subject.module.bind({name: machine.arrays.weight(value) for name, value in weights.items()},
+                                     threads=subject.threads if subject.kind == "llvm" else None)
+    layer.whole_rows = True
+
+    def forward() -> Results:
+        return {"y": layer(inputs["x"])[0]}
+
+    def step() -> Results:
+        kept = layer.forward(inputs["x"])[2]
+        found = layer.backward(kept, inputs["dy"], want_state=False)
+        return {"x": found.x, **found.weights}
+
+    call = step if subject.training else forward
+    return Side("ecornn", call, subject.module.manifest.schedule, subject.cell, weights, subject)

@@ -19,8 +19,7 @@ from ecornn.interrupts import ENDING, safe_interrupts
 if TYPE_CHECKING:
     from ecornn.tune.log import Line, Log, TrialLine
     from ecornn.tune.record import AnyRecord
-    from ecornn.tune.selection import Merged
-    from ecornn.tune.verify import Check
+    from ecornn.tune.selection import Check, Merged
 
 SHARING = """\b
 Without FILES the commands read your data folder and the logs that ship:
@@ -344,10 +343,9 @@ def verify(files: tuple[Path, ...], count: int, tolerance: float, target: str | 
     revisions of their schedule and of cells that are not built in or have options are left out, and counted.
     """
     from ecornn.schedules import revisions
-    from ecornn.tune.selection import best_lines
+    from ecornn.tune.selection import best_lines, sample
+    from ecornn.tune.selection import verify as measure
     from ecornn.tune.session import Session
-    from ecornn.tune.verify import sample
-    from ecornn.tune.verify import verify as measure
 
     content = collect(files)
     checks: list[dict[str, Any]] = []

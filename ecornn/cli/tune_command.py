@@ -244,7 +244,7 @@ def results(result: Result) -> list[Result]:
 def line(result: Result) -> str:
     """A result on one line."""
     from ecornn.schedules import config_text
-    from ecornn.tune.journal import words
+    from ecornn.tune.log import words
 
     finish = result.finish
     if finish.best is None or finish.best_us is None:
@@ -257,7 +257,7 @@ def line(result: Result) -> str:
 def show(console: Console, result: Result) -> None:
     """Prints the end of a run."""
     from ecornn.schedules import config_text
-    from ecornn.tune.journal import words
+    from ecornn.tune.log import words
 
     finish, work = result.finish, result.workload
     if work.backward:

@@ -18,8 +18,7 @@ from ecornn.report.roles import picture
 from ecornn.report.searches import SearchRun, effects, searches
 from ecornn.schedules.base import Cut
 from ecornn.schedules.rates import gpu_rates
-from ecornn.tune.journal import words
-from ecornn.tune.log import Log
+from ecornn.tune.log import Log, words
 
 COLOURS = 6  # of groups; a seventh has that of the first
 LEAST = 3  # different operations a byte that make a roofline

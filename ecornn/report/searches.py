@@ -11,8 +11,7 @@ from pathlib import Path
 from ecornn.errors import EcornnError
 from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task, Value
-from ecornn.tune.journal import Gain, Journal, gain_of
-from ecornn.tune.log import Log
+from ecornn.tune.log import Gain, Journal, Log, gain_of
 from ecornn.tune.record import Choice, Finish, Trial, first_line
 
 
@@ -142,7 +141,7 @@ def explained(groups: list[list[float]]) -> float:
 def importance(run: SearchRun, task: Task | None) -> dict[str, float]:
     """Knobs of the best's schedule by their share of the total gain of the cost model's trees, trained on this run
     alone. A schedule's other features of a candidate have the rest. {} where there is too little to learn."""
-    from ecornn.tune.model import CostModel, features
+    from ecornn.tune.search import CostModel, features
     from ecornn.tune.space import Candidate
 
     if task is None or run.best is None:

@@ -1,10 +1,9 @@
 """A short pass backwards in float64, with the answers that the recurrence of an adjoint must get right.
 
-The inputs of the recurrence are factors that the analysis derives, so the analysis must say what they are, and what
-comes of them. It is believed only once the gradients of the whole layer that follow agree with independent ones: those
-of the tape of ``numpy_gradients.py`` through the formula in NumPy, where the cell has one, else differences of what the
-interpreter makes of the cell's te graph. Then each candidate's outputs and last states are compared
-with it directly: that sees more than gradients of weights would, in which errors of gates are summed.
+The inputs of the recurrence are factors that the analysis derives, which is believed only once the gradients of the
+whole layer that follow agree with independent ones: those of the tape of ``numpy_gradients.py`` through the formula in
+NumPy, where the cell has one, else differences of what the interpreter makes of the cell's te graph. Then outputs and
+last states are compared: that sees more than gradients of weights would, in which errors of gates are summed.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from ecornn.analysis.backpropagation import Backpropagated, carry_out
 from ecornn.cells import Cell
 from ecornn.errors import CellError
 from ecornn.interpreter import interpret
+from ecornn.numpy_gradients import reference_gradients
 from ecornn.schedules.backward.assemble import recurrence_graph
 from ecornn.tune.oracle import STEPS, Array, Inputs, draw, has_formula, norm, rounded, save
 from ecornn.workload import Workload
@@ -44,9 +44,8 @@ def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
 def answers(cell: Cell, work: Workload, rng: np.random.Generator) -> Answers:
     """The answers for a workload that is an adjoint's: ``x`` (T, B, Q, H), the values of each step that it reads, of a
     forward pass over random inputs; ``y`` (T, B, O, H), its outputs; its states before and after, (B, H) each, in their
-    order; and the layer's weights.
-
-    Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or its gradients are wrong."""
+    order; and the layer's weights. Raises :class:`~ecornn.errors.CellError` where the cell cannot be differentiated, or
+    its gradients are wrong."""
     backward = adjoint(analyse(cell, work.input, work.hidden), work.hidden)
     backward = replace(backward, recurrence=recurrence_graph(backward))
     given = draw(cell, work, rng)
@@ -65,8 +64,6 @@ def disagreement(cell: Cell, given: Inputs, upstream: Upstream, gradients: Backp
     """The name of a gradient that differs from an independent one; None: all agree."""
     if not has_formula(cell):
         return far_from_differences(cell, given, upstream, gradients, rng)
-    from ecornn.numpy_gradients import reference_gradients
-
     dx, weights, states = reference_gradients(cell.identity(), given.x, given.flat, given.states, dy=upstream[0],
                                               dstate=upstream[1])
     own = {cell.parameter_name(name): value for name, value in gradients.parameters.items()}
@@ -94,19 +91,17 @@ def far_from_differences(cell: Cell, given: Inputs, upstream: Upstream, gradient
 def shifts(cell: Cell, given: Inputs,
            gradients: Backpropagated) -> Iterator[tuple[str, Array, Callable[[Array], Inputs]]]:
     """The name and gradient of each input, and a function that moves it among all inputs."""
+    def parameter(name: str, by: Array) -> Inputs:
+        return replace(given, shaped=given.shaped | {name: given.shaped[name] + by})
+
+    def state(n: int, by: Array) -> Inputs:
+        return replace(given, states=[s + by if m == n else s for m, s in enumerate(given.states)])
+
     yield "x", gradients.dx, lambda by: replace(given, x=given.x + by)
     for name, gradient in gradients.parameters.items():
-        yield name, gradient, partial(_with_parameter, given, name)
+        yield name, gradient, partial(parameter, name)
     for n, (name, gradient) in enumerate(zip(cell.states, gradients.states, strict=True)):
-        yield name, gradient, partial(_with_state, given, n)
-
-
-def _with_parameter(given: Inputs, name: str, by: Array) -> Inputs:
-    return replace(given, shaped=given.shaped | {name: given.shaped[name] + by})
-
-
-def _with_state(given: Inputs, n: int, by: Array) -> Inputs:
-    return replace(given, states=[s + by if m == n else s for m, s in enumerate(given.states)])
+        yield name, gradient, partial(state, n)
 
 
 def value(cell: Cell, given: Inputs, upstream: Upstream) -> float:

@@ -9,12 +9,17 @@ from pathlib import Path
 
 import msgspec
 
+import ecornn.schedules
 from ecornn import temporary
-from ecornn.build.module import MANIFEST
+from ecornn.build import cache as modules
+from ecornn.build import nvcc
+from ecornn.build.module import MANIFEST, build_module
 from ecornn.cells.naming import load_cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
 from ecornn.manifest import versions
+from ecornn.quick_tvm import import_tvm
+from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.task import make_manifest, make_program, make_task
 from ecornn.workload import Workload
@@ -43,25 +48,16 @@ def task_of(cell: str, workload: Workload, device: Device) -> Task:
 def ready(_: None) -> bool:
     """Imports what a build needs, before the clock runs; and lets measurements go before builds."""
     os.nice(10)
-    from ecornn.quick_tvm import import_tvm
-
     import_tvm()
-    from ecornn.schedules import all_schedules
-
     return bool(all_schedules() and own_code())
 
 
 def build(request: Build) -> str:
     """Generates, compiles and links one candidate, or takes it from the cache; returns a digest that is equal for equal
-    generated code.
-
-    Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built."""
-    from ecornn.build import cache
-    from ecornn.build.nvcc import identity
-
+    generated code. Raises an :class:`~ecornn.errors.EcornnError` where it cannot be built."""
     what = msgspec.json.encode(msgspec.structs.replace(request, out="", device=request.device.identity))
-    compiler = identity() if request.device.kind == "cuda" else ""
-    entry = cache.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))
+    compiler = nvcc.identity() if request.device.kind == "cuda" else ""
+    entry = modules.entry("module", (what, own_code(), compiler), lambda: msgspec.msgpack.encode(generate(request)))
     digest, module = msgspec.msgpack.decode(entry, type=tuple[str, bytes])
     Path(request.out).write_bytes(module)
     return digest
@@ -69,14 +65,10 @@ def build(request: Build) -> str:
 
 def generate(request: Build) -> tuple[str, bytes]:
     """The digest of the code, and the content of the module file."""
-    from ecornn.build.module import build_module
-    from ecornn.schedules import all_schedules
-
     task = task_of(request.cell, request.workload, request.device)
     schedule = all_schedules()[request.schedule]
     program = make_program(schedule, task, request.config)
-    manifest = make_manifest(load_cell(request.cell), task, schedule, request.config, program,
-                             "built while tuning")
+    manifest = make_manifest(load_cell(request.cell), task, schedule, request.config, program, "built while tuning")
     with temporary.folder() as folder:
         out = folder / "module.so"
         generated = build_module(program, manifest, out)
@@ -100,8 +92,6 @@ MAKERS = ("analysis", "build", "cells", "schedules", "compose.py", "device.py", 
 @cache
 def own_code() -> str:
     """A digest of the code that makes modules."""
-    import ecornn.schedules
-
     digest = hashlib.sha256(msgspec.json.encode(versions()))
     root, schedules = Path(ecornn.__path__[0]), Path(ecornn.schedules.__path__[0])
     for name in MAKERS:

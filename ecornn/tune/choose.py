@@ -5,45 +5,42 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import structs
 
+from ecornn import host_gpu
+from ecornn.build import nvcc, nvrtc
+from ecornn.build.commands import ANSWER, run
 from ecornn.device import Device
 from ecornn.dtypes import SERVED
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, ScheduleError
+from ecornn.host_cpu import cpuinfo
 from ecornn.manifest import versions
+from ecornn.schedules import all_schedules
 from ecornn.schedules.base import AnySchedule, Task, Value
 from ecornn.targets import resolve
+from ecornn.tune.log import Log, read_all
+from ecornn.tune.lookup import Found, find
 from ecornn.tune.record import Clocks
-from ecornn.workload import ON_GPUS
-
-if TYPE_CHECKING:
-    from ecornn.tune.log import Log
-    from ecornn.tune.lookup import Found
-    from ecornn.workload import Workload
+from ecornn.tune.transfer import lent
+from ecornn.workload import ON_GPUS, Workload
 
 GENERAL = {"llvm": "cpu", "cuda": "cuda"}  # kind -> the target that means whatever device of it is there
 
 
 def default_target() -> str:
     """``cuda`` where there is a GPU that schedules serve, else ``cpu``."""
-    from ecornn.host_gpu import detect
-
     try:
-        return "cuda" if detect() is not None else "cpu"
+        return "cuda" if host_gpu.detect() is not None else "cpu"
     except DeviceError:
         return "cpu"
 
 
 def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
-    """The schedules for this kind of device, or the one of that name, whatever they serve.
-
-    Raises :class:`ArgumentError` for an unknown name."""
-    from ecornn.schedules import all_schedules
-
+    """The schedules for this kind of device, or the one of that name; :class:`ArgumentError` for an unknown name."""
     every = all_schedules()
     if name is not None and name not in every:
         raise ArgumentError("schedule", name, f"one of {', '.join(every)}")
@@ -51,9 +48,8 @@ def candidates(device: Device, name: str | None = None) -> list[AnySchedule]:
 
 
 def searched(workload: Workload, device: Device, name: str | None = None) -> list[AnySchedule]:
-    """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out.
-
-    Raises :class:`ArgumentError` for a name that is none of these."""
+    """The :func:`candidates` that may serve a workload: of an adjoint those that carry adjoints out. Raises
+    :class:`ArgumentError` for a name that is none of these."""
     asked = candidates(device, name)
     able = [s for s in asked if s.backward or not workload.backward]
     if name and asked and not able:
@@ -69,33 +65,26 @@ def serving_or_raise(task: Task, name: str | None = None) -> list[AnySchedule]:
 
 def serving(task: Task, name: str | None = None) -> list[AnySchedule]:
     """The schedules that serve the task, or the one of that name, in no order: what a schedule expects takes a search.
-
     Raises :class:`ArgumentError` for an unknown name, :class:`DTypeError` for a data type, or one of weights, that this
     kind of device does not have, :class:`ScheduleError` with each schedule's reason where none serves."""
     asked, allowed = candidates(task.device, name), SERVED[task.device.kind]
     if task.workload.dtype not in allowed:
         where = "a GPU" if task.device.kind == "cuda" else "a CPU"
         raise DTypeError("dtype", task.workload.dtype, f"one of {', '.join(allowed)} on {where}")
-    if task.workload.weights and task.device.kind == "cuda":
-        _check_weights(task)
+    if (weights := task.workload.weights) and task.device.kind == "cuda":
+        if weights not in ON_GPUS:
+            raise DTypeError("weights", weights, f"None or {', '.join(ON_GPUS)} on a GPU")
+        if (dtype := task.workload.dtype) not in ("float16", "bfloat16"):
+            raise DTypeError("weights", weights, f"None with dtype {dtype} on a GPU; {weights} is for float16 and "
+                             "bfloat16")
+        if task.workload.backward or task.traversal.keep is not None:
+            raise DTypeError("weights", weights, "None in a layer that trains")
     reasons = {schedule.name: refusal(schedule, task) for schedule in asked}
     served = [s for s in asked if reasons[s.name] is None]
     if not served:
         raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}: "
                             + "; ".join(f"{n} {r}" for n, r in reasons.items()))
     return served
-
-
-def _check_weights(task: Task) -> None:
-    """Raises :class:`DTypeError` where weights are rounded in a way, or in a layer, that GPUs do not have."""
-    work = task.workload
-    if work.weights not in ON_GPUS:
-        raise DTypeError("weights", work.weights, f"None or {', '.join(ON_GPUS)} on a GPU")
-    if work.dtype not in ("float16", "bfloat16"):
-        raise DTypeError("weights", work.weights, f"None with dtype {work.dtype} on a GPU; {work.weights} is for "
-                         "float16 and bfloat16")
-    if work.backward or task.traversal.keep is not None:
-        raise DTypeError("weights", work.weights, "None in a layer that trains")
 
 
 def refusal(schedule: AnySchedule, task: Task) -> str | None:
@@ -112,10 +101,8 @@ def refusal(schedule: AnySchedule, task: Task) -> str | None:
 
 
 def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> dict[str, Value]:
-    """The schedule's default with the given knobs changed.
-
-    Raises :class:`ArgumentError` for an unknown knob or value, :class:`ScheduleError` where the configuration cannot
-    run."""
+    """The schedule's default with the given knobs changed. Raises :class:`ArgumentError` for an unknown knob or value,
+    :class:`ScheduleError` where the configuration cannot run."""
     knobs = {k.name: k for k in schedule.knobs(task)}
     chosen = dict(schedule.default(task))
     for name, value in config.items():
@@ -123,26 +110,17 @@ def complete(schedule: AnySchedule, task: Task, config: Mapping[str, Value]) -> 
             raise ArgumentError("config", name, f"a knob of {schedule.name}: {', '.join(knobs)}")
         allowed = (*knobs[name].values, chosen[name])
         if not any(type(value) is type(v) and value == v for v in allowed):
-            raise ArgumentError(f"config {name}", value,
-                                f"one of {', '.join(map(str, knobs[name].values))}")
+            raise ArgumentError(f"config {name}", value, f"one of {', '.join(map(str, knobs[name].values))}")
         chosen[name] = value
-    reason = schedule.check(task, chosen)
-    if reason:
+    if reason := schedule.check(task, chosen):
         raise ScheduleError(f"{schedule.name} cannot run with {chosen}: {reason}")
     return chosen
 
 
-def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
-           log: Log | None = None) -> Found:
-    """Schedule and configuration: as given, else of the best record, of this cell or else of a built-in one of the same
-    products, else by the heuristic. ``log``: the records to look in; default: the user's folder and the shipped ones.
-
-    Raises what :func:`serving` and :func:`complete` raise, and :class:`ArgumentError` for a ``config`` of no schedule.
-    """
-    from ecornn.tune.log import read_all
-    from ecornn.tune.lookup import Found, find
-    from ecornn.tune.transfer import lent
-
+def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None, log: Log | None = None) -> Found:
+    """Schedule and configuration: as given, else of the best record in ``log`` (default: the user's folder and the
+    shipped one), of this cell or else of a built-in one of the same products, else by the heuristic. Raises what
+    :func:`serving` and :func:`complete` raise, and :class:`ArgumentError` for a ``config`` of no schedule."""
     schedules = serving(task, schedule)
     if config:
         if schedule is None and len(schedules) > 1:
@@ -160,11 +138,8 @@ def choose(task: Task, schedule: str | None, config: Mapping[str, Value] | None,
 
 
 def present(target: str | Device | None) -> Device:
-    """The device of this machine that ``target`` means, as :func:`matched`; default: the GPU if there is one.
-
-    Raises :class:`~ecornn.errors.DeviceError` where it is not in this machine."""
-    from ecornn import host_gpu
-
+    """The device of this machine that ``target`` means, as :func:`matched`; default: the GPU if there is one. Raises
+    :class:`~ecornn.errors.DeviceError` where it is not in this machine."""
     wanted = default_target() if target is None else target
     general = wanted if wanted in GENERAL.values() else GENERAL[resolve(wanted).kind]
     here = resolve("cpu") if general == "cpu" else host_gpu.detect()
@@ -177,9 +152,8 @@ def present(target: str | Device | None) -> Device:
 def matched(target: str | Device, here: Device) -> Device:
     """``here``, the device that measures, where ``target`` means it: as it is and not as the largest product of its
     architecture; with fewer multiprocessors where ``target`` is a device that has fewer: a share of a GPU, as sequences
-    that run at the same time have. Code for a CPU may use fewer of its features; all of its cores measure.
-
-    Raises :class:`~ecornn.errors.DeviceError` where ``target`` means another device, or what this one does not have."""
+    that run at the same time have. Code for a CPU may use fewer of its features; all of its cores measure. Raises
+    :class:`~ecornn.errors.DeviceError` where ``target`` means another device, or what this one does not have."""
     general = GENERAL[here.kind]
     if target == general:
         return here
@@ -202,8 +176,7 @@ def told(target: str | Device) -> str:
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """Versions of ecornn, TVM and tvm-ffi, on a GPU of ``driver`` and ``cuda`` (the compiler) too; and
-    the clocks of the device."""
+    """Versions of ecornn, TVM, tvm-ffi, on a GPU of ``driver`` and ``cuda`` (the compiler), and the device's clocks."""
 
     versions: dict[str, str] = {}
     clocks: Clocks | None = None
@@ -213,20 +186,15 @@ def environment(device: Device) -> Environment:
     """The environment of this machine, to measure on ``device``."""
     if device.kind != "cuda":
         return Environment(versions(), Clocks(cpu_clock()))
-    from ecornn.host_gpu import clocks, driver_version
-
-    software = versions() | {"driver": driver_version() or "none", "cuda": cuda_compiler() or "none"}
-    return Environment(software, Clocks(*clocks()))
+    software = versions() | {"driver": host_gpu.driver_version() or "none", "cuda": cuda_compiler() or "none"}
+    return Environment(software, Clocks(*host_gpu.clocks()))
 
 
 def cpu_clock() -> int:
     """The first processor's highest clock, in MHz; where the kernel does not say, its present one; 0 where unknown."""
     try:
-        khz = Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()
-        return int(khz) // 1000
+        return int(Path("/sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").read_text()) // 1000  # of kHz
     except (OSError, ValueError):
-        from ecornn.host_cpu import cpuinfo
-
         try:
             return round(float(cpuinfo().get("cpu MHz", 0)))
         except ValueError:
@@ -235,16 +203,7 @@ def cpu_clock() -> int:
 
 def cuda_compiler() -> str | None:
     """Name and version of the CUDA compiler that builds use, such as ``nvcc 13.0``."""
-    from ecornn.build import nvcc, nvrtc
-    from ecornn.build.commands import ANSWER, run
-
-    path = nvcc.find_nvcc()
-    if path:
-        said = run([path, "--version"], ANSWER)[1]
-        release = re.search(r"release (\d+\.\d+)", said)
+    if path := nvcc.find_nvcc():
+        release = re.search(r"release (\d+\.\d+)", run([path, "--version"], ANSWER)[1])
         return f"nvcc {release[1]}" if release else "nvcc"
-    if nvrtc.available():
-        from importlib.metadata import version
-
-        return f"nvrtc {version('cuda-bindings')}"
-    return None
+    return f"nvrtc {version('cuda-bindings')}" if nvrtc.available() else None

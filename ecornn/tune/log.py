@@ -1,4 +1,5 @@
-"""A tuning log: a file of JSON lines that is only ever appended to, or such a file compressed; and folders of them.
+"""A tuning log: a file of JSON lines that is only ever appended to, or such a file compressed; folders of them; and one
+run in a log, found again by what it searches, and gone on with, and what it gained.
 
 Compressed files, ``.jsonl.xz`` (as those that ship) and ``.jsonl.gz``, are read wherever a log is, and written whole by
 `ecornn log`; nothing is appended to them, so a search has a plain one.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import io
 import logging
 import lzma
@@ -23,11 +25,14 @@ from pathlib import Path
 from typing import Generic, TypeGuard, TypeVar
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from ecornn.device import Device
 from ecornn.errors import RecordError
 from ecornn.file_locks import held
-from ecornn.tune.record import AnyRecord, NewerRecord, Trial, decode, encode
+from ecornn.schedules.base import AnySchedule
+from ecornn.tune.record import AnyRecord, Choice, Finish, NewerRecord, Start, Trial, decode, encode
+from ecornn.tune.timing import bounds
 from ecornn.tuning_logs import SUFFIXES, shipped_folder, user_folder
 from ecornn.workload import Workload
 
@@ -36,6 +41,7 @@ MAX_FILE = 64 << 20  # bytes
 LIMIT = 60.0  # seconds to wait for a process that writes
 TORN = "torn last line"
 R = TypeVar("R", bound=AnyRecord, covariant=True)
+RESERVED = 0.25  # of a time limit, at most: for the comparison after the search
 _told: set[tuple[str, ...]] = set()
 
 
@@ -65,15 +71,15 @@ def is_trial(line: Line) -> TypeGuard[TrialLine]:
     return isinstance(line.record, Trial)
 
 
-def is_compressed(path: Path) -> bool:
-    """Tells compressed logs by the end of their names."""
-    return path.suffix in (".gz", ".xz")
+def require_plain(path: Path) -> None:
+    """Raises :class:`RecordError` for the name of a compressed log."""
+    if path.suffix in (".gz", ".xz"):
+        raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
 
 
 def unpacked(data: bytes, path: Path, most: int) -> bytes:
-    """The text of a file, cut off a byte behind ``most``: a small file may decompress to any size.
-
-    The name of ``path`` says how ``data`` is compressed. Raises :class:`RecordError` where it is damaged or cut off."""
+    """The text of a file, cut off a byte behind ``most``: a small file may decompress to any size. The name of ``path``
+    says how ``data`` is compressed. Raises :class:`RecordError` where it is damaged or cut off."""
     try:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
@@ -138,36 +144,29 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, *records: AnyRecord) -> None:
-    """Appends records and returns once they are on the disk. Several processes may append to one file.
-
-    Raises :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and
-    where another process does not end writing."""
-    if is_compressed(path):
-        raise RecordError(f"{path} is compressed, so that nothing is appended to it; name a .jsonl")
+    """Appends records and returns once they are on the disk. Several processes may append to one file. Raises
+    :class:`RecordError` where the file cannot be written or would exceed 64 MiB, where it is compressed, and where
+    another process does not end writing."""
+    require_plain(path)
     data = b"".join(encode(record) for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()  # or say why not: a lock that cannot be made is waited for
-        with _alone(path):
-            file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                size = os.fstat(file).st_size
-                if size + len(data) + 1 > MAX_FILE:
-                    raise RecordError(f"{path} has reached {MAX_FILE >> 20} MiB; start another log")
-                if size and os.pread(file, 1, size - 1) != b"\n":
-                    data = b"\n" + data  # a torn line, left by a crash, must not swallow this one
-                while data:
-                    data = data[os.write(file, data):]
-                os.fsync(file)
-            finally:
-                os.close(file)
+        with _alone(path), path.open("ab+") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size + len(data) + 1 > MAX_FILE:
+                raise RecordError(f"{path} has reached {MAX_FILE >> 20} MiB; start another log")
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                data = b"\n" + data  # a torn line, left by a crash, must not swallow this one
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise RecordError(f"cannot append to the tuning log {path}: {error}") from error
 
 
 def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
     """Replaces the records of a log by those that ``change`` returns for it, in one step: complete or not at all.
-
     Appends of other processes wait meanwhile. A file that does not exist is an empty log; lines that a newer program
     wrote (``newer`` of what ``change`` was given) stay. A file whose name ends with .gz or .xz is compressed. Raises
     :class:`RecordError` where the file cannot be read or written or would exceed 64 MiB."""
@@ -197,10 +196,8 @@ def rewrite(path: Path, change: Callable[[Log], Sequence[AnyRecord]]) -> None:
 
 def read(path: Path, hidden: int | None = None) -> Log:
     """Every line of a log, or those alone that may be of layers of this H, which takes a tenth of the time. A line that
-    breaks the format is reported in ``problems`` and skipped.
-
-    Numbers of lines are those of the text where the file is compressed. Raises :class:`RecordError` where the file
-    cannot be read, or is or decompresses to more than 64 MiB."""
+    breaks the format is reported in ``problems`` and skipped. Numbers of lines are those of the text where the file is
+    compressed. Raises :class:`RecordError` where the file cannot be read, or is or decompresses to more than 64 MiB."""
     try:
         with path.open("rb") as file:
             data = unpacked(file.read(MAX_FILE + 1), path, MAX_FILE)
@@ -209,15 +206,6 @@ def read(path: Path, hidden: int | None = None) -> Log:
     if len(data) > MAX_FILE:
         raise RecordError(f"{path} is larger than {MAX_FILE >> 20} MiB")
     return parse(data, path, hidden)
-
-
-def cut_off(row: bytes) -> bool:
-    """True for the beginning of a line whose writer was stopped; ``row`` has no newline."""
-    try:
-        msgspec.json.decode(row)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return row.startswith(b"{")
-    return False
 
 
 def parse(data: bytes, path: Path, hidden: int | None = None) -> Log:
@@ -237,19 +225,23 @@ def parse(data: bytes, path: Path, hidden: int | None = None) -> Log:
         except RecordError as error:
             if isinstance(error, NewerRecord):
                 log.newer.append(row)
-            torn = number == len(rows) and cut_off(row)
-            log.problems.append(f"{path}:{number}: " + (TORN if torn else str(error)))
+            problem = str(error)
+            if number == len(rows) and row.startswith(b"{"):  # no newline: its writer may have been stopped
+                try:
+                    msgspec.json.decode(row)
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                    problem = TORN
+            log.problems.append(f"{path}:{number}: {problem}")
     return log
 
 
 def log_path(workload: Workload, device: Device) -> Path:
     """The user's log for a workload: one file for each workload and device."""
     device_name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.name} {device.arch}").strip("-").lower()
-    cell, weights = workload.cell.replace("@", "-"), f"_w{workload.weights}" if workload.weights else ""
-    precision = f"_{workload.precision}" if workload.precision else ""
-    entry = "_backward" if workload.backward else ""
-    return user_folder() / (f"{cell}_h{workload.hidden}_i{workload.input}_b{workload.batch}"
-                            f"_t{workload.seq}_{workload.dtype}{weights}{precision}{entry}_{device_name}.jsonl")
+    size = f"h{workload.hidden}_i{workload.input}_b{workload.batch}_t{workload.seq}"
+    parts = [workload.cell.replace("@", "-"), size, workload.dtype, workload.weights and f"w{workload.weights}",
+             workload.precision, "backward" * workload.backward, device_name]
+    return user_folder() / f"{'_'.join(filter(None, parts))}.jsonl"
 
 
 @lru_cache(maxsize=4096)
@@ -259,8 +251,7 @@ def _read(path: Path, modified: int, size: int, hidden: int | None) -> Log:
 
 
 def read_all(folders: list[Path] | None = None, hidden: int | None = None) -> Log:
-    """The content of all logs, the user's first, as :func:`read` gives it. Files that cannot be read are among the
-    problems."""
+    """The content of all logs, the user's first, as of :func:`read`; what cannot be read is among the problems."""
     log = Log()
     for folder in folders if folders is not None else [user_folder(), shipped_folder()]:
         try:
@@ -288,3 +279,131 @@ def warn(log: Log) -> None:
         _told.add(strange)
         more = f", and {len(strange) - 1} more, which `ecornn doctor` lists" if len(strange) > 1 else ""
         logging.getLogger("ecornn").warning("tuning logs: %s%s", strange[0], more)
+
+
+def digest_of(workload: Workload, device: Device, schedules: Sequence[AnySchedule], seed: int,
+              only: Sequence[Choice] | None = None) -> str:
+    """A digest that is equal for runs that search the same; ``only``: a list of choices that is tried instead."""
+    revisions = sorted((s.name, s.revision) for s in schedules)
+    known = (workload, device.identity, revisions, seed, *(only or ()))
+    return hashlib.sha256(msgspec.json.encode(known)).hexdigest()[:12]
+
+
+@dataclass
+class Journal:
+    """The records of one run. ``run``: the digest of what is searched, and the number of the run in the file."""
+
+    path: Path
+    run: str
+    trials: list[Trial] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @classmethod
+    def open(cls, path: Path, digest: str, resume: bool) -> Journal:
+        """The latest run of that digest; a new one without ``resume``, where there is none, and where no candidate of
+        it ran: a compiler that was missing then may be there now. Raises :class:`~ecornn.errors.RecordError` where the
+        file exists and cannot be read, or has text but no record, and where it is compressed."""
+        require_plain(path)  # before anything is built
+        log = read(path) if path.exists() else Log()
+        strange = [problem for problem in log.problems if not problem.endswith(TORN)]
+        if strange and not log.lines and not log.newer:
+            raise RecordError(f"{path} is no tuning log: {strange[0]}; move it away, or name another file (--output): "
+                              "nothing is added to what cannot be read")
+        records = [line.record for line in log.lines]
+        runs = (r.run.removeprefix(digest + "-") for r in records
+                if isinstance(r, Start) and r.run.startswith(digest + "-"))
+        number = max((int(run) for run in runs if run.isdecimal()), default=0)
+        failed = any(isinstance(r, Finish) and r.run == f"{digest}-{number}" and r.best is None for r in records)
+        if not resume or not number or failed:
+            number += 1
+        journal = cls(path, f"{digest}-{number}")
+        for record in records:
+            if record.run == journal.run:
+                journal.take(record)
+        return journal
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keeps other processes and threads, which would try the same and disturb times, from the run. Raises
+        :class:`~ecornn.errors.RecordError` where another one does, or where the folder cannot be written."""
+        real = self.path.resolve()  # of a link, what it points at
+        place = real.with_name(f".{real.name[:150]}.{self.run.rpartition('-')[0]}.lock")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.touch()  # or say why not
+            lock = FileLock(place, timeout=0)
+            lock.acquire()
+        except Timeout:
+            raise RecordError(f"another process tunes this layer into {self.path}; wait for it or stop it") from None
+        except OSError as error:
+            raise RecordError(f"cannot write to the folder of the tuning log {self.path}: {error}") from error
+        try:
+            yield
+        finally:
+            place.unlink(missing_ok=True)
+            lock.release()
+
+    def take(self, record: AnyRecord) -> None:
+        """Adds a record in memory."""
+        if isinstance(record, Trial):
+            self.trials.append(record)
+        elif isinstance(record, Finish):
+            self.finish = record
+
+    def add(self, record: AnyRecord) -> None:
+        """Appends a record to the file, and adds it in memory."""
+        append(self.path, record)
+        self.take(record)
+
+    def has(self, line: Line) -> bool:
+        """True for a record of this run. Another file may have a run of the same name: someone else's same search."""
+        return line.record.run == self.run and line.path.resolve() == self.path.resolve()
+
+    @property
+    def search(self) -> list[Trial]:
+        """The trials of the search, without the final comparison."""
+        return [t for t in self.trials if t.stage == "search"]
+
+    @property
+    def seconds(self) -> float:
+        """Wall time that the run has taken so far, over all its sessions."""
+        return max((t.seconds for t in self.trials), default=0.0)
+
+    def finished(self, trials: int, time_limit: float | None, early_stop: bool = False) -> bool:
+        """True where nothing is left to do for a run of ``trials`` trials and ``time_limit`` seconds, that may stop
+        early or not. A share of the time is reserved for the comparison at the end, which may need less."""
+        if self.finish is None:
+            return False
+        reason = self.finish.reason
+        return (reason == "space" or (reason == "converged" and early_stop) or self.finish.trials >= trials or (
+            reason == "time" and time_limit is not None and self.finish.seconds >= (1 - RESERVED) * time_limit))
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times as fast as the untuned default the best of a run is."""
+
+    ratio: float  # of both medians
+    low: float  # at 95% confidence for each of them
+    high: float
+    settled: bool  # both were known to a few percent, so that the ratio may be said
+
+
+def gain_of(run: Journal) -> Gain | None:
+    """The gain of a finished run, by the last times of best and default; None where one has none, or both are one."""
+    if run.finish is None or run.finish.best == run.finish.default:
+        return None
+    best, default = (next(((t.times, t.noisy) for t in reversed(run.trials) if t.times is not None
+                           and t.choice == choice), None) for choice in (run.finish.best, run.finish.default))
+    if best is None or default is None:
+        return None
+    (best_low, best_high), (low, high) = bounds(best[0].runs), bounds(default[0].runs)
+    return Gain(default[0].median / best[0].median, low / best_high, high / best_low, not (best[1] or default[1]))
+
+
+def words(gain: Gain, default_us: float) -> str:
+    """A gain in words: the ratio where it is known, otherwise its bounds."""
+    if gain.settled:
+        return f"{gain.ratio:.2f} times as fast as the untuned default ({default_us:.4g} µs)"
+    said = f"{gain.low:.2f} to {gain.high:.2f} times as fast as the untuned default; times did not settle"
+    return said if gain.low > 1 else f"{said}, and it may be no faster"

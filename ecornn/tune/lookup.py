@@ -1,28 +1,10 @@
-"""Look-up: the record that applies to a task, and why.
+"""Look-up: the record that applies to a task, and why, by the rules of docs/TUNING_LOG_FORMAT.md.
 
-A record is near or far by the device that it was measured on, then by its batch, then by its input size, then by its
-sequence length (within a factor of two all are near: a module serves every T). The recurrence does not see the input:
-only the product that is hoisted out of it does. Where that is made beside the recurrence it must keep up, so a record
-of a smaller input says nothing. A call of a few steps takes longer for what is beside them, of which a record of long
-ones does not tell: a schedule that is for such calls competes with it by what it expects. So does one that serves the
-layer since a later generation than the record's, whose search did not know it, unless the nearest records have a time
-of it, too. Among the nearest ones the configuration that is expected to be fastest is used:
-
-1. measured on this device (same name and number of cores);
-2. on another device of the same architecture, with no more cores, shared memory or registers;
-3. on any other device: a seed, whose time says nothing here;
-4. else the default that is expected to be fastest.
-
-A record of another revision of its schedule is stale: its time is, not its configuration. So it competes, with its
-time taken as ``STALE`` slower; a time measured once, without the final comparison, is taken as ``ONCE`` slower, and as
-much slower as all finalists of its run had become by the end; and never as faster than those, whom the run compared
-because they were. A configuration that failed since then is not used, and no time of a trial whose output was wrong.
-What is slower by ``MISSED`` than a configuration of the same records that does not fit the task is no guide to it:
-farther ones are asked. A time that no device can have had is not believed. The batch of a record is at
-most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's; on a GPU, where it is
-twice as large or half as large, and that configuration is expected to take ``OTHER_BATCH`` times as long as the
-default, the default is used. Of records equally near, the user's folder goes before the one that ships, unless all it
-has is stale.
+Of the records nearest by device, batch, input and sequence length the configuration that is expected to be fastest is
+used; where none applies, the default that is. A time that no device can have had is not believed. The batch of a record
+is at most a factor ``REACH`` away, and the schedule says what its configuration becomes at the task's; on a GPU, where
+it is twice as large or half as large, and that configuration is expected to take ``OTHER_BATCH`` times as long as the
+default, the default is used.
 """
 
 from __future__ import annotations
@@ -43,7 +25,7 @@ from ecornn.workload import FEW, Workload
 
 STALE = 1.1  # of the persistent schedule's first two revisions: between 0.97 and 1.09
 ONCE = 1.03  # the fastest of many times measured once is faster than it really is
-MISSED = 1.25
+MISSED = 1.25  # slower by this than a configuration of the same records that does not fit: no guide to the task
 REACH = 4.0
 OTHER_BATCH = 1.1  # benchmarks/notes/records.md
 YOUNG = 1.1  # what the estimate of a schedule that is younger than a record may be off
@@ -139,14 +121,11 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Any
     of a few steps, where the record is of longer ones, or one that serves the task since a later generation than the
     record's and was not ``tried`` then. By its rank, which has in it how far its estimate is believed."""
     steps, of = task.workload.seq, best.trial.workload.seq
-    few = steps <= FEW < of
     rivals = [s for s in schedules if s.name != best.trial.schedule and (
-        (few and s.few_steps) or (best.trial.generation < s.generation(task) and s.name not in tried))]
-    if not rivals:
-        return None
-    first = min(rivals, key=lambda s: s.rank(task))
-    doubt = 1.0 if first.few_steps else YOUNG
-    if first.rank(task) * doubt + first.beside(task) / of >= best.expected * 1000:
+        (steps <= FEW < of and s.few_steps) or (best.trial.generation < s.generation(task) and s.name not in tried))]
+    first = min(rivals, key=lambda s: s.rank(task), default=None)
+    if first is None or first.rank(task) * (1.0 if first.few_steps else YOUNG) + first.beside(task) / of >= (
+            best.expected * 1000):
         return None
     why = (f"for T={steps} it is expected to be faster than {best.trial.schedule}, of which record {best.line.place} "
            f"says what T={of} takes" if first.few_steps else
@@ -158,10 +137,9 @@ def _by_estimate(best: Evidence, tried: Collection[str], schedules: Sequence[Any
 def _for_this_batch(best: Evidence, schedules: Sequence[AnySchedule], task: Task) -> Found | None:
     """The default, if estimates say that the configuration of the ``best`` record, of another batch, is slower here."""
     first = min(schedules, key=lambda s: s.rank(task))
-    config, name = first.default(task), best.trial.schedule
+    config, name, own = first.default(task), best.trial.schedule, first.rank(task)
     (schedule,) = (s for s in schedules if s.name == name)
     expected = schedule.features(task, schedule.plan(task, best.trial.config)).get("estimate")
-    own = first.rank(task)
     if own == math.inf:
         own = first.features(task, first.plan(task, config)).get("estimate", math.inf)
     if expected is None or expected < OTHER_BATCH * own:
@@ -206,8 +184,7 @@ def possible(trial: Trial, task: Task) -> bool:
 
 
 def credible(trial: Trial, task: Task, schedule: AnySchedule) -> bool:
-    """False where the trial is far faster than the schedule's estimate; its configuration is one for the task's
-    batch."""
+    """False for a trial that is far faster than the schedule's estimate; its configuration fits the task's batch."""
     work = trial.workload
     if trial.times is None or trial.device.arch != task.device.arch:
         return True
@@ -220,23 +197,21 @@ def how_far(trial: Trial, workload: Workload, device: Device) -> Distance | None
     """The distance of a trial from a task, less is nearer; None where it says nothing of it."""
     of, on = trial.workload, trial.device
     if (on.kind != device.kind or of.cell != workload.cell or of.hidden != workload.hidden  # most are told by these
-            or sizes(of) != sizes(workload) or of.input < workload.input):
+            or structs.replace(of, batch=workload.batch, input=workload.input, seq=workload.seq) != workload
+            or of.input < workload.input):
         return None
     octaves = math.log2(of.batch / workload.batch)
     if abs(octaves) > math.log2(REACH):
         return None
-    if on.arch == device.arch and on.name == device.name and on.cores == device.cores:
-        tier = HERE
-    else:
-        tier = SMALLER if within(on, device) else ELSEWHERE
+    here = (on.arch, on.name, on.cores) == (device.arch, device.name, device.cores)
+    tier = HERE if here else SMALLER if within(on, device) else ELSEWHERE
     # Of two that are equally near the larger one is better: its configuration has room for the rows.
     batch = octaves if octaves >= 0 else -octaves + 1e-6
     return tier, batch, math.log2(of.input / workload.input), int(abs(math.log2(of.seq / workload.seq)))
 
 
 def beyond(task: Task, log: Log) -> str:
-    """The end of a line that says how the nearest records of this cell and H differ, which are too far: who tuned a
-    layer and does not find it again sees why."""
+    """The end of a line that says how the nearest records of this cell and H, which are too far, differ."""
     work = task.workload
     differences: dict[str, int] = {}  # differences in words -> how many
     for trial in log.trials():
@@ -254,14 +229,8 @@ def beyond(task: Task, log: Log) -> str:
     return f"; there are some for {', '.join(nearest[:3])}{' and more' * (len(nearest) > 3)}" if nearest else ""
 
 
-def sizes(work: Workload) -> Workload:
-    """A workload without B, I and T, in which a record may differ from a task."""
-    return structs.replace(work, batch=1, input=1, seq=1)
-
-
 def within(on: Device, device: Device) -> bool:
-    """True where ``device``, of the same architecture, has as many cores and as much memory on the chip as ``on``;
-    whether a configuration fits is for ``check`` to say."""
+    """True where ``device``, of the same architecture, has as many cores and as much memory on the chip as ``on``."""
     return on.arch == device.arch and all(
         getattr(on, n) <= getattr(device, n) for n in ("cores", "shared", "registers"))
 
@@ -295,10 +264,8 @@ def collect(lines: Sequence[TrialLine], by_name: Mapping[str, AnySchedule], task
 
 
 def drift(lines: Sequence[TrialLine]) -> dict[str, tuple[float, float]]:
-    """By run, the factor by which every finalist was slower in the final comparison than in the search, at least 1, and
-    the fastest finalist's time, in µs per step.
-
-    One finalist alone may have been lucky in the search: that says nothing of the others."""
+    """By run, the factor, at least 1, by which every finalist was slower in the final comparison than in the search
+    (one alone may have been lucky: that says nothing of others), and the fastest finalist's time, in µs per step."""
     times: dict[str, dict[Candidate, dict[str, float]]] = {}
     for line in lines:
         trial = line.record
@@ -315,9 +282,8 @@ def drift(lines: Sequence[TrialLine]) -> dict[str, tuple[float, float]]:
 
 def best_evidence(lines: Sequence[TrialLine], revision: int | None,
                   drifts: Mapping[str, tuple[float, float]]) -> Evidence:
-    """The evidence of one of several times of a configuration, whose schedule is at ``revision`` now: a current one
-    before a stale one, one of a final comparison before one measured once, then the latest. ``drifts``: those of
-    :func:`drift`."""
+    """The evidence of one of several times of a configuration, whose schedule is at ``revision``: a current one before
+    a stale one, a final one before one measured once, then the latest. ``drifts``: those of :func:`drift`."""
     ranked = []
     for line in lines:
         trial = line.record
@@ -332,13 +298,6 @@ def best_evidence(lines: Sequence[TrialLine], revision: int | None,
     return max(ranked, key=lambda r: r[:-1])[-1]
 
 
-def unusable(schedule: AnySchedule | None, task: Task, trial: Trial) -> str | None:
-    """The reason why a trial's time says nothing of its schedule as it is now; None: it does. See :func:`unfit`."""
-    if schedule is not None and trial.revision != schedule.revision:
-        return "stale (another revision of their schedule)"
-    return unfit(schedule, task, trial.config)
-
-
 def unfit(schedule: AnySchedule | None, task: Task, config: Config) -> str | None:
     """The reason why a configuration cannot be used for the task; None: it can."""
     if schedule is None:
@@ -351,8 +310,7 @@ def unfit(schedule: AnySchedule | None, task: Task, config: Config) -> str | Non
 
 
 def listed(config: Config, knobs: Sequence[Knob]) -> bool:
-    """True for a configuration of these knobs and no other, each with one of its values. A schedule may be asked about
-    no other, but its default."""
+    """True for a configuration of these knobs and no other, with values of theirs: ``check`` takes no others."""
     chosen = typed(config)
     return len(config) == len(knobs) and all(
         any(chosen.get(knob.name) == (type(v), v) for v in knob.values) for knob in knobs)
@@ -361,12 +319,11 @@ def listed(config: Config, knobs: Sequence[Knob]) -> bool:
 def default_of(schedule: AnySchedule, task: Task) -> Config:
     """The default for a task; those of the latest tasks are kept, since a default may be a search of its own."""
     key = schedule.name, id(task)
-    known = _defaults.get(key)
-    if known is None:
+    if key not in _defaults:
         if len(_defaults) >= DEFAULTS:
             _defaults.clear()
-        known = _defaults[key] = task, schedule.default(task)  # with the task: after its end another has its number
-    return known[1]
+        _defaults[key] = task, schedule.default(task)  # with the task: after its end another has its number
+    return _defaults[key][1]
 
 
 def typed(config: Config) -> dict[str, tuple[type, Value]]:

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from ecornn.cells import Cell
 from ecornn.cells.deriving import learned_shapes, parameters_of
 from ecornn.errors import CellError
-from ecornn.numpy_reference import NORMALIZED
+from ecornn.interpreter import interpret
+from ecornn.numpy_reference import NORMALIZED, reference
 from ecornn.numpy_reference import STEPS as REFERENCES
 from ecornn.tune.record import INTEGERS
 from ecornn.workload import Workload
@@ -50,69 +51,47 @@ class Inputs:
 
 def draw(cell: Cell, work: Workload, rng: np.random.Generator) -> Inputs:
     """Random inputs of ``STEPS`` steps."""
-    kind = work.weights or work.dtype
-    kind = work.dtype if kind in INTEGERS else kind
+    hidden, own = work.hidden, cell.own_input(work.input, work.hidden)
     x = rounded(rng.uniform(-1, 1, (STEPS, work.batch, work.input)), work.dtype)
-    own = cell.own_input(work.input, work.hidden)
     for n, name in enumerate(cell.inputs):
         if name in cell.nonnegative:
-            beside = x[..., own + n * work.hidden:own + (n + 1) * work.hidden]
+            beside = x[..., own + n * hidden:own + (n + 1) * hidden]
             beside[:] = abs(beside)
-    states = [rounded(rng.uniform(-1, 1, (work.batch, work.hidden)), work.dtype) for _ in cell.states]
+    states = [rounded(rng.uniform(-1, 1, (work.batch, hidden)), work.dtype) for _ in cell.states]
     states = [abs(state) if name in cell.nonnegative else state
               for name, state in zip(cell.states, states, strict=True)]
-    shaped = {name: rounded(value, kind) for name, value in weights_of(cell, own, work.hidden, rng).items()}
+    learned = {name: sampled(cell, name, shape, rng) for name, shape in learned_shapes(cell, own, hidden).items()}
+    kind = work.dtype if work.weights is None or work.weights in INTEGERS else work.weights
+    shaped = {name: rounded(value, kind) for name, value in parameters_of(cell, learned, own, hidden).items()}
     flat = {cell.parameter_name(name): value.reshape(-1, *value.shape[2:]) for name, value in shaped.items()}
     return Inputs(x, states, shaped, flat)
 
 
-def weights_of(cell: Cell, input: int, hidden: int, rng: np.random.Generator) -> dict[str, Array]:
-    """Random parameters in te shape, in float64: what the cell samples, or computes of that."""
-    learned = {name: sampled(cell, name, shape, rng) for name, shape in learned_shapes(cell, input, hidden).items()}
-    return parameters_of(cell, learned, input, hidden)
-
-
 def sampled(cell: Cell, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """The result of the cell's ``sample``. Raises :class:`~ecornn.errors.CellError` for anything but finite numbers of
-    the parameter's shape."""
-    fault = ""
+    """The result of the cell's ``sample``; :class:`CellError` for anything but finite numbers of that shape."""
+    def fault(words: str) -> CellError:
+        code = type(cell).sample.__code__
+        return CellError(f"cell {cell.name!r}: sample({name!r}, {shape}, rng) {words}\n  {code.co_filename}:"
+                         f"{code.co_firstlineno}", (code.co_filename, code.co_firstlineno))
+
     try:
         values = np.asarray(cell.sample(name, shape, rng), np.float64)
     except Exception as error:  # the user's own code raises what it likes
-        raise _of_sample(cell, f"sample({name!r}, {shape}, rng) failed: {type(error).__name__}: {error}") from error
-    if values.shape != shape:
-        fault = f"of shape {values.shape}"
-    elif not np.isfinite(values).all():
-        fault = "of which some are not finite"
-    if fault:
-        raise _of_sample(cell, f"sample({name!r}, {shape}, rng) returned values {fault}; expected finite ones of shape "
-                         f"{shape}")
+        raise fault(f"failed: {type(error).__name__}: {error}") from error
+    if values.shape != shape or not np.isfinite(values).all():
+        what = f"of shape {values.shape}" if values.shape != shape else "of which some are not finite"
+        raise fault(f"returned values {what}; expected finite ones of shape {shape}")
     return values
-
-
-def _of_sample(cell: Cell, words: str) -> CellError:
-    """An error with the line at which the cell's ``sample`` begins."""
-    code = type(cell).sample.__code__
-    at = code.co_filename, code.co_firstlineno
-    return CellError(f"cell {cell.name!r}: {words}\n  {at[0]}:{at[1]}", at)
 
 
 def write(path: Path, cell: Cell, work: Workload, seed: int) -> None:
     """Writes inputs and expected outputs as .npz. No line of what makes kernels is asked: a formula in NumPy where
-    there is one, else the cell's te graph as the cell wrote it.
-
-    Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>`` and ``last_<n>`` (B, H) for the n-th state, and ``w:<name>``
-    for each parameter as a user passes it. Inputs are representable in the workload's dtype; expected outputs are
-    float64."""
+    there is one, else the cell's te graph as the cell wrote it. Arrays: ``x`` (T, B, I), ``y`` (T, B, H), ``first_<n>``
+    and ``last_<n>`` (B, H) for the n-th state, and ``w:<name>`` for each parameter as a user passes it. Inputs are
+    representable in the workload's dtype; expected outputs are float64."""
     given = draw(cell, work, np.random.default_rng(seed))
-    if has_formula(cell):
-        from ecornn.numpy_reference import reference
-
-        y, last = reference(cell.identity(), given.x, given.flat, given.states)
-    else:
-        from ecornn.interpreter import interpret
-
-        y, last = interpret(cell, given.x, given.shaped, given.states)
+    y, last = (reference(cell.identity(), given.x, given.flat, given.states) if has_formula(cell) else
+               interpret(cell, given.x, given.shaped, given.states))
     save(path, given.x, y, given.states, last, given.flat)
 
 
@@ -133,8 +112,7 @@ def save(path: Path, x: Array, y: Array, first: Sequence[Array], last: Sequence[
 
 
 def relative_error(got: Any, expected: Any, least: float = 1e-30) -> float:
-    """||got - expected|| / ||expected||, or to ``least`` if that is more; infinite where ``got`` has what is no number,
-    or another shape."""
+    """||got - expected|| / max(||expected||, ``least``); infinite for no numbers, or another shape."""
     got = np.asarray(got, np.float64)
     if got.shape != expected.shape or not np.isfinite(got).all():
         return float("inf")
@@ -142,6 +120,5 @@ def relative_error(got: Any, expected: Any, least: float = 1e-30) -> float:
 
 
 def norm(values: Any) -> float:
-    """The Euclidean norm. NumPy's has BLAS start a thread for each processor and wait for all, while builds use
-    them."""
+    """The Euclidean norm. NumPy's has BLAS start a thread for each processor, while builds use them."""
     return float(np.sqrt(np.square(values).sum()))

@@ -6,6 +6,7 @@ processes that build compute what a run needs, and a search has a process of its
 from __future__ import annotations
 
 import contextlib
+import queue
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +17,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from ecornn.cells import Cell
+from ecornn.cells.naming import load_cell
 from ecornn.device import Device
 from ecornn.errors import ScheduleError
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import read_all
-from ecornn.tune.model import CostModel
+from ecornn.quick_tvm import import_tvm
+from ecornn.schedules import all_schedules
+from ecornn.task import make_task
+from ecornn.tune import oracle
+from ecornn.tune.building import task_of
+from ecornn.tune.choose import serving_or_raise
+from ecornn.tune.log import Journal, read_all
 from ecornn.tune.pool import Pool
-from ecornn.tune.search import Search
+from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import PARTS, Candidate, ConfigSpace, Scan
 from ecornn.tune.transfer import borrowed, lent, seeds, warm
 from ecornn.worker import Worker, WorkerError
@@ -65,8 +71,7 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 def call(pool: Pool, worker: Worker, function: Callable[..., T], argument: Any, kind: type[T]) -> T:
-    """The answer of a function of this file, decoded as ``kind``, in a process of the pool. Raises
-    :class:`ScheduleError` where it raises or the process is lost."""
+    """The answer of a function of this file in a process of the pool; :class:`ScheduleError` where there is none."""
     try:
         return worker.call(f"{__name__}:{function.__name__}", argument, kind, LIMIT)
     except WorkerError as error:
@@ -82,8 +87,7 @@ def built(pool: Pool, function: Callable[..., T], question: Question, kind: type
 
 def write_answers(question: Question) -> bool:
     """Writes expected outputs, in a worker."""
-    from ecornn.cells.naming import load_cell
-    from ecornn.tune import adjoint_oracle, oracle
+    from ecornn.tune import adjoint_oracle  # with all that makes adjoints
 
     write = adjoint_oracle.write if question.workload.backward else oracle.write
     write(Path(question.out), load_cell(question.cell), question.workload, question.seed)
@@ -97,25 +101,17 @@ def answers(pool: Pool, question: Question) -> Callable[[Path], bool]:
 
 def choose_defaults(question: Question) -> tuple[Candidate, ...]:
     """Answers :func:`defaults`, in a worker."""
-    from ecornn.cells.naming import load_cell
-    from ecornn.task import make_task
-    from ecornn.tune.choose import serving_or_raise
-
     task = make_task(load_cell(question.cell), question.workload, question.device)
     return tuple(Candidate.of(s.name, s.default(task)) for s in serving_or_raise(task, question.schedule))
 
 
 def defaults(pool: Pool, question: Question) -> tuple[Candidate, ...]:
-    """The default of each schedule that serves, the one that is expected to be fastest first. Raises
-    :class:`ScheduleError` where none serves, or for an unknown name."""
+    """The default of each schedule that serves, the fastest first; :class:`ScheduleError` where none serves."""
     return built(pool, choose_defaults, question, tuple[Candidate, ...])
 
 
 def space_of(question: Question, defaults: Sequence[Candidate]) -> ConfigSpace:
     """The space of the schedules that have these defaults, in a worker."""
-    from ecornn.schedules import all_schedules
-    from ecornn.tune.building import task_of
-
     task = task_of(question.cell, question.workload, question.device)
     return ConfigSpace(task, [all_schedules()[c.schedule] for c in defaults], defaults)
 
@@ -150,12 +146,15 @@ def joined(space: ConfigSpace, parts: Parts) -> dict[str, Scan]:
 def searching(pool: Pool, cell: Cell, space: ConfigSpace, asked: Question, parts: Callable[[], Parts],
               run: Journal) -> Iterator[Proposals]:
     """The search of a run, in a process of the pool if one is idle. ``parts`` waits for the space's scans."""
-    with pool.proposer() as worker:
-        if worker is None:
-            yield new_search(cell, space, asked.seed, run)
-        else:
-            origin = Origin(asked, tuple(space.defaults()), str(run.path), run.run)
-            yield Elsewhere(worker, pool, space, origin, parts)
+    worker = None
+    with contextlib.suppress(queue.Empty):
+        worker = pool.idle_proposers.get_nowait()
+    try:
+        yield new_search(cell, space, asked.seed, run) if worker is None else Elsewhere(
+            worker, pool, space, Origin(asked, tuple(space.defaults()), str(run.path), run.run), parts)
+    finally:
+        if worker is not None:
+            pool.idle_proposers.put(worker)
 
 
 def new_search(cell: Cell, space: ConfigSpace, seed: int, run: Journal) -> Search:
@@ -197,8 +196,7 @@ class Elsewhere:
         call(self.pool, self.worker, prepare, self.question(0, True), bool)
 
     def question(self, count: int, scanned: bool) -> Ask:
-        """A question with the times since the last one; with the scans of the space where they are needed and that
-        process has none."""
+        """A question with the times since the last one; with the space's scans, the first time they are needed."""
         scans = None
         if scanned and self.parts is not None:
             scans, self.parts = dict(self.parts()), None
@@ -212,12 +210,8 @@ _search: Search | None = None  # of this process
 
 def ready(_: None) -> bool:
     """Imports what a search needs, and reads the records, before there is one."""
-    from ecornn.quick_tvm import import_tvm
-
     import_tvm()
     import xgboost  # noqa: F401
-
-    from ecornn.schedules import all_schedules
 
     return bool(all_schedules() and read_all())
 
@@ -225,8 +219,6 @@ def ready(_: None) -> bool:
 def begin(origin: Origin) -> list[Candidate]:
     """Makes this process's search, and returns the candidates that it proposes first."""
     global _search
-    from ecornn.cells.naming import load_cell
-
     asked = origin.asked
     space = space_of(asked, origin.defaults)
     _search = new_search(load_cell(asked.cell), space, asked.seed, Journal(Path(origin.path), origin.run))

@@ -1,7 +1,7 @@
 """One line of a tuning log, a run's start, one trial, or a run's finish; and the tolerance within which a time counts.
 
-The format is specified in docs/TUNING_LOG_FORMAT.md. Lines are data: they are decoded strictly
-(unknown fields, other types and absurd sizes are refused) and never executed.
+The format is specified in docs/TUNING_LOG_FORMAT.md. Lines are data: they are decoded strictly (unknown fields, other
+types and absurd sizes are refused) and never executed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 
 from ecornn.device import Device
 from ecornn.dtypes import TABLE
@@ -59,17 +60,8 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def of(cls, runs: list[float]) -> Times:
         """The times of ``runs``, µs per step each."""
-        ordered = sorted(runs)
-
-        def at(share: float) -> float:  # linear interpolation between neighbours
-            place = share * (len(ordered) - 1)
-            low = int(place)
-            high = min(low + 1, len(ordered) - 1)
-            return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-        round5 = [float(f"{r:.5g}") for r in runs[:256]]
-        median, p20, p80 = (float(f"{at(s):.5g}") for s in (0.5, 0.2, 0.8))
-        return cls(median, p20, p80, tuple(round5))
+        median, p20, p80, *kept = (float(f"{time:.5g}") for time in (*np.percentile(runs, (50, 20, 80)), *runs[:256]))
+        return cls(median, p20, p80, tuple(kept))
 
 
 class Clocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,9 +79,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="kind"):
-    """Fields of every kind of line.
-
-    ``run`` names the run: a digest of what it searches, and its number in the file. ``time`` is UTC, ISO 8601."""
+    """Fields of every kind of line. ``run`` names the run: a digest of what it searches, and its number in the file.
+    ``time`` is UTC, ISO 8601."""
 
     v: int = VERSION
     run: Name
@@ -109,12 +100,10 @@ class Start(Record, frozen=True, kw_only=True, tag="start"):
 
 
 class Trial(Record, frozen=True, kw_only=True, tag="trial"):
-    """One configuration, built and measured; or why it was not.
-
-    ``stage`` is ``search``, or ``final`` where the best were measured again, taking turns. ``check`` is the relative
-    error against float64, ||out - ref|| / ||ref||; ``source`` the digest of the generated code; ``seconds`` the run's
-    wall time so far. A trial with ``error`` has no ``times``. ``noisy``: the device did not hold still, so that the
-    median is not known to ``timing.TIGHT``."""
+    """One configuration, built and measured; or why it was not. ``stage`` is ``search``, or ``final`` where the best
+    were measured again, taking turns. ``check`` is the relative error against float64, ||out - ref|| / ||ref||;
+    ``source`` the digest of the generated code; ``seconds`` the run's wall time so far. A trial with ``error`` has no
+    ``times``. ``noisy``: the device did not hold still, so that the median is not known to ``timing.TIGHT``."""
 
     index: Count
     stage: Name
@@ -162,8 +151,8 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Finish(Record, frozen=True, kw_only=True, tag="finish"):
-    """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried), ``time`` (limit) or
-    ``converged`` (more trials were unlikely to help)."""
+    """A run ended: ``reason`` is ``trials`` (all made), ``space`` (all tried), ``time`` (limit) or ``converged`` (more
+    trials were unlikely to help)."""
 
     reason: Reason
     trials: Count
@@ -246,9 +235,7 @@ def first_line(message: str, most: int) -> str:
 
 
 class _Head(msgspec.Struct):
-    """The part of a line that says which fields it may have."""
-
-    v: int
+    v: int  # which says which fields a line may have
 
 
 def _newer(line: bytes) -> int | None:
@@ -268,7 +255,6 @@ def tolerance(work: Workload) -> float:
 
 
 def proven(trial: Trial) -> bool:
-    """True for a trial with a time, one that a step can take, and a right output: what is wrong may be as fast as it
-    likes."""
+    """True for a trial with a time that a step can take, and a right output: what is wrong may be fast."""
     return (trial.times is not None and trial.times.median >= LEAST and trial.check is not None
             and trial.check <= tolerance(trial.workload))

@@ -1,10 +1,8 @@
 """Measuring on servers that a TVM RPC tracker knows: the tuner's side, and the server for tuners elsewhere.
 
-Each measuring process of the pool holds a session with one server. A server that goes away costs the
-trial under way another try elsewhere, and nothing else.
-
-TVM's server takes files and calls from whoever reaches its port: that is remote execution, by design.
-So it listens on this machine alone unless told otherwise.
+Each measuring process of the pool holds a session with one server. A server that goes away costs the trial under way
+another try elsewhere, and nothing else. TVM's server takes files and calls from whoever reaches its port: that is
+remote execution, by design. So it listens on this machine alone unless told otherwise.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,10 +25,11 @@ import msgspec
 
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError
+from ecornn.quick_tvm import import_tvm
 from ecornn.tune.choose import Environment, environment, matched, present, told
-from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.record import Outcome
+from ecornn.tune.timing import Measure
 from ecornn.worker import Worker, WorkerError
 
 if TYPE_CHECKING:
@@ -63,8 +63,7 @@ class Tracker:
 
     @classmethod
     def parse(cls, address: str, key: str, allow_remote: bool = False) -> Tracker:
-        """The tracker at ``host:port``. Raises :class:`ArgumentError` for anything else, and for another machine's
-        address unless that is allowed."""
+        """The tracker at ``host:port``; :class:`ArgumentError` for others, and for another machine's unless allowed."""
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ArgumentError("tracker", address, "HOST:PORT of a TVM RPC tracker")
@@ -86,10 +85,8 @@ class Tracker:
                               f"`python -m tvm.exec.rpc_tracker --host 127.0.0.1` starts ({why})") from None
 
     def describe(self, target: str | Device | None = None) -> tuple[Device, Environment]:
-        """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine.
-
-        Raises :class:`DeviceError` without a tracker or server, where it does not answer, or where it measures on
-        another device than ``target``."""
+        """The device of one of the servers, as ``matched`` with ``target``, and what records say of its machine. Raises
+        :class:`DeviceError` where none answers, or that measures on another device than ``target``."""
         if not self.servers():
             raise DeviceError("key", self.key, f"the key of a server at the tracker {self}; start one with: "
                               f"ecornn serve --tracker {self} --key {self.key}")
@@ -97,28 +94,24 @@ class Tracker:
         while True:
             try:
                 server = _within(deadline - time.monotonic(), lambda: _describe(_request(self)))
-                break
+                return server.device if target is None else matched(target, server.device), server.environment
             except TimeoutError:
                 raise DeviceError("key", self.key, f"the key of a server that answers: one of the tracker {self} has "
                                   f"said nothing for {START:g} s, and may be stopped") from None
             except (NoServer, LostServer) as error:
                 if time.monotonic() > deadline:
                     raise DeviceError("key", self.key, f"a server that is not busy ({error})") from None
-        return server.device if target is None else matched(target, server.device), server.environment
 
     def pool(self, entries: Entries, quiet: bool, device: Device) -> Pool:
-        """Processes that build here and measure on the servers, one for each that there is now. ``quiet``: a build
-        would disturb a measurement, if both run here."""
+        """Processes that build here and measure on the servers, one for each; ``quiet``: builds would disturb."""
         here = replace(entries, measure_ready=f"{__name__}:ready", measure=f"{__name__}:measure")
-        address = msgspec.json.encode((self.host, self.port, self.key, device)).decode()
-        count = max(1, self.servers())
+        count, address = max(1, self.servers()), msgspec.json.encode((self.host, self.port, self.key, device)).decode()
         return Pool(here, measurers=count, proposers=count if count > 1 else 0, local=False, grace=START,
                     quiet=quiet and is_loopback(self.host), environment={ADDRESS: address})
 
 
 class Connection:
     """A session with one server that measures on ``device``, or on one that has it as a share. Uploads files once.
-
     Raises :class:`NoServer` where none is free, or the server measures on another device."""
 
     def __init__(self, tracker: Tracker, device: Device) -> None:
@@ -137,10 +130,9 @@ class Connection:
         self.uploaded: set[tuple[str, int]] = set()
 
     def measure(self, request: Measure) -> list[Outcome]:
-        """Measures as ``measuring.measure`` does, on the server."""
+        """Measures as ``timing.measure`` does, on the server."""
         answers = Path(request.answers)
-        sent = str(answers), answers.stat().st_mtime_ns
-        name = f"{answers.parent.name}.npz"
+        sent, name = (str(answers), answers.stat().st_mtime_ns), f"{answers.parent.name}.npz"
         if sent not in self.uploaded:
             self.session.upload(bytearray(answers.read_bytes()), name)
             self.uploaded.add(sent)
@@ -153,38 +145,30 @@ class Connection:
         return answer.measured
 
 
-_connection: Connection | None = None  # of this process
-
-
 def ready(_: None) -> bool:
     """Imports what a measurement needs, and has a server get ready, before the clock runs."""
-    global _connection
-    from ecornn.quick_tvm import import_tvm
-
     import_tvm()
     with contextlib.suppress(NoServer, LostServer):  # a measurement will say so, if it finds none either
-        _connection = connected()
+        connected()
     return True
 
 
 def measure(request: Measure) -> list[Outcome]:
-    """Checks and times modules on the server that this process has a session with, or gets one.
-
-    Raises :class:`NoServer` and :class:`LostServer`; else as ``measuring.measure``."""
-    global _connection
-    if _connection is None:
-        _connection = connected()
+    """Checks and times modules on the server that this process has a session with, or gets one. Raises
+    :class:`NoServer` and :class:`LostServer`; else as ``timing.measure``."""
+    connection = connected()
     try:
-        return _connection.measure(request)
+        return connection.measure(request)
     except ScheduleError:
         raise
     except Exception as error:  # whatever TVM raises where the other side is gone
-        _connection = None
+        connected.cache_clear()
         raise LostServer(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 
+@cache
 def connected() -> Connection:
-    """A connection with a server of the tracker that this process's environment names."""
+    """This process's connection with a server of the tracker that its environment names."""
     host, port, key, device = msgspec.json.decode(os.environ[ADDRESS], type=tuple[str, int, str, Device])
     return Connection(Tracker(host, port, key), device)
 
@@ -261,14 +245,17 @@ def require_loopback(argument: str, host: str, allow_remote: bool) -> None:
 
 def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.1", port: int = 9200,
           address: str | None = None) -> Server:
-    """Starts a server in processes of its own, known to the tracker; ``terminate()`` stops them.
-
-    ``address`` is what the tracker tells tuners to connect to, where that is not ``host``. The first free port of 100
-    from ``port`` on is used. Raises :class:`~ecornn.errors.DeviceError` without the device, :class:`ArgumentError`
-    where it cannot listen there."""
+    """Starts a server in processes of its own, known to the tracker, at the first free port of 100 from ``port`` on;
+    ``terminate()`` stops them. ``address``: what tuners connect to, where that is not ``host``. Raises
+    :class:`~ecornn.errors.DeviceError` without the device, :class:`ArgumentError` where it cannot listen there."""
     from tvm.rpc import Server
 
-    require_own(host)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError as error:
+        raise ArgumentError("host", host, f"an address of this machine ({error.strerror or error})") from None
     device = present(target)
     # A session's process is forked from one that may have looked at the GPU, and must not touch it.
     os.environ[SERVED] = msgspec.json.encode(Description(device, environment(device))).decode()
@@ -278,16 +265,6 @@ def start(target: str, tracker: tuple[str, int], key: str, host: str = "127.0.0.
     except (PermissionError, ValueError):  # of its process: a port is the system's, or all are taken
         raise ArgumentError("port", port, f"a port that this user may listen at, and one of {port} to {port + 99} "
                             "free") from None
-
-
-def require_own(host: str) -> None:
-    """Raises :class:`ArgumentError` for an address at which nothing on this machine can listen."""
-    try:
-        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(place)
-    except OSError as error:
-        raise ArgumentError("host", host, f"an address of this machine ({error.strerror or error})") from None
 
 
 def register() -> None:
@@ -300,8 +277,12 @@ def register() -> None:
     threading.excepthook = end_at_once
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     worker = Worker(Entries().measure_ready, gpu=True)
-    tvm_ffi.register_global_func(DESCRIBE, describe, override=True)
-    tvm_ffi.register_global_func(WARM, lambda: warm(worker), override=True)
+
+    def warm() -> None:  # takes seconds, while the tuner still builds
+        threading.Thread(target=Pool.warm, args=(worker,), daemon=True).start()
+
+    tvm_ffi.register_global_func(DESCRIBE, lambda: os.environ[SERVED], override=True)
+    tvm_ffi.register_global_func(WARM, warm, override=True)
     tvm_ffi.register_global_func(MEASURE, lambda request, limit: measure_here(worker, request, limit), override=True)
 
 
@@ -336,16 +317,6 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
-def describe() -> str:
-    """JSON of a :class:`Description`."""
-    return os.environ[SERVED]
-
-
-def warm(worker: Worker) -> None:
-    """Has the measuring process started, which takes seconds, while the tuner still builds."""
-    threading.Thread(target=Pool.warm, args=(worker,), daemon=True).start()
-
-
 def measure_here(worker: Worker, request: str, limit: float) -> str:
     """JSON of an :class:`Answer` to the JSON of a :class:`Measure` of files that were uploaded."""
     import tvm_ffi
@@ -360,7 +331,7 @@ def measure_here(worker: Worker, request: str, limit: float) -> str:
         answer = Answer(measured=worker.call(Entries().measure, asked, list[Outcome], float(limit)))
     except WorkerError as error:
         answer = Answer(error=str(error))
-        if not error.lost and msgspec.json.decode(describe(), type=Description).device.kind == "cuda":
+        if not error.lost and msgspec.json.decode(os.environ[SERVED], type=Description).device.kind == "cuda":
             worker.kill()  # an illegal access poisons the process's CUDA context
     for path in paths:
         Path(path).unlink(missing_ok=True)

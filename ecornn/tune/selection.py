@@ -1,25 +1,38 @@
-"""The lines of logs that are worth showing, sharing and keeping; and several logs as one."""
+"""The lines of logs that are worth showing, sharing and keeping; several logs as one; and a check that records still
+hold: some of them are built and measured again on the device at hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import msgspec
 
+from ecornn.cells import BUILTIN, get
 from ecornn.device import Device
+from ecornn.errors import EcornnError
+from ecornn.quick_tvm import import_tvm
+from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Value
 from ecornn.targets import KNOWN
+from ecornn.task import make_task
 from ecornn.tune.log import Line, Log, TrialLine, is_trial
-from ecornn.tune.lookup import Evidence, best_evidence, drift
-from ecornn.tune.record import AnyRecord, Finish, Start, Trial, proven
+from ecornn.tune.lookup import HERE, Evidence, best_evidence, drift, how_far, unfit, up_to_date
+from ecornn.tune.pool import ProcessEvaluator
+from ecornn.tune.proposing import Question, answers
+from ecornn.tune.record import AnyRecord, Finish, Outcome, Start, Trial, proven
+from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 
 Subject = tuple[Workload, Device]  # the device as its identity
 KINDS = {Start: 0, Trial: 1, Finish: 2}
+AT_ONCE = 8  # builds, while one is measured
 
 
 def best_lines(log: Log, revisions: Mapping[str, int]) -> list[TrialLine]:
@@ -66,11 +79,6 @@ def _grouped(lines: Iterable[TrialLine]) -> dict[Subject, dict[Candidate, list[T
 @cache
 def before(name: str) -> dict[str, Value]:
     """The values of a schedule's later knobs that say what was done before it had them: the same for all layers."""
-    from ecornn.cells import get
-    from ecornn.quick_tvm import import_tvm
-    from ecornn.schedules import all_schedules
-    from ecornn.task import make_task
-
     schedule = all_schedules().get(name)
     if schedule is None:
         return {}
@@ -94,22 +102,19 @@ def under_way(lines: Sequence[Line]) -> set[str]:
             finishes.setdefault(record.run, []).append(record)
         elif record.stage == "search":
             trials.setdefault(record.run, []).append(record)
-    return {run for run in started if not any(ends(one, trials.get(run, ())) for one in finishes.get(run, ()))}
 
+    def ends(finish: Finish) -> bool:  # came after all trials, which may be fewer than it counts: a pruned run goes on
+        of = trials.get(finish.run, [])
+        tried = {Candidate.of(trial.schedule, trial.config) for trial in of}
+        return len(tried) <= finish.trials and all(trial.time <= finish.time for trial in of)
 
-def ends(finish: Finish, trials: Sequence[Trial]) -> bool:
-    """True for a finish that came after these trials, which may be fewer than it counts: a pruned run goes on, too."""
-    tried = {Candidate.of(trial.schedule, trial.config) for trial in trials}
-    return len(tried) <= finish.trials and all(trial.time <= finish.time for trial in trials)
+    return {run for run in started if not any(map(ends, finishes.get(run, ())))}
 
 
 def worth_keeping(lines: Sequence[Line], revisions: Mapping[str, int], keep: int) -> list[Line]:
-    """The lines that look-up and the cost model could use, in order.
-
-    They are, for each workload and device, the records of the ``keep`` fastest configurations; stale ones only where a
-    configuration is not known at its schedule's present revision (``revisions``), with the failures that say that it
-    works no more; of runs that were started and are not finished everything; of finished ones start and finish, where a
-    trial stays."""
+    """The lines that look-up and the cost model could use, in order: for each workload and device those of the ``keep``
+    fastest configurations; stale ones only where there are none of the present ``revisions``, with failures since; of
+    unfinished runs everything; of finished ones start and finish, where a trial stays."""
     going = under_way(lines)
     staying: set[int] = set()
     runs: set[str] = set()
@@ -142,12 +147,9 @@ class Merged:
 
 
 def merge(lines: Iterable[Line]) -> Merged:
-    """The union of the lines, run by run.
-
-    Equal lines count once. Two lines conflict that are the same event (what was tried, when, in which run) with
-    different results: an edited or damaged copy. Of these the one that promises less is kept: a failure before a time,
-    a longer time before a shorter. So merging is commutative, associative and idempotent, and a run that both logs have
-    goes on with the trials of both."""
+    """The union of the lines, run by run. Two lines conflict that are the same event with different results: an edited
+    or damaged copy. Of these the one that promises less is kept: a failure before a time, a longer time before a
+    shorter. So merging is commutative, associative and idempotent."""
     events: dict[bytes, Line] = {}
     merged = Merged()
     for line in lines:
@@ -164,8 +166,7 @@ def merge(lines: Iterable[Line]) -> Merged:
 
 
 def event(record: AnyRecord) -> bytes:
-    """A key of what a record is about, without what came of it; ``seconds`` tells apart processes that went on with one
-    run."""
+    """A key of what a record is about, without what came of it; ``seconds`` tells apart processes of one run."""
     fields: tuple[Any, ...] = (KINDS[type(record)], record.run, record.time)
     if not isinstance(record, Start):
         fields += (record.seconds,)
@@ -189,3 +190,72 @@ def order(record: AnyRecord) -> tuple[str, int, int, str, bytes]:
     """A key for sorting that keeps runs together: start, trials by number, finish."""
     index = record.index if isinstance(record, Trial) else 0
     return record.run, KINDS[type(record)], index, record.time, msgspec.json.encode(record)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A record and the outcome of its configuration now."""
+
+    line: TrialLine
+    outcome: Outcome
+
+    @property
+    def drift(self) -> float | None:
+        """The new median over the recorded one; None where it failed."""
+        recorded, times = self.line.record.times, self.outcome.times
+        return times.median / recorded.median if times and recorded else None
+
+
+def sample(lines: Sequence[TrialLine], device: Device, count: int, seed: int) -> tuple[list[TrialLine], dict[str, int]]:
+    """Up to ``count`` records that can be measured on the device, drawn at random, and the number of those left out for
+    each reason: all that are of something else, and of the others those that were drawn."""
+    left: Counter[str] = Counter()
+    fit: list[TrialLine] = []
+    for line in random.Random(seed).sample(lines, len(lines)):
+        distance, reason = how_far(line.record, line.record.workload, device), None
+        if distance is None or distance[0] != HERE:
+            reason = "of another device"
+        elif line.record.workload.cell not in BUILTIN:
+            reason = "of a cell that is not built in or has options"
+        elif len(fit) < count:  # whether a configuration still fits takes a tenth of a second
+            reason = incomparable(line.record, device)
+            fit += [line] if reason is None else []
+        if reason is not None:
+            left[reason] += 1
+    return sorted(fit, key=lambda line: (line.path, line.number)), left
+
+
+def incomparable(trial: Trial, device: Device) -> str | None:
+    """The reason why a record's time says nothing of one measured on the device now; None: they can be compared."""
+    task = make_task(BUILTIN[trial.workload.cell], trial.workload, device)
+    schedule = all_schedules().get(trial.schedule)
+    if schedule is None or schedule.kind != device.kind or schedule.serves(task):
+        return "of schedules that do not serve this"
+    if trial.revision != schedule.revision:
+        return "stale (another revision of their schedule)"
+    return unfit(schedule, task, up_to_date(trial, schedule, task).config)
+
+
+def verify(lines: Sequence[TrialLine], session: Session) -> Iterator[Check]:
+    """Builds and measures each record's configuration on the session's device, in the order of the lines."""
+    threads = ThreadPoolExecutor(1 if session.pool.quiet else AT_ONCE)
+    try:
+        yield from threads.map(lambda line: measured(line, session), lines)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def measured(line: TrialLine, session: Session) -> Check:
+    """Measures one record's configuration now; whatever goes wrong with it says nothing of the others."""
+    trial, cell = line.record, BUILTIN[line.record.workload.cell]
+    task = make_task(cell, trial.workload, session.device)
+    config = up_to_date(trial, all_schedules()[trial.schedule], task).config
+    asked = Question(cell.name, trial.workload, session.device, seed=session.seed)
+    with ProcessEvaluator(task, cell.name, answers(session.pool, asked), session.pool, limit=session.timeout,
+                          seed=session.seed) as evaluator:
+        evaluator.submit([Candidate.of(trial.schedule, config)], None)
+        try:
+            return Check(line, evaluator.next()[1])
+        except EcornnError as error:  # its answers need more memory than there is, say
+            session.pool.must_be_open()
+            return Check(line, Outcome(error=str(error)[:2000]))

@@ -11,26 +11,31 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecornn.boundary import public
+from ecornn.build.link import find_compiler
+from ecornn.build.nvcc import chosen_nvcc
 from ecornn.cells import Cell
+from ecornn.cells.naming import importing, spec_of
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, ScheduleError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec, usual_dtype
+from ecornn.quick_tvm import require_tvm
+from ecornn.schedules import all_schedules
 from ecornn.task import make_task
-from ecornn.tune import choose
+from ecornn.tune import choose, proposing
 from ecornn.tune.choose import Environment, present
-from ecornn.tune.pool import Closed, Entries, Pool
+from ecornn.tune.log import Gain, Journal, digest_of, gain_of, log_path
+from ecornn.tune.pool import Closed, Entries, Pool, ProcessEvaluator
+from ecornn.tune.record import Choice, Finish, first_line
+from ecornn.tune.remote import Tracker
+from ecornn.tune.search import CostModel, Search
+from ecornn.tune.space import Candidate, ConfigSpace
+from ecornn.tune.tuner import Progress, Settings, Tuner
+from ecornn.worker import MARK
 from ecornn.workload import BATCH, SEQ, Workload
-
-if TYPE_CHECKING:
-    from ecornn.tune.journal import Gain, Journal
-    from ecornn.tune.record import Choice, Finish
-    from ecornn.tune.remote import Tracker
-    from ecornn.tune.space import ConfigSpace
-    from ecornn.tune.tuner import Progress, Settings
 
 TRIALS = {"llvm": 48, "cuda": 128}
 TIMEOUT = 60.0  # seconds
@@ -89,11 +94,6 @@ class Session:
     @public
     def __init__(self, target: str | Device | None = None, *, timeout: float = TIMEOUT, seed: int = 0,
                  tracker: Tracker | None = None, entries: Entries | None = None) -> None:
-        from ecornn.cells.naming import importing
-        from ecornn.quick_tvm import require_tvm
-        from ecornn.tune.remote import Tracker
-        from ecornn.worker import MARK
-
         require_tvm()
         if os.environ.get(MARK) or importing():
             raise ScheduleError("tune() was called while the script with the cell was imported again; put the call "
@@ -103,9 +103,8 @@ class Session:
         timeout, seed = seconds("timeout", timeout), whole("seed", seed, 0, 1 << 30)
         self.timeout, self.seed, self.tracker, self.entries = timeout, seed, tracker, entries or Entries()
         self._pool: Pool | None = None
-        self._ended = False
+        self._ended, self._lock = False, threading.RLock()
         self._environment: Environment | None = None
-        self._lock = threading.RLock()
         if tracker is None:
             self.device = present(target)
         else:
@@ -149,8 +148,7 @@ class Session:
              dtype: str | None = None, weights: str | None = None, precision: str | None = None,
              training: bool = False, trials: int | None = None, time_limit: float | None = None, resume: bool = True,
              early_stop: bool = True, output: Path | None = None, schedule: str | None = None,
-             only: Sequence[Choice] | None = None,
-             report: Callable[[Progress], None] = lambda _: None,
+             only: Sequence[Choice] | None = None, report: Callable[[Progress], None] = lambda _: None,
              begin: Callable[[ConfigSpace, int], None] = lambda *_: None) -> Result:
         """Searches schedules and knobs for one layer; see :func:`ecornn.tune.tune`. With ``only`` it tries these
         choices and no others."""
@@ -203,11 +201,6 @@ class Session:
         """Searches schedules and knobs for one entry of ``layer``: ``workload`` is its own, or that one's ``adjoint``.
         Options are those of :meth:`tune`; ``stage`` is called with words that say what comes now."""
         started = time.monotonic()
-        from ecornn.cells.naming import spec_of
-        from ecornn.tune.journal import Journal, digest_of
-        from ecornn.tune.log import log_path
-        from ecornn.tune.tuner import Settings
-
         spec = layer.cell if isinstance(layer.cell, str) else spec_of(layer.cell)
         wanted = TRIALS[self.device.kind] if trials is None else whole("trials", trials, 1, 100_000)
         wanted = wanted if only is None else 0  # a list is done once its run is: what does not fit is no trial
@@ -218,6 +211,7 @@ class Session:
         path = Path(output or log_path(workload, self.device))
         digest = digest_of(workload, self.device, choose.searched(workload, self.device, schedule), self.seed, only)
         run = Journal.open(path, digest, resume)
+        before = len(run.search)
         if not run.finished(wanted, limit, early_stop):
             with run.alone():
                 run = Journal.open(path, digest, resume)  # another process may have gone on until now
@@ -225,24 +219,21 @@ class Session:
                 if not run.finished(wanted, limit, early_stop):
                     settings = Settings(wanted, self.seed, limit, early_stop=early_stop, started=started)
                     self._search(layer.loaded, spec, workload, run, settings, schedule, only, report, begin, stage)
-                return result(run, workload, self.device, before)
-        return result(run, workload, self.device, len(run.search))
+        assert run.finish is not None
+        failures = Counter(first_line(t.error, 60) for t in run.search if t.error)
+        return Result(workload, self.device, run.finish, run.path, before, len(run.search) - before, dict(failures),
+                      sum(t.noisy for t in run.trials), gain_of(run))
 
     def _search(self, cell: Cell, spec: str, workload: Workload, run: Journal, settings: Settings,
                 schedule: str | None, only: Sequence[Choice] | None, report: Callable[[Progress], None],
                 begin: Callable[[ConfigSpace, int], None], stage: Callable[[str], None]) -> None:
         """Carries out the rest of a run."""
         stage("starting processes")
-        if self.entries == Entries():
-            require_compilers(self.device)
+        if self.entries == Entries():  # a BuildError where nothing could be built here
+            find_compiler()
+            if self.device.kind == "cuda":
+                chosen_nvcc()
         device, pool = self.device, self.pool  # its processes start while this one looks at the cell
-
-        from ecornn.schedules import all_schedules
-        from ecornn.tune import evaluate, proposing, tuner
-        from ecornn.tune.model import CostModel
-        from ecornn.tune.search import Search
-        from ecornn.tune.space import Candidate, ConfigSpace
-
         task = make_task(cell, workload, device)
         asked = proposing.Question(spec, workload, device, schedule, self.seed)
         # Where a workload takes a second, or several are searched at once, the search for its defaults would be most of
@@ -257,7 +248,7 @@ class Session:
             parts = proposing.scan_parts(pool, asked, space)
             space.scans = lambda: proposing.joined(space, parts())
         with contextlib.ExitStack() as stack:
-            evaluator = stack.enter_context(evaluate.ProcessEvaluator(
+            evaluator = stack.enter_context(ProcessEvaluator(
                 task, spec, proposing.answers(pool, asked), pool, limit=self.timeout, seed=self.seed,
                 earlier=run.search))
             search: proposing.Proposals
@@ -272,28 +263,7 @@ class Session:
             # keeps the builders busy, and no longer than a user would wait for its first time.
             most = min(16, 4 * len(pool.builders)) if pool.quiet else 8
             settings = replace(settings, batch=max(4, min(most, settings.trials // 6)))
-            tuner.Tuner(search, evaluator, run, settings, self.environment, report, stage).run()
-
-
-def require_compilers(device: Device) -> None:
-    """Raises :class:`~ecornn.errors.BuildError` where nothing could be built here."""
-    from ecornn.build.link import find_compiler
-    from ecornn.build.nvcc import chosen_nvcc
-
-    find_compiler()
-    if device.kind == "cuda":
-        chosen_nvcc()
-
-
-def result(run: Journal, workload: Workload, device: Device, before: int) -> Result:
-    """The result of a run that is finished, and had ``before`` trials when it was gone on with."""
-    from ecornn.tune.journal import gain_of
-    from ecornn.tune.record import first_line
-
-    assert run.finish is not None
-    failures = Counter(first_line(t.error, 60) for t in run.search if t.error)
-    return Result(workload, device, run.finish, run.path, before, len(run.search) - before, dict(failures),
-                  sum(t.noisy for t in run.trials), gain_of(run))
+            Tuner(search, evaluator, run, settings, self.environment, report, stage).run()
 
 
 @public
@@ -315,26 +285,20 @@ def tune(cell: str | Cell, *, hidden: int, input: int | None = None, batch: int 
     weights, precision : as for ``ecornn.compile``
     training : searches the recurrence of the backward pass, too, on a GPU: ``backward`` of the result. On a CPU that
         has no knobs. What ``forward`` of a module that trains does besides ``run``, a store more, needs no search
-    target : ``cuda`` or ``cpu``; default: the GPU if there is one. A :class:`~ecornn.device.Device` with fewer
-        multiprocessors than the GPU: for layers that share it with others, see ``overlap`` of ``ecornn.compile``
+    target, timeout, seed, tracker, entries : as for :class:`ecornn.tune.Session`
     trials : default 48 on a CPU and 128 on a GPU; with ``training`` of each of the two searches
-    timeout : seconds that one build, and one measurement, may take
     time_limit : seconds for the whole run, earlier sessions included; None: no limit. With ``training`` half of them
         are for forward, at most, and the rest for backward
-    seed : of the search and of the data
     resume : go on with the same run if the log has it, and return at once if it is finished
     early_stop : end before all trials are made, after 59 in a row that were not faster by 1%: at 95%
         confidence fewer than one in twenty further ones would be
     output : log file; default: one for this workload and device in the user's folder
     schedule : only this schedule
-    tracker : measure on the servers that are registered there, not on this machine
     report, begin : called after each trial; and before the first, with what was resumed
-    entries : functions of the worker processes, for tests
 
-    Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments,
-    ``DeviceError`` without the device, ``ScheduleError`` where no schedule serves the workload,
-    ``RecordError`` where the log cannot be read or written, ``ServerError`` where no server behind the
-    tracker measures any more.
+    Raises :class:`~ecornn.errors.EcornnError` subclasses: ``ArgumentError`` for bad arguments, ``DeviceError`` without
+    the device, ``ScheduleError`` where no schedule serves the workload, ``RecordError`` where the log cannot be read or
+    written, ``ServerError`` where no server behind the tracker measures any more.
 
     For many layers, a :class:`ecornn.tune.Session` keeps the worker processes between them."""
     with Session(target, timeout=timeout, seed=seed, tracker=tracker, entries=entries) as session:

@@ -7,6 +7,8 @@ import random
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from ecornn.errors import ScheduleError
@@ -68,10 +70,9 @@ class ConfigSpace:
 
     A combination is a number, the position in the product of its schedule's knobs. Of each schedule the numbers that
     fit are kept; where there are too many to ask for all, those of a random sample. Few combinations of a tight
-    schedule fit (one in a thousand), so drawing until one does would hardly ever propose that schedule.
-
-    What ``check`` says depends on the knobs that it reads and no other, so one answer settles all combinations that
-    agree in these (conflict-directed backjumping).
+    schedule fit (one in a thousand), so drawing until one does would hardly ever propose that schedule. What ``check``
+    says depends on the knobs that it reads and no other, so one answer settles all combinations that agree in these
+    (conflict-directed backjumping).
 
     ``defaults``: those of the schedules, in their order, where they are known already. ``scans`` may be set to a
     function that has others do the :meth:`scan`, which takes seconds. Raises :class:`ScheduleError` without schedules.
@@ -81,9 +82,8 @@ class ConfigSpace:
                  defaults: Sequence[Candidate] | None = None) -> None:
         if not schedules:
             raise ScheduleError(f"no schedule serves {task.workload} on {task.device.name}")
-        self.task = task
+        self.task, self._defaults = task, defaults
         self.schedules = {s.name: s for s in schedules}
-        self._defaults = defaults
         self.scans: Callable[[], Mapping[str, Scan]] = self.scan
         self.knobs: dict[str, tuple[Knob, ...]] = {s.name: s.knobs(task) for s in schedules}
         self._orders: dict[str, list[str]] = {}
@@ -126,16 +126,14 @@ class ConfigSpace:
         return False, array("q", (n for n in every if n in sampled))
 
     def scan_part(self, schedule: str, part: int) -> Scan:
-        """Numbers of the combinations of one part that fit: those with every ``PARTS``-th value of the first knob that
-        ``check`` looks at."""
+        """Numbers of what fits, with every ``PARTS``-th value of the first knob that ``check`` looks at."""
         order = self._order(schedule)
-        numbers = self._walk(schedule, order, part)
-        if numbers is not None:
+        if (numbers := self._walk(schedule, order, part)) is not None:
             return True, numbers
-        check, first = self.schedules[schedule].check, order[0]
-        knob = next(k for k in self.knobs[schedule] if k.name == first)
+        check = self.schedules[schedule].check
+        knob = next(k for k in self.knobs[schedule] if k.name == order[0])
         drawn = ((n, self.config(schedule, n)) for n in self._sampled(schedule))
-        return False, array("q", (n for n, config in drawn if knob.values.index(config[first]) % PARTS == part
+        return False, array("q", (n for n, config in drawn if knob.values.index(config[knob.name]) % PARTS == part
                                   and check(self.task, config) is None))
 
     def _sampled(self, schedule: str) -> list[int]:
@@ -154,16 +152,14 @@ class ConfigSpace:
     def _walk(self, schedule: str, order: Sequence[str], part: int) -> array[int] | None:
         """Numbers of all combinations of a part that fit; None where they are too many to ask for."""
         check, knobs = self.schedules[schedule].check, {k.name: k for k in self.knobs[schedule]}
-        weight, weights = 1, {}  # of a knob's place in the number
-        for name, knob in knobs.items():
-            weights[name], weight = weight, weight * len(knob.values)
+        counts = [len(knob.values) for knob in knobs.values()]
+        weights = dict(zip(knobs, accumulate(counts, mul, initial=1), strict=False))  # of a knob's place in the number
         choices = [range(len(knobs[n].values)) for n in order]
         choices[0] = choices[0][part::PARTS]
         if not choices[0]:
             return array("q")
         depth = {n: i for i, n in enumerate(order)}
-        # numbers of all combinations of the knobs behind a depth
-        rest = [[0]]
+        rest = [[0]]  # numbers of all combinations of the knobs behind a depth
         for name, places in zip(reversed(order), reversed(choices), strict=True):
             rest.append([r + p * weights[name] for p in places for r in rest[-1]] if len(rest[-1]) < KEPT else [])
         rest.reverse()
@@ -241,9 +237,8 @@ class ConfigSpace:
                 place += value <= place
             new = line.values[place]
             changed = Candidate(name, tuple([new if knob[0] == new[0] else knob for knob in candidate.knobs]))
-            fits = self.fits(changed) if whole is None or number is None else (
-                number + line.weights[place] - line.weights[here[line.knobs[place]]] in whole)
-            if fits:
+            if (self.fits(changed) if whole is None or number is None else
+                    number + line.weights[place] - line.weights[here[line.knobs[place]]] in whole):
                 return changed
         return None
 

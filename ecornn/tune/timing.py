@@ -1,23 +1,36 @@
-"""Timing layers: several at once, taking turns, so that a drifting clock is fair to all; and the arrays they run on."""
+"""Checking and timing layers: several at once, taking turns, so that a drifting clock is fair to all; the arrays they
+run on; and what a process that may crash or be killed does with modules."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from math import prod
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
+import msgspec
 import numpy as np
 
 from ecornn.dtypes import ITEMSIZE
-from ecornn.tune.oracle import numpy_dtype
+from ecornn.errors import ScheduleError
+from ecornn.program import RUN, WORKSPACE
+from ecornn.runtime import loader
+from ecornn.runtime.dlpack import CUDA, Block
+from ecornn.runtime.frameworks import arrays_of
+from ecornn.runtime.loader import Module
+from ecornn.runtime.memory import DeviceMemory
+from ecornn.runtime.memory import layout as laid_out
+from ecornn.runtime.plan import SCALARS
+from ecornn.runtime.weights import PackedWeights
+from ecornn.schedules.hoisted import Hoisted
+from ecornn.tune.oracle import numpy_dtype, relative_error
+from ecornn.tune.record import Outcome, Times
 
-if TYPE_CHECKING:
-    from ecornn.runtime.loader import Module
-
+T = TypeVar("T")
 Run = Callable[[], Any]  # starts one sequence; on a GPU it may return before it is done
 Clock = Callable[[Run], float]  # one run, seconds
 
@@ -32,6 +45,7 @@ TIGHT = 0.02  # half the width of the 95% interval of a median, relative to it, 
 LONGER = 4  # times as many samples as planned, at most, where the interval is not tight
 ASKED = 2.0  # times as long as the host takes to ask for a run: where less goes by, the host may be what took long
 CYCLES = 4e9  # that a GPU waits for a second of the host's: twice as long, at 2 GHz
+KEPT = 8  # workloads that take turns
 
 
 @dataclass(frozen=True)
@@ -50,17 +64,14 @@ def wall_clock(run: Run) -> float:
 
 
 def event_clock(run: Run) -> float:
-    """Seconds of one run on torch's current CUDA stream, between events.
-
-    Where the host may have been what took long, the time is that of a second run, all of which is asked for while the
-    GPU still waits: the time is the GPU's alone, as in a CUDA graph."""
-    taken, asked = _between_events(run, 0)
-    if taken > ASKED * asked or asked > LONG:
-        return taken
-    return _between_events(run, int(asked * CYCLES))[0]
+    """Seconds of one run on torch's current CUDA stream, between events. Where the host may have been what took long,
+    the time is that of a second run, all of which is asked for while the GPU still waits: the time is the GPU's alone,
+    as in a CUDA graph."""
+    taken, asked = between_events(run, 0)
+    return taken if taken > ASKED * asked or asked > LONG else between_events(run, int(asked * CYCLES))[0]
 
 
-def _between_events(run: Run, wait: int) -> tuple[float, float]:
+def between_events(run: Run, wait: int) -> tuple[float, float]:
     """Seconds of a run, behind a kernel that waits so many cycles, and of the host until it has asked for all of it."""
     import torch
 
@@ -76,16 +87,14 @@ def _between_events(run: Run, wait: int) -> tuple[float, float]:
     return float(begin.elapsed_time(end)) * 1e-3, asked
 
 
-def several(run: Run, count: int) -> Run:
-    """``count`` runs, back to back."""
-    if count == 1:
-        return run
-
-    def runs() -> None:
-        for _ in range(count):
+def several(run: Callable[[], T], count: int) -> Callable[[], T]:
+    """``count`` runs, back to back; the result of the last."""
+    def runs() -> T:
+        for _ in range(count - 1):
             run()
+        return run()
 
-    return runs
+    return run if count == 1 else runs
 
 
 def bounds(times: Sequence[float]) -> tuple[float, float]:
@@ -97,43 +106,34 @@ def bounds(times: Sequence[float]) -> tuple[float, float]:
 
 
 def interval(times: Sequence[float]) -> float:
-    """Half the width of the 95% confidence interval of the median (:func:`bounds`), relative to the median; infinite
-    for fewer than six times."""
+    """Half the width of the median's 95% confidence interval, relative to it; infinite for fewer than six times."""
     ordered, n = sorted(times), len(times)
     if n < 6:
-        return float("inf")
+        return math.inf
     low, high = bounds(ordered)
     middle = ordered[n // 2] if n % 2 else (ordered[n // 2 - 1] + ordered[n // 2]) / 2
     return (high - low) / 2 / middle
 
 
 def settled(times: Sequence[float]) -> bool:
-    """True where the median of these times is known to ``TIGHT``: fewer than six must all lie within ``TIGHT`` of their
-    middle."""
+    """True where the median of these times is known to ``TIGHT``; fewer than six must all lie within that of it."""
     if len(times) < 6:
         return max(times) - min(times) <= 2 * TIGHT * sorted(times)[len(times) // 2]
     return interval(times) <= TIGHT
 
 
-def behind(times: Sequence[float], bound: float | None, fewest: int) -> bool:
-    """True for a contestant that is too slow for its exact time to matter; ``bound`` in seconds."""
-    return bound is not None and len(times) >= fewest and min(times) > BEHIND * bound
+def race(contestants: Sequence[Contestant], bound: float | None = None, fewest: int = FEWEST,
+         seconds: float | None = None) -> list[list[float]]:
+    """Seconds of one run, several samples of each contestant, after a warm-up, taking turns. Where the device does not
+    hold still there are more; whether the median is known then is for :func:`settled` to say. A contestant whose
+    warm-up is ``HOPELESS`` beside ``bound`` seconds keeps that one time. Once ``seconds`` are over, no more than
+    ``FEWEST`` of each are taken."""
+    def behind(of: Sequence[float]) -> bool:  # too slow for its exact time to matter
+        return bound is not None and len(of) >= fewest and min(of) > BEHIND * bound
 
+    def agree(of: Sequence[float]) -> bool:  # further samples would say nothing new
+        return len(of) >= max(EARLY, fewest) and max(of) - min(of) <= TIGHT * min(of)
 
-def agree(times: Sequence[float], fewest: int) -> bool:
-    """True where further samples would say nothing new."""
-    return len(times) >= max(EARLY, fewest) and max(times) - min(times) <= TIGHT * min(times)
-
-
-def race(contestants: Sequence[Contestant], bound: float | None = None,
-         fewest: int = FEWEST, seconds: float | None = None) -> list[list[float]]:
-    """Seconds of one run, several samples of each contestant, after a warm-up, taking turns.
-
-    Where the device does not hold still there are up to ``LONGER`` times as many samples; whether the median is known
-    then is for :func:`settled` to say. A contestant whose warm-up takes longer than ``HOPELESS * bound`` seconds keeps
-    that one time; one that is slower than ``BEHIND * bound`` in each of the ``fewest`` samples gets no more, and one
-    whose samples agree gets no more than ``EARLY``, or ``fewest``. Once ``seconds`` are over, no more than ``FEWEST``
-    of each are taken."""
     end = math.inf if seconds is None else time.monotonic() + seconds
     times: list[list[float]] = []
     for one in contestants:
@@ -148,8 +148,8 @@ def race(contestants: Sequence[Contestant], bound: float | None = None,
         plans[i] = samples, count, several(contestants[i].run, count)
     for number in range(LONGER * max((samples for samples, _, _ in plans.values()), default=0)):
         waiting = [i for i, (samples, _, _) in plans.items()
-                   if not behind(times[i], bound, fewest) and number < LONGER * samples
-                   and not (agree(times[i], fewest) if number < samples else settled(times[i]))]
+                   if not behind(times[i]) and number < LONGER * samples
+                   and not (agree(times[i]) if number < samples else settled(times[i]))]
         if not waiting or (number >= FEWEST and time.monotonic() >= end):
             break
         for i in waiting:
@@ -227,9 +227,6 @@ class DeviceArrays(Arrays):
         self.name, self.library = dtype, module.library
 
     def put(self, values: Any) -> Any:
-        from ecornn.runtime.dlpack import CUDA, Block
-        from ecornn.runtime.memory import DeviceMemory
-
         host = np.ascontiguousarray(np.asarray(values, np.float32).astype(self.dtype))
         memory = DeviceMemory(self.library, 0, max(host.nbytes, 1))
         self.library.copy(0, memory.pointer, host.ctypes.data, host.nbytes, 0)
@@ -237,23 +234,18 @@ class DeviceArrays(Arrays):
         return Block(memory, host.shape, self.name, (CUDA, 0))
 
     def get(self, array: Any) -> Any:
-        host = np.empty(prod(array.shape) * ITEMSIZE[self.name], np.uint8)
+        host = np.empty(math.prod(array.shape) * ITEMSIZE[self.name], np.uint8)
         self.library.copy(0, host.ctypes.data, array.pointer, host.nbytes, 0)
         self.library.synchronize(0, 0)
         return host.view(self.dtype).reshape(array.shape).astype(np.float64)
 
     def clock(self, run: Run) -> float:
-        begin = time.perf_counter()
-        run()
-        self.library.synchronize(0, 0)
-        return time.perf_counter() - begin
+        return wall_clock(lambda: (run(), self.library.synchronize(0, 0)))
 
 
 @cache
 def torch_sees_gpu() -> bool:
     """True where torch is installed and can use a GPU."""
-    import importlib.util
-
     if importlib.util.find_spec("torch") is None:
         return False
     import torch
@@ -265,9 +257,170 @@ host_arrays, torch_arrays = cache(Arrays), cache(TorchArrays)
 
 
 def arrays_for(module: Module, dtype: str | None = None) -> Arrays:
-    """The arrays to run ``module`` on, of ``dtype`` or else its own; the same object for modules whose arrays are
-    interchangeable."""
+    """The arrays to run ``module`` on, of ``dtype`` or its own; the same object where they are interchangeable."""
     dtype = dtype or module.manifest.workload.dtype
     if module.manifest.device.kind == "llvm":
         return host_arrays(dtype)
     return torch_arrays(dtype) if torch_sees_gpu() else DeviceArrays(dtype, module)
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """Module files to check and to time, taking turns."""
+
+    paths: tuple[str, ...]  # module files of one workload
+    answers: str  # the .npz of ``oracle.write``, or of ``adjoint_oracle.write``
+    tolerance: float  # allowed relative error
+    seq: int  # T to time
+    seed: int  # of the timed input
+    bound: float | None = None  # µs per step of the best so far; hopeless candidates are timed once; None: no bound
+    fewest: int = FEWEST  # samples of the others, at least
+    limit: float = 60.0  # seconds that all this may take
+    seconds: float | None = None  # after which no more samples are taken than all need; None: many, until times settle
+
+
+def ready(_: None) -> bool:
+    """Imports what a measurement needs, and opens the GPU, before the clock runs."""
+    if torch_sees_gpu():
+        import torch
+
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+    return True
+
+
+# What all candidates of a workload share, kept from one to the next.
+@lru_cache(maxsize=KEPT)
+def answers_of(path: str) -> dict[str, Any]:
+    """The arrays of ``oracle.write``."""
+    with np.load(path, allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+@lru_cache(maxsize=KEPT)
+def weights_of(path: str, memory: Any) -> dict[str, Any]:
+    """The weights of ``oracle.write``, to bind."""
+    return {n[2:]: memory.weight(values) for n, values in answers_of(path).items() if n.startswith("w:")}
+
+
+@lru_cache(maxsize=KEPT)
+def timed_input(memory: Any, seed: int, shape: tuple[int, ...]) -> Any:
+    """Random x to time with."""
+    # Float32 from the start: half the bytes of the default.
+    return memory.put(np.random.default_rng(seed).random(shape, np.float32) * 2 - 1)
+
+
+@lru_cache(maxsize=2)  # made again in a moment, and as large as what is kept of a training step
+def timed_factors(path: str, memory: Any, layout: Hoisted, steps: int) -> Any:
+    """The values that the recurrence of an adjoint reads of each step: those of the short answers again and again."""
+    x = answers_of(path)["x"]  # (T, B, Q, H)
+    return memory.cycled(layout.laid(x.reshape(-1, *x.shape[2:])), steps * x.shape[1])
+
+
+def check(layer: Any, memory: Arrays, answers: dict[str, Any], x: Any = None) -> float:
+    """The larger relative error of two runs; outputs start as NaN. ``x``: the answers', as the layer reads it."""
+    x = memory.put(answers["x"]) if x is None else x
+    first = [memory.put(answers[n]) for n in sorted(answers) if n.startswith("first_")]
+    last = [answers[n] for n in sorted(answers) if n.startswith("last_")]
+    worst = 0.0
+    for _ in range(2):  # the second run finds the workspace as the first left it
+        out = memory.poison(answers["y"].shape)
+        y, states = layer(x, tuple(first), out=out)
+        outputs = memory.get(y)
+        outputs = layer.values(outputs) if isinstance(layer, Recurrence) else outputs
+        worst = max(worst, relative_error(outputs, answers["y"]),
+                    *(relative_error(memory.get(s), e) for s, e in zip(states, last, strict=True)))
+    return worst
+
+
+def sequence(module: Module, memory: Arrays, weights: dict[str, Any], request: Measure,
+             shape: tuple[int, ...]) -> tuple[float, Run]:
+    """The error of a layer, and a run of it that is timed; ``shape`` of y then."""
+    layer, answers = module.bind(weights), answers_of(request.answers)
+    error = check(layer, memory, answers)
+    x = timed_input(cast(Hashable, memory), request.seed, (request.seq, *answers["x"].shape[1:]))
+    return error, partial(layer, x, out=memory.poison(shape))
+
+
+def recurrence(module: Module, memory: Arrays, weights: dict[str, Any], request: Measure,
+               shape: tuple[int, ...]) -> tuple[float, Run]:
+    """The error of an adjoint's recurrence, and a run of it that is timed; ``shape`` of its outputs then."""
+    answers = answers_of(request.answers)
+    bound, x = Recurrence(module, weights, answers["x"].shape[2]), answers["x"]
+    factors = arrays_for(module, bound.layout.dtype)
+    error = check(bound, memory, answers, factors.put(bound.layout.laid(x.reshape(-1, *x.shape[2:]))))
+    x = timed_factors(request.answers, cast(Hashable, factors), bound.layout, request.seq)
+    first = [memory.put(answers[n]) for n in sorted(answers) if n.startswith("first_")]
+    return error, bound.ready(x, first, memory.poison(shape))[0]
+
+
+def measure(request: Measure) -> list[Outcome]:
+    """Checks each module, then times all. Raises :class:`~ecornn.errors.ScheduleError` where an output is wrong."""
+    contestants, errors, answers = [], [], answers_of(request.answers)
+    for path in request.paths:
+        module = loader.load(Path(path))
+        memory = arrays_for(module)
+        weights = weights_of(request.answers, cast(Hashable, memory))
+        shape = request.seq, *answers["y"].shape[1:]
+        entry = recurrence if module.manifest.workload.backward else sequence
+        error, run = entry(module, memory, weights, request, shape)
+        if not error <= request.tolerance:
+            raise ScheduleError(f"wrong output: relative error {error:.2g}, at most {request.tolerance:g} is allowed")
+        errors.append(error)
+        contestants.append(Contestant(run, memory.clock))
+    bound = None if request.bound is None else request.bound * request.seq * 1e-6
+    times = race(contestants, bound, fewest=request.fewest, seconds=request.seconds)
+    return [Outcome(Times.of([t * 1e6 / request.seq for t in runs]), error, noisy=not settled(runs))
+            for error, runs in zip(errors, times, strict=True)]
+
+
+class Recurrence:
+    """The recurrence of an adjoint alone: a module that is nothing else, bound to weights. It is called as a layer is,
+    with hoisted values in place of x, as :attr:`layout` lays them out, and outputs in place of y. ``weights`` are the
+    layer's, by PyTorch's names; ``hoisted`` is Q, the number of values that it reads of each step, row and unit."""
+
+    def __init__(self, module: Module, weights: Mapping[str, Any], hoisted: int) -> None:
+        manifest, self.library = module.manifest, module.library
+        buffers = {b.name: b for b in manifest.buffers}
+        self.taken = list(enumerate((buffers[name] for name in manifest.entries[RUN]), SCALARS))
+        self.scratch = [(i, b) for i, b in self.taken if b.role == WORKSPACE]
+        self.packed = PackedWeights(manifest, module.library, weights, 0, None)
+        self.states, self.hidden = manifest.states, manifest.workload.hidden
+        self.raised = manifest.workload.arithmetic == "tf32"
+        dtype = buffers["hoisted"].dtype if hoisted else "float32"
+        self.layout = Hoisted(dtype, hoisted, self.hidden)
+        self.memory: Any = None
+
+    def __call__(self, hoisted: Any, first: Sequence[Any], *, out: Any) -> tuple[Any, list[Any]]:
+        """``out`` (T, B, O, H) and the states after the last step, from those before the first, (B, H) each."""
+        run, last = self.ready(hoisted, first, out)
+        run()
+        return out, last
+
+    def values(self, outputs: np.ndarray) -> np.ndarray:
+        """The values that ``outputs`` mean: with TF32 products they are stored ``raised``."""
+        words = outputs.astype(np.float32).view(np.uint32)
+        return (words - np.uint32(0x1000)).view(np.float32) if self.raised else outputs
+
+    def run(self, arguments: list[int], arrays: list[Any]) -> None:
+        """One run; its ``arguments`` point into ``arrays``, which must live as long."""
+        self.library.run(*arguments)
+
+    def ready(self, hoisted: Any, first: Sequence[Any], out: Any) -> tuple[Run, list[Any]]:
+        """A run with these arrays, and where it leaves the last states; see :meth:`__call__`."""
+        arrays, (steps, batch) = arrays_of(out, "out"), out.shape[:2]
+        last = [arrays.empty(state.shape, out, self.library)[0] for state in first]
+        given = {"hoisted": hoisted, "outputs": out}
+        given |= {f"{name}_in": state for name, state in zip(self.states, first, strict=True)}
+        given |= {f"{name}_out": state for name, state in zip(self.states, last, strict=True)}
+        places = {name: arrays_of(array, name).ready(array, name)[1] for name, array in given.items()}
+        places |= self.packed.packed
+        starts, total = laid_out([b.nbytes(steps) for _, b in self.scratch])
+        if total and (self.memory is None or self.memory.nbytes < total):
+            self.memory = arrays.workspace(total, out, self.library)
+        arguments = [steps, batch, 0, arrays.queue(0)] + [0] * len(self.taken)
+        for i, b in self.taken:
+            if b.name in places:
+                arguments[i] = places[b.name]
+        for (i, _), start in zip(self.scratch, starts, strict=True):
+            arguments[i] = self.memory.pointer + start
+        return partial(self.run, arguments, [*given.values(), self.memory]), last

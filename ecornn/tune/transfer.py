@@ -13,19 +13,19 @@ from itertools import product
 
 from msgspec import structs
 
+from ecornn.analysis import analyse
 from ecornn.analysis.heads import heads_of
 from ecornn.analysis.narrow import narrow_of
 from ecornn.analysis.step import StepGraph
-from ecornn.cells import Cell
+from ecornn.cells import BUILTIN, Cell, get
 from ecornn.device import Device
 from ecornn.errors import ArgumentError
 from ecornn.schedules.base import AnySchedule, Config, Task
 from ecornn.task import make_task
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import Log, TrialLine, is_trial
+from ecornn.tune.log import Journal, Log, TrialLine, is_trial
 from ecornn.tune.lookup import how_far, listed, moved, unfit, up_to_date
-from ecornn.tune.model import CostModel, features
 from ecornn.tune.record import Trial, proven
+from ecornn.tune.search import CostModel, features
 from ecornn.tune.space import Candidate
 from ecornn.workload import Workload
 
@@ -47,23 +47,17 @@ def octaves(a: Workload, b: Workload) -> float:
 def distance(a: Workload, b: Workload) -> float:
     """The distance between two workloads, in octaves; infinite where what is fast for one says little of the other."""
     alike = (a.weights, a.precision, a.entry) == (b.weights, b.precision, b.entry)
-    if not alike or a.itemsize != b.itemsize or not (a.cell == b.cell or akin(a.cell, b.cell)):
+    same = a.cell == b.cell or ((of := products_of(a.cell)) is not None and of == products_of(b.cell))
+    if not alike or a.itemsize != b.itemsize or not same:
         return math.inf
     return octaves(a, b) + TWIN * ((a.dtype != b.dtype) + (a.cell != b.cell))
-
-
-def unlike(a: Workload, b: Workload) -> int:
-    """The number of properties besides sizes in which two workloads differ."""
-    return sum(getattr(a, n) != getattr(b, n) for n in ("cell", "dtype", "weights", "precision"))
 
 
 def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedule], log: Log,
          run: Journal | None = None) -> int:
     """Adds the nearest runs of the same architecture and entry, and of whatever cell and data type those that have seen
-    a good part of a space, slow configurations too; returns how many trials.
-
-    ``run`` is left out: the search is told of its own trials. The model compares times within a run only, so runs of
-    other sizes, of other products and of older revisions teach as well."""
+    a good part of a space; returns how many trials. ``run`` is left out: the search is told of its own trials. The
+    model compares times within a run only, so runs of other sizes and of older revisions teach as well."""
     runs: dict[Run, list[Trial]] = {}
     for line in filter(is_trial, log.lines):
         trial = line.record
@@ -74,7 +68,9 @@ def warm(model: CostModel, cell: Cell, task: Task, schedules: Sequence[AnySchedu
     work = task.workload
 
     def order(one: Run) -> tuple[object, ...]:
-        return distance(one[1], work), unlike(one[1], work), octaves(one[1], work), one[0], one[2].name
+        name, of, on = one
+        unlike = sum(getattr(of, n) != getattr(work, n) for n in ("cell", "dtype", "weights", "precision"))
+        return distance(of, work), unlike, octaves(of, work), name, on.name
 
     by_name = {s.name: s for s in schedules}
     ordered = sorted(runs, key=order)
@@ -110,12 +106,9 @@ def usable(schedule: AnySchedule, task: Task, trial: Trial, config: Config, serv
 
 
 def seeds(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
-    """The fastest configurations that any record of this workload has, whatever the length of its sequences, those of
-    this GPU first, then of one like it; those of larger inputs last.
-
-    Records of another GPU, or of another revision of the schedule, prove nothing here; what they found is worth a trial
-    each, with knobs that they did not have as things were before. Whether a configuration fits is for the config space
-    to say."""
+    """The fastest configurations that any record of this workload has, of whatever T and revision, those of this GPU
+    first, then of one like it; those of larger inputs last. They prove nothing here, but are worth a trial each.
+    Whether a configuration fits is for the config space to say."""
     by_name = {s.name: s for s in schedules}
     knobs = {s.name: s.knobs(task) for s in schedules}
     best: dict[Candidate, tuple[float, float, float]] = {}
@@ -132,8 +125,7 @@ def seeds(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candid
 
 
 def borrowed(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Candidate]:
-    """The fastest configurations of the nearest workloads, this one among them, as they are for this task, where they
-    fit; the fastest of each first."""
+    """The fastest configurations of the nearest workloads where they fit, the fastest of each first."""
     by_name = {s.name: s for s in schedules}
     times: dict[Workload, dict[Candidate, float]] = {}
     for trial in log.trials():
@@ -158,12 +150,8 @@ def borrowed(task: Task, schedules: Sequence[AnySchedule], log: Log) -> list[Can
 
 def lent(task: Task, log: Log) -> tuple[str, Log] | None:
     """The built-in cell that has as many states and the same recurrent products, and its trials as trials of the task's
-    cell. None where the log has times of that itself, and for cells with statistics, which wait at other places.
-
-    Of several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``.
-    """
-    from ecornn.cells import BUILTIN, get
-
+    cell. None where the log has times of that itself, and for cells with statistics, which wait at other places. Of
+    several such cells the one of which this is a variant, else the first in the order of ``ecornn.cells.BUILTIN``."""
     work, trials = task.workload, defaultdict[str, list[TrialLine]](list)
     for line in filter(is_trial, log.lines):
         trials[line.record.workload.cell].append(line)
@@ -184,30 +172,20 @@ def lent(task: Task, log: Log) -> tuple[str, Log] | None:
 
 
 def products(graph: StepGraph) -> tuple[object, ...]:
-    """A key of what a schedule's choices depend on most: states, and rows, operands and heads of each product, or its
-    narrow part, which no built-in cell has."""
+    """A key of what choices depend on most: states, and rows, operands, heads or narrow part of each product."""
     return len(graph.states), *((len(p.products), len(p.operands), heads_of(p), narrow_of(p))
                                 for p in graph.product_phases)
 
 
-def akin(one: str, other: str) -> bool:
-    """True for two built-in cells that multiply alike."""
-    return products_of(one) is not None and products_of(one) == products_of(other)
-
-
 @cache
 def products_of(name: str) -> tuple[object, ...] | None:
-    """The :func:`products` of a built-in cell."""
-    from ecornn.analysis import analyse
-
+    """The :func:`products` of a built-in cell; None for another."""
     cell = built_in(name)
     return None if cell is None else products(analyse(cell, 8, 8))
 
 
 def built_in(name: str) -> Cell | None:
     """The built-in cell of that name; None where there is none."""
-    from ecornn.cells import get
-
     try:
         return get(name)
     except ArgumentError:

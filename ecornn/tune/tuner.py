@@ -11,8 +11,8 @@ from msgspec import structs
 
 from ecornn.schedules import generation
 from ecornn.tune.choose import Environment
-from ecornn.tune.evaluate import COMPARED, ProcessEvaluator
-from ecornn.tune.journal import RESERVED, Journal
+from ecornn.tune.log import RESERVED, Journal
+from ecornn.tune.pool import COMPARED, ProcessEvaluator
 from ecornn.tune.proposing import Proposals
 from ecornn.tune.record import Choice, Finish, Outcome, Reason, Start, Trial
 from ecornn.tune.space import Candidate
@@ -50,8 +50,7 @@ class Progress:
 
 
 class Tuner:
-    """One run. ``evaluator`` builds and measures, ``journal`` keeps the records, ``report`` is called after every
-    trial, and ``stage`` with words that say what comes now."""
+    """One run. ``report`` is called after every trial, and ``stage`` with words that say what comes now."""
 
     def __init__(self, search: Proposals, evaluator: ProcessEvaluator, journal: Journal, settings: Settings,
                  environment: Environment, report: Callable[[Progress], None] = lambda _: None,
@@ -65,10 +64,8 @@ class Tuner:
         self.without_gain = 0  # trials since the last one that was faster by more than GAIN
 
     def run(self) -> Finish:
-        """Tunes to the end and returns the finish record, which is in the log by then.
-
-        Trials that the journal already has are not made again. Stopped at any point (KeyboardInterrupt included), the
-        journal has every trial that was done."""
+        """Tunes to the end and returns the finish record, which is in the log by then, as every trial that was done is
+        wherever this is stopped. Trials that the journal already has are not made again."""
         started = self.settings.started
         self.begin = (time.monotonic() if started is None else started) - self.journal.seconds
         for old in self.journal.search:
@@ -87,37 +84,32 @@ class Tuner:
         """Seconds of this run, earlier sessions included."""
         return time.monotonic() - self.begin
 
-    def left(self) -> float | None:
-        """Seconds until the time limit; None without one."""
+    def left(self, reserved: float = 0.0) -> float | None:
+        """Seconds until ``reserved`` seconds before the time limit; None without one."""
         limit = self.settings.time_limit
-        return None if limit is None else max(0.0, limit - self.elapsed())
+        return None if limit is None else max(0.0, limit - self.elapsed() - min(reserved, RESERVED * limit))
 
     def for_search(self) -> float | None:
         """Seconds until the search must end, so that the comparison after it is within the time limit, too."""
-        limit, left = self.settings.time_limit, self.left()
-        if limit is None or left is None:
-            return None
         sequence = (self.best_us or 0.0) * 1e-6 * self.task.workload.seq
-        needed = OVERHEAD + (COMPARED + WARM) * (FINALISTS + 1) * sequence
-        return max(0.0, left - min(needed, RESERVED * limit))
+        return self.left(OVERHEAD + (COMPARED + WARM) * (FINALISTS + 1) * sequence)
 
     def expected(self, made: int, seconds: float) -> float | None:
         """Seconds until the search has ended at the latest, where ``made`` trials took ``seconds``; None: unknown."""
         pace = (self.settings.trials - len(self.search.tried)) * seconds / made if made else None
-        known = [one for one in (pace, self.for_search()) if one is not None]
-        return min(known, default=None)
+        return min((one for one in (pace, self.for_search()) if one is not None), default=None)
 
     def loop(self) -> Reason:
-        """Searches; returns why it ended. New candidates are proposed before the last are done, so
-        that no process waits for another; no more than ``AHEAD`` of all, so that most are proposed with
-        something learnt. What is pending at the end is given up."""
+        """Searches; returns why it ended. New candidates are proposed before the last are done, so that no process
+        waits for another; no more than ``AHEAD`` of all, so that most are proposed with something learnt. What is
+        pending at the end is given up."""
         given = prepared = self.settings.trials <= len(self.search.first)  # nothing will be ranked
         ahead = self.evaluator.spare if given else min(self.evaluator.spare, int(AHEAD * self.settings.trials))
         default, known, began = self.space.defaults()[0], len(self.search.tried), time.monotonic()
         while True:
             if self.for_search() == 0 and self.search.tried:
                 return "time"
-            if self.settings.early_stop and self.converged():
+            if self.settings.early_stop and self.without_gain >= stop_after():
                 return "converged"
             left = self.settings.trials - len(self.search.tried)
             if left <= 0:
@@ -141,8 +133,8 @@ class Tuner:
                 return "time"
             self.learn(candidate, outcome.times.median if outcome.times else None)
             trial = self.record(candidate, outcome, "search")
-            self.report(Progress(len(self.search.tried), self.settings.trials, trial,
-                                 choice(self.best), self.best_us, self.search.tried.get(default),
+            self.report(Progress(len(self.search.tried), self.settings.trials, trial, choice(self.best), self.best_us,
+                                 self.search.tried.get(default),
                                  self.expected(len(self.search.tried) - known, time.monotonic() - began)))
 
     def batch(self, ahead: int) -> int:
@@ -152,14 +144,6 @@ class Tuner:
         if ahead:
             return self.search.waiting() or self.settings.batch
         return self.settings.batch if self.search.tried else 1
-
-    def converged(self) -> bool:
-        """True once the latest trials say that further ones are unlikely to help.
-
-        If a share ``RATE`` of them were faster by more than ``GAIN``, so many in a row without a gain would have a
-        probability of at most 1 - ``CONFIDENCE``. The search proposes the most promising candidates first, so the bound
-        is on the safe side for those still to come."""
-        return self.without_gain >= stop_after()
 
     def learn(self, candidate: Candidate, us: float | None) -> None:
         """Tells the search the time of a candidate, in µs per step (None: it failed), and keeps the best."""
@@ -172,43 +156,41 @@ class Tuner:
     def record(self, candidate: Candidate, outcome: Outcome, stage: str) -> Trial:
         """Writes a trial to the log."""
         trial = Trial(
-            run=self.journal.run, index=len(self.journal.trials), stage=stage,
-            workload=self.task.workload, device=self.task.device, schedule=candidate.schedule,
+            run=self.journal.run, index=len(self.journal.trials), stage=stage, workload=self.task.workload,
+            device=self.task.device, schedule=candidate.schedule, config=candidate.config, seed=self.settings.seed,
             revision=self.space.schedules[candidate.schedule].revision, generation=generation(),
-            config=candidate.config, seed=self.settings.seed, seconds=round(self.elapsed(), 3),
-            **structs.asdict(self.environment), **structs.asdict(outcome))
+            seconds=round(self.elapsed(), 3), **structs.asdict(self.environment), **structs.asdict(outcome))
         self.journal.add(trial)
         return trial
 
     def conclude(self, reason: Reason) -> Finish:
-        """Measures the fastest and the default once more, taking turns, and finishes the run.
-
-        The fastest of many noisy times is faster than it really is; only a fresh measurement says what was gained."""
+        """Measures the fastest of many noisy times and the default once more, in turns, and finishes the run."""
         default = self.space.defaults()[0]
-        ranked = sorted((c for c, t in self.search.tried.items() if t is not None),
-                        key=lambda c: self.search.tried[c] or 0.0)
-        finalists = ranked[:FINALISTS]
-        if default in ranked and default not in finalists:
-            finalists.append(default)
-        times = {c: self.search.tried[c] for c in finalists}
+        times = {c: t for c, t in self.search.tried.items() if t is not None}
+        ranked = sorted(times, key=lambda c: times[c])
+        finalists = ranked[:FINALISTS] + [c for c in ranked[FINALISTS:] if c == default]
+        times = {c: times[c] for c in finalists}
         self.stage(f"comparing the fastest {len(finalists)} in turns")
         outcomes = self.evaluator.compare(finalists, self.left()) if len(finalists) > 1 else []
-        if outcomes:
-            for candidate, outcome in zip(finalists, outcomes, strict=True):
-                self.record(candidate, outcome, "final")
-                times[candidate] = outcome.times.median if outcome.times else None
-        valid = {c: t for c, t in times.items() if t is not None}
-        best = min(valid, key=lambda c: valid[c], default=None)
+        for candidate, outcome in zip(finalists, outcomes, strict=False):  # of all, or of none
+            self.record(candidate, outcome, "final")
+            if outcome.times:
+                times[candidate] = outcome.times.median
+            else:
+                del times[candidate]
+        best = min(times, key=lambda c: times[c], default=None)
         finish = Finish(
-            run=self.journal.run, reason=reason, trials=len(self.search.tried),
-            seconds=round(self.elapsed(), 3), best=choice(best), best_us=valid[best] if best else None,
-            default=choice(default), default_us=valid.get(default))
+            run=self.journal.run, reason=reason, trials=len(self.search.tried), seconds=round(self.elapsed(), 3),
+            best=choice(best), best_us=times[best] if best else None, default=choice(default),
+            default_us=times.get(default))
         self.journal.add(finish)
         return finish
 
 
 def stop_after() -> int:
-    """Trials in a row without a gain after which a search has converged."""
+    """Trials in a row without a gain after which a search has converged: were a share ``RATE`` of further ones faster
+    by more than ``GAIN``, so many would have a probability of at most 1 - ``CONFIDENCE``. The search proposes the most
+    promising candidates first, so the bound is on the safe side for those still to come."""
     return math.ceil(math.log(1 - CONFIDENCE) / math.log(1 - RATE))
 
 

@@ -25,8 +25,7 @@ from ecornn.bench.expected import limits_of
 from ecornn.bench.grid import Case
 from ecornn.bench.measure import Plan
 from ecornn.bench.results import CsvFile, Row, compared, read_cases, read_row
-from ecornn.bench.sides import Side
-from ecornn.bench.turns import Times
+from ecornn.bench.turns import Side, Times
 from ecornn.cli import main
 from ecornn.errors import ArgumentError, MissingPackageError
 from ecornn.tune.timing import TorchArrays, wall_clock

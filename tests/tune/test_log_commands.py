@@ -22,8 +22,7 @@ from ecornn.task import make_task
 from ecornn.tune.log import Line, Log, append, read, rewrite
 from ecornn.tune.lookup import find
 from ecornn.tune.record import Outcome, Times, Trial
-from ecornn.tune.selection import best_lines, merge, worth_keeping
-from ecornn.tune.verify import Check
+from ecornn.tune.selection import Check, best_lines, merge, worth_keeping
 from ecornn.workload import Workload
 
 
@@ -163,8 +162,8 @@ def test_verify_says_the_median_of_an_even_number(path, monkeypatch):
     append(path, *[timed(1.0, run=f"r-{n}", check=1e-7, workload=Workload("lstm", n, n)) for n in (8, 16)])
     now = {8: 1.0, 16: 1.05}
     monkeypatch.setattr("ecornn.tune.session.Session", lambda *_, **__: nullcontext(SimpleNamespace(device=H100)))
-    monkeypatch.setattr("ecornn.tune.verify.sample", lambda lines, *_: (lines, {}))
-    monkeypatch.setattr("ecornn.tune.verify.verify", lambda lines, _: [
+    monkeypatch.setattr("ecornn.tune.selection.sample", lambda lines, *_: (lines, {}))
+    monkeypatch.setattr("ecornn.tune.selection.verify", lambda lines, _: [
         Check(line, Outcome(Times.of([now[line.record.workload.hidden]]))) for line in lines])
     assert "2 of 2 hold within 10%, median drift +2.5%" in run("log", "verify", path)
 

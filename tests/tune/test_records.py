@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from ecornn.errors import ArgumentError, RecordError
 from ecornn.targets import KNOWN
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import MAX_FILE, Log, append, is_trial, parse, read, read_all, rewrite, shipped_folder
+from ecornn.tune.log import MAX_FILE, Journal, Log, append, is_trial, parse, read, read_all, rewrite, shipped_folder
 from ecornn.tune.record import MAX_LINE, VERSION, Choice, Finish, Start, Times, Trial, decode, encode
 from ecornn.workload import Workload
 

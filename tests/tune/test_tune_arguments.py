@@ -27,9 +27,8 @@ from ecornn.targets import KNOWN, resolve
 from ecornn.tune import Session, building, remote, tune
 from ecornn.tune.building import Build
 from ecornn.tune.choose import Environment, matched, present
-from ecornn.tune.evaluate import ProcessEvaluator
-from ecornn.tune.journal import digest_of
-from ecornn.tune.log import Line, Log
+from ecornn.tune.log import Line, Log, digest_of
+from ecornn.tune.pool import ProcessEvaluator
 from ecornn.tune.record import Choice, Finish, Times
 from ecornn.tune.remote import WARM, Connection, Description, NoServer, Tracker
 from ecornn.tune.selection import best_lines, worth_keeping

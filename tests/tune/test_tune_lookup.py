@@ -24,8 +24,8 @@ from ecornn.task import make_task
 from ecornn.tune.choose import choose
 from ecornn.tune.log import Line, Log, read_all, shipped_folder
 from ecornn.tune.lookup import find, moved, possible, unfit, within
-from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times, Trial, decode, encode
+from ecornn.tune.search import CostModel
 from ecornn.tune.selection import best_lines
 from ecornn.tune.space import Candidate
 from ecornn.tune.transfer import borrowed, seeds, warm

@@ -41,12 +41,11 @@ from ecornn.schedules import all_schedules
 from ecornn.schedules.base import Task
 from ecornn.targets import resolve
 from ecornn.task import make_manifest, make_task
-from ecornn.tune import adjoint_oracle, measuring
+from ecornn.tune import adjoint_oracle, timing
 from ecornn.tune.log import append
-from ecornn.tune.measuring import Measure, answers_of, check, measure
 from ecornn.tune.oracle import draw, relative_error, rounded, write
 from ecornn.tune.record import tolerance
-from ecornn.tune.timing import arrays_for
+from ecornn.tune.timing import Measure, answers_of, arrays_for, check, measure
 from ecornn.workload import Workload
 
 
@@ -268,7 +267,7 @@ def test_a_module_of_a_recurrence_is_checked_and_timed(name, sizes, dtype, sched
     monkeypatch.setattr("ecornn.runtime.loader.load", lambda path: module)
     monkeypatch.setattr("ecornn.tune.timing.torch_sees_gpu", lambda: False)
     monkeypatch.setattr("ecornn.runtime.loader.check_host", lambda device, number: None)
-    monkeypatch.setattr(measuring, "race", lambda runs, bound, fewest, seconds: [[one.clock(one.run)] for one in runs])
+    monkeypatch.setattr(timing, "race", lambda runs, bound, fewest, seconds: [[one.clock(one.run)] for one in runs])
     path = tmp_path / "answers.npz"
     adjoint_oracle.write(path, cell, work, seed=1)
     request = Measure(("module.so",), str(path), tolerance(work), work.seq, 0)

@@ -32,11 +32,10 @@ from ecornn.targets import KNOWN
 from ecornn.task import adjoint_task, make_manifest, make_task
 from ecornn.tune import Result, oracle, proposing, tune
 from ecornn.tune import log as folders
+from ecornn.tune import selection as verifying
 from ecornn.tune import session as sessions
-from ecornn.tune import verify as verifying
 from ecornn.tune.choose import serving_or_raise
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import Line, Log, read, shipped_folder
+from ecornn.tune.log import Journal, Line, Log, read, shipped_folder
 from ecornn.tune.lookup import how_far
 from ecornn.tune.pool import Entries, Pool
 from ecornn.tune.proposing import Elsewhere, Question, answers, defaults, joined, scan_parts, searching

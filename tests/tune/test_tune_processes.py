@@ -32,17 +32,14 @@ from ecornn.cells import get
 from ecornn.schedules import all_schedules
 from ecornn.task import make_task
 from ecornn.tune.building import Build
-from ecornn.tune.evaluate import ProcessEvaluator
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import Line, read
-from ecornn.tune.model import CostModel
-from ecornn.tune.pool import YOUNG, Closed, Pool, Scratch
+from ecornn.tune.log import Journal, Line, read
+from ecornn.tune.pool import YOUNG, Closed, Pool, ProcessEvaluator, Scratch
 from ecornn.tune.record import Finish, Outcome, Start, Times, Trial
-from ecornn.tune.search import Search
+from ecornn.tune.search import CostModel, Search
+from ecornn.tune.selection import verify
 from ecornn.tune.session import Session
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.tuner import Settings, Tuner
-from ecornn.tune.verify import verify
 from ecornn.worker import Worker, WorkerError
 from ecornn.workload import Workload
 
@@ -165,7 +162,7 @@ def test_threads_share_the_processes_and_no_measurement_waits_for_another_oracle
 
 @pytest.mark.parametrize("quiet", [True, False])
 def test_the_end_of_one_run_stops_nothing_of_another(quiet, monkeypatch, short_if_endless):
-    monkeypatch.setattr("ecornn.tune.evaluate.PATIENCE", 0.5)
+    monkeypatch.setattr("ecornn.tune.pool.PATIENCE", 0.5)
     mine, others = ("slow_build", "slow_build") if quiet else ("hang", "ok")
     with Pool(ENTRIES, 2, measurers=1 if quiet else 2, quiet=quiet) as pool, evaluating(pool) as one, \
             evaluating(pool, 9, 400.0) as other:

@@ -27,9 +27,9 @@ from tune_fakes import ENTRIES
 from ecornn.errors import ArgumentError, DeviceError, ScheduleError, ServerError
 from ecornn.tune import Session, pool, remote
 from ecornn.tune.log import read
-from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Pool
 from ecornn.tune.remote import HANDSHAKE, WARM, NoServer, Tracker, outliving, require_loopback, start
+from ecornn.tune.timing import Measure
 from ecornn.worker import WorkerError
 
 asked: list[str] = []  # in a worker process

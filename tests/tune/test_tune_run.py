@@ -27,11 +27,9 @@ from ecornn.cli import common, progress
 from ecornn.schedules import generation
 from ecornn.tune import timing
 from ecornn.tune.choose import Environment
-from ecornn.tune.journal import RESERVED, Gain, Journal, digest_of, gain_of, words
-from ecornn.tune.log import read
-from ecornn.tune.model import CostModel
+from ecornn.tune.log import RESERVED, Gain, Journal, digest_of, gain_of, read, words
 from ecornn.tune.record import Choice, Finish, Outcome, Start, Times, Trial
-from ecornn.tune.search import Search
+from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import Candidate, ConfigSpace
 from ecornn.tune.timing import EARLY, FEWEST, LONGER, SPAN, Contestant, bounds, event_clock, interval, race, settled
 from ecornn.tune.tuner import CONFIDENCE, RATE, Progress, Settings, Tuner, stop_after

@@ -19,8 +19,7 @@ from ecornn.schedules.base import Knob
 from ecornn.targets import KNOWN
 from ecornn.task import make_task
 from ecornn.tune import space as module
-from ecornn.tune.model import TRUST, CostModel
-from ecornn.tune.search import OPENING, Search
+from ecornn.tune.search import OPENING, TRUST, CostModel, Search
 from ecornn.tune.space import Candidate, ConfigSpace, Watched
 from ecornn.workload import Workload
 

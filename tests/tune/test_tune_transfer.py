@@ -21,12 +21,10 @@ from ecornn.schedules.base import Task
 from ecornn.targets import resolve
 from ecornn.task import make_task
 from ecornn.tune.choose import choose
-from ecornn.tune.journal import Journal
-from ecornn.tune.log import Line, Log
+from ecornn.tune.log import Journal, Line, Log
 from ecornn.tune.lookup import find
-from ecornn.tune.model import CostModel
 from ecornn.tune.record import Times, Trial
-from ecornn.tune.search import Search
+from ecornn.tune.search import CostModel, Search
 from ecornn.tune.space import ConfigSpace
 from ecornn.tune.transfer import BROAD, SEEDS, borrowed, distance, lent, seeds, warm
 from ecornn.workload import Workload

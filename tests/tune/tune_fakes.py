@@ -20,9 +20,9 @@ from ecornn.errors import BuildError, ScheduleError
 from ecornn.schedules.base import Config, Knob, Schedule, Task
 from ecornn.task import make_task
 from ecornn.tune.building import Build
-from ecornn.tune.measuring import Measure
 from ecornn.tune.pool import Entries
 from ecornn.tune.record import Outcome, Times
+from ecornn.tune.timing import Measure
 from ecornn.workload import Workload
 
 DEVICE = Device("llvm", "znver4", "Test CPU", 4)
