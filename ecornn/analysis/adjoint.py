@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.liveness import levels, needed, opening
+from ecornn.analysis.operators import number
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Level, OuterProduct, Phase, Product, Statistic, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Factor, Partials, Sweep, unique
@@ -219,8 +220,6 @@ class _Builder:
         if var is not None:
             return var
         if not self.zeros:
-            from ecornn.analysis.derivatives import number
-
             self.zeros.append(Assign(self.leaf("zero"), number(0.0)))
         return self.zeros[0].var
 

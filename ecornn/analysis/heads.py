@@ -50,11 +50,8 @@ def by_shape(phase: Phase) -> list[Phase]:
     for product in phase.products:
         term = product.terms[0]
         kinds.setdefault((term.heads, term.rows, term.columns), []).append(product)
-    if len(kinds) < 2:
-        return [phase]
-    phases = [Phase(tuple(dict.fromkeys(t.operand for p in those for t in p.terms)), tuple(those), ())
-              for those in kinds.values()]
-    return [*phases[:-1], Phase(phases[-1].operands, phases[-1].products, phase.assigns, phase.statistics)]
+    *first, last = kinds.values() or [()]
+    return [*map(Phase.of, first), Phase.of(last, phase.assigns, phase.statistics)]
 
 
 def multiplied(graph: StepGraph, hidden: int) -> int:

@@ -14,6 +14,7 @@ of statistics, which are one value a batch row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -166,6 +167,13 @@ class Phase:
     products: tuple[Product, ...]
     assigns: tuple[Assign, ...]
     statistics: tuple[Statistic, ...] = ()
+
+    @classmethod
+    def of(cls, products: Sequence[Product], assigns: tuple[Assign, ...] = (),
+           statistics: tuple[Statistic, ...] = ()) -> Phase:
+        """The phase of these products, whose operands are its own."""
+        return cls(tuple(dict.fromkeys(t.operand for p in products for t in p.terms)), tuple(products), assigns,
+                   statistics)
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from ecornn.analysis.derivatives import number, smooth
-from ecornn.analysis.operators import key_of, operator_of
+from ecornn.analysis.operators import key_of, number, operator_of, smooth
 from ecornn.analysis.scalar import children, is_constant, is_leaf, rebuild
 from ecornn.analysis.step import Assign, Product, Statistic, Term
 
