@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from ecornn.analysis.adjoint import Adjoint
 from ecornn.analysis.evaluate import Array, Values, Weights, at, hoist, inputs_of, outer, start, step
 from ecornn.analysis.kept import Kept, kept
 from ecornn.analysis.step import StepGraph
+
+if TYPE_CHECKING:
+    from tvm.tirx import Var
 
 
 @dataclass(frozen=True)
@@ -101,8 +104,7 @@ def replayed(forward: StepGraph, keep: Kept, weights: Weights, x: Array, states:
         step(forward, weights, now, shape)
         current = [np.broadcast_to(now[v], shape) for v in forward.results.values()]
         steps.append(now)
-    read = [v for n in keep.states for v in (forward.results[n], forward.states[n])]
-    known = {v: np.stack([np.broadcast_to(now[v], shape) for now in steps]) for v in read}
+    known = _all_steps(steps, [v for n in keep.states for v in (forward.results[n], forward.states[n])], shape)
     known |= {v: np.stack([now[v] for now in steps]) for v in keep.values}
     if forward.x is not None:
         known[forward.x] = x
@@ -117,8 +119,8 @@ def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[
            totals: Values) -> tuple[Array, dict[str, Array], dict[str, Array]]:
     """Adds the recurrence's outputs to ``known`` and its sums to ``totals``. Returns the hoisted values that it read,
     and its states before and after."""
-    graph, (length, *shape) = adjoint.recurrence, known[adjoint.dys[0]].shape
-    values = start(graph, weights, known)
+    graph, (length, *rest) = adjoint.recurrence, known[adjoint.dys[0]].shape
+    values, shape = start(graph, weights, known), tuple(rest)
     hoist(graph, weights, values, None, (length, *shape))
     current = {v: np.zeros(shape) for v in graph.states.values()}
     for name, gradient in zip(adjoint.forward.states, dstates, strict=True):
@@ -127,13 +129,18 @@ def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[
     steps = []
     for t in reversed(range(length)):
         now = at(values, t, values) | current
-        step(graph, weights, now, tuple(shape))
-        _add_sums(graph, now, totals, tuple(shape))
+        step(graph, weights, now, shape)
+        _add_sums(graph, now, totals, shape)
         current = {graph.states[n]: np.broadcast_to(now[v], shape) for n, v in graph.results.items()}
-        steps.append(now)
-    known |= {v: np.stack([np.broadcast_to(now[v], shape) for now in reversed(steps)]) for v in graph.outputs}
+        steps.insert(0, now)
+    known |= _all_steps(steps, graph.outputs, shape)
     hoisted = _together([values[v] for v in graph.hoisted_outputs], (length, *shape))
     return hoisted, first, {n: current[v] for n, v in graph.states.items()}
+
+
+def _all_steps(steps: Sequence[Values], names: Iterable[Var], shape: tuple[int, ...]) -> Values:
+    """Values (B, H) of each step as (T, B, H)."""
+    return {v: np.stack([np.broadcast_to(now[v], shape) for now in steps]) for v in names}
 
 
 def _finish(adjoint: Adjoint, weights: Weights, last: Mapping[str, Array], totals: Values) -> tuple[Array, ...]:

@@ -93,11 +93,11 @@ def start(graph: StepGraph, weights: Weights, given: Mapping[Var, Array] | None 
 def hoist(graph: StepGraph, weights: Weights, values: Values, x: Array | None, shape: tuple[int, ...]) -> None:
     """Adds the values of all steps that do not depend on the state: x (T, B, I), with the graph's inputs behind it in
     its rows, ``shape`` (T, B, H)."""
-    if graph.inputs and x is not None:
+    if x is not None:
         values |= inputs_of(graph, x, shape[-1])
         x = x[..., :graph.own_input(x.shape[-1], shape[-1])]
-    if graph.x is not None and x is not None:
-        values[graph.x] = x
+        if graph.x is not None:
+            values[graph.x] = x
     multiply(graph.hoisted_products, values, weights, shape[-1], x)
     assign(graph.hoisted, values)
     summarize(graph.hoisted_statistics, values, shape)

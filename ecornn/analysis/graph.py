@@ -18,17 +18,7 @@ from ecornn.analysis.declared import Lines, Source, check_names, check_read, ret
 from ecornn.analysis.heads import by_shape, heads_at
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.row_reductions import RowReductions
-from ecornn.analysis.scalar import (
-    children,
-    extent_of,
-    is_constant,
-    is_load,
-    is_sum,
-    load_parts,
-    placed,
-    transform,
-    variables,
-)
+from ecornn.analysis.scalar import children, extent_of, is_constant, is_load, load_parts, reduces, transform, variables
 from ecornn.analysis.step import Assign, Level, Phase, Product, StepGraph, Term
 from ecornn.analysis.sums import summed
 from ecornn.errors import CellError
@@ -38,6 +28,7 @@ if TYPE_CHECKING:
     from tvm.te import Tensor
     from tvm.tirx import Reduce, Var
 
+ARITHMETIC = ("Add", "Sub", "Mul", "FloorDiv", "FloorMod")  # of indices
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
 
 
@@ -197,7 +188,7 @@ class _Walk(RowReductions):
                            "parameter as it is; what is computed of parameters is made in derived(). Nor is it of "
                            "groups, [b, g] = sum_k value[b, g * K + k], H = n * K")
         source = body.source[0]
-        if len(body.axis) != 1 or type(source).__name__ != "Mul" or not is_sum(body):
+        if len(body.axis) != 1 or type(source).__name__ != "Mul" or not reduces(body, "Add"):
             raise fault
         if not is_load(source.a) or not is_load(source.b):
             raise fault
@@ -325,3 +316,19 @@ class _Walk(RowReductions):
 def repeated(items: list[Var], count: int) -> tuple[Var, ...]:
     """``items``, the last one repeated until there are ``count``."""
     return (*items, *items[-1:] * (count - len(items)))
+
+
+def placed(index: Expr, where: Mapping[Var, Expr]) -> Expr:
+    """An index with the places ``where`` instead of its axes, simplified."""
+    from tvm import sym
+
+    if type(index).__name__ in ("Var", "IntImm"):
+        return where.get(index, index)
+
+    def put(e: Expr) -> Expr:
+        kind = type(e).__name__
+        if kind == "Var":
+            return where.get(e, e)
+        return type(e)(put(e.a), put(e.b)) if kind in ARITHMETIC else e
+
+    return sym.Analyzer().simplify(put(index))

@@ -17,6 +17,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +25,7 @@ import numpy as np
 
 from ecornn.analysis.declared import SHIFT, Source, fault
 from ecornn.analysis.evaluate import evaluate
-from ecornn.analysis.scalar import (
-    children,
-    every,
-    extent_of,
-    is_constant,
-    is_load,
-    is_sum,
-    load_parts,
-    parts_of,
-    rebuild,
-    reduces,
-    terms,
-    variables,
-)
+from ecornn.analysis.scalar import children, extent_of, is_constant, multiplies, rebuild, reduces, terms, variables
 from ecornn.analysis.step import Level, Statistic, Vector
 from ecornn.errors import CellError
 
@@ -233,7 +221,7 @@ class RowReductions(ABC):
         shift = SHIFT in (op.attrs or ())
         if len(op.axis) == 1:
             return self.statistic(op.name, body, where, shift)
-        if len(op.axis) != 2 or not (is_sum(body) or reduces(body, "Max")) or multiplies(body):
+        if len(op.axis) != 2 or not (reduces(body, "Add") or reduces(body, "Max")) or multiplies(body):
             return None
         count, rows = int(op.axis[1].dom.extent), [a for a in body.axis if extent_of(a)]
         for axis in reversed(rows):
@@ -250,7 +238,7 @@ class RowReductions(ABC):
                            "one over gates too, sum_g sum_k value[b, g, k], nor a maximum over these")
         (index,) = where.values()
         largest = reduces(body, "Max")
-        if not (is_sum(body) or largest) or not self.same(index, self.b):
+        if not (reduces(body, "Add") or largest) or not self.same(index, self.b):
             raise fault
         if (rows := self.over_rows(body, where, largest)) is not None:
             return self.name_of(rows, name)
@@ -392,13 +380,9 @@ class RowReductions(ABC):
         return choice
 
 
-def multiplies(body: Reduce) -> bool:
-    """True where a reduction reads a matrix."""
-    pending = [body.source[0]]
-    while pending:
-        e = pending.pop()
-        if not is_load(e):
-            pending.extend(parts_of(e))
-        elif type((tensor := load_parts(e)[0]).op).__name__ == "PlaceholderOp" and len(tensor.shape) == 3:
-            return True
-    return False
+def every(axes: list[IterVar]) -> list[dict[Var, Expr]]:
+    """All places on reduction axes: axis variable -> constant."""
+    from tvm import tirx
+
+    return [{axis.var: tirx.const(n, "int32") for axis, n in zip(axes, place, strict=True)}
+            for place in product(*(range(extent_of(axis) or 0) for axis in axes))]

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from itertools import product
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.operators import operator_of
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
     from tvm.ir import Expr
     from tvm.te import Tensor
     from tvm.tirx import IterVar, Reduce, Var
-
-ARITHMETIC = ("Add", "Sub", "Mul", "FloorDiv", "FloorMod")  # of indices
 
 
 def is_leaf(e: Expr) -> bool:
@@ -79,19 +76,6 @@ def extent_of(axis: IterVar) -> int | None:
     return int(extent) if fixed else None
 
 
-def every(axes: list[IterVar]) -> list[dict[Var, Expr]]:
-    """All places on reduction axes: axis variable -> constant."""
-    from tvm import tirx
-
-    return [{axis.var: tirx.const(n, "int32") for axis, n in zip(axes, place, strict=True)}
-            for place in product(*(range(extent_of(axis) or 0) for axis in axes))]
-
-
-def is_sum(body: Reduce) -> bool:
-    """True for a reduction by addition that starts at 0, over all of its axes."""
-    return reduces(body, "Add")
-
-
 def reduces(body: Reduce, kind: str) -> bool:
     """True for a reduction by that operator, from its neutral value on, over all of its axes."""
     (result, *others), always = body.combiner.result, body.condition
@@ -121,17 +105,13 @@ def parts_of(e: Expr) -> list[Expr]:
             if not isinstance(getattr(e, n, None), (int, float, type(None)))]
 
 
-def placed(index: Expr, where: Mapping[Var, Expr]) -> Expr:
-    """An index with the places ``where`` instead of its axes, simplified."""
-    from tvm import sym
-
-    if type(index).__name__ in ("Var", "IntImm"):
-        return where.get(index, index)
-
-    def put(e: Expr) -> Expr:
-        kind = type(e).__name__
-        if kind == "Var":
-            return where.get(e, e)
-        return type(e)(put(e.a), put(e.b)) if kind in ARITHMETIC else e
-
-    return sym.Analyzer().simplify(put(index))
+def multiplies(body: Reduce) -> bool:
+    """True where a reduction reads a matrix."""
+    pending = [body.source[0]]
+    while pending:
+        e = pending.pop()
+        if not is_load(e):
+            pending.extend(parts_of(e))
+        elif type((tensor := load_parts(e)[0]).op).__name__ == "PlaceholderOp" and len(tensor.shape) == 3:
+            return True
+    return False

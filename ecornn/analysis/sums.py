@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import combinations
+from operator import add
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.scalar import children, is_leaf, rebuild, terms, variables
@@ -21,10 +23,7 @@ if TYPE_CHECKING:
 
 def summed(graph: StepGraph) -> StepGraph:
     """The graph with as few products as there may be."""
-    phases = []
-    for number, phase in enumerate(graph.phases):
-        phases.append(_fewest(phase, _read_later(graph, number)))
-    return replace(graph, phases=tuple(phases))
+    return replace(graph, phases=tuple(_fewest(phase, _read_later(graph, n)) for n, phase in enumerate(graph.phases)))
 
 
 def _fewest(phase: Phase, wanted: list[Var]) -> Phase:
@@ -40,9 +39,8 @@ def _fewest(phase: Phase, wanted: list[Var]) -> Phase:
 
 def _read_later(graph: StepGraph, number: int) -> list[Var]:
     """The values of a phase that later phases read, or that are results."""
-    phase = graph.phases[number]
-    made = {*(p.var for p in phase.products), *(a.var for a in phase.assigns)}
-    read = [*graph.results.values()]
+    phase, read = graph.phases[number], [*graph.results.values()]
+    made = {one.var for one in (*phase.products, *phase.assigns)}
     for later in graph.phases[number + 1:]:
         read += [*later.operands, *(o for s in later.statistics for o in s.operands)]
         read += [v for a in later.assigns for v in variables(a.value)]
@@ -65,11 +63,8 @@ def _apart(phase: Phase) -> Phase:
             continue
         parts = [tirx.Var(f"{product.var.name}_{n}", "float32") for n in range(len(product.terms))]
         products += [Product(var, (term,)) for var, term in zip(parts, product.terms, strict=True)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        sums.append(Assign(product.var, total))
-    return phase if not sums else replace(phase, products=tuple(products), assigns=(*sums, *phase.assigns))
+        sums.append(Assign(product.var, reduce(add, parts)))
+    return replace(phase, products=tuple(products), assigns=(*sums, *phase.assigns)) if sums else phase
 
 
 def merged(products: Sequence[Product], assigns: Iterable[Assign],
@@ -118,8 +113,7 @@ class _Sums:
         if var in self.products:
             self.found.append({var})
         elif var in self.value and var not in self.made:
-            value = self._expression(self.value[var])
-            self.made[var] = Assign(var, value)
+            self.made[var] = Assign(var, self._expression(self.value[var]))
 
     def _expression(self, e: Expr) -> Expr:
         if type(e).__name__ in ("Add", "Sub"):
@@ -141,25 +135,24 @@ class _Sums:
             if merges and t in self.left_out:
                 continue
             value = t if merges else self._expression(t)
-            first = -value if negated else value
-            total = first if total is None else total - value if negated else total + value
+            total = (-value if negated else value) if total is None else total - value if negated else total + value
         return total
 
     def _addends(self, e: Expr) -> list[tuple[bool, Expr]]:
         """The terms of a sum, with sums that have a product in them in place of their variables."""
         addends: list[tuple[bool, Expr]] = []
         for negated, t in terms(e):
-            if type(t).__name__ == "Var" and t in self.value and self._is_sum(t):
-                addends += [(negated != inner, part) for inner, part in self._addends(self.value[t])]
-            else:
-                addends.append((negated, t))
+            inner = self._addends(self.value[t]) if self._is_sum(t) else [(False, t)]
+            addends += [(negated != other, part) for other, part in inner]
         return addends
 
-    def _is_sum(self, var: Var) -> bool:
-        value = self.value[var]
+    def _is_sum(self, e: Expr) -> bool:
+        """True for the variable of a sum that has a product in it."""
+        if type(e).__name__ != "Var" or e not in self.value:
+            return False
+        value = self.value[e]
         return type(value).__name__ in ("Add", "Sub") and any(
-            self._is_product(t) or (type(t).__name__ == "Var" and t in self.value and self._is_sum(t))
-            for _, t in terms(value))
+            self._is_product(t) or self._is_sum(t) for _, t in terms(value))
 
     def _is_product(self, e: Expr) -> bool:
         return type(e).__name__ == "Var" and e in self.products
