@@ -29,38 +29,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adjoint:
-    """The gradients of a layer, in four graphs.
-
-    Attributes
-    ----------
-    recurrence : the adjoint step, from the last step of time to the first. ``given``: ``dys`` and values of the forward
-        step, by their forward variables; ``outputs``: gradients of what the forward step read of its hoisted part, and
-        of its products
-    rotated : True where it begins with the exchange
-    first : state of the forward step -> state of the recurrence that begins with the gradient of its final value;
-        all others begin with zeros
-    finish : after the last step, from the recurrence's states: ``gradients`` and what remains of the sums
-    gradients : state -> its gradient before the first step, a variable of ``finish``
-    inputs : of all steps at once, from ``outputs`` of the recurrence: gradients of the products of x
-    dx : the gradient of x, an output of ``inputs``, (T, B, I); None where x is not read
-    dinputs : leaf of a sequence beside x -> its gradient, an output of ``inputs``, (T, B, H); None where it is zero
-    once : of parameters alone, from the sums of the other graphs (H,)
-    vectors : gradients of parameter vectors, outputs of ``once``; one that is listed twice has the sum
-    dys : the leaves of the gradients of the outputs; mostly of one, y
-    """
+    """The gradients of a layer, in four graphs."""
 
     forward: StepGraph
+    # the adjoint step, from the last step of time to the first. `given`: `dys` and values of the forward step, by their
+    # forward variables; `outputs`: gradients of what the forward step read of its hoisted part, and of its products
     recurrence: StepGraph
-    rotated: bool
+    rotated: bool  # True where it begins with the exchange
+    # state of the forward step -> state of the recurrence that begins with the gradient of its final value; all others
+    # begin with zeros
     first: dict[str, str]
+    # after the last step, from the recurrence's states: `gradients` and what remains of the sums
     finish: StepGraph
-    gradients: dict[str, Var]
-    inputs: StepGraph
-    dx: Var | None
+    gradients: dict[str, Var]  # state -> its gradient before the first step, a variable of `finish`
+    inputs: StepGraph  # of all steps at once, from `outputs` of the recurrence: gradients of the products of x
+    dx: Var | None  # the gradient of x, an output of `inputs`, (T, B, I); None where x is not read
+    # leaf of a sequence beside x -> its gradient, an output of `inputs`, (T, B, H); None where it is zero
     dinputs: dict[Var, Var | None]
-    once: StepGraph
+    once: StepGraph  # of parameters alone, from the sums of the other graphs (H,)
+    # gradients of parameter vectors, outputs of `once`; one that is listed twice has the sum
     vectors: tuple[Vector, ...]
-    dys: tuple[Var, ...]
+    dys: tuple[Var, ...]  # the leaves of the gradients of the outputs; mostly of one, y
 
     @property
     def needed(self) -> tuple[Var, ...]:

@@ -19,24 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Backpropagated:
-    """The gradients of a layer, and the values that the recurrence of its adjoint read and computed.
+    """The gradients of a layer, and the values that the recurrence of its adjoint read and computed."""
 
-    Attributes
-    ----------
-    dx : (T, B, I)
-    parameters : by the cell's names in te shape
-    states : of the first states, (B, H) each
-    hoisted, outputs : (T, B, Q, H) and (T, B, O, H), in the order of the recurrence's graph
-    first, last : (B, H), its states before and after it
-    """
-
-    dx: Array
-    parameters: dict[str, Array]
-    states: tuple[Array, ...]
-    hoisted: Array
-    outputs: Array
-    first: dict[str, Array]
-    last: dict[str, Array]
+    dx: Array  # (T, B, I)
+    parameters: dict[str, Array]  # by the cell's names in te shape
+    states: tuple[Array, ...]  # of the first states, (B, H) each
+    hoisted: Array  # (T, B, Q, H), in the order of the recurrence's graph
+    outputs: Array  # (T, B, O, H), in that order, too
+    first: dict[str, Array]  # (B, H), its states before it
+    last: dict[str, Array]  # and after it
 
 
 def backpropagate(adjoint: Adjoint, x: Any, parameters: Mapping[str, Any], states: Sequence[Any], dy: Any,

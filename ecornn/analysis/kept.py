@@ -27,17 +27,13 @@ KEEP = ("gates", "states")
 
 @dataclass(frozen=True)
 class Kept:
-    """The values that are kept of each step.
+    """The values that are kept of each step."""
 
-    Attributes
-    ----------
-    states : states whose values after every step, and before the first, are kept, y among them where it is read
-    values : other variables of the forward step, which it has to write: one value for each unit
-    replay : a pass over all steps, from these and x; its ``outputs`` are the other values that the adjoint reads
-    """
-
+    # states whose values after every step, and before the first, are kept, y among them where it is read
     states: tuple[str, ...]
+    # other variables of the forward step, which it has to write: one value for each unit
     values: tuple[Var, ...]
+    # a pass over all steps, from these and x; its `outputs` are the other values that the adjoint reads
     replay: StepGraph
 
     @property
@@ -107,16 +103,10 @@ def among(items: Iterable[Any], used: set[Var]) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ReadOut:
-    """A step in two parts.
+    """A step in two parts."""
 
-    Attributes
-    ----------
-    loop : the step without the pass that follows; its ``outputs`` are the values that the pass reads
-    after : that pass over all steps at once, from these and x to the ``outputs`` of the step
-    """
-
-    loop: StepGraph
-    after: StepGraph
+    loop: StepGraph  # the step without the pass that follows; its `outputs` are the values that the pass reads
+    after: StepGraph  # that pass over all steps at once, from these and x to the `outputs` of the step
 
 
 def read_out(graph: StepGraph) -> ReadOut | None:

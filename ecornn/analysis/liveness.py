@@ -84,18 +84,11 @@ def opening(graph: StepGraph) -> tuple[Assign, ...]:
 
 @dataclass(frozen=True)
 class Urgent:
-    """Assignments that operands of the next step's first product need, and those that can wait until these are sent.
+    """Assignments that operands of the next step's first product need, and those that can wait until these are sent."""
 
-    Attributes
-    ----------
-    opening : the assignments of :func:`before_first` that the operands need
-    states : states that are known after ``first``, the operands' among them
-    first, late : the assignments after this step's last exchange, in two parts
-    """
-
-    opening: tuple[Assign, ...]
-    states: tuple[str, ...]
-    first: tuple[Assign, ...]
+    opening: tuple[Assign, ...]  # the assignments of `before_first` that the operands need
+    states: tuple[str, ...]  # states that are known after `first`, the operands' among them
+    first: tuple[Assign, ...]  # the assignments after this step's last exchange, in two parts
     late: tuple[Assign, ...]
 
 

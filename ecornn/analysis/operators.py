@@ -116,20 +116,13 @@ def power(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr, ...]:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator.
+    """One operator."""
 
-    Attributes
-    ----------
-    numpy : the function on float64 arrays
-    derivative : (expression, operands, result) -> the partial derivatives by each operand, as expressions or numbers
-    fields : the fields of TVM's node that are its operands; none of a call, whose arguments they are
-    instruction : True where LLVM has it for a whole vector; else CPUs compute it lane by lane
-    """
-
-    numpy: Callable[..., Any]
+    numpy: Callable[..., Any]  # the function on float64 arrays
+    # (expression, operands, result) -> the partial derivatives by each operand, as expressions or numbers
     derivative: Callable[[Expr, Sequence[Expr], Expr], Sequence[Expr | float]]
-    fields: tuple[str, ...] = ()
-    instruction: bool = False
+    fields: tuple[str, ...] = ()  # of TVM's node that are its operands; none of a call, whose arguments they are
+    instruction: bool = False  # True where LLVM has it for a whole vector; else CPUs compute it lane by lane
 
 
 PAIR = ("a", "b")
