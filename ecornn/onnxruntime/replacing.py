@@ -150,9 +150,8 @@ def apply(model: Any, replaced: Sequence[Replaced], tensors: Mapping[Scope, Tens
     for scope, node, nodes in replaced:
         of.setdefault(scope, {})[id(node)] = nodes
     for scope, own in reversed(of.items()):  # bodies before the graphs that hold their nodes
-        made: list[Any] = []
-        for node in scope.nodes:
-            made += own[id(node)] if id(node) in own else [type(node).FromString(node.SerializeToString())]
+        made = [new for node in scope.nodes
+                for new in own.get(id(node)) or [type(node).FromString(node.SerializeToString())]]
         del scope.graph.node[:]
         scope.graph.node.extend(made)
         scope.graph.initializer.extend(tensors[scope].made)
