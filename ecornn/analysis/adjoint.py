@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.liveness import levels, needed, opening
-from ecornn.analysis.operators import number
+from ecornn.analysis.operators import number, variable
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Level, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Factor, Partials, Sweep, unique
@@ -93,7 +93,7 @@ class _Builder:
         self.forward, self.hidden, self.levels = forward, hidden, levels(forward)
         self.rotated, count = rotated, forward.written
         self.unit = next((v.var for v in forward.vectors if v.numbers), None)
-        self.dys = tuple(_leaf("dy" if count == 1 else f"dy{n}") for n in range(count))
+        self.dys = tuple(variable("dy" if count == 1 else f"dy{n}") for n in range(count))
         self.sums: dict[Var, Var] = {}  # variable of parameters alone -> its gradient, (H,)
 
     def run(self) -> Adjoint:
@@ -185,7 +185,7 @@ class _Builder:
 
     def state(self, name: str) -> str:
         """A new state of the recurrence."""
-        self.states[name] = _leaf(name)
+        self.states[name] = variable(name)
         return name
 
     def carry(self, factor: Factor) -> Factor:
@@ -199,7 +199,7 @@ class _Builder:
     def fill(self, var: Var | None) -> Var:
         """``var``, or a zero where a result does not depend on anything."""
         if var is None and not self.zeros:
-            self.zeros.append(Assign(_leaf("zero"), number(0.0)))
+            self.zeros.append(Assign(variable("zero"), number(0.0)))
         return self.zeros[0].var if var is None else var
 
     def exchange(self, sweep: Sweep, level: int, phase: Phase, gradients: dict[Var, Var]) -> None:
@@ -209,7 +209,7 @@ class _Builder:
 
     def sum_of(self, var: Var) -> Var:
         """The gradient, over all steps and rows, of a value that parameters alone determine."""
-        return self.sums.setdefault(var, _leaf(f"d_{var.name}"))
+        return self.sums.setdefault(var, variable(f"d_{var.name}"))
 
     # -- around it ------------------------------------------------------------------------------
     def invert_inputs(self) -> None:
@@ -263,12 +263,6 @@ def outer_products(products: tuple[Product, ...], gradients: dict[Var, Var]) -> 
         return OuterProduct(term.parameter, term.gate, value, operand, term.heads, rows, columns)
 
     return [one(gradients[p.var], term) for p in products if p.var in gradients for term in p.terms]
-
-
-def _leaf(name: str) -> Var:
-    from tvm import tirx
-
-    return tirx.Var(name, "float32")
 
 
 def _constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:

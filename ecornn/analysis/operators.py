@@ -22,6 +22,7 @@ from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
+    from tvm.tirx import Var
 
 
 def number(value: float) -> Expr:
@@ -29,6 +30,13 @@ def number(value: float) -> Expr:
     from tvm import tirx
 
     return tirx.const(value, "float32")
+
+
+def variable(name: str) -> Var:
+    """A float32 variable."""
+    from tvm import tirx
+
+    return tirx.Var(name, "float32")
 
 
 def call(name: str, operand: Expr) -> Expr:

@@ -17,15 +17,19 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import product
 from math import prod
+from operator import add
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ecornn.analysis import scalar
 from ecornn.analysis.declared import SHIFT, Source, fault
-from ecornn.analysis.evaluate import evaluate
-from ecornn.analysis.scalar import children, extent_of, is_constant, multiplies, rebuild, reduces, terms, variables
+from ecornn.analysis.operators import number, variable
+from ecornn.analysis.operators import where as select
+from ecornn.analysis.scalar import children, extent_of, is_constant, rebuild, reduces, terms, variables
 from ecornn.analysis.step import Level, Statistic, Vector
 from ecornn.errors import CellError
 
@@ -129,9 +133,7 @@ class RowReductions(ABC):
     # -- scalars --------------------------------------------------------------------------------
     def leaf(self, key: tuple, name: str, level: int) -> Var:
         if key not in self.leaves:
-            from tvm import tirx
-
-            self.leaves[key] = tirx.Var(name, "float32")
+            self.leaves[key] = variable(name)
             self.level[self.leaves[key]] = level
         return self.leaves[key]
 
@@ -162,10 +164,8 @@ class RowReductions(ABC):
             return rebuild(e, [self.name_of(c, name) for c in children(e)])
         text = str(e)
         if text not in self.known:
-            from tvm import tirx
-
             taken = sum(1 for v in self.values if v.name.rsplit("__", 1)[0] == name)
-            var = self.known[text] = tirx.Var(f"{name}__{taken}", "float32")
+            var = self.known[text] = variable(f"{name}__{taken}")
             self.level[var], self.values[var] = self.level_of(e), e
         return self.known[text]
 
@@ -179,10 +179,8 @@ class RowReductions(ABC):
         parts = [(n, self.level_by_level(t, name)) for n, t in parts]
         parts.sort(key=lambda p: self.level_of(p[1]))  # stable: the cell's order within a level
         if parts[0][0]:  # a sum must not start with a negation
-            from tvm import tirx
-
             first = next((i for i, p in enumerate(parts) if not p[0]), None)
-            parts.insert(0, (False, tirx.const(0.0, "float32")) if first is None else parts.pop(first))
+            parts.insert(0, (False, number(0.0)) if first is None else parts.pop(first))
         total, level = parts[0][1], self.level_of(parts[0][1])
         for negated, term in parts[1:]:
             higher = max(level, self.level_of(term))
@@ -209,7 +207,7 @@ class RowReductions(ABC):
         values: defaultdict[Expr, Any] = defaultdict(float, {} if unit is None else {unit: float(self.hidden)})
         with np.errstate(all="ignore"):
             for var, e in self.values.items():
-                values[var] = evaluate(e, values)
+                values[var] = scalar.evaluate(e, values)
             for total, (_, operands) in known.found.items():
                 _, count = known.units.get(total) or (0, self.hidden)
                 those = [values[o] for o in operands]
@@ -221,7 +219,7 @@ class RowReductions(ABC):
         shift = SHIFT in (op.attrs or ())
         if len(op.axis) == 1:
             return self.statistic(op.name, body, where, shift)
-        if len(op.axis) != 2 or not (reduces(body, "Add") or reduces(body, "Max")) or multiplies(body):
+        if len(op.axis) != 2 or not (reduces(body, "Add") or reduces(body, "Max")) or scalar.multiplies(body):
             return None
         count, rows = int(op.axis[1].dom.extent), [a for a in body.axis if extent_of(a)]
         for axis in reversed(rows):
@@ -278,14 +276,10 @@ class RowReductions(ABC):
             return None
         try:
             with self.of_width(self.hidden):
-                first, *others = [self.inline(body.source[0], where | at) for at in every(list(body.axis))]
+                values = [self.inline(body.source[0], where | at) for at in every(list(body.axis))]
         except CellError:  # it reads a single unit
             return None
-        if not all(self.of_row(e) for e in (first, *others)):
-            return None
-        for other in others:
-            first = tirx.Max(first, other) if largest else first + other
-        return first
+        return reduce(tirx.Max if largest else add, values) if all(map(self.of_row, values)) else None
 
     def of_row(self, e: Expr) -> bool:
         """True where a value is the same in all units, since it is computed from statistics alone."""
@@ -326,11 +320,7 @@ class RowReductions(ABC):
     def beside_narrow(self, name: str, total: Var, of_zeros: float) -> Expr:
         """A statistic where it is read beside narrow values: in units that these do not have it is that of zeros, so
         that all that is computed from it is finite."""
-        from tvm import tirx
-
-        benign = tirx.const(of_zeros, "float32")
-        inside = self.unit < tirx.const(float(self.width), "float32")
-        return self.name_of(tirx.Select(inside, total, benign), name)
+        return self.name_of(select(self.unit < number(float(self.width)), total, of_zeros), name)
 
     # -- one value a group ----------------------------------------------------------------------
     def of_groups(self, op: Any, body: Reduce, where: dict[Var, Expr], axis: IterVar, at_units: bool,
@@ -372,11 +362,9 @@ class RowReductions(ABC):
 
     def chosen(self, totals: Sequence[Var], size: int) -> Expr:
         """The total of a unit's own group of ``size`` units; beyond the last group that of the last."""
-        from tvm import tirx
-
         choice: Expr = totals[-1]
         for g in range(len(totals) - 1, 0, -1):
-            choice = tirx.Select(self.unit < tirx.const(float(g * size), "float32"), totals[g - 1], choice)
+            choice = select(self.unit < number(float(g * size)), totals[g - 1], choice)
         return choice
 
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ecornn.analysis.operators import operator_of
 
@@ -115,3 +115,10 @@ def multiplies(body: Reduce) -> bool:
         elif type((tensor := load_parts(e)[0]).op).__name__ == "PlaceholderOp" and len(tensor.shape) == 3:
             return True
     return False
+
+
+def evaluate(e: Expr, values: Mapping[Var, Any]) -> Any:
+    """A scalar expression in NumPy, over arrays of its variables, (..., B, H), (..., B, 1) or (H,), or numbers."""
+    if type(e).__name__ == "Var":
+        return values[e]
+    return float(e.value) if is_constant(e) else operator_of(e).numpy(*(evaluate(c, values) for c in children(e)))

@@ -13,6 +13,7 @@ from itertools import combinations
 from operator import add
 from typing import TYPE_CHECKING
 
+from ecornn.analysis.operators import variable
 from ecornn.analysis.scalar import children, is_leaf, rebuild, terms, variables
 from ecornn.analysis.step import Assign, Phase, Product, StepGraph
 
@@ -53,15 +54,13 @@ def one_by_one(graph: StepGraph) -> StepGraph:
 
 
 def _apart(phase: Phase) -> Phase:
-    from tvm import tirx
-
     products: list[Product] = []
     sums: list[Assign] = []
     for product in phase.products:
         if len(product.terms) == 1:
             products.append(product)
             continue
-        parts = [tirx.Var(f"{product.var.name}_{n}", "float32") for n in range(len(product.terms))]
+        parts = [variable(f"{product.var.name}_{n}") for n in range(len(product.terms))]
         products += [Product(var, (term,)) for var, term in zip(parts, product.terms, strict=True)]
         sums.append(Assign(product.var, reduce(add, parts)))
     return replace(phase, products=tuple(products), assigns=(*sums, *phase.assigns)) if sums else phase

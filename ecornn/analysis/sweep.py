@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from ecornn.analysis.operators import key_of, number, operator_of, smooth, where
+from ecornn.analysis.operators import key_of, number, operator_of, smooth, variable, where
 from ecornn.analysis.scalar import children, is_constant, is_leaf, rebuild
 from ecornn.analysis.step import Assign, Product, Statistic, Term
 
@@ -45,9 +45,7 @@ class Partials:
             return e
         key = _key(e)
         if key not in self._known:
-            from tvm import tirx
-
-            self._known[key] = tirx.Var(f"{name}_{key_of(e).lower()}{len(self.assigns)}", "float32")
+            self._known[key] = variable(f"{name}_{key_of(e).lower()}{len(self.assigns)}")
             self.assigns.append(Assign(self._known[key], e))
         return self._known[key]
 
@@ -144,14 +142,12 @@ class Sweep:
 
     def named(self, parts: list[tuple[Factor, Var]], name: str) -> Var:
         """A variable for a weighted sum, parts that are known first first; the same variable for the same sum."""
-        from tvm import tirx
-
         (factor, gradient), *others = parts = sorted(parts, key=lambda part: self.level[part[1]])
         if not others and isinstance(factor, float) and factor == 1.0:
             return gradient
         if (key := tuple(parts)) in self._named:
             return self._named[key]
-        var = self._named[key] = tirx.Var(name, "float32")
+        var = self._named[key] = variable(name)
         self.assigns.append(Assign(var, weighted(parts)))
         self.level[var] = max(self.level[g] for _, g in parts)
         return var
@@ -166,8 +162,6 @@ class Sweep:
 
     def products(self, products: Iterable[Product], gradients: dict[Var, Var], level: int) -> tuple[Product, ...]:
         """The products that give gradients of operands. Each is added to its operand's gradient, but for those of x."""
-        from tvm import tirx
-
         by_operand: dict[Var | None, list[Term]] = {}
         for product in products:
             for term in product.terms if product.var in gradients else ():
@@ -176,7 +170,7 @@ class Sweep:
                     term.rows))
         result = []
         for operand, terms in by_operand.items():
-            var = tirx.Var(f"d_{'x' if operand is None else operand.name}_product", "float32")
+            var = variable(f"d_{'x' if operand is None else operand.name}_product")
             result.append(Product(var, tuple(terms)))
             self.level[var] = level
             if operand is not None:
@@ -186,11 +180,9 @@ class Sweep:
     def statistics(self, statistics: Iterable[Statistic], gradients: dict[Var, Var],
                    level: int) -> tuple[Statistic, ...]:
         """The sums that give gradients of operands: they add up the gradients, at each unit, of totals and squares."""
-        from tvm import tirx
-
         sums = []
         for s, var in ((one, v) for one in statistics for v in one.made if v in gradients):
-            total = tirx.Var(f"d_{var.name}_sum", "float32")
+            total = variable(f"d_{var.name}_sum")
             self.level[total] = level
             sums.append(Statistic(total, None, (gradients[var],)))
             if s.largest:
@@ -226,7 +218,7 @@ class Sweep:
         lowest = m - number(TIE) * tirx.max(m, number(0.0) - m)
         has = [self.factor(self.partials.times(self.partials.named(where(o >= lowest, 1.0, 0.0), o.name),
                                                self._inside(s), o.name)) for o in s.operands]
-        count, share = (tirx.Var(f"d_{m.name}_{end}", "float32") for end in ("count", "share"))
+        count, share = (variable(f"d_{m.name}_{end}") for end in ("count", "share"))
         self.level.update({count: level, share: level})
         # before the first step of a rotated adjoint there are none
         self.assigns.append(Assign(share, gradient / tirx.max(count, number(1.0))))
