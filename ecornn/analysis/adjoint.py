@@ -85,7 +85,7 @@ def gates_of_x(graph: StepGraph) -> dict[Var, int]:
     in this order are multiplied by all gates at once, as the parameter has them."""
     gate_of = {p.var: p.term.gate for p in graph.hoisted_products}
     read = {a.var: {gate_of[v] for v in variables(a.value) if v in gate_of} for a in graph.hoisted}
-    return gate_of | {v: gates.pop() for v, gates in read.items() if len(gates) == 1}
+    return gate_of | {v: min(gates) for v, gates in read.items() if len(gates) == 1}
 
 
 class _Builder:
@@ -277,11 +277,9 @@ def _constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:
 class _Parts:
     """A step graph in the making, beside the ``forward`` one whose variables it may read.
 
-    Parameters
-    ----------
-    factors : assignments that gradients are multiplied by, of forward variables alone
-    assigns : those of gradients, with the ``level`` of each
-    exchanges : level -> the exchange before its assignments, a phase without these
+    ``factors``: assignments that gradients are multiplied by, of forward variables alone; ``assigns``: those of
+    gradients, with the ``level`` of each; ``exchanges``: level -> the exchange before its assignments, a phase without
+    these.
     """
 
     def __init__(self, forward: StepGraph, factors: Iterable[Assign], assigns: Iterable[Assign],

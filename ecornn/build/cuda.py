@@ -64,7 +64,9 @@ def host_sources() -> dict[str, str]:
 def _groups(lowered: list[_Lowered]) -> list[tuple[list[_Lowered], str]]:
     """Kernels that are compiled together, and their source. The projection is as good as the same for all
     configurations of a workload, so it is compiled apart, unless that takes less than starting the compiler."""
-    apart = [([one], text) for one in lowered if PROJECTION in one.name and len(text := _text(one)) >= LARGE]
+    texts_of = [([one], _kept(one.key, partial(_source, [one.code], one.key[1]))) for one in lowered
+                if PROJECTION in one.name]
+    apart = [(group, text) for group, text in texts_of if len(text) >= LARGE]
     alone = [one for group, _ in apart for one in group]
     rest = [one for one in lowered if one not in alone]
     return ([(rest, _source([one.code for one in rest], rest[0].key[1]))] if rest else []) + apart
@@ -106,11 +108,6 @@ def _lower(program: Program, arch: str) -> list[_Lowered]:
         restrict = _may_restrict(program, name, kernel) if explicit is None else bool(explicit)
         lowered.append(_Lowered(name, kernel, code.with_attr("tirx.noalias", restrict), (*key, restrict)))
     return lowered
-
-
-def _text(one: _Lowered) -> str:
-    """CUDA source of one kernel."""
-    return _kept(one.key, lambda: _source([one.code], one.key[1]))
 
 
 _latest: dict[Any, Any] = {}  # 64 at most

@@ -29,9 +29,10 @@ NAMES = {"Relu": "relu", "Tanh": "tanh", "Sigmoid": "sigmoid", "Affine": "affine
          "Elu": "elu", "Softsign": "softsign", "Softplus": "softplus"}
 ROLES = {"LSTM": ("gate", "new", "out"), "GRU": ("gate", "new"), "RNN": ("new",)}
 DIRECTIONS = ("forward", "reverse", "bidirectional")
-ATTRIBUTES = {"activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "layout"}
-OWN = {"LSTM": {"input_forget"}, "GRU": {"linear_before_reset"}, "RNN": set()}
-SWITCHES = ("input_forget", "linear_before_reset", "layout")
+TYPES = {"activation_alpha": "FLOATS", "activation_beta": "FLOATS", "activations": "STRINGS", "clip": "FLOAT",
+         "direction": "STRING", "hidden_size": "INT", "input_forget": "INT", "layout": "INT",
+         "linear_before_reset": "INT"}  # of attributes
+OWN = {"input_forget": "LSTM", "linear_before_reset": "GRU"}  # attributes of one operator
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # the operators' types
 LENGTHS = "sequence_lens"
 
@@ -84,9 +85,9 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
     if op not in GATES:
         raise ArgumentError("node", f"{name} ({op})", f"a node of {', '.join(GATES)}")
     for key in attributes:
-        if key not in ATTRIBUTES | OWN[op]:
+        if key not in TYPES or OWN.get(key, op) != op:
             raise ArgumentError(f"{name}.{key}", attributes[key], f"an attribute of {op}")
-    for key in SWITCHES:
+    for key in (*OWN, "layout"):
         if attributes.get(key, 0) not in (0, 1):
             raise ArgumentError(f"{name}.{key}", attributes[key], "0 or 1")
     direction = attributes.get("direction", "forward")
@@ -206,9 +207,6 @@ def _options(name: str, op: str, attributes: Mapping[str, Any], count: int) -> d
 
 INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 MOST = {"LSTM": (8, 3), "GRU": (6, 2), "RNN": (6, 2)}  # inputs and outputs
-TYPES = {"activation_alpha": "FLOATS", "activation_beta": "FLOATS", "activations": "STRINGS", "clip": "FLOAT",
-         "direction": "STRING", "hidden_size": "INT", "input_forget": "INT", "layout": "INT",
-         "linear_before_reset": "INT"}
 
 
 @public
