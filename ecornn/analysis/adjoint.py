@@ -132,8 +132,7 @@ class _Builder:
         self.finish_recurrence(tail, body, results, outer)
 
     def body(self, tail: Sweep, waiting: dict[Var, str]) -> tuple[Sweep, list[OuterProduct]]:
-        """Goes from the gradients of a step's results to those of the values that it read; but for the first exchange,
-        if rotated."""
+        """Goes from gradients of a step's results to those of what it read, if rotated but for the first exchange."""
         forward, body, outer = self.forward, Sweep(self.partials, self.hidden, unit=self.unit), list[OuterProduct]()
         body.level.update(tail.level)
         for var, dy in zip(forward.outputs or (forward.results[forward.output],), self.dys, strict=True):

@@ -84,8 +84,7 @@ def start(graph: StepGraph, weights: Weights, given: Mapping[Var, Array] | None 
 
 
 def hoist(graph: StepGraph, weights: Weights, values: Values, x: Array | None, shape: tuple[int, ...]) -> None:
-    """Adds the values of all steps that do not depend on the state: x (T, B, I), with the graph's inputs behind it in
-    its rows, ``shape`` (T, B, H)."""
+    """Adds the values ``shape`` (T, B, H) that no state determines: x is (T, B, I), inputs behind it in its rows."""
     if x is not None:
         values |= inputs_of(graph, x, shape[-1])
         x = x[..., :graph.own_input(x.shape[-1], shape[-1])]
@@ -208,8 +207,7 @@ def replayed(forward: StepGraph, keep: Kept, weights: Weights, x: Array, states:
 
 def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[Any],
            totals: Values) -> tuple[Array, dict[str, Array], dict[str, Array]]:
-    """Adds the recurrence's outputs to ``known`` and its sums to ``totals``. Returns the hoisted values that it read,
-    and its states before and after."""
+    """Adds outputs to ``known`` and sums to ``totals``; returns the hoisted values, and states before and after."""
     graph, (length, *rest) = adjoint.recurrence, known[adjoint.dys[0]].shape
     values, shape = start(graph, weights, known), tuple(rest)
     hoist(graph, weights, values, None, (length, *shape))
@@ -217,7 +215,7 @@ def _recur(adjoint: Adjoint, weights: Weights, known: Values, dstates: Sequence[
     for name, gradient in zip(adjoint.forward.states, dstates, strict=True):
         current[graph.states[adjoint.first[name]]] = np.asarray(gradient, np.float64)
     first = {n: current[v] for n, v in graph.states.items()}
-    steps = []
+    steps: list[Values] = []
     for t in reversed(range(length)):
         now = at(values, t, values) | current
         step(graph, weights, now, shape)

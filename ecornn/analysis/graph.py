@@ -156,8 +156,7 @@ class _Walk(RowReductions):
                 raise self.fault(f"there is no {tensor.op.name}[{at}]; its shape is {tuple(map(int, tensor.shape))}")
 
     def check(self, name: str, value: Expr) -> None:
-        """Raises :class:`CellError` where a pointwise value is neither float32 nor a condition, computes with an index,
-        or has an operator that is unknown."""
+        """Raises :class:`CellError` where a pointwise value is of another type, an index, or of an unknown operator."""
         if str(value.ty) not in ("float32", "bool"):
             raise self.fault(f"{name!r} is {value.ty}; values of a step are float32")
         index = next((v for v in variables(value) if self.same(v, self.b) or self.same(v, self.j)), None)

@@ -44,8 +44,7 @@ def most_heads(graph: StepGraph) -> int:
 
 
 def by_shape(phase: Phase) -> list[Phase]:
-    """A phase as several, one for each shape of a matrix (heads, rows, columns); statistics and assignments are in the
-    last one."""
+    """A phase as one for each shape (heads, rows, columns); statistics and assignments are in the last one."""
     kinds: dict[tuple[int, int, int], list[Product]] = {}
     for product in phase.products:
         term = product.terms[0]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Assign, Level, StepGraph
+from ecornn.analysis.step import Assign, Level, Phase, StepGraph
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -32,11 +32,12 @@ def levels(graph: StepGraph) -> dict[Var, int]:
     leaves = [(Level.INVARIANT, [v.var for v in graph.vectors]), (Level.STATE, graph.states.values()),
               (Level.INPUT, [*([] if graph.x is None else [graph.x]), *graph.inputs.values()]),
               (Level.NORMALIZED, [v for s in graph.hoisted_statistics for v in s.made])]
-    made = [(Level.INVARIANT, graph.invariants), (Level.INPUT, (*graph.hoisted_products, *graph.hoisted)),
-            (Level.NORMALIZED, graph.normalized), (Level.STATE, graph.prologue),
-            *((p, (*phase.products, *phase.assigns)) for p, phase in enumerate(graph.phases, 1))]
+    parts = [(Level.INVARIANT, Phase.of((), graph.invariants)),
+             (Level.INPUT, Phase.of(graph.hoisted_products, graph.hoisted)),
+             (Level.NORMALIZED, Phase.of((), graph.normalized)), (Level.STATE, Phase.of((), graph.prologue)),
+             *enumerate(graph.phases, 1)]
     level_of = {v: level for level, those in leaves for v in those}
-    level_of |= {one.var: level for level, those in made for one in those}
+    level_of |= {v: level for level, phase in parts for v in phase.made}
     return level_of | {v: p + 1 for v, p in statistics(graph).items()}
 
 
@@ -53,7 +54,7 @@ def reads(graph: StepGraph, p: int) -> list[Var]:
     """
     read = [v for a in assigns_of(graph, p) for v in variables(a.value)]
     read += [v for phase in graph.phases[p:p + 1] for s in phase.statistics for v in s.operands]
-    early = {one.var for phase in graph.phases[:p] for one in (*phase.products, *phase.assigns)}
+    early = {v for phase in graph.phases[:p] for v in phase.made}
     early |= {v for v, made in statistics(graph).items() if made < p}
     read += [v for phase in graph.phases[p + 1:p + 2] for v in phase.operands if v in early]
     if p == phase_count(graph) - 1:
@@ -62,11 +63,10 @@ def reads(graph: StepGraph, p: int) -> list[Var]:
 
 
 def carried(graph: StepGraph) -> dict[Var, int]:
-    """Scalars that a phase computes and a later one reads -> the phase that computes them. Statistics are not among
-    them: they are one value a batch row."""
+    """Scalars, not of a row as statistics, that a phase computes and a later one reads -> the phase that computes."""
     phase_of: dict[Var, int] = {}
     for p, phase in enumerate(graph.phases):
-        made = {one.var for one in (*phase.products, *phase.assigns)}
+        made = {*phase.made}
         phase_of |= {v: p for later in range(p + 1, len(graph.phases)) for v in reads(graph, later) if v in made}
     return phase_of
 
@@ -114,15 +114,13 @@ def needed(assigns: Iterable[Assign], wanted: set[Var]) -> tuple[tuple[Assign, .
 
 
 def late_operands(graph: StepGraph) -> tuple[Var, ...]:
-    """Operands of a step's first exchange that the states before it and parameters do not determine: they take the
-    step's inputs, too, or are one of these."""
+    """Operands of a step's first exchange that are its inputs, or need them beside states and parameters."""
     late = {a.var for a in graph.prologue} - {a.var for a in opening(graph)} | {*graph.hoisted_outputs}
     return tuple(o for phase in graph.phases[:1] for o in phase.operands if o in late)
 
 
 def before_first(graph: StepGraph) -> tuple[Assign, ...]:
-    """The assignments of the prologue that may give operands of the first exchange; they read inputs where there are
-    :func:`late_operands`."""
+    """The assignments of the prologue for the first exchange; they read inputs for :func:`late_operands`."""
     return graph.prologue if late_operands(graph) else opening(graph)
 
 
@@ -136,8 +134,7 @@ def reads_of(graph: StepGraph) -> dict[Var, list[Var]]:
 
 def closure(read: Mapping[Var, Iterable[Var]], wanted: Iterable[Var],
             known: Set[Var] = frozenset()) -> tuple[set[Var], dict[Var, None]]:
-    """The variables that must be computed for ``wanted``, these among them, and the ``known`` ones that they need, in
-    the order of going back."""
+    """All that must be computed for ``wanted``, and the ``known`` ones that it needs, in the order of going back."""
     used: set[Var] = set()
     given: dict[Var, None] = {}
     waiting = list(wanted)

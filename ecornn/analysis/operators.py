@@ -103,15 +103,6 @@ def chosen(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr | float, ...]:
     return 0.0, where(v[0], 1.0, 0.0), where(v[0], 0.0, 1.0)
 
 
-def converted(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[float, ...]:
-    return (1.0 if str(e.ty).startswith("float") and str(v[0].ty).startswith("float") else 0.0,)
-
-
-def absolute(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr, ...]:
-    zero = number(0.0)
-    return (where(v[0] > zero, 1.0, where(v[0] < zero, -1.0, 0.0)),)
-
-
 def power(e: Expr, v: Sequence[Expr], r: Expr) -> tuple[Expr, ...]:
     from tvm import te
 
@@ -152,7 +143,8 @@ OPERATORS: dict[str, Operator] = {
     "Not": Operator(np.logical_not, constant, fields=("a",)),
     "Select": Operator(np.where, chosen, fields=("condition", "true_value", "false_value")),
     "if_then_else": Operator(np.where, chosen),
-    "Cast": Operator(np.asarray, converted, fields=("value",)),
+    "Cast": Operator(np.asarray, lambda e, v, r: (
+        1.0 if str(e.ty).startswith("float") and str(v[0].ty).startswith("float") else 0.0,), fields=("value",)),
     "exp": Operator(np.exp, lambda e, v, r: (r,)),
     "exp2": Operator(np.exp2, lambda e, v, r: (r * number(math.log(2)),)),
     "exp10": Operator(lambda x: np.power(10.0, x), lambda e, v, r: (r * number(math.log(10)),)),
@@ -166,7 +158,8 @@ OPERATORS: dict[str, Operator] = {
     "sigmoid": Operator(lambda x: 0.5 * (1.0 + np.tanh(0.5 * x)), lambda e, v, r: (r * (number(1.0) - r),)),
     "erf": Operator(np.vectorize(math.erf, otypes=[np.float64]),
                     lambda e, v, r: (number(2 / math.sqrt(math.pi)) * call("exp", number(0.0) - v[0] * v[0]),)),
-    "fabs": Operator(np.abs, absolute, instruction=True),
+    "fabs": Operator(np.abs, lambda e, v, r: (
+        where(v[0] > number(0.0), 1.0, where(v[0] < number(0.0), -1.0, 0.0)),), instruction=True),
     "sin": Operator(np.sin, lambda e, v, r: (call("cos", v[0]),)),
     "cos": Operator(np.cos, lambda e, v, r: (number(0.0) - call("sin", v[0]),)),
     "tan": Operator(np.tan, lambda e, v, r: (number(1.0) + r * r,)),

@@ -64,8 +64,7 @@ class Statistics:
                      and self._all_from(terms, total, total, self.hidden)), None)
 
     def squares_of_own(self, terms: list[Expr], size: int) -> tuple[Var, ...] | None:
-        """The totals, of ``size`` units each, of which ``terms`` in each unit are the squared deviations from the mean
-        of its own; or None."""
+        """The totals, of ``size`` units, from whose mean ``terms`` are squared deviations in each unit; or None."""
         return next((totals for read, totals in self.own.items() if self.units[totals[0]][1] == size
                      and self._all_from(terms, totals[0], read, size)), None)
 
@@ -201,8 +200,7 @@ class RowReductions(ABC):
             self.width = before
 
     def zeros(self) -> dict[Expr, Any]:
-        """Each value as it is where all products are 0, in a unit that no narrow value has. Statistics of such values
-        are among them, though nothing reads them."""
+        """Each value, and statistics of these, where all products are 0, in a unit that no narrow value has."""
         unit, known = self.leaves.get(("unit",)), self.statistics
         values: defaultdict[Expr, Any] = defaultdict(float, {} if unit is None else {unit: float(self.hidden)})
         with np.errstate(all="ignore"):
@@ -318,15 +316,13 @@ class RowReductions(ABC):
         return self.leaf(("squares", total), f"{total.name}_squares", self.level[total])
 
     def beside_narrow(self, name: str, total: Var, of_zeros: float) -> Expr:
-        """A statistic where it is read beside narrow values: in units that these do not have it is that of zeros, so
-        that all that is computed from it is finite."""
+        """A statistic beside narrow values: that of zeros in units that these lack, so that all remains finite."""
         return self.name_of(select(self.unit < number(float(self.width)), total, of_zeros), name)
 
     # -- one value a group ----------------------------------------------------------------------
     def of_groups(self, op: Any, body: Reduce, where: dict[Var, Expr], axis: IterVar, at_units: bool,
                   shift: bool) -> Expr:
-        """The reduction of each group of as many units as ``axis`` has; ``at_units``: it has H values, not one a
-        group."""
+        """The reduction of groups of as many units as ``axis`` has; ``at_units``: it has H values, not one a group."""
         from tvm import sym, tirx
 
         size = extent_of(axis) or 0

@@ -168,6 +168,11 @@ class Phase:
     assigns: tuple[Assign, ...]
     statistics: tuple[Statistic, ...] = ()
 
+    @property
+    def made(self) -> tuple[Var, ...]:
+        """The variables of its products and assignments."""
+        return (*(p.var for p in self.products), *(a.var for a in self.assigns))
+
     @classmethod
     def of(cls, products: Sequence[Product], assigns: tuple[Assign, ...] = (),
            statistics: tuple[Statistic, ...] = ()) -> Phase:

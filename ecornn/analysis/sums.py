@@ -28,8 +28,7 @@ def summed(graph: StepGraph) -> StepGraph:
 
 
 def _fewest(phase: Phase, wanted: list[Var]) -> Phase:
-    """The phase with pairs of products as one, and pairs of these, until none is left or one would multiply a value
-    twice."""
+    """The phase with pairs of products as one, and pairs of these, unless one would multiply a value twice."""
     while True:
         products, assigns = merged(phase.products, phase.assigns, wanted)
         twice = any(len({t.operand for t in p.terms}) < len(p.terms) for p in products)
@@ -40,8 +39,7 @@ def _fewest(phase: Phase, wanted: list[Var]) -> Phase:
 
 def _read_later(graph: StepGraph, number: int) -> list[Var]:
     """The values of a phase that later phases read, or that are results."""
-    phase, read = graph.phases[number], [*graph.results.values()]
-    made = {one.var for one in (*phase.products, *phase.assigns)}
+    made, read = {*graph.phases[number].made}, [*graph.results.values()]
     for later in graph.phases[number + 1:]:
         read += [*later.operands, *(o for s in later.statistics for o in s.operands)]
         read += [v for a in later.assigns for v in variables(a.value)]
@@ -91,8 +89,7 @@ def _operand(product: Product) -> tuple[Var | None, ...]:
 
 
 class _Sums:
-    """Sums that products are in, taken apart. ``found``: the products that are added up in each of them, or that are
-    alone in an expression."""
+    """Sums taken apart. ``found``: the products that are in each, or alone in an expression."""
 
     def __init__(self, products: Sequence[Product], assigns: Iterable[Assign]) -> None:
         self.products = {p.var for p in products}
@@ -100,8 +97,7 @@ class _Sums:
         self.found: list[set[Var]] = []
 
     def rewrite(self, wanted: Iterable[Var], left_out: dict[Var, Var]) -> list[Assign]:
-        """The assignments that ``wanted`` depends on, with whole sums in one expression, without the products
-        ``left_out``."""
+        """The assignments that ``wanted`` needs, whole sums in one expression, without the products ``left_out``."""
         self.left_out = left_out
         self.made: dict[Var, Assign] = {}
         for var in wanted:

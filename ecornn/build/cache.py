@@ -109,8 +109,7 @@ def _write(root: Path, path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _alone(root: Path, lock_name: str, made: Callable[[], bool]) -> Iterator[None]:
-    """Keeps other processes and threads from making the same entry, until it is ``made`` or for :data:`LIMIT` seconds:
-    then several make it."""
+    """Keeps others from making the same entry until it is ``made``, or :data:`LIMIT` seconds: then several make it."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # nothing can be kept there
             (root / "locks").mkdir(parents=True, exist_ok=True)

@@ -93,8 +93,7 @@ def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: b
 
 
 def compile_ahead(shared: dict[str, str], linked: bool) -> None:
-    """Compiles what is ``shared`` by modules, and links it if that is ``linked`` by itself, so that :func:`link` finds
-    it. Errors are left to that."""
+    """Compiles, and links if ``linked``, what modules share, for :func:`link`, to which errors are left."""
     with contextlib.suppress(BuildError):
         compiler = find_compiler()
         if linked:
@@ -199,8 +198,7 @@ def write_inputs(objects: dict[str, bytes], binaries: dict[str, bytes], folder: 
 
 
 def _assembler(binaries: dict[str, bytes], functions: Sequence[str]) -> str:
-    """Read-only data of each ``symbol``, an ecornn_blob; the assembler takes megabytes at once, as a C compiler does
-    not. And the addresses of functions."""
+    """Read-only data of each ``symbol``, an ecornn_blob, and functions' addresses: for megabytes faster than C."""
     lines, writable = ['.section .rodata,"a",%progbits'], '.section .data.rel.ro,"aw",%progbits'
     for symbol in binaries:
         lines += [".balign 64", f"{symbol}_data:", f'.incbin "{symbol}.bin"', ".byte 0"]

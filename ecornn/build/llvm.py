@@ -55,8 +55,7 @@ def host_sources() -> dict[str, str]:
 
 
 def at_once() -> int:
-    """The number of functions that are compiled at the same time: one a core, or a fourth of that in a process that
-    others go before."""
+    """Functions that are compiled at a time: one a core, a fourth of that in a process that others go before."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // 4) if os.nice(0) > 0 else cores
 

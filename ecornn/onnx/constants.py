@@ -115,8 +115,7 @@ class Scope:
 
 
 def settled(scope: Scope, name: str, known_of: Callable[[Scope], Known], judge: Callable[[Scope, str], Any]) -> Any:
-    """The result of ``judge`` for a tensor, after those for all tensors that it is computed from; ``known_of`` gives
-    each scope's results. A graph may be deeper than Python's stack."""
+    """``judge`` of a tensor, after those of all that it needs: a graph may be deeper than Python's stack."""
     waiting, begun = [(scope, name)], set()
     while waiting:
         one = where, tensor = waiting[-1]

@@ -270,8 +270,7 @@ def recurrent(model: Any, variable: Collection[str] = ()) -> tuple[list[tuple[Sc
 
 
 def from_proto(node: Any, tensors: Mapping[str, Any], shared: Shared | None = None) -> Node:
-    """The meaning of an ``onnx.NodeProto``, its weights and other constants among ``tensors`` by name; ``shared`` as
-    :func:`interpret` has it."""
+    """The meaning of an ``onnx.NodeProto``, its constants among ``tensors``; ``shared`` as :func:`interpret` has it."""
     from onnx import helper
 
     name = title(node)

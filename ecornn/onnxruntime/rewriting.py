@@ -266,8 +266,7 @@ def _large(model: Any) -> bool:
 
 
 def _save(model: Any, out: Path, ours: bool) -> None:
-    """Writes the model, complete or not at all, but for weights in a file of their own; ``ours``: it has nodes of
-    ours."""
+    """Writes the model, whole or not at all, large weights in a file of their own; ``ours``: it has nodes of ours."""
     import onnx
     from onnx import helper
 
