@@ -35,7 +35,7 @@ def read_out_task(task: Task) -> Task:
     On a CPU these passes need weights as they are; for several rows they must have no products of x, which are faster
     there in the chunk's projection.
     """
-    from ecornn.analysis.read_out import read_out
+    from ecornn.analysis.kept import read_out
 
     whole = task.traversal.keep is not None or task.workload.weights is not None
     parts = None if whole else read_out(task.graph)

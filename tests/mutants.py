@@ -33,10 +33,10 @@ class Mutant:
 
 
 MUTANTS = (
-    Mutant("analysis: a subtrahend is added", "ecornn/analysis/graph.py",
+    Mutant("analysis: a subtrahend is added", "ecornn/analysis/row_reductions.py",
            "(total - term if negated else total + term)", "(total + term)",
            "tune/test_tune_oracle.py cells/test_variants.py"),
-    Mutant("analysis: any mean serves a sum of squares", "ecornn/analysis/statistics.py",
+    Mutant("analysis: any mean serves a sum of squares", "ecornn/analysis/row_reductions.py",
            "return abs(number - count) <= CLOSE * count", "return True", "cells/test_statistics.py"),
     Mutant("lengths on GPUs: a row takes part in one step more", "schedules/timeline.py",
            'T.let("live", self.at(t) < limit)', 'T.let("live", self.at(t) <= limit)',

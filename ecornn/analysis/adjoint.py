@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.liveness import levels, needed, opening
+from ecornn.analysis.operators import number, variable
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Assign, Level, OuterProduct, Phase, Product, Statistic, StepGraph, Sum, Term, Vector
+from ecornn.analysis.step import Assign, Level, OuterProduct, Phase, Product, StepGraph, Sum, Term, Vector
 from ecornn.analysis.sweep import Factor, Partials, Sweep, unique
 
 if TYPE_CHECKING:
@@ -28,38 +29,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adjoint:
-    """The gradients of a layer, in four graphs.
-
-    Attributes
-    ----------
-    recurrence : the adjoint step, from the last step of time to the first. ``given``: ``dys`` and values of the forward
-        step, by their forward variables; ``outputs``: gradients of what the forward step read of its hoisted part, and
-        of its products
-    rotated : True where it begins with the exchange
-    first : state of the forward step -> state of the recurrence that begins with the gradient of its final value;
-        all others begin with zeros
-    finish : after the last step, from the recurrence's states: ``gradients`` and what remains of the sums
-    gradients : state -> its gradient before the first step, a variable of ``finish``
-    inputs : of all steps at once, from ``outputs`` of the recurrence: gradients of the products of x
-    dx : the gradient of x, an output of ``inputs``, (T, B, I); None where x is not read
-    dinputs : leaf of a sequence beside x -> its gradient, an output of ``inputs``, (T, B, H); None where it is zero
-    once : of parameters alone, from the sums of the other graphs (H,)
-    vectors : gradients of parameter vectors, outputs of ``once``; one that is listed twice has the sum
-    dys : the leaves of the gradients of the outputs; mostly of one, y
-    """
+    """The gradients of a layer, in four graphs."""
 
     forward: StepGraph
+    # the adjoint step, from the last step of time to the first. `given`: `dys` and values of the forward step, by their
+    # forward variables; `outputs`: gradients of what the forward step read of its hoisted part, and of its products
     recurrence: StepGraph
-    rotated: bool
+    rotated: bool  # True where it begins with the exchange
+    # state of the forward step -> state of the recurrence that begins with the gradient of its final value; all others
+    # begin with zeros
     first: dict[str, str]
+    # after the last step, from the recurrence's states: `gradients` and what remains of the sums
     finish: StepGraph
-    gradients: dict[str, Var]
-    inputs: StepGraph
-    dx: Var | None
+    gradients: dict[str, Var]  # state -> its gradient before the first step, a variable of `finish`
+    inputs: StepGraph  # of all steps at once, from `outputs` of the recurrence: gradients of the products of x
+    dx: Var | None  # the gradient of x, an output of `inputs`, (T, B, I); None where x is not read
+    # leaf of a sequence beside x -> its gradient, an output of `inputs`, (T, B, H); None where it is zero
     dinputs: dict[Var, Var | None]
-    once: StepGraph
+    once: StepGraph  # of parameters alone, from the sums of the other graphs (H,)
+    # gradients of parameter vectors, outputs of `once`; one that is listed twice has the sum
     vectors: tuple[Vector, ...]
-    dys: tuple[Var, ...]
+    dys: tuple[Var, ...]  # the leaves of the gradients of the outputs; mostly of one, y
 
     @property
     def needed(self) -> tuple[Var, ...]:
@@ -95,7 +85,7 @@ def gates_of_x(graph: StepGraph) -> dict[Var, int]:
     in this order are multiplied by all gates at once, as the parameter has them."""
     gate_of = {p.var: p.term.gate for p in graph.hoisted_products}
     read = {a.var: {gate_of[v] for v in variables(a.value) if v in gate_of} for a in graph.hoisted}
-    return gate_of | {v: gates.pop() for v, gates in read.items() if len(gates) == 1}
+    return gate_of | {v: min(gates) for v, gates in read.items() if len(gates) == 1}
 
 
 class _Builder:
@@ -103,13 +93,8 @@ class _Builder:
         self.forward, self.hidden, self.levels = forward, hidden, levels(forward)
         self.rotated, count = rotated, forward.written
         self.unit = next((v.var for v in forward.vectors if v.numbers), None)
-        self.dys = tuple(self.leaf("dy" if count == 1 else f"dy{n}") for n in range(count))
+        self.dys = tuple(variable("dy" if count == 1 else f"dy{n}") for n in range(count))
         self.sums: dict[Var, Var] = {}  # variable of parameters alone -> its gradient, (H,)
-
-    def leaf(self, name: str) -> Var:
-        from tvm import tirx
-
-        return tirx.Var(name, "float32")
 
     def run(self) -> Adjoint:
         self.recur()
@@ -125,7 +110,7 @@ class _Builder:
         self.states: dict[str, Var] = {}
         self.zeros: list[Assign] = []
         self.carried: dict[Var, str] = {}  # factor -> the state that has it in the step after
-        self.exchanges: dict[int, _Exchange] = {}
+        self.exchanges: dict[int, Phase] = {}
         own = [self.state(f"{'rest' if self.rotated else 'd'}_{name}") for name in forward.states]
         self.first = dict(zip(forward.states, own, strict=True))
         tail = Sweep(self.partials, self.hidden, self.carry, self.unit)
@@ -147,8 +132,7 @@ class _Builder:
         self.finish_recurrence(tail, body, results, outer)
 
     def body(self, tail: Sweep, waiting: dict[Var, str]) -> tuple[Sweep, list[OuterProduct]]:
-        """Goes from the gradients of a step's results to those of the values that it read; but for the first exchange,
-        if rotated."""
+        """Goes from gradients of a step's results to those of what it read, if rotated but for the first exchange."""
         forward, body, outer = self.forward, Sweep(self.partials, self.hidden, unit=self.unit), list[OuterProduct]()
         body.level.update(tail.level)
         for var, dy in zip(forward.outputs or (forward.results[forward.output],), self.dys, strict=True):
@@ -158,7 +142,7 @@ class _Builder:
         for p in range(len(forward.phases) - 1, -1, -1):
             phase = forward.phases[p]
             body.reverse(phase.assigns)
-            gradients = {v: d for v in made_by(phase) if (d := body.total(v)) is not None}
+            gradients = body.totals(made_by(phase))
             outer += outer_products(phase.products, gradients)
             if gradients and not (self.rotated and p == 0):
                 self.exchange(body, 1 + max((0, *self.exchanges)), phase, gradients)
@@ -171,39 +155,36 @@ class _Builder:
         forward = self.forward
         read = unique((*forward.hoisted_outputs, *((forward.x,) if forward.x is not None else ()),
                        *forward.inputs.values()))
-        self.hoisted = {q: d for q in read if (d := body.total(q)) is not None}
+        self.hoisted = body.totals(read)
         multiplied = unique(v for o in outer for v in (o.value, o.operand) if v not in self.levels)
         own = list(self.hoisted.values())
         if set(multiplied) <= set(own):  # else values of one parameter would not lie side by side
             gates = gates_of_x(forward)
             own = [d for _, d in sorted(self.hoisted.items(), key=lambda item: gates.get(item[0], len(gates)))]
-        outputs = unique((*own, *multiplied))
         left, sums = [], []
-        for var, at in self.levels.items():
-            if at == Level.INVARIANT:
-                remains, whole = tail.total(var), list(body.parts.get(var, []))
-                if remains is not None:
-                    body.level.update(tail.level)
-                    whole.append((1.0, remains))
-                    left.append(Sum(self.sum_of(var), remains))
-                if whole:
-                    sums.append(Sum(self.sum_of(var), body.named(whole, f"d_{var.name}")))
+        for var in (v for v, at in self.levels.items() if at == Level.INVARIANT):
+            remains, whole = tail.total(var), list(body.parts.get(var, []))
+            if remains is not None:
+                body.level.update(tail.level)
+                whole.append((1.0, remains))
+                left.append(Sum(self.sum_of(var), remains))
+            if whole:
+                sums.append(Sum(self.sum_of(var), body.named(whole, f"d_{var.name}")))
         factors, assigns = list(self.partials.assigns), [*tail.assigns, *body.assigns]
-        level = {**body.level, **tail.level, **dict.fromkeys(self.states.values(), Level.STATE)}
-        level |= dict.fromkeys(self.dys, Level.INPUT)
+        level = {**body.level, **tail.level, **dict.fromkeys(self.states.values(), Level.STATE),
+                 **dict.fromkeys(self.dys, Level.INPUT)}
         after = _Parts(forward, factors, tail.assigns, level, {1: self.exchanges[1]} if self.rotated else {})
         finished = {name: self.fill(gradient) for name, gradient in self.gradients.items()}
         self.finish = after.graph(f"{forward.cell}_finish", {}, {}, finished.values(), left)
         whole_results = {name: self.fill(results.get(name)) for name in self.states}
         whole_results |= {name: factor for factor, name in self.carried.items()}
-        if self.zeros:
-            factors += self.zeros
-        parts = _Parts(forward, factors, assigns, level, self.exchanges)
-        self.recurrence = parts.graph(f"{forward.cell}_adjoint", self.states, whole_results, outputs, sums, outer)
+        parts = _Parts(forward, [*factors, *self.zeros], assigns, level, self.exchanges)
+        self.recurrence = parts.graph(f"{forward.cell}_adjoint", self.states, whole_results,
+                                      unique((*own, *multiplied)), sums, outer)
 
     def state(self, name: str) -> str:
         """A new state of the recurrence."""
-        self.states[name] = self.leaf(name)
+        self.states[name] = variable(name)
         return name
 
     def carry(self, factor: Factor) -> Factor:
@@ -216,50 +197,43 @@ class _Builder:
 
     def fill(self, var: Var | None) -> Var:
         """``var``, or a zero where a result does not depend on anything."""
-        if var is not None:
-            return var
-        if not self.zeros:
-            from ecornn.analysis.derivatives import number
-
-            self.zeros.append(Assign(self.leaf("zero"), number(0.0)))
-        return self.zeros[0].var
+        if var is None and not self.zeros:
+            self.zeros.append(Assign(variable("zero"), number(0.0)))
+        return self.zeros[0].var if var is None else var
 
     def exchange(self, sweep: Sweep, level: int, phase: Phase, gradients: dict[Var, Var]) -> None:
         """The adjoint of an exchange of the forward step, at a ``level`` of the recurrence."""
-        self.exchanges[level] = _Exchange(sweep.products(phase.products, gradients, level),
-                                          sweep.statistics(phase.statistics, gradients, level))
+        products = sweep.products(phase.products, gradients, level)
+        self.exchanges[level] = Phase.of(products, (), sweep.statistics(phase.statistics, gradients, level))
 
     def sum_of(self, var: Var) -> Var:
         """The gradient, over all steps and rows, of a value that parameters alone determine."""
-        return self.sums.setdefault(var, self.leaf(f"d_{var.name}"))
+        return self.sums.setdefault(var, variable(f"d_{var.name}"))
 
     # -- around it ------------------------------------------------------------------------------
     def invert_inputs(self) -> None:
         """Goes from gradients of hoisted values to those of x, and of the weights and vectors that these read."""
         forward, partials = self.forward, Partials()
-        sweep, exchanges = Sweep(partials, self.hidden, unit=self.unit), dict[int, _Exchange]()
+        sweep, exchanges = Sweep(partials, self.hidden, unit=self.unit), dict[int, Phase]()
         for var, gradient in self.hoisted.items():
             sweep.add(var, 1.0, gradient, Level.INPUT)
         sweep.reverse(forward.normalized)
-        statistics = [v for s in forward.hoisted_statistics if not s.shift for v in s.made]
-        gradients = {v: d for v in statistics if (d := sweep.total(v)) is not None}
-        if gradients:
-            sums_of_x = sweep.statistics(forward.hoisted_statistics, gradients, Level.NORMALIZED)
-            exchanges[Level.NORMALIZED] = _Exchange((), sums_of_x)
+        statistics = sweep.totals(v for s in forward.hoisted_statistics if not s.shift for v in s.made)
+        if statistics:
+            exchanges[Level.NORMALIZED] = Phase.of((), (), sweep.statistics(
+                forward.hoisted_statistics, statistics, Level.NORMALIZED))
         sweep.reverse(forward.hoisted)
-        gradients = {p.var: d for p in forward.hoisted_products if (d := sweep.total(p.var)) is not None}
-        products = sweep.products(forward.hoisted_products, gradients, 1)
-        own = [] if forward.x is None else sweep.parts.get(forward.x, [])
-        parts = [*((1.0, p.var) for p in products), *own]
+        gradients = sweep.totals(p.var for p in forward.hoisted_products)
+        if products := sweep.products(forward.hoisted_products, gradients, 1):
+            exchanges[1] = Phase.of(products)
+        parts = [*((1.0, p.var) for p in products), *(sweep.parts.get(forward.x, []) if forward.x is not None else [])]
         self.dx = sweep.named(parts, "d_x") if parts else None
         self.dinputs = {v: sweep.total(v) for v in forward.inputs.values()}
-        if products:
-            exchanges[1] = _Exchange(products)
-        sums = [Sum(self.sum_of(v), d) for v, level in self.levels.items()
-                if level == Level.INVARIANT and (d := sweep.total(v)) is not None]
+        invariant = sweep.totals(v for v, level in self.levels.items() if level == Level.INVARIANT)
         graph = _Parts(forward, partials.assigns, sweep.assigns, sweep.level, exchanges)
-        outputs = [d for d in (self.dx, *self.dinputs.values()) if d is not None]
-        self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {}, outputs, sums,
+        self.inputs = graph.graph(f"{forward.cell}_inputs", {}, {},
+                                  [d for d in (self.dx, *self.dinputs.values()) if d is not None],
+                                  [Sum(self.sum_of(v), d) for v, d in invariant.items()],
                                   outer_products(forward.hoisted_products, gradients))
 
     def invert_parameters(self) -> tuple[StepGraph, tuple[Vector, ...]]:
@@ -269,8 +243,8 @@ class _Builder:
         for var, total in self.sums.items():
             sweep.add(var, 1.0, total, Level.INVARIANT)
         sweep.reverse(forward.invariants)
-        vectors = tuple(Vector(d, v.parameter, v.gate) for v in forward.vectors
-                        if (d := sweep.total(v.var)) is not None)
+        gradients = sweep.totals(v.var for v in forward.vectors)
+        vectors = tuple(Vector(gradients[v.var], v.parameter, v.gate) for v in forward.vectors if v.var in gradients)
         graph = _Parts(forward, partials.assigns, sweep.assigns, sweep.level, {})
         return graph.graph(f"{forward.cell}_parameters", {}, {}, (v.var for v in vectors)), vectors
 
@@ -290,15 +264,6 @@ def outer_products(products: tuple[Product, ...], gradients: dict[Var, Var]) -> 
     return [one(gradients[p.var], term) for p in products if p.var in gradients for term in p.terms]
 
 
-# -- step graphs of assignments: constant ones, those before the steps, and those after each exchange
-@dataclass(frozen=True)
-class _Exchange:
-    """Products and statistics that come before the assignments of a level."""
-
-    products: tuple[Product, ...] = ()
-    statistics: tuple[Statistic, ...] = ()
-
-
 def _constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:
     """The variables of the forward step, and of ``factors``, that depend on parameters only."""
     known = {v for v, at in levels(forward).items() if at == Level.INVARIANT}
@@ -311,66 +276,56 @@ def _constants(forward: StepGraph, factors: Iterable[Assign]) -> set[Var]:
 class _Parts:
     """A step graph in the making, beside the ``forward`` one whose variables it may read.
 
-    Parameters
-    ----------
-    factors : assignments that gradients are multiplied by, of forward variables alone
-    assigns : those of gradients, with the ``level`` of each
-    exchanges : level -> the exchange before its assignments
+    ``factors``: assignments that gradients are multiplied by, of forward variables alone; ``assigns``: those of
+    gradients, with the ``level`` of each; ``exchanges``: level -> the exchange before its assignments, a phase without
+    these.
     """
 
     def __init__(self, forward: StepGraph, factors: Iterable[Assign], assigns: Iterable[Assign],
-                 level: Mapping[Var, int], exchanges: Mapping[int, _Exchange]) -> None:
-        self.forward, self.exchanges = forward, dict(exchanges)
-        self.level, self.factors = levels(forward), tuple(factors)
-        known = _constants(forward, self.factors)
-        self.level.update((a.var, Level.INVARIANT if a.var in known else Level.INPUT) for a in self.factors)
-        self.assigns, self.own = tuple(assigns), dict(level)
+                 level: Mapping[Var, int], exchanges: Mapping[int, Phase]) -> None:
+        self.forward, self.exchanges, self.own = forward, dict(exchanges), dict(level)
+        self.factors, self.assigns = tuple(factors), tuple(assigns)
+        constants = _constants(forward, self.factors)
+        self.level = levels(forward) | {
+            a.var: Level.INVARIANT if a.var in constants else Level.INPUT for a in self.factors}
 
     def graph(self, name: str, states: Mapping[str, Var], results: Mapping[str, Var], outputs: Iterable[Var] = (),
               sums: Iterable[Sum] = (), outer_products: Iterable[OuterProduct] = ()) -> StepGraph:
         """The graph of ``results``, ``outputs`` and ``sums``, and of no more."""
         outputs, sums = unique(outputs), tuple(sums)
-        exchanged = [v for e in self.exchanges.values() for s in e.statistics for v in s.operands]
-        exchanged += [t.operand for e in self.exchanges.values() for p in e.products for t in p.terms]
-        wanted = {*results.values(), *outputs, *(s.value for s in sums), *exchanged}
+        last, every = [*results.values(), *outputs, *(s.value for s in sums)], self.exchanges.values()
+        wanted = {*last, *(v for e in every for v in (*e.operands, *(o for s in e.statistics for o in s.operands)))}
         assigns, wanted = needed((*self.factors, *self.assigns), wanted)
         invariants, wanted = needed(self.forward.invariants, wanted)
-        made = {a.var for a in assigns} | {v for e in self.exchanges.values() for s in e.statistics for v in s.made}
-        made |= {p.var for e in self.exchanges.values() for p in e.products} | set(states.values())
+        made = {*states.values(), *(a.var for a in assigns), *(p.var for e in every for p in e.products),
+                *(v for e in every for s in e.statistics for v in s.made)}
         given = unique(v for v in self._in_order(wanted) if v not in made and self._level(v) > Level.INVARIANT)
         at = {level: tuple(a for a in assigns if self._level(a.var) == level)
               for level in range(Level.INVARIANT, max((Level.STATE, *self.exchanges)) + 1)}
-        last = max((0, *self.exchanges))
         late = [v for level, those in at.items() if level >= Level.STATE for a in those for v in variables(a.value)]
         exchanges = [e for level, e in self.exchanges.items() if level > 0]
         late += [v for e in exchanges for s in e.statistics for v in s.operands]
-        late += [t.operand for e in exchanges for p in e.products for t in p.terms]
-        late += [*results.values(), *outputs, *(s.value for s in sums)]
-        before = self.exchanges.get(Level.NORMALIZED, _Exchange())
+        late += [*(v for e in exchanges for v in e.operands), *last]
+        before = self.exchanges.get(Level.NORMALIZED, Phase.of(()))
         hoisted = unique(v for v in late if v not in states.values()
                          and self._level(v) in (Level.INPUT, Level.NORMALIZED))
-        vectors = tuple(v for v in self.forward.vectors if v.var in wanted)
-        exchanged_at = {p for p, e in self.exchanges.items() if e.products or e.statistics}
         prologue, phases = at[Level.STATE], list[Phase]()
-        for p in range(1, last + 1):
-            if p in exchanged_at:
-                phases.append(self._phase(p, at[p]))
+        for p in range(1, max((0, *self.exchanges)) + 1):
+            exchange = self.exchanges.get(p, before)
+            if p in self.exchanges and (exchange.products or exchange.statistics):
+                phases.append(replace(exchange, assigns=at[p]))
             elif phases:  # where nothing is exchanged a phase goes on
                 phases[-1] = replace(phases[-1], assigns=(*phases[-1].assigns, *at[p]))
             else:
                 prologue += at[p]
         return StepGraph(
             cell=name, parameters=self.forward.parameters, states=dict(states), results=dict(results), output="",
-            x=None, vectors=vectors, invariants=(*invariants, *at[Level.INVARIANT]), hoisted_products=(),
-            hoisted=at[Level.INPUT], hoisted_outputs=hoisted, projected=hoisted, hoisted_statistics=before.statistics,
+            x=None, vectors=tuple(v for v in self.forward.vectors if v.var in wanted),
+            invariants=(*invariants, *at[Level.INVARIANT]), hoisted_products=(), hoisted=at[Level.INPUT],
+            hoisted_outputs=hoisted, projected=hoisted, hoisted_statistics=before.statistics,
             normalized=at[Level.NORMALIZED],
             invariant_outputs=unique(v for v in late if self._level(v) == Level.INVARIANT), prologue=prologue,
             phases=tuple(phases), given=given, outputs=outputs, sums=sums, outer_products=tuple(outer_products))
-
-    def _phase(self, p: int, assigns: tuple[Assign, ...]) -> Phase:
-        exchange = self.exchanges[p]
-        operands = unique(t.operand for product in exchange.products for t in product.terms)
-        return Phase(operands, exchange.products, assigns, exchange.statistics)
 
     def _level(self, var: Var) -> int:
         """The level of a variable in the new graph, where forward values are inputs, or constant."""
@@ -380,5 +335,4 @@ class _Parts:
 
     def _in_order(self, wanted: set[Var]) -> list[Var]:
         """Forward variables in the order of the forward step, then the others as they were made."""
-        ranks = {v: n for n, v in enumerate((*self.level, *self.own))}
-        return sorted((v for v in wanted if v in ranks), key=ranks.__getitem__)
+        return [v for v in dict.fromkeys((*self.level, *self.own)) if v in wanted]

@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from ecornn.analysis.declared import Source
 from ecornn.analysis.graph import analyse
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph, Term
 from ecornn.errors import CellError
-
-if TYPE_CHECKING:
-    from tvm.ir import Expr
 
 # (I, H) of all orders of magnitude, since a step may be another where H is large; a cell that reads x at [b, j] needs
 # I = H, one with heads or groups a multiple of their number.
@@ -29,18 +25,17 @@ def digest(cell: Source) -> str:
 
     Raises :class:`CellError` where the cell's step cannot be analysed.
     """
-    first: CellError | None = None
+    errors: list[CellError] = []
     graphs: dict[tuple[int, int], StepGraph] = {}
-    for size in (*SIZES, *OTHERWISE):
-        if size in OTHERWISE and graphs:
+    for input, hidden in (*SIZES, *OTHERWISE):
+        if (input, hidden) in OTHERWISE and graphs:
             continue
         try:
-            graphs[size] = analyse(cell, size[0] + len(cell.inputs) * size[1], size[1], sums=False)
+            graphs[input, hidden] = analyse(cell, input + len(cell.inputs) * hidden, hidden, sums=False)
         except CellError as error:
-            first = first or error
+            errors.append(error)
     if not graphs:
-        assert first is not None
-        raise first
+        raise errors[0]
     texts = [canonical(graph) for graph in graphs.values()]
     if len({_without_sizes(graph) for graph in graphs.values()}) > 1:  # else the smallest says it all
         texts[0] = "\n".join(f"{input} {hidden}\n{text}" for (input, hidden), text in zip(graphs, texts, strict=True))
@@ -81,7 +76,8 @@ def _block(title: str, products: Iterable[Product], assigns: Iterable[Assign],
         lines.append(f"  {s.total.name} = {kind} of {', '.join(v.name for v in s.operands)} over {s.over}")
         if s.squares is not None:
             lines.append(f"  {s.squares.name} = sum of the squares of their deviations from its mean")
-    lines += [f"  {a.var.name} = {_scalar(a.value)}" for a in assigns]
+    for a in assigns:  # in TVM's notation, on one line
+        lines.append(f"  {a.var.name} = {' '.join(a.value.script(show_meta=False).replace('T.', '').split())}")
     return [title, *lines] if lines else []
 
 
@@ -89,8 +85,3 @@ def _term(term: Term) -> str:
     source = "x" if term.operand is None else term.operand.name
     text = f"{source}[b, k] * {term.parameter}[{term.gate}, {'k, j' if term.transposed else 'j, k'}]"
     return text if term.heads == 1 else f"{text} in {term.heads} heads"
-
-
-def _scalar(value: Expr) -> str:
-    """A scalar expression in TVM's notation, on one line."""
-    return " ".join(value.script(show_meta=False).replace("T.", "").split())

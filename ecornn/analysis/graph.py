@@ -12,17 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ecornn.analysis.declared import Source, check_names, check_read, returned_tensors, shapes_of
+import numpy as np
+
+from ecornn.analysis.declared import Lines, Source, check_names, check_read, returned_tensors, shapes_of
 from ecornn.analysis.heads import by_shape, heads_at
-from ecornn.analysis.lines import Lines
-from ecornn.analysis.narrow import check_value, check_width
 from ecornn.analysis.operators import operator_of
 from ecornn.analysis.row_reductions import RowReductions
-from ecornn.analysis.scalar import children, is_constant, rebuild, terms, transform, variables
-from ecornn.analysis.statistics import Statistics
-from ecornn.analysis.step import Assign, Level, Phase, Product, StepGraph, Term, Vector
+from ecornn.analysis.scalar import children, extent_of, is_constant, is_load, load_parts, reduces, transform, variables
+from ecornn.analysis.step import Assign, Level, Phase, Product, StepGraph, Term
 from ecornn.analysis.sums import summed
-from ecornn.analysis.te_forms import extent_of, is_load, is_sum, load_parts, placed
 from ecornn.errors import CellError
 
 if TYPE_CHECKING:
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from tvm.te import Tensor
     from tvm.tirx import Reduce, Var
 
+ARITHMETIC = ("Add", "Sub", "Mul", "FloorDiv", "FloorMod")  # of indices
 BATCH = 3  # any size unlike the others: te needs numbers, the graph does not keep it
 
 
@@ -56,93 +55,65 @@ def stack_for(cell: str) -> Iterator[None]:
 
 class _Walk(RowReductions):
     def __init__(self, cell: Source, input: int, hidden: int) -> None:
-        from tvm import te, tirx
+        from tvm import te
 
         check_names(cell)
-        self.cell, self.hidden, self.tirx = cell, hidden, tirx
+        super().__init__(cell, hidden)
         self.input = input = input - len(cell.inputs) * hidden
         if input < 1:
-            raise CellError(f"cell {cell.name!r}: a row of x has no value of its own beside inputs {cell.inputs}")
+            raise self.fault(f"a row of x has no value of its own beside inputs {cell.inputs}")
         self.lines = Lines()
         self.x_tensor = te.placeholder((BATCH, input), "float32", name="x")
         self.state_tensors = [te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.states]
         self.input_tensors = {n: te.placeholder((BATCH, hidden), "float32", name=n) for n in cell.inputs}
-        self.shapes = shapes = shapes_of(cell, input, hidden, self.lines)
-        self.width = hidden  # values a row of what is walked: H, less where it is multiplied by a narrow matrix
-        self.parameter_tensors = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
-        self.b, self.j = tirx.Var("b", "int32"), tirx.Var("j", "int32")
-        self.level: dict[Var, int] = {}
-        self.leaves: dict[tuple, Var] = {}  # what a leaf stands for -> its variable
-        self.products: list[tuple[int, Product]] = []
-        self.statistics = Statistics(hidden)
-        self.assigns: list[tuple[int, Assign]] = []
-        self.known: dict[str, Var] = {}  # text of a value -> the variable that has it
-        self.values: dict[tuple, Expr] = {}  # (op, output, indices) -> scalar
+        self.shapes = shapes_of(cell, input, hidden, self.lines)
+        self.parameter_tensors = {n: te.placeholder(s, "float32", name=n) for n, s in self.shapes.items()}
+        self.products: list[Product] = []
         self.x: Var | None = None
-        self.vectors: list[Vector] = []
+        self.scalars: dict[tuple, Expr] = {}  # (op, output, indices) -> scalar
 
     # -- leaves ---------------------------------------------------------------------------------
-    def leaf(self, key: tuple, name: str, level: int) -> Var:
-        if key not in self.leaves:
-            var = self.tirx.Var(name, "float32")
-            self.leaves[key], self.level[var] = var, level
-        return self.leaves[key]
-
     def placeholder(self, tensor: Tensor, indices: list[Expr]) -> Var:
-        if self.width != self.hidden and tensor not in self.parameter_tensors.values():
+        parameter = next((n for n, p in self.parameter_tensors.items() if tensor == p), None)
+        if parameter is not None:
+            gate = self.gate(indices[0], parameter)
+            if len(indices) != 2 or not self.same(indices[1], self.j):
+                raise self.fault(f"{parameter}{indices} is neither part of a product nor a vector over the hidden axis")
+            return self.vector(("vector", parameter, gate), f"{parameter}_{gate}", parameter, gate)
+        if self.width != self.hidden:
             raise self.fault(f"{tensor.op.name}{indices} is read beside {self.width} values a row; what is narrower "
                              "than H is computed of products as narrow, and of vectors, alone")
-        for name, state in zip(self.cell.states, self.state_tensors, strict=True):
-            if tensor.same_as(state) or tensor == state:
-                self.at_own_unit(tensor, indices)
-                return self.leaf(("state", name), name, Level.STATE)
-        if tensor == self.x_tensor:
-            self.at_own_unit(tensor, indices)
-            if self.input != self.hidden:  # also of a layer whose x is y of two directions
-                raise self.fault(f"x{indices} outside a product needs an input size of H; here I = {self.input} and H "
-                                 f"= {self.hidden}")
-            self.x = self.leaf(("x",), "x", Level.INPUT)
-            return self.x
-        for name, given in self.input_tensors.items():
-            if tensor == given:
-                self.at_own_unit(tensor, indices)
-                return self.leaf(("input", name), name, Level.INPUT)
-        for name, parameter in self.parameter_tensors.items():
-            if tensor == parameter:
-                gate = self.gate(indices[0], name)
-                if len(indices) != 2 or not self.same(indices[1], self.j):
-                    raise self.fault(f"{name}{indices} is neither part of a product nor a vector over the hidden axis")
-                key = ("vector", name, gate)
-                fresh = key not in self.leaves
-                var = self.leaf(key, f"{name}_{gate}", Level.INVARIANT)
-                if fresh:
-                    self.vectors.append(Vector(var, name, gate))
-                return var
-        raise self.fault(f"{tensor.op.name} is not an argument of step()")
+        for kind, level, named in (("state", Level.STATE, zip(self.cell.states, self.state_tensors, strict=True)),
+                                   ("input", Level.INPUT, self.input_tensors.items())):
+            for name, given in named:
+                if tensor == given:
+                    self.at_own_unit(tensor, indices)
+                    return self.leaf((kind, name), name, level)
+        if tensor != self.x_tensor:
+            raise self.fault(f"{tensor.op.name} is not an argument of step()")
+        self.at_own_unit(tensor, indices)
+        if self.input != self.hidden:  # also of a layer whose x is y of two directions
+            raise self.fault(f"x{indices} outside a product needs an input size of H; here I = {self.input} and H = "
+                             f"{self.hidden}")
+        self.x = self.leaf(("x",), "x", Level.INPUT)
+        return self.x
 
     def at_own_unit(self, tensor: Tensor, indices: list[Expr]) -> None:
         if len(indices) != 2 or not self.same(indices[0], self.b) or not self.same(indices[1], self.j):
             raise self.fault(f"{tensor.op.name}{indices} outside a product must be read at [b, j]")
 
-    def same(self, e: Expr | int, var: Var) -> bool:
-        return hasattr(e, "same_as") and e.same_as(var)
-
     def gate(self, e: Expr | int, parameter: str) -> int:
         """The number of the parameter's gate that ``e`` is; negative ones count from the end, as in Python."""
-        gate, count = self.constant(e, parameter), self.shapes[parameter][0]
+        if not isinstance(e, int):
+            from tvm import sym
+
+            e = sym.Analyzer().simplify(e)
+            if type(e).__name__ != "IntImm":
+                raise self.fault(f"gate index {e} of {parameter} is not a constant")
+        gate, count = int(e), self.shapes[parameter][0]
         if not -count <= gate < count:
             raise self.fault(f"there is no gate {gate} of {parameter}, which has {count}")
         return gate % count
-
-    def constant(self, e: Expr | int, where: str) -> int:
-        if isinstance(e, int):
-            return e
-        from tvm import sym
-
-        e = sym.Analyzer().simplify(e)
-        if type(e).__name__ != "IntImm":
-            raise self.fault(f"gate index {e} of {where} is not a constant")
-        return int(e.value)
 
     # -- tensors --------------------------------------------------------------------------------
     def scalar(self, tensor: Tensor, indices: list[Expr]) -> Expr:
@@ -155,21 +126,21 @@ class _Walk(RowReductions):
                                                 "supported"), op)
         # what is one value a row may be another one beside narrow values
         key = (op, tensor.value_index, tuple(str(i) for i in indices), self.width if len(op.axis) == 1 else 0)
-        if key not in self.values:
+        if key not in self.scalars:
             self.within(tensor, indices)
             where = {axis.var: i for axis, i in zip(op.axis, indices, strict=True)}
             body = op.body[tensor.value_index]
             try:
                 if type(body).__name__ == "Reduce":
                     statistic = self.reduced(op, body, where)
-                    self.values[key] = self.product(op.name, body, where) if statistic is None else statistic
+                    self.scalars[key] = self.product(op.name, body, where) if statistic is None else statistic
                 else:
                     value = self.inline(body, where)
                     self.check(op.name, value)
-                    self.values[key] = self.name_of(value, op.name)
+                    self.scalars[key] = self.name_of(value, op.name)
             except CellError as error:
                 raise self.lines.located(error, op) from error.__cause__
-        return self.values[key]
+        return self.scalars[key]
 
     def within(self, tensor: Tensor, indices: list[Expr]) -> None:
         """Raises :class:`CellError` where a tensor is read beyond its shape, or at [.., j] without having H values; of
@@ -185,8 +156,7 @@ class _Walk(RowReductions):
                 raise self.fault(f"there is no {tensor.op.name}[{at}]; its shape is {tuple(map(int, tensor.shape))}")
 
     def check(self, name: str, value: Expr) -> None:
-        """Raises :class:`CellError` where a pointwise value is neither float32 nor a condition, computes with an index,
-        or has an operator that is unknown."""
+        """Raises :class:`CellError` where a pointwise value is of another type, an index, or of an unknown operator."""
         if str(value.ty) not in ("float32", "bool"):
             raise self.fault(f"{name!r} is {value.ty}; values of a step are float32")
         index = next((v for v in variables(value) if self.same(v, self.b) or self.same(v, self.j)), None)
@@ -217,18 +187,16 @@ class _Walk(RowReductions):
                            "parameter as it is; what is computed of parameters is made in derived(). Nor is it of "
                            "groups, [b, g] = sum_k value[b, g * K + k], H = n * K")
         source = body.source[0]
-        if len(body.axis) != 1 or type(source).__name__ != "Mul" or not is_sum(body):
+        if len(body.axis) != 1 or type(source).__name__ != "Mul" or not reduces(body, "Add"):
             raise fault
-        k = body.axis[0].var
-        sides = [source.a, source.b]
-        if not all(is_load(s) for s in sides):
+        if not is_load(source.a) or not is_load(source.b):
             raise fault
-        loads = [load_parts(s) for s in sides]
-        names = [next((n for n, t in self.parameter_tensors.items() if t == l[0]), None) for l in loads]
+        k, loads = body.axis[0].var, [load_parts(side) for side in (source.a, source.b)]
+        names = [next((n for n, t in self.parameter_tensors.items() if t == tensor), None) for tensor, _ in loads]
         if names[0] is not None:
             loads.reverse()
             names.reverse()
-        (operand, at), (_, weight_at), weight = loads[0], loads[1], names[1]
+        ((operand, at), (_, weight_at)), weight = loads, names[1]
         if names[0] is not None or weight is None or len(weight_at) != 3:
             raise fault
         place = [transform(i, lambda e: where.get(e, e) if type(e).__name__ == "Var" else None)
@@ -236,103 +204,86 @@ class _Walk(RowReductions):
         if not (len(at) == 2 and self.same(place[0], self.b) and self.same(place[2], self.j)
                 and self.same(place[3], k)):
             raise fault
-        width, own = int(operand.shape[1]), self.shapes[weight][2]
+        of_x, width, (_, made, own) = operand == self.x_tensor, int(operand.shape[1]), self.shapes[weight]
         heads = heads_at(at[1], next(v for v, e in where.items() if self.same(e, self.j)), k, width, own)
         if not heads:
             raise fault
-        if heads > 1 and operand == self.x_tensor:
+        if heads > 1 and of_x:
             raise self.fault(f"product {name!r} of x has {heads} heads; heads are of products of H values: pass the "
                              f"blocks of {weight} within zeros")
-        extent, here = extent_of(body.axis[0]), (width // heads, own)
-        if (extent, extent) != here:
-            raise self.fault(f"product {name!r} sums {extent} terms of {operand.op.name}, which has {here[0]} values a "
-                             f"row, and {weight}, whose rows have {here[1]}")
-        gate, made = self.gate(place[1], weight), self.shapes[weight][1]
+        extent = extent_of(body.axis[0])
+        if not extent == width // heads == own:
+            raise self.fault(f"product {name!r} sums {extent} terms of {operand.op.name}, which has {width // heads} "
+                             f"values a row, and {weight}, whose rows have {own}")
+        gate = self.gate(place[1], weight)
         if made != self.width:
             raise self.fault(f"product {name!r} has {self.width} values a row, and {weight} has {made} rows")
         if heads > 1 and (made, width) != (self.hidden, self.hidden):
             raise self.fault(f"product {name!r} has {heads} heads; heads are of products of H values by H rows")
-        if operand == self.x_tensor:
-            source_var, level = None, Level.INPUT
-        else:
+        source_var, level = None, Level.INPUT
+        if not of_x:
             source_var = self.operand(operand, width)
             if self.level[source_var] < Level.STATE:
                 raise self.fault(f"product {name!r} reads {operand.op.name}, which depends on no state; only x itself "
                                  "can be hoisted")
             level = self.level[source_var] + 1
         key = ("row", source_var, weight, gate)
-        fresh = key not in self.leaves
-        origin = "x" if source_var is None else source_var.name
-        var = self.leaf(key, f"{origin}_{weight}_{gate}", level)
-        if fresh:
+        if key not in self.leaves:
+            var = self.leaf(key, f"{'x' if source_var is None else source_var.name}_{weight}_{gate}", level)
             term = Term(source_var, weight, gate, heads=heads, rows=made % self.hidden,
-                        columns=0 if operand == self.x_tensor else width % self.hidden)
-            self.products.append((level, Product(var, (term,))))
-        return var
+                        columns=0 if of_x else width % self.hidden)
+            self.products.append(Product(var, (term,)))
+        return self.leaves[key]
 
     def operand(self, tensor: Tensor, width: int) -> Expr:
         """The scalar that a product multiplies, of a tensor with ``width`` values a row."""
-        what = f"cell {self.cell.name!r}: {tensor.op.name}, which is multiplied,"
-        check_width(what, width, self.hidden)
+        what = f"{tensor.op.name}, which is multiplied,"
+        if width > self.hidden:
+            raise self.fault(f"{what} has {width} values a row; what is not x itself has H at most, here "
+                             f"{self.hidden}: add two products of its parts")
         with self.of_width(width):
             value = self.scalar(tensor, [self.b, self.j])
-        check_value(what, value, width < self.hidden, (a for _, a in self.assigns), self.statistics, self.hidden,
-                    self.leaves.get(("unit",)))
+        if is_constant(value):
+            raise self.fault(f"{what} is a constant")
+        if width < self.hidden and not np.isfinite(self.zeros()[value]):
+            raise self.fault(f"{what} is narrower than H, and not finite where the products are 0 that it is computed "
+                             "of")
         return value
-
-    # -- scalars --------------------------------------------------------------------------------
-    def level_of(self, e: Expr) -> int:
-        if type(e).__name__ == "Var":
-            return self.level[e]
-        return max((self.level_of(c) for c in children(e)), default=Level.INVARIANT)
-
-    def name_of(self, e: Expr, name: str) -> Expr:
-        """The variable that holds ``e``, assigned now unless it is known; constants stay."""
-        if type(e).__name__ == "Var" or is_constant(e):
-            return e
-        e = self.level_by_level(e, name)
-        if type(e).__name__ == "Var":
-            return e
-        if str(e.ty) != "float32":  # variables are float32; a condition stays where it is read
-            return rebuild(e, [self.name_of(c, name) for c in children(e)])
-        text = str(e)
-        if text not in self.known:
-            taken = sum(1 for _, a in self.assigns if a.var.name.rsplit("__", 1)[0] == name)
-            var = self.tirx.Var(f"{name}__{taken}", "float32")
-            self.known[text], self.level[var] = var, self.level_of(e)
-            self.assigns.append((self.level[var], Assign(var, e)))
-            self.statistics.define(var, e)
-        return self.known[text]
-
-    def level_by_level(self, e: Expr, name: str) -> Expr:
-        """Rewrites ``e`` so that parts that can be known earlier have variables of their own."""
-        parts = terms(e)
-        if len(parts) > 1:
-            parts = [(n, self.level_by_level(t, name)) for n, t in parts]
-            parts.sort(key=lambda p: self.level_of(p[1]))  # stable: the cell's order within a level
-            if parts[0][0]:  # a sum must not start with a negation
-                first = next((i for i, p in enumerate(parts) if not p[0]), None)
-                if first is None:
-                    parts.insert(0, (False, self.tirx.const(0.0, "float32")))
-                else:
-                    parts.insert(0, parts.pop(first))
-            total, level = parts[0][1], self.level_of(parts[0][1])
-            for negated, term in parts[1:]:
-                higher = max(level, self.level_of(term))
-                if higher > level:
-                    total = self.name_of(total, name)
-                if higher > self.level_of(term):
-                    term = self.name_of(term, name)
-                total, level = (total - term if negated else total + term), higher
-            return total
-        new = [self.level_by_level(c, name) for c in children(e)]
-        if not new:
-            return e
-        level = max(self.level_of(c) for c in new)
-        return rebuild(e, [self.name_of(c, name) if self.level_of(c) < level else c for c in new])
 
     # -- result ---------------------------------------------------------------------------------
     def run(self) -> StepGraph:
+        returned = self.returned()
+        results = {name: returned[name] for name in self.cell.states}
+        (output, *others) = self.cell.output_names()
+        written = () if output in results and not others else tuple(returned[n] for n in (output, *others))
+        check_read(self.cell, self.shapes, {(v.parameter, v.gate) for v in self.vectors}
+                   | {p.term.source for p in self.products}, self.lines)
+        inputs = {n: self.leaf(("input", n), n, Level.INPUT) for n in self.cell.inputs if ("input", n) in self.leaves}
+        if missing := [n for n in self.cell.inputs if n not in inputs]:
+            raise self.lines.declared(self.fault(f"step() does not read input {missing[0]!r}"),
+                                      type(self.cell).step, missing[0])
+        states = {n: self.leaf(("state", n), n, Level.STATE) for n in self.cell.states}
+        self.products.sort(key=lambda p: (list(self.shapes).index(p.term.parameter), p.term.gate))
+        phases = []
+        for p in range(1, max(self.level.values(), default=0) + 1):
+            phases += by_shape(Phase.of(self.products_at(p), self.at(p), self.statistics.at(p, self.leaves)))
+        read = self.read_since(Level.STATE) | dict.fromkeys((*results.values(), *written))
+        hoisted = [v for v in read if self.level[v] in (Level.INPUT, Level.NORMALIZED)]
+        projected, normalizing = hoisted, self.statistics.at(Level.NORMALIZED, self.leaves)
+        if normalizing:
+            projected = [v for v in self.read_since(Level.NORMALIZED) | read if self.level[v] == Level.INPUT]
+        most = max(len(projected), len(hoisted)) if hoisted else 0
+        return StepGraph(
+            cell=self.cell.name, parameters=self.shapes, states=states, results=results,
+            output="" if written else output, outputs=written, x=self.x, vectors=tuple(self.vectors),
+            invariants=self.at(Level.INVARIANT), hoisted_products=self.products_at(Level.INPUT),
+            hoisted=self.at(Level.INPUT), inputs=inputs, prologue=self.at(Level.STATE), phases=tuple(phases),
+            hoisted_outputs=repeated(hoisted, most), projected=repeated(projected, most),
+            hoisted_statistics=normalizing, normalized=self.at(Level.NORMALIZED),
+            invariant_outputs=tuple(v for v in read if self.level[v] == Level.INVARIANT))
+
+    def returned(self) -> dict[str, Expr]:
+        """The scalars that step() returns, by name."""
         with self.lines:
             try:
                 outputs = self.cell.step(self.x_tensor, self.state_tensors,
@@ -346,45 +297,37 @@ class _Walk(RowReductions):
             returned[name] = self.scalar(tensor, [self.b, self.j])
             if is_constant(returned[name]):
                 raise self.lines.located(self.fault(f"{name!r} is a constant"), tensor.op)
-        results = {name: returned[name] for name in self.cell.states}
-        (output, *others) = self.cell.output_names()
-        written = () if output in results and not others else tuple(returned[n] for n in (output, *others))
-        check_read(self.cell, self.shapes, {(v.parameter, v.gate) for v in self.vectors}
-                   | {p.term.source for _, p in self.products}, self.lines)
-        inputs = {n: self.leaf(("input", n), n, Level.INPUT) for n in self.cell.inputs if ("input", n) in self.leaves}
-        if missing := [n for n in self.cell.inputs if n not in inputs]:
-            raise self.lines.declared(self.fault(f"step() does not read input {missing[0]!r}"),
-                                      type(self.cell).step, missing[0])
-        states = {n: self.leaf(("state", n), n, Level.STATE) for n in self.cell.states}
-        at = lambda level: tuple(a for lv, a in self.assigns if lv == level)  # noqa: E731
-        last = max((lv for lv in self.level.values()), default=0)
-        self.products.sort(key=lambda p: (list(self.shapes).index(p[1].term.parameter), p[1].term.gate))
-        phases = []
-        for p in range(1, last + 1):
-            products = tuple(product for lv, product in self.products if lv == p)
-            operands = tuple(dict.fromkeys(product.term.operand for product in products))
-            phases += by_shape(Phase(operands, products, at(p), self.statistics.at(p, self.leaves)))
-        read = self.read_since(Level.STATE) | dict.fromkeys((*results.values(), *written))
-        hoisted = [v for v in read if self.level[v] in (Level.INPUT, Level.NORMALIZED)]
-        projected = [v for v in self.read_since(Level.NORMALIZED) | read if self.level[v] == Level.INPUT]
-        if not self.statistics.at(Level.NORMALIZED, self.leaves):
-            projected = hoisted
-        most = max(len(projected), len(hoisted)) if hoisted else 0
-        return StepGraph(
-            cell=self.cell.name, parameters=self.shapes, states=states, results=results,
-            output="" if written else output, outputs=written, x=self.x, vectors=tuple(self.vectors),
-            invariants=at(Level.INVARIANT), hoisted_products=tuple(p for lv, p in self.products if lv == Level.INPUT),
-            hoisted=at(Level.INPUT), inputs=inputs, prologue=at(Level.STATE), phases=tuple(phases),
-            hoisted_outputs=repeated(hoisted, most), projected=repeated(projected, most),
-            hoisted_statistics=self.statistics.at(Level.NORMALIZED, self.leaves), normalized=at(Level.NORMALIZED),
-            invariant_outputs=tuple(v for v in read if self.level[v] == Level.INVARIANT))
+        return returned
+
+    def at(self, level: int) -> tuple[Assign, ...]:
+        return tuple(Assign(var, value) for var, value in self.values.items() if self.level[var] == level)
+
+    def products_at(self, level: int) -> tuple[Product, ...]:
+        return tuple(product for product in self.products if self.level[product.var] == level)
 
     def read_since(self, level: int) -> dict[Var, None]:
         """Variables that are read at ``level`` or later, in order."""
-        read = dict.fromkeys(v for lv, a in self.assigns if lv >= level for v in variables(a.value))
-        return read | dict.fromkeys(o for s in self.statistics.since(level) for o in s)
+        read = [v for var, value in self.values.items() if self.level[var] >= level for v in variables(value)]
+        read += [o for at, operands in self.statistics.found.values() if at >= level for o in operands]
+        return dict.fromkeys(read)
 
 
 def repeated(items: list[Var], count: int) -> tuple[Var, ...]:
     """``items``, the last one repeated until there are ``count``."""
     return (*items, *items[-1:] * (count - len(items)))
+
+
+def placed(index: Expr, where: Mapping[Var, Expr]) -> Expr:
+    """An index with the places ``where`` instead of its axes, simplified."""
+    from tvm import sym
+
+    if type(index).__name__ in ("Var", "IntImm"):
+        return where.get(index, index)
+
+    def put(e: Expr) -> Expr:
+        kind = type(e).__name__
+        if kind == "Var":
+            return where.get(e, e)
+        return type(e)(put(e.a), put(e.b)) if kind in ARITHMETIC else e
+
+    return sym.Analyzer().simplify(put(index))

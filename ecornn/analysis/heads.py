@@ -44,17 +44,13 @@ def most_heads(graph: StepGraph) -> int:
 
 
 def by_shape(phase: Phase) -> list[Phase]:
-    """A phase as several, one for each shape of a matrix (heads, rows, columns); statistics and assignments are in the
-    last one."""
+    """A phase as one for each shape (heads, rows, columns); statistics and assignments are in the last one."""
     kinds: dict[tuple[int, int, int], list[Product]] = {}
     for product in phase.products:
         term = product.terms[0]
         kinds.setdefault((term.heads, term.rows, term.columns), []).append(product)
-    if len(kinds) < 2:
-        return [phase]
-    phases = [Phase(tuple(dict.fromkeys(t.operand for p in those for t in p.terms)), tuple(those), ())
-              for those in kinds.values()]
-    return [*phases[:-1], Phase(phases[-1].operands, phases[-1].products, phase.assigns, phase.statistics)]
+    *first, last = kinds.values() or [()]
+    return [*map(Phase.of, first), Phase.of(last, phase.assigns, phase.statistics)]
 
 
 def multiplied(graph: StepGraph, hidden: int) -> int:

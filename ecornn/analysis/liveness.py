@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ecornn.analysis.scalar import variables
-from ecornn.analysis.step import Assign, Level, Product, Statistic, StepGraph
+from ecornn.analysis.step import Assign, Level, Phase, StepGraph
 
 if TYPE_CHECKING:
     from tvm.tirx import Var
@@ -27,28 +27,18 @@ def assigns_of(graph: StepGraph, p: int) -> tuple[Assign, ...]:
     return graph.phases[p].assigns if graph.phases else ()
 
 
-def statistics_of(graph: StepGraph, p: int) -> tuple[Statistic, ...]:
-    """The statistics of phase ``p``."""
-    return graph.phases[p].statistics if graph.phases else ()
-
-
 def levels(graph: StepGraph) -> dict[Var, int]:
     """Every variable of the step -> its level, as in :mod:`ecornn.analysis.step`."""
-    level_of: dict[Var, int] = {v.var: Level.INVARIANT for v in graph.vectors}
-    level_of.update((v, Level.STATE) for v in graph.states.values())
-    if graph.x is not None:
-        level_of[graph.x] = Level.INPUT
-    level_of.update((v, Level.INPUT) for v in graph.inputs.values())
-    level_of.update((v, Level.NORMALIZED) for s in graph.hoisted_statistics for v in s.made)
-    parts: list[tuple[int, tuple[Product, ...], tuple[Assign, ...]]] = [
-        (Level.INVARIANT, (), graph.invariants), (Level.INPUT, graph.hoisted_products, graph.hoisted),
-        (Level.NORMALIZED, (), graph.normalized), (Level.STATE, (), graph.prologue),
-        *((p, f.products, f.assigns) for p, f in enumerate(graph.phases, 1))]
-    for level, products, assigns in parts:
-        level_of.update((product.var, level) for product in products)
-        level_of.update((a.var, level) for a in assigns)
-    level_of.update((v, p + 1) for v, p in statistics(graph).items())
-    return level_of
+    leaves = [(Level.INVARIANT, [v.var for v in graph.vectors]), (Level.STATE, graph.states.values()),
+              (Level.INPUT, [*([] if graph.x is None else [graph.x]), *graph.inputs.values()]),
+              (Level.NORMALIZED, [v for s in graph.hoisted_statistics for v in s.made])]
+    parts = [(Level.INVARIANT, Phase.of((), graph.invariants)),
+             (Level.INPUT, Phase.of(graph.hoisted_products, graph.hoisted)),
+             (Level.NORMALIZED, Phase.of((), graph.normalized)), (Level.STATE, Phase.of((), graph.prologue)),
+             *enumerate(graph.phases, 1)]
+    level_of = {v: level for level, those in leaves for v in those}
+    level_of |= {v: level for level, phase in parts for v in phase.made}
+    return level_of | {v: p + 1 for v, p in statistics(graph).items()}
 
 
 def statistics(graph: StepGraph) -> dict[Var, int]:
@@ -63,9 +53,8 @@ def reads(graph: StepGraph, p: int) -> list[Var]:
     were known before: products of one level are several phases if their matrices have several shapes.
     """
     read = [v for a in assigns_of(graph, p) for v in variables(a.value)]
-    read += [v for s in statistics_of(graph, p) for v in s.operands]
-    before = graph.phases[:p]
-    early = {q.var for phase in before for q in phase.products} | {a.var for phase in before for a in phase.assigns}
+    read += [v for phase in graph.phases[p:p + 1] for s in phase.statistics for v in s.operands]
+    early = {v for phase in graph.phases[:p] for v in phase.made}
     early |= {v for v, made in statistics(graph).items() if made < p}
     read += [v for phase in graph.phases[p + 1:p + 2] for v in phase.operands if v in early]
     if p == phase_count(graph) - 1:
@@ -74,13 +63,11 @@ def reads(graph: StepGraph, p: int) -> list[Var]:
 
 
 def carried(graph: StepGraph) -> dict[Var, int]:
-    """Scalars that a phase computes and a later one reads -> the phase that computes them. Statistics are not among
-    them: they are one value a batch row."""
+    """Scalars, not of a row as statistics, that a phase computes and a later one reads -> the phase that computes."""
     phase_of: dict[Var, int] = {}
     for p, phase in enumerate(graph.phases):
-        made = {product.var for product in phase.products} | {a.var for a in phase.assigns}
-        for later in range(p + 1, len(graph.phases)):
-            phase_of.update({v: p for v in reads(graph, later) if v in made})
+        made = {*phase.made}
+        phase_of |= {v: p for later in range(p + 1, len(graph.phases)) for v in reads(graph, later) if v in made}
     return phase_of
 
 
@@ -97,26 +84,17 @@ def opening(graph: StepGraph) -> tuple[Assign, ...]:
 
 @dataclass(frozen=True)
 class Urgent:
-    """The assignments that operands of the next step's first product need, and those that can wait until these are on
-    their way.
+    """Assignments that operands of the next step's first product need, and those that can wait until these are sent."""
 
-    Attributes
-    ----------
-    opening : the assignments of :func:`before_first` that the operands need
-    states : states that are known after ``first``, the operands' among them
-    first, late : the assignments after this step's last exchange, in two parts
-    """
-
-    opening: tuple[Assign, ...]
-    states: tuple[str, ...]
-    first: tuple[Assign, ...]
+    opening: tuple[Assign, ...]  # the assignments of `before_first` that the operands need
+    states: tuple[str, ...]  # states that are known after `first`, the operands' among them
+    first: tuple[Assign, ...]  # the assignments after this step's last exchange, in two parts
     late: tuple[Assign, ...]
 
 
 def urgent(graph: StepGraph) -> Urgent:
     """:class:`Urgent` of a step that has a product."""
-    wanted = set(graph.product_phases[0].operands)
-    start, wanted = needed(before_first(graph), wanted)
+    start, wanted = needed(before_first(graph), {*graph.product_phases[0].operands})
     last = graph.phases[-1].assigns
     first, _ = needed(last, {graph.results[name] for name, var in graph.states.items() if var in wanted})
     soon = {a.var for a in first}
@@ -136,15 +114,13 @@ def needed(assigns: Iterable[Assign], wanted: set[Var]) -> tuple[tuple[Assign, .
 
 
 def late_operands(graph: StepGraph) -> tuple[Var, ...]:
-    """Operands of a step's first exchange that the states before it and parameters do not determine: they take the
-    step's inputs, too, or are one of these."""
-    made = {a.var for a in graph.prologue} - {a.var for a in opening(graph)} | {*graph.hoisted_outputs}
-    return tuple(o for o in (graph.phases[0].operands if graph.phases else ()) if o in made)
+    """Operands of a step's first exchange that are its inputs, or need them beside states and parameters."""
+    late = {a.var for a in graph.prologue} - {a.var for a in opening(graph)} | {*graph.hoisted_outputs}
+    return tuple(o for phase in graph.phases[:1] for o in phase.operands if o in late)
 
 
 def before_first(graph: StepGraph) -> tuple[Assign, ...]:
-    """The assignments of the prologue that may give operands of the first exchange; they read inputs where there are
-    :func:`late_operands`."""
+    """The assignments of the prologue for the first exchange; they read inputs for :func:`late_operands`."""
     return graph.prologue if late_operands(graph) else opening(graph)
 
 
@@ -158,8 +134,7 @@ def reads_of(graph: StepGraph) -> dict[Var, list[Var]]:
 
 def closure(read: Mapping[Var, Iterable[Var]], wanted: Iterable[Var],
             known: Set[Var] = frozenset()) -> tuple[set[Var], dict[Var, None]]:
-    """The variables that must be computed for ``wanted``, these among them, and the ``known`` ones that they need, in
-    the order of going back."""
+    """All that must be computed for ``wanted``, and the ``known`` ones that it needs, in the order of going back."""
     used: set[Var] = set()
     given: dict[Var, None] = {}
     waiting = list(wanted)

@@ -1,15 +1,17 @@
-"""Taking scalar expressions apart: operands, rebuilding, variables, sums. Operators are those of ``operators.py``."""
+"""Taking te expressions apart: scalars, whose operators are those of ``operators.py``; loads, and reductions over axes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ecornn.analysis.operators import operator_of
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
-    from tvm.tirx import Var
+    from tvm.te import Tensor
+    from tvm.tirx import IterVar, Reduce, Var
 
 
 def is_leaf(e: Expr) -> bool:
@@ -61,8 +63,62 @@ def terms(e: Expr) -> list[tuple[bool, Expr]]:
 
 def transform(e: Expr, visit: Callable[[Expr], Expr | None]) -> Expr:
     """Rebuilds an expression from the leaves up; ``visit`` may replace a node before descent."""
-    done = visit(e)
-    if done is not None:
+    if (done := visit(e)) is not None:
         return done
     parts = children(e)
     return rebuild(e, [transform(p, visit) for p in parts]) if parts else e
+
+
+def extent_of(axis: IterVar) -> int | None:
+    """Values of a reduction axis that starts at 0."""
+    low, extent = axis.dom.min, axis.dom.extent
+    fixed = type(extent).__name__ == "IntImm" and int(low) == 0
+    return int(extent) if fixed else None
+
+
+def reduces(body: Reduce, kind: str) -> bool:
+    """True for a reduction by that operator, from its neutral value on, over all of its axes."""
+    (result, *others), always = body.combiner.result, body.condition
+    if others or body.init or type(result).__name__ != kind:
+        return False
+    return type(always).__name__ == "IntImm" and bool(int(always))
+
+
+def is_load(e: Expr) -> bool:
+    """True where e reads an element of a te tensor."""
+    return type(e).__name__ in ("TensorLoad", "ProducerLoad") or (
+        type(e).__name__ == "Call" and getattr(e.op, "name", "") == "te.tensor_load")
+
+
+def load_parts(e: Expr) -> tuple[Tensor, list[Expr]]:
+    """Tensor and indices of a load."""
+    if type(e).__name__ == "Call":
+        return e.args[0], list(e.args[1:])
+    return e.source, list(e.indices)
+
+
+def parts_of(e: Expr) -> list[Expr]:
+    """The operands of an expression, whatever its operator is."""
+    if type(e).__name__ == "Call":
+        return list(e.args)
+    return [getattr(e, n) for n in ("a", "b", "condition", "true_value", "false_value", "value")
+            if not isinstance(getattr(e, n, None), (int, float, type(None)))]
+
+
+def multiplies(body: Reduce) -> bool:
+    """True where a reduction reads a matrix."""
+    pending = [body.source[0]]
+    while pending:
+        e = pending.pop()
+        if not is_load(e):
+            pending.extend(parts_of(e))
+        elif type((tensor := load_parts(e)[0]).op).__name__ == "PlaceholderOp" and len(tensor.shape) == 3:
+            return True
+    return False
+
+
+def evaluate(e: Expr, values: Mapping[Var, Any]) -> Any:
+    """A scalar expression in NumPy, over arrays of its variables, (..., B, H), (..., B, 1) or (H,), or numbers."""
+    if type(e).__name__ == "Var":
+        return values[e]
+    return float(e.value) if is_constant(e) else operator_of(e).numpy(*(evaluate(c, values) for c in children(e)))

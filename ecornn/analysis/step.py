@@ -14,6 +14,7 @@ of statistics, which are one value a batch row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -167,64 +168,56 @@ class Phase:
     assigns: tuple[Assign, ...]
     statistics: tuple[Statistic, ...] = ()
 
+    @property
+    def made(self) -> tuple[Var, ...]:
+        """The variables of its products and assignments."""
+        return (*(p.var for p in self.products), *(a.var for a in self.assigns))
+
+    @classmethod
+    def of(cls, products: Sequence[Product], assigns: tuple[Assign, ...] = (),
+           statistics: tuple[Statistic, ...] = ()) -> Phase:
+        """The phase of these products, whose operands are its own."""
+        return cls(tuple(dict.fromkeys(t.operand for p in products for t in p.terms)), tuple(products), assigns,
+                   statistics)
+
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The analysed step of a cell.
-
-    Attributes
-    ----------
-    parameters : name -> te shape, (G, H, K) or (G, H)
-    states : name -> leaf, the value of the state before the step
-    results : name -> variable or leaf that is the state after the step
-    output : name of the state that is y; empty where y is what ``outputs`` has
-    x : leaf of x[b, j] used outside products (then I == H), or None
-    inputs : name -> leaf of each sequence beside x, given for each step, row and unit: in memory behind x in its rows,
-        in this order
-    vectors : parameter vectors that the step reads
-    invariants : assignments of level -3
-    hoisted_products, hoisted : products with x, and assignments of level -2
-    hoisted_statistics, normalized : statistics of these, and assignments of level -1
-    projected : variables of level -2 that level -1 or the recurrence reads: what the hoisted product writes
-    hoisted_outputs : variables of level -2 and -1 that the recurrence reads (the hoisted tensor's rows). As many as
-        ``projected``, and the same ones where there are no hoisted statistics; else the last one of either may
-        be repeated
-    invariant_outputs : variables and vectors of level -3 that the recurrence reads
-    row_inputs : variables of a batch row that the recurrence reads from memory, beside the hoisted tensor; none, but
-        where a schedule has it (``schedules/scalars/row_sums.py``)
-    prologue : assignments of level 0
-    phases : the recurrent products and statistics in order, each with the assignments that follow it
-    given : leaves of level -2 that are inputs of each step as they are, not multiplied: gradients of y, what the
-        forward pass kept. Of a cell none
-    outputs : values that each step writes in place of y, in their order: of a cell whose output is no state, or that
-        has several; and of adjoints
-    sums, outer_products : what is accumulated over all steps
-
-    A graph without states is a pass over all steps at once.
-    """
+    """The analysed step of a cell. A graph without states is a pass over all steps at once."""
 
     cell: str
-    parameters: dict[str, tuple[int, ...]]
-    states: dict[str, Var]
-    results: dict[str, Var]
-    output: str
-    x: Var | None
-    vectors: tuple[Vector, ...]
-    invariants: tuple[Assign, ...]
-    hoisted_products: tuple[Product, ...]
-    hoisted: tuple[Assign, ...]
+    parameters: dict[str, tuple[int, ...]]  # name -> te shape, (G, H, K) or (G, H)
+    states: dict[str, Var]  # name -> leaf, the value of the state before the step
+    results: dict[str, Var]  # name -> variable or leaf that is the state after the step
+    output: str  # name of the state that is y; empty where y is what `outputs` has
+    x: Var | None  # leaf of x[b, j] used outside products (then I == H), or None
+    vectors: tuple[Vector, ...]  # parameter vectors that the step reads
+    invariants: tuple[Assign, ...]  # assignments of level -3
+    hoisted_products: tuple[Product, ...]  # products with x
+    hoisted: tuple[Assign, ...]  # assignments of level -2
+    # variables of level -2 and -1 that the recurrence reads (rows of the hoisted tensor). As many as `projected`, and
+    # the same ones where there are no hoisted statistics; else the last one of either may be repeated
     hoisted_outputs: tuple[Var, ...]
-    invariant_outputs: tuple[Var, ...]
-    prologue: tuple[Assign, ...]
-    phases: tuple[Phase, ...]
-    hoisted_statistics: tuple[Statistic, ...] = ()
-    normalized: tuple[Assign, ...] = ()
+    invariant_outputs: tuple[Var, ...]  # variables and vectors of level -3 that the recurrence reads
+    prologue: tuple[Assign, ...]  # assignments of level 0
+    phases: tuple[Phase, ...]  # the recurrent products and statistics in order, with the assignments that follow each
+    hoisted_statistics: tuple[Statistic, ...] = ()  # statistics of level -2
+    normalized: tuple[Assign, ...] = ()  # assignments of level -1
+    # variables of level -2 that level -1 or the recurrence reads: what the hoisted product writes
     projected: tuple[Var, ...] = ()
+    # variables of a batch row that the recurrence reads from memory, beside the hoisted tensor; none, but where a
+    # schedule has it (`schedules/scalars/row_sums.py`)
     row_inputs: tuple[Var, ...] = ()
+    # name -> leaf of each sequence beside x, given for each step, row and unit: in memory behind x in its rows, in this
+    # order
     inputs: dict[str, Var] = field(default_factory=dict)
+    # leaves of level -2 that are inputs of each step as they are, not multiplied: gradients of y, what the forward pass
+    # kept. Of a cell none
     given: tuple[Var, ...] = ()
+    # values that each step writes in place of y, in their order: of a cell whose output is no state, or that has
+    # several; and of adjoints
     outputs: tuple[Var, ...] = ()
-    sums: tuple[Sum, ...] = ()
+    sums: tuple[Sum, ...] = ()  # what is accumulated over all steps
     outer_products: tuple[OuterProduct, ...] = ()
 
     def own_input(self, width: int, hidden: int) -> int:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import reduce
 from itertools import combinations
+from operator import add
 from typing import TYPE_CHECKING
 
+from ecornn.analysis.operators import variable
 from ecornn.analysis.scalar import children, is_leaf, rebuild, terms, variables
 from ecornn.analysis.step import Assign, Phase, Product, StepGraph
 
@@ -21,15 +24,11 @@ if TYPE_CHECKING:
 
 def summed(graph: StepGraph) -> StepGraph:
     """The graph with as few products as there may be."""
-    phases = []
-    for number, phase in enumerate(graph.phases):
-        phases.append(_fewest(phase, _read_later(graph, number)))
-    return replace(graph, phases=tuple(phases))
+    return replace(graph, phases=tuple(_fewest(phase, _read_later(graph, n)) for n, phase in enumerate(graph.phases)))
 
 
 def _fewest(phase: Phase, wanted: list[Var]) -> Phase:
-    """The phase with pairs of products as one, and pairs of these, until none is left or one would multiply a value
-    twice."""
+    """The phase with pairs of products as one, and pairs of these, unless one would multiply a value twice."""
     while True:
         products, assigns = merged(phase.products, phase.assigns, wanted)
         twice = any(len({t.operand for t in p.terms}) < len(p.terms) for p in products)
@@ -40,9 +39,7 @@ def _fewest(phase: Phase, wanted: list[Var]) -> Phase:
 
 def _read_later(graph: StepGraph, number: int) -> list[Var]:
     """The values of a phase that later phases read, or that are results."""
-    phase = graph.phases[number]
-    made = {*(p.var for p in phase.products), *(a.var for a in phase.assigns)}
-    read = [*graph.results.values()]
+    made, read = {*graph.phases[number].made}, [*graph.results.values()]
     for later in graph.phases[number + 1:]:
         read += [*later.operands, *(o for s in later.statistics for o in s.operands)]
         read += [v for a in later.assigns for v in variables(a.value)]
@@ -55,21 +52,16 @@ def one_by_one(graph: StepGraph) -> StepGraph:
 
 
 def _apart(phase: Phase) -> Phase:
-    from tvm import tirx
-
     products: list[Product] = []
     sums: list[Assign] = []
     for product in phase.products:
         if len(product.terms) == 1:
             products.append(product)
             continue
-        parts = [tirx.Var(f"{product.var.name}_{n}", "float32") for n in range(len(product.terms))]
+        parts = [variable(f"{product.var.name}_{n}") for n in range(len(product.terms))]
         products += [Product(var, (term,)) for var, term in zip(parts, product.terms, strict=True)]
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        sums.append(Assign(product.var, total))
-    return phase if not sums else replace(phase, products=tuple(products), assigns=(*sums, *phase.assigns))
+        sums.append(Assign(product.var, reduce(add, parts)))
+    return replace(phase, products=tuple(products), assigns=(*sums, *phase.assigns)) if sums else phase
 
 
 def merged(products: Sequence[Product], assigns: Iterable[Assign],
@@ -97,8 +89,7 @@ def _operand(product: Product) -> tuple[Var | None, ...]:
 
 
 class _Sums:
-    """Sums that products are in, taken apart. ``found``: the products that are added up in each of them, or that are
-    alone in an expression."""
+    """Sums taken apart. ``found``: the products that are in each, or alone in an expression."""
 
     def __init__(self, products: Sequence[Product], assigns: Iterable[Assign]) -> None:
         self.products = {p.var for p in products}
@@ -106,8 +97,7 @@ class _Sums:
         self.found: list[set[Var]] = []
 
     def rewrite(self, wanted: Iterable[Var], left_out: dict[Var, Var]) -> list[Assign]:
-        """The assignments that ``wanted`` depends on, with whole sums in one expression, without the products
-        ``left_out``."""
+        """The assignments that ``wanted`` needs, whole sums in one expression, without the products ``left_out``."""
         self.left_out = left_out
         self.made: dict[Var, Assign] = {}
         for var in wanted:
@@ -118,8 +108,7 @@ class _Sums:
         if var in self.products:
             self.found.append({var})
         elif var in self.value and var not in self.made:
-            value = self._expression(self.value[var])
-            self.made[var] = Assign(var, value)
+            self.made[var] = Assign(var, self._expression(self.value[var]))
 
     def _expression(self, e: Expr) -> Expr:
         if type(e).__name__ in ("Add", "Sub"):
@@ -141,25 +130,24 @@ class _Sums:
             if merges and t in self.left_out:
                 continue
             value = t if merges else self._expression(t)
-            first = -value if negated else value
-            total = first if total is None else total - value if negated else total + value
+            total = (-value if negated else value) if total is None else total - value if negated else total + value
         return total
 
     def _addends(self, e: Expr) -> list[tuple[bool, Expr]]:
         """The terms of a sum, with sums that have a product in them in place of their variables."""
         addends: list[tuple[bool, Expr]] = []
         for negated, t in terms(e):
-            if type(t).__name__ == "Var" and t in self.value and self._is_sum(t):
-                addends += [(negated != inner, part) for inner, part in self._addends(self.value[t])]
-            else:
-                addends.append((negated, t))
+            inner = self._addends(self.value[t]) if self._is_sum(t) else [(False, t)]
+            addends += [(negated != other, part) for other, part in inner]
         return addends
 
-    def _is_sum(self, var: Var) -> bool:
-        value = self.value[var]
+    def _is_sum(self, e: Expr) -> bool:
+        """True for the variable of a sum that has a product in it."""
+        if type(e).__name__ != "Var" or e not in self.value:
+            return False
+        value = self.value[e]
         return type(value).__name__ in ("Add", "Sub") and any(
-            self._is_product(t) or (type(t).__name__ == "Var" and t in self.value and self._is_sum(t))
-            for _, t in terms(value))
+            self._is_product(t) or self._is_sum(t) for _, t in terms(value))
 
     def _is_product(self, e: Expr) -> bool:
         return type(e).__name__ == "Var" and e in self.products

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from ecornn.analysis.derivatives import number, smooth
-from ecornn.analysis.operators import key_of, operator_of
+from ecornn.analysis.operators import key_of, number, operator_of, smooth, variable, where
 from ecornn.analysis.scalar import children, is_constant, is_leaf, rebuild
 from ecornn.analysis.step import Assign, Product, Statistic, Term
 
@@ -46,9 +45,7 @@ class Partials:
             return e
         key = _key(e)
         if key not in self._known:
-            from tvm import tirx
-
-            self._known[key] = tirx.Var(f"{name}_{key_of(e).lower()}{len(self.assigns)}", "float32")
+            self._known[key] = variable(f"{name}_{key_of(e).lower()}{len(self.assigns)}")
             self.assigns.append(Assign(self._known[key], e))
         return self._known[key]
 
@@ -81,12 +78,9 @@ class Partials:
         return self.named(_expr(a) * _expr(b), name)
 
     def _plus(self, a: Factor, b: Factor, name: str) -> Factor:
-        if isinstance(a, float) and isinstance(b, float):
-            return a + b
-        for one, other in ((a, b), (b, a)):
-            if isinstance(one, float) and one == 0.0:
-                return other
-        return self.named(_expr(a) + _expr(b), name)
+        if isinstance(a, float) and (isinstance(b, float) or a == 0.0):
+            return a + b if isinstance(b, float) else b
+        return a if isinstance(b, float) and b == 0.0 else self.named(_expr(a) + _expr(b), name)
 
 
 def _expr(factor: Factor) -> Expr:
@@ -108,9 +102,9 @@ def weighted(parts: Sequence[tuple[Factor, Var]]) -> Expr:
     for factor, var in parts:
         if total is not None and isinstance(factor, float) and factor == -1.0:
             total = total - var
-            continue
-        term = var if isinstance(factor, float) and factor == 1.0 else _expr(factor) * var
-        total = term if total is None else total + term
+        else:
+            term = var if isinstance(factor, float) and factor == 1.0 else _expr(factor) * var
+            total = term if total is None else total + term
     return total
 
 
@@ -142,16 +136,18 @@ class Sweep:
             self._totals[var] = self.named(self.parts[var], f"d_{var.name}")
         return self._totals.get(var)
 
+    def totals(self, variables: Iterable[Var]) -> dict[Var, Var]:
+        """The gradients of those of ``variables`` that something depends on."""
+        return {v: d for v in variables if (d := self.total(v)) is not None}
+
     def named(self, parts: list[tuple[Factor, Var]], name: str) -> Var:
         """A variable for a weighted sum, parts that are known first first; the same variable for the same sum."""
-        from tvm import tirx
-
         (factor, gradient), *others = parts = sorted(parts, key=lambda part: self.level[part[1]])
         if not others and isinstance(factor, float) and factor == 1.0:
             return gradient
         if (key := tuple(parts)) in self._named:
             return self._named[key]
-        var = self._named[key] = tirx.Var(name, "float32")
+        var = self._named[key] = variable(name)
         self.assigns.append(Assign(var, weighted(parts)))
         self.level[var] = max(self.level[g] for _, g in parts)
         return var
@@ -166,22 +162,15 @@ class Sweep:
 
     def products(self, products: Iterable[Product], gradients: dict[Var, Var], level: int) -> tuple[Product, ...]:
         """The products that give gradients of operands. Each is added to its operand's gradient, but for those of x."""
-        from tvm import tirx
-
-        by_operand: list[tuple[Var | None, list[Term]]] = []
+        by_operand: dict[Var | None, list[Term]] = {}
         for product in products:
             for term in product.terms if product.var in gradients else ():
-                transposed = Term(gradients[product.var], term.parameter, term.gate, not term.transposed,
-                                  term.heads, term.columns, term.rows)
-                same = next((terms for o, terms in by_operand if o is term.operand or (
-                    o is not None and o.same_as(term.operand))), None)
-                if same is None:
-                    by_operand.append((term.operand, [transposed]))
-                else:
-                    same.append(transposed)
+                by_operand.setdefault(term.operand, []).append(Term(
+                    gradients[product.var], term.parameter, term.gate, not term.transposed, term.heads, term.columns,
+                    term.rows))
         result = []
-        for operand, terms in by_operand:
-            var = tirx.Var(f"d_{'x' if operand is None else operand.name}_product", "float32")
+        for operand, terms in by_operand.items():
+            var = variable(f"d_{'x' if operand is None else operand.name}_product")
             result.append(Product(var, tuple(terms)))
             self.level[var] = level
             if operand is not None:
@@ -191,27 +180,21 @@ class Sweep:
     def statistics(self, statistics: Iterable[Statistic], gradients: dict[Var, Var],
                    level: int) -> tuple[Statistic, ...]:
         """The sums that give gradients of operands: they add up the gradients, at each unit, of totals and squares."""
-        from tvm import tirx
-
         sums = []
-        for s in statistics:
-            for var in s.made:
-                if var not in gradients:
-                    continue
-                total = tirx.Var(f"d_{var.name}_sum", "float32")
-                self.level[total] = level
-                sums.append(Statistic(total, None, (gradients[var],)))
-                if s.largest:
-                    sums.append(self._maximum(s, total, level))
-                    continue
-                for operand in s.operands:
-                    factor: Factor = self._inside(s)
-                    if var is s.squares or var.same_as(s.squares):
-                        count = tirx.const(1.0 / s.count(self.hidden), "float32")
-                        two = tirx.const(2.0, "float32")
-                        apart = self.partials.named(two * (operand - s.total * count), operand.name)
-                        factor = self.factor(self.partials.times(apart, factor, operand.name))
-                    self.add(operand, factor, total)
+        for s, var in ((one, v) for one in statistics for v in one.made if v in gradients):
+            total = variable(f"d_{var.name}_sum")
+            self.level[total] = level
+            sums.append(Statistic(total, None, (gradients[var],)))
+            if s.largest:
+                sums.append(self._maximum(s, total, level))
+                continue
+            for operand in s.operands:
+                factor: Factor = self._inside(s)
+                if var.same_as(s.squares):
+                    count = number(1.0 / s.count(self.hidden))
+                    apart = self.partials.named(number(2.0) * (operand - s.total * count), operand.name)
+                    factor = self.factor(self.partials.times(apart, factor, operand.name))
+                self.add(operand, factor, total)
         return tuple(sums)
 
     def _inside(self, s: Statistic) -> Factor:
@@ -221,25 +204,24 @@ class Sweep:
         from tvm import tirx
 
         first, end = s.units[0], sum(s.units)
-        inside = self.unit < tirx.const(float(end), "float32")
+        inside = self.unit < number(float(end))
         if first:
-            inside = tirx.And(self.unit >= tirx.const(float(first), "float32"), inside)
-        return self.partials.named(tirx.Select(inside, *(tirx.const(v, "float32") for v in (1.0, 0.0))), "inside")
+            inside = tirx.And(self.unit >= number(float(first)), inside)
+        return self.partials.named(where(inside, 1.0, 0.0), "inside")
 
     def _maximum(self, s: Statistic, gradient: Var, level: int) -> Statistic:
         """Shares the gradient of a maximum among the operands that have it, alike; returns their number as a statistic.
         An operand that is a little less counts, too: it may be the same value, rounded in another way."""
         from tvm import tirx
 
-        one, zero, close = (tirx.const(v, "float32") for v in (1.0, 0.0, TIE))
         m = s.total
-        lowest = m - close * tirx.max(m, zero - m)
-        has = [self.factor(self.partials.times(self.partials.named(tirx.Select(o >= lowest, one, zero), o.name),
+        lowest = m - number(TIE) * tirx.max(m, number(0.0) - m)
+        has = [self.factor(self.partials.times(self.partials.named(where(o >= lowest, 1.0, 0.0), o.name),
                                                self._inside(s), o.name)) for o in s.operands]
-        count, share = (tirx.Var(f"d_{m.name}_{end}", "float32") for end in ("count", "share"))
+        count, share = (variable(f"d_{m.name}_{end}") for end in ("count", "share"))
         self.level.update({count: level, share: level})
         # before the first step of a rotated adjoint there are none
-        self.assigns.append(Assign(share, gradient / tirx.max(count, one)))
+        self.assigns.append(Assign(share, gradient / tirx.max(count, number(1.0))))
         for operand, factor in zip(s.operands, has, strict=True):
             self.add(operand, factor, share)
         return Statistic(count, None, tuple(v for v in has if not isinstance(v, float)))

@@ -6,10 +6,10 @@ padded.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from importlib import resources
 
-from ecornn.build.generated import NumberTables
+from ecornn.build.generated import NumberTables, texts
 from ecornn.device import Device
 from ecornn.dtypes import DLPACK, DTYPES
 from ecornn.host_cpu import FLAGS
@@ -31,18 +31,16 @@ PACKINGS = (*DTYPES, "tf32", "int8", "scale", "int16", "int16_scale", "int21", "
 
 def sources() -> dict[str, str]:
     """File name -> C++ text."""
-    folder, headers = resources.files("ecornn.build"), resources.files("ecornn").joinpath("include")
-    places = [(folder, name) for name in FILES] + [(headers, name) for name in HEADERS]
-    return {"c_kinds.h": kinds(), **{name: (place / name).read_text() for place, name in places}}
+    headers = resources.files("ecornn").joinpath("include")
+    return {"c_kinds.h": kinds(), **texts(*FILES), **{name: (headers / name).read_text() for name in HEADERS}}
 
 
 def kinds() -> str:
     """``c_kinds.h``: the numbers of :data:`POINTERS` and :data:`PACKINGS`, as ``kStateIn`` and the like."""
-    def enum(name: str, values: Iterable[str]) -> str:
-        return f"enum {name} : int64_t {{{', '.join('k' + v.title().replace('_', '') for v in values)}}};"
-
-    return "\n".join(["#pragma once", "#include <cstdint>", "", "namespace ecornn_c {", "", enum("Kind", POINTERS),
-                      enum("Stored", PACKINGS), "", "}  // namespace ecornn_c", ""])
+    lines = [f"enum {name} : int64_t {{{', '.join('k' + v.title().replace('_', '') for v in values)}}};"
+             for name, values in (("Kind", POINTERS), ("Stored", PACKINGS))]
+    return "\n".join(["#pragma once", "#include <cstdint>", "", "namespace ecornn_c {", "", *lines, "",
+                      "}  // namespace ecornn_c", ""])
 
 
 def functions(program: Program, device: Device) -> tuple[str, ...]:

@@ -4,10 +4,8 @@
 is a file of its own, written under another name and renamed, that begins with the hash of its content: what was cut
 off or changed is made again. Above ``CAP`` bytes the oldest entries go.
 
-Entries are cubins, by source, architecture, flags and compiler; object files of host code; modules that were built
-while tuning, by workload, device, schedule, knobs and the code that makes modules; and the modules of
-``module_cache.py``. So configurations share the projection that they have in common, and a module that was built on
-one machine is measured on another that gets the folder.
+Entries are cubins, object files of host code, modules that were built while tuning, and those of ``module_cache.py``.
+So configurations share the projection that they have in common, and a machine measures modules that another one built.
 """
 
 from __future__ import annotations
@@ -56,13 +54,14 @@ def entry(kind: str, parts: Iterable[str | bytes], make: Callable[[], bytes]) ->
         return make()
     name = _name(kind, parts)
     path = root / name[:2] / name
+
+    def made() -> bool:
+        for owner in started():
+            owner.check()
+        return read(path) is not None
+
     content = read(path)
     if content is None:
-        def made() -> bool:
-            for owner in started():
-                owner.check()
-            return read(path) is not None
-
         with _alone(root, f"{kind}-{name[:3]}", made):
             content = read(path)
             if content is None:
@@ -98,7 +97,7 @@ def read(path: Path) -> bytes | None:
 
 def _write(root: Path, path: Path, content: bytes) -> None:
     global _unchecked
-    try:
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.replacing(path) as beside:
             beside.write_bytes(hashlib.sha256(content).digest() + content)
@@ -106,14 +105,11 @@ def _write(root: Path, path: Path, content: bytes) -> None:
         if _unchecked >= EVERY:
             _unchecked = 0
             evict(root, CAP)
-    except OSError:
-        return
 
 
 @contextlib.contextmanager
 def _alone(root: Path, lock_name: str, made: Callable[[], bool]) -> Iterator[None]:
-    """Keeps other processes and threads from making the same entry, until it is ``made`` or for :data:`LIMIT` seconds:
-    then several make it."""
+    """Keeps others from making the same entry until it is ``made``, or :data:`LIMIT` seconds: then several make it."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # nothing can be kept there
             (root / "locks").mkdir(parents=True, exist_ok=True)
@@ -135,11 +131,10 @@ def evict(root: Path, cap: int) -> None:
     """Removes the oldest entries where all of them are larger than ``cap`` bytes."""
     every = sorted(entries(root))
     total = sum(size for _, size, _ in every)
-    if total <= cap:
-        return
+    limit = cap if total <= cap else ROOM * cap
     for _, size, path in every:
+        if total <= limit:
+            return
         with contextlib.suppress(OSError):
             path.unlink()
         total -= size
-        if total <= ROOM * cap:
-            return

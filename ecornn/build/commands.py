@@ -28,7 +28,7 @@ def run(command: Sequence[str], seconds: float, folder: Path | None = None) -> t
     Raises :class:`BuildError` where it cannot be started or does not end within ``seconds``. It is ended then, with the
     processes that it started, as after any exception. What it leaves behind then lies in its ``folder``.
     """
-    environment = None if folder is None else {**os.environ, "TMPDIR": str(folder)}
+    environment, owners = None if folder is None else {**os.environ, "TMPDIR": str(folder)}, started()
     # no pipes, which stay open with any child
     with temporary.said(), tempfile.TemporaryFile() as errors, tempfile.TemporaryFile() as output:
         try:
@@ -36,7 +36,6 @@ def run(command: Sequence[str], seconds: float, folder: Path | None = None) -> t
                                        env=environment)
         except OSError as error:
             raise BuildError(f"{command[0]} cannot be started: {error.strerror}") from error
-        owners = started()
         try:
             for owner in owners:
                 owner.add(process)
@@ -110,8 +109,8 @@ def at_the_same_time(threads: int) -> Iterator[ThreadPoolExecutor]:
 def first_lines(text: str) -> str:
     """The start of a compiler's message: what follows the first errors seldom helps."""
     lines = [line.rstrip("\0") for line in text.strip().splitlines()]
-    rest = len(lines) - LINES
-    return "\n".join([*lines[:LINES], f"... {rest} more lines"] if rest > 0 else lines)
+    more = [f"... {len(lines) - LINES} more lines"] * (len(lines) > LINES)
+    return "\n".join([*lines[:LINES], *more])
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int:

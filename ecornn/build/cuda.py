@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import resources
 from typing import TYPE_CHECKING, Any, cast
 
 from ecornn.build.commands import at_the_same_time
-from ecornn.build.generated import Generated, Texts
+from ecornn.build.generated import Generated, Texts, texts
 from ecornn.build.host_cuda import COOPERATIVE, FILES, PACK, SCALARS, Kernel, host_program
 from ecornn.build.nvcc import as_variables, compile_cubin, ptx
 from ecornn.build.readable import readable_text, simplified, without_notes
@@ -39,13 +38,13 @@ def generate(program: Program, device: Device) -> Generated:
     """
     groups = _groups(_lower(program, device.arch))
     kernels = {one.name: replace(one.kernel, image=number) for number, (group, _) in enumerate(groups) for one in group}
-    texts = [text for _, text in groups]
+    sources = [text for _, text in groups]
     if packs(program):
-        kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(texts))
-        texts.append(resources.files("ecornn.build").joinpath("pack_weights.cu").read_text())
+        kernels[PACK] = Kernel(PACK_SYMBOL, (), {}, image=len(sources))
+        sources += texts("pack_weights.cu").values()
     host = host_program(program, kernels, device.arch)
-    with at_the_same_time(len(texts)) as threads:  # that wait for compilers
-        compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), texts))
+    with at_the_same_time(len(sources)) as threads:  # that wait for compilers
+        compiled = list(threads.map(lambda text: compile_cubin(text, device.arch), sources))
     used = {symbol: report for _, each in compiled for symbol, report in each.items()}
     return Generated(
         shared=host_sources(), program=host,
@@ -59,13 +58,15 @@ def generate(program: Program, device: Device) -> Generated:
 
 def host_sources() -> dict[str, str]:
     """The host code of all CUDA modules: file name -> C++ text."""
-    return {name: resources.files("ecornn.build").joinpath(name).read_text() for name in FILES}
+    return texts(*FILES)
 
 
 def _groups(lowered: list[_Lowered]) -> list[tuple[list[_Lowered], str]]:
     """Kernels that are compiled together, and their source. The projection is as good as the same for all
     configurations of a workload, so it is compiled apart, unless that takes less than starting the compiler."""
-    apart = [([one], text) for one in lowered if PROJECTION in one.name and len(text := _text(one)) >= LARGE]
+    texts_of = [([one], _kept(one.key, partial(_source, [one.code], one.key[1]))) for one in lowered
+                if PROJECTION in one.name]
+    apart = [(group, text) for group, text in texts_of if len(text) >= LARGE]
     alone = [one for group, _ in apart for one in group]
     rest = [one for one in lowered if one not in alone]
     return ([(rest, _source([one.code for one in rest], rest[0].key[1]))] if rest else []) + apart
@@ -109,19 +110,13 @@ def _lower(program: Program, arch: str) -> list[_Lowered]:
     return lowered
 
 
-def _text(one: _Lowered) -> str:
-    """CUDA source of one kernel."""
-    return _kept(one.key, lambda: _source([one.code], one.key[1]))
-
-
-_latest: dict[Any, Any] = {}
-_LATEST = 64
+_latest: dict[Any, Any] = {}  # 64 at most
 
 
 def _kept(key: Any, make: Callable[[], Any]) -> Any:
     """The result of ``make`` for a key, kept: in a search most functions of a program are those of the last one."""
     if key not in _latest:
-        while len(_latest) >= _LATEST:
+        while len(_latest) >= 64:
             del _latest[next(iter(_latest))]
         _latest[key] = make()
     return _latest[key]
@@ -165,15 +160,12 @@ def _kernel(program: Program, name: str, original: PrimFunc, code: PrimFunc) -> 
         if scalar and (parameter.name not in SCALARS or str(parameter.ty.dtype) != "int32"):
             raise BuildError(f"function {name!r}: scalar parameters are int32 {', '.join(SCALARS)}; "
                              f"{parameter.name!r} ({parameter.ty.dtype}) is none")
-        given = {names.get(parameter.name, parameter.name) for names in called}
-        if not scalar and not given <= known:
-            missing = ", ".join(map(repr, sorted(given - known)))
-            raise BuildError(f"function {name!r}: the program has no buffer {missing}")
+        strangers = {names.get(parameter.name, parameter.name) for names in called} - known
+        if strangers and not scalar:
+            raise BuildError(f"function {name!r}: the program has no buffer {', '.join(map(repr, sorted(strangers)))}")
         origin[parameter.name if scalar else f"{parameter.name}_ptr"] = parameter.name
-    strangers = [p.name for p in code.params if p.name not in origin]
-    if strangers:
-        raise BuildError(f"function {name!r}: the kernel's parameters {strangers} come from nowhere")
-
+    if unknown := [p.name for p in code.params if p.name not in origin]:
+        raise BuildError(f"function {name!r}: the kernel's parameters {unknown} come from nowhere")
     extents: dict[str, int] = {}
 
     def note(attribute: AttrStmt) -> None:
@@ -181,12 +173,8 @@ def _kernel(program: Program, name: str, original: PrimFunc, code: PrimFunc) -> 
             extents[attribute.node.thread_tag] = int(attribute.value)
 
     tvm_ffi.structural_walk(code.body, (tirx.AttrStmt, note))
-    return Kernel(
-        symbol=str(code.attrs["global_symbol"]),
-        arguments=tuple(origin[p.name] for p in code.params),
-        extents=extents,
-        tags=tuple(str(tag) for tag in code.attrs.get("tirx.kernel_launch_params", ())),
-    )
+    return Kernel(str(code.attrs["global_symbol"]), tuple(origin[p.name] for p in code.params), extents,
+                  tuple(str(tag) for tag in code.attrs.get("tirx.kernel_launch_params", ())))
 
 
 def _may_restrict(program: Program, name: str, kernel: Kernel) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import resources
 
 
 class Texts(dict[str, str]):
@@ -20,29 +21,20 @@ class Texts(dict[str, str]):
 
 @dataclass(frozen=True)
 class Generated:
-    """Files that become one shared library.
+    """Files that become one shared library."""
 
-    Attributes
-    ----------
-    sources : file name -> C++ text, compiled by the host compiler against tvm-ffi's headers
-    objects : file name -> bytes of an object file
-    binaries : symbol -> bytes embedded as read-only data (``extern "C" ecornn_blob symbol``, see ecornn_blob.h), such
-        as the manifest
-    shared : file name -> C++ text, as ``sources``, that is the same for all modules and compiled apart from these
-    functions : symbols, empty for none, whose addresses are in ``extern "C" void* const ecornn_functions[]``
-    program : of a CUDA module, what the host code, all of which is ``shared``, reads of the program: it lies behind the
-        library with the binaries, and nothing is compiled or linked
-    emitted : ``cuda``, ``ptx``, ``tir``, ``asm`` -> text for people (``--emit``)
-    resources : function -> what the compiler reports (registers, spilled bytes, shared memory)
-    """
-
-    sources: dict[str, str] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # name -> C++ text, compiled against tvm-ffi's headers
+    objects: dict[str, bytes] = field(default_factory=dict)  # name -> bytes of an object file
+    # symbol -> bytes embedded as read-only data (`extern "C" ecornn_blob symbol`, see ecornn_blob.h), as the manifest
     binaries: dict[str, bytes] = field(default_factory=dict)
-    emitted: Mapping[str, str] = field(default_factory=dict)
+    emitted: Mapping[str, str] = field(default_factory=dict)  # cuda, ptx, tir, asm -> text for people (--emit)
+    # function -> what the compiler reports (registers, spilled bytes, shared memory)
     resources: dict[str, dict[str, int]] = field(default_factory=dict)
+    # as `sources`, the same for all modules and compiled apart from these
     shared: dict[str, str] = field(default_factory=dict)
-    functions: tuple[str, ...] = ()
+    functions: tuple[str, ...] = ()  # symbols, empty for none, whose addresses are in `ecornn_functions[]`
+    # of a CUDA module, what the host code, all of which is `shared`, reads of the program: it lies behind the library
+    # with the binaries, and nothing is compiled or linked
     program: bytes | None = None
 
 
@@ -62,3 +54,9 @@ class NumberTables:
             text = value.encode()
             self.numbers(len(text))
             self.content += text + bytes(8 - len(text) % 8)  # with a zero behind it
+
+
+def texts(*names: str) -> dict[str, str]:
+    """File name -> text of files of this package."""
+    folder = resources.files("ecornn.build")
+    return {name: (folder / name).read_text() for name in names}

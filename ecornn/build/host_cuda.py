@@ -23,25 +23,19 @@ COOPERATIVE = "tirx.use_cooperative_launch"
 _TAGS = {COOPERATIVE: "cooperative", "tirx.use_dyn_shared_memory": "shared"}
 _EXTENTS = {"blockIdx.x": "grid", "threadIdx.x": "threads", "clusterCtaIdx.x": "cluster"}
 
+Words = list[int]
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Kernel:
-    """A device function as the host sees it.
+    """A device function as the host sees it."""
 
-    Attributes
-    ----------
-    symbol : its name in the cubin
-    arguments : buffer names and scalars, in the order of its parameters
-    extents : constant launch extents by thread tag such as ``blockIdx.x``
-    tags : TVM's launch tags, among them ``tirx.use_cooperative_launch``
-    image : number of the cubin that has it
-    """
-
-    symbol: str
-    arguments: tuple[str, ...]
-    extents: Mapping[str, int]
-    tags: tuple[str, ...] = ()
-    image: int = 0
+    symbol: str  # its name in the cubin
+    arguments: tuple[str, ...]  # buffer names and scalars, in the order of its parameters
+    extents: Mapping[str, int]  # constant launch extents by thread tag such as `blockIdx.x`
+    tags: tuple[str, ...] = ()  # TVM's launch tags, among them `tirx.use_cooperative_launch`
+    image: int = 0  # number of the cubin that has it
 
 
 def host_program(program: Program, kernels: Mapping[str, Kernel], arch: str) -> bytes:
@@ -71,10 +65,6 @@ def host_program(program: Program, kernels: Mapping[str, Kernel], arch: str) -> 
         table.numbers(len(takes) if name in entries else -1, takes.index(EXISTING) if EXISTING in takes else -1,
                      len(words), *words)
     return bytes(table.content)
-
-
-Words = list[int]
-T = TypeVar("T")
 
 
 class _Writer:

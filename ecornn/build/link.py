@@ -11,6 +11,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 from ecornn import checksum, temporary
@@ -57,27 +58,29 @@ def _linked(compiler: Sequence[str], objects: dict[str, bytes], binaries: dict[s
     """A shared library of these."""
     from tvm_ffi import libinfo
 
-    runtime = Path(libinfo.find_libtvm_ffi())
     with temporary.folder() as folder:
         inputs = write_inputs(objects, binaries, folder, functions)
-        run_tool([*compiler, "-shared", "-pthread", *inputs, f"-L{runtime.parent}", "-Wl,--as-needed",
-                  "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic", "-Wl,--strip-debug", "-ltvm_ffi",
-                  "-ldl", "-o", "made.so"], folder)
-        return (folder / "made.so").read_bytes()
+        return _made([*compiler, "-shared", "-pthread", *inputs, f"-L{Path(libinfo.find_libtvm_ffi()).parent}",
+                      "-Wl,--as-needed", "-Wl,--no-undefined", "-Wl,-z,noexecstack", "-Wl,-Bsymbolic",
+                      "-Wl,--strip-debug", "-ltvm_ffi", "-ldl"], folder)
+
+
+def _made(command: Sequence[str], folder: Path) -> bytes:
+    """The file that a compiler makes in a folder."""
+    run_tool([*command, "-o", "made"], folder)
+    return (folder / "made").read_bytes()
 
 
 @functools.lru_cache(maxsize=2)
 def _host_library(compiler: tuple[str, ...], shared: tuple[tuple[str, str], ...]) -> bytes:
     """The library that all CUDA modules are: from the cache, once it has been compiled."""
-    texts = [text for pair in shared for text in pair]
-    return cache.entry("host", (_version(compiler), version("apache-tvm-ffi"), *texts),
+    return cache.entry("host", (_version(compiler), version("apache-tvm-ffi"), *chain(*shared)),
                        lambda: _linked(compiler, _compiled(compiler, dict(shared)), {}, ()))
 
 
 def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: bytes) -> bytes:
     """The bytes behind a library of ``size`` bytes, which HostProgram::Read() of host_cuda.h finds from the end."""
-    blobs, first = (manifest, tables, program, *cubins), NumberTables()
-    made, places = bytearray(), []
+    blobs, places, made, first = (manifest, tables, program, *cubins), list[int](), bytearray(), NumberTables()
     start = 8 * (1 + 2 * len(blobs))
     start += -(size + start) % ALIGNMENT
     for blob in blobs:
@@ -90,8 +93,7 @@ def behind(size: int, manifest: bytes, tables: bytes, *cubins: bytes, program: b
 
 
 def compile_ahead(shared: dict[str, str], linked: bool) -> None:
-    """Compiles what is ``shared`` by modules, and links it if that is ``linked`` by itself, so that :func:`link` finds
-    it. Errors are left to that."""
+    """Compiles, and links if ``linked``, what modules share, for :func:`link`, to which errors are left."""
     with contextlib.suppress(BuildError):
         compiler = find_compiler()
         if linked:
@@ -108,10 +110,8 @@ def objects_of(compiler: Sequence[str], generated: Generated) -> dict[str, bytes
 @safe_interrupts()
 def _compiled(compiler: Sequence[str], *groups: Mapping[str, str]) -> dict[str, bytes]:
     """An object file of each C++ source of several groups; the other files of a group are its headers."""
-    made = []
-    for group in groups:
-        headers = tuple((name, text) for name, text in group.items() if not name.endswith(SOURCE_SUFFIXES))
-        made += [((name, text), headers) for name, text in group.items() if name.endswith(SOURCE_SUFFIXES)]
+    made = [((name, text), tuple(one for one in group.items() if not one[0].endswith(SOURCE_SUFFIXES)))
+            for group in groups for name, text in group.items() if name.endswith(SOURCE_SUFFIXES)]
     with at_the_same_time(max(1, len(made))) as threads:  # that wait for the compiler
         objects = threads.map(lambda one: _object(tuple(compiler), *one), made)
         return {f"{name}.o": code for ((name, _), _), code in zip(made, objects, strict=True)}
@@ -123,17 +123,16 @@ def _object(compiler: tuple[str, ...], source: tuple[str, str], headers: tuple[t
     from tvm_ffi import libinfo
 
     flags = ["-fPIC", "-O2", "-std=c++17", "-fvisibility=hidden", "-pthread"]
-    folders = [libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
+    folders = [f"-I{f}" for f in (libinfo.find_include_path(), libinfo.find_dlpack_include_path())]
 
     def compile() -> bytes:
         with temporary.folder() as folder:
             for name, text in (source, *headers):
                 (folder / name).write_text(text)
-            run_tool([*compiler, *flags, *(f"-I{f}" for f in folders), "-c", source[0], "-o", "made.o"], folder)
-            return (folder / "made.o").read_bytes()
+            return _made([*compiler, *flags, *folders, "-c", source[0]], folder)
 
-    texts = [text for pair in (source, *headers) for text in pair]
-    return cache.entry("object", (_version(compiler), version("apache-tvm-ffi"), *flags, *texts), compile)
+    return cache.entry("object", (_version(compiler), version("apache-tvm-ffi"), *flags, *source, *chain(*headers)),
+                       compile)
 
 
 def package_library(source: str, linked: Sequence[str], folders: Sequence[str] = (),
@@ -154,8 +153,7 @@ def package_library(source: str, linked: Sequence[str], folders: Sequence[str] =
 
     def compile() -> bytes:
         with temporary.folder() as folder:
-            run_tool([*find_compiler(), *LIBRARY, *places, str(file), *linked, "-o", "made.so"], folder)
-            return (folder / "made.so").read_bytes()
+            return _made([*find_compiler(), *LIBRARY, *places, str(file), *linked], folder)
 
     return cache.entry(file.parent.name, (identity(), *parts, *LIBRARY, *linked, *texts), compile)
 
@@ -192,28 +190,23 @@ def find_compiler() -> list[str]:
 def write_inputs(objects: dict[str, bytes], binaries: dict[str, bytes], folder: Path,
                  functions: Sequence[str] = ()) -> list[str]:
     """Writes all inputs of the linker to ``folder`` and returns their names."""
-    inputs = [*objects]
-    for name, content in objects.items():
+    for name, content in (objects | {f"{symbol}.bin": content for symbol, content in binaries.items()}).items():
         (folder / name).write_bytes(content)
     if binaries:
-        for symbol, content in binaries.items():
-            (folder / f"{symbol}.bin").write_bytes(content)
         (folder / "binaries.s").write_text(_assembler(binaries, functions))
-        inputs.append("binaries.s")
-    return inputs
+    return [*objects, *(["binaries.s"] if binaries else [])]
 
 
 def _assembler(binaries: dict[str, bytes], functions: Sequence[str]) -> str:
-    """Read-only data of each ``symbol``, an ecornn_blob; the assembler takes megabytes at once, as a C compiler does
-    not. And the addresses of functions."""
-    lines = ['.section .rodata,"a",%progbits']
+    """Read-only data of each ``symbol``, an ecornn_blob, and functions' addresses: for megabytes faster than C."""
+    lines, writable = ['.section .rodata,"a",%progbits'], '.section .data.rel.ro,"aw",%progbits'
     for symbol in binaries:
         lines += [".balign 64", f"{symbol}_data:", f'.incbin "{symbol}.bin"', ".byte 0"]
-    lines += ['.section .data.rel.ro,"aw",%progbits']
+    lines.append(writable)
     for symbol, content in binaries.items():
         lines += [f".global {symbol}", f".hidden {symbol}", ".balign 8", f"{symbol}:", f".quad {symbol}_data",
                   f".quad {len(content)}"]
     if functions:
-        lines += ['.section .data.rel.ro,"aw",%progbits', ".global ecornn_functions", ".hidden ecornn_functions",
-                  ".balign 8", "ecornn_functions:", *(f".quad {name or 0}" for name in functions)]
+        lines += [writable, ".global ecornn_functions", ".hidden ecornn_functions", ".balign 8", "ecornn_functions:",
+                  *(f".quad {name or 0}" for name in functions)]
     return "\n".join([*lines, '.section .note.GNU-stack,"",%progbits', ""])

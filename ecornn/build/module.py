@@ -11,15 +11,15 @@ import os
 import re
 import shutil
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
+from string import Template
 
 import msgspec
 
 from ecornn import temporary
 from ecornn.build import c_tables, cuda, llvm
 from ecornn.build.commands import at_the_same_time
-from ecornn.build.generated import Generated
+from ecornn.build.generated import Generated, texts
 from ecornn.build.link import compile_ahead, find_compiler, identity, link, objects_of, run_tool, write_inputs
 from ecornn.device import Device
 from ecornn.errors import ArgumentError, BuildError
@@ -34,9 +34,7 @@ MANIFEST = "ecornn_manifest"
 def generate(program: Program, device: Device, apart: bool = False) -> Generated:
     """Machine code and host code of ``program``, not linked; ``apart``: in several files where that takes less time.
     Raises :class:`~ecornn.errors.BuildError`."""
-    if device.kind == "cuda":
-        return cuda.generate(program, device)
-    return llvm.generate(program, device, apart)
+    return cuda.generate(program, device) if device.kind == "cuda" else llvm.generate(program, device, apart)
 
 
 @safe_interrupts()
@@ -66,36 +64,6 @@ def _complete(program: Program, manifest: Manifest) -> Generated:
                    functions=c_tables.functions(program, device))
 
 
-TOOLS = ("ar", "objcopy")
-API = "ecornn_module_api"
-HEADER = """\
-/* A recurrent layer that is linked into the program, by lib{file}.a or {file}.a: {what}. */
-#ifndef ECORNN_LAYER_{upper}_H_
-#define ECORNN_LAYER_{upper}_H_
-
-#include <ecornn.h>
-
-#ifdef __cplusplus
-extern "C" {{
-#endif
-
-const ecornn_api* {name}_module_api(int32_t version);
-
-/* The layer as a module that is open, as ecornn_open() opens files. */
-static inline int32_t {name}_open(ecornn_module* module, ecornn_error* error) {{
-  module->library = NULL;
-  module->api = {name}_module_api(ECORNN_ABI_VERSION);
-  return module->api ? (int32_t)ECORNN_OK
-                     : ecornn_refuse_(error, ECORNN_VERSION, "{name}", "has another version of the C interface");
-}}
-
-#ifdef __cplusplus
-}}
-#endif
-
-#endif
-"""
-
 
 def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
     """Builds the static library ``out`` of a CPU's program and returns its header, beside it.
@@ -110,18 +78,18 @@ def build_archive(program: Program, manifest: Manifest, out: Path) -> Path:
     compiler = find_compiler()
     if "clang" not in identity():  # GCC's variables of inline functions could not be made local
         compiler.append("-fno-gnu-unique")
-    ar, objcopy = (_tool(tool) for tool in TOOLS)
-    shim = resources.files("ecornn.build").joinpath("standalone.cc").read_text()
-    objects = objects_of(compiler, replace(generated, sources={**generated.sources, "standalone.cc": shim}))
-    what = f"{manifest.workload}, {manifest.device.arch}"
+    ar, objcopy = map(_tool, ("ar", "objcopy"))
+    objects = objects_of(compiler, replace(generated, sources={**generated.sources, **texts("standalone.cc")}))
+    text = Template(texts("static_layer.h")["static_layer.h"]).substitute(
+        name=name, upper=name.upper(), what=f"{manifest.workload}, {manifest.device.arch}")
     with temporary.folder() as folder:
         inputs = write_inputs(objects, generated.binaries, folder, generated.functions)
         # sections of templates would be taken for those of another library, whose symbols are as local as these
         run_tool([*compiler, "-r", "-nostdlib", "-Wl,--force-group-allocation", *inputs, "-o", "all.o"], folder)
-        run_tool([objcopy, f"--redefine-sym={API}={name}_module_api", f"--keep-global-symbol={name}_module_api",
-                  "all.o", f"{name}.o"], folder)
+        run_tool([objcopy, f"--redefine-sym=ecornn_module_api={name}_module_api",
+                  f"--keep-global-symbol={name}_module_api", "all.o", f"{name}.o"], folder)
         run_tool([ar, "rcsD", "made.a", f"{name}.o"], folder)
-        (folder / "made.h").write_text(HEADER.format(file=name, name=name, upper=name.upper(), what=what))
+        (folder / "made.h").write_text(text)
         for name_here, path in (("made.a", out), ("made.h", header)):
             try:
                 with temporary.replacing(path) as beside:
@@ -143,7 +111,6 @@ def name_of(out: Path) -> str:
 
 
 def _tool(name: str) -> str:
-    path = shutil.which(name)
-    if path is None:
-        raise BuildError(f"no {name}; install binutils, for example 'apt install binutils'")
-    return path
+    if path := shutil.which(name):
+        return path
+    raise BuildError(f"no {name}; install binutils, for example 'apt install binutils'")

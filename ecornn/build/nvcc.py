@@ -3,15 +3,12 @@
 ``ECORNN_CUDA_COMPILER=nvcc`` or ``nvrtc`` forces one of the two. Neither needs a GPU, and neither is
 ever given ``--use_fast_math``: a schedule that wants a fast approximation says so in its code.
 
-Source is changed so that nvcc compiles it faster: short headers, and variables in place of large local arrays.
-
-Headers: kernels use few declarations, which stand in place of TVM's first lines and CUDA's headers; these take longer
-to read than most kernels take to compile. (NVRTC has them ready, and gains nothing.)
-
-Arrays: TVM keeps accumulators and fragments in arrays, which end up in registers because every index is a constant.
-Finding that out costs nvcc's optimiser the size of an array times the number of its uses, or the square of that number:
-most of the time of a kernel with many products. Variables are registers from the start. Of some kernels ptxas then
-makes code that differs in the order and choice of registers; so source that compiles fast is left as it is.
+Source is changed so that nvcc compiles it faster. The few declarations that kernels use stand in place of TVM's first
+lines and CUDA's headers, which take longer to read than most kernels take to compile; NVRTC has them ready. And large
+local arrays become variables: TVM keeps accumulators and fragments in arrays, which end up in registers because every
+index is a constant, but finding that out costs nvcc's optimiser the size of an array times the number of its uses, or
+the square of that number. Of some kernels ptxas then makes code that differs in the order and choice of registers; so
+source that compiles fast is left as it is.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
-from importlib import resources
 
 import msgspec
 
 from ecornn import temporary
 from ecornn.build import cache, nvrtc
 from ecornn.build.commands import ANSWER, WORK, first_lines, run
+from ecornn.build.generated import texts
 from ecornn.errors import ArgumentError, BuildError
 
 Resources = dict[str, dict[str, int]]
@@ -108,40 +105,36 @@ def chosen_nvcc() -> str | None:
     if choice not in ("", "nvcc", "nvrtc"):
         raise ArgumentError(ENVIRONMENT, choice, "'nvcc', 'nvrtc' or nothing")
     nvcc = find_nvcc() if choice != "nvrtc" else None
-    if nvcc:
-        return nvcc
-    if choice == "nvcc":
+    if choice == "nvcc" and not nvcc:
         raise BuildError(f"{ENVIRONMENT}=nvcc, but there is no nvcc; {INSTALL}")
-    if not nvrtc.available():
+    if not nvcc and not nvrtc.available():
         raise BuildError(f"no CUDA compiler; {INSTALL}")
-    return None
+    return nvcc
 
 
 def _compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     """The compiler's output (``kind`` is ``cubin`` or ``ptx``) and its log."""
     nvcc = chosen_nvcc()
-    if nvcc:
-        if (shorter := short(source)) is not None:
-            try:
-                return _nvcc(nvcc, shorter, arch, kind, DEFINES)
-            except BuildError as error:
-                # Source that is not understood needs CUDA's headers, or is wrong and fails with them too. They mend
-                # nothing that fails later: ptxas finds too much shared memory, or the compiler is killed.
-                if not _NOT_UNDERSTOOD.search(str(error)):
-                    raise
-        return _nvcc(nvcc, source, arch, kind)
-    return nvrtc.compile(source, arch, kind)
+    if not nvcc:
+        return nvrtc.compile(source, arch, kind)
+    if (shorter := short(source)) is not None:
+        try:
+            return _nvcc(nvcc, shorter, arch, kind, DEFINES)
+        except BuildError as error:
+            # Source that is not understood needs CUDA's headers, or is wrong and fails with them too. They mend
+            # nothing that fails later: ptxas finds too much shared memory, or the compiler is killed.
+            if not _NOT_UNDERSTOOD.search(str(error)):
+                raise
+    return _nvcc(nvcc, source, arch, kind)
 
 
 def _nvcc(nvcc: str, source: str, arch: str, kind: str, defines: Sequence[str] = ()) -> tuple[bytes, str]:
     virtual = f"compute_{arch.removeprefix('sm_')}"
-    real = arch if kind == "cubin" else virtual
     with temporary.folder() as folder:
         source_file, output = folder / "kernels.cu", folder / f"kernels.{kind}"
         source_file.write_text(source)
-        command = [nvcc, f"-gencode=arch={virtual},code={real}", *FLAGS, *defines, f"-{kind}", str(source_file),
-                   "-o", str(output)]
-        status, log = run(command, WORK, folder)
+        status, log = run([nvcc, f"-gencode=arch={virtual},code={arch if kind == 'cubin' else virtual}", *FLAGS,
+                           *defines, f"-{kind}", str(source_file), "-o", str(output)], WORK, folder)
         if status != 0:
             raise BuildError(f"nvcc failed for {arch} with status {status}:\n{first_lines(log)}{temporary.limited()}")
         return output.read_bytes(), log
@@ -175,7 +168,7 @@ def short(source: str) -> str | None:
 @functools.cache
 def headers() -> str:
     """The declarations that kernels use, from kernel_headers.h."""
-    return resources.files("ecornn.build").joinpath("kernel_headers.h").read_text()
+    return texts("kernel_headers.h")["kernel_headers.h"]
 
 
 def as_variables(source: str) -> str:

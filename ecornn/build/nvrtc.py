@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ecornn.build.commands import first_lines
+from ecornn.build.generated import texts
 from ecornn.errors import BuildError
 
 # TVM's source includes these of libcu++, which the extra's wheels lack, for little or nothing.
 _IN_MEMORY = ("cuda/std/cstdint", "cuda/std/type_traits", "cuda/barrier")
-_SOURCES = ("nvrtc.py", "nvrtc_std.h")
 _RUNTIME_WHEELS = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
 
 
@@ -30,8 +30,7 @@ def identity() -> str:
     """All that machine code depends on besides source and architecture."""
     names = ("cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12", *_RUNTIME_WHEELS)
     versions = [f"{name} {version}" for name in names if (version := _version(name))]
-    files = resources.files("ecornn.build")
-    return "\n".join([*versions, str(include_folder()), *(files.joinpath(name).read_text() for name in _SOURCES)])
+    return "\n".join([*versions, str(include_folder()), *texts("nvrtc.py", "nvrtc_std.h").values()])
 
 
 def _version(wheel: str) -> str | None:
@@ -48,25 +47,21 @@ def compile(source: str, arch: str, kind: str) -> tuple[bytes, str]:
     folder = include_folder()
     cccl = (folder / "cccl" / "cuda" / "std" / "cstdint").is_file()
     names = [] if cccl else [name.encode() for name in _IN_MEMORY]
-    header = resources.files("ecornn.build").joinpath("nvrtc_std.h").read_bytes()
-    program = _check(nvrtc, "nvrtcCreateProgram", source.encode(), b"kernels.cu", len(names),
-                     [header] * len(names), names)
+    headers = [text.encode() for text in texts("nvrtc_std.h").values()] * len(names)
+    program = _check(nvrtc, "nvrtcCreateProgram", source.encode(), b"kernels.cu", len(names), headers, names)
     try:
-        real = arch if kind == "cubin" else f"compute_{arch.removeprefix('sm_')}"
+        real, own = (arch, ["--ptxas-options=-v"]) if kind == "cubin" else (f"compute_{arch.removeprefix('sm_')}", [])
         options = [f"--gpu-architecture={real}", "-std=c++17", "-default-device", "--device-int128", "-w",
                    f"-I{folder}", f"-I{folder / 'cccl'}",
-                   "-DINFINITY=__int_as_float(0x7f800000)"]  # TVM writes it, and NVRTC has no math.h
-        if kind == "cubin":
-            options.append("--ptxas-options=-v")
+                   "-DINFINITY=__int_as_float(0x7f800000)", *own]  # TVM writes it, and NVRTC has no math.h
         (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
         log = _text(nvrtc, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program)
         if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             # Cooperative groups include more of libcu++ than TVM does itself.
             hint = "\npip install nvidia-cuda-cccl, or install nvcc" if b'source file "nv/' in log else ""
             raise BuildError(f"NVRTC failed for {arch}: {result.name}\n{first_lines(log.decode())}{hint}")
-        size, get = (("nvrtcGetCUBINSize", "nvrtcGetCUBIN") if kind == "cubin"
-                     else ("nvrtcGetPTXSize", "nvrtcGetPTX"))
-        return _text(nvrtc, size, get, program), log.decode()
+        get = f"nvrtcGet{kind.upper()}"
+        return _text(nvrtc, f"{get}Size", get, program), log.decode()
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -79,12 +74,8 @@ def toolkits() -> Iterator[Path]:
 
 def include_folder() -> Path:
     """The folder of ``cuda_fp16.h``: in the runtime's wheel, else below ``$CUDA_HOME``."""
-    for wheel in _RUNTIME_WHEELS:
-        try:
-            files = metadata.files(wheel) or []
-        except metadata.PackageNotFoundError:
-            continue
-        for file in files:
+    for wheel in filter(_version, _RUNTIME_WHEELS):
+        for file in metadata.files(wheel) or []:
             if file.name == "cuda_fp16.h":
                 return Path(str(file.locate())).parent
     for root in toolkits():

@@ -57,6 +57,8 @@ def _may_stand_for(bound: Any) -> bool:
     import tvm_ffi
     from tvm import ir, tirx
 
+    if isinstance(bound.value, tirx.Var):
+        return bool(bound.value.name.startswith(("threadIdx", "blockIdx")))
     counts: Counter[str] = Counter()
 
     def look(value: Any) -> None:
@@ -68,8 +70,6 @@ def _may_stand_for(bound: Any) -> bool:
             counts["operations"] += 1
 
     tvm_ffi.structural_walk(bound.value, (ir.Expr, look))
-    if isinstance(bound.value, tirx.Var):
-        return bool(bound.value.name.startswith(("threadIdx", "blockIdx")))
     return not counts["changes"] and counts["operations"] >= (LARGE if bound.var.name.startswith(MADE) else 1)
 
 
@@ -114,18 +114,19 @@ def _rebuilt(statement: Any, of_expression: Callable[[Any], Any], of_statement: 
     """``statement`` with the results for its parts: statements inside first, from the last to the first."""
     from tvm import tirx
 
-    if isinstance(statement, tirx.IfThenElse):
-        other = None if statement.else_case is None else of_statement(statement.else_case)
-        return tirx.IfThenElse(of_expression(statement.condition), of_statement(statement.then_case), other)
-    if isinstance(statement, tirx.For):
-        body = of_statement(statement.body)
-        return tirx.For(statement.loop_var, of_expression(statement.min), of_expression(statement.extent),
-                        statement.kind, body, statement.thread_binding, statement.annotations, statement.step)
-    if isinstance(statement, tirx.While):
-        return tirx.While(of_expression(statement.condition), of_statement(statement.body))
-    if isinstance(statement, tirx.AttrStmt):
-        return tirx.AttrStmt(statement.node, statement.attr_key, statement.value, of_statement(statement.body))
-    return of_expression(statement)
+    one = statement
+    if isinstance(one, tirx.IfThenElse):
+        other = None if one.else_case is None else of_statement(one.else_case)
+        return tirx.IfThenElse(of_expression(one.condition), of_statement(one.then_case), other)
+    if isinstance(one, tirx.For):
+        body = of_statement(one.body)
+        return tirx.For(one.loop_var, of_expression(one.min), of_expression(one.extent), one.kind, body,
+                        one.thread_binding, one.annotations, one.step)
+    if isinstance(one, tirx.While):
+        return tirx.While(of_expression(one.condition), of_statement(one.body))
+    if isinstance(one, tirx.AttrStmt):
+        return tirx.AttrStmt(one.node, one.attr_key, one.value, of_statement(one.body))
+    return of_expression(one)
 
 
 WIDTH = 120

@@ -23,28 +23,20 @@ Known = dict[str, Any]  # by a tensor's name; of one that cannot be had a Module
 class Scope:
     """A graph of a model, and those around it, whose tensors its nodes see.
 
-    Attributes
-    ----------
-    graph : an ``onnx.GraphProto``
-    nodes : the nodes of the graph, each an object that stays the same
-    opsets : the versions of the operators that it uses
-    outer : the scope of the node whose body this graph is; None of the model itself
-    depth : how many graphs it is in
-
     ``variable``: tensors that are no constants though the graph holds a value of them.
     """
 
     def __init__(self, graph: Any, opsets: Any, outer: Scope | None = None, variable: Collection[str] = ()) -> None:
-        self.graph, self.nodes, self.opsets, self.outer = graph, [*graph.node], opsets, outer
-        self.depth: int = outer.depth + 1 if outer is not None else 0
+        self.graph, self.opsets = graph, opsets  # an onnx.GraphProto, and the versions of the operators that it uses
+        self.nodes = [*graph.node]  # each an object that stays the same
+        self.outer = outer  # the scope of the node whose body this graph is; None of the model itself
+        self.depth: int = outer.depth + 1 if outer is not None else 0  # how many graphs it is in
         self._sources: dict[str, list[Any]] = {}  # name -> the tensors that it holds, and the nodes that make it
-        for tensor in graph.initializer:
-            self._sources.setdefault(tensor.name, []).append(tensor)
-        for tensor in graph.sparse_initializer:
-            self._sources.setdefault(tensor.values.name, []).append(tensor)
-        for node in self.nodes:
-            for output in filter(None, node.output):
-                self._sources.setdefault(output, []).append(node)
+        sources = [*((tensor.name, tensor) for tensor in graph.initializer),
+                   *((tensor.values.name, tensor) for tensor in graph.sparse_initializer),
+                   *((output, node) for node in self.nodes for output in node.output if output)]
+        for name, source in sources:
+            self._sources.setdefault(name, []).append(source)
         given = variable if outer is None else [value.name for value in graph.input]  # a body's come with each turn
         self._fixed: Known = dict.fromkeys(given, False)  # whether a tensor depends on no call
         self._values: Known = {}
@@ -123,8 +115,7 @@ class Scope:
 
 
 def settled(scope: Scope, name: str, known_of: Callable[[Scope], Known], judge: Callable[[Scope, str], Any]) -> Any:
-    """The result of ``judge`` for a tensor, after those for all tensors that it is computed from; ``known_of`` gives
-    each scope's results. A graph may be deeper than Python's stack."""
+    """``judge`` of a tensor, after those of all that it needs: a graph may be deeper than Python's stack."""
     waiting, begun = [(scope, name)], set()
     while waiting:
         one = where, tensor = waiting[-1]

@@ -94,13 +94,11 @@ def array(value: Any, name: str) -> Any:
 
 def as_type(value: Any, dtype: str) -> Any:
     """A NumPy array in a data type by name."""
-    if value.dtype.name == dtype:
-        return value
     if dtype == "bfloat16":
         import ml_dtypes
 
-        return value.astype(ml_dtypes.bfloat16)
-    return value.astype(dtype)
+        return value.astype(ml_dtypes.bfloat16, copy=False)
+    return value.astype(dtype, copy=False)
 
 
 @public

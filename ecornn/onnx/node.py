@@ -29,9 +29,10 @@ NAMES = {"Relu": "relu", "Tanh": "tanh", "Sigmoid": "sigmoid", "Affine": "affine
          "Elu": "elu", "Softsign": "softsign", "Softplus": "softplus"}
 ROLES = {"LSTM": ("gate", "new", "out"), "GRU": ("gate", "new"), "RNN": ("new",)}
 DIRECTIONS = ("forward", "reverse", "bidirectional")
-ATTRIBUTES = {"activation_alpha", "activation_beta", "activations", "clip", "direction", "hidden_size", "layout"}
-OWN = {"LSTM": {"input_forget"}, "GRU": {"linear_before_reset"}, "RNN": set()}
-SWITCHES = ("input_forget", "linear_before_reset", "layout")
+TYPES = {"activation_alpha": "FLOATS", "activation_beta": "FLOATS", "activations": "STRINGS", "clip": "FLOAT",
+         "direction": "STRING", "hidden_size": "INT", "input_forget": "INT", "layout": "INT",
+         "linear_before_reset": "INT"}  # of attributes
+OWN = {"input_forget": "LSTM", "linear_before_reset": "GRU"}  # attributes of one operator
 FLOATS = ("float16", "bfloat16", "float32", "float64")  # the operators' types
 LENGTHS = "sequence_lens"
 
@@ -71,9 +72,8 @@ class Node:
 
 
 def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequence[Array | None],
-              outputs: tuple[bool, ...], inputs: Mapping[str, Array | None] | None = None,
-              shared: Shared | None = None) -> Node:
-    """The meaning of a node with these attributes and the tensors W, R, B and, for an LSTM, P.
+              outputs: tuple[bool, ...], inputs: Mapping[str, Array | None], shared: Shared) -> Node:
+    """The meaning of a node with these attributes and the tensors W, R, B and P.
 
     ``inputs``: as :class:`Node` has them, of any type that ONNX has for them. ``shared``: the weights of the model's
     other nodes, which this one gets where its tensors are the same objects; its own are added.
@@ -85,29 +85,31 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
     if op not in GATES:
         raise ArgumentError("node", f"{name} ({op})", f"a node of {', '.join(GATES)}")
     for key in attributes:
-        if key not in ATTRIBUTES | OWN[op]:
+        if key not in TYPES or OWN.get(key, op) != op:
             raise ArgumentError(f"{name}.{key}", attributes[key], f"an attribute of {op}")
-    for key in SWITCHES:
+    for key in (*OWN, "layout"):
         if attributes.get(key, 0) not in (0, 1):
             raise ArgumentError(f"{name}.{key}", attributes[key], "0 or 1")
     direction = attributes.get("direction", "forward")
     if direction not in DIRECTIONS:
         raise ArgumentError(f"{name}.direction", direction, f"one of {', '.join(DIRECTIONS)}")
     count = 1 + (direction == "bidirectional")
-    w, r, b, p = (*tensors, None, None, None, None)[:4]
+    w, r, b, p = tensors
     if w is None or r is None:
         raise WeightsError(f"node {name}: W and R must be constants of the model", ["W", "R"])
-    for key, value in (("W", w), ("R", r), ("B", b), ("P", p)):
-        if value is not None and str(value.dtype) not in FLOATS:
+    present = {key: value for key, value in (("W", w), ("R", r), ("B", b), ("P", p)) if value is not None}
+    for key, value in present.items():
+        if str(value.dtype) not in FLOATS:
             raise DTypeError(f"{name}.{key}.dtype", str(value.dtype), f"one of {', '.join(FLOATS)}")
-    for key, value in (("W", w), ("R", r)):
-        if value.ndim != 3:
-            raise ShapeError(f"{name}.{key}.shape", value.shape, "3 axes: directions, gates * units, and what they see")
+    for key in "WR":
+        if present[key].ndim != 3:
+            raise ShapeError(f"{name}.{key}.shape", present[key].shape,
+                             "3 axes: directions, gates * units, and what they see")
     gates, hidden = len(GATES[op]), int(r.shape[-1])
     wanted = {"W": (count, gates * hidden, int(w.shape[-1])), "R": (count, gates * hidden, hidden),
               "B": (count, 2 * gates * hidden), "P": (count, 3 * hidden)}
-    for key, value in (("W", w), ("R", r), ("B", b), ("P", p)):
-        if value is not None and value.shape != wanted[key]:
+    for key, value in present.items():
+        if value.shape != wanted[key]:
             raise ShapeError(f"{name}.{key}.shape", value.shape, str(wanted[key]))
     if attributes.get("hidden_size", hidden) != hidden:
         raise ShapeError(f"{name}.hidden_size", attributes["hidden_size"], f"{hidden}, as R's shape says")
@@ -118,7 +120,6 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
         "gru" if attributes.get("linear_before_reset", 0) else "gru_reset_before")
     cell = type(BUILTIN[kind])(**options)
     own = np.float64 if w.dtype == np.float64 else np.float32
-    shared = {} if shared is None else shared
     given = w, r, b, p if options.get("peepholes") else None
     same = op, *map(id, given)
     if same not in shared:
@@ -126,7 +127,7 @@ def interpret(name: str, op: str, attributes: Mapping[str, Any], tensors: Sequen
     weights, _ = shared[same]
     layout = bool(attributes.get("layout", 0))
     known = {key: value if value is None else _constant(f"{name}.{key}", key, value, (count, hidden), layout, own)
-             for key, value in (inputs or {}).items()}
+             for key, value in inputs.items()}
     return Node(name, op, cell, int(w.shape[-1]), hidden, direction, layout, weights, outputs, known, str(w.dtype))
 
 
@@ -140,10 +141,10 @@ def _weights(op: str, tensors: Sequence[Array | None], own: Any) -> dict[str, Ar
         return np.concatenate([parts[g] for g in order])
 
     for d, (w_d, r_d) in enumerate(zip(w, r, strict=True)):  # type: ignore[arg-type]
-        end = "_l0" + ("_reverse" if d else "")
-        weights[f"weight_ih{end}"], weights[f"weight_hh{end}"] = ordered(w_d), ordered(r_d)
-        both = np.zeros(2 * len(w_d), own) if b is None else b[d]
-        weights[f"bias_ih{end}"], weights[f"bias_hh{end}"] = map(ordered, np.split(both, 2))
+        end = "_l0" + "_reverse" * d
+        biases = np.split(np.zeros(2 * len(w_d), own) if b is None else b[d], 2)
+        weights |= {f"weight_ih{end}": ordered(w_d), f"weight_hh{end}": ordered(r_d),
+                    f"bias_ih{end}": ordered(biases[0]), f"bias_hh{end}": ordered(biases[1])}
         if p is not None:
             weights[f"weight_peephole{end}"] = ordered(p[d], PEEPHOLES)
     return weights
@@ -206,9 +207,6 @@ def _options(name: str, op: str, attributes: Mapping[str, Any], count: int) -> d
 
 INPUTS = ("X", "W", "R", "B", "sequence_lens", "initial_h", "initial_c", "P")
 MOST = {"LSTM": (8, 3), "GRU": (6, 2), "RNN": (6, 2)}  # inputs and outputs
-TYPES = {"activation_alpha": "FLOATS", "activation_beta": "FLOATS", "activations": "STRINGS", "clip": "FLOAT",
-         "direction": "STRING", "hidden_size": "INT", "input_forget": "INT", "layout": "INT",
-         "linear_before_reset": "INT"}
 
 
 @public
@@ -249,7 +247,7 @@ def load(model: Any) -> Any:
         if Path(model).exists() and not Path(model).is_file():
             raise ModuleError(f"{model} cannot be read as an ONNX model: it is no regular file")
         try:
-            model = onnx.load(model)
+            return onnx.load(model)
         except Exception as error:  # protobuf raises types of its own
             raise ModuleError(f"{model} cannot be read as an ONNX model: {error}") from error
     if not isinstance(model, onnx.ModelProto):
@@ -272,8 +270,7 @@ def recurrent(model: Any, variable: Collection[str] = ()) -> tuple[list[tuple[Sc
 
 
 def from_proto(node: Any, tensors: Mapping[str, Any], shared: Shared | None = None) -> Node:
-    """The meaning of an ``onnx.NodeProto``, its weights and other constants among ``tensors`` by name; ``shared`` as
-    :func:`interpret` has it."""
+    """The meaning of an ``onnx.NodeProto``, its constants among ``tensors``; ``shared`` as :func:`interpret` has it."""
     from onnx import helper
 
     name = title(node)
@@ -290,8 +287,7 @@ def from_proto(node: Any, tensors: Mapping[str, Any], shared: Shared | None = No
         if attribute.ref_attr_name or kind != TYPES.get(key, kind):
             has = f"of the function's {attribute.ref_attr_name}" if attribute.ref_attr_name else f"of type {kind}"
             raise ArgumentError(f"{name}.{key}", has, f"a value of type {TYPES.get(key, kind)}")
-        attributes[key] = helper.get_attribute_value(attribute)
-    for key, value in attributes.items():
+        value = attributes[key] = helper.get_attribute_value(attribute)
         if isinstance(value, bytes):
             attributes[key] = value.decode(errors="replace")
         elif isinstance(value, (list, tuple)) and value and isinstance(value[0], bytes):
@@ -303,7 +299,7 @@ def from_proto(node: Any, tensors: Mapping[str, Any], shared: Shared | None = No
     weights = [tensors[given[key]] if key in given else None for key in "WRBP"]
     inputs = {key: tensors.get(given[key]) for key in INPUTS[4:7] if key in given}
     outputs = tuple(bool(o) for o in (*node.output, *("",) * 3)[:3 if node.op_type == "LSTM" else 2])
-    return interpret(name, node.op_type, attributes, weights, outputs, inputs, shared)
+    return interpret(name, node.op_type, attributes, weights, outputs, inputs, {} if shared is None else shared)
 
 
 def title(node: Any, by_output: bool = False) -> str:

@@ -87,15 +87,11 @@ def with_library(library: Path, options: Any = None, threads: int | None = None)
     threads = threads or options.intra_op_num_threads
     if threads:
         options.add_session_config_entry(THREADS, str(min(threads, _MOST)))
-    if not _has(options, SPINNING):
+    try:
+        said = options.get_session_config_entry(SPINNING)
+    except RuntimeError:  # they have none
+        said = ""
+    if not said:
         options.add_session_config_entry(SPINNING, "0")
     options.register_custom_ops_library(str(library.resolve()))
     return options
-
-
-def _has(options: Any, entry: str) -> bool:
-    """Tells whether session options have an entry: they raise where they have none."""
-    try:
-        return bool(options.get_session_config_entry(entry))
-    except RuntimeError:
-        return False

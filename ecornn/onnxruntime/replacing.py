@@ -144,15 +144,13 @@ Replaced = tuple[Scope, Any, list[Any]]  # where a node was, the node, and what 
 
 
 def apply(model: Any, replaced: Sequence[Replaced], tensors: Mapping[Scope, Tensors]) -> None:
-    """Puts nodes where others were, the scopes' order being that of the model, with the tensors that each scope's need,
-    and takes out initializers and nodes that nothing needs any more."""
+    """Puts nodes where others were, in the model's order, with their scopes' tensors; removes what nothing needs."""
     of: dict[Scope, dict[int, list[Any]]] = {}
     for scope, node, nodes in replaced:
         of.setdefault(scope, {})[id(node)] = nodes
     for scope, own in reversed(of.items()):  # bodies before the graphs that hold their nodes
-        made: list[Any] = []
-        for node in scope.nodes:
-            made += own[id(node)] if id(node) in own else [type(node).FromString(node.SerializeToString())]
+        made = [new for node in scope.nodes
+                for new in own.get(id(node)) or [type(node).FromString(node.SerializeToString())]]
         del scope.graph.node[:]
         scope.graph.node.extend(made)
         scope.graph.initializer.extend(tensors[scope].made)
@@ -160,8 +158,7 @@ def apply(model: Any, replaced: Sequence[Replaced], tensors: Mapping[Scope, Tens
 
 
 def _remove(model: Any, names: set[str]) -> None:
-    """Takes initializers and nodes whose outputs are of these names out where nothing uses them, and then those that
-    these alone used."""
+    """Removes initializers and makers of these names that nothing uses, and then those that these alone used."""
     scopes = [*Scope(model.graph, model.opset_import).inner()]
     uses = Counter(name for scope in scopes for name in (
         *(value.name for value in scope.graph.output), *(name for node in scope.nodes for name in node.input)))

@@ -1,15 +1,24 @@
-"""``rewrite()``: a model whose recurrent nodes are compiled, beside it the modules and the library that calls them."""
+"""``rewrite()``: a model whose recurrent nodes are compiled, beside it the modules and the library that calls them.
+
+Nodes of ONNX Runtime's own and compiled ones are timed in turns, so that what does not gain is left alone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ecornn import checksum, temporary
+from ecornn.bench.turns import host_turns
 from ecornn.boundary import public
 from ecornn.compiler import compile_layer, device_of
 from ecornn.device import Device
@@ -17,10 +26,10 @@ from ecornn.errors import ArgumentError, BuildError, EcornnError, ModuleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.onnx.constants import DOMAINS, Scope
 from ecornn.onnx.layer import spec_of
-from ecornn.onnx.node import LENGTHS, Node, Shared, from_proto, load, recurrent, title
+from ecornn.onnx.node import INPUTS, LENGTHS, Node, Shared, from_proto, load, recurrent, title
 from ecornn.onnxruntime import library
-from ecornn.onnxruntime.measuring import Times, alone, feeds_of, measured, provider
 from ecornn.onnxruntime.replacing import DOMAIN, Compiled, Names, Replaced, Tensors, apply, replacement
+from ecornn.tune.timing import wall_clock
 from ecornn.workload import BATCH, SEQ
 
 DEEPEST = 31  # bodies in bodies: protobuf reads 100 messages in one another; a body is the third of three
@@ -28,6 +37,11 @@ FORMAT = 4  # of the file; before that, all initializers had to be inputs, which
 OWN_OPSET, IR = 14, 8  # of models of one node: the operators' version that has layouts, and all that is served knows
 OPSET = 7  # the recurrent operators are as they are since then
 EXTERNAL = 1 << 30  # bytes of weights above which they are in a file of their own: a protobuf has room for 2 GiB
+PROVIDERS = {"llvm": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+SIDES = "own", "compiled"
+ROUNDS, MOST = 7, 3.0  # turns of each side, and seconds of all
+
+Times = tuple[float, float]  # seconds of a call with ONNX Runtime's own nodes, and with compiled ones
 
 
 @dataclass(frozen=True)
@@ -157,17 +171,11 @@ def milliseconds(seconds: float) -> str:
 
 
 class Modules:
-    """The modules of a rewritten model for one device, in its folder; a layer of several nodes is compiled once.
-
-    Attributes
-    ----------
-    folder, device : where they lie, and what they are for
-    known : by the names of their layers
-    """
+    """The modules of a rewritten model for one device, in its folder; a layer of several nodes is compiled once."""
 
     def __init__(self, folder: Path, device: Device) -> None:
-        self.folder, self.device = folder, device
-        self.known: dict[str, Compiled] = {}
+        self.folder, self.device = folder, device  # where they lie, and what they are for
+        self.known: dict[str, Compiled] = {}  # by the names of their layers
         self._times: dict[tuple[Any, ...], Times | None] = {}
 
     def of(self, layer: LayerSpec) -> Compiled:
@@ -210,40 +218,32 @@ class Modules:
 
 
 class Sizes:
-    """T and B of recurrent nodes: as given, else as the model says, else the defaults.
-
-    Attributes
-    ----------
-    axes : T or B by the names that the model has for open axes
-    steps : T of the last node that was asked for
-    """
+    """T and B of recurrent nodes: as given, else as the model says, else the defaults."""
 
     def __init__(self, model: Any, batch: int | None, seq: int | None) -> None:
         import onnx
 
         self._batch, self._seq = batch, seq
-        self._shapes: dict[str, list[Any]] = {}
-        self.axes: dict[str, int] = {}
-        self.steps = seq or SEQ
+        self.axes: dict[str, int] = {}  # T or B by the names that the model has for open axes
+        self.steps = seq or SEQ  # T of the last node that was asked for
         with contextlib.suppress(Exception):  # a model that is wrong, or too large for it, says nothing
             model = onnx.shape_inference.infer_shapes(model)
-        for scope in Scope(model.graph, model.opset_import).inner():
-            for value in (*scope.graph.input, *scope.graph.value_info):
-                if value.type.HasField("tensor_type"):
-                    self._shapes[value.name] = [*value.type.tensor_type.shape.dim]
+        values = (value for scope in Scope(model.graph, model.opset_import).inner()
+                  for value in (*scope.graph.input, *scope.graph.value_info))
+        self._shapes = {value.name: [*value.type.tensor_type.shape.dim] for value in values
+                        if value.type.HasField("tensor_type")}
 
     def of(self, node: Node, x: str) -> tuple[int, int]:
         """(B, T) of a node whose X has that name."""
         shape = self._shapes.get(x, [])
         axes = shape[:2] if len(shape) == 3 else []
-        steps, rows = (axis.dim_value for axis in axes) if axes else (0, 0)  # 0: open
         if node.batch_first:
-            steps, rows = rows, steps
-        rows, steps = self._batch or rows or BATCH, self._seq or steps or SEQ
-        found = (rows, steps) if node.batch_first else (steps, rows)
-        self.axes.update((axis.dim_param, size) for axis, size in zip(axes, found, strict=False) if axis.dim_param)
-        self.steps = steps
-        return rows, steps
+            axes.reverse()
+        steps, rows = (axis.dim_value for axis in axes) if axes else (0, 0)  # 0: open
+        rows, self.steps = self._batch or rows or BATCH, self._seq or steps or SEQ
+        self.axes |= {axis.dim_param: size for axis, size in zip(axes, (self.steps, rows), strict=False)
+                      if axis.dim_param}
+        return rows, self.steps
 
 
 def _own(model: Any) -> Any:
@@ -266,8 +266,7 @@ def _large(model: Any) -> bool:
 
 
 def _save(model: Any, out: Path, ours: bool) -> None:
-    """Writes the model, complete or not at all, but for weights in a file of their own; ``ours``: it has nodes of
-    ours."""
+    """Writes the model, whole or not at all, large weights in a file of their own; ``ours``: it has nodes of ours."""
     import onnx
     from onnx import helper
 
@@ -279,3 +278,88 @@ def _save(model: Any, out: Path, ours: bool) -> None:
         if large:
             (out.parent / f"{out.name}.data").unlink(missing_ok=True)  # onnx adds to a file that is there
         onnx.save(model, beside, **more)
+
+
+# -- times
+def provider(device: Device) -> str | None:
+    """The execution provider that runs nodes for this device here; None: nodes for it cannot be timed here."""
+    try:
+        import onnxruntime
+
+        here = device_of("cpu" if device.kind == "llvm" else "cuda")
+    except (ImportError, EcornnError):
+        return None
+    name = PROVIDERS[device.kind]
+    return name if here == device and name in onnxruntime.get_available_providers() else None
+
+
+def alone(node: Any, meaning: Node, scope: Scope, rows: int, steps: int) -> tuple[Any, dict[str, Any]]:
+    """A graph of this node of ``scope`` alone, with its weights, and random feeds of B ``rows`` and T ``steps``."""
+    from onnx import helper, numpy_helper
+
+    element = helper.np_dtype_to_tensor_dtype(np.dtype(meaning.dtype))
+    directions = 1 + (meaning.direction == "bidirectional")
+    x, state = [steps, rows, meaning.input], [directions, rows, meaning.hidden]
+    if meaning.batch_first:
+        x, state = [rows, steps, meaning.input], [rows, directions, meaning.hidden]
+    feeds, given = {}, dict(zip(INPUTS, node.input, strict=False))
+    for key, name in given.items():
+        if name and key == LENGTHS:
+            feeds[name] = np.full(rows, steps, np.int32)
+        elif name and key not in "WRBP":
+            feeds[name] = np.random.default_rng().standard_normal(x if key == "X" else state).astype(meaning.dtype)
+    weights = [numpy_helper.from_array(scope.constant(given[key]), given[key]) for key in "WRBP" if given.get(key)]
+    graph = helper.make_graph(
+        [type(node).FromString(node.SerializeToString())], "alone",
+        [helper.make_tensor_value_info(name, element if value.dtype == meaning.dtype else helper.TensorProto.INT32,
+                                       value.shape) for name, value in feeds.items()],
+        [helper.make_tensor_value_info(name, element, None) for name in node.output if name], weights)
+    return graph, feeds
+
+
+def feeds_of(model: Any, sizes: Mapping[str, int], lengths: set[str], steps: int) -> dict[str, Any] | None:
+    """Feeds for the inputs of a model: random numbers; T for ``lengths``; zeros for other integers, which are indices
+    into any table. None: the model does not say enough.
+
+    ``sizes``: B or T by the name of an axis.
+    """
+    from onnx import helper
+
+    feeds, random = {}, np.random.default_rng()
+    constants = {tensor.name for tensor in model.graph.initializer}
+    for value in (v for v in model.graph.input if v.name not in constants):
+        given = value.type.tensor_type
+        shape = [axis.dim_value or sizes.get(axis.dim_param, 0) for axis in given.shape.dim]
+        dtype = helper.tensor_dtype_to_np_dtype(given.elem_type)
+        if not all(shape) or not shape:  # an open axis, or a number, of loops perhaps
+            return None
+        values = (np.full(shape, steps) if value.name in lengths else
+                  random.standard_normal(shape) if dtype.kind not in "iub" else np.zeros(shape))
+        feeds[value.name] = values.astype(dtype)
+    return feeds if lengths - {""} <= feeds.keys() else None
+
+
+def measured(own: Any, compiled: Any, feeds: Mapping[str, Any], folder: Path, where: str) -> Times | None:
+    """Medians of calls of two models that take turns; None if ONNX Runtime cannot run its own so.
+
+    ``own``, ``compiled``: files or serialized models; ``folder``: that of the library and the modules of ``compiled``;
+    ``where``: the execution provider.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions(), onnxruntime.SessionOptions()
+    library.with_library(folder / library.NAME, options[1])
+    calls = []
+    for model, one in zip((own, compiled), options, strict=True):
+        one.log_severity_level = 4  # what ONNX Runtime cannot run is no news
+        try:
+            session = onnxruntime.InferenceSession(model, one, providers=[where])
+            calls.append(partial(session.run, None, feeds))
+            calls[-1]()
+        except Exception:  # ONNX Runtime raises types of its own, for feeds that do not fit and for nodes that it lacks
+            if model is own:
+                return None
+            raise
+    turns, _ = host_turns(dict(zip(SIDES, calls, strict=True)), lambda: None, ROUNDS, MOST, wall_clock)
+    before, after = (float(np.median([*chain(*turns[side])])) for side in SIDES)
+    return before, after

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from ecornn.analysis.derivatives import number
 from ecornn.analysis.liveness import needed
+from ecornn.analysis.operators import number
 from ecornn.analysis.scalar import variables
 from ecornn.analysis.step import Assign, Product, Statistic, StepGraph
 from ecornn.analysis.sums import merged

@@ -16,9 +16,8 @@ import ecornn
 from ecornn.analysis import analyse
 from ecornn.analysis.adjoint import adjoint
 from ecornn.analysis.backpropagation import backpropagate
-from ecornn.analysis.evaluate import evaluate
 from ecornn.analysis.operators import OPERATORS, key_of, operator_of
-from ecornn.analysis.scalar import children
+from ecornn.analysis.scalar import children, evaluate
 from ecornn.cells import Cell, pointwise
 from ecornn.schedules.cpu import math as vector_functions
 from ecornn.schedules.cuda.isa import functions

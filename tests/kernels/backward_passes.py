@@ -17,8 +17,7 @@ from numpy_packing import tf32
 
 from ecornn.analysis import StepGraph
 from ecornn.analysis.adjoint import Adjoint
-from ecornn.analysis.backpropagation import replayed
-from ecornn.analysis.evaluate import Values, assign, hoist, start, summarize
+from ecornn.analysis.backpropagation import Values, assign, hoist, replayed, start, summarize
 from ecornn.analysis.kept import kept
 from ecornn.program import WORKSPACE, Buffer, Extent, Program
 from ecornn.schedules.base import Component, Task
@@ -167,7 +166,7 @@ def pieces(traversal: Traversal, steps: int, masks: Mapping[str, Array],
 
 def step(graph: StepGraph, values: Values, matrices: Mapping[str, Array], shape: tuple[int, ...], kind: str,
          multiply: Multiply) -> None:
-    """As :func:`ecornn.analysis.evaluate.step`, with products of rounded factors."""
+    """As :func:`ecornn.analysis.backpropagation.step`, with products of rounded factors."""
     assign(graph.prologue, values)
     for phase in graph.phases:
         summarize(phase.statistics, values, shape)

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from test_backward_recurrence_emulated import SMALL, carried_out
 
 from ecornn.analysis.adjoint import adjoint
-from ecornn.analysis.evaluate import hoist, start, step
+from ecornn.analysis.backpropagation import hoist, start, step
 from ecornn.analysis.kept import kept
 from ecornn.program import LATER
 from ecornn.schedules.backward.assemble import recurrence_task, replay, state_gradients

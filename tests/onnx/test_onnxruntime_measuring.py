@@ -17,7 +17,7 @@ from onnxruntime_sample import recognizer as recognizer
 import ecornn.onnxruntime
 from ecornn.cli import main
 from ecornn.compiler import device_of
-from ecornn.onnxruntime import measuring, rewriting
+from ecornn.onnxruntime import rewriting
 
 TIMES = {"LSTM": (2e-3, 1e-3), "GRU": (1e-3, 2e-3), "RNN": (3e-3, 1e-3), "": (7e-3, 5e-3)}  # "": of the model
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_timed_is_compiled(tmp_path: Path):
     made, _ = rewritten(model_of("GRU", layout=1), tmp_path, measure=True)
     assert len(made.taken) == 1 and made.times is made.taken[0].times is None
     here = device_of("cpu")
-    assert measuring.provider(here) == "CPUExecutionProvider" and measuring.provider(replace(here, cores=999)) is None
+    assert rewriting.provider(here) == "CPUExecutionProvider" and rewriting.provider(replace(here, cores=999)) is None
 
 
 @pytest.mark.parametrize(("shape", "dtype", "lengths", "found"), [
@@ -89,7 +89,7 @@ def test_what_cannot_be_timed_is_compiled(tmp_path: Path):
 def test_feeds_for_a_model(shape: list[Any], dtype: str, lengths: set[str], found: tuple[int, ...] | None):
     """None where the model does not say how large an input is, or what it is."""
     given = [value("x", getattr(TensorProto, dtype), shape)]
-    feeds = measuring.feeds_of(whole(helper.make_graph([], "g", given, [])), {"T": 7, "B": 3}, lengths, 7)
+    feeds = rewriting.feeds_of(whole(helper.make_graph([], "g", given, [])), {"T": 7, "B": 3}, lengths, 7)
     assert (None if feeds is None else feeds["x"].shape) == found
     if feeds is not None and dtype != "FLOAT":
         assert (feeds["x"] == (7 if lengths else 0)).all()
