@@ -44,8 +44,7 @@ class OuterJob:
     heads: int = 1
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of a value."""
+    def itemsize(self) -> int:  # bytes of a value
         return ITEMSIZE[self.dtype]
 
     def declare(self, into: Into, parts: int) -> Arguments:
@@ -157,13 +156,11 @@ class OuterShape:
     parts: int = 1  # of the rows
 
     @property
-    def tiles(self) -> int:
-        """Tiles of each part."""
+    def tiles(self) -> int:  # tiles of each part
         return self.down * self.across
 
     @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
+    def shared(self) -> int:  # bytes of dynamic shared memory
         return self.stages * self.stage_bytes + self.beside
 
 

@@ -113,7 +113,7 @@ class WgmmaMainloop(ABC):
             isa.wgmma_fence()
             for k in range(LINE // 32):
                 keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
-                isa.wgmma(every, a + T.uint64(k * a_step), b + T.uint64(k * b_step), keep, self.arithmetic, across)
+                isa.wgmma(every, [a + T.uint64(k * a_step)], b + T.uint64(k * b_step), keep, self.arithmetic, across)
             isa.wgmma_commit()
             with T.when(slab > 0):
                 isa.wgmma_wait_pending(1)

@@ -45,13 +45,11 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
     slots: int = 0  # of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: these go into registers
 
     @property
-    def pairs(self) -> int:
-        """Pairs of k-tiles of all operands that a warp owns."""
+    def pairs(self) -> int:  # pairs of k-tiles of all operands that a warp owns
         return self.operands * self.warp_pairs
 
     @property
-    def streamed_pairs(self) -> int:
-        """The first pairs, which a warp reads from L2 in every step."""
+    def streamed_pairs(self) -> int:  # the first pairs, which a warp reads from L2 in every step
         return self.pairs - self.register_pairs - self.shared_pairs
 
     def octets(self, units: int) -> int:
@@ -113,8 +111,7 @@ class PersistentPlan(NamedTuple):
         return self.stored == "int8"
 
     @property
-    def per_word(self) -> int:
-        """Weights in a word."""
+    def per_word(self) -> int:  # weights in a word
         return 4 if self.scaled else per_word(self.dtype)
 
     @property
@@ -123,28 +120,23 @@ class PersistentPlan(NamedTuple):
         return 2 if self.scaled else 4
 
     @property
-    def octet_words(self) -> int:
-        """Words of 8 weight rows and a pair of k-tiles."""
+    def octet_words(self) -> int:  # words of 8 weight rows and a pair of k-tiles
         return 32 * self.lane_words
 
     @property
-    def own(self) -> int:
-        """Units of a group."""
+    def own(self) -> int:  # units of a group
         return self.hidden // self.heads
 
     @property
-    def threads(self) -> int:
-        """Threads that work on the recurrence."""
+    def threads(self) -> int:  # threads that work on the recurrence
         return 32 * (self.warps + self.gate_warps)
 
     @property
-    def block_threads(self) -> int:
-        """Threads of every block."""
+    def block_threads(self) -> int:  # threads of every block
         return max(self.threads, THREADS) if self.workers else self.threads
 
     @property
-    def columns(self) -> int:
-        """Columns of operand B: the batch rows of a group, padded to 8."""
+    def columns(self) -> int:  # columns of operand B: the batch rows of a group, padded to 8
         return ceil_div(self.rows, 8) * 8
 
     @property
@@ -153,8 +145,7 @@ class PersistentPlan(NamedTuple):
         return lanes_of(self.units) if self.sums else self.units
 
     @property
-    def items(self) -> int:
-        """(unit, batch row) pairs of a gate thread."""
+    def items(self) -> int:  # (unit, batch row) pairs of a gate thread
         return ceil_div(self.lanes * self.rows, 32 * self.gate_warps)
 
     @property
@@ -163,8 +154,7 @@ class PersistentPlan(NamedTuple):
         return self.blocks * max(1, self.lanes // 32)
 
     @property
-    def sum_padded(self) -> int:
-        """Parts that a row's sums have room for in a cluster, so that what follows is aligned."""
+    def sum_padded(self) -> int:  # parts that a row's sums have room for in a cluster, so that what follows is aligned
         return self.sum_parts + self.sum_parts % 2
 
     def row_quads(self, exchange: int) -> int:
@@ -186,8 +176,7 @@ class PersistentPlan(NamedTuple):
         return self.sum_stride(exchange) * self.sum_parts
 
     @property
-    def between_words(self) -> int:
-        """Words of shared memory for what one gate warp read of sums through L2."""
+    def between_words(self) -> int:  # words of shared memory for what one gate warp read of sums through L2
         return 0 if self.cluster else max((self.sum_quads(e) * 4 for e in range(len(self.sums))), default=0)
 
     @property
@@ -197,8 +186,7 @@ class PersistentPlan(NamedTuple):
         return bool(self.sums) and not self.cluster
 
     @property
-    def tiles(self) -> int:
-        """n8 tiles of a group's batch rows."""
+    def tiles(self) -> int:  # n8 tiles of a group's batch rows
         return self.columns // 8
 
     def stride(self, phase: PhasePlan) -> int:
@@ -232,8 +220,7 @@ class PersistentPlan(NamedTuple):
                    for n, rolled in counts)
 
     @property
-    def sum_floats(self) -> int:
-        """Floats of one buffer of partial sums."""
+    def sum_floats(self) -> int:  # floats of one buffer of partial sums
         return max(self.warps * self.columns * self.stride(p) for p in self.phases)
 
     def shared_weight_words(self, phase: PhasePlan) -> int:
@@ -248,13 +235,11 @@ class PersistentPlan(NamedTuple):
         return self.warps * phase.streamed_pairs * phase.octets(self.units) * self.octet_words * 4
 
     @property
-    def streamed(self) -> int:
-        """The streamed bytes of all phases."""
+    def streamed(self) -> int:  # the streamed bytes of all phases
         return sum(map(self.streamed_bytes, self.phases))
 
     @property
-    def ring(self) -> int:
-        """Slots of an exchange; exchange.py says why four at least, or in a cluster two."""
+    def ring(self) -> int:  # slots of an exchange; exchange.py says why four at least, or in a cluster two
         if self.cluster:
             return 2
         words = self.groups * sum(self.slot_words(p) for p in self.phases)
@@ -269,15 +254,13 @@ class PersistentPlan(NamedTuple):
         return t % (self.ring - 4) == 1 if self.fences == "rare" else True
 
     @property
-    def shared(self) -> int:
-        """Bytes of shared memory that the recurrence needs."""
+    def shared(self) -> int:  # bytes of shared memory that the recurrence needs
         if not self.cluster:
             return 4 * (self.exchange_words + 2 * self.gate_warps * self.between_words)
         return 4 * (self.exchange_words + self.ring * sum(slot + BARRIER_WORDS for slot, _ in self.sent))
 
     @property
-    def exchange_words(self) -> int:
-        """Words of shared memory before what a cluster exchanges: partial sums and weights."""
+    def exchange_words(self) -> int:  # words of shared memory before what a cluster exchanges: partial sums and weights
         return 2 * self.sum_floats + sum(self.shared_weight_words(p) + self.stream_words(p) for p in self.phases)
 
     @property
@@ -288,8 +271,7 @@ class PersistentPlan(NamedTuple):
         return state + [(self.sum_words(e), n * self.rows * self.sum_parts * 8) for e, n in enumerate(self.sums)]
 
     @property
-    def registers(self) -> int:
-        """Estimate of a thread's registers: of product warps or of gate warps, which need more."""
+    def registers(self) -> int:  # estimate of a thread's registers: of product warps or of gate warps, which need more
         weights = sum(p.register_pairs * p.octets(self.units) * self.lane_words for p in self.phases)
         work = max((p.polled_pairs * 4 + ceil_div(p.octets(self.units), 2) * 4 * self.chains) * self.tiles
                    + (2 * self.lane_words * p.octets(self.units) if p.streamed_pairs and not p.slots else 0)

@@ -81,18 +81,15 @@ class BlockPlan(NamedTuple):
     held: int = 1
 
     @property
-    def head(self) -> int:
-        """Units of a head; a layer without heads is one."""
+    def head(self) -> int:  # units of a head; a layer without heads is one
         return self.hidden // self.heads
 
     @property
-    def shares(self) -> int:
-        """Blocks, or clusters, that have the heads of the same rows."""
+    def shares(self) -> int:  # blocks, or clusters, that have the heads of the same rows
         return self.heads // self.held
 
     @property
-    def mma(self) -> bool:
-        """True where tensor cores multiply."""
+    def mma(self) -> bool:  # true where tensor cores multiply
         return self.products != "fma"
 
     @property
@@ -100,13 +97,11 @@ class BlockPlan(NamedTuple):
         return self.products == "wgmma"
 
     @property
-    def own(self) -> int:
-        """Units of a head that a block has."""
+    def own(self) -> int:  # units of a head that a block has
         return self.head // self.cluster
 
     @property
-    def groups(self) -> int:
-        """Warps of mma, or groups of lanes, that have units of a head."""
+    def groups(self) -> int:  # warps of mma, or groups of lanes, that have units of a head
         return ceil_div(self.own, 8 * self.units if self.mma else self.units)
 
     @property
@@ -119,23 +114,19 @@ class BlockPlan(NamedTuple):
         return 32 * self.held * self.warps if self.mma else ceil_div(self.held * self.groups * self.lanes, 32) * 32
 
     @property
-    def tiles(self) -> int:
-        """n8 tiles of a block's rows."""
+    def tiles(self) -> int:  # n8 tiles of a block's rows
         return ceil_div(self.rows, 8)
 
     @property
-    def row_period(self) -> int:
-        """The rows, padded to 1, 2 or 4, of mma with few rows, whose columns repeat; else 0."""
+    def row_period(self) -> int:  # the rows, padded to 1, 2 or 4, of mma with few rows, whose columns repeat; else 0
         return 0 if self.rows > 4 else 1 << (self.rows - 1).bit_length()
 
     @property
-    def spread(self) -> int:
-        """Lanes of a quad that share the units of a row where columns repeat."""
+    def spread(self) -> int:  # lanes of a quad that share the units of a row where columns repeat
         return 4 // self.row_period
 
     @property
-    def items(self) -> int:
-        """(unit, batch row) pairs of a thread."""
+    def items(self) -> int:  # (unit, batch row) pairs of a thread
         if not self.mma:  # lanes that share K split those that they add up, as often as these can be halved
             pairs = self.units * self.rows
             return pairs >> min(self.lanes.bit_length() - 1, (pairs & -pairs).bit_length() - 1)
@@ -151,8 +142,7 @@ class BlockPlan(NamedTuple):
         return ceil_div(CHAINS, own * self.units * self.rows)
 
     @property
-    def loads(self) -> int:
-        """Loads of 16 bytes of state for a piece of K."""
+    def loads(self) -> int:  # loads of 16 bytes of state for a piece of K
         return self.tiles if self.mma else self.rows
 
     def ahead(self, part: Part) -> int:
@@ -166,22 +156,19 @@ class BlockPlan(NamedTuple):
         return 2 if len(self.operands) == 1 else 1
 
     @property
-    def depth_of_k(self) -> int:
-        """Values of K of a head, padded, of FMA; or pairs of k-tiles of mma."""
+    def depth_of_k(self) -> int:  # values of K of a head, padded, of FMA; or pairs of k-tiles of mma
         if self.mma:
             return ceil_div(words(self.head, self.dtype), PAIR)
         return ceil_div(self.head, 4 * self.lanes) * 4 * self.lanes
 
     @property
-    def operand_words(self) -> int:
-        """Words of an operand of all rows."""
+    def operand_words(self) -> int:  # words of an operand of all rows
         if self.wgmma:
             return self.held * self.depth_of_k * PAIR * self.tiles * 8
         return self.held * self.depth_of_k * self.rows * (PAIR if self.mma else 1)
 
     @property
-    def weights_place(self) -> int:
-        """First word of weights in shared memory."""
+    def weights_place(self) -> int:  # first word of weights in shared memory
         return self.buffers * sum(self.operands) * self.operand_words
 
     def shared_words(self, part: Part) -> int:
@@ -189,28 +176,23 @@ class BlockPlan(NamedTuple):
         return (part.pieces - part.kept) * self.threads * len(part.products) * self.units * 4
 
     @property
-    def inputs_place(self) -> int:
-        """First word of the inputs that are copied ahead."""
+    def inputs_place(self) -> int:  # first word of the inputs that are copied ahead
         return self.weights_place + sum(map(self.shared_words, self.parts))
 
     @property
-    def input_words(self) -> int:
-        """Words of a step's inputs."""
+    def input_words(self) -> int:  # words of a step's inputs
         return self.items * self.words * self.threads
 
     @property
-    def barriers_place(self) -> int:
-        """First word of the barriers of a cluster's states."""
+    def barriers_place(self) -> int:  # first word of the barriers of a cluster's states
         return self.inputs_place + self.depth * self.input_words
 
     @property
-    def shared(self) -> int:
-        """Bytes of shared memory of a block."""
+    def shared(self) -> int:  # bytes of shared memory of a block
         return 4 * (self.barriers_place + (4 if self.cluster > 1 else 0))
 
     @property
-    def registers(self) -> int:
-        """Estimate of a thread's registers."""
+    def registers(self) -> int:  # estimate of a thread's registers
         weights = sum(p.kept * len(p.products) * self.units * 4 for p in self.parts)
         sums = [0] * len(self.operands)
         for p in self.parts:

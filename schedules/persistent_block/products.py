@@ -364,8 +364,8 @@ class WarpgroupProducts(TensorProducts):
                     rows = [weights[v][tile * 2 + half] if v < octets else zero
                             for half in range(2) for v in (2 * m, 2 * m + 1)]
                     sums = [acc[0, m, n, i] for n in range(plan.tiles) for i in range(4)]
-                    isa.wgmma_registers(sums, rows, state + T.uint64(step * 2 * apart // 16),
-                                        T.uint32(1 if step else 0), plan.dtype)
+                    isa.wgmma(sums, rows, state + T.uint64(step * 2 * apart // 16), T.uint32(1 if step else 0),
+                              plan.dtype)
         isa.wgmma_commit()
         meanwhile()
         isa.wgmma_wait([acc[0, m, n, i] for m in range(tiles) for n in range(plan.tiles) for i in range(4)])

@@ -77,38 +77,31 @@ class WidePlan:
     ahead: int = 0  # bytes of streamed weights that a block has on their way at once
 
     @property
-    def blocks(self) -> int:
-        """Blocks of a group."""
+    def blocks(self) -> int:  # blocks of a group
         return self.sets * self.parts
 
     @property
-    def threads(self) -> int:
-        """Threads of a block; the first warpgroup copies."""
+    def threads(self) -> int:  # threads of a block; the first warpgroup copies
         return (1 + self.teams) * TEAM
 
     @property
-    def columns(self) -> int:
-        """Columns of operand B: the batch rows of a group, padded to 8."""
+    def columns(self) -> int:  # columns of operand B: the batch rows of a group, padded to 8
         return ceil_div(self.rows, 8) * 8
 
     @property
-    def octets(self) -> int:
-        """Groups of 8 rows of weights."""
+    def octets(self) -> int:  # groups of 8 rows of weights
         return self.gates * self.units // 8
 
     @property
-    def tiles(self) -> int:
-        """Tiles of 64 rows of weights."""
+    def tiles(self) -> int:  # tiles of 64 rows of weights
         return ceil_div(self.octets, 8)
 
     @property
-    def sharers(self) -> int:
-        """Teams that share a ring."""
+    def sharers(self) -> int:  # teams that share a ring
         return self.teams // self.rings
 
     @property
-    def own_tiles(self) -> int:
-        """Tiles of one team."""
+    def own_tiles(self) -> int:  # tiles of one team
         return ceil_div(self.tiles, self.sharers)
 
     @property
@@ -121,8 +114,7 @@ class WidePlan:
         return whole if (self.parts - 1) * whole < self.units else ceil_div(each, 2) * 2
 
     @property
-    def finishers(self) -> int:
-        """Blocks of a set that compute gates."""
+    def finishers(self) -> int:  # blocks of a set that compute gates
         return ceil_div(self.units, self.finished)
 
     @property
@@ -130,29 +122,24 @@ class WidePlan:
         return Share(self.finished, self.rows, self.teams * TEAM, self.parts > 1)
 
     @property
-    def copiers(self) -> int:
-        """Warps that copy for one ring."""
+    def copiers(self) -> int:  # warps that copy for one ring
         return 1 if self.rings > 1 else min(3 if self.streamed else 4, self.stages)
 
     @property
-    def copier_stages(self) -> int:
-        """Stages that such a warp fills, at most."""
+    def copier_stages(self) -> int:  # stages that such a warp fills, at most
         return ceil_div(self.stages, self.copiers)
 
     @property
-    def most_chunks(self) -> int:
-        """Chunks of a ring that its copying warps have lanes for."""
+    def most_chunks(self) -> int:  # chunks of a ring that its copying warps have lanes for
         apart = self.streamed and self.copiers > 1
         return self.stages * (LANES // self.copier_stages) if apart else LANES
 
     @property
-    def resident(self) -> int:
-        """Chunks of a ring whose weights stay in shared memory."""
+    def resident(self) -> int:  # chunks of a ring whose weights stay in shared memory
         return self.chunks - self.kept - self.streamed
 
     @property
-    def slots(self) -> int:
-        """Slots of a ring, for streamed weights of a chunk each."""
+    def slots(self) -> int:  # slots of a ring, for streamed weights of a chunk each
         return min(self.streamed, HELD_SLOTS + ceil_div(self.ahead, self.rings * self.weight_bytes))
 
     def streamed_before(self, position: Any) -> Any:
@@ -166,8 +153,7 @@ class WidePlan:
         return before if position >= self.kept and self.streamed_before(position + 1) > before else None
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of one chunk's weights: padding rows take none, and read what lies behind."""
+    def weight_bytes(self) -> int:  # bytes of one chunk's weights: padding rows take none, and read what lies behind
         return self.octets * 8 * DEPTH * 2
 
     @property
@@ -175,18 +161,15 @@ class WidePlan:
         return self.columns * DEPTH * 2
 
     @property
-    def stride(self) -> int:
-        """Floats between columns of the partial sums: 4 modulo 16, so that no banks conflict."""
+    def stride(self) -> int:  # floats between columns of the partial sums: 4 modulo 16, so that no banks conflict
         return ceil_div(self.gates * self.finished, 16) * 16 + 4
 
     @property
-    def first_weight(self) -> int:
-        """First byte of weights, behind the stages."""
+    def first_weight(self) -> int:  # first byte of weights, behind the stages
         return self.rings * self.stages * self.stage_bytes
 
     @property
-    def first_slot(self) -> int:
-        """First byte of slots for streamed weights."""
+    def first_slot(self) -> int:  # first byte of slots for streamed weights
         return self.first_weight + self.rings * self.resident * self.weight_bytes
 
     @property
@@ -199,13 +182,11 @@ class WidePlan:
         return self.first_sum + self.rings * self.columns * self.stride * 4
 
     @property
-    def barriers(self) -> int:
-        """Barriers of a ring."""
+    def barriers(self) -> int:  # barriers of a ring
         return 2 * self.stages + 1 + 2 * self.slots
 
     @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
+    def shared(self) -> int:  # bytes of dynamic shared memory
         end = self.first_barrier + self.rings * self.barriers * 8
         return max(end, self.first_sum + -self.octets % 8 * 128)  # behind the last weights
 
@@ -216,53 +197,43 @@ class WidePlan:
                 + SPARE_REGISTERS[self.rings] + (MORE_SPARE if self.streamed else 0))
 
     @property
-    def slot_words(self) -> int:
-        """Words of one slot of a group's exchange."""
+    def slot_words(self) -> int:  # words of one slot of a group's exchange
         return self.counters * self.columns * DEPTH // 2
 
     @property
-    def operand_words(self) -> int:
-        """Words from an operand to the next one in a slot."""
+    def operand_words(self) -> int:  # words from an operand to the next one in a slot
         return self.reach * self.columns * (DEPTH // 2)
 
     @property
-    def counters(self) -> int:
-        """Counters of a group, one for each chunk."""
+    def counters(self) -> int:  # counters of a group, one for each chunk
         return self.parts * self.rings * self.chunks
 
     @property
-    def reach(self) -> int:
-        """Chunks of one operand; behind the last operand there may be some that only pad K."""
+    def reach(self) -> int:  # chunks of one operand; behind the last operand there may be some that only pad K
         return self.counters if self.operands == 1 else ceil_div(self.hidden, DEPTH)
 
     @property
-    def packed_chunks(self) -> int:
-        """Chunks whose weights lie in memory: those of a group, up to a whole operand."""
+    def packed_chunks(self) -> int:  # chunks whose weights lie in memory: those of a group, up to a whole operand
         return ceil_div(self.counters, self.reach) * self.reach
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of state that are copied to one block in a step."""
+    def copied_bytes(self) -> int:  # bytes of state that are copied to one block in a step
         return self.rings * self.chunks * self.stage_bytes
 
     @property
-    def streamed_bytes(self) -> int:
-        """Bytes of weights that are copied to one block in a step."""
+    def streamed_bytes(self) -> int:  # bytes of weights that are copied to one block in a step
         return self.rings * self.streamed * self.weight_bytes
 
     @property
-    def handed_bytes(self) -> int:
-        """Bytes of partial sums that are handed to one block in a step."""
+    def handed_bytes(self) -> int:  # bytes of partial sums that are handed to one block in a step
         return (self.parts - 1) * self.finished * self.gates * self.rows * 4
 
     @property
-    def handed_rows(self) -> int:
-        """Rows of a block's units in what it gets from another one, padded to sectors."""
+    def handed_rows(self) -> int:  # rows of a block's units in what it gets from another one, padded to sectors
         return ceil_div(self.gates * self.finished, 8) * 8
 
     @property
-    def handed_words(self) -> int:
-        """Words of one slot of a set's partial sums."""
+    def handed_words(self) -> int:  # words of one slot of a set's partial sums
         return self.finishers * (self.parts - 1) * self.columns * self.handed_rows
 
 

@@ -247,7 +247,7 @@ class Products:
         keep = T.uint32(1 if p or k else 0)
         if p < plan.kept:
             row = (p * STEPS + k) * plan.own_tiles + m
-            isa.wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
+            isa.wgmma(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
         else:  # two pieces of eight values of K; a tile is eight octets of 128 bytes
             number, within = plan.stream(p), m
             place = (self.memory.weights(self.ring, p) if number is None
@@ -256,7 +256,7 @@ class Products:
                 first = self._tile(0) if plan.tiles % plan.sharers == 0 else T.min(self._tile(m), plan.tiles - 1)
                 place, within = place + first * 256, m if plan.tiles % plan.sharers == 0 else 0
             a = isa.descriptor(self._address(place), plan.octets * 128, 128, swizzled=False)
-            isa.wgmma(acc, a + T.uint64((2 * k * plan.octets + within * 8) * 8), b, keep, plan.dtype)
+            isa.wgmma(acc, [a + T.uint64((2 * k * plan.octets + within * 8) * 8)], b, keep, plan.dtype)
 
     def _address(self, word: Expr) -> Expr:
         return self.base + T.cast(word * 4, "uint32")
