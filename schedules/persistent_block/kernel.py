@@ -5,8 +5,8 @@ lies in shared memory, compute the gates of the (unit, row) pairs whose sums the
 new state for the next step. A barrier lies between, one for each phase of the step.
 
 State has two buffers, if the step has one phase: the state that step t + 1 reads is stored before the barrier at the
-end of step t, by threads that have not waited since others may still read that of step t. What is stored there two
-steps later comes behind a barrier that all reach once they have read it. With more phases a barrier is between anyway.
+end of step t, while others may still read that of step t. What is stored there two steps later comes behind a barrier
+that all reach once they have read it. With more phases a barrier is between anyway.
 
 Blocks, or clusters of blocks that share the weights (``Sent``), know nothing of each other: there may be as many
 as there are rows, in turns where the chip has no room. Heads, whose units see no others, know nothing of each other
@@ -39,7 +39,7 @@ class Sent:
     """How state travels where the blocks of a cluster share the weights: each has all rows of some units.
 
     Who computes a state sends it to the shared memory of all blocks of the cluster, as ``ClusterPipeline`` says: two
-    neighbouring units of 16 bits a word. The stages are the two buffers of a state.
+    neighbouring units of 16 bits a word. The stages are the two buffers of a state; there are states before T + 1 steps.
 
     * Nobody overwrites what is still read. State of step t + 2 is sent by a thread whose block has all of step t + 1,
       also what each warp of each block has sent, behind its products of step t. Every warp has units (``check``).
@@ -49,13 +49,12 @@ class Sent:
       the first state."""
 
     def __init__(self, plan: BlockPlan, words: TirBuffer, steps: Expr, thread: Expr) -> None:
-        """``words``: the block's shared memory; ``steps``: T, so that there are states before T + 1 steps."""
         self.plan, self.steps, self.thread = plan, steps, thread
         size = plan.rows * plan.head * (4 if plan.dtype == "float32" else 2)
         self.state = ClusterPipeline(words, plan.barriers_place, blocks=plan.cluster, size=size)
 
     def begin(self) -> None:
-        """The barriers; behind it all blocks have theirs, and what their threads stored before. For all threads."""
+        """Makes the barriers; behind it all blocks have theirs, and what their threads stored before."""
         T.note("cluster, prologue: mbarriers, then all CTAs meet")
         with T.when(self.thread == 0):
             self.state.init()
@@ -66,7 +65,7 @@ class Sent:
             self.state.announce(T.int32(0))
 
     def wait(self, step: Expr) -> None:
-        """For the state before a step, behind what this block's threads have sent of it. For all threads."""
+        """Waits for the state before a step, behind what this block's threads have sent of it."""
         isa.sync_block()
         T.note("consumer: one thread says what comes next; all wait for the state's bytes from the CTAs of the cluster")
         with T.when(T.And(self.thread == 0, step < self.steps)):
@@ -83,13 +82,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class Pairs(Share):
-    """The number of (unit, batch row) pairs of a thread, wherever they are."""
+    """So many (unit, batch row) pairs of a thread, wherever they are."""
 
-    count: int = 1
-
-    @property
-    def items(self) -> int:
-        return self.count
+    items: int = 1
 
 
 class Gates(GateThreads):
@@ -103,23 +98,21 @@ class Gates(GateThreads):
         self.plan, self.products, self.early = plan, products, kernel.early
         self.sent = Sent(plan, products.words, kernel.steps, thread) if plan.cluster > 1 else None
         self.values: list[Expr] = []  # of items, until all of them are sent
-        super().__init__(kernel, Pairs(plan.hidden, plan.rows, plan.threads, count=plan.items), block, 0, thread)
+        super().__init__(kernel, Pairs(plan.hidden, plan.rows, plan.threads, items=plan.items), block, 0, thread)
         # whether a sequence starts at the step after ``fresh``'s: loaded, not looked at
         self.marks = T.local("marks", (self.items,), "int32") if kernel.task.traversal.resets else None
 
     def _locate(self, thread: Expr) -> None:
         """Finds the places of the thread's items; of heads, or a thread's only one, so that nobody looks into them.
         Else each step would work them out again, within branches, which takes less only where there are many."""
-        place = self.products.place
-        heads = self.plan.heads > 1
+        place, heads = self.products.place, self.plan.heads > 1
         bind = isa.pinned if heads or self.plan.items == 1 else T.let
         if heads:
             head = T.let("layer_head", self.products.share_of_heads * self.plan.held + self.products.head)
             self.unit = [isa.pinned("unit", head * self.plan.head + unit) for unit, _, _ in place]
             self.local = [isa.pinned("local", self.products.head_first + unit) for unit, _, _ in place]
         else:
-            self.unit = [bind("unit", unit) for unit, _, _ in place]
-            self.local = self.unit
+            self.unit = self.local = [bind("unit", unit) for unit, _, _ in place]
         self.owner = [T.let("owner", owner) for _, _, owner in place]
         self.column = [(T.let if heads else bind)("column", T.Select(owner, column, 0))
                        for owner, (_, column, _) in zip(self.owner, place, strict=True)]
@@ -150,8 +143,7 @@ class Gates(GateThreads):
         for i in range(self.items):
             env = {v: self.states[i, s] for s, v in enumerate(self.graph.states.values())}
             env |= {v: self.constants[i, k] for k, v in enumerate(self.graph.invariant_outputs)}
-            if self.late:
-                env |= self._before(i)
+            env |= self._before(i) if self.late else {}
             self._announce(i, 0, T.int32(0), emit(before_first(self.graph), env, self.math))
         T.note("CTA barrier: the state before step 0 is in shared memory; its products")
         self._fetch(T.int32(1))
@@ -161,18 +153,17 @@ class Gates(GateThreads):
         with T.serial("t", 0, self.steps) as t:
             self._step(t)
         T.note("no thread leaves before its copies have landed")
-        isa.cp_async_wait_all()  # no thread leaves before its copies have landed
+        isa.cp_async_wait_all()
 
     def _step(self, t: Expr) -> None:
-        graph = self.graph
         envs = [self._before(i) for i in range(self.items)]
-        for p, phase in enumerate(graph.phases):
+        for p, phase in enumerate(self.graph.phases):
             if p:
                 sums = self.products.multiply(p, self._side(t))
             else:
                 sums = [{product.var: self.sums[i, n] for n, product in enumerate(phase.products)}
                         for i in range(self.items)]
-            last = p + 1 == len(graph.phases)
+            last = p + 1 == len(self.graph.phases)
             T.note("epilogue of the products: the cell's scalars; the new state to shared memory at once")
             for i in range(self.items):
                 envs[i] = emit(self.urgent.first if last else phase.assigns, envs[i] | sums[i], self.math)
@@ -195,8 +186,7 @@ class Gates(GateThreads):
     def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Emits the first products of step t, also of the one behind the last, which nobody looks at."""
         T.note("products of the next step; y and inputs two steps ahead while these are under way")
-        sums = self.products.multiply(0, self._side(t), meanwhile)
-        for i, own in enumerate(sums):
+        for i, own in enumerate(self.products.multiply(0, self._side(t), meanwhile)):
             for n, product in enumerate(self.graph.phases[0].products):
                 T.buffer_store(self.sums, own[product.var], [i, n])
 
@@ -266,9 +256,8 @@ class Gates(GateThreads):
         self._copy(t + (self.plan.depth - 1))
         isa.cp_async_wait(self.plan.depth - 1)
         slot = t % self.plan.depth
+        kind, nothing = ("b32", T.uint32(0)) if self.hoisted.packed else ("f32", T.float32(0))
         for i in range(self.items):
-            kind = "b32" if self.hoisted.packed else "f32"
-            nothing = T.uint32(0) if self.hoisted.packed else T.float32(0)
             for k in range(self.hoisted.words()):
                 T.buffer_store(into, nothing, [i, k])
             with T.when(T.And(self.valid[i], t < self.steps)):
@@ -313,8 +302,7 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
         group, rank = block, T.int32(0)
         if plan.cluster > 1:
             group, rank = T.let("group", block // plan.cluster), T.let("rank", block % plan.cluster)
-        # in order: state, weights, inputs that are copied ahead, barriers of a cluster
-        shared = T.shared(plan.shared // 4)
+        shared = T.shared(plan.shared // 4)  # in order: state, weights, inputs copied ahead, barriers of a cluster
         share: Expr = 0  # of the heads
         if plan.shares > 1:
             share, group = T.let("share", group % plan.shares), T.let("row_group", group // plan.shares)

@@ -105,8 +105,7 @@ class WidePlan:
         return ceil_div(self.tiles, self.sharers)
 
     @property
-    def finished(self) -> int:
-        """Units that a block of a set computes the gates of; the last one of a set may have fewer."""
+    def finished(self) -> int:  # units that a block of a set computes the gates of; the last one may have fewer
         if self.parts == 1:
             return self.units
         each = ceil_div(self.units, self.parts)
@@ -147,8 +146,7 @@ class WidePlan:
         others as may be, so that L2 is at work all the time."""
         return (position - self.kept) * self.streamed // max(1, self.chunks - self.kept)
 
-    def stream(self, position: int) -> int | None:
-        """Number among the streamed chunks of the one at a position, None where it is none."""
+    def stream(self, position: int) -> int | None:  # number among the streamed chunks of the one at a position
         before = self.streamed_before(position)
         return before if position >= self.kept and self.streamed_before(position + 1) > before else None
 
@@ -177,8 +175,7 @@ class WidePlan:
         return self.first_slot + self.rings * self.slots * self.weight_bytes
 
     @property
-    def first_barrier(self) -> int:
-        """First byte of barriers: a ring has full and empty of stages, that of its weights, full and empty of slots."""
+    def first_barrier(self) -> int:  # of a ring: full and empty of stages, that of its weights, full and empty of slots
         return self.first_sum + self.rings * self.columns * self.stride * 4
 
     @property
@@ -191,8 +188,7 @@ class WidePlan:
         return max(end, self.first_sum + -self.octets % 8 * 128)  # behind the last weights
 
     @property
-    def registers(self) -> int:
-        """Estimate of a multiplying thread's registers; gate math has the accumulators' once more."""
+    def registers(self) -> int:  # about, of a multiplying thread; gate math has the accumulators' once more
         return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2 + self.share.items * self.values
                 + SPARE_REGISTERS[self.rings] + (MORE_SPARE if self.streamed else 0))
 
@@ -245,34 +241,30 @@ def unit_step(task: Task) -> int:
 def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
-    (phase,) = graph.phases
+    (phase,), masks, words = graph.phases, mask_values(task), hoisted_of(task, knobs.hoisted).words()
     gates, operands = len(phase.products), len(phase.operands)
-    groups, units, parts, row_teams = knobs.groups, knobs.units, knobs.parts, knobs.row_teams
-    teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
-    chunks = ceil_div(operands * ceil_div(w.hidden, DEPTH), rings * parts)
-    masks = mask_values(task)
+    teams, rings = (2, 2) if knobs.row_teams == 1 else (knobs.row_teams, 1)
+    chunks = ceil_div(operands * ceil_div(w.hidden, DEPTH), rings * knobs.parts)
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
     if task.traversal.backward:  # what is exchanged is not kept, but for rows that take no part
         states = set(graph.states.values()) - (set() if task.traversal.lengths else set(phase.operands))
-        values = len(states) + hoisted_of(task, knobs.hoisted).words() + masks + 2 + (operands if masks else 0)
-        values += OUTPUTS if rings > 1 else 0
+        values = len(states) + words + masks + 2 + (operands if masks else 0) + (OUTPUTS if rings > 1 else 0)
     if late_operands(graph):  # the next step's inputs, too
-        values += hoisted_of(task, knobs.hoisted).words()
+        values += words
     streamed = ceil_div(chunks * knobs.streamed, 100)
-    plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=ceil_div(w.hidden, units),
-                parts=parts, units=units, rows=ceil_div(w.batch, groups), gates=gates, interleave=gcd(gates, 8),
-                teams=teams, rings=rings, chunks=chunks, kept=ceil_div(chunks * knobs.registers, 100),
-                stages=1, values=values, knobs=knobs, streamed=streamed, lasting=streamed * knobs.lasting // 100,
-                ahead=knobs.ahead << 10)
+    plan = WidePlan(
+        hidden=w.hidden, dtype=w.dtype, operands=operands, groups=knobs.groups, sets=ceil_div(w.hidden, knobs.units),
+        parts=knobs.parts, units=knobs.units, rows=ceil_div(w.batch, knobs.groups), gates=gates,
+        interleave=gcd(gates, 8), teams=teams, rings=rings, chunks=chunks, kept=ceil_div(chunks * knobs.registers, 100),
+        stages=1, values=values, knobs=knobs, streamed=streamed, lasting=streamed * knobs.lasting // 100,
+        ahead=knobs.ahead << 10)
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 
 
 def packing_of(task: Task, plan: WidePlan) -> Packing:
-    """Recurrent weights: (set, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values.
-
-    These are the core matrices of wgmma without a swizzle. Product ``interleave`` u + g of the rows of gates
-    that are interleaved is gate g of unit u."""
+    """Recurrent weights: (set, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values: core matrices of wgmma
+    without a swizzle. Product ``interleave`` u + g of the rows of gates that are interleaved is gate g of unit u."""
     (phase,), e = task.graph.phases, plan.interleave
     made, multiplied = (plan.sets, plan.units * e // 8, 8 // e), (plan.reach, DEPTH // 8, 8)
     gates = (plan.gates // e, e)
