@@ -27,7 +27,7 @@ from ecornn.schedules.cuda.pipeline import ClusterPipeline
 from ecornn.schedules.hoisted import Hoisted, Piece
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.plan import BlockPlan
-from ecornn.schedules.persistent_block.products import KINDS, Products, TensorProducts, exchanged
+from ecornn.schedules.persistent_block.products import KINDS, Products, TensorProducts
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -39,7 +39,7 @@ class Sent:
     """How state travels where the blocks of a cluster share the weights: each has all rows of some units.
 
     Who computes a state sends it to the shared memory of all blocks of the cluster, as ``ClusterPipeline`` says: two
-    neighbouring units of 16 bits a word. The stages are the two buffers of a state; there are states before T + 1 steps.
+    neighbouring units of 16 bits a word. The stages are the two buffers of a state; there are T + 1 states.
 
     * Nobody overwrites what is still read. State of step t + 2 is sent by a thread whose block has all of step t + 1,
       also what each warp of each block has sent, behind its products of step t. Every warp has units (``check``).
@@ -76,7 +76,7 @@ class Sent:
         """A word of two neighbouring units, of which this thread has the second one if it is ``odd``; the neighbour is
         four lanes away. Of two rows the even one makes the word of the first, the odd one that of the second."""
         mine = T.let("mine", T.Select(odd, values[1], values[0]))
-        (theirs,) = exchanged([T.let("given", T.Select(odd, values[0], values[1]))], 4)
+        theirs = T.let("theirs", isa.shuffle_xor(T.let("given", T.Select(odd, values[0], values[1])), 4))
         return T.let("word", pack_pair(T.Select(odd, theirs, mine), T.Select(odd, mine, theirs), self.plan.dtype))
 
 
@@ -222,14 +222,12 @@ class Gates(GateThreads):
         first, per = products.first(0, 0, self._side(step)), per_word(self.plan.dtype)
         odd = T.let("odd", products.tile_lane // 4 % 2 != 0)
         for i in range(0, self.items, per):
+            unit, column, owner = self.local[i], self.column[i], self.owner[i]
             if per == 1:
-                unit, column, word = self.local[i], self.column[i], T.let("word", T.reinterpret("uint32", values[i]))
-                owner = self.owner[i]
+                word = T.let("word", T.reinterpret("uint32", values[i]))
             else:
-                word = sent.pair((values[i], values[i + 1]), odd)
-                unit = self.local[i] // 2 * 2
-                column = T.Select(odd, self.column[i + 1], self.column[i])
-                owner = T.Select(odd, self.owner[i + 1], self.owner[i])
+                word, unit = sent.pair((values[i], values[i + 1]), odd), unit // 2 * 2
+                column, owner = T.Select(odd, self.column[i + 1], column), T.Select(odd, self.owner[i + 1], owner)
             with T.when(owner):
                 sent.state.send(step, first + products.place_of(unit, column) // per, [word])
 
