@@ -106,8 +106,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
-        """Tells whether groups may be clusters worth a trial: they hold all weights without much of them in shared
-        memory, which then takes longer than the way through L2."""
+        """Tells whether clusters are worth a trial: not if much of the weights is in shared memory, which is slower."""
         heads = most_heads(task.graph)
         own = task.workload.hidden // heads
         return (Persistent._weights(task) <= heads * LARGEST * HELD
@@ -133,9 +132,8 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         """None, or why blocks of ``units`` in ``groups`` are not on the chip at once, or not carried that way."""
         device, w = task.device, task.workload
         units, groups, heads = knobs.units, knobs.groups, most_heads(task.graph)
-        own = w.hidden // heads
-        if heads > 1 and own % units:
-            return f"units={units} does not divide a head of {own}"
+        if heads > 1 and w.hidden // heads % units:
+            return f"units={units} does not divide a head of {w.hidden // heads}"
         blocks = groups * ceil_div(w.hidden, units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
@@ -187,13 +185,14 @@ class Persistent(SearchedSchedule[PersistentPlan]):
     def _unfit(self, task: Task, knobs: PersistentKnobs) -> str | None:
         """None, or the reason why the rest of what is asked for does not fit, beside the projection or without it."""
         device = task.device
-        # neither another chain nor the projection beside makes room for what does not fit without them
+        # a knob that is read is one that matters
         if task.graph.hoisted_statistics and knobs.ahead != 100:
             return "statistics of the projection are computed after all of it"
         if task.traversal.backward and knobs.ahead != 100:
             return "an adjoint has no projection"
-        if late_operands(task.graph) and knobs.ahead != 100:  # a knob that is read is one that matters
+        if late_operands(task.graph) and knobs.ahead != 100:
             return "the first operands read the projection"
+        # neither another chain nor the projection beside makes room for what does not fit without them
         reason = self._crowded(task, self.plan(task, knobs.values, chains=1, ahead=100))
         if reason is None and knobs.chains != 1:
             reason = self._crowded(task, self.plan(task, knobs.values, ahead=100))
@@ -252,11 +251,11 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
         projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        math = "exact" if len(knobs["math"]) == 1 else "fast"
         few = task.workload.batch == 1 or task.graph.statistics
         for carrier, groups, units in product(*(knobs[n] for n in ("carrier", "groups", "units"))):
             placed: Config = {"carrier": carrier, "groups": groups, "units": units}
-            fences = FEWEST if few or carrier == "cluster" else "products"
+            rest: Config = {"fences": FEWEST if few or carrier == "cluster" else "products", "hoisted": "float32",
+                            "math": "exact" if len(knobs["math"]) == 1 else "fast"}
             if self._unplaced(task, PersistentKnobs(placed)):
                 continue
             gates = [n for n in knobs["gate_warps"]
@@ -267,8 +266,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
                 if of.units % plans.unit_step(task, of.interleave) or self._idle_warps(task, of):
                     continue
                 for registers in knobs["registers"]:
-                    cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100, "fences": fences,
-                                   "hoisted": "float32", "math": math}
+                    cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100, **rest}
                     plan = self.plan(task, cut)
                     if self._crowded(task, plan) is not None:
                         continue
@@ -318,10 +316,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
 
 def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored = NOTHING, *, early: bool) -> Component:
-    math = plan.knobs.math
-    functions: dict[str, PrimFunc] = {}
-    buffers: list[Buffer] = []
-    calls: list[Call] = []
+    functions, buffers, calls = dict[str, PrimFunc](), list[Buffer](), list[Call]()
     slots = plan.groups * plan.ring  # of an exchange through L2
     for i, phase in enumerate(plan.phases):
         packing = plans.packing_of(task, plan, i)
@@ -337,11 +332,10 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
         sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(slots * plan.sum_words(e)))
                 for e in range(len(plan.sums))]
         buffers += sums
-        functions["start"] = start_kernel(task, plan, layout, math, early)
+        functions["start"] = start_kernel(task, plan, layout, plan.knobs.math, early)
         calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), start_launch(early)]
-    name = keeping("persistent", kept)
-    functions[name] = persistent_kernel(task, plan, layout, math, kept, early)
-    blocks, shared = plan.groups * plan.blocks + plan.workers, plans.block_shared(task, plan)
-    calls.append(Launch(name, blocks, plan.block_threads, shared,
+    name, blocks = keeping("persistent", kept), plan.groups * plan.blocks + plan.workers
+    functions[name] = persistent_kernel(task, plan, layout, plan.knobs.math, kept, early)
+    calls.append(Launch(name, blocks, plan.block_threads, plans.block_shared(task, plan),
                         cooperative=not plan.cluster, cluster=plan.blocks if plan.cluster else 1, early=early))
     return Component(functions, tuple(buffers), tuple(calls))

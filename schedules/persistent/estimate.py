@@ -50,17 +50,14 @@ RING_ITEM, RING_STATISTIC = 55, 110  # of an item, and of each statistic of it
 
 def estimate(task: Task, plan: PersistentPlan) -> float:
     """Nanoseconds of a step: the projection done ahead, the slower of recurrence and workers, what memory adds."""
-    hoisted = before(task, plan)
-    rates = gpu_rates(task.device)
-    if task.traversal.backward and not plan.cluster:
-        return hoisted + gathered(plan, rates)
+    hoisted, rates = before(task, plan), gpu_rates(task.device)
     if plan.cluster:
         return hoisted + read(task, plan) + sum(cluster_stages(plan, rates)) / rates.clock
+    if task.traversal.backward:
+        return hoisted + gathered(plan, rates)
     step = recurrence(plan, rates)
     memory = unhidden(task, step, HIDES)
-    if plan.workers:
-        step = max(step + BESIDE, workers_time(task, plan))
-    return hoisted + step + memory
+    return hoisted + (max(step + BESIDE, workers_time(task, plan)) if plan.workers else step) + memory
 
 
 def before(task: Task, plan: PersistentPlan) -> float:
@@ -97,9 +94,10 @@ def workers_time(task: Task, plan: PersistentPlan) -> float:
     """Nanoseconds that the workers need for a step: for products, or for copies where registers leave small tiles."""
     if not plan.workers:
         return 0.0
-    shape = worker_shape(task, plan)
-    tiles = task.workload.batch / shape.height * shape.columns if shape else 0.0
-    copies = tiles * shape.slabs * shape.stage_bytes / gpu_rates(task.device).l2_beside if shape else 0.0
+    copies = 0.0
+    if shape := worker_shape(task, plan):
+        tiles = task.workload.batch / shape.height * shape.columns
+        copies = tiles * shape.slabs * shape.stage_bytes / gpu_rates(task.device).l2_beside
     return (100 - plan.ahead) / 100 * max(projection_time(task, plan.ahead), copies) / plan.workers
 
 
@@ -131,10 +129,8 @@ def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
 
 def _unpacked(plan: PersistentPlan, p: PhasePlan) -> float:
     """Cycles that make operands of integers."""
-    if not plan.scaled:
-        return 0.0
     words = p.pairs * 2 * ceil_div(p.octets(plan.units), 2) * 4  # of a warp's fragments
-    return UNPACK * UNPACKED[plan.dtype] * words * ceil_div(plan.warps, 4)
+    return UNPACK * UNPACKED[plan.dtype] * words * ceil_div(plan.warps, 4) if plan.scaled else 0.0
 
 
 def summing(plan: PersistentPlan) -> float:
