@@ -152,9 +152,8 @@ def begins_early(task: Task, plan: PersistentPlan) -> bool:
 
 def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, early: bool = False) -> PrimFunc:
     """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``, ahead of the persistent kernel: the
-    initial state into the exchange, sentinels elsewhere, and zeros into the counters of the projection that runs
-    beside. Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so. ``early``: as
-    :func:`begins_early` says."""
+    initial state into the exchange, sentinels elsewhere, and zeros into the counters of the projection beside. Words
+    beyond H, which pad the last k-tiles, are zero in every slot, and stay so. ``early``: see :func:`begins_early`."""
     with T.kernel("start") as made:
         kernel = declare_start(task, layout, math)
         rings = [T.pointer(f"exchange_{i}", "uint32") for i in range(len(plan.phases))]

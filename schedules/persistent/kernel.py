@@ -216,8 +216,7 @@ class Gates(GateThreads):
             carrier.write(p, step, slot, place, self._shared(value), mine)
 
     def _place(self, i: int, phase: PhasePlan, operand: int) -> tuple[Expr, Expr]:
-        """The word of an operand of item i, and whether this thread sends it: units beyond H, or beyond what is
-        exchanged, have none."""
+        """The word of an operand of item i, and whether this thread sends it: not of units beyond what is exchanged."""
         unit = self.unit[i] if self.plan.heads == 1 else self.unit[i] - self.head_first
         mine = T.And(self.owner[i], self.unit[i] < (self.plan.hidden if phase.units == self.plan.own else phase.units))
         if (per := per_word(self.plan.dtype)) > 1:  # the thread of a word's first unit sends it

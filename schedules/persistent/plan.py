@@ -109,10 +109,6 @@ class PersistentPlan(NamedTuple):
         return self.stored == "int8"
 
     @property
-    def per_word(self) -> int:  # weights in a word
-        return 4 if self.scaled else per_word(self.dtype)
-
-    @property
     def lane_words(self) -> int:  # of 8 weight rows and a pair of k-tiles, which are 4 of what is multiplied
         return 2 if self.scaled else 4
 
@@ -248,8 +244,7 @@ class PersistentPlan(NamedTuple):
 
     @property
     def sent(self) -> list[tuple[int, int]]:
-        """The exchanges inside a cluster, of each phase's state and then of statistics: words of a slot, and bytes that
-        a block gets in a step."""
+        """A cluster's exchanges, of states and then of statistics: words of a slot, bytes for a block in a step."""
         state = [(self.slot_words(p), p.operands * self.rows * words(p.units, self.dtype) * 4) for p in self.phases]
         return state + [(self.sum_words(e), n * self.rows * self.sum_parts * 8) for e, n in enumerate(self.sums)]
 
@@ -347,8 +342,7 @@ def block_shared(task: Task, plan: PersistentPlan) -> int:
 
 
 def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
-    """Recurrent weights of a phase as fragments: (block, warp, operand, pair, octet, lane, tile, half) words, 16 bytes
-    for each lane, pair and octet."""
+    """Recurrent weights of a phase: (block, warp, operand, pair, octet, lane, tile, half) words, 16 bytes a lane."""
     phase, p = task.graph.product_phases[index], plan.phases[index]
     padding = [("", 0)] * (p.gates - len(phase.products))
     sources = [source for operand in phase.operands

@@ -87,7 +87,7 @@ class Stream:
 
     def _copy(self, q: Expr) -> None:
         slot = q % self.phase.slots
-        place = T.cast((self.pairs + q) * self.size, "int64") * self.plan.per_word
+        place = T.cast((self.pairs + q) * self.size, "int64") * (4 if self.plan.scaled else per_word(self.plan.dtype))
         self.slots.copy(slot, self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),
                         self.size * 4)
 
@@ -173,8 +173,7 @@ class _Weights:
         return self.words.ptr_to([self.place + ((pair * self.octets + v) * 32 + at.lane) * self.plan.lane_words])
 
     def load(self, q: Expr, like: int) -> None:
-        """Loads pair q where it is not in registers; what comes from L2 was asked for earlier. ``like``: a pair that is
-        kept where q is."""
+        """Loads pair q, if it is not in registers; L2's was asked for earlier. ``like``: a pair that is kept there."""
         streamed = self.phase.streamed_pairs
         if like >= streamed + self.phase.register_pairs:
             for v in range(self.octets):

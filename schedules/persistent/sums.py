@@ -198,8 +198,7 @@ class RingSums(Sums):
         return totals
 
     def _kinds(self, e: int, quad: Expr) -> list[Kind]:
-        """True for each word of a quad that is of a maximum: the quad has those of statistics 2 p and 2 p + 1, p its
-        place in its row."""
+        """Tells which words of a quad are of a maximum: it has statistics 2 p and 2 p + 1, p its place in its row."""
         largest = [s.largest for s in self.all[e]]
         largest += [False] * (2 * self.plan.row_quads(e) - len(largest))
         found: list[Kind] = []

@@ -96,12 +96,8 @@ class BlockPlan(NamedTuple):
         return self.products == "wgmma"
 
     @property
-    def own(self) -> int:  # units of a head that a block has
-        return self.head // self.cluster
-
-    @property
-    def groups(self) -> int:  # warps of mma, or groups of lanes, that have units of a head
-        return ceil_div(self.own, 8 * self.units if self.mma else self.units)
+    def groups(self) -> int:  # warps of mma, or groups of lanes, that have a block's units of a head
+        return ceil_div(self.head // self.cluster, 8 * self.units if self.mma else self.units)
 
     @property
     def warps(self) -> int:  # of mma of a head; of warpgroups, which read the state of one head, some without units
@@ -174,12 +170,8 @@ class BlockPlan(NamedTuple):
         return self.weights_place + sum(map(self.shared_words, self.parts))
 
     @property
-    def input_words(self) -> int:  # words of a step's inputs
-        return self.items * self.words * self.threads
-
-    @property
     def barriers_place(self) -> int:  # first word of the barriers of a cluster's states
-        return self.inputs_place + self.depth * self.input_words
+        return self.inputs_place + self.depth * self.items * self.words * self.threads
 
     @property
     def shared(self) -> int:  # bytes of shared memory of a block
@@ -219,7 +211,8 @@ def plan_of(task: Task, knobs: BlockKnobs) -> BlockPlan:
         for o, operand in enumerate(phase.operands):
             own = tuple(i for i, product in enumerate(phase.products) if operand.same_as(product.term.operand))
             parts += [Part(number, o, own, pieces, kept)] if own else []
-    depth = next((d for d in DEPTHS if d * plan.input_words * 4 <= INPUT_BYTES), DEPTHS[-1])
+    input_bytes = plan.items * plan.words * plan.threads * 4  # of a step
+    depth = next((d for d in DEPTHS if d * input_bytes <= INPUT_BYTES), DEPTHS[-1])
     return plan._replace(parts=tuple(parts), depth=depth)
 
 

@@ -49,8 +49,7 @@ def memory(task: Task, step: float) -> float:
 
 
 def cycles(plan: WidePlan, rates: GPURates) -> tuple[float, float, float]:
-    """Cycles of a recurrence's step, in all, of products and of gates; the rest is what these do not hide of exchanges.
-    """
+    """Cycles of a step's recurrence, in all, of products and of gates; the rest is exchange that these do not hide."""
     copied = _streaming(plan, rates) if plan.streamed else plan.copied_bytes / _l2(plan, rates)
     from_shared = (64 * 16 * 2 + plan.columns * 16 * 2) / rates.shared
     tensor = rates.wgmma_column * plan.columns

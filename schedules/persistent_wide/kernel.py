@@ -132,13 +132,13 @@ class Gates(GateThreads):
 
     def _exchange(self) -> None:
         """Writes what was kept: the thread of an even unit for both of a word."""
-        exchange = self.arguments["exchange"]
-        words = [[T.let("word", pack(self._shared(value), self.plan.dtype)) for value in values]
-                 for values in self.announced]
-        for place, own in zip(self.places, words, strict=True):
+        exchange, words = self.arguments["exchange"], self.plan.reach * self.plan.columns * (DEPTH // 2)  # an operand's
+        sent = [[T.let("word", pack(self._shared(value), self.plan.dtype)) for value in values]
+                for values in self.announced]
+        for place, own in zip(self.places, sent, strict=True):
             with T.when(place >= 0):
                 for o, word in enumerate(own):
-                    isa.st_relaxed(exchange.ptr_to([place + o * self.plan.operand_words]), [word])
+                    isa.st_relaxed(exchange.ptr_to([place + o * words]), [word])
 
     def _counter(self) -> Expr:
         """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -163,29 +164,19 @@ class WidePlan:
         return ceil_div(self.gates * self.finished, 16) * 16 + 4
 
     @property
-    def first_weight(self) -> int:  # first byte of weights, behind the stages
-        return self.rings * self.stages * self.stage_bytes
+    def places(self) -> tuple[int, ...]:  # first bytes of weights, slots for streamed ones, partial sums and barriers
+        return tuple(accumulate(self.rings * size for size in (
+            self.stages * self.stage_bytes, self.resident * self.weight_bytes, self.slots * self.weight_bytes,
+            self.columns * self.stride * 4)))
 
     @property
-    def first_slot(self) -> int:  # first byte of slots for streamed weights
-        return self.first_weight + self.rings * self.resident * self.weight_bytes
-
-    @property
-    def first_sum(self) -> int:
-        return self.first_slot + self.rings * self.slots * self.weight_bytes
-
-    @property
-    def first_barrier(self) -> int:  # of a ring: full and empty of stages, that of its weights, full and empty of slots
-        return self.first_sum + self.rings * self.columns * self.stride * 4
-
-    @property
-    def barriers(self) -> int:  # barriers of a ring
+    def barriers(self) -> int:  # of a ring: full and empty of stages, that of its weights, full and empty of slots
         return 2 * self.stages + 1 + 2 * self.slots
 
     @property
     def shared(self) -> int:  # bytes of dynamic shared memory
-        end = self.first_barrier + self.rings * self.barriers * 8
-        return max(end, self.first_sum + -self.octets % 8 * 128)  # behind the last weights
+        _, _, sums, barriers = self.places
+        return max(barriers + self.rings * self.barriers * 8, sums + -self.octets % 8 * 128)  # behind the last weights
 
     @property
     def registers(self) -> int:  # about, of a multiplying thread; gate math has the accumulators' once more
@@ -195,10 +186,6 @@ class WidePlan:
     @property
     def slot_words(self) -> int:  # words of one slot of a group's exchange
         return self.counters * self.columns * DEPTH // 2
-
-    @property
-    def operand_words(self) -> int:  # words from an operand to the next one in a slot
-        return self.reach * self.columns * (DEPTH // 2)
 
     @property
     def counters(self) -> int:  # counters of a group, one for each chunk

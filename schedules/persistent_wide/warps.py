@@ -4,8 +4,7 @@ A lane of a copying warp brings one chunk of state in as soon as it is complete,
 or all four of them the only one, each some of its stages: while a warp waits for a counter, it cannot fill a stage that
 another lane waits for. Lane p has the chunk that is multiplied at position p, or at the p-th position whose chunk goes
 through the warp's stages. The chunks begin with another one in every set of blocks, so that not all read the same part
-of L2 at once. A multiplying warpgroup multiplies its part of K by its rows of weights, chunk by chunk as state arrives.
-"""
+of L2 at once. A multiplying warpgroup multiplies its part of K by its rows of weights, as chunks arrive."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ class Memory:
 
     def __init__(self, plan: WidePlan, words: TirBuffer) -> None:
         self.plan, self.words = plan, words
+        self.first_weight, self.first_slot, self.first_sum, self.first_barrier = (n // 4 for n in plan.places)
 
     def stage(self, ring: Expr, stage: Expr) -> Expr:
         return (ring * self.plan.stages + stage) * (self.plan.stage_bytes // 4)
@@ -33,13 +33,13 @@ class Memory:
         within = ring * self.plan.resident + position - self.plan.kept
         if self.plan.streamed:
             within = within - self.plan.streamed_before(position)
-        return self.plan.first_weight // 4 + within * (self.plan.weight_bytes // 4)
+        return self.first_weight + within * (self.plan.weight_bytes // 4)
 
     def slot(self, ring: Expr, slot: Expr) -> Expr:  # for streamed weights
-        return self.plan.first_slot // 4 + (ring * self.plan.slots + slot) * (self.plan.weight_bytes // 4)
+        return self.first_slot + (ring * self.plan.slots + slot) * (self.plan.weight_bytes // 4)
 
     def sums(self, ring: Expr) -> Expr:
-        return self.plan.first_sum // 4 + ring * (self.plan.columns * self.plan.stride)
+        return self.first_sum + ring * (self.plan.columns * self.plan.stride)
 
     def state(self, ring: Expr) -> Pipeline:
         return self._pipeline(ring, 0, self.plan.stages)
@@ -54,7 +54,7 @@ class Memory:
         return Pipeline(self.words, self._barrier(ring, first), stages, self._barrier(ring, first + stages))
 
     def _barrier(self, ring: Expr, number: int) -> Expr:
-        return self.plan.first_barrier // 4 + (ring * self.plan.barriers + number) * BARRIER_WORDS
+        return self.first_barrier + (ring * self.plan.barriers + number) * BARRIER_WORDS
 
 
 def chunk_at(plan: WidePlan, role: BlockRole, ring: Expr, position: Expr) -> Expr:
@@ -252,8 +252,7 @@ class Products:
                 self.memory.streamed(self.ring).release(number % self.plan.slots)
 
     def store(self, handed: TirBuffer | None) -> None:
-        """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of
-        weight rows for each batch row."""
+        """Leaves partial sums in shared memory, a column for each batch row, or hands them over."""
         plan = self.plan
         if plan.rings == 1:
             self._store_rows(handed)

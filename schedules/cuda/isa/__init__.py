@@ -277,9 +277,8 @@ def float_bits(value: Expr) -> Expr:
 
 def wgmma(acc: list[Expr], a: list[Expr], b: Expr, keep: Expr, dtype: str, across: bool = False) -> None:
     """``acc = a b + (keep ? acc : 0)`` for 32 bytes of K; b: ``2 * len(acc)`` columns, by descriptor; a: 64 rows, by
-    descriptor or as four words of each thread, warp w's rows as operand A of ``mma``. ``across``: in memory K is the
-    outer axis of both; of 16-bit types. Accumulators are those of ``mma`` for each n8 tile (``tensor_core.py``), warp w
-    has rows 16 w to 16 w + 15."""
+    descriptor or as four words of each thread, as operand A of ``mma``. ``across``: in memory K is the outer axis of
+    both; of 16-bit types. Accumulators are those of ``mma`` for each n8 tile, warp w has rows 16 w to 16 w + 15."""
     instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}{_WGMMA[dtype]}"]
     # TF32 cannot be transposed, nor can registers, so nothing says so
     layout = () if dtype == "tf32" else (int(across),) * (2 if len(a) == 1 else 1)

@@ -144,8 +144,7 @@ def multiply_pair(acc: TirBuffer, number: int, rows: Sequence[Callable[[int], Ex
                   columns: Sequence[Sequence[Expr]], arithmetic: str, *, apart: bool = False) -> None:
     """Adds the products of pair ``number`` of k-tiles. ``acc``: sums, (chain, m16 tile, n8 tile, 4 of fragment C);
     k-tiles take chains in turn; ``apart`` as of :func:`mma`. ``rows``: of each octet of weight rows word 0 to 3, two of
-    a k-tile; two octets make an m16 tile, the last may have one alone. ``columns``: of each n8 tile of state the same.
-    """
+    a k-tile; two octets make an m16 tile, the last may be one. ``columns``: of each n8 tile of state the same."""
     chains, nothing = int(acc.shape[0]), (T.uint32(0), T.uint32(0))
     for tile in range(2):
         right = [[split(column[tile * 2 + half], arithmetic) for half in range(2)] for column in columns]
