@@ -130,7 +130,7 @@ class Job:
     followed: bool = False  # whether the launch behind it may begin before it has ended, and waits for its end itself
 
     @property
-    def itemsize(self) -> int:  # bytes of a value
+    def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
     def declare(self, epilogue: Epilogue) -> tuple[dict[str, TirBuffer], Expr]:
@@ -252,8 +252,8 @@ class HoistedValues(Epilogue):
         self.writes = {"hoisted": layout.dtype}
 
     def constants(self, vector: Vectors) -> dict[Var, Expr]:
-        env = {v.var: T.let(v.var.name, vector(None if v.numbers else i)) for i, v in enumerate(self.graph.vectors)}
-        return invariants(self.graph, env)
+        return invariants(self.graph, {v.var: T.let(v.var.name, vector(None if v.numbers else i))
+                                       for i, v in enumerate(self.graph.vectors)})
 
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Callable[[Expr, int], Expr],
               constants: Sequence[dict[Var, Expr]], sums: Sequence[Sequence[Expr]]) -> None:

@@ -38,9 +38,8 @@ def job_of(task: Task) -> Job:
     """The projection as a product over all rows; of a cell without products of x one without operands. Of a short call
     these are a group or two, whose tiles leave most of the chip idle unless they are narrow."""
     w, products = task.workload, task.graph.hoisted_products
-    x = Columns("x", task.own_input, w.input)
-    operands = (Operand(x, "input_weights", tuple(p.term.source for p in products)),)
-    return Job("project", task.device, w.dtype, w.arithmetic, operands if products else (), len(products), w.hidden,
+    x = Operand(Columns("x", task.own_input, w.input), "input_weights", tuple(p.term.source for p in products))
+    return Job("project", task.device, w.dtype, w.arithmetic, (x,) if products else (), len(products), w.hidden,
                len(task.graph.vectors), expected=w.seq * w.batch if short(task) else None)
 
 
@@ -71,8 +70,8 @@ def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followe
         return Component()
     epilogue = HoistedValues(task, layout or hoisted_of(task))
     if ahead == 100:
-        operands = tuple(replace(o, columns=x_of(task)) for o in job.operands)
-        return joined(align(task), over_rows(replace(job, operands=operands, followed=followed), epilogue))
+        job = replace(job, operands=tuple(replace(o, columns=x_of(task)) for o in job.operands), followed=followed)
+        return joined(align(task), over_rows(job, epilogue))
     ready = Component(buffers=(Buffer("ready", WORKSPACE, "uint32", Extent(1, -(-w.batch // rows_mma.LEAST_ROWS))),))
     if ahead == 0:  # workers read the other packing
         return joined(Component(buffers=weights_of(job)), ready)

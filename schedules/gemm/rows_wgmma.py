@@ -77,7 +77,8 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         if job.followed:
             isa.launch_dependents()
-        memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
+        # in order: stages (operands, then weights), vectors, barriers
+        memory = T.shared(shape.shared // 4, 1024)
         _Rows(job, shape, epilogue, arguments, memory, thread, block, T.let("rows", count)).run()
     return made()
 
@@ -163,9 +164,9 @@ class _Rows(WgmmaMainloop):
     def _operands(self, start: Expr) -> Descriptors:
         width = self.shape.width
         mine = T.let("mine", start + T.cast(self.half * (64 * LINE), "uint32"))
-        x = T.let("x", isa.descriptor(mine, 16, 8 * LINE, swizzled=True))
+        x = isa.descriptor(mine, 16, 8 * LINE, swizzled=True)
         weights = isa.descriptor(start + T.uint32(ROWS * LINE), width * 16, 128, swizzled=False)
-        return x, T.let("weights", weights), 2, 2 * width
+        return T.let("x", x), T.let("weights", weights), 2, 2 * width
 
     def _copy_vectors(self, place: Expr, unit0: Expr) -> None:
         """The parameter vectors of a tile's units."""

@@ -224,16 +224,13 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         if plan.workers and plans.worker_shape(task, plan) is None:
             return f"the projection needs more than {limit} registers a thread"
         shared = max(plans.block_shared(task, plan), shape_of(job_of(task)).shared if plan.ahead else 0)
-        if shared > device.shared:
-            return f"{shared} bytes of shared memory, {device.shared} available"
-        return None
+        return f"{shared} bytes of shared memory, {device.shared} available" if shared > device.shared else None
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many batch rows; in L2, which polls and multiplies eights, of as many eights."""
         knobs = PersistentKnobs(config)
-        rows = ceil_div(batch, knobs.groups)
-        size = rows if knobs.carrier == "cluster" else ceil_div(rows, 8) * 8
-        return {**config, "groups": ceil_div(task.workload.batch, size)}
+        each = 1 if knobs.carrier == "cluster" else 8
+        return {**config, "groups": ceil_div(task.workload.batch, ceil_div(ceil_div(batch, knobs.groups), each) * each)}
 
     def expected(self, task: Task) -> float:
         plan = self.plan(task, self.default(task))
@@ -270,8 +267,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
                     plan = self.plan(task, cut)
                     if self._crowded(task, plan) is not None:
                         continue
-                    beside = carrier == "l2" and len(knobs["ahead"]) > 1
-                    for ahead in best_ahead(task, plan) if beside else (100,):
+                    for ahead in best_ahead(task, plan) if carrier == "l2" and len(knobs["ahead"]) > 1 else (100,):
                         config = {**cut, "ahead": ahead}
                         yield estimate(task, plan if ahead == 100 else self.plan(task, config)), config
                     break
@@ -292,10 +288,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         return parts_of(task, plan)
 
     def cut(self, task: Task, plan: PersistentPlan) -> Cut:
-        bytes_of = 4 * plan.warps * plan.octet_words  # of a pair of k-tiles, of 8 weight rows
-        octets = [(p, bytes_of * p.octets(plan.units)) for p in plan.phases]
-        held = {"registers": sum(p.register_pairs * size for p, size in octets),
-                "shared memory": sum(p.shared_pairs * size for p, size in octets), "L2, read every step": plan.streamed}
+        pairs = [(p, 4 * plan.warps * plan.octet_words * p.octets(plan.units)) for p in plan.phases]  # and their bytes
+        held = {"registers": sum(p.register_pairs * size for p, size in pairs),
+                "shared memory": sum(p.shared_pairs * size for p, size in pairs), "L2, read every step": plan.streamed}
         return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "cluster" if plan.cluster else "L2", held,
                    heads=plan.heads, workers=plan.workers)
 
@@ -309,8 +304,8 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         layout = hoisted_of(task, plan.knobs.hoisted)
         if task.traversal.backward:
             return assemble_recurrence(task, self.recurrence(task, plan), layout, self.together(task, plan))
-        inner, early = replace(task, graph=deferred(task.graph)), begins_early(task, plan)
-        recurrence = partial(_recurrence, inner, plan, layout, early=early)
+        early = begins_early(task, plan)
+        recurrence = partial(_recurrence, replace(task, graph=deferred(task.graph)), plan, layout, early=early)
         return assemble(task, recurrence, layout, project(task, layout, plan.ahead, early), deferred=True,
                         together=self.together(task, plan))
 
@@ -320,10 +315,9 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
     slots = plan.groups * plan.ring  # of an exchange through L2
     for i, phase in enumerate(plan.phases):
         packing = plans.packing_of(task, plan, i)
-        kind = "uint8" if plan.scaled else plan.dtype
-        buffers.append(Buffer(f"recurrent_{i}", PACKED, kind, Extent(prod(packing.pad)), packing))
-        if plan.scaled:
-            # what integers are multiples of: (gate, unit) of the rows that the packing has
+        buffers.append(Buffer(f"recurrent_{i}", PACKED, "uint8" if plan.scaled else plan.dtype,
+                              Extent(prod(packing.pad)), packing))
+        if plan.scaled:  # what integers are multiples of: (gate, unit) of the rows that the packing has
             scales = Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")
             buffers.append(Buffer(f"scales_{i}", PACKED, "float32", Extent(prod(scales.pad[:-1])), scales))
         if not plan.cluster:
@@ -332,10 +326,10 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
         sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(slots * plan.sum_words(e)))
                 for e in range(len(plan.sums))]
         buffers += sums
-        functions["start"] = start_kernel(task, plan, layout, plan.knobs.math, early)
+        functions["start"] = start_kernel(task, plan, layout, early)
         calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), start_launch(early)]
     name, blocks = keeping("persistent", kept), plan.groups * plan.blocks + plan.workers
-    functions[name] = persistent_kernel(task, plan, layout, plan.knobs.math, kept, early)
+    functions[name] = persistent_kernel(task, plan, layout, kept, early)
     calls.append(Launch(name, blocks, plan.block_threads, plans.block_shared(task, plan),
                         cooperative=not plan.cluster, cluster=plan.blocks if plan.cluster else 1, early=early))
     return Component(functions, tuple(buffers), tuple(calls))

@@ -150,12 +150,12 @@ def begins_early(task: Task, plan: PersistentPlan) -> bool:
     return short(task) and may_be_followed(task) and not late_operands(task.graph)  # which start reads
 
 
-def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, early: bool = False) -> PrimFunc:
+def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, early: bool = False) -> PrimFunc:
     """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``, ahead of the persistent kernel: the
     initial state into the exchange, sentinels elsewhere, and zeros into the counters of the projection beside. Words
     beyond H, which pad the last k-tiles, are zero in every slot, and stay so. ``early``: see :func:`begins_early`."""
     with T.kernel("start") as made:
-        kernel = declare_start(task, layout, math)
+        kernel = declare_start(task, layout, plan.knobs.math)
         rings = [T.pointer(f"exchange_{i}", "uint32") for i in range(len(plan.phases))]
         ready = T.pointer("ready", "uint32") if plan.workers else None
         T.device_entry()
@@ -181,8 +181,8 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
                     continue
                 with T.If(slot == 0):
                     with T.Then():
-                        values = initial_values(kernel, at, head_of(plan, group))
-                        T.buffer_store(ring, pack(values, plan.dtype), [place])
+                        given = initial_values(kernel, at, head_of(plan, group))
+                        T.buffer_store(ring, pack(given, plan.dtype), [place])
                     with T.Else():
                         T.buffer_store(ring, rest, [place])
         if early:

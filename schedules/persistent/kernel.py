@@ -32,7 +32,7 @@ from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.rows_mma import Team, rows_ahead
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.keeping import Stored, keeping
 from ecornn.schedules.persistent.exchange import Carrier, Cluster, Ring, word_of
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan, block_shared, worker_shape
 from ecornn.schedules.persistent.products import FULL, SENT, Position, products
@@ -229,8 +229,7 @@ class Gates(GateThreads):
         return [self._place(i, phase, o) for i in range(self.plan.items) for o in range(phase.operands)]
 
 
-def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
-                      early: bool = False) -> PrimFunc:
+def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, kept: Stored, early: bool) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
     recurrent_<p>, [scales_<p>,] [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y;
     ``persistent_keeping`` stores what is ``kept``, too. ``early``: launched as :func:`begins_early` says."""
@@ -242,7 +241,7 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
                              "uint32")
     with T.kernel(keeping("persistent", kept)) as made:
         before = partial(ProjectionWorkers.declare, task, hoisted) if plan.workers else dict
-        kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early, before)
+        kernel = SequenceKernel.declare(task, hoisted, plan.knobs.math, own, kept, early, before)
         weights, rings = ([kernel.arguments[f"{name}_{i}"] for i in phases if f"{name}_{i}" in own]
                           for name in ("recurrent", "exchange"))
         T.device_entry()

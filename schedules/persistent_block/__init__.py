@@ -249,14 +249,10 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
         room = min(device.shared, (device.shared + RESERVED) // resident - RESERVED)
-        if plan.shared > room:
-            return f"{plan.shared} bytes of shared memory, {room} available"
-        return None
+        return f"{plan.shared} bytes of shared memory, {room} available" if plan.shared > room else None
 
     def generation(self, task: Task) -> int:
-        if most_heads(task.graph) > 1:
-            return 3
-        return 1 if BlockKnobs(self.default(task)).cluster == 1 else 2
+        return 3 if most_heads(task.graph) > 1 else 1 if BlockKnobs(self.default(task)).cluster == 1 else 2
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Keeps rows of a block and blocks at once, while there are as many."""
@@ -265,8 +261,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         if knobs.cluster > 1:
             return {**config, "rows": rows}
         blocks = ceil_div(task.workload.batch, rows) * (most_heads(task.graph) // knobs.heads)
-        together = ceil_div(blocks, task.device.cores)
-        return {**config, "rows": rows, "resident": min(knobs.resident, together)}
+        return {**config, "rows": rows, "resident": min(knobs.resident, ceil_div(blocks, task.device.cores))}
 
     def expected(self, task: Task) -> float:
         return estimate(task, self.plan(task, self.default(task)))
@@ -274,9 +269,8 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
     def rank(self, task: Task) -> float:
         """Calls of few steps are known to take less beside these than with others."""
         plan, w = self.plan(task, self.default(task)), task.workload
-        step = estimate(task, plan) * DOUBT
         few = w.seq <= FEW and plan.cluster == 1 and len(task.graph.phases) == 1
-        return step - (others(task) - CALL) / w.seq if few else step
+        return estimate(task, plan) * DOUBT - ((others(task) - CALL) / w.seq if few else 0)
 
     def beside(self, task: Task) -> float:
         return gpu_rates(task.device).sequence
@@ -319,9 +313,8 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         # Weights, which nothing of a call makes, are loaded meanwhile; but clusters that take what multiprocessors are
         # free then are two to some of them, for all steps.
         early = may_be_followed(task) and plan.cluster == 1
-        recurrence = partial(_recurrence, task, plan, layout, early=early)
-        return assemble(task, recurrence, layout, project(task, layout, followed=early),
-                        together=self.together(task, plan))
+        return assemble(task, partial(_recurrence, task, plan, layout, early=early), layout,
+                        project(task, layout, followed=early), together=self.together(task, plan))
 
 
 def math_for(task: Task) -> tuple[str, ...]:
@@ -334,5 +327,5 @@ def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, kept: Stored = NOT
     buffers = tuple(Buffer(f"recurrent_{i}", PACKED, packing.dtype, Extent(prod(packing.pad)), packing)
                     for i, packing in enumerate(packings))
     name = keeping("persistent_block", kept)
-    return Component({name: block_kernel(task, plan, layout, plan.knobs.math, kept, early)}, buffers, (
+    return Component({name: block_kernel(task, plan, layout, kept, early)}, buffers, (
         Launch(name, plan.blocks * plan.cluster, plan.threads, plan.shared, cluster=plan.cluster, early=early),))

@@ -25,7 +25,7 @@ from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
 from ecornn.schedules.cuda.pipeline import ClusterPipeline
 from ecornn.schedules.hoisted import Hoisted, Piece
-from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.keeping import Stored, keeping
 from ecornn.schedules.persistent_block.plan import BlockPlan
 from ecornn.schedules.persistent_block.products import KINDS, Products, TensorProducts
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
@@ -209,8 +209,8 @@ class Gates(GateThreads):
             if len(self.values) == self.items:
                 self._send(self.sent, step)
             return
-        within = self.plan.heads > 1  # whose threads have whole units
-        with T.when(self.owner[i] if within else T.And(self.owner[i], self.unit[i] < self.plan.hidden)):
+        owner = self.owner[i]  # of heads threads have whole units
+        with T.when(owner if self.plan.heads > 1 else T.And(owner, self.unit[i] < self.plan.hidden)):
             for o, operand in enumerate(self.graph.product_phases[p].operands):
                 self.products.store(self.products.first(p, o, self._side(step)), self.local[i], self.column[i],
                                     env[operand])
@@ -270,8 +270,8 @@ class Gates(GateThreads):
         slot = t % self.plan.depth
         for i in range(self.items):
             with T.when(T.And(self.valid[i], t < self.steps)):
-                row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
-                first = T.let("first", row * self.hoisted.row)
+                first = T.let("first", T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
+                              * self.hoisted.row)
                 for piece in self.hoisted.pieces():
                     pair = self.hoisted.packed and piece.apart == 1
                     unit = self.unit[i] // 2 * 2 if pair else self.unit[i] * piece.apart
@@ -286,13 +286,12 @@ class Gates(GateThreads):
         return self.products.shared.ptr_to([plan.inputs_place + place * plan.threads + self.thread * piece.words])
 
 
-def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
-                 early: bool = False) -> PrimFunc:
+def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, kept: Stored, early: bool) -> PrimFunc:
     """``persistent_block(T, B, [hoisted,] vectors, <state>_in, <state>_out, recurrent_<part>, y)``;
     ``persistent_block_keeping`` stores what is ``kept``, too. ``early``: it loads weights while the projection ends."""
     own = dict.fromkeys((f"recurrent_{i}" for i in range(len(plan.parts))), plan.dtype if plan.mma else "float32")
     with T.kernel(keeping("persistent_block", kept)) as made:
-        kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early)
+        kernel = SequenceKernel.declare(task, hoisted, plan.knobs.math, own, kept, early)
         weights = [kernel.arguments[name] for name in own]
         T.device_entry()
         block, thread = T.block(plan.blocks * plan.cluster), T.thread(plan.threads)

@@ -183,9 +183,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
             return f"about {plan.registers} registers a thread, {plans.REGISTERS[plan.teams][1]} available"
         if plan.shared > device.shared:
             return f"{plan.shared} bytes of shared memory, {device.shared} available"
-        if plan.stages < min(2, plan.chunks):
-            return "no room for two stages of state"
-        return None
+        return "no room for two stages of state" if plan.stages < min(2, plan.chunks) else None
 
     def search(self, task: Task) -> Config | None:
         best = min(self.candidates(task), key=lambda c: estimate(task, self.plan(task, c)), default=None)
@@ -193,8 +191,8 @@ class PersistentWide(SearchedSchedule[WidePlan]):
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many eights of batch rows."""
-        rows = ceil_div(ceil_div(batch, WideKnobs(config).groups), 8) * 8
-        return {**config, "groups": ceil_div(task.workload.batch, rows)}
+        eights = ceil_div(ceil_div(batch, WideKnobs(config).groups), 8)
+        return {**config, "groups": ceil_div(task.workload.batch, eights * 8)}
 
     def expected(self, task: Task) -> float:
         plan = self.plan(task, self.default(task))
@@ -289,14 +287,13 @@ def _large(task: Task) -> bool:
 
 
 def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, kept: Stored = NOTHING) -> Component:
-    math, packing = plan.knobs.math, plans.packing_of(task, plan)
+    packing, name = plans.packing_of(task, plan), keeping("persistent_wide", kept)
     spaces = {"exchange": plan.groups * plans.SLOTS * plan.slot_words,
               "counters": plan.groups * plan.counters * plans.SPACING,
               "handed": plan.groups * plan.sets * plans.HANDED * plan.handed_words}
     buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
                *(Buffer(space, WORKSPACE, "uint32", Extent(size)) for space, size in spaces.items() if size)]
     fills = [Fill("handed", UNWRITTEN, Extent(spaces["handed"]))] if plan.parts > 1 else []
-    name = keeping("persistent_wide", kept)
-    functions = {"start": start_kernel(task, plan, layout, math), name: wide_kernel(task, plan, layout, math, kept)}
+    functions = {"start": start_kernel(task, plan, layout), name: wide_kernel(task, plan, layout, kept)}
     launch = Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)
     return Component(functions, tuple(buffers), (*fills, start_launch(), launch))

@@ -16,7 +16,7 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
 from ecornn.schedules.cuda import isa
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.keeping import Stored, keeping
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.exchange import BlockRole, Parcels, handed_word, multiplier, place_of, word_of
 from ecornn.schedules.persistent_wide.plan import DEPTH, REGISTERS, SLOTS, SPACING, TEAM, WidePlan
@@ -120,8 +120,8 @@ class Gates(GateThreads):
                      for ring in range(plan.rings)]
             for gate, (value, *others) in enumerate(zip(*parts, strict=True), outer):
                 value = T.let("sum", value + others[0]) if others else value
-                own = value if self.parcels is None else self.parcels.sum(i, gate, value)
-                found[self.graph.phases[0].products[gate].var] = own
+                value = value if self.parcels is None else self.parcels.sum(i, gate, value)
+                found[self.graph.phases[0].products[gate].var] = value
         return found
 
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
@@ -155,13 +155,13 @@ class Gates(GateThreads):
         return T.Select(inside, self.role.counter(chunk + behind), -1)
 
 
-def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
+def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, kept: Stored) -> PrimFunc:
     """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
     ``handed`` where blocks share K; of an adjoint's recurrence ``outputs`` in place of y; ``persistent_wide_keeping``
     stores what is ``kept``, too."""
     own = ("recurrent", "exchange", "counters", "handed")[:4 if plan.parts > 1 else 3]
     with T.kernel(keeping("persistent_wide", kept)) as made:
-        kernel = SequenceKernel.declare(task, hoisted, math, dict.fromkeys(own, "uint32"), kept)
+        kernel = SequenceKernel.declare(task, hoisted, plan.knobs.math, dict.fromkeys(own, "uint32"), kept)
         a = kernel.arguments
         T.device_entry()
         block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)
@@ -213,11 +213,11 @@ def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
     isa.sync_block()
 
 
-def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> PrimFunc:
+def start_kernel(task: Task, plan: WidePlan, layout: Hoisted) -> PrimFunc:
     """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange, counters)``, before it: zeros into counters, the
     initial state into the exchange. Words beyond H, which pad the last chunks, are zero in both slots, and stay so."""
     with T.kernel("start") as made:
-        kernel = gate_threads.declare_start(task, layout, math)
+        kernel = gate_threads.declare_start(task, layout, plan.knobs.math)
         exchange, counters = T.pointer("exchange", "uint32"), T.pointer("counters", "uint32")
         T.device_entry()
         T.note("before the recurrence: chunk counters to zero, the first state into the exchange")

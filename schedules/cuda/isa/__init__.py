@@ -6,13 +6,14 @@ Instructions without a word on it exist from sm_80 on. Names are those of CUTLAS
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ecornn.schedules.builder import Expr, T
 from ecornn.schedules.cuda.isa.functions import call, run
 
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+_VECTOR = {1: "", 2: "v2.", 4: "v4."}
 _WGMMA = {"float16": "k16.f32.f16.f16", "bfloat16": "k16.f32.bf16.bf16", "tf32": "k8.f32.tf32.tf32"}
 
 
@@ -24,74 +25,52 @@ def _emits(instruction: str) -> Callable[..., None]:
     return emit
 
 
-# Orders what this thread did before and after it, for all threads of the GPU: acquire and release.
-fence_gpu = _emits("fence.acq_rel.gpu")
-# Orders a thread's accesses to shared memory and those of copy engines and wgmma, which go another way. sm_90.
-fence_async_shared = _emits("fence.proxy.async.shared::cta")
-# Orders accesses of this thread to global memory and those of copy engines. sm_90.
-fence_async_global = _emits("fence.proxy.async.global")
-# Asks for a line of global memory in L1, and does not wait.
-prefetch_l1 = _emits("prefetch.global.L1")
+fence_gpu = _emits("fence.acq_rel.gpu")  # orders what this thread did before and after it, for all threads of the GPU
+# Orders a thread's accesses to shared, or global, memory and those of copy engines and wgmma, that go another way. sm_90
+fence_async_shared, fence_async_global = _emits("fence.proxy.async.shared::cta"), _emits("fence.proxy.async.global")
+prefetch_l1 = _emits("prefetch.global.L1")  # asks for a line of global memory, and does not wait
 
-# Makes a group of the thread's copies since the last one.
-cp_async_commit = _emits("cp.async.commit_group")
-# Waits until at most so many of the thread's last groups are under way.
-cp_async_wait = _emits("cp.async.wait_group")
-# Waits for all copies of the thread: none may leave before its copies have landed.
-cp_async_wait_all = _emits("cp.async.wait_all")
+cp_async_commit = _emits("cp.async.commit_group")  # makes a group of the thread's copies since the last one
+cp_async_wait = _emits("cp.async.wait_group")  # until at most so many of the thread's last groups are under way
+cp_async_wait_all = _emits("cp.async.wait_all")  # no thread may leave before its copies have landed
 # Arrives at an mbarrier once the thread's copies so far have landed: one of the arrivals that it was made for.
 cp_async_mbarrier_arrive = _emits("cp.async.mbarrier.arrive.noinc.shared::cta.b64")
 
 # Makes an mbarrier of 8 bytes of shared memory (a pointer), each of whose phases has so many arrivals (uint32). A phase
 # ends with its last arrival or byte.
 mbarrier_init = _emits("mbarrier.init.shared::cta.b64")
-# Arrives once at an mbarrier, and so releases what this thread did before.
-mbarrier_arrive = _emits("mbarrier.arrive.shared::cta.b64")
+mbarrier_arrive = _emits("mbarrier.arrive.shared::cta.b64")  # once, and so releases what this thread did before
 # Arrives in a phase that lasts until so many bytes (uint32) have come as well; some of them may be there before.
 mbarrier_expect = _emits("mbarrier.arrive.expect_tx.shared::cta.b64")
 # Lets copy engines and other blocks of the cluster see the barriers that this thread has made.
 fence_mbarrier_init = _emits("fence.mbarrier_init.release.cluster")
 
-# Arrives at the barrier of all threads of the cluster, and releases what the thread did before.
-cluster_arrive = _emits("barrier.cluster.arrive.release.aligned")
-# Waits until all threads of the cluster have arrived, and sees what they did before.
-cluster_wait = _emits("barrier.cluster.wait.acquire.aligned")
-# Lets the next kernel begin once all blocks have come here or ended.
-launch_dependents = _emits("griddepcontrol.launch_dependents")
-# Waits until the kernels before have ended, and sees what they wrote.
-wait_on_earlier = _emits("griddepcontrol.wait")
+cluster_arrive = _emits("barrier.cluster.arrive.release.aligned")  # of all threads; releases what the thread did before
+cluster_wait = _emits("barrier.cluster.wait.acquire.aligned")  # for these, and sees what they did before
+launch_dependents = _emits("griddepcontrol.launch_dependents")  # the next kernel begins when all blocks came or ended
+wait_on_earlier = _emits("griddepcontrol.wait")  # until the kernels before have ended, and sees what they wrote
 
-# Gives back all but so many registers of each thread; all threads of a warpgroup do it (setmaxnreg). sm_90a.
+# Gives back all but so many registers of a thread, or waits for and takes them; all of a warpgroup's threads do. sm_90a
 register_dealloc = _emits("setmaxnreg.dec.sync.aligned.u32")
-# Waits until so many registers a thread are there, and takes them; all threads of a warpgroup do it. sm_90a.
 register_alloc = _emits("setmaxnreg.inc.sync.aligned.u32")
 
-# Orders what this warpgroup did with registers and shared memory, and its products that follow.
-wgmma_fence = _emits("wgmma.fence.sync.aligned")
-# Makes a group of the products since the last one.
-wgmma_commit = _emits("wgmma.commit_group.sync.aligned")
+wgmma_fence = _emits("wgmma.fence.sync.aligned")  # between a use of registers and shared memory and products
+wgmma_commit = _emits("wgmma.commit_group.sync.aligned")  # makes a group of the products since the last one
 # Waits until at most so many of the last groups are under way. Accumulators may not be read behind it.
 wgmma_wait_pending = _emits("wgmma.wait_group.sync.aligned")
 
 
-# Loads, stores, fences, prefetches (PTX: data movement; memory consistency model). Vectors are aligned to their size. A
-# ``relaxed`` access is one of several threads of the GPU to the same memory, and sees what any of them wrote, at some
-# time; ``acquire`` and ``release`` order what is around them, too.
+# Loads and stores (PTX: data movement; memory consistency model). Vectors are aligned to their size. A ``relaxed``
+# access, one of several threads of the GPU to the same memory, sees what any of them wrote, at some time.
 
-def _load(where: str, into: Iterable[Expr], address: Expr, kind: str = "b32") -> None:
+def _load(where: str, into: Sequence[Expr], address: Expr, kind: str = "b32") -> None:
     """Loads one, two or four neighbouring values into elements of local buffers."""
-    into = [*into]
-    T.evaluate(T.ptx[f"ld.{where}.{_vector(len(into))}{kind}"](*into, address))
+    T.evaluate(T.ptx[f"ld.{where}.{_VECTOR[len(into)]}{kind}"](*into, address))
 
 
-def _store(where: str, address: Expr, values: Iterable[Expr], kind: str = "b32") -> None:
+def _store(where: str, address: Expr, values: Sequence[Expr], kind: str = "b32") -> None:
     """Stores one, two or four neighbouring values."""
-    values = [*values]
-    T.evaluate(T.ptx[f"st.{where}.{_vector(len(values))}{kind}"](address, *values))
-
-
-def _vector(count: int) -> str:
-    return f"v{count}." if count > 1 else ""
+    T.evaluate(T.ptx[f"st.{where}.{_VECTOR[len(values)]}{kind}"](address, *values))
 
 
 ld_global, ld_shared = partial(_load, "global"), partial(_load, "shared")
@@ -214,8 +193,9 @@ def neighbour(value: Expr) -> Expr:
 
 def _shuffled(name: str, expression: str, value: Expr, lanes: int) -> Expr:
     """``expression`` of ``value`` and {}, the float32 value of the lane whose number differs by the bits ``lanes``."""
-    body = f"return {expression.format('__shfl_xor_sync(0xffffffffu, value, lanes)')};"
-    return call(f"float ecornn_{name}(float value, int lanes)", body, value, T.int32(lanes))
+    theirs = "__shfl_xor_sync(0xffffffffu, value, lanes)"
+    return call(f"float ecornn_{name}(float value, int lanes)", f"return {expression.format(theirs)};", value,
+                T.int32(lanes))
 
 
 shuffle_xor = partial(_shuffled, "exchanged", "{}")

@@ -110,8 +110,7 @@ def split(word: Expr, arithmetic: str, cut: Expr | bool = False) -> tuple[Expr, 
 def ldmatrix(into: Iterable[Expr], address: Expr, *, transposed: bool = False) -> None:
     """Loads four matrices of 8 x 8 16-bit values from shared memory, one word of each a thread; lane l has the address
     of row l % 8 of matrix l / 8. ``transposed``: rows come as columns."""
-    across = ".trans" if transposed else ""
-    T.evaluate(T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{across}.shared.b16"](*into, address))
+    T.evaluate(T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16"](*into, address))
 
 
 def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], arithmetic: str, *, apart: bool) -> None:
