@@ -26,7 +26,7 @@ def _emits(instruction: str) -> Callable[..., None]:
 
 
 fence_gpu = _emits("fence.acq_rel.gpu")  # orders what this thread did before and after it, for all threads of the GPU
-# Orders a thread's accesses to shared, or global, memory and those of copy engines and wgmma, that go another way. sm_90
+# Orders a thread's accesses to shared or global memory and those of copy engines and wgmma, that go another way; sm_90
 fence_async_shared, fence_async_global = _emits("fence.proxy.async.shared::cta"), _emits("fence.proxy.async.global")
 prefetch_l1 = _emits("prefetch.global.L1")  # asks for a line of global memory, and does not wait
 
