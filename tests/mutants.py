@@ -75,7 +75,7 @@ MUTANTS = (
            "if self.task.traversal.backward else None\n", "if False else None\n",
            "kernels/test_backward_recurrence_emulated.py -k without_recurrent"),
     Mutant("8-bit weights: the scale of another gate", "schedules/persistent/kernel.py",
-           "at = row * (plan.heads * plan.blocks * plan.units) + unit", "at = unit", "kernels/test_precision.py"),
+           "[row * units + unit], [i, row]", "[unit], [i, row]", "kernels/test_precision.py"),
     Mutant("8-bit weights: one is off by one in bfloat16", "schedules/cuda/isa/tensor_core.py",
            '"r"(positive), "r"(0xBF00BF00u)', '"r"(positive), "r"(0xBF01BF00u)', "kernels/test_precision.py"),
     Mutant("fences: blocks that poll acquire nothing", "schedules/persistent/exchange.py",
