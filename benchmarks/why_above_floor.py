@@ -134,7 +134,7 @@ def without_products() -> Iterator[None]:
             T.buffer_store(value.source, T.float32(0), list(value.indices))
 
     # in the kernel's file alone: products of x, which other kernels make, stay
-    instructions = SimpleNamespace(**{**vars(warps.isa), "wgmma": keep_zero, "wgmma_registers": keep_zero})
+    instructions = SimpleNamespace(**{**vars(warps.isa), "wgmma": keep_zero})
     with ExitStack() as stack:
         for owner, name, other in ((products, "multiply_pair", nothing), (products._Weights, "load", nothing),
                                    (products._Weights, "_from_l2", nothing), (products.Stream, "begin", nothing),

@@ -8,11 +8,11 @@ Use n = 0, 1, ... of a stage is phase n of its barriers, as in CUTLASS's Pipelin
              n - 1, which a new barrier counts as complete for n = 0.
 
 A wait names the parity of a phase, so nobody who waits may be two phases behind. Phase n of ``full`` needs phase n - 1
-of ``empty``, and that needs every consumer past phase n - 1 of ``full``: with both barriers nobody can be, if all go
-through the stages in the same order. Without ``empty`` it is on the kernel to say why nobody is.
+of ``empty``, which needs every consumer past phase n - 1 of ``full``: with both barriers nobody can be, if all go
+through the stages in the same order. Without ``empty`` the kernel says why nobody is.
 
-Reads and writes of threads and bulk copies go through different proxies: where a copy overwrites what threads have
-read, or a warpgroup multiplies what they have written, a proxy fence lies between (``isa.fence_async_shared``)."""
+Threads and bulk copies go through different proxies: where a copy overwrites what threads have read, or a warpgroup
+multiplies what they have written, a proxy fence lies between (``isa.fence_async_shared``)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ BARRIER_WORDS = 2  # words of 32 bits of an mbarrier
 
 
 class Use(NamedTuple):
-    """One use of a stage: which one (int32), and the parity of the phase that it is (uint32)."""
+    """One use of a stage."""
 
-    stage: Expr
-    parity: Expr
+    stage: Expr  # int32
+    parity: Expr  # of the phase that it is, uint32
+
+    @property
+    def parity_before(self) -> Expr:
+        return T.bitwise_xor(self.parity, T.uint32(1))
 
 
 @dataclass(frozen=True)
@@ -48,16 +52,14 @@ class Pipeline:
         """Makes the barriers, each phase of which takes so many arrivals. For one thread, before
         :func:`~.isa.fence_mbarrier_init` and a barrier of all who use them."""
         for stage in range(self.stages):
-            isa.mbarrier_init(self.full_barrier(stage), producers)
+            isa.mbarrier_init(self.full_barrier(stage), T.uint32(producers))
             if self.empty is not None:
-                isa.mbarrier_init(self.empty_barrier(stage), consumers)
+                isa.mbarrier_init(self.empty_barrier(stage), T.uint32(consumers))
 
-    def full_barrier(self, stage: Expr) -> Expr:
-        """A pointer."""
+    def full_barrier(self, stage: Expr) -> Expr:  # a pointer
         return self.words.ptr_to([self.full + stage * self.apart])
 
     def empty_barrier(self, stage: Expr) -> Expr:
-        """A pointer."""
         assert self.empty is not None, "nobody hands stages back"
         return self.words.ptr_to([self.empty + stage * self.apart])
 
@@ -73,15 +75,15 @@ class Pipeline:
 
     def acquire(self, use: Use) -> None:
         """Producers: waits until consumers have handed the stage back."""
-        isa.mbarrier_wait(self.empty_barrier(use.stage), _before(use.parity), self.cluster)
+        isa.mbarrier_wait(self.empty_barrier(use.stage), use.parity_before, self.cluster)
 
     def may_acquire(self, use: Use) -> Expr:
         """Producers: whether :meth:`acquire` would not have to wait (bool)."""
-        return T.let("empty", isa.mbarrier_test(self.empty_barrier(use.stage), _before(use.parity))) != T.uint32(0)
+        return T.let("empty", isa.mbarrier_test(self.empty_barrier(use.stage), use.parity_before)) != T.uint32(0)
 
     def expect(self, stage: Expr, size: int) -> None:
         """Producers: an arrival that announces ``size`` bytes, some of which may have come before."""
-        isa.mbarrier_expect(self.full_barrier(stage), size)
+        isa.mbarrier_expect(self.full_barrier(stage), T.uint32(size))
 
     def copy(self, stage: Expr, to: Expr, source: Expr, size: int, policy: Expr | None = None) -> None:
         """Producers: an arrival, and a bulk copy of ``size`` bytes that ends the phase; ``policy`` of L2."""
@@ -102,8 +104,8 @@ class ClusterPipeline(Pipeline):
     """Emits both ends of the way to every block of a cluster, of what its blocks make in each step: two stages in the
     shared memory of each, which all blocks fill by st.async. What is for step t goes to stage t % 2.
 
-    A phase has one arrival, by a thread of the block that says how many bytes come, and the bytes of one step, in
-    whatever order; some of these may come before the arrival.
+    A phase has one arrival, by a thread of the block that says how many bytes come, and the bytes of one step; some of
+    these may come before the arrival.
 
     * Nobody reads what is not there: the phase ends with its last byte, and a wait for it acquires, at the scope of
       the cluster, what the bytes' completion released.
@@ -139,7 +141,3 @@ class ClusterPipeline(Pipeline):
 def parity_of(use: Expr) -> Expr:
     """The parity of a stage's n-th use, uint32."""
     return T.cast(T.bitwise_and(use, 1), "uint32")
-
-
-def _before(parity: Expr) -> Expr:
-    return T.bitwise_xor(parity, T.uint32(1))

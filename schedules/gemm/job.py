@@ -48,8 +48,7 @@ class Columns:
         return gcd(self.width, self.stride, self.offset, most)
 
     def copied(self, most: int) -> int:
-        """Neighbouring values, of ``most`` at most, that begin at a multiple of as many in every row. The last ones of
-        a row may be fewer: what lies behind them is the row's, too."""
+        """The same, but that the last ones of a row may be fewer: what lies behind them is the row's, too."""
         return gcd(self.stride, self.offset, most)
 
     def place(self, row: Expr, value: Expr) -> Expr:
@@ -67,11 +66,11 @@ def packing_of(sources: tuple[Source, ...], first: tuple[int, ...], made: tuple[
                order: Sequence[int], dtype: str, *, transposed: bool = False, heads: int = 1) -> Packing:
     """How weights are packed, with axes (*``first``, *``made``, *``multiplied``): of the sources, of the units that a
     source makes and of the values that these multiply. ``order`` puts the axes in place. Of weights that are
-    ``transposed`` the axes of a source have changed places, and each of ``heads`` is a block on its diagonal, of whose
-    units the first axis of ``made`` has those of all heads."""
+    ``transposed`` the axes of a source have changed places, and each of ``heads`` is a block on its diagonal; the first
+    axis of ``made`` has the units of all heads."""
     if not transposed:
-        return Packing(sources, (prod(first), prod(made), prod(multiplied)), (*first, *made, *multiplied), tuple(order),
-                       dtype)
+        pad = (prod(first), prod(made), prod(multiplied))
+        return Packing(sources, pad, (*first, *made, *multiplied), tuple(order), dtype)
     own, n = (heads,) if heads > 1 else (), len(first)
     made = (made[0] // heads, *made[1:])
     before = n + len(own)  # axes before those that are multiplied, behind which come the units'
@@ -94,8 +93,7 @@ class Operand:
     heads: int = 1  # blocks on a source's diagonal: units multiply the values of their own head, which has whole tiles
 
     @property
-    def depth(self) -> int:
-        """Values that a unit multiplies."""
+    def depth(self) -> int:  # values that a unit multiplies
         return self.columns.width // self.heads
 
     def packing(self, rows: int, across: tuple[int, ...], along: tuple[int, ...], order: Sequence[int],
@@ -104,9 +102,7 @@ class Operand:
         inputs, pieces = prod(along), self.pieces
         if self.transposed:
             assert self.heads == 1 or (inputs == self.depth and across[0] % self.heads == 0), "padding within heads"
-            assert pieces == 1 or inputs == self.columns.width, "padding between pieces"
-        else:
-            assert pieces == 1
+        assert pieces == 1 or (self.transposed and inputs == self.columns.width), "padding between pieces"
         found = packing_of(self.sources, (rows,), across, along, order, dtype, transposed=self.transposed,
                            heads=self.heads)
         pad = (rows * pieces, found.pad[1] // pieces, found.pad[2])
@@ -135,21 +131,21 @@ class Job:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a value."""
         return ITEMSIZE[self.dtype]
 
     def declare(self, epilogue: Epilogue) -> tuple[dict[str, TirBuffer], Expr]:
         """The kernel's parameters, T and B before the others, by name; and how many rows there are."""
         steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
         found = self.declare_inputs(epilogue)
-        kinds = {"vectors": "float32"} | dict(epilogue.writes)
-        found |= _pointers({n: k for n, k in kinds.items() if n not in found})
+        for name, kind in ({"vectors": "float32"} | dict(epilogue.writes)).items():
+            found[name] = found[name] if name in found else T.pointer(name, kind)
         return found | {"B": batch}, rows_of(self.each, found, steps, batch)
 
     def declare_inputs(self, epilogue: Epilogue) -> dict[str, TirBuffer]:
         """The parameters that are multiplied and read, but for ``vectors``."""
         kinds = {o.columns.name: self.dtype for o in self.operands} | dict(epilogue.reads) | counted(self.each)
-        return _pointers(kinds | {o.weights: self.dtype for o in self.operands})
+        kinds |= {o.weights: self.dtype for o in self.operands}
+        return {name: T.pointer(name, kind) for name, kind in kinds.items()}
 
 
 @dataclass(frozen=True)
@@ -166,8 +162,7 @@ class Shape:
     beside: int = 0  # bytes of shared memory that something else takes
 
     @property
-    def slabs(self) -> int:
-        """Stages' worth of K in all."""
+    def slabs(self) -> int:  # stages' worth of K in all
         return sum(self.parts)
 
     @property
@@ -175,13 +170,11 @@ class Shape:
         return self.octets * 8
 
     @property
-    def width(self) -> int:
-        """Columns of a tile: products of its units."""
+    def width(self) -> int:  # columns of a tile: products of its units
         return self.units * self.rows
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of packed weights of a stage."""
+    def weight_bytes(self) -> int:  # bytes of packed weights of a stage
         return self.width * LINE
 
     @property
@@ -189,8 +182,7 @@ class Shape:
         return self.height * self.row_bytes + self.weight_bytes
 
     @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
+    def shared(self) -> int:  # bytes of dynamic shared memory
         return self.stages * self.stage_bytes + self.beside
 
 
@@ -204,17 +196,12 @@ def counted(each: str) -> dict[str, str]:
     return {COUNT: "int32"} if each == SEQUENCES else {}
 
 
-def _pointers(kinds: Mapping[str, str]) -> dict[str, TirBuffer]:
-    return {name: T.pointer(name, kind) for name, kind in kinds.items()}
-
-
 class Epilogue(ABC):
-    """Makes values of a row's sums, and stores them. ``reads`` and ``writes``: names and types of the buffers, beside
-    ``vectors``; ``span``: the neighbouring units, 2 or 4, that one thread had best have."""
+    """Makes values of a row's sums, and stores them."""
 
-    reads: Mapping[str, str]
+    reads: Mapping[str, str]  # names and types of buffers, beside ``vectors``
     writes: Mapping[str, str]
-    span: int = 2
+    span: int = 2  # or 4: the neighbouring units that one thread had best have
 
     def constants(self, vector: Vectors) -> Any:
         """Values of a unit that are the same for all rows."""
@@ -232,13 +219,12 @@ def write_tile(job: Job, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
     """Writes what ``epilogue`` makes of a thread's sums: of units ``unit_of(group)`` and those next to it, ``span`` in
     all, of rows ``row_of(tile, half) < end``. ``vector(i, unit)`` is the value of parameter vector i.
 
-    ``acc`` has accumulators (m16 tile, n8 tile, 4) as ``mma`` leaves them (``tensor_core.py``): two neighbouring
-    columns a thread. Tile ``octet * rows + row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are
-    the units in order, with 4 those of two octets are dealt out so that a thread has 4 neighbouring units."""
+    ``acc`` has accumulators (m16 tile, n8 tile, 4) as ``mma`` leaves them: two neighbouring columns a thread. Tile
+    ``octet * rows + row`` has product ``row`` of 8 units. With a ``span`` of 2 the columns are the units in order, with
+    4 those of two octets are dealt out so that a thread has 4 neighbouring units."""
     tiles, products = (int(n) for n in acc.shape[:2])
 
-    def within(unit: Expr, e: int) -> Expr:
-        """Unit ``unit + e``, or the last one."""
+    def within(unit: Expr, e: int) -> Expr:  # or the last one
         return T.let("own_unit", unit + e if job.units % span == 0 else T.min(unit + e, job.units - 1))
 
     def vectors(unit: Expr, e: int) -> Vectors:
@@ -266,8 +252,8 @@ class HoistedValues(Epilogue):
         self.writes = {"hoisted": layout.dtype}
 
     def constants(self, vector: Vectors) -> dict[Var, Expr]:
-        env = {v.var: T.let(v.var.name, vector(None if v.numbers else i)) for i, v in enumerate(self.graph.vectors)}
-        return invariants(self.graph, env)
+        return invariants(self.graph, {v.var: T.let(v.var.name, vector(None if v.numbers else i))
+                                       for i, v in enumerate(self.graph.vectors)})
 
     def store(self, arguments: Mapping[str, TirBuffer], row: Expr, unit: Expr, within: Callable[[Expr, int], Expr],
               constants: Sequence[dict[Var, Expr]], sums: Sequence[Sequence[Expr]]) -> None:
@@ -295,10 +281,10 @@ def store_hoisted(layout: Hoisted, into: TirBuffer, row: Expr, unit: Expr, value
     if layout.packed:
         layout.store(into, T.cast(row, "int64"), unit, values, finite)
         return
-    H, outputs, span = layout.hidden, layout.outputs, len(values)
+    H, span = layout.hidden, len(values)
     step = next(n for n in (span, 2, 1) if H % n == 0)
-    for q in range(outputs):
-        place = T.let("place", (T.cast(row, "int64") * outputs + q) * H + unit)
+    for q in range(layout.outputs):
+        place = T.let("place", (T.cast(row, "int64") * layout.outputs + q) * H + unit)
         for e in range(0, span, step):
             with T.when(e == 0 or unit + e < H):
                 if step == 1:

@@ -23,20 +23,20 @@ Load = Callable[[Any, Any], None]  # emits the copies of one stage's worth of K:
 
 @dataclass(frozen=True)
 class Staged:
-    """An operand's rows in a stage: ``height`` of ``width`` words or values each, ``pitch`` apart, from ``base`` on."""
+    """An operand's rows in a stage."""
 
     buffer: TirBuffer
     base: Expr
     height: int
-    width: int
-    pitch: int
+    width: int  # words or values of a row
+    pitch: int  # from row to row
 
 
 class MmaMainloop:
     """Emits it; a job says what a stage holds, and reads the fragments ``a`` and ``b`` of a k-tile. ``memory``: dynamic
-    shared memory, float32; ``tiles``, ``products``: m16 and n8 tiles of a warp; ``stages``, ``stage_size``: their
-    number, and the elements of each; ``thread``: 0 to 255; ``barrier`` emits a barrier of these threads; ``words``:
-    that a thread reads of each n8 tile at once, 2 for each k-tile."""
+    shared memory, float32; ``tiles``, ``products``: m16 and n8 tiles of a warp; ``stage_size``: elements of a stage;
+    ``thread``: 0 to 255; ``barrier`` emits a barrier of these threads; ``words``: that a thread reads of each n8 tile
+    at once, 2 for each k-tile."""
 
     def __init__(self, dtype: str, arithmetic: str, memory: TirBuffer, tiles: int, products: int, stages: int,
                  stage_size: int, thread: Expr, barrier: Callable[[], object], words: int = 2) -> None:
@@ -52,7 +52,6 @@ class MmaMainloop:
         self.b = T.local("b", (products, words), "uint32")  # (n8 tile, 2 of fragment B of each k-tile)
 
     def clear(self) -> None:
-        """Sets sums to zero."""
         with T.unroll("m", self.tiles) as m, T.unroll("n", self.products) as n, T.unroll("e", 4) as e:
             T.buffer_store(self.acc, T.float32(0), [m, n, e])
 
@@ -65,7 +64,7 @@ class MmaMainloop:
             cp_async_commit()
 
     def products_of(self, count: Expr | int, load: Load, multiply: Callable[[Expr, Expr], None]) -> None:
-        """The main loop, which :meth:`begin` has begun: ``multiply(number, first element of the stage)`` for each."""
+        """The main loop, behind :meth:`begin`: ``multiply(number, first element of the stage)`` for each."""
         with T.serial("slab", 0, count) as slab:
             cp_async_wait(self.stages - 2)
             self.barrier()
@@ -115,16 +114,16 @@ class MmaMainloop:
         def one(index: Expr) -> None:
             local, value = T.let("local", index // width), T.let("value", index % width)
             column = T.let("column", first * values + value)
-            place = (to.base + local * to.pitch) * values + value
-            T.buffer_store(self.values, T.float16(0), [place])
+            place = [(to.base + local * to.pitch) * values + value]
+            T.buffer_store(self.values, T.float16(0), place)
             inside = T.And(row + local < end, column < x.width)
             if live is not None:
                 inside = T.let("inside", inside)
                 inside = T.And(inside, live(row + local, inside))
             with T.when(inside):
                 loaded = source[x.place(row + local, column if head is None else head + column)]
-                half = loaded if self.dtype == "float16" else T.reinterpret("float16", loaded)
-                T.buffer_store(self.values, half, [place])
+                T.buffer_store(self.values, loaded if self.dtype == "float16" else T.reinterpret("float16", loaded),
+                               place)
 
         self.share(to.height * width, one, True)
 
@@ -135,10 +134,9 @@ class MmaMainloop:
             with T.when(count % THREADS == 0 or index < count):
                 emit(index)
 
-        turns = -(-count // THREADS)
         if rolled:
-            with T.serial("r", 0, turns) as turn:
+            with T.serial("r", 0, -(-count // THREADS)) as turn:
                 one(turn)
-        else:
-            for turn in range(turns):
-                one(turn)
+            return
+        for turn in range(-(-count // THREADS)):
+            one(turn)

@@ -4,14 +4,16 @@
 
 Both operands have the rows that are summed over on the outside, so that they are read across. Where the tiles fill the
 chip each block goes through all rows and writes to where the sum belongs. Else the rows go to ``parts`` of blocks, each
-of which leaves a sum in the workspace ``parts``; a kernel of its own adds these in order. So every run has the same
-bits. ``outer_kernel`` computes them by ``mma``, a block a tile of one part of the rows (``mma_mainloop.py``): fragments
-are read across by ``ldmatrix.trans``, or 32-bit words one by one. On Hopper ``outer_wgmma.py`` does."""
+of which leaves a sum in the workspace ``parts``; a kernel of its own adds these in order, so that every run has the
+same bits. ``outer_kernel`` computes them by ``mma``, a block a tile of one part of the rows (``mma_mainloop.py``);
+fragments are read across by ``ldmatrix.trans``, or 32-bit words one by one. On Hopper ``outer_wgmma.py`` does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 
 from ecornn.device import Device
 from ecornn.dtypes import ITEMSIZE
@@ -44,8 +46,7 @@ class OuterJob:
     heads: int = 1
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of a value."""
+    def itemsize(self) -> int:  # bytes of a value
         return ITEMSIZE[self.dtype]
 
     def declare(self, into: Into, parts: int) -> Arguments:
@@ -93,7 +94,6 @@ class Into:
         return replace(self, add=T.arg("add", T.int32()) != 0) if self.add is None else self
 
     def store(self, buffer: TirBuffer, m: Expr, n: Expr, value: Expr) -> None:
-        """One sum."""
         to = T.let("to", self.row(m) + n)
         T.buffer_store(buffer, with_existing(self.add, buffer[to], value), [to])
 
@@ -105,10 +105,9 @@ class Into:
             if width % 2 == 0:
                 self._store_pairs(buffer, m, first, width, pairs)
                 return
-            for n, pair in enumerate(pairs):
-                for e, value in enumerate(pair):
-                    with T.when(first + (n * 8 + e) < width):
-                        self.store(buffer, m, first + (n * 8 + e), value)
+            for (n, pair), e in product(enumerate(pairs), range(2)):
+                with T.when(first + (n * 8 + e) < width):
+                    self.store(buffer, m, first + (n * 8 + e), pair[e])
 
     def _store_pairs(self, buffer: TirBuffer, m: Expr, first: Expr, width: int,
                      pairs: Sequence[tuple[Expr, Expr]]) -> None:
@@ -121,10 +120,8 @@ class Into:
             offsets = [n * 8 for n in range(start, start + len(some))]
             if self.add is not False:
                 before = T.local("before", (len(some), 2), "float32")
-                if self.add is not True:
-                    for k in range(len(some)):
-                        for e in range(2):
-                            T.buffer_store(before, T.float32(0), [k, e])
+                for place in product(range(len(some)), range(2)) if self.add is not True else ():
+                    T.buffer_store(before, T.float32(0), list(place))
                 with T.when(self.add):
                     for k, offset in enumerate(offsets):
                         with T.when(first + offset < width):
@@ -157,20 +154,18 @@ class OuterShape:
     parts: int = 1  # of the rows
 
     @property
-    def tiles(self) -> int:
-        """Tiles of each part."""
+    def tiles(self) -> int:  # tiles of each part
         return self.down * self.across
 
     @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
+    def shared(self) -> int:  # bytes of dynamic shared memory
         return self.stages * self.stage_bytes + self.beside
 
 
 def best_parts(job: OuterJob, tiles: int, row: float, at_once: int) -> int:
     """Parts of the rows that fill the chip's last turn without too many sums in memory; see :func:`expected`."""
     most = max(1, min(MOST_PARTS, job.rows // LEAST_ROWS))
-    return min(range(1, most + 1), key=lambda parts: expected(job, tiles, row, at_once, parts))
+    return min(range(1, most + 1), key=partial(expected, job, tiles, row, at_once))
 
 
 def expected(job: OuterJob, tiles: int, row: float, at_once: int, parts: int) -> float:
@@ -204,8 +199,7 @@ LEAST_HEIGHT, LEAST_WIDTH = ROW_WARPS * 16, COLUMN_WARPS * 8  # of a tile
 
 def outer_shape(job: OuterJob) -> OuterShape:
     """The tiles of 256 threads, of which a multiprocessor holds two."""
-    most = 2 if per_word(job.dtype) == 1 else 4
-    m_tiles = next(n for n in (1, 2, 4) if n == most or LEAST_HEIGHT * n >= job.values.width)
+    m_tiles = next(n for n in (1, 2, 4) if n == 2 * per_word(job.dtype) or LEAST_HEIGHT * n >= job.values.width)
     if job.heads > 1:  # a tile's values are of one head
         m_tiles = max(n for n in (1, 2, 4) if n <= m_tiles and job.operand.width % (LEAST_HEIGHT * n) == 0)
     n_tiles = next(n for n in (2, 4) if n == 4 or LEAST_WIDTH * n >= job.operand.width)
@@ -268,7 +262,6 @@ class _Outer(MmaMainloop):
                 Staged(self.values, base + s.depth * pitch, s.depth, s.width, s.width + PAD))
 
     def _load(self, number: Expr, stage: Expr) -> None:
-        """Stage ``number`` of this part."""
         job, arguments = self.job, self.arguments
         values, operand = self._staged(T.let("base", stage * self.stage_size))
         row0 = T.let("row0", (self.first + number) * self.shape.depth)
@@ -299,13 +292,12 @@ class _Outer(MmaMainloop):
             ldmatrix([self.b[n * 2 + i // 2, i % 2] for i in range(4)], self.values.ptr_to([place]), transposed=True)
 
     def _read_words(self, values: Staged, operand: Staged, k: int) -> None:
-        lane = self.lane
+        column, k = self.lane // 4, k + self.lane % 4
         with T.unroll("m", self.tiles) as m:
             for i in range(4):
-                place = (values.base + (k + lane % 4 + i // 2 * 4) * values.pitch
-                         + self.m_warp + m * 16 + lane // 4 + i % 2 * 8)
+                place = values.base + (k + i // 2 * 4) * values.pitch + self.m_warp + m * 16 + column + i % 2 * 8
                 T.buffer_store(self.a, self.words[place], [m, i])
         with T.unroll("n", self.products) as n:
             for i in range(2):
-                place = operand.base + (k + lane % 4 + i * 4) * operand.pitch + self.n_warp + n * 8 + lane // 4
+                place = operand.base + (k + i * 4) * operand.pitch + self.n_warp + n * 8 + column
                 T.buffer_store(self.b, self.words[place], [n, i])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.cuda.isa import descriptor
@@ -28,13 +29,12 @@ ROWS = GROUP // 8  # of a panel that the copying threads have at once
 
 def hopper_shape(job: OuterJob) -> OuterShape | None:
     """The tiles, narrower than necessary where that fills the chip's turns better; None where it does not serve."""
-    if not job.device.can.warpgroups or job.itemsize != 2 or job.heads > 1 or job.operand.width % 2:
-        return None
-    if job.values.copied(8) < 2 or job.operand.copied(8) < 2:
+    if (not job.device.can.warpgroups or job.itemsize != 2 or job.heads > 1 or job.operand.width % 2
+            or job.values.copied(8) < 2 or job.operand.copied(8) < 2):
         return None
     panels = -(-job.operand.width // PANEL)
     made = [_cut(job, panels, across) for across in range(-(-panels // MOST_ACROSS), -(-panels // LEAST_ACROSS) + 1)]
-    return min((one for one in made if one is not None), key=lambda one: one[0], default=(0.0, None))[1]
+    return min(filter(None, made), key=lambda one: one[0], default=(0.0, None))[1]
 
 
 def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterShape] | None:
@@ -46,8 +46,7 @@ def _cut(job: OuterJob, panels: int, across: int) -> tuple[float, OuterShape] | 
         return None
     shape = OuterShape(HEIGHT, width, -(-job.values.width // HEIGHT), across, DEPTH, stage, stages, stages * BARRIERS)
     widest = MOST_ACROSS * PANEL
-    # what a tile multiplies for each byte that it copies, of the widest one's
-    reuse = width * (HEIGHT + widest) / (widest * (HEIGHT + width))
+    reuse = width * (HEIGHT + widest) / (widest * (HEIGHT + width))  # of a byte that is copied, of the widest tile's
     row = HEIGHT * width / (gpu_rates(job.device).wgmma_gemm * reuse)
     parts = best_parts(job, shape.tiles, row, job.device.cores)
     return expected(job, shape.tiles, row, job.device.cores, parts), replace(shape, parts=parts)
@@ -64,7 +63,7 @@ def outer_wgmma_kernel(job: OuterJob, shape: OuterShape, into: Into) -> PrimFunc
 
 
 class _Outer(WgmmaMainloop):
-    """Emits the code of a block: its tiles, what it copies for them and writes of them."""
+    """Emits the code of a block."""
 
     def __init__(self, shape: OuterShape, arguments: Arguments, memory: TirBuffer, thread: Expr, block: Expr) -> None:
         self.shape, self.arguments, self.block = shape, arguments, block
@@ -110,37 +109,30 @@ class _Outer(WgmmaMainloop):
         self._tiles(tile)
 
     def _operands(self, start: Expr) -> Descriptors:
-        """Panels, which are read across."""
-        def panels(name: str, first: Expr) -> Expr:
-            return T.let(name, descriptor(first, PANEL_BYTES, 8 * LINE, swizzled=True))
-
+        """Panels, which are read across: 16 rows are ``LINE`` units of 16 bytes."""
         mine = T.let("mine", start + T.cast(self.half * PANEL_BYTES, "uint32"))
-        ahead = 16 * LINE // 16  # 16 rows, in units of 16 bytes
-        return (panels("values", mine), panels("operand", start + T.uint32(HEIGHT // PANEL * PANEL_BYTES)),
-                ahead, ahead)
+        firsts = {"values": mine, "operand": start + T.uint32(HEIGHT // PANEL * PANEL_BYTES)}
+        values, operand = (T.let(name, descriptor(first, PANEL_BYTES, 8 * LINE, swizzled=True))
+                           for name, first in firsts.items())
+        return values, operand, LINE, LINE
 
     def _copy_stage(self, stage: Expr, row0: Expr, m0: Expr, n0: Expr) -> None:
         """A thread's chunks: the same one of every 16th row of each panel. What lies outside becomes zero; what comes
         from behind a row's values is multiplied for sums that nobody stores."""
-        job, chunked = self.arguments.job, CHUNK // 2
+        arguments, job = self.arguments, self.arguments.job
         first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
         row = T.let("row", row0 + first)
-        live = [self._live(row + r) for r in range(0, DEPTH, ROWS)]
+        rows = [(row + r, row + r < self.rows) for r in range(0, DEPTH, ROWS)]
+        live = [T.let("live", T.And(inside, arguments.live(r)) if job.mask else inside) for r, inside in rows]
         line = first * (LINE // 4) + T.bitwise_xor(chunk, first % 8) * 4
         place = T.let("place", stage * (self.stage_bytes // 4) + line)
         for name, source, start, panels, before in (
                 ("values", job.values, m0, HEIGHT // PANEL, 0),
                 ("operand", job.operand, n0, self.width // PANEL, HEIGHT // PANEL)):
-            column = T.let("column", start + chunk * chunked)
+            column = T.let("column", start + chunk * (CHUNK // 2))
             at = T.let("at", source.place(row, column))
-            for panel in range(panels):
-                for r, inside in enumerate(live):
-                    self.copy_chunk(source, self.arguments.buffers[name],
-                                    at + (r * ROWS * source.stride + panel * PANEL), column + panel * PANEL,
-                                    place + ((before + panel) * (PANEL_BYTES // 4) + r * ROWS * LINE // 4), inside, 2,
-                                    exact=False)
-
-    def _live(self, row: Expr) -> Expr:
-        """Tells whether there is such a row, and it takes part."""
-        inside = row < self.rows
-        return T.let("live", T.And(inside, self.arguments.live(row)) if self.arguments.job.mask else inside)
+            for panel, (r, inside) in product(range(panels), enumerate(live)):
+                self.copy_chunk(source, arguments.buffers[name], at + (r * ROWS * source.stride + panel * PANEL),
+                                column + panel * PANEL,
+                                place + ((before + panel) * (PANEL_BYTES // 4) + r * ROWS * LINE // 4), inside, 2,
+                                exact=False)

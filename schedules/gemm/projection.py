@@ -6,9 +6,9 @@ Hopper's own kernel (``rows_wgmma.py``) takes a product where it can: 16-bit typ
 rows at once; else that of ``rows_mma.py``. A schedule may have all rows done before its own kernel, or only the first
 ``ahead`` percent: the rest is then for blocks of its own, beside those of the recurrence (``persistent``).
 
-A layer's x is as its caller has it: rows of 650 values of 16 bits are aligned to 4 bytes, and are copied to shared
-memory 4 bytes at a time, where others come by 16. Products over all rows copy each row once for every tile of columns;
-where that is often, x is copied once before, to rows that are aligned."""
+A layer's x is as its caller has it: rows of 650 values of 16 bits come 4 bytes at a time, where others come by 16. A
+row is copied to shared memory once for every tile of columns; where that is often, x is copied once before, to rows
+that are aligned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ecornn.program import WORKSPACE, Buffer, Extent, Launch
 from ecornn.schedules.base import Component, Task, joined
-from ecornn.schedules.builder import PrimFunc, T
+from ecornn.schedules.builder import T
 from ecornn.schedules.cuda.isa import st_global
 from ecornn.schedules.gemm import mma_mainloop, rows_mma, rows_wgmma, wgmma_mainloop
 from ecornn.schedules.gemm.job import CHUNK, SLOWER, Columns, Epilogue, HoistedValues, Job, Operand, whole_chunks
@@ -38,9 +38,8 @@ def job_of(task: Task) -> Job:
     """The projection as a product over all rows; of a cell without products of x one without operands. Of a short call
     these are a group or two, whose tiles leave most of the chip idle unless they are narrow."""
     w, products = task.workload, task.graph.hoisted_products
-    x = Columns("x", task.own_input, w.input)
-    operands = (Operand(x, "input_weights", tuple(p.term.source for p in products)),)
-    return Job("project", task.device, w.dtype, w.arithmetic, operands if products else (), len(products), w.hidden,
+    x = Operand(Columns("x", task.own_input, w.input), "input_weights", tuple(p.term.source for p in products))
+    return Job("project", task.device, w.dtype, w.arithmetic, (x,) if products else (), len(products), w.hidden,
                len(task.graph.vectors), expected=w.seq * w.batch if short(task) else None)
 
 
@@ -62,17 +61,17 @@ def may_be_followed(task: Task) -> bool:
 
 
 def project(task: Task, layout: Hoisted | None = None, ahead: int = 100, followed: bool = False) -> Component:
-    """The projection of a task, writing workspace ``hoisted`` as ``layout`` says, by default in float32; from x,
-    ``vectors`` and ``input_weights``. A cell without hoisted outputs needs none. Of all rows the first ``ahead``
-    percent are done (``rows_ahead``); for the others there is a workspace ``ready`` of counters, one for each tile's
-    ``height`` of them. ``followed``: as :class:`~ecornn.schedules.gemm.job.Job` has it."""
+    """The projection of a task from x, ``vectors`` and ``input_weights`` to workspace ``hoisted``, as ``layout`` says,
+    by default in float32; none of a cell without hoisted outputs. Of all rows the first ``ahead`` percent are done;
+    the others have a workspace ``ready`` of counters, one for each tile's ``height`` of them. ``followed``: as
+    :class:`~ecornn.schedules.gemm.job.Job` has it."""
     w, job = task.workload, job_of(task)
     if not task.graph.hoisted_outputs:
         return Component()
     epilogue = HoistedValues(task, layout or hoisted_of(task))
     if ahead == 100:
-        operands = tuple(replace(o, columns=x_of(task)) for o in job.operands)
-        return joined(align(task), over_rows(replace(job, operands=operands, followed=followed), epilogue))
+        job = replace(job, operands=tuple(replace(o, columns=x_of(task)) for o in job.operands), followed=followed)
+        return joined(align(task), over_rows(job, epilogue))
     ready = Component(buffers=(Buffer("ready", WORKSPACE, "uint32", Extent(1, -(-w.batch // rows_mma.LEAST_ROWS))),))
     if ahead == 0:  # workers read the other packing
         return joined(Component(buffers=weights_of(job)), ready)
@@ -97,13 +96,27 @@ def x_of(task: Task) -> Columns:
 
 def align(task: Task) -> Component:
     """The workspace of :func:`x_of`, if there is one, from x."""
-    x = x_of(task)
+    x, w, blocks = x_of(task), task.workload, BLOCKS * task.device.cores
     if x.name != ALIGNED:
         return Component()
-    w, blocks = task.workload, BLOCKS * task.device.cores
-    source = Columns("x", task.own_input, w.input)
-    return Component({"align": _kernel(source, x, w.itemsize, blocks)},
-                     (Buffer(ALIGNED, WORKSPACE, w.dtype, Extent(0, w.batch * x.stride)),),
+    # in words, whatever the values are
+    width, stride, chunks = x.width * w.itemsize // 4, w.input * w.itemsize // 4, x.stride * w.itemsize // CHUNK
+    with T.kernel("align") as kernel:
+        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
+        given, made = (T.pointer(n, "uint32") for n in ("source", "into"))
+        T.device_entry()
+        T.note("rows of x to rows that are aligned to 16 bytes, zeros behind their values")
+        thread = T.block(blocks) * THREADS + T.thread(THREADS)
+        with T.items(T.cast(steps * batch, "int64") * chunks, thread, blocks * THREADS) as item:
+            word = T.let("word", T.cast(item % chunks, "int32") * 4)
+            place = T.let("place", item // chunks * stride + word)
+            values = T.local("values", (4,), "uint32")
+            for k in range(4):
+                T.buffer_store(values, T.uint32(0), [k])
+                with T.when(word + k < width):
+                    T.buffer_store(values, given[place + k], [k])
+            st_global(made.ptr_to([item * 4]), [values[k] for k in range(4)])
+    return Component({"align": kernel()}, (Buffer(ALIGNED, WORKSPACE, w.dtype, Extent(0, w.batch * x.stride)),),
                      (Launch("align", blocks, THREADS, names={"source": "x", "into": ALIGNED}),))
 
 
@@ -117,29 +130,6 @@ def _pays(task: Task, x: Columns) -> bool:
     tiles = -(-rows // 128) * -(-w.hidden * products // TILE)
     stages = max(1.0, tiles / task.device.cores) * -(-bytes_of_row // 128)
     return WORDS * stages > LAUNCH + 2 * rows * bytes_of_row / BYTES
-
-
-def _kernel(source: Columns, into: Columns, itemsize: int, blocks: int) -> PrimFunc:
-    """``(T, B, source, into)``: a thread has 16 bytes of a row; zeros behind the row's values."""
-    # in words, whatever the values are
-    width, stride, offset = (n * itemsize // 4 for n in (source.width, source.stride, source.offset))
-    chunks = into.stride * itemsize // CHUNK
-    with T.kernel("align") as kernel:
-        steps, batch = T.arg("T", T.int32()), T.arg("B", T.int32())
-        given, made = (T.pointer(n, "uint32") for n in ("source", "into"))
-        T.device_entry()
-        T.note("rows of x to rows that are aligned to 16 bytes, zeros behind their values")
-        thread = T.block(blocks) * THREADS + T.thread(THREADS)
-        with T.items(T.cast(steps * batch, "int64") * chunks, thread, blocks * THREADS) as item:
-            word = T.let("word", T.cast(item % chunks, "int32") * 4)
-            place = T.let("place", item // chunks * stride + (word + offset))
-            values = T.local("values", (4,), "uint32")
-            for k in range(4):
-                T.buffer_store(values, T.uint32(0), [k])
-                with T.when(word + k < width):
-                    T.buffer_store(values, given[place + k], [k])
-            st_global(made.ptr_to([item * 4]), [values[k] for k in range(4)])
-    return kernel()
 
 
 def over_rows(job: Job, epilogue: Epilogue, ahead: int = 100) -> Component:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from math import gcd, prod
 
 from ecornn.program import Packing
@@ -30,14 +30,11 @@ SPARE_REGISTERS = 50  # addresses and loop state beside accumulators and fragmen
 def shape_of(job: Job) -> Shape:
     """The tiles of a kernel that has the multiprocessor to itself; its ``shared`` may still be too much."""
     rows = job.rows
-    wide = WIDE // 2 if job.arithmetic == "float32" else WIDE  # sums of k-tiles need registers, too
-    octets = max(1, wide // max(rows, 1))
-    heads = [o.depth for o in job.operands if o.heads > 1]
+    exact, heads = job.arithmetic == "float32", [o.depth for o in job.operands if o.heads > 1]
+    octets = max(1, (WIDE // 2 if exact else WIDE) // max(rows, 1))  # sums of k-tiles need registers, too
     octets = max(n for n in range(1, octets + 1) if n == 1 or all(own % (8 * COLUMN_WARPS * n) == 0 for own in heads))
     accumulators = octets * max(rows, 1)
-    tiles = 4 if accumulators <= 8 else 2 if accumulators <= 16 else 1
-    if job.arithmetic == "float32":
-        tiles = min(tiles, 2)
+    tiles = 1 if accumulators > 16 else 2 if accumulators > 8 or exact else 4
     columns = -(-job.units // (8 * COLUMN_WARPS * octets))
     parts = tuple(-(-words(o.depth, job.dtype) // (LINE // 4)) for o in job.operands)
     shape = Shape(rows, COLUMN_WARPS * octets, LEAST_ROWS * tiles, columns, parts, ROW * 4, STAGES)
@@ -54,8 +51,8 @@ def warp_tiles(s: Shape) -> tuple[int, int]:
 
 
 def blocks_of(job: Job, s: Shape) -> int:
-    """Blocks of a kernel that has the GPU to itself. Where the last column is less work than the others, as many as
-    have no divisor in common with the columns: each block, and each multiprocessor, then has tiles of all of them."""
+    """Blocks of a kernel that has the GPU to itself. Where the last column is less work, as many as have no divisor in
+    common with the columns: each block, and each multiprocessor, then has tiles of all of them."""
     blocks = job.device.cores * (1 if prod(warp_tiles(s)) > 16 else 2)
     while spares_warps(job, s) and gcd(blocks, s.columns) > 1:
         blocks -= 1
@@ -100,17 +97,14 @@ def mma_kernel(job: Job, shape: Shape, epilogue: Epilogue, blocks: int, ahead: i
         block, thread = T.block(blocks), T.thread(THREADS)
         if job.followed:
             launch_dependents()
-        # float32 in every kernel: CUDA wants one type for all dynamic shared memory of a file
-        memory = T.shared(shape.shared // 4)  # (stage, rows of operands and then weights)
-        rows = T.let("rows", count)
+        memory, rows = T.shared(shape.shared // 4), T.let("rows", count)  # (stage, rows of operands and then weights)
         team = Team(job, shape, epilogue, arguments, memory, thread, sync_block)
         team.run(T.int32(0), T.let("rows_ahead", rows_ahead(rows, ahead)), block, blocks)
     return made()
 
 
 class Team(MmaMainloop):
-    """Emits the code of 256 threads that compute tiles. ``arguments`` has buffers by name, ``memory`` at least
-    ``shape.shared`` bytes; ``thread`` and ``barrier`` are those of :class:`MmaMainloop`."""
+    """Emits the code of 256 threads that compute tiles. ``arguments`` has buffers by name."""
 
     def __init__(self, job: Job, shape: Shape, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
                  memory: TirBuffer, thread: Expr, barrier: Callable[[], object]) -> None:
@@ -136,16 +130,14 @@ class Team(MmaMainloop):
             return group, T.let("row", first + group * s.height), column
 
         def load(row: Expr, column: Expr) -> Load:
-            return lambda slab, stage: self._load_stage(row, end, column, slab, stage)
+            return partial(self._load_stage, row, end, column)
 
-        def begin(number: Expr) -> None:
-            """A tile's first copies, if there is such a tile."""
-            if s.rows:
-                with T.when(number < tiles):
-                    self.begin(s.slabs, load(*place(number)[1:]))
+        def begin(number: Expr) -> None:  # a tile's first copies, if there is such a tile
+            with T.when(number < tiles):
+                self.begin(s.slabs, load(*place(number)[1:]))
 
         T.buffer_store(turn, member, [0])
-        if self.alone:
+        if self.alone and s.rows:
             begin(member)
         with T.While(turn[0] < tiles):
             group, row, column = place(turn[0])
@@ -153,7 +145,9 @@ class Team(MmaMainloop):
             if s.rows:
                 if not self.alone:
                     self.begin(s.slabs, load(row, column))
-                self._products(load(row, column), column)
+                T.note("main loop over K: wait for a stage, copy one ahead, multiply (mma)")
+                self.products_of(s.slabs, load(row, column), partial(self._multiply, column))
+                self.barrier()  # the next tile's copies overwrite the stages
                 if self.alone:
                     begin(T.let("next", turn[0] + members))  # on their way while this tile's sums are written
             self._write(row, end, column)
@@ -163,18 +157,19 @@ class Team(MmaMainloop):
                     done(group)
             T.buffer_store(turn, turn[0] + members, [0])
 
-    def _products(self, load: Load, column: Expr) -> None:
-        T.note("main loop over K: wait for a stage, copy one ahead, multiply (mma)")
-
-        def multiply(slab: Expr, base: Expr) -> None:
-            cut = self._raised(slab)
-            with T.when(self._has_units(column)):
-                for span in range(SPAN):
-                    with T.when(self._has_values(slab, 2 * span)):
-                        self._add(base, span, cut, slab)
-
-        self.products_of(self.shape.slabs, load, multiply)
-        self.barrier()  # the next tile's copies overwrite the stages
+    def _multiply(self, column: Expr, slab: Expr, base: Expr) -> None:
+        """The products of a stage."""
+        s, raised, has_units = self.shape, [o.columns.raised for o in self.job.operands], True
+        cut = raised[0]  # whether the slab's operand is raised: one answer for all, or for each
+        if len(set(raised)) > 1:
+            cut = T.let("raised", reduce(T.Or, [own for o, _, _, own in self._parts(slab) if o.columns.raised]))
+        if self.alone and spares_warps(self.job, s):
+            has_units = T.let("has_units", (column * COLUMN_WARPS + self.warp_column) * (s.units // COLUMN_WARPS)
+                              < self.job.units)
+        with T.when(has_units):
+            for span in range(SPAN):
+                with T.when(self._has_values(slab, 2 * span)):
+                    self._add(base, span, cut, slab)
 
     def _parts(self, slab: Expr | int) -> Iterator[tuple[Operand, int, Expr | int, Expr | bool]]:
         """Each operand, its number of slabs, which of them ``slab`` is, and whether it is one of them."""
@@ -186,7 +181,6 @@ class Team(MmaMainloop):
             first = last
 
     def _load_stage(self, row: Expr, end: Expr, column: Expr, slab: Expr | int, stage: Expr | int) -> None:
-        """A slab of the operand that it belongs to, and of its weights."""
         base = T.let("base", stage * self.stage_size)
         for operand, slabs, own, inside in self._parts(slab):
             if inside is not False:
@@ -211,23 +205,8 @@ class Team(MmaMainloop):
 
         self.share(s.weight_bytes // CHUNK, weights)
 
-    def _raised(self, slab: Expr) -> Expr | bool:
-        """Tells whether the operand of a slab is raised: one answer for all, or for each."""
-        raised = [o.columns.raised for o in self.job.operands]
-        if len(set(raised)) == 1:
-            return raised[0]
-        return T.let("raised", reduce(T.Or, [own for o, _, _, own in self._parts(slab) if o.columns.raised]))
-
-    def _has_units(self, column: Expr) -> Expr | bool:
-        """Tells whether the warp has units to multiply, see :func:`spares_warps`."""
-        s = self.shape
-        if not self.alone or not spares_warps(self.job, s):
-            return True
-        return T.let("has_units", (column * COLUMN_WARPS + self.warp_column) * (s.units // COLUMN_WARPS)
-                     < self.job.units)
-
     def _has_values(self, slab: Expr, tile: int) -> Expr | bool:
-        """The same for K: whether a k-tile of a slab has values, where there is one operand."""
+        """Tells whether a k-tile of a slab has values, where there is one operand."""
         if not self.alone or self.job.arithmetic != "float32" or len(self.job.operands) > 1:
             return True
         values, before = words(self.job.operands[0].depth, self.job.dtype), (self.shape.slabs - 1) * SPAN * 16

@@ -7,19 +7,20 @@ K goes through a ring of stages in shared memory, 128 bytes of every row each, 6
     weights  core matrices, 8 columns x 16 bytes in one piece, those of 16 bytes of K one behind the other:
              an order that ``bind`` packs, so that one bulk copy fetches a stage's weights
 
-TF32's products take float32 values and leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights,
-adjoints' recurrences raise what they write, so that to cut off is to round (keeping.py), x is cut off: of an
-LSTM's error of 3.4e-4 (both rounded) that makes 4.5e-4, where 6.8e-4 would be of both cut off."""
+TF32's products leave out what is beyond 10 bits of mantissa. ``bind`` rounds the weights, adjoints' recurrences raise
+what they write, so that to cut off is to round (keeping.py), x is cut off: of an LSTM's error of 3.4e-4 (both rounded)
+that makes 4.5e-4, where 6.8e-4 would be of both cut off."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from ecornn.program import Packing
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer
 from ecornn.schedules.cuda import isa
-from ecornn.schedules.gemm.job import CHUNK, LINE, Columns, Epilogue, Job, Operand, Shape, write_tile
+from ecornn.schedules.gemm.job import CHUNK, LINE, Epilogue, Job, Operand, Shape, write_tile
 from ecornn.schedules.gemm.wgmma_mainloop import BARRIERS, GROUP, THREADS, Descriptors, WgmmaMainloop
 
 ROWS = 128  # of a tile; 64 of each multiplying warpgroup
@@ -34,12 +35,10 @@ def shape_of(job: Job) -> Shape | None:
     """The tiles; None where this kernel does not serve the job."""
     rows, size = job.rows, job.itemsize
     if (not job.device.can.warpgroups or job.arithmetic == "float32" or not 0 < rows <= COLUMNS // 16
-            or any(o.heads > 1 for o in job.operands)
-            or any(o.columns.copied(CHUNK // size) * size % 4 for o in job.operands)):
+            or any(o.heads > 1 or o.columns.copied(CHUNK // size) * size % 4 for o in job.operands)):
         return None
-    pairs, columns = -(-job.units // 16), _columns(job)  # pairs of octets
-    parts = tuple(-(-o.columns.width * size // LINE) for o in job.operands)
-    whole = Shape(rows, -(-pairs // columns) * 2, ROWS, columns, parts, LINE, 0)
+    columns, parts = _columns(job), tuple(-(-o.columns.width * size // LINE) for o in job.operands)
+    whole = Shape(rows, -(-job.units // (16 * columns)) * 2, ROWS, columns, parts, LINE, 0)  # whole pairs of octets
     vectors = 4 * 4 * job.vectors * whole.units  # float32, of two tiles for each multiplying warpgroup
     stages = min(STAGES, (job.device.shared - vectors) // (whole.stage_bytes + BARRIERS))
     return None if stages < 2 else replace(whole, stages=stages, beside=vectors + stages * BARRIERS)
@@ -65,10 +64,9 @@ def packing_of(job: Job, s: Shape, operand: Operand, span: int) -> Packing:
     """(column, slab) tiles of 16-byte chunks of K, n8 tiles, 8 columns, values. A thread has columns 2 i and
     2 i + 1 of each n8 tile; with a ``span`` of 4 two octets' are 4 neighbouring units (:func:`write_tile`)."""
     chunks = (s.parts[job.operands.index(operand)], LINE // CHUNK, CHUNK // job.itemsize)
-    if span == 2:
-        return operand.packing(s.rows, (s.columns, s.octets, 8), chunks, (1, 4, 5, 2, 0, 3, 6), job.arithmetic)
-    return operand.packing(s.rows, (s.columns, s.octets // 2, 4, 2, 2), chunks, (1, 6, 7, 2, 4, 0, 3, 5, 8),
-                           job.arithmetic)
+    across, order = (((s.columns, s.octets, 8), (1, 4, 5, 2, 0, 3, 6)) if span == 2 else
+                     ((s.columns, s.octets // 2, 4, 2, 2), (1, 6, 7, 2, 4, 0, 3, 5, 8)))
+    return operand.packing(s.rows, across, chunks, order, job.arithmetic)
 
 
 def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
@@ -79,13 +77,14 @@ def wgmma_kernel(job: Job, shape: Shape, epilogue: Epilogue) -> PrimFunc:
         block, thread = T.block(job.device.cores), T.thread(THREADS)
         if job.followed:
             isa.launch_dependents()
-        memory = T.shared(shape.shared // 4, 1024)  # in order: stages (operands, then weights), vectors, barriers
+        # in order: stages (operands, then weights), vectors, barriers
+        memory = T.shared(shape.shared // 4, 1024)
         _Rows(job, shape, epilogue, arguments, memory, thread, block, T.let("rows", count)).run()
     return made()
 
 
 class _Rows(WgmmaMainloop):
-    """Emits the code of a block: its tiles, what it copies for them and writes of them."""
+    """Emits the code of a block."""
 
     def __init__(self, job: Job, shape: Shape, epilogue: Epilogue, arguments: Mapping[str, TirBuffer],
                  memory: TirBuffer, thread: Expr, block: Expr, rows: Expr) -> None:
@@ -116,18 +115,26 @@ class _Rows(WgmmaMainloop):
 
         def tile(group: Expr, column: Expr) -> None:
             for operand, slabs in zip(self.job.operands, self.shape.parts, strict=True):
-                def copies(stage: Expr, slab: Expr, operand: Operand = operand, slabs: int = slabs) -> None:
-                    first = stage * (self.stage_bytes // 4)
-                    with T.when(self.thread == 0):
-                        piece, size = T.let("piece", column * slabs + slab), self.shape.weight_bytes
-                        source = T.cast(piece, "int64") * (size // self.job.itemsize)
-                        self.ring.copy(stage, self.memory.ptr_to([first + ROWS * LINE // 4]),
-                                       self.arguments[operand.weights].ptr_to([source]), size)
-                    self._copy_rows(operand.columns, first, group, slab)
-
-                self.fill(slabs, copies)
+                self.fill(slabs, partial(self._copy_stage, operand, group, column * slabs))
 
         self._tiles(tile)
+
+    def _copy_stage(self, operand: Operand, group: Expr, piece: Expr, stage: Expr, slab: Expr) -> None:
+        """Weights by a bulk copy, those of the tile from ``piece`` on; of the rows a thread's eight chunks, of every
+        16th row, zeros for what is outside."""
+        size, x, base = self.job.itemsize, operand.columns, stage * (self.stage_bytes // 4)
+        with T.when(self.thread == 0):
+            source = T.cast(T.let("piece", piece + slab), "int64") * (self.shape.weight_bytes // size)
+            self.ring.copy(stage, self.memory.ptr_to([base + ROWS * LINE // 4]),
+                           self.arguments[operand.weights].ptr_to([source]), self.shape.weight_bytes)
+        first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
+        row = T.let("row", group * ROWS + first)
+        value = T.let("value", slab * (LINE // size) + chunk * (CHUNK // size))
+        at = T.let("source", x.place(row, value))
+        place = T.let("place", first * (LINE // 4) + T.bitwise_xor(chunk, first % 8) * 4)
+        for r in range(0, ROWS, GROUP // 8):
+            self.copy_chunk(x, self.arguments[x.name], at + r * x.stride, value, base + (place + r * LINE // 4),
+                            row + r < self.rows, size)
 
     def multiply(self) -> None:
         T.note("MMA warpgroups: 64 rows of every tile each")
@@ -157,28 +164,16 @@ class _Rows(WgmmaMainloop):
     def _operands(self, start: Expr) -> Descriptors:
         width = self.shape.width
         mine = T.let("mine", start + T.cast(self.half * (64 * LINE), "uint32"))
-        x = T.let("x", isa.descriptor(mine, 16, 8 * LINE, swizzled=True))
+        x = isa.descriptor(mine, 16, 8 * LINE, swizzled=True)
         weights = isa.descriptor(start + T.uint32(ROWS * LINE), width * 16, 128, swizzled=False)
-        return x, T.let("weights", weights), 2, 2 * width
-
-    def _copy_rows(self, x: Columns, stage: Expr, group: Expr, slab: Expr) -> None:
-        """A thread's eight chunks, of every 16th row, to a stage from its first word on; zeros for what is outside."""
-        size = self.job.itemsize
-        first, chunk = T.let("first", self.thread // 8), T.let("chunk", self.thread % 8)
-        row = T.let("row", group * ROWS + first)
-        value = T.let("value", slab * (LINE // size) + chunk * (CHUNK // size))
-        source = T.let("source", x.place(row, value))
-        place = T.let("place", first * (LINE // 4) + T.bitwise_xor(chunk, first % 8) * 4)
-        for r in range(0, ROWS, GROUP // 8):
-            self.copy_chunk(x, self.arguments[x.name], source + r * x.stride, value,
-                            stage + (place + r * LINE // 4), row + r < self.rows, size)
+        return T.let("x", x), T.let("weights", weights), 2, 2 * width
 
     def _copy_vectors(self, place: Expr, unit0: Expr) -> None:
         """The parameter vectors of a tile's units."""
-        s, units = self.shape, self.job.units
+        own, units = self.shape.units, self.job.units
         for turn in range(-(-self.vector_floats // GROUP)):
             index = T.let("index", turn * GROUP + self.member)
             with T.when(index < self.vector_floats):
-                source = index // s.units * units + T.min(unit0 + index % s.units, units - 1)
+                source = index // own * units + T.min(unit0 + index % own, units - 1)
                 isa.cp_async(self.memory.ptr_to([place + index]), self.arguments["vectors"].ptr_to([source]), 4)
         isa.cp_async_commit()

@@ -1,9 +1,9 @@
 """The main loop on Hopper: one warpgroup copies to a ring of stages in shared memory, two multiply from there (wgmma).
 
 The ring is a ``Pipeline`` (cuda/pipeline.py). Its ``full`` takes an arrival of each copying thread when its copies have
-landed (cp.async.mbarrier.arrive.noinc), and where one bulk copy fetches a part of the stage, one of the thread that
-announces its bytes; its ``empty`` 8, of each multiplying warp when its products of the stage are done. All warps go
-through the same tiles and stages in the same order, and copies run ahead into the next tile.
+landed, and where one bulk copy fetches a part of the stage, one of the thread that announces its bytes; its ``empty``
+8, of each multiplying warp when its products of the stage are done. All warps go through the same tiles and stages in
+the same order, and copies run ahead into the next tile.
 
 cp.async writes through the generic proxy and wgmma reads through the asynchronous one: the multiplying threads, which
 have seen the arrivals, put a proxy fence between. Products of the stage before are still under way, so it delays
@@ -51,7 +51,6 @@ class WgmmaMainloop(ABC):
         """A multiplying warpgroup: products and outputs of its half of every tile."""
 
     def run(self) -> None:
-        """The whole block."""
         T.note("prologue: one thread initialises the mbarriers (full, empty) of all stages")
         with T.when(self.thread == 0):
             self.ring.init(GROUP + self.bulk, 2 * GROUP // 32)
@@ -85,10 +84,9 @@ class WgmmaMainloop(ABC):
 
     def products(self, count: Expr | int, operands: Callable[[Expr], Descriptors], lag: int = 0,
                  across: bool = False) -> None:
-        """The products of ``count`` stages, left in ``acc``; ``operands`` of the shared address of a stage.
-        The first multiplying warpgroup starts ``lag`` stages ahead, which the ring holds without any being given back;
-        it stays so, and one of the two multiplies while the other writes."""
-        some = isinstance(count, int) or count > 0
+        """The products of ``count`` stages, left in ``acc``; ``operands`` of the shared address of a stage. The first
+        multiplying warpgroup stays ``lag`` stages ahead, which the ring holds, so that one of the two multiplies while
+        the other writes."""
         every = [self.acc[0, n, i] for n in range(self.width // 8) for i in range(4)]
 
         def release() -> None:
@@ -96,7 +94,7 @@ class WgmmaMainloop(ABC):
                 before = T.let("before", T.cast((self.turn[0] - T.uint32(1)) % T.uint32(self.stages), "int32"))
                 self.ring.release(before)
 
-        if some is not True:
+        if not isinstance(count, int):
             with T.when(count == 0):
                 for value in every:
                     T.buffer_store(self.acc, T.float32(0), list(value.indices))
@@ -113,14 +111,14 @@ class WgmmaMainloop(ABC):
             isa.wgmma_fence()
             for k in range(LINE // 32):
                 keep = T.uint32(1) if k else T.Select(slab > 0, T.uint32(1), T.uint32(0))
-                isa.wgmma(every, a + T.uint64(k * a_step), b + T.uint64(k * b_step), keep, self.arithmetic, across)
+                isa.wgmma(every, [a + T.uint64(k * a_step)], b + T.uint64(k * b_step), keep, self.arithmetic, across)
             isa.wgmma_commit()
             with T.when(slab > 0):
                 isa.wgmma_wait_pending(1)
                 release()  # the stage before this one
             T.buffer_store(self.turn, self.turn[0] + T.uint32(1), [0])
         isa.wgmma_wait(every)
-        with T.when(some):
+        with T.when(isinstance(count, int) or count > 0):
             release()
 
     def copy_chunk(self, x: Columns, source: TirBuffer, at: Expr, value: Expr, place: Expr, live: Expr, size: int,

@@ -106,8 +106,7 @@ class Persistent(SearchedSchedule[PersistentPlan]):
 
     @staticmethod
     def _clusters(task: Task, units: tuple[int, ...]) -> bool:
-        """Tells whether groups may be clusters worth a trial: they hold all weights without much of them in shared
-        memory, which then takes longer than the way through L2."""
+        """Tells whether clusters are worth a trial: not if much of the weights is in shared memory, which is slower."""
         heads = most_heads(task.graph)
         own = task.workload.hidden // heads
         return (Persistent._weights(task) <= heads * LARGEST * HELD
@@ -133,9 +132,8 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         """None, or why blocks of ``units`` in ``groups`` are not on the chip at once, or not carried that way."""
         device, w = task.device, task.workload
         units, groups, heads = knobs.units, knobs.groups, most_heads(task.graph)
-        own = w.hidden // heads
-        if heads > 1 and own % units:
-            return f"units={units} does not divide a head of {own}"
+        if heads > 1 and w.hidden // heads % units:
+            return f"units={units} does not divide a head of {w.hidden // heads}"
         blocks = groups * ceil_div(w.hidden, units)
         if blocks > device.cores:
             return f"{blocks} blocks on {device.cores} multiprocessors"
@@ -187,13 +185,14 @@ class Persistent(SearchedSchedule[PersistentPlan]):
     def _unfit(self, task: Task, knobs: PersistentKnobs) -> str | None:
         """None, or the reason why the rest of what is asked for does not fit, beside the projection or without it."""
         device = task.device
-        # neither another chain nor the projection beside makes room for what does not fit without them
+        # a knob that is read is one that matters
         if task.graph.hoisted_statistics and knobs.ahead != 100:
             return "statistics of the projection are computed after all of it"
         if task.traversal.backward and knobs.ahead != 100:
             return "an adjoint has no projection"
-        if late_operands(task.graph) and knobs.ahead != 100:  # a knob that is read is one that matters
+        if late_operands(task.graph) and knobs.ahead != 100:
             return "the first operands read the projection"
+        # neither another chain nor the projection beside makes room for what does not fit without them
         reason = self._crowded(task, self.plan(task, knobs.values, chains=1, ahead=100))
         if reason is None and knobs.chains != 1:
             reason = self._crowded(task, self.plan(task, knobs.values, ahead=100))
@@ -225,16 +224,13 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         if plan.workers and plans.worker_shape(task, plan) is None:
             return f"the projection needs more than {limit} registers a thread"
         shared = max(plans.block_shared(task, plan), shape_of(job_of(task)).shared if plan.ahead else 0)
-        if shared > device.shared:
-            return f"{shared} bytes of shared memory, {device.shared} available"
-        return None
+        return f"{shared} bytes of shared memory, {device.shared} available" if shared > device.shared else None
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many batch rows; in L2, which polls and multiplies eights, of as many eights."""
         knobs = PersistentKnobs(config)
-        rows = ceil_div(batch, knobs.groups)
-        size = rows if knobs.carrier == "cluster" else ceil_div(rows, 8) * 8
-        return {**config, "groups": ceil_div(task.workload.batch, size)}
+        each = 1 if knobs.carrier == "cluster" else 8
+        return {**config, "groups": ceil_div(task.workload.batch, ceil_div(ceil_div(batch, knobs.groups), each) * each)}
 
     def expected(self, task: Task) -> float:
         plan = self.plan(task, self.default(task))
@@ -252,11 +248,11 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         """Estimate and configuration of all cuts that keep as many weights in registers as possible. Some with the
         projection beside the recurrence may not be valid."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        math = "exact" if len(knobs["math"]) == 1 else "fast"
         few = task.workload.batch == 1 or task.graph.statistics
         for carrier, groups, units in product(*(knobs[n] for n in ("carrier", "groups", "units"))):
             placed: Config = {"carrier": carrier, "groups": groups, "units": units}
-            fences = FEWEST if few or carrier == "cluster" else "products"
+            rest: Config = {"fences": FEWEST if few or carrier == "cluster" else "products", "hoisted": "float32",
+                            "math": "exact" if len(knobs["math"]) == 1 else "fast"}
             if self._unplaced(task, PersistentKnobs(placed)):
                 continue
             gates = [n for n in knobs["gate_warps"]
@@ -267,13 +263,11 @@ class Persistent(SearchedSchedule[PersistentPlan]):
                 if of.units % plans.unit_step(task, of.interleave) or self._idle_warps(task, of):
                     continue
                 for registers in knobs["registers"]:
-                    cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100, "fences": fences,
-                                   "hoisted": "float32", "math": math}
+                    cut: Config = {**shape, "chains": 1, "registers": registers, "ahead": 100, **rest}
                     plan = self.plan(task, cut)
                     if self._crowded(task, plan) is not None:
                         continue
-                    beside = carrier == "l2" and len(knobs["ahead"]) > 1
-                    for ahead in best_ahead(task, plan) if beside else (100,):
+                    for ahead in best_ahead(task, plan) if carrier == "l2" and len(knobs["ahead"]) > 1 else (100,):
                         config = {**cut, "ahead": ahead}
                         yield estimate(task, plan if ahead == 100 else self.plan(task, config)), config
                     break
@@ -294,10 +288,9 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         return parts_of(task, plan)
 
     def cut(self, task: Task, plan: PersistentPlan) -> Cut:
-        bytes_of = 4 * plan.warps * plan.octet_words  # of a pair of k-tiles, of 8 weight rows
-        octets = [(p, bytes_of * p.octets(plan.units)) for p in plan.phases]
-        held = {"registers": sum(p.register_pairs * size for p, size in octets),
-                "shared memory": sum(p.shared_pairs * size for p, size in octets), "L2, read every step": plan.streamed}
+        pairs = [(p, 4 * plan.warps * plan.octet_words * p.octets(plan.units)) for p in plan.phases]  # and their bytes
+        held = {"registers": sum(p.register_pairs * size for p, size in pairs),
+                "shared memory": sum(p.shared_pairs * size for p, size in pairs), "L2, read every step": plan.streamed}
         return Cut(plan.groups, plan.blocks, plan.units, plan.rows, "cluster" if plan.cluster else "L2", held,
                    heads=plan.heads, workers=plan.workers)
 
@@ -311,24 +304,20 @@ class Persistent(SearchedSchedule[PersistentPlan]):
         layout = hoisted_of(task, plan.knobs.hoisted)
         if task.traversal.backward:
             return assemble_recurrence(task, self.recurrence(task, plan), layout, self.together(task, plan))
-        inner, early = replace(task, graph=deferred(task.graph)), begins_early(task, plan)
-        recurrence = partial(_recurrence, inner, plan, layout, early=early)
+        early = begins_early(task, plan)
+        recurrence = partial(_recurrence, replace(task, graph=deferred(task.graph)), plan, layout, early=early)
         return assemble(task, recurrence, layout, project(task, layout, plan.ahead, early), deferred=True,
                         together=self.together(task, plan))
 
 
 def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored = NOTHING, *, early: bool) -> Component:
-    math = plan.knobs.math
-    functions: dict[str, PrimFunc] = {}
-    buffers: list[Buffer] = []
-    calls: list[Call] = []
+    functions, buffers, calls = dict[str, PrimFunc](), list[Buffer](), list[Call]()
     slots = plan.groups * plan.ring  # of an exchange through L2
     for i, phase in enumerate(plan.phases):
         packing = plans.packing_of(task, plan, i)
-        kind = "uint8" if plan.scaled else plan.dtype
-        buffers.append(Buffer(f"recurrent_{i}", PACKED, kind, Extent(prod(packing.pad)), packing))
-        if plan.scaled:
-            # what integers are multiples of: (gate, unit) of the rows that the packing has
+        buffers.append(Buffer(f"recurrent_{i}", PACKED, "uint8" if plan.scaled else plan.dtype,
+                              Extent(prod(packing.pad)), packing))
+        if plan.scaled:  # what integers are multiples of: (gate, unit) of the rows that the packing has
             scales = Packing(packing.sources, packing.pad, packing.pad, (0, 1, 2), "scale")
             buffers.append(Buffer(f"scales_{i}", PACKED, "float32", Extent(prod(scales.pad[:-1])), scales))
         if not plan.cluster:
@@ -337,11 +326,10 @@ def _recurrence(task: Task, plan: PersistentPlan, layout: Hoisted, kept: Stored 
         sums = [Buffer(f"sums_{e}", WORKSPACE, "uint32", Extent(slots * plan.sum_words(e)))
                 for e in range(len(plan.sums))]
         buffers += sums
-        functions["start"] = start_kernel(task, plan, layout, math, early)
+        functions["start"] = start_kernel(task, plan, layout, early)
         calls += [*(Fill(b.name, UNWRITTEN, b.extent) for b in sums), start_launch(early)]
-    name = keeping("persistent", kept)
-    functions[name] = persistent_kernel(task, plan, layout, math, kept, early)
-    blocks, shared = plan.groups * plan.blocks + plan.workers, plans.block_shared(task, plan)
-    calls.append(Launch(name, blocks, plan.block_threads, shared,
+    name, blocks = keeping("persistent", kept), plan.groups * plan.blocks + plan.workers
+    functions[name] = persistent_kernel(task, plan, layout, kept, early)
+    calls.append(Launch(name, blocks, plan.block_threads, plans.block_shared(task, plan),
                         cooperative=not plan.cluster, cluster=plan.blocks if plan.cluster else 1, early=early))
     return Component(functions, tuple(buffers), tuple(calls))

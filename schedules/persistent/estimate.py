@@ -50,17 +50,14 @@ RING_ITEM, RING_STATISTIC = 55, 110  # of an item, and of each statistic of it
 
 def estimate(task: Task, plan: PersistentPlan) -> float:
     """Nanoseconds of a step: the projection done ahead, the slower of recurrence and workers, what memory adds."""
-    hoisted = before(task, plan)
-    rates = gpu_rates(task.device)
-    if task.traversal.backward and not plan.cluster:
-        return hoisted + gathered(plan, rates)
+    hoisted, rates = before(task, plan), gpu_rates(task.device)
     if plan.cluster:
         return hoisted + read(task, plan) + sum(cluster_stages(plan, rates)) / rates.clock
+    if task.traversal.backward:
+        return hoisted + gathered(plan, rates)
     step = recurrence(plan, rates)
     memory = unhidden(task, step, HIDES)
-    if plan.workers:
-        step = max(step + BESIDE, workers_time(task, plan))
-    return hoisted + step + memory
+    return hoisted + (max(step + BESIDE, workers_time(task, plan)) if plan.workers else step) + memory
 
 
 def before(task: Task, plan: PersistentPlan) -> float:
@@ -85,8 +82,7 @@ def parts_of(task: Task, plan: PersistentPlan) -> dict[str, float]:
 
 
 def gathered(plan: PersistentPlan, rates: GPURates) -> float:
-    """Nanoseconds of a step's recurrence whose products have several operands: a warp has so much to wait for that the
-    number of warps counts."""
+    """Nanoseconds of a step's recurrence; of several operands a warp waits for so much that the warps count."""
     time = recurrence(plan, rates)
     several = [p for p in plan.phases if p.operands > 1]
     polled = sum(plan.slot_words(p) * 4 * plan.rows / plan.columns for p in several)
@@ -97,17 +93,17 @@ def workers_time(task: Task, plan: PersistentPlan) -> float:
     """Nanoseconds that the workers need for a step: for products, or for copies where registers leave small tiles."""
     if not plan.workers:
         return 0.0
-    shape = worker_shape(task, plan)
-    tiles = task.workload.batch / shape.height * shape.columns if shape else 0.0
-    copies = tiles * shape.slabs * shape.stage_bytes / gpu_rates(task.device).l2_beside if shape else 0.0
+    copies = 0.0
+    if shape := worker_shape(task, plan):
+        tiles = task.workload.batch / shape.height * shape.columns
+        copies = tiles * shape.slabs * shape.stage_bytes / gpu_rates(task.device).l2_beside
     return (100 - plan.ahead) / 100 * max(projection_time(task, plan.ahead), copies) / plan.workers
 
 
 def recurrence(plan: PersistentPlan, rates: GPURates) -> float:
-    """Nanoseconds of a step's recurrence: a cost of everything that is one after the other.
-
-    The factors are a least-squares fit to 2622 trials in the logs of an H100 and an H200 that ship:
-    half of them within 7%, nine in ten within 18% (five-fold over layers), beside 6.7 µs that a sequence takes once."""
+    """Nanoseconds of a step's recurrence: a cost of everything that is one after the other. The factors are a
+    least-squares fit to 2622 trials in the logs of an H100 and an H200 that ship: half of them within 7%, nine in ten
+    within 18% (five-fold over layers), beside 6.7 µs that a sequence takes once."""
     return sum(stages(plan, rates)) / rates.clock
 
 
@@ -131,17 +127,14 @@ def stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
 
 def _unpacked(plan: PersistentPlan, p: PhasePlan) -> float:
     """Cycles that make operands of integers."""
-    if not plan.scaled:
-        return 0.0
     words = p.pairs * 2 * ceil_div(p.octets(plan.units), 2) * 4  # of a warp's fragments
-    return UNPACK * UNPACKED[plan.dtype] * words * ceil_div(plan.warps, 4)
+    return UNPACK * UNPACKED[plan.dtype] * words * ceil_div(plan.warps, 4) if plan.scaled else 0.0
 
 
 def summing(plan: PersistentPlan) -> float:
-    """Cycles of the exchanges of statistics, and of what follows from them.
-
-    By hand, from 40 times of four layers on one H100 (H = 256 and 1024, B = 16), not a fit. Through L2 the lines that
-    all blocks read take time, in clusters each message, of which a block sends one to every block."""
+    """Cycles of the exchanges of statistics, and of what follows from them: by hand, from 40 times of four layers on
+    one H100 (H = 256 and 1024, B = 16). Through L2 the lines that all blocks read take time, in clusters each message,
+    of which a block sends one to every block."""
     cycles, levels = 0.0, (min(32, plan.lanes) - 1).bit_length()
     for e, n in enumerate(plan.sums):
         cycles += SHUFFLE * levels
@@ -155,10 +148,8 @@ def summing(plan: PersistentPlan) -> float:
 
 
 def cluster_stages(plan: PersistentPlan, rates: GPURates) -> tuple[float, float, float]:
-    """The same three as :func:`stages`, where state travels inside clusters.
-
-    Fitted to 75 times of 17 layers (H = 64 to 1024, B = 1 to 128; two of them float32) on one H100: half of them within
-    6%, nine in ten within 11%."""
+    """The same three as :func:`stages`, inside clusters. Fitted to 75 times of 17 layers (H = 64 to 1024, B = 1 to 128;
+    two of them float32) on one H100: half of them within 6%, nine in ten within 11%."""
     arrival = multiplied = computed = 0.0
     split = CLUSTER_SPLIT if plan.arithmetic == "float32" else 0
     for p in plan.phases:

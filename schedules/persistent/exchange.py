@@ -1,13 +1,12 @@
 """How state travels between blocks through L2: words that announce themselves.
 
 An exchanged vector lies in global memory (L2) in the order in which product warps need it as operand B of mma, in a
-ring of R slots. The four words of a lane hold neighbouring units (K may be permuted as long as the weights are permuted
-alike), so that a block writes whole sectors. A word that has not been written holds a bit pattern that no value has
-(SENTINEL), so a reader polls the words it needs until none holds it: one trip through L2, with no barrier between
-blocks and no copy through shared memory.
+ring of R slots. The four words of a lane hold neighbouring units (K is permuted as the weights' is), so that a block
+writes whole sectors. A word that has not been written holds a bit pattern that no value has (SENTINEL): a reader polls
+the words it needs until none holds it. One trip through L2, no barrier between blocks, no copy through shared memory.
 
-Step t reads slot t % R and writes slot (t + 1) % R. In step t, after its block has read slot t % R
-completely, the owner of a word wipes it in slot (t - 1) % R, to be written again in step t + R - 2:
+Step t reads slot t % R and writes slot (t + 1) % R. In step t, once its block has read all of slot t % R, the owner of
+a word wipes it in slot (t - 1) % R, to be written again in step t + R - 2:
 
 * Nobody still needs what is wiped: the block has the words that every other block wrote once it had read slot t - 1.
 * Nobody takes old data for new. The reader of a word in step t + R - 1 has, in the same thread, read the same word in
@@ -19,15 +18,14 @@ A fence waits for all that its thread has under way, a fifth of a step. Owners h
 of step f <= t + R - 5, behind that the write of step f + 1. Readers have theirs in every step, or where
 ``PersistentPlan.acquired`` says so: two steps after each of the owners'. So the one of step f + 2 <= t + R - 3 is
 behind the read of what step f + 1 wrote, and before the poll of step t + R - 1. With fences in every step f = t, and
-R = 4 leaves room for the readers'. Three slots would not.
-
-A reader's fence also keeps it from polling at once, which disturbs what it waits for in some layers and is a
-loss of time in others: hence a knob."""
+R = 4 leaves room for the readers'; three slots would not. A reader's fence also keeps it from polling at once, which
+disturbs what it waits for in some layers and loses time in others: hence a knob."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 from ecornn.analysis.liveness import late_operands
 from ecornn.schedules.base import Task
@@ -63,10 +61,16 @@ def word_of(plan: PersistentPlan, phase: PhasePlan, operand: int, unit: Expr, co
     return (tiles * 32 + column % 8 * 4 + quarter) * 4 + part
 
 
-def pair_place(plan: PersistentPlan, phase: PhasePlan, q: int, tile: int) -> int:
-    """Place, from a lane's first word in a slot, of its four words of pair ``q`` of its warp."""
-    operand, pair = divmod(q, phase.warp_pairs)
-    return ((operand * plan.warps * phase.warp_pairs + pair) * plan.tiles + tile) * 128
+def load_pairs(plan: PersistentPlan, phase: int, state: TirBuffer, pairs: range, lane: Expr,
+               load: Callable[[list[Expr], Expr], None], source: TirBuffer, start: Expr) -> None:
+    """Loads a lane's four words of each pair of its warp, the first of which is at ``start``, to ``state``."""
+    warp_pairs = plan.phases[phase].warp_pairs
+    for place, q in enumerate(pairs):
+        operand, pair = divmod(q, warp_pairs)
+        for n in range(plan.tiles):
+            with within(plan, n, lane // 4):
+                at = ((operand * plan.warps * warp_pairs + pair) * plan.tiles + n) * 128
+                load([state[place, n, i] for i in range(4)], source.ptr_to([start + at]))
 
 
 def within(plan: PersistentPlan, tile: int, column: Expr) -> AbstractContextManager[None]:
@@ -74,117 +78,84 @@ def within(plan: PersistentPlan, tile: int, column: Expr) -> AbstractContextMana
     return T.when((tile + 1) * 8 <= plan.rows or tile * 8 + column < plan.rows)
 
 
-class Carrier(ABC):
-    """Emits both ends of the way that state travels; ``phase`` is a number, ``slot`` a place from :meth:`slot`."""
-
-    @abstractmethod
-    def slot(self, phase: int, step: Expr) -> Expr:
-        """First word of the slot of a step."""
-
-    def wait(self, phase: int, t: Expr) -> None:  # noqa: B027  who waits for each word leaves it as it is
-        """Before the first :meth:`read` in step t."""
-
-    @abstractmethod
-    def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
-        """Reads these pairs of a slot into ``state``."""
-
-    @abstractmethod
-    def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
-        """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
-
-    @abstractmethod
-    def write(self, phase: int, step: Expr, slot: Expr, place: Expr, values: list[Expr], mine: Expr) -> None:
-        """Sends a word, of one value or of two neighbours, to all blocks of the group, from threads that have it."""
-
-    def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:  # noqa: B027
-        """Takes back what was sent: (place, whether it is this thread's word)."""
-
-    def ended(self, t: Expr) -> None:  # noqa: B027
-        """Behind a gate warp's last write and wipe of a step."""
-
-    def acquired(self, t: Expr) -> None:  # noqa: B027
-        """Behind a gate warp's reads of statistics in a step."""
-
-
-class Ring(Carrier):
-    """Carries it through L2."""
+class Ring:
+    """Emits both ends of the way that state travels through L2; ``phase`` is a number, ``slot`` a place of a slot."""
 
     def __init__(self, plan: PersistentPlan, rings: list[TirBuffer], group: Expr) -> None:
         self.plan, self.rings, self.group = plan, rings, group
 
     def slot(self, phase: int, step: Expr) -> Expr:
+        """First word of the slot of a step."""
         return (self.group * self.plan.ring + step % self.plan.ring) * self.plan.slot_words(self.plan.phases[phase])
 
+    def wait(self, phase: int, t: Expr) -> None:
+        """Before the first :meth:`read` in step t, which waits for each word itself."""
+
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
-        plan, p, ring = self.plan, self.plan.phases[phase], self.rings[phase]
+        """Reads these pairs of a slot into ``state``."""
         T.note("consumer: poll the slot in L2 until no word is the sentinel")
         missing = T.variable("missing", "int32", T.int32(1))
         with T.While(missing[0] != 0):
             T.buffer_store(missing, T.int32(0), [0])
-            for place, q in enumerate(pairs):
-                for n in range(plan.tiles):
-                    with within(plan, n, lane // 4):
-                        isa.ld_relaxed([state[place, n, i] for i in range(4)],
-                                       ring.ptr_to([start + pair_place(plan, p, q, n)]))
+            load_pairs(self.plan, phase, state, pairs, lane, isa.ld_relaxed, self.rings[phase], start)
             # the sentinel is the largest word: a tree of maxima is short, a chain of comparisons is not
-            highest = [state[p, n, i] for p in range(len(pairs)) for n in range(plan.tiles) for i in range(4)]
+            highest = [state[p, n, i] for p in range(len(pairs)) for n in range(self.plan.tiles) for i in range(4)]
             found = T.tree("highest", highest, T.max) == T.uint32(SENTINEL)
             T.buffer_store(missing, T.cast(found, "int32"), [0])
         isa.sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
-        self._fence(self.plan.acquired(t))
+        """Behind a product warp's last read of a slot, and the barrier that hands its sums over."""
+        self.acquired(t)
 
     def write(self, phase: int, step: Expr, slot: Expr, place: Expr, values: list[Expr], mine: Expr) -> None:
+        """Sends a word, of one value or of two neighbours, to all blocks of the group, from threads that have it."""
         self._store(phase, slot + place, T.let("word", pack(values, self.plan.dtype)), mine)
 
     def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None:
+        """Takes back what was sent: (place, whether it is this thread's word)."""
         T.note("producer: the words of an earlier step become the sentinel again")
         slot = T.let("slot", self.slot(phase, t + (self.plan.ring - 1)))
         for place, mine in places:
             self._store(phase, slot + place, T.uint32(SENTINEL), mine)
 
-    def ended(self, t: Expr) -> None:
-        self._fence(self.plan.released(t))
-
     def _store(self, phase: int, place: Expr, word: Expr, mine: Expr) -> None:
         with T.when(mine):
             isa.st_relaxed(self.rings[phase].ptr_to([place]), [word])
 
-    def acquired(self, t: Expr) -> None:
-        self._fence(self.plan.acquired(t))
+    def ended(self, t: Expr) -> None:
+        """Behind a gate warp's last write and wipe of a step."""
+        with T.when(self.plan.released(t)):
+            isa.fence_gpu()
 
-    def _fence(self, where: Expr | bool) -> None:
-        """Emits a release and acquire fence, in steps ``where`` (an expression; or True: in all)."""
-        with T.when(where):
+    def acquired(self, t: Expr) -> None:
+        """Behind a warp's reads in a step."""
+        with T.when(self.plan.acquired(t)):
             isa.fence_gpu()
 
 
 def begins_early(task: Task, plan: PersistentPlan) -> bool:
     """Tells whether launches of a call begin while the one ahead of them ends: of short calls, behind a projection that
-    reads and writes nothing of what ``start`` does. Such a call's launches are three then, in this order.
+    reads and writes nothing of what ``start`` does. Such a call's launches are three:
 
     ``project``  lets ``start`` begin when all of its own blocks have.
     ``start``    lets ``persistent`` begin, writes the exchange, and waits for ``project``: its end is that of both.
     ``persistent``  loads weights, waits for ``start``, and then reads hoisted values and states, and writes.
 
-    What is read or written before a wait was written by an earlier call, all of which had ended when ``project`` began:
-    that is launched without leave to be early. Nobody waits for a block that is not there yet: ``project`` and
-    ``start`` wait only for what is ahead, and ``persistent``, whose blocks wait for each other, is cooperative."""
+    What is read or written before a wait was written by an earlier call, which had ended when ``project`` began: that
+    is not launched early. Nobody waits for a block that is not there yet: ``project`` and ``start`` wait only for what
+    is ahead, and ``persistent``, whose blocks wait for each other, is cooperative."""
     if plan.cluster or plan.sums or plan.ahead < 100:  # what comes first is no load of weights, or no projection
         return False
     return short(task) and may_be_followed(task) and not late_operands(task.graph)  # which start reads
 
 
-def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, early: bool = False) -> PrimFunc:
-    """The small kernel before the persistent one: the initial state into the exchange, sentinels elsewhere, and zeros
-    into the counters of the projection that runs beside.
-
-    ``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``; ``early``: as :func:`begins_early` says.
-
-    Words beyond H, which pad the last k-tiles, are zero in every slot, and stay so."""
+def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, early: bool = False) -> PrimFunc:
+    """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange_0 ..., ready)``, ahead of the persistent kernel: the
+    initial state into the exchange, sentinels elsewhere, and zeros into the counters of the projection beside. Words
+    beyond H, which pad the last k-tiles, are zero in every slot, and stay so. ``early``: see :func:`begins_early`."""
     with T.kernel("start") as made:
-        kernel = declare_start(task, layout, math)
+        kernel = declare_start(task, layout, plan.knobs.math)
         rings = [T.pointer(f"exchange_{i}", "uint32") for i in range(len(plan.phases))]
         ready = T.pointer("ready", "uint32") if plan.workers else None
         T.device_entry()
@@ -210,8 +181,8 @@ def start_kernel(task: Task, plan: PersistentPlan, layout: Hoisted, math: str, e
                     continue
                 with T.If(slot == 0):
                     with T.Then():
-                        values = initial_values(kernel, at, head_of(plan, group))
-                        T.buffer_store(ring, pack(values, plan.dtype), [place])
+                        given = initial_values(kernel, at, head_of(plan, group))
+                        T.buffer_store(ring, pack(given, plan.dtype), [place])
                     with T.Else():
                         T.buffer_store(ring, rest, [place])
         if early:
@@ -238,12 +209,12 @@ LARGEST = 16  # blocks of a cluster; more than 8 are not portable, but every GPU
 AT_ONCE = 4  # words of the initial state that a thread has under way
 
 
-class Cluster(Carrier):
-    """How state travels inside a cluster: straight into the shared memory of every block that needs it.
+class Cluster:
+    """The same, inside a cluster, which is a group: straight into the shared memory of every block that needs it.
 
-    A group is one cluster. Every block keeps two slots for an exchanged vector in its own shared memory, words in the
-    order of exchange.py: the stages of a ``ClusterPipeline``, which says what mbarriers count. Whoever computes a word
-    sends it to all blocks of the cluster; product warps wait until all have arrived, and read.
+    Every block keeps two slots for an exchanged vector in its own shared memory: the stages of a ``ClusterPipeline``,
+    which says what mbarriers count. Whoever computes a word sends it to all blocks of the cluster; product warps wait
+    until all have arrived, and read.
 
     Nobody overwrites what is still needed, nor counts bytes in a phase too early. Words of step t + 2 are sent by a
     block that has all words of step t + 1, among them some of every block. Each is a sum over all of K, so its owner's
@@ -266,10 +237,10 @@ class Cluster(Carrier):
                 one.init()
             isa.fence_mbarrier_init()
             for number, one in enumerate(self.pipelines):
-                if number == 0:  # what the call was given is there at once
-                    isa.mbarrier_arrive(one.full_barrier(0))
-                else:
+                if number:
                     one.announce(0)
+                else:  # what the call was given is there at once
+                    isa.mbarrier_arrive(one.full_barrier(0))
                 with T.when(self.steps > 1):
                     one.announce(1)
         T.note("cluster, prologue: the state that the call was given into the slot of step 0")
@@ -279,8 +250,7 @@ class Cluster(Carrier):
                 places = [T.let("place", (turn * AT_ONCE + i) * plan.threads + thread) for i in range(AT_ONCE)]
                 found = [T.uint32(0)] * AT_ONCE
                 if p == 0:
-                    at = [located(plan, phase, group, place) for place in places]
-                    head = head_of(plan, group)
+                    at, head = [located(plan, phase, group, place) for place in places], head_of(plan, group)
                     found = [self._word(initial_values(kernel, one, head), given=True) for one in at]
                 for place, word in zip(places, found, strict=True):
                     with T.when(place < total):
@@ -297,12 +267,7 @@ class Cluster(Carrier):
         self.pipelines[phase].wait_for(t)
 
     def read(self, phase: int, state: TirBuffer, start: Expr, pairs: range, lane: Expr) -> None:
-        plan = self.plan
-        for place, q in enumerate(pairs):
-            for n in range(plan.tiles):
-                with within(plan, n, lane // 4):
-                    at = self.words.ptr_to([start + pair_place(plan, plan.phases[phase], q, n)])
-                    isa.ld_shared([state[place, n, i] for i in range(4)], at)
+        load_pairs(self.plan, phase, state, pairs, lane, isa.ld_shared, self.words, start)
         isa.sync_warp()
 
     def done(self, phase: int, t: Expr, warp: Expr, lane: Expr) -> None:
@@ -321,3 +286,12 @@ class Cluster(Carrier):
         word = self._word(values)
         with T.when(T.And(mine, step < self.steps)):
             self.pipelines[phase].send(step, slot + place, [word])
+
+    def wipe(self, phase: int, t: Expr, places: list[tuple[Expr, Expr]]) -> None: ...
+
+    def ended(self, t: Expr) -> None: ...
+
+    def acquired(self, t: Expr) -> None: ...
+
+
+Carrier: TypeAlias = Ring | Cluster

@@ -4,24 +4,24 @@ Blocks form groups; a group serves its own batch rows and holds all recurrent we
 rows of ``units`` hidden units. In every block
 
 * product warps split the hidden axis (K) among them. Each waits for its part of the exchanged state, which it reads
-  straight into operand B, multiplies it with its weights (operand A: registers, or shared memory
-  where they do not fit), and leaves partial sums in shared memory;
+  straight into operand B, multiplies it with its weights (operand A: registers, or shared memory where they do not
+  fit), and leaves partial sums in shared memory;
 * gate warps add partial sums, compute the cell's scalars, send the new state, and then do the rest (y, wipes, the next
   step's inputs).
 
 State travels through L2, or, where a group is a cluster, inside it (``exchange.py``); statistics, which gate warps
-exchange among themselves, likewise (``sums.py``).
+exchange among themselves, likewise (``sums.py``). Blocks that are left over may work on the input projection meanwhile
+(``ProjectionWorkers``).
 
-Blocks that are left over may work on the input projection meanwhile (``ProjectionWorkers``).
-
-Two buffers of partial sums, each with a named barrier that all warps of the recurrence wait at: gate warps for
-the sums, product warps for the gate warps, which have by then read the other buffer. That makes product warps poll at
-the same time, too, and costs nothing: gate warps wait for longer."""
+Two buffers of partial sums, each with a named barrier that all warps of the recurrence wait at: gate warps for the
+sums, product warps for the gate warps, which have by then read the other buffer. That makes product warps poll at the
+same time, too, and costs nothing: gate warps wait for longer."""
 
 from __future__ import annotations
 
 import operator
 from functools import partial
+from itertools import product
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, TirBuffer, Var
@@ -32,7 +32,7 @@ from ecornn.schedules.gemm.mma_mainloop import THREADS
 from ecornn.schedules.gemm.projection import job_of
 from ecornn.schedules.gemm.rows_mma import Team, rows_ahead
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.keeping import Stored, keeping
 from ecornn.schedules.persistent.exchange import Carrier, Cluster, Ring, word_of
 from ecornn.schedules.persistent.plan import PersistentPlan, PhasePlan, block_shared, worker_shape
 from ecornn.schedules.persistent.products import FULL, SENT, Position, products
@@ -49,10 +49,8 @@ class ProjectionWorkers:
 
     Workers take tiles of rows in the order of time and count the finished ones in ``ready``, one counter for each group
     of rows: store, barrier of the team, fence, add; acquire load, load. Gate warps wait for the rows that they are
-    about to fetch, two steps ahead of their use, and only when these rows are of a group that they have not yet seen
-    finished. Workers wait for nobody.
-
-    Emits both sides: the workers' code, and the gate warps' wait."""
+    about to fetch, two steps ahead of their use, of groups that they have not yet seen finished. Workers wait for
+    nobody. Emits both sides: the workers' code, and the gate warps' wait."""
 
     def __init__(self, kernel: SequenceKernel, plan: PersistentPlan) -> None:
         shape = worker_shape(kernel.task, plan)
@@ -82,12 +80,11 @@ class ProjectionWorkers:
     def wait(self, t: Expr) -> None:
         """Waits until all rows of step t are there."""
         T.note("gate warps: wait until projection CTAs have counted all tiles of step t")
-        columns = self.shape.columns
         last = T.let("last", T.min(t + 1, self.steps) * self.batch - 1)
         count = T.local("count", (1,), "uint32")  # finished tiles of a group
         with T.While(self.first + self.seen[0] * self.shape.height <= last):
             T.buffer_store(count, T.uint32(0), [0])
-            with T.While(count[0] < T.uint32(columns)):
+            with T.While(count[0] < T.uint32(self.shape.columns)):
                 ld_acquire(count[0], self.arguments["ready"].ptr_to([self.seen[0]]))
             T.buffer_store(self.seen, self.seen[0] + 1, [0])
 
@@ -109,9 +106,9 @@ class Gates(GateThreads):
         if plan.lanes != plan.units:  # the others read the partial sums of a unit that there is
             self.local = [T.let("local", T.Select(mine, unit, 0))
                           for mine, unit in zip(self.owner, self.local, strict=True)]
-        count = [len(phase.products) for phase in self.graph.product_phases]
         # of each item, those of the rows of each phase
-        self.scales = [T.local("scales", (self.items, n), "float32") for n in count] if plan.scaled else []
+        self.scales = [T.local("scales", (self.items, len(phase.products)), "float32")
+                       for phase in self.graph.product_phases] if plan.scaled else []
         self.sums: Sums | None = None
         if plan.sums:
             statistics = [p.statistics for p in self.graph.phases if p.statistics]
@@ -135,13 +132,11 @@ class Gates(GateThreads):
             self._step(t)
 
     def _load_scales(self) -> None:
-        plan = self.plan
-        for p, scales in enumerate(self.scales):
-            for i in range(plan.items):
-                unit = T.let("scaled_unit", T.min(self.unit[i], plan.hidden - 1))
-                for row in range(len(self.graph.product_phases[p].products)):
-                    at = row * (plan.heads * plan.blocks * plan.units) + unit
-                    T.buffer_store(scales, self.arguments[f"scales_{p}"][at], [i, row])
+        units = self.plan.heads * self.plan.blocks * self.plan.units
+        for (p, scales), i in product(enumerate(self.scales), range(self.items)):
+            unit = T.let("scaled_unit", T.min(self.unit[i], self.plan.hidden - 1))
+            for row in range(len(self.graph.product_phases[p].products)):
+                T.buffer_store(scales, self.arguments[f"scales_{p}"][row * units + unit], [i, row])
 
     def _prepare(self, t: Expr) -> None:
         if self.beside is not None:
@@ -180,10 +175,8 @@ class Gates(GateThreads):
                 self._after(t, ended)
 
     def _after(self, t: Expr, ended: list[Ended]) -> None:
-        """The rest of a step, which nobody waits for.
-
-        The release of exchange.py comes first, before the next write. It waits for what came before it, so y is stored
-        and inputs are fetched after it, two steps ahead: memory is further away than L2."""
+        """The rest of a step, which nobody waits for. The release of exchange.py comes first, before the next write. It
+        waits for what came before it, so y is stored and inputs are fetched after it: memory is further than L2."""
         T.note("gate warps: what nobody waits for: y, last states, inputs two steps ahead")
         if self.sums is not None:
             for p in range(len(self.plan.phases)):
@@ -198,21 +191,17 @@ class Gates(GateThreads):
 
     def _sums(self, i: int, p: int, side: Expr) -> dict[Var, Expr]:
         """The products of phase p: partial sums of all warps, added in a tree."""
-        plan, phase = self.plan, self.plan.phases[p]
-        stride, e = plan.stride(phase), phase.interleave
-        unit = self.local[i]
+        plan, phase, products = self.plan, self.plan.phases[p], self.graph.product_phases[p].products
+        stride, e, unit = plan.stride(phase), phase.interleave, self.local[i]
         base = T.let("base", side * plan.sum_floats + self.column[i] * stride
                      + unit // (8 // e) * 8 + unit % (8 // e) * e)
-        rows: list[list[Expr]] = [[] for _ in self.graph.product_phases[p].products]
-        for w in range(plan.warps):
-            for outer in range(phase.gates // e):
-                place = base + w * plan.columns * stride + outer * plan.units * e
-                wide = partial_sums(self.shared, place, e)
-                for inner in range(e):
-                    if outer * e + inner < len(rows):
-                        rows[outer * e + inner].append(wide[inner])
-        found = {row.var: T.tree("sum", parts, operator.add)
-                 for row, parts in zip(self.graph.product_phases[p].products, rows, strict=True)}
+        rows: list[list[Expr]] = [[] for _ in range(phase.gates)]
+        for w, outer in product(range(plan.warps), range(phase.gates // e)):
+            place = base + w * plan.columns * stride + outer * plan.units * e
+            for row, value in zip(rows[outer * e:], partial_sums(self.shared, place, e), strict=False):
+                row.append(value)
+        # rows beyond the products pad them
+        found = {row.var: T.tree("sum", parts, operator.add) for row, parts in zip(products, rows, strict=False)}
         if plan.scaled:
             return {var: T.let("product", value * self.scales[p][i, n]) for n, (var, value) in enumerate(found.items())}
         return found
@@ -223,30 +212,24 @@ class Gates(GateThreads):
         slot = T.let("slot", carrier.slot(p, step))
         for o, operand in enumerate(self.graph.product_phases[p].operands):
             value = T.let(f"{operand.name}_sent", T.Select(self.unit[i] < plan.hidden, env[operand], T.float32(0)))
-            place, mine = self._place(i, plan.phases[p], o), self._mine(i, plan.phases[p])
+            place, mine = self._place(i, plan.phases[p], o)
             carrier.write(p, step, slot, place, self._shared(value), mine)
 
-    def _place(self, i: int, phase: PhasePlan, operand: int) -> Expr:
+    def _place(self, i: int, phase: PhasePlan, operand: int) -> tuple[Expr, Expr]:
+        """The word of an operand of item i, and whether this thread sends it: not of units beyond what is exchanged."""
         unit = self.unit[i] if self.plan.heads == 1 else self.unit[i] - self.head_first
-        return word_of(self.plan, phase, operand, unit, self.column[i])
-
-    def _mine(self, i: int, phase: PhasePlan) -> Expr:
-        """Tells whether this thread sends a word of item i: units beyond H, or beyond what is exchanged, have none."""
-        units = self.plan.hidden if phase.units == self.plan.own else phase.units
-        mine = T.And(self.owner[i], self.unit[i] < units)
+        mine = T.And(self.owner[i], self.unit[i] < (self.plan.hidden if phase.units == self.plan.own else phase.units))
         if (per := per_word(self.plan.dtype)) > 1:  # the thread of a word's first unit sends it
             mine = T.And(mine, self.local[i] % per == 0)
-        return mine
+        return word_of(self.plan, phase, operand, unit, self.column[i]), mine
 
     def _places(self, p: int) -> list[tuple[Expr, Expr]]:
-        """The words that this thread may send: (place, true if it does)."""
+        """The words that this thread may send."""
         phase = self.plan.phases[p]
-        return [(self._place(i, phase, o), self._mine(i, phase))
-                for i in range(self.plan.items) for o in range(phase.operands)]
+        return [self._place(i, phase, o) for i in range(self.plan.items) for o in range(phase.operands)]
 
 
-def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
-                      early: bool = False) -> PrimFunc:
+def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, kept: Stored, early: bool) -> PrimFunc:
     """``persistent(T, B, [x, input_weights, ready,] hoisted, vectors, <state>_in, <state>_out,
     recurrent_<p>, [scales_<p>,] [exchange_<p>,] y)``; of an adjoint's recurrence ``outputs`` in place of y;
     ``persistent_keeping`` stores what is ``kept``, too. ``early``: launched as :func:`begins_early` says."""
@@ -254,10 +237,11 @@ def persistent_kernel(task: Task, plan: PersistentPlan, hoisted: Hoisted, math: 
     own = {f"recurrent_{i}": "uint8" if plan.scaled else plan.dtype for i in phases}
     own |= {f"scales_{i}": "float32" for i in phases if plan.scaled}
     if not plan.cluster:
-        own |= dict.fromkeys([f"exchange_{i}" for i in phases] + [f"sums_{e}" for e in range(len(plan.sums))], "uint32")
+        own |= dict.fromkeys((*(f"exchange_{i}" for i in phases), *(f"sums_{e}" for e in range(len(plan.sums)))),
+                             "uint32")
     with T.kernel(keeping("persistent", kept)) as made:
         before = partial(ProjectionWorkers.declare, task, hoisted) if plan.workers else dict
-        kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early, before)
+        kernel = SequenceKernel.declare(task, hoisted, plan.knobs.math, own, kept, early, before)
         weights, rings = ([kernel.arguments[f"{name}_{i}"] for i in phases if f"{name}_{i}" in own]
                           for name in ("recurrent", "exchange"))
         T.device_entry()

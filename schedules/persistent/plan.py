@@ -45,17 +45,14 @@ class PhasePlan(NamedTuple):  # which a search makes by the ten thousand, in a s
     slots: int = 0  # of a warp's ring in shared memory, for streamed pairs (``Stream``); 0: these go into registers
 
     @property
-    def pairs(self) -> int:
-        """Pairs of k-tiles of all operands that a warp owns."""
+    def pairs(self) -> int:  # pairs of k-tiles of all operands that a warp owns
         return self.operands * self.warp_pairs
 
     @property
-    def streamed_pairs(self) -> int:
-        """The first pairs, which a warp reads from L2 in every step."""
+    def streamed_pairs(self) -> int:  # the first pairs, which a warp reads from L2 in every step
         return self.pairs - self.register_pairs - self.shared_pairs
 
-    def octets(self, units: int) -> int:
-        """Groups of 8 weight rows a block has; two make an m16 tile."""
+    def octets(self, units: int) -> int:  # groups of 8 weight rows a block has; two make an m16 tile
         return self.gates * units // 8
 
 
@@ -108,101 +105,77 @@ class PersistentPlan(NamedTuple):
     heads: int = 1
 
     @property
-    def scaled(self) -> bool:
-        """True where weights are integers, and sums have to be multiplied with the scales of their rows."""
+    def scaled(self) -> bool:  # weights are integers, and sums are multiplied with the scales of their rows
         return self.stored == "int8"
 
     @property
-    def per_word(self) -> int:
-        """Weights in a word."""
-        return 4 if self.scaled else per_word(self.dtype)
-
-    @property
-    def lane_words(self) -> int:
-        """Words that a lane has of 8 weight rows and a pair of k-tiles, which are 4 of what is multiplied."""
+    def lane_words(self) -> int:  # of 8 weight rows and a pair of k-tiles, which are 4 of what is multiplied
         return 2 if self.scaled else 4
 
     @property
-    def octet_words(self) -> int:
-        """Words of 8 weight rows and a pair of k-tiles."""
+    def octet_words(self) -> int:  # words of 8 weight rows and a pair of k-tiles
         return 32 * self.lane_words
 
     @property
-    def own(self) -> int:
-        """Units of a group."""
+    def own(self) -> int:  # units of a group
         return self.hidden // self.heads
 
     @property
-    def threads(self) -> int:
-        """Threads that work on the recurrence."""
+    def threads(self) -> int:  # threads that work on the recurrence
         return 32 * (self.warps + self.gate_warps)
 
     @property
-    def block_threads(self) -> int:
-        """Threads of every block."""
+    def block_threads(self) -> int:  # threads of every block
         return max(self.threads, THREADS) if self.workers else self.threads
 
     @property
-    def columns(self) -> int:
-        """Columns of operand B: the batch rows of a group, padded to 8."""
+    def columns(self) -> int:  # columns of operand B: the batch rows of a group, padded to 8
         return ceil_div(self.rows, 8) * 8
 
     @property
-    def lanes(self) -> int:
-        """Gate threads that a batch row has, in turn if there are fewer; more than units where there are statistics."""
+    def lanes(self) -> int:  # gate threads of a batch row, in turn if there are fewer; with statistics more than units
         return lanes_of(self.units) if self.sums else self.units
 
     @property
-    def items(self) -> int:
-        """(unit, batch row) pairs of a gate thread."""
+    def items(self) -> int:  # (unit, batch row) pairs of a gate thread
         return ceil_div(self.lanes * self.rows, 32 * self.gate_warps)
 
     @property
-    def sum_parts(self) -> int:
-        """Sums that make a statistic of a row: of every block, of each of its warps that has units of the row."""
+    def sum_parts(self) -> int:  # of a row's statistic: of every block, of each of its warps that has units of the row
         return self.blocks * max(1, self.lanes // 32)
 
     @property
-    def sum_padded(self) -> int:
-        """Parts that a row's sums have room for in a cluster, so that what follows is aligned."""
+    def sum_padded(self) -> int:  # parts that a row's sums have room for in a cluster, so that what follows is aligned
         return self.sum_parts + self.sum_parts % 2
 
-    def row_quads(self, exchange: int) -> int:
-        """16 bytes of a row's sums through L2, of two statistics each; of a warp with one row at least a sector."""
+    def row_quads(self, exchange: int) -> int:  # 16 bytes of two statistics of a row; of a warp's only row a sector
         return max(ceil_div(self.sums[exchange], 2), 2 if self.lanes >= 32 else 1)
 
-    def sum_quads(self, exchange: int) -> int:
-        """16 bytes of a part of the sums through L2, padded to a power of two."""
+    def sum_quads(self, exchange: int) -> int:  # 16 bytes of a part of the sums through L2, padded to a power of two
         return 1 << (self.rows * self.row_quads(exchange) - 1).bit_length()
 
-    def sum_stride(self, exchange: int) -> int:
-        """Words from one part of the sums through L2 to the next: whole lines, so that a line has one writer."""
+    def sum_stride(self, exchange: int) -> int:  # words between parts through L2: whole lines, which have one writer
         return ceil_div(self.sum_quads(exchange) * 4, LINE) * LINE
 
-    def sum_words(self, exchange: int) -> int:
-        """Words of one slot of a group's exchange of statistics."""
+    def sum_words(self, exchange: int) -> int:  # words of one slot of a group's exchange of statistics
         if self.cluster:
             return self.sums[exchange] * self.rows * self.sum_padded * 2
         return self.sum_stride(exchange) * self.sum_parts
 
     @property
-    def between_words(self) -> int:
-        """Words of shared memory for what one gate warp read of sums through L2."""
+    def between_words(self) -> int:  # words of shared memory for what one gate warp read of sums through L2
         return 0 if self.cluster else max((self.sum_quads(e) * 4 for e in range(len(self.sums))), default=0)
 
     @property
-    def held(self) -> bool:
-        """True where product warps poll only after their own block's gate warps have sent the operands. Polls disturb
-        what others wait for, and gate warps wait for statistics meanwhile."""
+    def held(self) -> bool:  # product warps poll only after their own block's gate warps have sent the operands: polls
+        # disturb what others wait for, and gate warps wait for statistics meanwhile
         return bool(self.sums) and not self.cluster
 
     @property
-    def tiles(self) -> int:
-        """n8 tiles of a group's batch rows."""
+    def tiles(self) -> int:  # n8 tiles of a group's batch rows
         return self.columns // 8
 
-    def stride(self, phase: PhasePlan) -> int:
-        """Floats between batch rows of the partial sums: 4 modulo 16, so that no banks conflict."""
+    def stride(self, phase: PhasePlan) -> int:  # floats between rows of partial sums: 4 modulo 16, without conflicts
         return ceil_div(phase.octets(self.units), 2) * 16 + 4
 
     def code(self, phase: PhasePlan, pairs: int) -> int:
@@ -214,26 +187,22 @@ class PersistentPlan(NamedTuple):
     def stretches(self, phase: PhasePlan) -> list[tuple[int, int, bool]]:
         """First and last pairs of a warp, and whether the code of these is a loop over the turns in which they are
         polled: all of a phase without one, or if that is too much code, those apart that are kept alike."""
-        straight = phase.streamed_pairs and not phase.slots  # into registers, which are told apart in code alone
+        streamed, kept = phase.streamed_pairs, phase.streamed_pairs + phase.register_pairs
+        straight = streamed and not phase.slots  # into registers, which are told apart in code alone
         if self.code(phase, phase.pairs) <= UNROLLED or self.cluster or phase.operands > 1 or straight:
             return [(0, phase.pairs, False)]
-        streamed, kept = phase.streamed_pairs, phase.streamed_pairs + phase.register_pairs
         found = [(0, streamed, True), (streamed, kept, False), (kept, phase.pairs, True)]
         return [(first, end, rolled) for first, end, rolled in found if first < end]
 
-    def turns(self, phase: PhasePlan) -> int:
-        """How often a warp polls in a step."""
+    def turns(self, phase: PhasePlan) -> int:  # times that a warp polls in a step
         return sum(ceil_div(end - first, phase.polled_pairs) for first, end, _ in self.stretches(phase))
 
-    def written(self, phase: PhasePlan) -> int:
-        """Pairs that the code has, loops once."""
-        counts = [(end - first, rolled) for first, end, rolled in self.stretches(phase)]
-        return sum(phase.polled_pairs + n % phase.polled_pairs if rolled and n >= 2 * phase.polled_pairs else n
-                   for n, rolled in counts)
+    def written(self, phase: PhasePlan) -> int:  # pairs that the code has, loops once
+        polled, counts = phase.polled_pairs, [(end - first, rolled) for first, end, rolled in self.stretches(phase)]
+        return sum(polled + n % polled if rolled and n >= 2 * polled else n for n, rolled in counts)
 
     @property
-    def sum_floats(self) -> int:
-        """Floats of one buffer of partial sums."""
+    def sum_floats(self) -> int:  # floats of one buffer of partial sums
         return max(self.warps * self.columns * self.stride(p) for p in self.phases)
 
     def shared_weight_words(self, phase: PhasePlan) -> int:
@@ -243,53 +212,44 @@ class PersistentPlan(NamedTuple):
         """Words of shared memory of a phase's rings, and of an mbarrier for each slot."""
         return self.warps * phase.slots * (phase.octets(self.units) * self.octet_words + BARRIER // 4)
 
-    def streamed_bytes(self, phase: PhasePlan) -> int:
-        """Bytes of a phase's weights that a block reads from L2 in every step."""
+    def streamed_bytes(self, phase: PhasePlan) -> int:  # of weights that a block reads from L2 in every step
         return self.warps * phase.streamed_pairs * phase.octets(self.units) * self.octet_words * 4
 
     @property
-    def streamed(self) -> int:
-        """The streamed bytes of all phases."""
+    def streamed(self) -> int:  # of all phases
         return sum(map(self.streamed_bytes, self.phases))
 
     @property
-    def ring(self) -> int:
-        """Slots of an exchange; exchange.py says why four at least, or in a cluster two."""
+    def ring(self) -> int:  # slots of an exchange; exchange.py says why four at least, or in a cluster two
         if self.cluster:
             return 2
         words = self.groups * sum(self.slot_words(p) for p in self.phases)
         return 4 if self.fences == "every" else next(slots for most, slots in RINGS if words <= most)
 
-    def released(self, t: Expr) -> Expr | bool:
-        """Tells whether owners of words have a fence at the end of step t: True, or an expression."""
+    def released(self, t: Expr) -> Expr | bool:  # whether owners of words have a fence at the end of step t
         return True if self.fences == "every" else t % (self.ring - 4) == self.ring - 5
 
-    def acquired(self, t: Expr) -> Expr | bool:
-        """Tells whether readers have a fence in step t."""
+    def acquired(self, t: Expr) -> Expr | bool:  # whether readers have a fence in step t
         return t % (self.ring - 4) == 1 if self.fences == "rare" else True
 
     @property
-    def shared(self) -> int:
-        """Bytes of shared memory that the recurrence needs."""
+    def shared(self) -> int:  # bytes of shared memory that the recurrence needs
         if not self.cluster:
             return 4 * (self.exchange_words + 2 * self.gate_warps * self.between_words)
         return 4 * (self.exchange_words + self.ring * sum(slot + BARRIER_WORDS for slot, _ in self.sent))
 
     @property
-    def exchange_words(self) -> int:
-        """Words of shared memory before what a cluster exchanges: partial sums and weights."""
+    def exchange_words(self) -> int:  # words of shared memory before what a cluster exchanges: partial sums and weights
         return 2 * self.sum_floats + sum(self.shared_weight_words(p) + self.stream_words(p) for p in self.phases)
 
     @property
     def sent(self) -> list[tuple[int, int]]:
-        """The exchanges inside a cluster, of each phase's state and then of statistics: words of a slot, and bytes that
-        a block gets in a step."""
+        """A cluster's exchanges, of states and then of statistics: words of a slot, bytes for a block in a step."""
         state = [(self.slot_words(p), p.operands * self.rows * words(p.units, self.dtype) * 4) for p in self.phases]
         return state + [(self.sum_words(e), n * self.rows * self.sum_parts * 8) for e, n in enumerate(self.sums)]
 
     @property
-    def registers(self) -> int:
-        """Estimate of a thread's registers: of product warps or of gate warps, which need more."""
+    def registers(self) -> int:  # estimate of a thread's registers: of product warps or of gate warps, which need more
         weights = sum(p.register_pairs * p.octets(self.units) * self.lane_words for p in self.phases)
         work = max((p.polled_pairs * 4 + ceil_div(p.octets(self.units), 2) * 4 * self.chains) * self.tiles
                    + (2 * self.lane_words * p.octets(self.units) if p.streamed_pairs and not p.slots else 0)
@@ -298,9 +258,12 @@ class PersistentPlan(NamedTuple):
         gates = self.items * (self.kept + 8) + self.warps * max(p.gates for p in self.phases)
         return max(products, gates) + SPARE_REGISTERS
 
-    def slot_words(self, phase: PhasePlan) -> int:
-        """Words of one slot of a group's exchange for a phase."""
+    def slot_words(self, phase: PhasePlan) -> int:  # words of one slot of a group's exchange for a phase
         return phase.operands * self.warps * phase.warp_pairs * self.tiles * 128
+
+
+def _interleave(gates: int, wanted: int) -> int:
+    return wanted if wanted and gates > 2 else gcd(gates, 8)
 
 
 def unit_step(task: Task, interleave: int) -> int:
@@ -314,10 +277,6 @@ def lanes_of(units: int) -> int:
     return 1 << (units - 1).bit_length() if units <= 32 else ceil_div(units, 32) * 32
 
 
-def _interleave(gates: int, wanted: int) -> int:
-    return wanted if wanted and gates > 2 else gcd(gates, 8)
-
-
 def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead: int | None = None) -> PersistentPlan:
     """The plan of a configuration, or with other ``chains`` or ``ahead``; it need not fit, ``check`` says that."""
     w = task.workload
@@ -325,13 +284,12 @@ def plan_of(task: Task, knobs: PersistentKnobs, chains: int | None = None, ahead
     groups, units, warps, graph = knobs.groups, knobs.units, knobs.warps, task.graph
     phases, heads = [], most_heads(graph)
     for phase in graph.product_phases:
-        interleave = _interleave(len(phase.products), knobs.interleave)
-        gates = ceil_div(len(phase.products), interleave) * interleave
-        exchanged = columns_of(phase, w.hidden)
+        interleave, operands = _interleave(len(phase.products), knobs.interleave), len(phase.operands)
+        gates, exchanged = ceil_div(len(phase.products), interleave) * interleave, columns_of(phase, w.hidden)
         warp_pairs = ceil_div(ceil_div(words(exchanged, w.dtype), PAIR), warps)
-        pairs = len(phase.operands) * warp_pairs
+        pairs = operands * warp_pairs
         registers = ceil_div(pairs * knobs.registers, 100)
-        phases.append(PhasePlan(gates, interleave, len(phase.operands), warp_pairs, registers, 0, pairs, exchanged))
+        phases.append(PhasePlan(gates, interleave, operands, warp_pairs, registers, 0, pairs, exchanged))
     rows, blocks, groups = ceil_div(w.batch, groups), ceil_div(w.hidden // heads, units), groups * heads
     cluster = knobs.carrier == "cluster"
     plan = PersistentPlan(
@@ -384,14 +342,11 @@ def block_shared(task: Task, plan: PersistentPlan) -> int:
 
 
 def packing_of(task: Task, plan: PersistentPlan, index: int) -> Packing:
-    """Recurrent weights of a phase as the fragments that each lane of each warp holds.
-
-    (block, warp, operand, pair, octet, lane, tile, half) words: 16 bytes a lane, pair and octet."""
+    """Recurrent weights of a phase: (block, warp, operand, pair, octet, lane, tile, half) words, 16 bytes a lane."""
     phase, p = task.graph.product_phases[index], plan.phases[index]
-    sources: list[tuple[str, int]] = []
-    for operand in phase.operands:
-        rows = [product.source(operand) for product in phase.products]
-        sources += rows + [("", 0)] * (p.gates - len(rows))
+    padding = [("", 0)] * (p.gates - len(phase.products))
+    sources = [source for operand in phase.operands
+               for source in [*(product.source(operand) for product in phase.products), *padding]]
     e, n = p.interleave, per_word(plan.dtype)
     return job.packing_of(tuple(sources), (p.operands, p.gates // e, e),
                           (plan.heads * plan.blocks, plan.units * e // 8, 8 // e),

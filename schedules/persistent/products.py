@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import product
+from typing import NamedTuple
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda import isa
@@ -18,21 +19,20 @@ FULL = 1  # named barriers of the two buffers of partial sums, FULL and FULL + 1
 SENT = 4  # of a block's operands that are on their way; sums.py has 3
 
 
-@dataclass(frozen=True)
-class Position:
-    """A lane's place: the block in its group, the warp among those that multiply, and the lane in it."""
+class Position(NamedTuple):
+    """A lane's place."""
 
-    member: Expr
-    warp: Expr
+    member: Expr  # the block in its group
+    warp: Expr  # among those that multiply
     lane: Expr
 
 
 class Stream:
     """Weights that do not fit on the chip: read from L2 in every step, by bulk copies into a ring of each product warp.
 
-    A warp multiplies with its streamed pairs in the same order in every step, so what comes next is known, and is under
-    way while the warp waits for state or multiplies with what it keeps: L2 is at work all the time. A ring's slot has
-    the octets of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its bytes.
+    The order of a warp's streamed pairs is the same in every step, so what comes next is known, and is under way while
+    the warp waits for state or multiplies with what it keeps: L2 is at work all the time. A ring's slot has the octets
+    of one pair, which lie in memory one after the other: one copy, and an mbarrier that counts its bytes.
 
     Nobody but the warp touches its ring. A lane reads after the wait for the slot's mbarrier; all lanes have read when
     they meet, behind which the first lane asks for what the slot holds next. Bulk copies are of another proxy than
@@ -78,16 +78,16 @@ class Stream:
         isa.fence_async_shared()
         isa.sync_warp()
         follows = q + slots < count  # in this step
-        if not isinstance(q, int):
+        if isinstance(q, int):
+            with T.when(self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)):
+                self._copy(q + slots if follows else slot)
+        else:
             with T.when(T.And(self.lane == 0, T.Or(follows, t + 1 < self.steps))):
                 self._copy(T.let("next", T.Select(follows, q + slots, slot)))
-            return
-        with T.when(self.lane == 0 if follows else T.And(self.lane == 0, t + 1 < self.steps)):
-            self._copy(q + slots if follows else slot)
 
     def _copy(self, q: Expr) -> None:
         slot = q % self.phase.slots
-        place = T.cast((self.pairs + q) * self.size, "int64") * self.plan.per_word
+        place = T.cast((self.pairs + q) * self.size, "int64") * (4 if self.plan.scaled else per_word(self.plan.dtype))
         self.slots.copy(slot, self.words.ptr_to([self.ring + slot * self.size]), self.source.ptr_to([place]),
                         self.size * 4)
 
@@ -115,12 +115,9 @@ def products(plan: PersistentPlan, steps: Expr, at: Position, weights: list[TirB
             T.note("MMA warps: partial sums to shared memory, then the named barrier at which gate warps wait for them")
             stride = plan.stride(phase)
             base = T.let("base", side * plan.sum_floats + (warp * plan.columns + lane % 4 * 2) * stride + lane // 4)
-            for m in range(ceil_div(phase.octets(plan.units), 2)):
-                for n in range(plan.tiles):
-                    for i in range(4):
-                        with within(plan, n, lane % 4 * 2 + i % 2):
-                            T.buffer_store(shared, acc(m, n, i),
-                                           [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
+            for m, n, i in product(range(ceil_div(phase.octets(plan.units), 2)), range(plan.tiles), range(4)):
+                with within(plan, n, lane % 4 * 2 + i % 2):
+                    T.buffer_store(shared, acc(m, n, i), [base + (n * 8 + i % 2) * stride + m * 16 + i // 2 * 8])
             isa.named_barrier_sync(side + FULL, plan.threads)
             carrier.done(index, t, warp, lane)
             if plan.held:
@@ -139,15 +136,14 @@ class _Weights:
         self.octets, n = phase.octets(plan.units), plan.lane_words
         kept, streamed = phase.register_pairs, phase.streamed_pairs
         self.held = T.local("weights", (max(1, kept * self.octets), n), "uint32")  # (pair, octet), word of the lane
-        for q in range(streamed, phase.pairs):
-            for v in range(self.octets):
-                address = self._source(q, v)
-                if q < streamed + kept:
-                    isa.ld_global([self.held[(q - streamed) * self.octets + v, i] for i in range(n)], address)
-                else:
-                    r = [T.local("word", (1,), "uint32")[0] for _ in range(n)]  # of the lane
-                    isa.ld_global(r, address)
-                    isa.st_shared(self._shared(q, v), r)
+        for q, v in product(range(streamed, phase.pairs), range(self.octets)):
+            address = self._source(q, v)
+            if q < streamed + kept:
+                isa.ld_global([self.held[(q - streamed) * self.octets + v, i] for i in range(n)], address)
+            else:
+                r = [T.local("word", (1,), "uint32")[0] for _ in range(n)]  # of the lane
+                isa.ld_global(r, address)
+                isa.st_shared(self._shared(q, v), r)
         first = place + plan.shared_weight_words(phase)
         self.stream = Stream(plan, index, words, first, source, at, steps) if phase.slots else None
         if self.stream is not None:
@@ -177,8 +173,7 @@ class _Weights:
         return self.words.ptr_to([self.place + ((pair * self.octets + v) * 32 + at.lane) * self.plan.lane_words])
 
     def load(self, q: Expr, like: int) -> None:
-        """Loads pair q where it is not in registers; what comes from L2 was asked for earlier. ``like``: a pair that is
-        kept where q is."""
+        """Loads pair q, if it is not in registers; L2's was asked for earlier. ``like``: a pair that is kept there."""
         streamed = self.phase.streamed_pairs
         if like >= streamed + self.phase.register_pairs:
             for v in range(self.octets):
@@ -221,18 +216,16 @@ def _multiply(plan: PersistentPlan, index: int, stored: _Weights, carrier: Carri
     acc = zeros("acc", chains, ceil_div(octets, 2), plan.tiles, 4)
     # (pair, n8 tile, 2 words of fragment B of each k-tile)
     state = T.local("state", (phase.polled_pairs, plan.tiles, 4), "uint32")
-    if plan.rows % 8:
-        for p in range(phase.polled_pairs):
-            for i in range(4):  # lanes of the last tile that have no batch row never load
-                T.buffer_store(state, T.uint32(0), [p, plan.tiles - 1, i])
+    if plan.rows % 8:  # lanes of the last tile that have no batch row never load
+        for p, i in product(range(phase.polled_pairs), range(4)):
+            T.buffer_store(state, T.uint32(0), [p, plan.tiles - 1, i])
 
     def turn(first: Expr, like: int, count: int) -> None:
         """``count`` pairs from ``first`` on: waits for their words, then multiplies one after the other. ``like``: the
         first of as many that are kept where these are; the same in code that is no loop."""
         from_there, pairs = start, range(like, like + count)
         if first is not like:  # of one operand, whose pairs lie one after the other
-            from_there = T.let("from", start + first * (plan.tiles * 128))
-            pairs = range(count)
+            from_there, pairs = T.let("from", start + first * (plan.tiles * 128)), range(count)
         carrier.read(index, state, from_there, pairs, lane)
         for p in range(count):
             q = like + p

@@ -1,18 +1,19 @@
 """How statistics travel: each block sends the sums over its units, and every block adds all of them, in one order.
 
-A batch row has neighbouring lanes of gate warps, a power of two of them, or whole warps. They add what they have by
-shuffles, and hand it on. What all blocks sent for a row is then read and added in the same order everywhere, so that
-every block has the same bits: through L2 as in ``RingSums``, inside a cluster as in ``ClusterSums``.
+A batch row has neighbouring lanes of gate warps, a power of two of them, or whole warps, which add what they have by
+shuffles. What all blocks sent for a row is then read and added in the same order everywhere, so that every block has
+the same bits: through L2 as in ``RingSums``, inside a cluster as in ``ClusterSums``.
 
-Of a value v two sums are made, of v - s and of its square, where s is the row's mean in the step before, which all
-blocks know: so a mean that is large beside the deviations from it costs no accuracy. s is 0 in the first step, after
-one in which the row took no part, whose values may be of any size, and where squares are not wanted: a sum alone gains
-nothing from s, and loses digits if s is large beside it, as gradients of one step often are beside those of the next.
-"""
+Of a value v two sums are made, of v - s and of its square, where s is the row's mean in the step before: so a mean that
+is large beside the deviations from it costs no accuracy. s is 0 in the first step, after one in which the row took no
+part, whose values may be of any size, and where squares are not wanted: a sum alone gains nothing from s, and loses
+digits if s is large beside it, as gradients of one step often are beside those of the next."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import reduce
+from itertools import product
 
 from ecornn.analysis import Statistic
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
@@ -26,8 +27,7 @@ FINITE = 1e30  # a mean beyond is no good as the next step's s, nor is one that 
 
 
 class Sums(ABC):
-    """Emits the gate warps' part. ``statistics``: of each exchange. Of a maximum both sums are it, and what is said of
-    sums here means the larger one."""
+    """Emits the gate warps' part. ``statistics``: of each exchange. Of a maximum both sums are it."""
 
     def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], group: Expr, member: Expr,
                  thread: Expr) -> None:
@@ -39,21 +39,18 @@ class Sums(ABC):
         rows = [T.let("row", (thread + i * plan.gate_warps * 32) // plan.lanes) for i in range(plan.items)]
         self.mine = [T.let("mine", r < plan.rows) for r in rows]
         self.rows = [T.let("row", T.min(r, plan.rows - 1)) for r in rows]
-        count = sum(len(s) for s in statistics)
+        count = sum(map(len, statistics))
         self.means = T.local("means", (plan.items, max(1, count)), "float32")  # (item, statistic), of the step before
-        for i in range(plan.items):
-            for n in range(count):
-                T.buffer_store(self.means, T.float32(0), [i, n])
+        for place in product(range(plan.items), range(count)):
+            T.buffer_store(self.means, T.float32(0), list(place))
 
     def exchange(self, e: int, t: Expr, envs: list[dict[Var, Expr]], owners: list[Expr], units: list[Expr],
                  lives: list[Expr | None]) -> list[dict[Var, Expr]]:
         """The variables of exchange ``e`` for each item, from the operands in ``envs``; ``owners``: whether an item is
         one of the layer's ``units``; ``lives``: whether its row takes part in the step, None where it does."""
         T.note("gate warps: statistics of batch rows, over the lanes of a warp and then over the CTAs of the group")
-        plan, statistics = self.plan, self.all[e]
-        first = sum(len(s) for s in self.all[:e])
-        each = [(i, n, s) for i in range(plan.items) for n, s in enumerate(statistics)]
-        sums = []
+        plan, first, sums = self.plan, sum(map(len, self.all[:e])), list[Expr]()
+        each = [(i, n, s) for i in range(plan.items) for n, s in enumerate(self.all[e])]
         for i, n, s in each:
             owner = owners[i] if s.units is None else T.And(owners[i], among(s, units[i]))
             if s.largest:  # in place of both sums
@@ -65,7 +62,7 @@ class Sums(ABC):
             for value in (added(parts), added([T.let("square", p * p) for p in parts])):
                 sums.append(T.let("sum", T.Select(owner, value, T.float32(0))))
         sums = across_warp(sums, self.lanes, [s.largest for _, _, s in each for _ in range(2)])
-        size, slot = 2 * len(statistics), T.let("slot", self.slot(e, t))
+        size, slot = 2 * len(self.all[e]), T.let("slot", self.slot(e, t))
         for i in range(plan.items):
             self.send(e, t, slot, i, sums[i * size:(i + 1) * size])
         found: list[dict[Var, Expr]] = [{} for _ in envs]
@@ -114,11 +111,11 @@ PAUSE = 300  # cycles before the first poll, which disturbs what is on its way a
 class RingSums(Sums):
     """Statistics through L2: lines of one writer, which the gate warps of a block share the reading of.
 
-    The sums travel as state does (``exchange.py``): words that announce themselves in a ring of R slots, here those of
-    step t in slot t % R, polled and wiped by gate warps. A part of the sums has lines of its own, of 16 bytes for a row
-    and every two statistics, which one store writes, if possible in whole sectors: a sector that is written in pieces
-    takes longer. Each gate warp reads other parts of all rows, so that a block reads every line once; what the warps
-    then hold is added through shared memory, with a barrier of theirs. What is said in ``exchange.py`` holds:
+    The sums travel as state does (``exchange.py``): words that announce themselves in a ring of R slots, those of step
+    t in slot t % R. A part of the sums has lines of its own, of 16 bytes for a row and every two statistics, which one
+    store writes, if possible in whole sectors: a sector that is written in pieces takes longer. Each gate warp reads
+    other parts of all rows, so that a block reads every line once; what the warps then hold is added through shared
+    memory, with a barrier of theirs. What is said in ``exchange.py`` holds:
 
     * Nobody still needs what is wiped. In step t a warp wipes what its block sent in step t - 1 after that barrier, so
       the block has a word of step t of every other block, which sent it behind the barrier of step t - 1, when all of
@@ -129,7 +126,7 @@ class RingSums(Sums):
     The memory between the warps is used in turns of two: who writes it again is behind the barrier of the exchange
     between, which its readers came to after they had read.
 
-    Emits both ends. ``rings``: workspaces of the exchanges; ``shared``: the block's memory, float32."""
+    ``rings``: workspaces of the exchanges; ``shared``: the block's memory, float32."""
 
     def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], rings: list[TirBuffer],
                  shared: TirBuffer, group: Expr, member: Expr, thread: Expr) -> None:
@@ -140,10 +137,10 @@ class RingSums(Sums):
         return (self.group * self.plan.ring + t % self.plan.ring) * self.plan.sum_words(e)
 
     def send(self, e: int, t: Expr, slot: Expr, i: int, sums: list[Expr]) -> None:
-        words = [T.let("word", pack([v], "float32")) for v in sums]
-        words += [T.uint32(0)] * (4 * self.plan.row_quads(e) - len(words))
+        quads, words = self.plan.row_quads(e), [T.let("word", pack([v], "float32")) for v in sums]
+        words += [T.uint32(0)] * (4 * quads - len(words))
         own = words[:4]
-        for quad in range(1, self.plan.row_quads(e)):  # a lane for each
+        for quad in range(1, quads):  # a lane for each
             own = [T.Select(self.lane == quad, a, b) for a, b in zip(words[4 * quad:4 * quad + 4], own, strict=True)]
         self._store(e, slot, i, [T.let("word", w) for w in own])
 
@@ -154,9 +151,9 @@ class RingSums(Sums):
                 self._store(e, slot, i, [T.uint32(SENTINEL)] * 4)
 
     def _store(self, e: int, slot: Expr, i: int, words: list[Expr]) -> None:
-        plan = self.plan
-        with T.when(T.And(self.mine[i], self.lane < plan.row_quads(e))):
-            place = slot + self.part * plan.sum_stride(e) + (self.rows[i] * plan.row_quads(e) + self.lane) * 4
+        quads = self.plan.row_quads(e)
+        with T.when(T.And(self.mine[i], self.lane < quads)):
+            place = slot + self.part * self.plan.sum_stride(e) + (self.rows[i] * quads + self.lane) * 4
             isa.st_relaxed(self.rings[e].ptr_to([place]), words)
 
     def receive(self, e: int, t: Expr, slot: Expr) -> list[Expr]:
@@ -174,8 +171,10 @@ class RingSums(Sums):
             for j in range(turns):
                 part = T.let("part", self.thread // across + j * beside)
                 inside = T.let("inside", T.And(quad < entries, part < plan.sum_parts))
-                for k in range(4):
-                    T.buffer_store(words, _nothing(kinds[-1][k]), [len(loads), k])
+                lowest, zero = T.uint32(LOWEST_BITS), T.uint32(0)  # words of a part that there is not
+                for k, of in enumerate(kinds[-1]):
+                    nothing = T.Select(of, lowest, zero) if not isinstance(of, bool) else lowest if of else zero
+                    T.buffer_store(words, nothing, [len(loads), k])
                 loads.append((T.let("at", slot + part * plan.sum_stride(e) + quad * 4), inside))
         self._poll(e, words, loads)
         side, used = T.let("side", (t * len(self.all) + e) % 2), min(4, 2 * count)
@@ -192,28 +191,23 @@ class RingSums(Sums):
                 isa.st_shared(self.words.ptr_to([at]), own)
         isa.named_barrier_sync(SUMMED, plan.gate_warps * 32)
         totals = []
-        for i in range(plan.items):
-            for n in range(count):
-                pairs = [self._pair(side, w, (self.rows[i] * plan.row_quads(e) + n // 2) * 4 + n % 2 * 2)
-                         for w in range(plan.gate_warps)]
-                totals += [added([p[k] for p in pairs], self.all[e][n].largest) for k in range(2)]
+        for i, n in product(range(plan.items), range(count)):
+            place = (self.rows[i] * plan.row_quads(e) + n // 2) * 4 + n % 2 * 2
+            pairs = [self._pair(side, w, place) for w in range(plan.gate_warps)]
+            totals += [added([p[k] for p in pairs], self.all[e][n].largest) for k in range(2)]
         return totals
 
     def _kinds(self, e: int, quad: Expr) -> list[Kind]:
-        """True for each word of a quad that is of a maximum: the quad has those of statistics 2 p and 2 p + 1, p its
-        place in its row."""
+        """Tells which words of a quad are of a maximum: it has statistics 2 p and 2 p + 1, p its place in its row."""
         largest = [s.largest for s in self.all[e]]
         largest += [False] * (2 * self.plan.row_quads(e) - len(largest))
         found: list[Kind] = []
         for side in (largest[::2], largest[1::2]):
-            places = [p for p, one in enumerate(side) if one]
-            if len(places) in (0, len(side)):
-                found += [bool(places)] * 2
+            if all(side) or not any(side):
+                found += [side[0]] * 2
                 continue
             place = T.let("place", quad % self.plan.row_quads(e))
-            which = place == places[0]
-            for p in places[1:]:
-                which = T.Or(which, place == p)
+            which = reduce(T.Or, [place == p for p, one in enumerate(side) if one])
             found += [T.let("is_largest", which)] * 2
         return found
 
@@ -240,13 +234,6 @@ class RingSums(Sums):
         return [T.let("sum", T.reinterpret("float32", found[k])) for k in range(2)]
 
 
-def _nothing(largest: Kind) -> Expr:
-    """The word of a part that there is not."""
-    if isinstance(largest, bool):
-        return T.uint32(LOWEST_BITS if largest else 0)
-    return T.Select(largest, T.uint32(LOWEST_BITS), T.uint32(0))
-
-
 LOADS = 16  # of 16 bytes a lane and row, at most; beyond, lanes share the parts and shuffle
 
 
@@ -256,10 +243,8 @@ class ClusterSums(Sums):
     They are sent to shared memory through a ``ClusterPipeline``, by lanes of a row that each have another block. What
     is said there holds: sums of step t + 2 are sent by a warp that has all sums of step t + 1, which every warp of the
     cluster sent some of, after it had read those of step t. A slot's next arrival is made by a thread that has waited
-    for the phase before, at the end of the step, where nothing waits for it.
-
-    Two statistics travel as 16 bytes, so a slot has first the pairs of statistics and then the one that is left, each
-    (row, part), four words or two."""
+    for the phase before, at the end of the step. Two statistics travel as 16 bytes, so a slot has first the pairs of
+    statistics and then the one that is left, each (row, part), four words or two."""
 
     def __init__(self, plan: PersistentPlan, statistics: list[tuple[Statistic, ...]], carrier: Cluster,
                  group: Expr, member: Expr, thread: Expr, steps: Expr) -> None:
@@ -289,11 +274,10 @@ class ClusterSums(Sums):
         while plan.sum_parts > LOADS * lanes and lanes < self.lanes:
             lanes *= 2
         totals, kinds = [], []
-        for i in range(plan.items):
-            for n in range(0, len(self.all[e]), 2):
-                largest = [s.largest for s in self.all[e][n:n + 2] for _ in range(2)]
-                totals += self._read(slot + self._row(e, n, self.rows[i]), largest, lanes)
-                kinds += largest
+        for i, n in product(range(plan.items), range(0, len(self.all[e]), 2)):
+            largest = [s.largest for s in self.all[e][n:n + 2] for _ in range(2)]
+            totals += self._read(slot + self._row(e, n, self.rows[i]), largest, lanes)
+            kinds += largest
         return across_warp(totals, lanes, kinds)
 
     def wipe(self, t: Expr) -> None:
@@ -310,22 +294,20 @@ class ClusterSums(Sums):
     def _read(self, first: Expr, largest: list[bool], lanes: int) -> list[Expr]:
         """Sums of the parts that this lane reads, of ``lanes`` that share them: one, or two neighbours, in 16 bytes.
         ``largest``: which of the part's words are of maxima."""
-        plan, width = self.plan, len(largest)
-        per = 4 // width
+        width, per = len(largest), 4 // len(largest)
         nothing = [T.uint32(LOWEST_BITS if largest[k % width] else 0) for k in range(4)]
-        turns = ceil_div(plan.sum_parts, per * lanes)
+        turns = ceil_div(self.plan.sum_parts, per * lanes)
         words = T.local("words", (turns, 4), "uint32")  # each turn: two statistics of a part, or one of two parts
         at = T.let("at", first + self.lane % lanes * 4)
         for j in range(turns):
-            left = plan.sum_parts - j * lanes * per  # parts from the first lane's on
-            place = [words[j, k] for k in range(4)]
-            if left >= lanes * per:
-                isa.ld_shared(place, self.carrier.words.ptr_to([at + j * lanes * 4]))
-                continue
-            for k in range(4):
+            left = self.plan.sum_parts - j * lanes * per  # parts from the first lane's on
+            whole = left >= lanes * per
+            for k in range(0 if whole else 4):
                 T.buffer_store(words, nothing[k], [j, k])
-            with T.when(self.lane % lanes * per < left):
-                isa.ld_shared(place, self.carrier.words.ptr_to([at + j * lanes * 4]))
+            with T.when(whole or self.lane % lanes * per < left):
+                isa.ld_shared([words[j, k] for k in range(4)], self.carrier.words.ptr_to([at + j * lanes * 4]))
+            if whole:
+                continue
             if left % per:  # behind the last part is one that nobody sends
                 with T.when(self.lane % lanes * per == left - 1):
                     for k in range(2, 4):

@@ -18,7 +18,7 @@ from ecornn.schedules.hoisted import Hoisted, hoisted_choices, hoisted_of, prefe
 from ecornn.schedules.keeping import NOTHING, Stored, keeping
 from ecornn.schedules.persistent_block.kernel import SIZES, block_kernel
 from ecornn.schedules.persistent_block.plan import RESERVED, BlockKnobs, BlockPlan, Part, packing_of, plan_of
-from ecornn.schedules.rates import GPURates, gpu_rates, others
+from ecornn.schedules.rates import gpu_rates, others
 from ecornn.schedules.scalars.pointwise import MATH_FOR
 from ecornn.schedules.timeline import together
 from ecornn.workload import FEW
@@ -50,21 +50,22 @@ TURN = 6_000.0  # nanoseconds of a sequence that a further turn of blocks costs:
 
 
 def estimate(task: Task, plan: BlockPlan) -> float:
-    """How long a step of a configuration takes, roughly: for ordering configurations, not for reporting.
+    """Nanoseconds of a step, roughly: for ordering configurations, not for reporting.
 
-    A step is a chain: state is loaded, multiplied, added up over lanes; gates are computed and stored; the block's
-    threads wait for each other. Blocks that share a multiprocessor hide each other's waiting, but not what they issue.
-    Cycles began as latencies of an H100's instructions and are fitted, close to these, to 117 configurations of 12
-    layers (benchmarks/results/h100_block.txt), of which estimates are 11% off in the root mean square, 34% at most.
-
-    Nanoseconds of a step: the projection, then the recurrence, as often as blocks take turns; of each at least what
-    memory takes, for what it reads and writes of all rows."""
+    That is of the projection, then of the recurrence, as often as blocks take turns; of each at least what memory
+    takes, for what it reads and writes of all rows. The recurrence is a chain: state is loaded, multiplied, added up
+    over lanes; gates are computed and stored; the block's threads wait for each other. Blocks that share a
+    multiprocessor hide each other's waiting, but not what they issue. Cycles began as latencies of an H100's
+    instructions and are fitted, close to these, to 117 configurations of 12 layers (benchmarks/results/h100_block.txt),
+    of which estimates are 11% off in the root mean square, 34% at most."""
     w, turns = task.workload, turns_of(task, plan)
     hoisted, rates = hoisted_of(task, plan.knobs.hoisted), gpu_rates(task.device)
     memory = MEMORY * rates.memory * task.device.cores
     values = w.batch * hoisted.row * (2 if hoisted.packed else 4)
     before, after = (values + w.batch * width * w.itemsize for width in (w.input, w.hidden))
-    step = turns * recurrence(task, plan, rates) + (turns - 1) * TURN / w.seq
+    together = min(plan.resident, ceil_div(plan.blocks, task.device.cores))  # of clusters one
+    alone, busy = cycles(task, plan)
+    step = turns * (max(alone + busy, together * busy) / rates.clock) + (turns - 1) * TURN / w.seq
     return max(projection_time(task) / task.device.cores, before / memory) + max(step, after / memory)
 
 
@@ -74,25 +75,20 @@ def turns_of(task: Task, plan: BlockPlan) -> int:
     return ceil_div(plan.blocks, at_once)
 
 
-def recurrence(task: Task, plan: BlockPlan, rates: GPURates) -> float:
-    """Nanoseconds of a step of the blocks of a multiprocessor."""
-    together = min(plan.resident, ceil_div(plan.blocks, task.device.cores))  # of clusters one
-    alone, busy = cycles(task, plan)
-    return max(alone + busy, together * busy) / rates.clock
-
-
 def cycles(task: Task, plan: BlockPlan) -> tuple[float, float]:
     """Cycles of one block's step: those it waits, and those its warps issue one after the other in a quarter."""
     turns = ceil_div(plan.threads, 128)  # warps of a quarter
     waits = issued = 0.0
-    graph, math = task.graph, plan.knobs.math
+    graph, math, three = task.graph, plan.knobs.math, 3 if plan.arithmetic == "float32" else 1
     for phase in range(len(plan.operands)):
         parts = [p for p in plan.parts if p.phase == phase]
-        own = sum(map(_tensor if plan.mma else _added, [plan] * len(parts), parts))
+        own = sum((_tensor if plan.mma else _added)(plan, part) for part in parts)
+        # products of a part that wait for each other
+        longest = max((p.pieces * 2 * three / plan.chains(phase) for p in parts), default=0) if plan.mma else 0
         if plan.wgmma:
-            products = _longest(plan, parts) * WGMMA_EACH + WGMMA
+            products = longest * WGMMA_EACH + WGMMA
         elif plan.mma:  # of several tiles one hides what another waits for
-            products = max(0.0, _longest(plan, parts) * MMA - own)
+            products = max(0.0, longest * MMA - own)
         else:
             products = SUM * (plan.lanes.bit_length() - 1)
         waits += LOAD + BARRIER + BARRIER_WARP * plan.threads / 32 + products
@@ -130,12 +126,6 @@ def _tensor(plan: BlockPlan, part: Part) -> float:
     split = part.pieces * (own + plan.tiles) * 4 * each
     return (products * TENSOR * (3 if three else 1) + split + part.pieces * plan.tiles * SHARED
             + (part.pieces - part.kept) * own * SHARED)
-
-
-def _longest(plan: BlockPlan, parts: list[Part]) -> float:
-    """Products of a part that wait for each other."""
-    three = 3 if plan.arithmetic == "float32" else 1
-    return max(p.pieces * 2 * three / plan.chains(p.phase) for p in parts) if parts else 0
 
 
 def _shuffles(plan: BlockPlan, products: int) -> int:
@@ -223,6 +213,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         device, w, knobs = task.device, task.workload, BlockKnobs(config)
         rows, units, lanes, resident = knobs.rows, knobs.units, knobs.lanes, knobs.resident
         mma, wide = knobs.products != "fma", knobs.products == "wgmma"
+        each = 8 * units if mma else units  # of a warp, or a group of lanes
         if mma and lanes > 1:
             return "lanes share K of multiply-adds alone"
         if wide and knobs.registers != 100:
@@ -236,13 +227,13 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
             return "a warp of a cluster with fewer units than others"
         if blocks <= device.cores * (resident - 1):
             return f"{blocks} blocks, {resident} of them on each of {device.cores} multiprocessors"
-        if units > 1 and (8 * (units - 1) if mma else units - 1) >= own:
+        if units > 1 and each - each // units >= own:
             return "units that the layer has not"
-        if heads > 1 and own % (8 * units if mma else units):
-            return f"{8 * units if mma else units} units do not divide a head of {head}"
+        if heads > 1 and own % each:
+            return f"{each} units do not divide a head of {head}"
         if not mma and 4 * (lanes - 1) >= head:
             return "a lane without a part of K"
-        groups = ceil_div(own, 8 * units if mma else units)
+        groups = ceil_div(own, each)
         groups = held * (ceil_div(groups, 4) * 4 if wide else groups)  # warps, or groups of lanes
         threads = (groups if mma else ceil_div(groups * lanes, 32)) * 32
         if threads > THREADS:
@@ -258,14 +249,10 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         if plan.registers > limit:
             return f"about {plan.registers} registers a thread, {limit} available"
         room = min(device.shared, (device.shared + RESERVED) // resident - RESERVED)
-        if plan.shared > room:
-            return f"{plan.shared} bytes of shared memory, {room} available"
-        return None
+        return f"{plan.shared} bytes of shared memory, {room} available" if plan.shared > room else None
 
     def generation(self, task: Task) -> int:
-        if most_heads(task.graph) > 1:
-            return 3
-        return 1 if BlockKnobs(self.default(task)).cluster == 1 else 2
+        return 3 if most_heads(task.graph) > 1 else 1 if BlockKnobs(self.default(task)).cluster == 1 else 2
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """Keeps rows of a block and blocks at once, while there are as many."""
@@ -274,8 +261,7 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         if knobs.cluster > 1:
             return {**config, "rows": rows}
         blocks = ceil_div(task.workload.batch, rows) * (most_heads(task.graph) // knobs.heads)
-        together = ceil_div(blocks, task.device.cores)
-        return {**config, "rows": rows, "resident": min(knobs.resident, together)}
+        return {**config, "rows": rows, "resident": min(knobs.resident, ceil_div(blocks, task.device.cores))}
 
     def expected(self, task: Task) -> float:
         return estimate(task, self.plan(task, self.default(task)))
@@ -283,19 +269,16 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
     def rank(self, task: Task) -> float:
         """Calls of few steps are known to take less beside these than with others."""
         plan, w = self.plan(task, self.default(task)), task.workload
-        step = estimate(task, plan) * DOUBT
         few = w.seq <= FEW and plan.cluster == 1 and len(task.graph.phases) == 1
-        return step - (others(task) - CALL) / w.seq if few else step
+        return estimate(task, plan) * DOUBT - ((others(task) - CALL) / w.seq if few else 0)
 
     def beside(self, task: Task) -> float:
         return gpu_rates(task.device).sequence
 
     def search(self, task: Task) -> Config | None:
         """The valid configuration of least estimated time, and of these, whole tiles."""
-        def order(config: Config) -> tuple[float, bool]:
-            return estimate(task, plan := self.plan(task, config)), plan.rows % 8 != 0
-
-        found = min(self.candidates(task), key=order, default=None)
+        found = min(self.candidates(task), default=None,
+                    key=lambda config: (estimate(task, plan := self.plan(task, config)), plan.rows % 8 != 0))
         if found is None:
             return None
         other = {**found, "hoisted": preferred(task, estimate(task, self.plan(task, found)))}
@@ -330,9 +313,8 @@ class PersistentBlock(SearchedSchedule[BlockPlan]):
         # Weights, which nothing of a call makes, are loaded meanwhile; but clusters that take what multiprocessors are
         # free then are two to some of them, for all steps.
         early = may_be_followed(task) and plan.cluster == 1
-        recurrence = partial(_recurrence, task, plan, layout, early=early)
-        return assemble(task, recurrence, layout, project(task, layout, followed=early),
-                        together=self.together(task, plan))
+        return assemble(task, partial(_recurrence, task, plan, layout, early=early), layout,
+                        project(task, layout, followed=early), together=self.together(task, plan))
 
 
 def math_for(task: Task) -> tuple[str, ...]:
@@ -345,5 +327,5 @@ def _recurrence(task: Task, plan: BlockPlan, layout: Hoisted, kept: Stored = NOT
     buffers = tuple(Buffer(f"recurrent_{i}", PACKED, packing.dtype, Extent(prod(packing.pad)), packing)
                     for i, packing in enumerate(packings))
     name = keeping("persistent_block", kept)
-    return Component({name: block_kernel(task, plan, layout, plan.knobs.math, kept, early)}, buffers, (
+    return Component({name: block_kernel(task, plan, layout, kept, early)}, buffers, (
         Launch(name, plan.blocks * plan.cluster, plan.threads, plan.shared, cluster=plan.cluster, early=early),))

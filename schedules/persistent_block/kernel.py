@@ -5,8 +5,8 @@ lies in shared memory, compute the gates of the (unit, row) pairs whose sums the
 new state for the next step. A barrier lies between, one for each phase of the step.
 
 State has two buffers, if the step has one phase: the state that step t + 1 reads is stored before the barrier at the
-end of step t, by threads that have not waited since others may still read that of step t. What is stored there two
-steps later comes behind a barrier that all reach once they have read it. With more phases a barrier is between anyway.
+end of step t, while others may still read that of step t. What is stored there two steps later comes behind a barrier
+that all reach once they have read it. With more phases a barrier is between anyway.
 
 Blocks, or clusters of blocks that share the weights (``Sent``), know nothing of each other: there may be as many
 as there are rows, in turns where the chip has no room. Heads, whose units see no others, know nothing of each other
@@ -25,9 +25,9 @@ from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.isa.tensor_core import pack_pair, per_word
 from ecornn.schedules.cuda.pipeline import ClusterPipeline
 from ecornn.schedules.hoisted import Hoisted, Piece
-from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.keeping import Stored, keeping
 from ecornn.schedules.persistent_block.plan import BlockPlan
-from ecornn.schedules.persistent_block.products import KINDS, Products, TensorProducts, exchanged
+from ecornn.schedules.persistent_block.products import KINDS, Products, TensorProducts
 from ecornn.schedules.scalars.gate_threads import Ended, GateThreads, Share
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
@@ -39,7 +39,7 @@ class Sent:
     """How state travels where the blocks of a cluster share the weights: each has all rows of some units.
 
     Who computes a state sends it to the shared memory of all blocks of the cluster, as ``ClusterPipeline`` says: two
-    neighbouring units of 16 bits a word. The stages are the two buffers of a state.
+    neighbouring units of 16 bits a word. The stages are the two buffers of a state; there are T + 1 states.
 
     * Nobody overwrites what is still read. State of step t + 2 is sent by a thread whose block has all of step t + 1,
       also what each warp of each block has sent, behind its products of step t. Every warp has units (``check``).
@@ -49,13 +49,12 @@ class Sent:
       the first state."""
 
     def __init__(self, plan: BlockPlan, words: TirBuffer, steps: Expr, thread: Expr) -> None:
-        """``words``: the block's shared memory; ``steps``: T, so that there are states before T + 1 steps."""
         self.plan, self.steps, self.thread = plan, steps, thread
         size = plan.rows * plan.head * (4 if plan.dtype == "float32" else 2)
         self.state = ClusterPipeline(words, plan.barriers_place, blocks=plan.cluster, size=size)
 
     def begin(self) -> None:
-        """The barriers; behind it all blocks have theirs, and what their threads stored before. For all threads."""
+        """Makes the barriers; behind it all blocks have theirs, and what their threads stored before."""
         T.note("cluster, prologue: mbarriers, then all CTAs meet")
         with T.when(self.thread == 0):
             self.state.init()
@@ -66,7 +65,7 @@ class Sent:
             self.state.announce(T.int32(0))
 
     def wait(self, step: Expr) -> None:
-        """For the state before a step, behind what this block's threads have sent of it. For all threads."""
+        """Waits for the state before a step, behind what this block's threads have sent of it."""
         isa.sync_block()
         T.note("consumer: one thread says what comes next; all wait for the state's bytes from the CTAs of the cluster")
         with T.when(T.And(self.thread == 0, step < self.steps)):
@@ -77,19 +76,15 @@ class Sent:
         """A word of two neighbouring units, of which this thread has the second one if it is ``odd``; the neighbour is
         four lanes away. Of two rows the even one makes the word of the first, the odd one that of the second."""
         mine = T.let("mine", T.Select(odd, values[1], values[0]))
-        (theirs,) = exchanged([T.let("given", T.Select(odd, values[0], values[1]))], 4)
+        theirs = T.let("theirs", isa.shuffle_xor(T.let("given", T.Select(odd, values[0], values[1])), 4))
         return T.let("word", pack_pair(T.Select(odd, theirs, mine), T.Select(odd, mine, theirs), self.plan.dtype))
 
 
 @dataclass(frozen=True)
 class Pairs(Share):
-    """The number of (unit, batch row) pairs of a thread, wherever they are."""
+    """So many (unit, batch row) pairs of a thread, wherever they are."""
 
-    count: int = 1
-
-    @property
-    def items(self) -> int:
-        return self.count
+    items: int = 1
 
 
 class Gates(GateThreads):
@@ -103,23 +98,21 @@ class Gates(GateThreads):
         self.plan, self.products, self.early = plan, products, kernel.early
         self.sent = Sent(plan, products.words, kernel.steps, thread) if plan.cluster > 1 else None
         self.values: list[Expr] = []  # of items, until all of them are sent
-        super().__init__(kernel, Pairs(plan.hidden, plan.rows, plan.threads, count=plan.items), block, 0, thread)
+        super().__init__(kernel, Pairs(plan.hidden, plan.rows, plan.threads, items=plan.items), block, 0, thread)
         # whether a sequence starts at the step after ``fresh``'s: loaded, not looked at
         self.marks = T.local("marks", (self.items,), "int32") if kernel.task.traversal.resets else None
 
     def _locate(self, thread: Expr) -> None:
         """Finds the places of the thread's items; of heads, or a thread's only one, so that nobody looks into them.
         Else each step would work them out again, within branches, which takes less only where there are many."""
-        place = self.products.place
-        heads = self.plan.heads > 1
+        place, heads = self.products.place, self.plan.heads > 1
         bind = isa.pinned if heads or self.plan.items == 1 else T.let
         if heads:
             head = T.let("layer_head", self.products.share_of_heads * self.plan.held + self.products.head)
             self.unit = [isa.pinned("unit", head * self.plan.head + unit) for unit, _, _ in place]
             self.local = [isa.pinned("local", self.products.head_first + unit) for unit, _, _ in place]
         else:
-            self.unit = [bind("unit", unit) for unit, _, _ in place]
-            self.local = self.unit
+            self.unit = self.local = [bind("unit", unit) for unit, _, _ in place]
         self.owner = [T.let("owner", owner) for _, _, owner in place]
         self.column = [(T.let if heads else bind)("column", T.Select(owner, column, 0))
                        for owner, (_, column, _) in zip(self.owner, place, strict=True)]
@@ -150,8 +143,7 @@ class Gates(GateThreads):
         for i in range(self.items):
             env = {v: self.states[i, s] for s, v in enumerate(self.graph.states.values())}
             env |= {v: self.constants[i, k] for k, v in enumerate(self.graph.invariant_outputs)}
-            if self.late:
-                env |= self._before(i)
+            env |= self._before(i) if self.late else {}
             self._announce(i, 0, T.int32(0), emit(before_first(self.graph), env, self.math))
         T.note("CTA barrier: the state before step 0 is in shared memory; its products")
         self._fetch(T.int32(1))
@@ -161,18 +153,17 @@ class Gates(GateThreads):
         with T.serial("t", 0, self.steps) as t:
             self._step(t)
         T.note("no thread leaves before its copies have landed")
-        isa.cp_async_wait_all()  # no thread leaves before its copies have landed
+        isa.cp_async_wait_all()
 
     def _step(self, t: Expr) -> None:
-        graph = self.graph
         envs = [self._before(i) for i in range(self.items)]
-        for p, phase in enumerate(graph.phases):
+        for p, phase in enumerate(self.graph.phases):
             if p:
                 sums = self.products.multiply(p, self._side(t))
             else:
                 sums = [{product.var: self.sums[i, n] for n, product in enumerate(phase.products)}
                         for i in range(self.items)]
-            last = p + 1 == len(graph.phases)
+            last = p + 1 == len(self.graph.phases)
             T.note("epilogue of the products: the cell's scalars; the new state to shared memory at once")
             for i in range(self.items):
                 envs[i] = emit(self.urgent.first if last else phase.assigns, envs[i] | sums[i], self.math)
@@ -195,8 +186,7 @@ class Gates(GateThreads):
     def _multiply(self, t: Expr, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Emits the first products of step t, also of the one behind the last, which nobody looks at."""
         T.note("products of the next step; y and inputs two steps ahead while these are under way")
-        sums = self.products.multiply(0, self._side(t), meanwhile)
-        for i, own in enumerate(sums):
+        for i, own in enumerate(self.products.multiply(0, self._side(t), meanwhile)):
             for n, product in enumerate(self.graph.phases[0].products):
                 T.buffer_store(self.sums, own[product.var], [i, n])
 
@@ -219,8 +209,8 @@ class Gates(GateThreads):
             if len(self.values) == self.items:
                 self._send(self.sent, step)
             return
-        within = self.plan.heads > 1  # whose threads have whole units
-        with T.when(self.owner[i] if within else T.And(self.owner[i], self.unit[i] < self.plan.hidden)):
+        owner = self.owner[i]  # of heads threads have whole units
+        with T.when(owner if self.plan.heads > 1 else T.And(owner, self.unit[i] < self.plan.hidden)):
             for o, operand in enumerate(self.graph.product_phases[p].operands):
                 self.products.store(self.products.first(p, o, self._side(step)), self.local[i], self.column[i],
                                     env[operand])
@@ -232,14 +222,12 @@ class Gates(GateThreads):
         first, per = products.first(0, 0, self._side(step)), per_word(self.plan.dtype)
         odd = T.let("odd", products.tile_lane // 4 % 2 != 0)
         for i in range(0, self.items, per):
+            unit, column, owner = self.local[i], self.column[i], self.owner[i]
             if per == 1:
-                unit, column, word = self.local[i], self.column[i], T.let("word", T.reinterpret("uint32", values[i]))
-                owner = self.owner[i]
+                word = T.let("word", T.reinterpret("uint32", values[i]))
             else:
-                word = sent.pair((values[i], values[i + 1]), odd)
-                unit = self.local[i] // 2 * 2
-                column = T.Select(odd, self.column[i + 1], self.column[i])
-                owner = T.Select(odd, self.owner[i + 1], self.owner[i])
+                word, unit = sent.pair((values[i], values[i + 1]), odd), unit // 2 * 2
+                column, owner = T.Select(odd, self.column[i + 1], column), T.Select(odd, self.owner[i + 1], owner)
             with T.when(owner):
                 sent.state.send(step, first + products.place_of(unit, column) // per, [word])
 
@@ -266,9 +254,8 @@ class Gates(GateThreads):
         self._copy(t + (self.plan.depth - 1))
         isa.cp_async_wait(self.plan.depth - 1)
         slot = t % self.plan.depth
+        kind, nothing = ("b32", T.uint32(0)) if self.hoisted.packed else ("f32", T.float32(0))
         for i in range(self.items):
-            kind = "b32" if self.hoisted.packed else "f32"
-            nothing = T.uint32(0) if self.hoisted.packed else T.float32(0)
             for k in range(self.hoisted.words()):
                 T.buffer_store(into, nothing, [i, k])
             with T.when(T.And(self.valid[i], t < self.steps)):
@@ -283,8 +270,8 @@ class Gates(GateThreads):
         slot = t % self.plan.depth
         for i in range(self.items):
             with T.when(T.And(self.valid[i], t < self.steps)):
-                row = T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
-                first = T.let("first", row * self.hoisted.row)
+                first = T.let("first", T.cast(self.timeline.at(t) * self.batch + self.row[i], "int64")
+                              * self.hoisted.row)
                 for piece in self.hoisted.pieces():
                     pair = self.hoisted.packed and piece.apart == 1
                     unit = self.unit[i] // 2 * 2 if pair else self.unit[i] * piece.apart
@@ -299,13 +286,12 @@ class Gates(GateThreads):
         return self.products.shared.ptr_to([plan.inputs_place + place * plan.threads + self.thread * piece.words])
 
 
-def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING,
-                 early: bool = False) -> PrimFunc:
+def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, kept: Stored, early: bool) -> PrimFunc:
     """``persistent_block(T, B, [hoisted,] vectors, <state>_in, <state>_out, recurrent_<part>, y)``;
     ``persistent_block_keeping`` stores what is ``kept``, too. ``early``: it loads weights while the projection ends."""
     own = dict.fromkeys((f"recurrent_{i}" for i in range(len(plan.parts))), plan.dtype if plan.mma else "float32")
     with T.kernel(keeping("persistent_block", kept)) as made:
-        kernel = SequenceKernel.declare(task, hoisted, math, own, kept, early)
+        kernel = SequenceKernel.declare(task, hoisted, plan.knobs.math, own, kept, early)
         weights = [kernel.arguments[name] for name in own]
         T.device_entry()
         block, thread = T.block(plan.blocks * plan.cluster), T.thread(plan.threads)
@@ -313,8 +299,7 @@ def block_kernel(task: Task, plan: BlockPlan, hoisted: Hoisted, math: str, kept:
         group, rank = block, T.int32(0)
         if plan.cluster > 1:
             group, rank = T.let("group", block // plan.cluster), T.let("rank", block % plan.cluster)
-        # in order: state, weights, inputs that are copied ahead, barriers of a cluster
-        shared = T.shared(plan.shared // 4)
+        shared = T.shared(plan.shared // 4)  # in order: state, weights, inputs copied ahead, barriers of a cluster
         share: Expr = 0  # of the heads
         if plan.shares > 1:
             share, group = T.let("share", group % plan.shares), T.let("row_group", group // plan.shares)

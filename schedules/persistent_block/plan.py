@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import NamedTuple
 
 from ecornn.analysis.heads import most_heads
-from ecornn.analysis.step import Phase
 from ecornn.program import Packing
 from ecornn.schedules.base import Knobs, Task, knob
 from ecornn.schedules.builder import ceil_div
 from ecornn.schedules.cuda.isa.tensor_core import PAIR, per_word, words
+from ecornn.schedules.gemm.job import packing_of as packed
 from ecornn.schedules.hoisted import hoisted_knob, hoisted_of
 from ecornn.schedules.scalars.gate_threads import mask_values
 from ecornn.schedules.scalars.pointwise import MATH_TRADES
@@ -81,18 +80,15 @@ class BlockPlan(NamedTuple):
     held: int = 1
 
     @property
-    def head(self) -> int:
-        """Units of a head; a layer without heads is one."""
+    def head(self) -> int:  # units of a head; a layer without heads is one
         return self.hidden // self.heads
 
     @property
-    def shares(self) -> int:
-        """Blocks, or clusters, that have the heads of the same rows."""
+    def shares(self) -> int:  # blocks, or clusters, that have the heads of the same rows
         return self.heads // self.held
 
     @property
-    def mma(self) -> bool:
-        """True where tensor cores multiply."""
+    def mma(self) -> bool:  # true where tensor cores multiply
         return self.products != "fma"
 
     @property
@@ -100,18 +96,11 @@ class BlockPlan(NamedTuple):
         return self.products == "wgmma"
 
     @property
-    def own(self) -> int:
-        """Units of a head that a block has."""
-        return self.head // self.cluster
+    def groups(self) -> int:  # warps of mma, or groups of lanes, that have a block's units of a head
+        return ceil_div(self.head // self.cluster, 8 * self.units if self.mma else self.units)
 
     @property
-    def groups(self) -> int:
-        """Warps of mma, or groups of lanes, that have units of a head."""
-        return ceil_div(self.own, 8 * self.units if self.mma else self.units)
-
-    @property
-    def warps(self) -> int:
-        """Warps of mma of a head; of warpgroups, which read the state of one head, all, some without units."""
+    def warps(self) -> int:  # of mma of a head; of warpgroups, which read the state of one head, some without units
         return ceil_div(self.groups, 4) * 4 if self.wgmma else self.groups
 
     @property
@@ -119,30 +108,25 @@ class BlockPlan(NamedTuple):
         return 32 * self.held * self.warps if self.mma else ceil_div(self.held * self.groups * self.lanes, 32) * 32
 
     @property
-    def tiles(self) -> int:
-        """n8 tiles of a block's rows."""
+    def tiles(self) -> int:  # n8 tiles of a block's rows
         return ceil_div(self.rows, 8)
 
     @property
-    def row_period(self) -> int:
-        """The rows, padded to 1, 2 or 4, of mma with few rows, whose columns repeat; else 0."""
+    def row_period(self) -> int:  # the rows, padded to 1, 2 or 4, of mma with few rows, whose columns repeat; else 0
         return 0 if self.rows > 4 else 1 << (self.rows - 1).bit_length()
 
     @property
-    def spread(self) -> int:
-        """Lanes of a quad that share the units of a row where columns repeat."""
+    def spread(self) -> int:  # lanes of a quad that share the units of a row where columns repeat
         return 4 // self.row_period
 
     @property
-    def items(self) -> int:
-        """(unit, batch row) pairs of a thread."""
+    def items(self) -> int:  # (unit, batch row) pairs of a thread
         if not self.mma:  # lanes that share K split those that they add up, as often as these can be halved
             pairs = self.units * self.rows
             return pairs >> min(self.lanes.bit_length() - 1, (pairs & -pairs).bit_length() - 1)
         return ceil_div(self.units, self.spread) if self.row_period else self.units * self.tiles * 2
 
-    def chains(self, phase: int) -> int:
-        """Independent sums of each product."""
+    def chains(self, phase: int) -> int:  # independent sums of each product
         own = max(len(p.products) for p in self.parts if p.phase == phase)
         if self.wgmma:
             return 1
@@ -151,66 +135,50 @@ class BlockPlan(NamedTuple):
         return ceil_div(CHAINS, own * self.units * self.rows)
 
     @property
-    def loads(self) -> int:
-        """Loads of 16 bytes of state for a piece of K."""
+    def loads(self) -> int:  # loads of 16 bytes of state for a piece of K
         return self.tiles if self.mma else self.rows
 
-    def ahead(self, part: Part) -> int:
-        """Pieces that a thread loads before it multiplies."""
+    def ahead(self, part: Part) -> int:  # pieces that a thread loads before it multiplies
         most = AHEAD if self.mma or self.rows == 1 else AHEAD_ROWS
         return min(part.pieces, max(1, most // self.loads))
 
     @property
-    def buffers(self) -> int:
-        """Buffers of an exchanged operand: two with one phase, since the next step's follows at once."""
+    def buffers(self) -> int:  # of an exchanged operand: two with one phase, since the next step's follows at once
         return 2 if len(self.operands) == 1 else 1
 
     @property
-    def depth_of_k(self) -> int:
-        """Values of K of a head, padded, of FMA; or pairs of k-tiles of mma."""
+    def depth_of_k(self) -> int:  # values of K of a head, padded, of FMA; or pairs of k-tiles of mma
         if self.mma:
             return ceil_div(words(self.head, self.dtype), PAIR)
         return ceil_div(self.head, 4 * self.lanes) * 4 * self.lanes
 
     @property
-    def operand_words(self) -> int:
-        """Words of an operand of all rows."""
+    def operand_words(self) -> int:  # words of an operand of all rows
         if self.wgmma:
             return self.held * self.depth_of_k * PAIR * self.tiles * 8
         return self.held * self.depth_of_k * self.rows * (PAIR if self.mma else 1)
 
     @property
-    def weights_place(self) -> int:
-        """First word of weights in shared memory."""
+    def weights_place(self) -> int:  # first word of weights in shared memory
         return self.buffers * sum(self.operands) * self.operand_words
 
-    def shared_words(self, part: Part) -> int:
-        """Words of the weights of all threads that are in shared memory."""
+    def shared_words(self, part: Part) -> int:  # words of the weights of all threads that are in shared memory
         return (part.pieces - part.kept) * self.threads * len(part.products) * self.units * 4
 
     @property
-    def inputs_place(self) -> int:
-        """First word of the inputs that are copied ahead."""
+    def inputs_place(self) -> int:  # first word of the inputs that are copied ahead
         return self.weights_place + sum(map(self.shared_words, self.parts))
 
     @property
-    def input_words(self) -> int:
-        """Words of a step's inputs."""
-        return self.items * self.words * self.threads
+    def barriers_place(self) -> int:  # first word of the barriers of a cluster's states
+        return self.inputs_place + self.depth * self.items * self.words * self.threads
 
     @property
-    def barriers_place(self) -> int:
-        """First word of the barriers of a cluster's states."""
-        return self.inputs_place + self.depth * self.input_words
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory of a block."""
+    def shared(self) -> int:  # bytes of shared memory of a block
         return 4 * (self.barriers_place + (4 if self.cluster > 1 else 0))
 
     @property
-    def registers(self) -> int:
-        """Estimate of a thread's registers."""
+    def registers(self) -> int:  # estimate of a thread's registers
         weights = sum(p.kept * len(p.products) * self.units * 4 for p in self.parts)
         sums = [0] * len(self.operands)
         for p in self.parts:
@@ -224,32 +192,28 @@ class BlockPlan(NamedTuple):
         return weights + max(sums) + state + loaded + exact + self.items * (self.kept + item) + spare
 
 
-def parts_of(phases: tuple[Phase, ...], pieces: int, percent: int) -> tuple[Part, ...]:
-    """The parts of all phases, with so many percent of the weights in registers."""
-    found = []
-    for number, phase in enumerate(phases):
-        for o, operand in enumerate(phase.operands):
-            own = tuple(i for i, product in enumerate(phase.products) if operand.same_as(product.term.operand))
-            if own:
-                found.append(Part(number, o, own, pieces, ceil_div(pieces * percent, 100)))
-    return tuple(found)
-
-
 def plan_of(task: Task, knobs: BlockKnobs) -> BlockPlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
     rows, phases, heads, held = knobs.rows, graph.product_phases, most_heads(graph), knobs.heads
     masks = mask_values(task) + task.traversal.resets  # the marks of the step after, too
+    words_of_pair = hoisted_of(task, knobs.hoisted).words()
     plan = BlockPlan(
         hidden=w.hidden, dtype=w.dtype, arithmetic=w.arithmetic, blocks=ceil_div(w.batch, rows) * (heads // held),
-        rows=rows, cluster=knobs.cluster,
-        products=knobs.products, units=knobs.units, lanes=knobs.lanes,
-        resident=knobs.resident, depth=DEPTHS[0], words=hoisted_of(task, knobs.hoisted).words(),
-        kept=len(graph.states) + len(graph.invariant_outputs) + 2 * hoisted_of(task, knobs.hoisted).words() + masks,
+        rows=rows, cluster=knobs.cluster, products=knobs.products, units=knobs.units, lanes=knobs.lanes,
+        resident=knobs.resident, depth=DEPTHS[0], words=words_of_pair,
+        kept=len(graph.states) + len(graph.invariant_outputs) + 2 * words_of_pair + masks,
         operands=tuple(len(p.operands) for p in phases), parts=(), knobs=knobs, heads=heads, held=held)
     pieces = plan.depth_of_k if plan.mma else plan.depth_of_k // (4 * plan.lanes)
-    depth = next((d for d in DEPTHS if d * plan.input_words * 4 <= INPUT_BYTES), DEPTHS[-1])
-    return plan._replace(parts=parts_of(phases, pieces, knobs.registers), depth=depth)
+    kept = ceil_div(pieces * knobs.registers, 100)
+    parts = []
+    for number, phase in enumerate(phases):
+        for o, operand in enumerate(phase.operands):
+            own = tuple(i for i, product in enumerate(phase.products) if operand.same_as(product.term.operand))
+            parts += [Part(number, o, own, pieces, kept)] if own else []
+    input_bytes = plan.items * plan.words * plan.threads * 4  # of a step
+    depth = next((d for d in DEPTHS if d * input_bytes <= INPUT_BYTES), DEPTHS[-1])
+    return plan._replace(parts=tuple(parts), depth=depth)
 
 
 def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
@@ -258,19 +222,16 @@ def packing_of(task: Task, plan: BlockPlan, part: Part) -> Packing:
     heads it is that of a block for each of ``shares`` blocks, of the threads alone that have units."""
     phase = task.graph.product_phases[part.phase]
     sources = tuple(phase.products[i].term.source for i in part.products)
-    G = len(sources)
+    K = (part.pieces, plan.lanes, 4)
     if plan.mma:
         warps = plan.threads // 32 if plan.heads == 1 else plan.heads * plan.groups
         made = (plan.cluster * warps, plan.units, 8)
-        multiplied = (plan.depth_of_k, 4, 2, 2, per_word(plan.dtype))  # pair, lane of a quad, k-tile, half of it
-        order = (1, 4, 2, 0, 3, 5, 6, 7, 8)
-        if plan.wgmma:  # K is as in memory: pair, k-tile, half, lane
-            multiplied, order = (plan.depth_of_k, 2, 2, 4, 2), (1, 4, 2, 0, 3, 7, 5, 6, 8)
-        return Packing(sources, (G, prod(made), prod(multiplied)), (G, *made, *multiplied), order, plan.dtype)
-    K = part.pieces * plan.lanes * 4
-    if plan.heads > 1:
-        split = (G, plan.shares, plan.held * plan.groups, plan.units, part.pieces, plan.lanes, 4)
-        return Packing(sources, (G, plan.hidden, K), split, (1, 4, 0, 3, 2, 5, 6), "float32")
-    groups = plan.threads // plan.lanes
-    return Packing(sources, (G, groups * plan.units, K), (G, groups, plan.units, part.pieces, plan.lanes, 4),
-                   (3, 0, 2, 1, 4, 5), "float32")
+        K, order = (plan.depth_of_k, 4, 2, 2, per_word(plan.dtype)), (1, 4, 2, 0, 3, 5, 6, 7, 8)
+        # pair, lane of a quad, k-tile, half of it; of warpgroups K is as in memory: pair, k-tile, half, lane
+        if plan.wgmma:
+            K, order = (plan.depth_of_k, 2, 2, 4, 2), (1, 4, 2, 0, 3, 7, 5, 6, 8)
+    elif plan.heads > 1:
+        made, order = (plan.shares, plan.held * plan.groups, plan.units), (1, 4, 0, 3, 2, 5, 6)
+    else:
+        made, order = (plan.threads // plan.lanes, plan.units), (3, 0, 2, 1, 4, 5)
+    return packed(sources, (len(sources),), made, K, order, plan.dtype if plan.mma else "float32")

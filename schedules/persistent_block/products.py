@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import product
+from typing import TypeAlias
 
 from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, T, TirBuffer, Var, ceil_div
@@ -17,6 +18,8 @@ from ecornn.schedules.cuda import isa
 from ecornn.schedules.cuda.isa.tensor_core import PAIR, multiply_pair, per_word, zeros
 from ecornn.schedules.persistent_block.plan import BlockPlan, Part
 from ecornn.schedules.scalars.row_sums import across_lanes
+
+Meanwhile: TypeAlias = Callable[[], None]
 
 
 class Products(ABC):
@@ -27,7 +30,7 @@ class Products(ABC):
     def __init__(self, task: Task, plan: BlockPlan, shared: TirBuffer, sources: list[TirBuffer], thread: Expr,
                  rank: Expr, share: Expr) -> None:
         """``shared``: the block's memory, float32; ``sources``: the packed weights of each part; ``rank``: the block's
-        in its cluster; ``share``: which blocks it is of, or clusters, that have the heads of the same rows."""
+        in its cluster; ``share``: its number, or the cluster's, among those that have the heads of the same rows."""
         self.task, self.plan, self.thread, self.rank, self.share_of_heads = task, plan, thread, rank, share
         self.shared, self.words, self.sources = shared, shared.view("uint32"), sources
         self.weights = list[TirBuffer]()
@@ -47,18 +50,17 @@ class Products(ABC):
         """Is called behind a thread's last :meth:`store`, before the barrier."""
 
     @abstractmethod
-    def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
-        """The products of a phase, of each item; ``side``: which buffer of the operands. ``meanwhile`` emits what is
-        done while the state is on its way from shared memory."""
+    def multiply(self, phase: int, side: Expr, meanwhile: Meanwhile = lambda: None) -> list[dict[Var, Expr]]:
+        """The products of a phase, of each item; ``side``: the number of the operands' buffer. ``meanwhile`` emits what
+        is done while the state is on its way from shared memory."""
 
     def begin(self) -> None:
         """Weights, into registers and shared memory."""
-        plan, place = self.plan, self.plan.weights_place
+        plan, place, self.places = self.plan, self.plan.weights_place, list[int]()
         values = 4 * per_word(plan.dtype) if plan.mma else 4  # of 16 bytes
-        self.places = []
         for part, source in zip(plan.parts, self.sources, strict=True):
             each = len(part.products) * plan.units  # of 16 bytes of a thread in a piece
-            kept = self._registers(max(1, part.kept * each))
+            kept = T.local("weights", (max(1, part.kept * each), 4), "uint32")
             self.weights.append(kept)
             self.places.append(place)
             for n in range(part.pieces * each):
@@ -66,15 +68,15 @@ class Products(ABC):
                 if n < part.kept * each:
                     isa.ld_global([kept[n, i] for i in range(4)], address)
                     continue
-                loaded = T.local("loaded", (4,), "uint32")
-                isa.ld_global([loaded[i] for i in range(4)], address)
-                at = self.words.ptr_to([place + (n - part.kept * each) * plan.threads * 4 + self.thread * 4])
-                isa.st_shared(at, [loaded[i] for i in range(4)])
+                buffer = T.local("loaded", (4,), "uint32")
+                loaded = [buffer[i] for i in range(4)]
+                isa.ld_global(loaded, address)
+                at = place + (n - part.kept * each) * plan.threads * 4 + self.thread * 4
+                isa.st_shared(self.words.ptr_to([at]), loaded)
             place += plan.shared_words(part)
 
     @property
-    def head_first(self) -> Expr:
-        """The units in an operand before those of the thread's head."""
+    def head_first(self) -> Expr:  # the units in an operand before those of the thread's head
         padded = self.plan.depth_of_k * (PAIR * per_word(self.plan.dtype) if self.plan.mma else 1)
         return self.head * padded if self.plan.held > 1 else 0
 
@@ -90,14 +92,19 @@ class Products(ABC):
         each = len(part.products) * plan.units
         if piece < part.kept:
             return [[self.weights[number][piece * each + n, i] for i in range(4)] for n in range(each)]
-        loaded = self._registers(each)
+        loaded = T.local("weights", (each, 4), "uint32")
         for n in range(each):
             at = self.places[number] + ((piece - part.kept) * each + n) * plan.threads * 4 + self.thread * 4
             isa.ld_shared([loaded[n, i] for i in range(4)], self.words.ptr_to([at]))
         return [[loaded[n, i] for i in range(4)] for n in range(each)]
 
-    def _registers(self, count: int) -> TirBuffer:
-        return T.local("weights", (count, 4), "uint32")
+    def _parts(self, phase: int, side: Expr, meanwhile: Meanwhile) -> Iterator[tuple[int, Part, Expr, Meanwhile]]:
+        """A phase's parts, by number, with the first word of the operand, and what is done while state is loaded."""
+        numbers = [number for number, part in enumerate(self.plan.parts) if part.phase == phase]
+        for number in numbers:
+            part = self.plan.parts[number]
+            yield (number, part, self.first(phase, part.operand, side),
+                   meanwhile if number == numbers[0] else lambda: None)
 
     @abstractmethod
     def _weight(self, part: Part, n: int) -> Expr:
@@ -111,16 +118,14 @@ class MultiplyAdds(Products):
     two lanes load from the same bank. Each has all products of its units, so that a value that is loaded is multiplied
     ``products x units`` times, and a weight ``rows`` times. Lanes then add their sums up: as long as the pairs of units
     and rows can be halved, a lane gives one half away and gets the other lane's sums of its own half; what cannot be
-    halved all lanes add alike, and the first one of these stores.
-
-    Emits them. A pair's number is ``row * units + unit``."""
+    halved all lanes add alike, and the first one of these stores. A pair's number is ``row * units + unit``."""
 
     def _locate(self) -> None:
         plan, thread = self.plan, self.thread
         self.lane, self.group = T.let("k_lane", thread % plan.lanes), T.let("k_group", thread // plan.lanes)
         first: Expr = 0
-        left, lanes, owner = plan.units * plan.rows, plan.lanes, self.group < plan.held * plan.groups
-        group = self.group
+        left, lanes, group = plan.units * plan.rows, plan.lanes, self.group
+        owner = group < plan.held * plan.groups
         if plan.held > 1:  # threads beyond the last head's read what is that one's
             self.head = T.let("head", T.min(self.group // plan.groups, plan.held - 1))
             group = T.let("head_group", self.group - self.head * plan.groups)
@@ -132,35 +137,33 @@ class MultiplyAdds(Products):
             else:
                 owner = T.And(owner, self.lane // lanes % 2 == 0)
         first, owner = T.let("first_pair", first), T.let("owner", owner)
-        for i in range(plan.items):
-            pair = first + i
-            self.place.append((group * plan.units + pair % plan.units, pair // plan.units, owner))
+        self.place = [(group * plan.units + pair % plan.units, pair // plan.units, owner)
+                      for pair in (first + i for i in range(plan.items))]
 
     def store(self, first: Expr, unit: Expr, column: Expr, value: Expr) -> None:
         T.buffer_store(self.shared, value, [first + column * (self.plan.held * self.plan.depth_of_k) + unit])
 
-    def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
+    def multiply(self, phase: int, side: Expr, meanwhile: Meanwhile = lambda: None) -> list[dict[Var, Expr]]:
         plan, products = self.plan, self.task.graph.product_phases[phase].products
-        chains, rows = plan.chains(phase), plan.rows
-        # (product, unit, chain, row)
-        sums = T.local("sums", (len(products), plan.units, chains, rows), "float32")
-        for place in product(range(len(products)), range(plan.units), range(chains)):
+        count, chains, rows = len(products), plan.chains(phase), plan.rows
+        sums = T.local("sums", (count, plan.units, chains, rows), "float32")  # (product, unit, chain, row)
+        for place in product(range(count), range(plan.units), range(chains)):
             with T.unroll("r", rows) as r:
                 T.buffer_store(sums, T.float32(0), [*place, r])
-        parts = [(number, part) for number, part in enumerate(plan.parts) if part.phase == phase]
-        for number, part in parts:
-            operand = T.let("operand", self.first(phase, part.operand, side) + self.lane * 4 + self.head_first)
-            self._part(number, part, operand, sums, meanwhile if part is parts[0][1] else lambda: None)
+        for number, part, first, beside in self._parts(phase, side, meanwhile):
+            self._part(number, part, T.let("operand", first + self.lane * 4 + self.head_first), sums, beside)
         # pairs in the order of their numbers, each with all products
-        pairs = [[self._total(sums, p, u, r, chains) for p in range(len(products))]
+        pairs = [[reduce(operator.add, [sums[p, u, c, r] for c in range(chains)]) for p in range(count)]
                  for r in range(rows) for u in range(plan.units)]
+        if chains > 1:
+            pairs = [[T.let("sum", value) for value in own] for own in pairs]
         lanes = plan.lanes
         while lanes > 1:
             lanes //= 2
             pairs = self._added(pairs, lanes)
         return [{p.var: value for p, value in zip(products, own, strict=True)} for own in pairs]
 
-    def _part(self, number: int, part: Part, first: Expr, sums: TirBuffer, meanwhile: Callable[[], None]) -> None:
+    def _part(self, number: int, part: Part, first: Expr, sums: TirBuffer, meanwhile: Meanwhile) -> None:
         plan, ahead, chains = self.plan, self.plan.ahead(part), self.plan.chains(part.phase)
         state = T.local("state", (ahead, plan.rows, 4), "float32")
 
@@ -173,33 +176,26 @@ class MultiplyAdds(Products):
             load(piece)
         meanwhile()
         for piece in range(part.pieces):
-            weights = self.piece(number, piece)
-            for i in range(4):
-                for n, word in enumerate(weights):
-                    p, u = part.products[n // plan.units], n % plan.units
-                    with T.unroll("r", plan.rows) as r:
-                        into = [p, u, i % chains, r]
-                        weight = T.reinterpret("float32", word[i])
-                        T.buffer_store(sums, sums[tuple(into)] + weight * state[piece % ahead, r, i], into)
+            for i, (n, word) in product(range(4), enumerate(self.piece(number, piece))):
+                with T.unroll("r", plan.rows) as r:
+                    into = [part.products[n // plan.units], n % plan.units, i % chains, r]
+                    weight = T.reinterpret("float32", word[i])
+                    T.buffer_store(sums, sums[tuple(into)] + weight * state[piece % ahead, r, i], into)
             if piece + ahead < part.pieces:
                 load(piece + ahead)
 
-    @staticmethod
-    def _total(sums: TirBuffer, p: int, u: int, r: int, chains: int) -> Expr:
-        value = reduce(operator.add, [sums[p, u, c, r] for c in range(chains)])
-        return T.let("sum", value) if chains > 1 else value
-
     def _added(self, pairs: list[list[Expr]], lanes: int) -> list[list[Expr]]:
         """With the sums of another lane that is so far away, of all pairs or of one half of them."""
-        count = len(pairs[0])
+        flat, count = [value for own in pairs for value in own], len(pairs[0])
         if len(pairs) % 2:
-            flat = across_lanes([value for own in pairs for value in own], lanes)
-            return [flat[k:k + count] for k in range(0, len(flat), count)]
-        upper, half = T.let("upper", self.lane // lanes % 2 != 0), len(pairs) // 2
-        low, high = ([value for own in part for value in own] for part in (pairs[:half], pairs[half:]))
-        given = [T.let("given", T.Select(upper, a, b)) for a, b in zip(low, high, strict=True)]
-        mine = [T.let("mine", T.Select(upper, b, a)) for a, b in zip(low, high, strict=True)]
-        flat = [T.let("sum", own + theirs) for own, theirs in zip(mine, exchanged(given, lanes), strict=True)]
+            flat = across_lanes(flat, lanes)
+        else:
+            upper, half = T.let("upper", self.lane // lanes % 2 != 0), len(flat) // 2
+            halves = [*zip(flat[:half], flat[half:], strict=True)]
+            given = [T.let("given", T.Select(upper, a, b)) for a, b in halves]
+            mine = [T.let("mine", T.Select(upper, b, a)) for a, b in halves]
+            theirs = [T.let("theirs", isa.shuffle_xor(value, lanes)) for value in given]
+            flat = [T.let("sum", a + b) for a, b in zip(mine, theirs, strict=True)]
         return [flat[k:k + count] for k in range(0, len(flat), count)]
 
     def _weight(self, part: Part, n: int) -> Expr:
@@ -209,11 +205,6 @@ class MultiplyAdds(Products):
         groups, each = plan.held * plan.groups, part.pieces * len(part.products) * plan.units
         group = T.min(self.group, groups - 1)  # threads without units have any weights
         return ((self.share_of_heads * each + n) * groups + group) * plan.lanes + self.lane
-
-
-def exchanged(values: list[Expr], lanes: int) -> list[Expr]:
-    """The values of the lane that is so far away."""
-    return [T.let("theirs", isa.shuffle_xor(value, lanes)) for value in values]
 
 
 class TensorProducts(Products):
@@ -234,12 +225,11 @@ class TensorProducts(Products):
         self.warp, self.tile_lane = T.let("warp", thread // 32), T.let("lane", thread % 32)
         if plan.cluster > 1:  # among the warps of all blocks
             self.warp = T.let("cluster_warp", self.rank * (plan.threads // 32) + self.warp)
-        column, quad = self.tile_lane // 4, T.let("quad", self.tile_lane % 4)
+        column, quad, warp = self.tile_lane // 4, T.let("quad", self.tile_lane % 4), self.warp
         # of each n8 tile, the row whose state a lane loads
         rows = [column // 2 % plan.row_period] if plan.row_period else [n * 8 + column for n in range(plan.tiles)]
         self.loads = [T.let("load_row", T.min(row, plan.rows - 1)) for row in rows]
         self.items: list[tuple[int, int, int]] = []  # of each item: eight units (or the first of some), tile, column
-        warp = self.warp
         if plan.held > 1:
             self.head = T.let("head", self.warp // plan.warps)
             warp = T.let("head_warp", self.warp % plan.warps)
@@ -276,20 +266,17 @@ class TensorProducts(Products):
         each = PAIR * per_word(self.plan.dtype)
         return (unit // each * self.plan.rows + column) * each + unit % each
 
-    def multiply(self, phase: int, side: Expr, meanwhile: Callable[[], None] = lambda: None) -> list[dict[Var, Expr]]:
+    def multiply(self, phase: int, side: Expr, meanwhile: Meanwhile = lambda: None) -> list[dict[Var, Expr]]:
         found: list[dict[Var, Expr]] = [{} for _ in self.items]
-        parts = [(number, part) for number, part in enumerate(self.plan.parts) if part.phase == phase]
-        for number, part in parts:
-            acc = self._part(number, part, self.first(phase, part.operand, side),
-                             meanwhile if part is parts[0][1] else lambda: None)
+        for number, part, first, beside in self._parts(phase, side, meanwhile):
+            acc = self._part(number, part, first, beside)
             for own, item in zip(found, self.items, strict=True):
                 own |= self._sums(acc, part, item)
         return found
 
-    def _part(self, number: int, part: Part, first: Expr, meanwhile: Callable[[], None]) -> TirBuffer:
+    def _part(self, number: int, part: Part, first: Expr, meanwhile: Meanwhile) -> TirBuffer:
         """The sums of a part, as fragments C."""
-        plan = self.plan
-        octets, ahead = len(part.products) * plan.units, plan.ahead(part)
+        plan, octets, ahead = self.plan, len(part.products) * self.plan.units, self.plan.ahead(part)
         # (chain, m16 tile of weight rows, n8 tile of batch rows, 4 of fragment C)
         acc = zeros("acc", plan.chains(part.phase), ceil_div(octets, 2), plan.tiles, 4)
         if plan.held > 1:
@@ -317,13 +304,13 @@ class TensorProducts(Products):
         """An item's sums of a part."""
         plan, products = self.plan, self.task.graph.product_phases[part.phase].products
         (unit, tile, column), found = item, {}
+        units = range(unit, min(unit + plan.spread, plan.units) if plan.row_period else unit + 1)
         for g, p in enumerate(part.products):
-            units = range(unit, min(unit + plan.spread, plan.units)) if plan.row_period else [unit]
             value = None
             for u in units:
                 octet = u * len(part.products) + g
-                parts = [acc[c, octet // 2, tile, octet % 2 * 2 + column] for c in range(plan.chains(part.phase))]
-                one = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+                one = reduce(operator.add, [acc[c, octet // 2, tile, octet % 2 * 2 + column]
+                                            for c in range(plan.chains(part.phase))])
                 value = one if value is None else T.Select(self.share == u - unit, one, value)
             found[products[p].var] = T.let("sum", value)
         return found
@@ -346,10 +333,9 @@ class WarpgroupProducts(TensorProducts):
     def stored(self) -> None:
         isa.fence_async_shared()
 
-    def _part(self, number: int, part: Part, first: Expr, meanwhile: Callable[[], None]) -> TirBuffer:
-        plan = self.plan
-        octets, apart = len(part.products) * plan.units, plan.tiles * 128  # bytes between matrices of the same columns
-        tiles, zero = ceil_div(octets, 2), T.uint32(0)
+    def _part(self, number: int, part: Part, first: Expr, meanwhile: Meanwhile) -> TirBuffer:
+        plan, octets, zero = self.plan, len(part.products) * self.plan.units, T.uint32(0)
+        tiles, apart = ceil_div(octets, 2), plan.tiles * 128  # bytes between matrices of the same columns
         acc = T.local("acc", (1, tiles, plan.tiles, 4), "float32")
         if plan.held > 1:
             first = first + self.head * (plan.depth_of_k * PAIR * plan.tiles * 8)
@@ -358,14 +344,12 @@ class WarpgroupProducts(TensorProducts):
         isa.wgmma_fence()
         for pair in range(part.pieces):
             weights = self.piece(number, pair)
-            for tile in range(2):
+            for tile, m in product(range(2), range(tiles)):
                 step = pair * 2 + tile
-                for m in range(tiles):
-                    rows = [weights[v][tile * 2 + half] if v < octets else zero
-                            for half in range(2) for v in (2 * m, 2 * m + 1)]
-                    sums = [acc[0, m, n, i] for n in range(plan.tiles) for i in range(4)]
-                    isa.wgmma_registers(sums, rows, state + T.uint64(step * 2 * apart // 16),
-                                        T.uint32(1 if step else 0), plan.dtype)
+                rows = [weights[v][tile * 2 + half] if v < octets else zero
+                        for half in range(2) for v in (2 * m, 2 * m + 1)]
+                sums = [acc[0, m, n, i] for n in range(plan.tiles) for i in range(4)]
+                isa.wgmma(sums, rows, state + T.uint64(step * 2 * apart // 16), T.uint32(1 if step else 0), plan.dtype)
         isa.wgmma_commit()
         meanwhile()
         isa.wgmma_wait([acc[0, m, n, i] for m in range(tiles) for n in range(plan.tiles) for i in range(4)])

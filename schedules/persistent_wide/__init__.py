@@ -38,7 +38,8 @@ GATES, ITEM = 250, 90  # cycles of the gates of a step, and of each of a thread'
 
 def estimate(task: Task, plan: WidePlan) -> float:
     """Nanoseconds of a step: the projection done ahead and the recurrence, with what memory takes longer."""
-    step = recurrence(plan, gpu_rates(task.device))
+    rates = gpu_rates(task.device)
+    step = cycles(plan, rates)[0] / rates.clock
     return projection_time(task) / task.device.cores + step + memory(task, step)
 
 
@@ -47,15 +48,14 @@ def memory(task: Task, step: float) -> float:
     return 0.0 if task.traversal.backward else unhidden(task, step, HIDES)
 
 
-def recurrence(plan: WidePlan, rates: GPURates) -> float:
-    """Nanoseconds of a step's recurrence."""
-    return cycles(plan, rates)[0] / rates.clock
-
-
 def cycles(plan: WidePlan, rates: GPURates) -> tuple[float, float, float]:
-    """The cycles of that, in all, of products and of gates; the rest is the exchange that products do not hide."""
+    """Cycles of a step's recurrence, in all, of products and of gates; the rest is exchange that these do not hide."""
     copied = _streaming(plan, rates) if plan.streamed else plan.copied_bytes / _l2(plan, rates)
-    multiplied = product_cycles(plan, rates)
+    from_shared = (64 * 16 * 2 + plan.columns * 16 * 2) / rates.shared
+    tensor = rates.wgmma_column * plan.columns
+    held, stored = max(HELD * tensor, PRODUCT), max(tensor, from_shared, PRODUCT)  # of the smaller rate
+    products = plan.rings * plans.DEPTH / 16 * plan.own_tiles * plan.sharers  # of a chunk
+    multiplied = products * (plan.kept * held + (plan.chunks - plan.kept) * stored)
     behind = BEHIND * min(copied, multiplied)
     gates = GATES + plan.columns * plan.stride * 4 * plan.rings * 2 / rates.shared + ITEM * plan.share.items
     handed = rates.l2_handover + plan.handed_bytes / HANDED_BYTES if plan.parts > 1 else 0.0
@@ -93,15 +93,6 @@ def parts_of(task: Task, plan: WidePlan) -> dict[str, float]:
              "products": products, "gates": gates}
     longer = memory(task, step)
     return parts | ({"memory": longer} if longer else {})
-
-
-def product_cycles(plan: WidePlan, rates: GPURates) -> float:
-    """Cycles of a step's products: of the tensor cores, or of shared memory that feeds them."""
-    from_shared = (64 * 16 * 2 + plan.columns * 16 * 2) / rates.shared
-    multiplied = rates.wgmma_column * plan.columns
-    held, stored = max(HELD * multiplied, PRODUCT), max(multiplied, from_shared, PRODUCT)
-    products = plan.rings * plans.DEPTH / 16 * plan.own_tiles * plan.sharers  # of a chunk
-    return products * (plan.kept * held + (plan.chunks - plan.kept) * stored)
 
 
 ITEMS = 8  # (unit, batch row) pairs of a thread, at most
@@ -192,9 +183,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
             return f"about {plan.registers} registers a thread, {plans.REGISTERS[plan.teams][1]} available"
         if plan.shared > device.shared:
             return f"{plan.shared} bytes of shared memory, {device.shared} available"
-        if plan.stages < min(2, plan.chunks):
-            return "no room for two stages of state"
-        return None
+        return "no room for two stages of state" if plan.stages < min(2, plan.chunks) else None
 
     def search(self, task: Task) -> Config | None:
         best = min(self.candidates(task), key=lambda c: estimate(task, self.plan(task, c)), default=None)
@@ -202,32 +191,29 @@ class PersistentWide(SearchedSchedule[WidePlan]):
 
     def rebatched(self, config: Config, batch: int, task: Task) -> Config:
         """``config`` with groups of as many eights of batch rows."""
-        rows = ceil_div(ceil_div(batch, WideKnobs(config).groups), 8) * 8
-        return {**config, "groups": ceil_div(task.workload.batch, rows)}
+        eights = ceil_div(ceil_div(batch, WideKnobs(config).groups), 8)
+        return {**config, "groups": ceil_div(task.workload.batch, eights * 8)}
 
     def expected(self, task: Task) -> float:
         plan = self.plan(task, self.default(task))
         return estimate(task, plan) - gained(task, plan.knobs.hoisted)
 
     def generation(self, task: Task) -> int:
-        """Later where weights are streamed. Of few rows `persistent` does that, too, and records know it: these two
-        have not been measured beside each other."""
+        """Later where weights are streamed; of few rows `persistent` does that, too: not measured beside each other."""
         return 2 if task.workload.batch > FEW_ROWS and _large(task) and WideKnobs(self.default(task)).streamed else 0
 
     def candidates(self, task: Task) -> Iterator[Config]:
-        """The cuts that keep as many weights in registers as possible; and where not all weights fit in any of them, as
-        many as possible in shared memory."""
+        """The cuts that keep as many weights in registers as possible; where none has all, as many in shared memory."""
         knobs = {k.name: k.values for k in self.knobs(task)}
-        cut, math = ("groups", "units", "parts", "row_teams"), "exact" if len(knobs["math"]) == 1 else "fast"
-        rest: Config = {"hoisted": "float32", "math": math}
-        if "streamed" in knobs:
-            rest = {"streamed": 0, "ahead": AHEAD[0], "lasting": 100, **rest}
+        cut, streams = ("groups", "units", "parts", "row_teams"), "streamed" in knobs
+        rest: Config = {"streamed": 0, "ahead": AHEAD[0], "lasting": 100} if streams else {}
+        rest |= {"hoisted": "float32", "math": "exact" if len(knobs["math"]) == 1 else "fast"}
         cuts = [dict(zip(cut, values, strict=True)) for values in product(*(knobs[name] for name in cut))]
         none = True
         for found in filter(None, (self.fullest(task, one, rest, (0,)) for one in cuts)):
             none = False
             yield found
-        if none and "streamed" in knobs:
+        if none and streams:
             ways = product(cuts, AHEAD[:2])
             yield from filter(None, (self.fullest(task, one, {**rest, "ahead": ahead}) for one, ahead in ways))
 
@@ -257,11 +243,12 @@ class PersistentWide(SearchedSchedule[WidePlan]):
 
     def features(self, task: Task, plan: WidePlan) -> dict[str, float]:
         rates = gpu_rates(task.device)
+        step, products, _ = cycles(plan, rates)
         return {"blocks": plan.groups * plan.blocks, "columns": plan.columns, "tiles": plan.tiles,
                 "waste": plan.own_tiles * plan.sharers * 64 / (plan.gates * plan.units), "copied": plan.copied_bytes,
-                "handed": plan.handed_bytes, "products": product_cycles(plan, rates), "items": plan.share.items,
-                "stages": plan.stages, "resident": plan.stages / plan.chunks, "streamed": plan.streamed_bytes,
-                "registers": plan.registers, "shared": plan.shared, "recurrence": recurrence(plan, rates),
+                "handed": plan.handed_bytes, "products": products, "items": plan.share.items, "stages": plan.stages,
+                "resident": plan.stages / plan.chunks, "streamed": plan.streamed_bytes, "registers": plan.registers,
+                "shared": plan.shared, "recurrence": step / rates.clock,
                 "estimate": estimate(task, plan) - gained(task, plan.knobs.hoisted)}
 
     def stages(self, task: Task, plan: WidePlan) -> dict[str, float]:
@@ -289,9 +276,7 @@ class PersistentWide(SearchedSchedule[WidePlan]):
 def _lasting(task: Task, plan: WidePlan) -> int:
     """Percent of streamed weights that L2 keeps."""
     every, rates = plan.groups * plan.blocks * plan.streamed_bytes, gpu_rates(task.device)
-    if every <= rates.l2_kept:
-        return 100
-    return next(percent for percent in LASTING[1:] if every * percent <= 100 * rates.l2_lasting)
+    return 100 if every <= rates.l2_kept else next(n for n in LASTING[1:] if every * n <= 100 * rates.l2_lasting)
 
 
 def _large(task: Task) -> bool:
@@ -302,15 +287,13 @@ def _large(task: Task) -> bool:
 
 
 def _recurrence(task: Task, plan: WidePlan, layout: Hoisted, kept: Stored = NOTHING) -> Component:
-    math, packing = plan.knobs.math, plans.packing_of(task, plan)
-    handed = Extent(plan.groups * plan.sets * plans.HANDED * plan.handed_words)
+    packing, name = plans.packing_of(task, plan), keeping("persistent_wide", kept)
+    spaces = {"exchange": plan.groups * plans.SLOTS * plan.slot_words,
+              "counters": plan.groups * plan.counters * plans.SPACING,
+              "handed": plan.groups * plan.sets * plans.HANDED * plan.handed_words}
     buffers = [Buffer("recurrent", PACKED, plan.dtype, Extent(prod(packing.pad)), packing),
-               Buffer("exchange", WORKSPACE, "uint32", Extent(plan.groups * plans.SLOTS * plan.slot_words)),
-               Buffer("counters", WORKSPACE, "uint32", Extent(plan.groups * plan.counters * plans.SPACING))]
-    if handed.fixed:
-        buffers.append(Buffer("handed", WORKSPACE, "uint32", handed))
-    fills = [Fill("handed", UNWRITTEN, handed)] if handed.fixed else []
-    name = keeping("persistent_wide", kept)
-    functions = {"start": start_kernel(task, plan, layout, math), name: wide_kernel(task, plan, layout, math, kept)}
+               *(Buffer(space, WORKSPACE, "uint32", Extent(size)) for space, size in spaces.items() if size)]
+    fills = [Fill("handed", UNWRITTEN, Extent(spaces["handed"]))] if plan.parts > 1 else []
+    functions = {"start": start_kernel(task, plan, layout), name: wide_kernel(task, plan, layout, kept)}
     launch = Launch(name, plan.groups * plan.blocks, plan.threads, plan.shared, cooperative=True)
     return Component(functions, tuple(buffers), (*fills, start_launch(), launch))

@@ -4,27 +4,27 @@ A group's state lies in global memory (L2) as chunks of 64 values of K: a row of
 16-byte pieces are exchanged by row (wgmma's 128-byte swizzle). One bulk copy brings a chunk where products read it. Of
 several operands K is one behind the other, each of whole chunks. There are two slots, and a counter for each chunk.
 
-Step t reads slot t % 2 and writes slot (t + 1) % 2. A block has written its part of a chunk when all its
-threads have: store; proxy fence; barrier of the block; add (release). A chunk of W writers is complete for step t
-when its counter is at least W t. Who copies it: load (acquire) of the counter, proxy fence, bulk copy.
+Step t reads slot t % 2 and writes slot (t + 1) % 2. A block has written its part of a chunk when all its threads have:
+store; proxy fence; barrier of the block; add (release). A chunk of W writers is complete for step t when its counter is
+at least W t. Who copies it: load (acquire) of the counter, proxy fence, bulk copy.
 
 * The counter says what it should. A block adds for step t + 1 after it has read all of step t, to which every writer of
   every chunk has added. So all have added t times when one adds again: the counter is below W (t + 1) until all have.
 * The copy sees what was written: stores, barrier and release on one side, acquire and copy on the other are ordered by
-  causality, with a fence between the generic and the asynchronous proxy on that path, on either side of it.
+  causality, with a fence between the generic and the asynchronous proxy on either side.
 * Nobody overwrites what is still read. At step t a block writes slot (t + 1) % 2, which had the state of step t - 1. It
   has read all of step t, and each block of the group wrote a part of that once all its threads had passed a barrier
-  behind their products of step t - 1; these had waited for the mbarriers that those copies complete. So all reads of
-  step t - 1 were done.
+  behind their products of step t - 1, which had waited for the mbarriers that those copies complete.
 * Where blocks share K (``Parcels``), "a block has read all of step t" is true of the blocks of its set together: it has
-  their sums of step t before it goes on, and these are made of what they have read, as all is that follows.
-* A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``,
-  after its products (wgmma) were waited for."""
+  their sums of step t before it goes on, and these are made of what they have read.
+* A stage of shared memory is written again when each multiplying warp has arrived at its ``empty``, after it waited for
+  its products (wgmma)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from ecornn.schedules.builder import Expr, T, TirBuffer
 from ecornn.schedules.cuda.isa import ld_relaxed, opaque, special_register, st_relaxed
@@ -33,16 +33,15 @@ from ecornn.schedules.persistent_wide.plan import DEPTH, HANDED, SLOTS, SPACING,
 
 @dataclass(frozen=True)
 class BlockRole:
-    """A block's ``group``, its set in the group (``member``) and its ``part`` of K in the set: expressions, int32."""
+    """A block's role: expressions, int32."""
 
     plan: WidePlan
     group: Expr
-    member: Expr
-    part: Expr  # 0 where blocks do not share K
+    member: Expr  # its set in the group
+    part: Expr  # of K in the set; 0 where blocks do not share K
 
     @classmethod
     def of(cls, plan: WidePlan, block: Expr) -> BlockRole:
-        """The role of the block with this number."""
         group, within = T.let("group", block // plan.blocks), T.let("within", block % plan.blocks)
         if plan.parts == 1:
             return cls(plan, group, within, 0)
@@ -61,18 +60,14 @@ class BlockRole:
         return ((self.group * self.plan.sets + self.member) * HANDED + step % HANDED) * self.plan.handed_words
 
     @property
-    def first(self) -> Expr:
-        """The first unit that it finishes."""
+    def first(self) -> Expr:  # the first unit that it finishes
         first = self.member * self.plan.units
         return first if self.plan.parts == 1 else first + self.part * self.plan.finished
 
     @property
-    def count(self) -> Expr | None:
-        """Units that it finishes, none or less if it has none; None: all finish as many."""
-        plan = self.plan
-        if plan.finished * plan.parts == plan.units:
-            return None
-        return T.min(plan.units - self.part * plan.finished, plan.finished)
+    def count(self) -> Expr | None:  # units that it finishes, none or less if it has none; None: all finish as many
+        units, finished = self.plan.units, self.plan.finished
+        return None if finished * self.plan.parts == units else T.min(units - self.part * finished, finished)
 
 
 def multiplier() -> Expr:
@@ -148,9 +143,7 @@ class Parcels:
       of it is for W. A thread of W that has got that meets all threads of W at a barrier before any of them stores in
       step t + 2. What a read returns cannot depend on a write that depends on it.
 
-    Every block of a set finishes units, and polls words of every other one.
-
-    Emits what a thread does to get its items' sums of the other parts; items are in pairs of batch rows."""
+    Every block of a set finishes units, and polls words of every other one. Items are in pairs of batch rows."""
 
     def __init__(self, plan: WidePlan, handed: TirBuffer, items: int) -> None:
         self.plan, self.handed = plan, handed
@@ -167,16 +160,14 @@ class Parcels:
         T.note("gates: poll L2 for the partial sums of CTAs that share K, until their tags are the step's")
         tag = handed_tag(t)
         firsts = [opaque("sums_at", self.role.handed(t) + place) for place in self.places]
-        every = [(i, other, k) for i in range(self.pairs) for other in range(self.plan.parts - 1)
-                 for k in range(2 * self.plan.gates)]
+        every = [*product(*map(range, (self.pairs, self.plan.parts - 1, 2 * self.plan.gates)))]
         for word in every:
             T.buffer_store(self.words, tag, list(word))
         missing = T.variable("missing", "uint32", T.uint32(1))
         with T.While(missing[0] != T.uint32(0)):
             for i, other, k, count, at in self._each(firsts):
-                into = [self.words[i, other, k + n] for n in range(count)]
                 with T.when(self.owners[i]):
-                    ld_relaxed(into, self.handed.ptr_to([at]))
+                    ld_relaxed([self.words[i, other, k + n] for n in range(count)], self.handed.ptr_to([at]))
             others = T.uint32(0)
             for word in every:
                 others = T.bitwise_or(others, T.bitwise_xor(self.words[word], tag))
@@ -192,9 +183,7 @@ class Parcels:
     def _each(self, firsts: list[Expr]) -> Iterable[tuple[int, int, int, int, Expr]]:
         """(pair, other part, first word of the pair's, words, place) of what one instruction loads."""
         plan, count = self.plan, min(self.width, 4)
-        for i, first in enumerate(firsts):
-            for other in range(plan.parts - 1):
-                for piece in range(self.pieces):
-                    at = first + handed_word(plan, 0, other, 0, piece * plan.finished * plan.interleave)
-                    for k in range(0, self.width, count):
-                        yield i, other, piece * self.width + k, count, at + k
+        for (i, first), other, piece in product(enumerate(firsts), range(plan.parts - 1), range(self.pieces)):
+            at = first + handed_word(plan, 0, other, 0, piece * plan.finished * plan.interleave)
+            for k in range(0, self.width, count):
+                yield i, other, piece * self.width + k, count, at + k

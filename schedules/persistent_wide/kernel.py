@@ -3,13 +3,12 @@
 Blocks form groups, and sets within these; a group serves its own batch rows and holds all recurrent weights, a
 set the rows of ``units`` hidden units, each block of it for a part of K. In every block
 
-* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages (``warps.py``);
+* a warp for each ring, or four for the only one, copies chunks of the exchanged state into its stages (``warps.py``),
+  and where not all weights fit, another one those, in every step;
 * two or three warpgroups multiply, each its half of K or its own rows, with weights in registers and in shared memory
   (``warps.py``), hand partial sums of units that another block of the set finishes to that one (``exchange.py``),
-  add those of their own, compute the cell's scalars, and write first the new state, then y (``Gates``);
-* where not all weights fit, a warp for each ring copies the others in every step (``warps.py``).
-
-What registers the copying warpgroup does not need, the multiplying ones get."""
+  add those of their own, compute the cell's scalars, and write first the new state, then y (``Gates``). They get what
+  registers the copying warpgroup does not need."""
 
 from __future__ import annotations
 
@@ -17,21 +16,13 @@ from ecornn.schedules.base import Task
 from ecornn.schedules.builder import Expr, PrimFunc, T, Var
 from ecornn.schedules.cuda import isa
 from ecornn.schedules.hoisted import Hoisted
-from ecornn.schedules.keeping import NOTHING, Stored, keeping
+from ecornn.schedules.keeping import Stored, keeping
 from ecornn.schedules.persistent.exchange import pack
 from ecornn.schedules.persistent_wide.exchange import BlockRole, Parcels, handed_word, multiplier, place_of, word_of
 from ecornn.schedules.persistent_wide.plan import DEPTH, REGISTERS, SLOTS, SPACING, TEAM, WidePlan
 from ecornn.schedules.persistent_wide.warps import Memory, Products, copy, stream
-from ecornn.schedules.scalars.gate_threads import (
-    BLOCKS,
-    THREADS,
-    Ended,
-    GateThreads,
-    declare_start,
-    initial_values,
-    partial_sums,
-    start_thread,
-)
+from ecornn.schedules.scalars import gate_threads
+from ecornn.schedules.scalars.gate_threads import GateThreads, initial_values
 from ecornn.schedules.scalars.pointwise import emit
 from ecornn.schedules.sequence_kernel import SequenceKernel
 
@@ -53,15 +44,16 @@ class Gates(GateThreads):
     def _address(self) -> None:
         """Works out where the items' values lie."""
         plan, role = self.plan, self.role
-        self.bases = [self._bind("sums_at", self.memory.sums(0) + column * plan.stride + self._row(local))
-                      for local, column in zip(self.local, self.column, strict=True)]
+        rows = [local * plan.interleave for local in self.local]  # of sums, where a unit's interleaved gates begin
+        self.bases = [self._bind("sums_at", self.memory.sums(0) + column * plan.stride + row)
+                      for row, column in zip(rows, self.column, strict=True)]
         self.words = [self._bind("word_at", role.slot(0) + word_of(plan, unit, column))
                       for unit, column in zip(self.unit, self.column, strict=True)]
         self.writes = [T.let("write", T.And(T.And(owner, unit < plan.hidden), local % 2 == 0))
                        for owner, unit, local in zip(self.owner, self.unit, self.local, strict=True)]
         if self.parcels is not None:
-            places = [handed_word(plan, role.part, 0, column, self._row(local))
-                      for local, column in zip(self.local[::2], self.column[::2], strict=True)]
+            places = [handed_word(plan, role.part, 0, column, row)
+                      for row, column in zip(rows[::2], self.column[::2], strict=True)]
             self.parcels.locate(role, places, self.owner[::2])
 
     def begin(self) -> None:
@@ -96,11 +88,9 @@ class Gates(GateThreads):
             self._prepare_addresses(t)  # while sums travel
             self.parcels.poll(t)
         self._barrier(SUMS)
-        ended: list[Ended] = []
         self.announced: list[list[Expr]] = []
-        for i in range(self.items):
-            env = emit(self.urgent.first, self._before(i) | self._products(i), self.math)
-            ended.append(self._finish(i, env, t))
+        ended = [self._finish(i, emit(self.urgent.first, self._before(i) | self._products(i), self.math), t)
+                 for i in range(self.items)]
         self._exchange()
         T.note("named barrier: all words of the new state are written; then their chunks are counted (release)")
         isa.fence_async_global()
@@ -121,23 +111,17 @@ class Gates(GateThreads):
     def _barrier(self, name: int) -> None:
         isa.named_barrier_sync(name, self.plan.teams * TEAM)
 
-    def _row(self, unit: Expr) -> Expr:
-        """Product of partial sums where a unit's interleaved gates begin."""
-        return unit * self.plan.interleave
-
     def _products(self, i: int) -> dict[Var, Expr]:
         """An item's products: the sums of all rings, or of all blocks that share K."""
-        plan, e = self.plan, self.plan.interleave
-        found: dict[Var, Expr] = {}
-        rows = self.graph.phases[0].products
-        for outer in range(plan.gates // e):
-            place = self.bases[i] + outer * plan.finished * e
-            parts = [partial_sums(self.memory.words, place + ring * plan.columns * plan.stride, e)
+        plan, e, found = self.plan, self.plan.interleave, dict[Var, Expr]()
+        for outer in range(0, plan.gates, e):
+            place = self.bases[i] + outer * plan.finished
+            parts = [gate_threads.partial_sums(self.memory.words, place + ring * plan.columns * plan.stride, e)
                      for ring in range(plan.rings)]
-            for inner in range(e):
-                gate, value = outer * e + inner, parts[0][inner]
-                value = T.let("sum", value + parts[1][inner]) if plan.rings > 1 else value
-                found[rows[gate].var] = value if self.parcels is None else self.parcels.sum(i, gate, value)
+            for gate, (value, *others) in enumerate(zip(*parts, strict=True), outer):
+                value = T.let("sum", value + others[0]) if others else value
+                value = value if self.parcels is None else self.parcels.sum(i, gate, value)
+                found[self.graph.phases[0].products[gate].var] = value
         return found
 
     def _announce(self, i: int, p: int, step: Expr, env: dict[Var, Expr]) -> None:
@@ -148,13 +132,13 @@ class Gates(GateThreads):
 
     def _exchange(self) -> None:
         """Writes what was kept: the thread of an even unit for both of a word."""
-        exchange = self.arguments["exchange"]
-        words = [[T.let("word", pack(self._shared(value), self.plan.dtype)) for value in values]
-                 for values in self.announced]
-        for place, own in zip(self.places, words, strict=True):
+        exchange, words = self.arguments["exchange"], self.plan.reach * self.plan.columns * (DEPTH // 2)  # an operand's
+        sent = [[T.let("word", pack(self._shared(value), self.plan.dtype)) for value in values]
+                for values in self.announced]
+        for place, own in zip(self.places, sent, strict=True):
             with T.when(place >= 0):
                 for o, word in enumerate(own):
-                    isa.st_relaxed(exchange.ptr_to([place + o * self.plan.operand_words]), [word])
+                    isa.st_relaxed(exchange.ptr_to([place + o * words]), [word])
 
     def _counter(self) -> Expr:
         """Place of the counter of a chunk that the block writes, another one for each thread; -1 for the others."""
@@ -171,13 +155,13 @@ class Gates(GateThreads):
         return T.Select(inside, self.role.counter(chunk + behind), -1)
 
 
-def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, math: str, kept: Stored = NOTHING) -> PrimFunc:
+def wide_kernel(task: Task, plan: WidePlan, hoisted: Hoisted, kept: Stored) -> PrimFunc:
     """``persistent_wide(T, B, hoisted, vectors, <state>_in, <state>_out, recurrent, exchange, counters, y)``, and
     ``handed`` where blocks share K; of an adjoint's recurrence ``outputs`` in place of y; ``persistent_wide_keeping``
     stores what is ``kept``, too."""
-    own = ("recurrent", "exchange", "counters", *(["handed"] if plan.parts > 1 else []))
+    own = ("recurrent", "exchange", "counters", "handed")[:4 if plan.parts > 1 else 3]
     with T.kernel(keeping("persistent_wide", kept)) as made:
-        kernel = SequenceKernel.declare(task, hoisted, math, dict.fromkeys(own, "uint32"), kept)
+        kernel = SequenceKernel.declare(task, hoisted, plan.knobs.math, dict.fromkeys(own, "uint32"), kept)
         a = kernel.arguments
         T.device_entry()
         block, thread = T.block(plan.groups * plan.blocks), T.thread(plan.threads)
@@ -229,21 +213,18 @@ def _prepare(plan: WidePlan, memory: Memory, thread: Expr) -> None:
     isa.sync_block()
 
 
-def start_kernel(task: Task, plan: WidePlan, layout: Hoisted, math: str) -> PrimFunc:
-    """The small kernel before: the initial state into the exchange, zero where there is none, and counters.
-
-    ``start(T, B, <state>_in ..., vectors, [hoisted,] exchange, counters)``.
-
-    Words beyond H, which pad the last chunks, are zero in both slots, and stay so."""
+def start_kernel(task: Task, plan: WidePlan, layout: Hoisted) -> PrimFunc:
+    """``start(T, B, <state>_in ..., vectors, [hoisted,] exchange, counters)``, before it: zeros into counters, the
+    initial state into the exchange. Words beyond H, which pad the last chunks, are zero in both slots, and stay so."""
     with T.kernel("start") as made:
-        kernel = declare_start(task, layout, math)
+        kernel = gate_threads.declare_start(task, layout, plan.knobs.math)
         exchange, counters = T.pointer("exchange", "uint32"), T.pointer("counters", "uint32")
         T.device_entry()
         T.note("before the recurrence: chunk counters to zero, the first state into the exchange")
-        first = start_thread()
+        first, threads = gate_threads.start_thread(), gate_threads.BLOCKS * gate_threads.THREADS
         with T.when(first < plan.groups * plan.counters):
             T.buffer_store(counters, T.uint32(0), [first * SPACING])
-        with T.strided("place", plan.groups * SLOTS * plan.slot_words, first, BLOCKS * THREADS) as place:
+        with T.strided("place", plan.groups * SLOTS * plan.slot_words, first, threads) as place:
             group = T.let("group", place // (SLOTS * plan.slot_words))
             unit, column, operand = place_of(plan, T.let("word", place % plan.slot_words))
             unit, column = T.let("unit", unit), T.let("column", column)

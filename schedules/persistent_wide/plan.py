@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -77,43 +78,35 @@ class WidePlan:
     ahead: int = 0  # bytes of streamed weights that a block has on their way at once
 
     @property
-    def blocks(self) -> int:
-        """Blocks of a group."""
+    def blocks(self) -> int:  # blocks of a group
         return self.sets * self.parts
 
     @property
-    def threads(self) -> int:
-        """Threads of a block; the first warpgroup copies."""
+    def threads(self) -> int:  # threads of a block; the first warpgroup copies
         return (1 + self.teams) * TEAM
 
     @property
-    def columns(self) -> int:
-        """Columns of operand B: the batch rows of a group, padded to 8."""
+    def columns(self) -> int:  # columns of operand B: the batch rows of a group, padded to 8
         return ceil_div(self.rows, 8) * 8
 
     @property
-    def octets(self) -> int:
-        """Groups of 8 rows of weights."""
+    def octets(self) -> int:  # groups of 8 rows of weights
         return self.gates * self.units // 8
 
     @property
-    def tiles(self) -> int:
-        """Tiles of 64 rows of weights."""
+    def tiles(self) -> int:  # tiles of 64 rows of weights
         return ceil_div(self.octets, 8)
 
     @property
-    def sharers(self) -> int:
-        """Teams that share a ring."""
+    def sharers(self) -> int:  # teams that share a ring
         return self.teams // self.rings
 
     @property
-    def own_tiles(self) -> int:
-        """Tiles of one team."""
+    def own_tiles(self) -> int:  # tiles of one team
         return ceil_div(self.tiles, self.sharers)
 
     @property
-    def finished(self) -> int:
-        """Units that a block of a set computes the gates of; the last one of a set may have fewer."""
+    def finished(self) -> int:  # units that a block of a set computes the gates of; the last one may have fewer
         if self.parts == 1:
             return self.units
         each = ceil_div(self.units, self.parts)
@@ -121,8 +114,7 @@ class WidePlan:
         return whole if (self.parts - 1) * whole < self.units else ceil_div(each, 2) * 2
 
     @property
-    def finishers(self) -> int:
-        """Blocks of a set that compute gates."""
+    def finishers(self) -> int:  # blocks of a set that compute gates
         return ceil_div(self.units, self.finished)
 
     @property
@@ -130,29 +122,24 @@ class WidePlan:
         return Share(self.finished, self.rows, self.teams * TEAM, self.parts > 1)
 
     @property
-    def copiers(self) -> int:
-        """Warps that copy for one ring."""
+    def copiers(self) -> int:  # warps that copy for one ring
         return 1 if self.rings > 1 else min(3 if self.streamed else 4, self.stages)
 
     @property
-    def copier_stages(self) -> int:
-        """Stages that such a warp fills, at most."""
+    def copier_stages(self) -> int:  # stages that such a warp fills, at most
         return ceil_div(self.stages, self.copiers)
 
     @property
-    def most_chunks(self) -> int:
-        """Chunks of a ring that its copying warps have lanes for."""
+    def most_chunks(self) -> int:  # chunks of a ring that its copying warps have lanes for
         apart = self.streamed and self.copiers > 1
         return self.stages * (LANES // self.copier_stages) if apart else LANES
 
     @property
-    def resident(self) -> int:
-        """Chunks of a ring whose weights stay in shared memory."""
+    def resident(self) -> int:  # chunks of a ring whose weights stay in shared memory
         return self.chunks - self.kept - self.streamed
 
     @property
-    def slots(self) -> int:
-        """Slots of a ring, for streamed weights of a chunk each."""
+    def slots(self) -> int:  # slots of a ring, for streamed weights of a chunk each
         return min(self.streamed, HELD_SLOTS + ceil_div(self.ahead, self.rings * self.weight_bytes))
 
     def streamed_before(self, position: Any) -> Any:
@@ -160,14 +147,12 @@ class WidePlan:
         others as may be, so that L2 is at work all the time."""
         return (position - self.kept) * self.streamed // max(1, self.chunks - self.kept)
 
-    def stream(self, position: int) -> int | None:
-        """Number among the streamed chunks of the one at a position, None where it is none."""
+    def stream(self, position: int) -> int | None:  # number among the streamed chunks of the one at a position
         before = self.streamed_before(position)
         return before if position >= self.kept and self.streamed_before(position + 1) > before else None
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of one chunk's weights: padding rows take none, and read what lies behind."""
+    def weight_bytes(self) -> int:  # bytes of one chunk's weights: padding rows take none, and read what lies behind
         return self.octets * 8 * DEPTH * 2
 
     @property
@@ -175,94 +160,63 @@ class WidePlan:
         return self.columns * DEPTH * 2
 
     @property
-    def stride(self) -> int:
-        """Floats between columns of the partial sums: 4 modulo 16, so that no banks conflict."""
+    def stride(self) -> int:  # floats between columns of the partial sums: 4 modulo 16, so that no banks conflict
         return ceil_div(self.gates * self.finished, 16) * 16 + 4
 
     @property
-    def first_weight(self) -> int:
-        """First byte of weights, behind the stages."""
-        return self.rings * self.stages * self.stage_bytes
+    def places(self) -> tuple[int, ...]:  # first bytes of weights, slots for streamed ones, partial sums and barriers
+        return tuple(accumulate(self.rings * size for size in (
+            self.stages * self.stage_bytes, self.resident * self.weight_bytes, self.slots * self.weight_bytes,
+            self.columns * self.stride * 4)))
 
     @property
-    def first_slot(self) -> int:
-        """First byte of slots for streamed weights."""
-        return self.first_weight + self.rings * self.resident * self.weight_bytes
-
-    @property
-    def first_sum(self) -> int:
-        return self.first_slot + self.rings * self.slots * self.weight_bytes
-
-    @property
-    def first_barrier(self) -> int:
-        """First byte of barriers: a ring has full and empty of stages, that of its weights, full and empty of slots."""
-        return self.first_sum + self.rings * self.columns * self.stride * 4
-
-    @property
-    def barriers(self) -> int:
-        """Barriers of a ring."""
+    def barriers(self) -> int:  # of a ring: full and empty of stages, that of its weights, full and empty of slots
         return 2 * self.stages + 1 + 2 * self.slots
 
     @property
-    def shared(self) -> int:
-        """Bytes of dynamic shared memory."""
-        end = self.first_barrier + self.rings * self.barriers * 8
-        return max(end, self.first_sum + -self.octets % 8 * 128)  # behind the last weights
+    def shared(self) -> int:  # bytes of dynamic shared memory
+        _, _, sums, barriers = self.places
+        return max(barriers + self.rings * self.barriers * 8, sums + -self.octets % 8 * 128)  # behind the last weights
 
     @property
-    def registers(self) -> int:
-        """Estimate of a multiplying thread's registers; gate math has the accumulators' once more."""
+    def registers(self) -> int:  # about, of a multiplying thread; gate math has the accumulators' once more
         return (self.kept * self.own_tiles * 16 + self.own_tiles * self.columns // 2 + self.share.items * self.values
                 + SPARE_REGISTERS[self.rings] + (MORE_SPARE if self.streamed else 0))
 
     @property
-    def slot_words(self) -> int:
-        """Words of one slot of a group's exchange."""
+    def slot_words(self) -> int:  # words of one slot of a group's exchange
         return self.counters * self.columns * DEPTH // 2
 
     @property
-    def operand_words(self) -> int:
-        """Words from an operand to the next one in a slot."""
-        return self.reach * self.columns * (DEPTH // 2)
-
-    @property
-    def counters(self) -> int:
-        """Counters of a group, one for each chunk."""
+    def counters(self) -> int:  # counters of a group, one for each chunk
         return self.parts * self.rings * self.chunks
 
     @property
-    def reach(self) -> int:
-        """Chunks of one operand; behind the last operand there may be some that only pad K."""
+    def reach(self) -> int:  # chunks of one operand; behind the last operand there may be some that only pad K
         return self.counters if self.operands == 1 else ceil_div(self.hidden, DEPTH)
 
     @property
-    def packed_chunks(self) -> int:
-        """Chunks whose weights lie in memory: those of a group, up to a whole operand."""
+    def packed_chunks(self) -> int:  # chunks whose weights lie in memory: those of a group, up to a whole operand
         return ceil_div(self.counters, self.reach) * self.reach
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of state that are copied to one block in a step."""
+    def copied_bytes(self) -> int:  # bytes of state that are copied to one block in a step
         return self.rings * self.chunks * self.stage_bytes
 
     @property
-    def streamed_bytes(self) -> int:
-        """Bytes of weights that are copied to one block in a step."""
+    def streamed_bytes(self) -> int:  # bytes of weights that are copied to one block in a step
         return self.rings * self.streamed * self.weight_bytes
 
     @property
-    def handed_bytes(self) -> int:
-        """Bytes of partial sums that are handed to one block in a step."""
+    def handed_bytes(self) -> int:  # bytes of partial sums that are handed to one block in a step
         return (self.parts - 1) * self.finished * self.gates * self.rows * 4
 
     @property
-    def handed_rows(self) -> int:
-        """Rows of a block's units in what it gets from another one, padded to sectors."""
+    def handed_rows(self) -> int:  # rows of a block's units in what it gets from another one, padded to sectors
         return ceil_div(self.gates * self.finished, 8) * 8
 
     @property
-    def handed_words(self) -> int:
-        """Words of one slot of a set's partial sums."""
+    def handed_words(self) -> int:  # words of one slot of a set's partial sums
         return self.finishers * (self.parts - 1) * self.columns * self.handed_rows
 
 
@@ -274,34 +228,30 @@ def unit_step(task: Task) -> int:
 def plan_of(task: Task, knobs: WideKnobs) -> WidePlan:
     """The plan of a configuration; it need not fit, ``check`` says that."""
     w, graph = task.workload, task.graph
-    (phase,) = graph.phases
+    (phase,), masks, words = graph.phases, mask_values(task), hoisted_of(task, knobs.hoisted).words()
     gates, operands = len(phase.products), len(phase.operands)
-    groups, units, parts, row_teams = knobs.groups, knobs.units, knobs.parts, knobs.row_teams
-    teams, rings = (2, 2) if row_teams == 1 else (row_teams, 1)
-    chunks = ceil_div(operands * ceil_div(w.hidden, DEPTH), rings * parts)
-    masks = mask_values(task)
+    teams, rings = (2, 2) if knobs.row_teams == 1 else (knobs.row_teams, 1)
+    chunks = ceil_div(operands * ceil_div(w.hidden, DEPTH), rings * knobs.parts)
     values = len(graph.states) + len(graph.hoisted_outputs) + masks + 2
     if task.traversal.backward:  # what is exchanged is not kept, but for rows that take no part
         states = set(graph.states.values()) - (set() if task.traversal.lengths else set(phase.operands))
-        values = len(states) + hoisted_of(task, knobs.hoisted).words() + masks + 2 + (operands if masks else 0)
-        values += OUTPUTS if rings > 1 else 0
+        values = len(states) + words + masks + 2 + (operands if masks else 0) + (OUTPUTS if rings > 1 else 0)
     if late_operands(graph):  # the next step's inputs, too
-        values += hoisted_of(task, knobs.hoisted).words()
+        values += words
     streamed = ceil_div(chunks * knobs.streamed, 100)
-    plan = WidePlan(hidden=w.hidden, dtype=w.dtype, operands=operands, groups=groups, sets=ceil_div(w.hidden, units),
-                parts=parts, units=units, rows=ceil_div(w.batch, groups), gates=gates, interleave=gcd(gates, 8),
-                teams=teams, rings=rings, chunks=chunks, kept=ceil_div(chunks * knobs.registers, 100),
-                stages=1, values=values, knobs=knobs, streamed=streamed, lasting=streamed * knobs.lasting // 100,
-                ahead=knobs.ahead << 10)
+    plan = WidePlan(
+        hidden=w.hidden, dtype=w.dtype, operands=operands, groups=knobs.groups, sets=ceil_div(w.hidden, knobs.units),
+        parts=knobs.parts, units=knobs.units, rows=ceil_div(w.batch, knobs.groups), gates=gates,
+        interleave=gcd(gates, 8), teams=teams, rings=rings, chunks=chunks, kept=ceil_div(chunks * knobs.registers, 100),
+        stages=1, values=values, knobs=knobs, streamed=streamed, lasting=streamed * knobs.lasting // 100,
+        ahead=knobs.ahead << 10)
     stage = rings * (plan.stage_bytes + 16)
     return replace(plan, stages=max(1, min(chunks, 1 + (task.device.shared - plan.shared) // stage)))
 
 
 def packing_of(task: Task, plan: WidePlan) -> Packing:
-    """Recurrent weights: (set, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values.
-
-    These are the core matrices of wgmma without a swizzle. Product ``interleave`` u + g of the rows of gates
-    that are interleaved is gate g of unit u."""
+    """Recurrent weights: (set, chunk) pieces of 8-value chunks of K, octets, 8 rows, 8 values: core matrices of wgmma
+    without a swizzle. Product ``interleave`` u + g of the rows of gates that are interleaved is gate g of unit u."""
     (phase,), e = task.graph.phases, plan.interleave
     made, multiplied = (plan.sets, plan.units * e // 8, 8 // e), (plan.reach, DEPTH // 8, 8)
     gates = (plan.gates // e, e)

@@ -4,13 +4,12 @@ A lane of a copying warp brings one chunk of state in as soon as it is complete,
 or all four of them the only one, each some of its stages: while a warp waits for a counter, it cannot fill a stage that
 another lane waits for. Lane p has the chunk that is multiplied at position p, or at the p-th position whose chunk goes
 through the warp's stages. The chunks begin with another one in every set of blocks, so that not all read the same part
-of L2 at once.
-
-A multiplying warpgroup multiplies its part of K by its rows of weights, chunk by chunk as state arrives."""
+of L2 at once. A multiplying warpgroup multiplies its part of K by its rows of weights, as chunks arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 from ecornn.schedules.builder import Expr, T, TirBuffer, ceil_div
 from ecornn.schedules.cuda import isa
@@ -21,49 +20,41 @@ from ecornn.schedules.sequence_kernel import SequenceKernel
 
 
 class Memory:
-    """The layout of shared memory; ``ring`` is an expression (int32), or 0."""
+    """The layout of shared memory: first words, and pipelines; ``ring`` is an expression (int32), or 0."""
 
     def __init__(self, plan: WidePlan, words: TirBuffer) -> None:
         self.plan, self.words = plan, words
+        self.first_weight, self.first_slot, self.first_sum, self.first_barrier = (n // 4 for n in plan.places)
 
     def stage(self, ring: Expr, stage: Expr) -> Expr:
-        """Index of the first word of a stage."""
         return (ring * self.plan.stages + stage) * (self.plan.stage_bytes // 4)
 
-    def weights(self, ring: Expr, position: Expr) -> Expr:
-        """Index of the first word of the weights of the chunk at a position from ``kept`` on, if they stay."""
+    def weights(self, ring: Expr, position: Expr) -> Expr:  # of the chunk at a position from ``kept`` on, if they stay
         within = ring * self.plan.resident + position - self.plan.kept
         if self.plan.streamed:
             within = within - self.plan.streamed_before(position)
-        return self.plan.first_weight // 4 + within * (self.plan.weight_bytes // 4)
+        return self.first_weight + within * (self.plan.weight_bytes // 4)
 
-    def slot(self, ring: Expr, slot: Expr) -> Expr:
-        """Index of the first word of a slot for streamed weights."""
-        return self.plan.first_slot // 4 + (ring * self.plan.slots + slot) * (self.plan.weight_bytes // 4)
+    def slot(self, ring: Expr, slot: Expr) -> Expr:  # for streamed weights
+        return self.first_slot + (ring * self.plan.slots + slot) * (self.plan.weight_bytes // 4)
 
     def sums(self, ring: Expr) -> Expr:
-        """Index of the first word of partial sums."""
-        return self.plan.first_sum // 4 + ring * (self.plan.columns * self.plan.stride)
+        return self.first_sum + ring * (self.plan.columns * self.plan.stride)
 
     def state(self, ring: Expr) -> Pipeline:
-        """The stages of state."""
         return self._pipeline(ring, 0, self.plan.stages)
 
-    def resident(self, ring: Expr) -> Pipeline:
-        """All weights that stay in shared memory, as one stage that is filled once."""
+    def resident(self, ring: Expr) -> Pipeline:  # all weights that stay in shared memory: a stage that is filled once
         return Pipeline(self.words, self._barrier(ring, 2 * self.plan.stages))
 
-    def streamed(self, ring: Expr) -> Pipeline:
-        """The slots for streamed weights."""
+    def streamed(self, ring: Expr) -> Pipeline:  # the slots for streamed weights
         return self._pipeline(ring, 2 * self.plan.stages + 1, self.plan.slots)
 
-    def _pipeline(self, ring: Expr, first: int, stages: int) -> Pipeline:
-        """The one whose barriers begin with the ring's ``first``: those of full stages, then those of empty ones."""
+    def _pipeline(self, ring: Expr, first: int, stages: int) -> Pipeline:  # barriers of full stages, then of empty ones
         return Pipeline(self.words, self._barrier(ring, first), stages, self._barrier(ring, first + stages))
 
     def _barrier(self, ring: Expr, number: int) -> Expr:
-        """Index of the first word of one of the ring's barriers."""
-        return self.plan.first_barrier // 4 + (ring * self.plan.barriers + number) * BARRIER_WORDS
+        return self.first_barrier + (ring * self.plan.barriers + number) * BARRIER_WORDS
 
 
 def chunk_at(plan: WidePlan, role: BlockRole, ring: Expr, position: Expr) -> Expr:
@@ -123,7 +114,6 @@ def copy(kernel: SequenceKernel, plan: WidePlan, memory: Memory, role: BlockRole
 
 def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: Expr, chunk: Expr,
              weights: TirBuffer) -> None:
-    """Weights that are kept in shared memory."""
     T.note("producer, prologue: weights that stay in shared memory")
     if not plan.resident:
         return
@@ -141,18 +131,16 @@ def _weights(plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, lane: 
 
 
 def stream(steps: Expr, plan: WidePlan, memory: Memory, role: BlockRole, ring: Expr, weights: TirBuffer) -> None:
-    """Weights that do not fit on the chip: a warp for each ring brings them in every step, a bulk copy for each chunk.
+    """Weights that do not fit on the chip: a thread for each ring brings them every step, by a bulk copy a chunk.
 
-    Whose weights come next is known ahead, whatever the state is. So they go through slots of their own, apart from
-    stages of state: while a step waits for state, the weights of its first streamed chunks arrive. A slot is written
-    again when each warp that multiplies has arrived at its ``used``, behind its products (wgmma) of what the slot had;
-    nobody writes weights while the kernel runs, and nothing else orders these copies. Which slot a chunk has does not
-    depend on the step; how often a slot has been filled says which parity to wait for.
+    Whose weights come next is known ahead. So they go through slots of their own, apart from stages of state: while a
+    step waits for state, the weights of its first streamed chunks arrive. A slot is written again when each warp that
+    multiplies has arrived at its ``empty``, behind its products (wgmma) of what the slot had; nobody writes weights
+    while the kernel runs. Which slot a chunk has does not depend on the step; how often it has been filled says which
+    parity to wait for.
 
     Weights beyond what L2 holds would drive each other out of it: read in the same order in every step, none would be
-    there when it is read again. So the first ones of a step are asked to stay, and the others to go first.
-
-    Emits one thread's whole life: all streamed chunks of a ring, step after step."""
+    there when it is read again. So the first ones of a step are asked to stay, and the others to go first."""
     T.note("weight producer: bulk copies of the weights that do not fit, into slots that have been multiplied")
     count, among, slots = plan.streamed, plan.chunks - plan.kept, memory.streamed(ring)
     policies = T.local("policies", (2,), "uint64")
@@ -190,20 +178,17 @@ class Products:
         self.held = T.local("held", (max(1, plan.kept * plan.own_tiles * STEPS), 4), "uint32")
         for p in range(plan.kept):
             chunk = T.let("chunk", role.member * plan.packed_chunks + chunk_at(plan, role, self.ring, p))
-            for k in range(STEPS):
-                for m in range(plan.own_tiles):
-                    for i in range(4):  # words of operand A: rows l/4 and l/4 + 8 of its first eight values of K
-                        octet = self._tile(m) * 8 + self.warp * 2 + i % 2
-                        octet = T.min(octet, plan.octets - 1)  # padding: any weights
-                        piece = (chunk * (DEPTH // 8) + 2 * k + i // 2) * plan.octets + octet
-                        T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
-                                       [(p * STEPS + k) * plan.own_tiles + m, i])
+            # words of operand A: rows l/4 and l/4 + 8 of its first eight values of K
+            for k, m, i in product(range(STEPS), range(plan.own_tiles), range(4)):
+                octet = T.min(self._tile(m) * 8 + self.warp * 2 + i % 2, plan.octets - 1)  # padding: any weights
+                piece = (chunk * (DEPTH // 8) + 2 * k + i // 2) * plan.octets + octet
+                T.buffer_store(self.held, weights[T.cast(piece, "int64") * 32 + self.lane],
+                               [(p * STEPS + k) * plan.own_tiles + m, i])
         if plan.resident:
             memory.resident(self.ring).wait(Use(0, T.uint32(0)))
 
     @property
     def ring(self) -> Expr:
-        """The ring of this team."""
         return self.team if self.plan.rings > 1 else 0
 
     def _tile(self, m: int) -> Expr:
@@ -228,9 +213,8 @@ class Products:
             isa.wgmma_fence()
             state = self._address(self.memory.stage(self.ring, use.stage))
             b = T.let("b", isa.descriptor(state, 16, 8 * DEPTH * 2, swizzled=True))
-            for k in range(STEPS):
-                for m in range(plan.own_tiles):
-                    self._multiply(every[m], p, k, m, b + T.uint64(2 * k))
+            for k, m in product(range(STEPS), range(plan.own_tiles)):
+                self._multiply(every[m], p, k, m, b + T.uint64(2 * k))
             isa.wgmma_commit()
             if p:
                 isa.wgmma_wait_pending(1)
@@ -244,10 +228,8 @@ class Products:
     def _multiply(self, acc: list[Expr], p: int, k: int, m: int, b: Expr) -> None:
         """Step k of the products of the chunk at position p."""
         plan = self.plan
-        keep = T.uint32(1 if p or k else 0)
         if p < plan.kept:
-            row = (p * STEPS + k) * plan.own_tiles + m
-            isa.wgmma_registers(acc, [self.held[row, i] for i in range(4)], b, keep, plan.dtype)
+            a = [self.held[(p * STEPS + k) * plan.own_tiles + m, i] for i in range(4)]
         else:  # two pieces of eight values of K; a tile is eight octets of 128 bytes
             number, within = plan.stream(p), m
             place = (self.memory.weights(self.ring, p) if number is None
@@ -255,8 +237,9 @@ class Products:
             if plan.rings == 1:  # rows beyond the last tile are multiplied as others, and not stored
                 first = self._tile(0) if plan.tiles % plan.sharers == 0 else T.min(self._tile(m), plan.tiles - 1)
                 place, within = place + first * 256, m if plan.tiles % plan.sharers == 0 else 0
-            a = isa.descriptor(self._address(place), plan.octets * 128, 128, swizzled=False)
-            isa.wgmma(acc, a + T.uint64((2 * k * plan.octets + within * 8) * 8), b, keep, plan.dtype)
+            described = isa.descriptor(self._address(place), plan.octets * 128, 128, swizzled=False)
+            a = [described + T.uint64((2 * k * plan.octets + within * 8) * 8)]
+        isa.wgmma(acc, a, b, T.uint32(1 if p or k else 0), plan.dtype)
 
     def _address(self, word: Expr) -> Expr:
         return self.base + T.cast(word * 4, "uint32")
@@ -269,8 +252,7 @@ class Products:
                 self.memory.streamed(self.ring).release(number % self.plan.slots)
 
     def store(self, handed: TirBuffer | None) -> None:
-        """Leaves the partial sums in shared memory, and hands over those that other blocks finish: a column of
-        weight rows for each batch row."""
+        """Leaves partial sums in shared memory, a column for each batch row, or hands them over."""
         plan = self.plan
         if plan.rings == 1:
             self._store_rows(handed)
@@ -279,10 +261,9 @@ class Products:
                      + self.lane // 4)
         for m in range(plan.tiles):
             with T.when(m * 4 + self.warp < ceil_div(plan.octets, 2)):
-                for n in range(plan.columns // 8):
-                    for i in range(4):
-                        T.buffer_store(self.memory.words, self.acc[m, n, i],
-                                       [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
+                for n, i in product(range(plan.columns // 8), range(4)):
+                    T.buffer_store(self.memory.words, self.acc[m, n, i],
+                                   [base + (n * 8 + i % 2) * plan.stride + m * 64 + i // 2 * 8])
 
     def _find_rows(self, t: Expr) -> list[tuple[Expr, Expr, Expr]]:
         """For each tile's two rows of this thread: whether they are its block's own (1), another's (-1) or padding (0),
@@ -292,16 +273,15 @@ class Products:
         column = T.let("column", lane % 4 * 2)
         slot = isa.opaque("slot", role.handed(t)) if plan.parts > 1 else None
         self.tag = handed_tag(t)
-        for m in range(plan.own_tiles):
-            for half in range(2):
-                row = isa.opaque("row", self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
-                (finisher, own), there, whose = self._finisher(row), None, 1
-                if slot is not None:
-                    other = T.truncmod(role.part + (plan.parts - 1) - finisher, plan.parts)
-                    there = isa.pinned("there", slot + handed_word(plan, finisher, other, column, own))
-                    whose = T.Select(finisher == role.part, 1, -1)
-                here = isa.pinned("here", self.memory.sums(0) + column * plan.stride + own)
-                found.append((isa.pinned("whose", T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
+        for m, half in product(range(plan.own_tiles), range(2)):
+            row = isa.opaque("row", self._tile(m) * 64 + warp * 16 + half * 8 + lane // 4)
+            (finisher, own), there, whose = self._finisher(row), None, 1
+            if slot is not None:
+                other = T.truncmod(role.part + (plan.parts - 1) - finisher, plan.parts)
+                there = isa.pinned("there", slot + handed_word(plan, finisher, other, column, own))
+                whose = T.Select(finisher == role.part, 1, -1)
+            here = isa.pinned("here", self.memory.sums(0) + column * plan.stride + own)
+            found.append((isa.pinned("whose", T.Select(row < plan.gates * plan.units, whose, 0)), there, here))
         return found
 
     def _store_rows(self, handed: TirBuffer) -> None:
@@ -309,11 +289,10 @@ class Products:
         plan = self.plan
         values = [[(n * 8 + i, self.acc[m, n, half * 2 + i]) for n in range(plan.columns // 8) for i in range(2)]
                   for m in range(plan.own_tiles) for half in range(2)]
-        for (whose, there, _), every in zip(self.rows, values, strict=True):
-            if there is not None:
-                with T.when(whose < 0):
-                    for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
-                        hand_over(handed, there + handed_word(plan, 0, 0, c, 0), [first, second], self.tag)
+        for (whose, there, _), every in zip(self.rows, values, strict=True) if plan.parts > 1 else ():
+            with T.when(whose < 0):
+                for (c, first), (_, second) in zip(every[::2], every[1::2], strict=True):
+                    hand_over(handed, there + handed_word(plan, 0, 0, c, 0), [first, second], self.tag)
         for (whose, _, here), every in zip(self.rows, values, strict=True):
             with T.when(whose > 0):
                 for c, value in every:

@@ -1,19 +1,19 @@
 """The only door to PTX and CUDA intrinsics: one function an instruction, with what it means and where it exists.
 
-Instructions without a word on it exist from sm_80 on, which is the least that these kernels are written for. Names are
-those of CUTLASS where it has one. Source: the PTX ISA, 9.0, whose sections the comments name. Besides what is here,
-``tensor_core.py`` has mma, ldmatrix and their operands, also of 8-bit integers, and ``functions.py`` device functions
-in CUDA C, of which some of these are, and scalar operators in few instructions."""
+Instructions without a word on it exist from sm_80 on. Names are those of CUTLASS where it has one. Source: the PTX ISA,
+9.0, whose sections the comments name. ``tensor_core.py`` has mma, ldmatrix and their operands, also of 8-bit integers,
+``functions.py`` device functions in CUDA C, as some of these are, and scalar operators in few instructions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from ecornn.schedules.builder import Expr, T
 from ecornn.schedules.cuda.isa.functions import call, run
 
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+_VECTOR = {1: "", 2: "v2.", 4: "v4."}
 _WGMMA = {"float16": "k16.f32.f16.f16", "bfloat16": "k16.f32.bf16.bf16", "tf32": "k8.f32.tf32.tf32"}
 
 
@@ -25,72 +25,52 @@ def _emits(instruction: str) -> Callable[..., None]:
     return emit
 
 
-# Instructions that take their operands as they are
+fence_gpu = _emits("fence.acq_rel.gpu")  # orders what this thread did before and after it, for all threads of the GPU
+# Orders a thread's accesses to shared or global memory and those of copy engines and wgmma, that go another way; sm_90
+fence_async_shared, fence_async_global = _emits("fence.proxy.async.shared::cta"), _emits("fence.proxy.async.global")
+prefetch_l1 = _emits("prefetch.global.L1")  # asks for a line of global memory, and does not wait
 
-# Orders what this thread did before and after it, for all threads of the GPU: acquire and release.
-fence_gpu = _emits("fence.acq_rel.gpu")
-# Orders a thread's accesses to shared memory and those of copy engines and wgmma, which go another way. sm_90.
-fence_async_shared = _emits("fence.proxy.async.shared::cta")
-# Orders accesses of this thread to global memory and those of copy engines. sm_90.
-fence_async_global = _emits("fence.proxy.async.global")
-# Asks for a line of global memory in L1, and does not wait.
-prefetch_l1 = _emits("prefetch.global.L1")
-
-# Makes a group of the thread's copies since the last one.
-cp_async_commit = _emits("cp.async.commit_group")
-# Waits until at most so many of the thread's last groups are under way.
-cp_async_wait = _emits("cp.async.wait_group")
-# Waits for all copies of the thread: none may leave before its copies have landed.
-cp_async_wait_all = _emits("cp.async.wait_all")
+cp_async_commit = _emits("cp.async.commit_group")  # makes a group of the thread's copies since the last one
+cp_async_wait = _emits("cp.async.wait_group")  # until at most so many of the thread's last groups are under way
+cp_async_wait_all = _emits("cp.async.wait_all")  # no thread may leave before its copies have landed
 # Arrives at an mbarrier once the thread's copies so far have landed: one of the arrivals that it was made for.
 cp_async_mbarrier_arrive = _emits("cp.async.mbarrier.arrive.noinc.shared::cta.b64")
 
-# Arrives once at an mbarrier (a pointer), and so releases what this thread did before.
-mbarrier_arrive = _emits("mbarrier.arrive.shared::cta.b64")
+# Makes an mbarrier of 8 bytes of shared memory (a pointer), each of whose phases has so many arrivals (uint32). A phase
+# ends with its last arrival or byte.
+mbarrier_init = _emits("mbarrier.init.shared::cta.b64")
+mbarrier_arrive = _emits("mbarrier.arrive.shared::cta.b64")  # once, and so releases what this thread did before
+# Arrives in a phase that lasts until so many bytes (uint32) have come as well; some of them may be there before.
+mbarrier_expect = _emits("mbarrier.arrive.expect_tx.shared::cta.b64")
 # Lets copy engines and other blocks of the cluster see the barriers that this thread has made.
 fence_mbarrier_init = _emits("fence.mbarrier_init.release.cluster")
 
-# Arrives at the barrier of all threads of the cluster, and releases what the thread did before.
-cluster_arrive = _emits("barrier.cluster.arrive.release.aligned")
-# Waits until all threads of the cluster have arrived, and sees what they did before.
-cluster_wait = _emits("barrier.cluster.wait.acquire.aligned")
-# Lets the next kernel begin once all blocks have come here or ended.
-launch_dependents = _emits("griddepcontrol.launch_dependents")
-# Waits until the kernels before have ended, and sees what they wrote.
-wait_on_earlier = _emits("griddepcontrol.wait")
+cluster_arrive = _emits("barrier.cluster.arrive.release.aligned")  # of all threads; releases what the thread did before
+cluster_wait = _emits("barrier.cluster.wait.acquire.aligned")  # for these, and sees what they did before
+launch_dependents = _emits("griddepcontrol.launch_dependents")  # the next kernel begins when all blocks came or ended
+wait_on_earlier = _emits("griddepcontrol.wait")  # until the kernels before have ended, and sees what they wrote
 
-# Gives back all but so many registers of each thread; all threads of a warpgroup do it (setmaxnreg). sm_90a.
+# Gives back all but so many registers of a thread, or waits for and takes them; all of a warpgroup's threads do. sm_90a
 register_dealloc = _emits("setmaxnreg.dec.sync.aligned.u32")
-# Waits until so many registers a thread are there, and takes them; all threads of a warpgroup do it. sm_90a.
 register_alloc = _emits("setmaxnreg.inc.sync.aligned.u32")
 
-# Orders what this warpgroup did with registers and shared memory, and its products that follow.
-wgmma_fence = _emits("wgmma.fence.sync.aligned")
-# Makes a group of the products since the last one.
-wgmma_commit = _emits("wgmma.commit_group.sync.aligned")
+wgmma_fence = _emits("wgmma.fence.sync.aligned")  # between a use of registers and shared memory and products
+wgmma_commit = _emits("wgmma.commit_group.sync.aligned")  # makes a group of the products since the last one
 # Waits until at most so many of the last groups are under way. Accumulators may not be read behind it.
 wgmma_wait_pending = _emits("wgmma.wait_group.sync.aligned")
 
 
-# Loads, stores, fences, prefetches (PTX: data movement; memory consistency model). Vectors are aligned to their size. A
-# ``relaxed`` access is one of several threads of the GPU to the same memory, and sees what any of them wrote, at some
-# time; ``acquire`` and ``release`` order what is around them, too.
+# Loads and stores (PTX: data movement; memory consistency model). Vectors are aligned to their size. A ``relaxed``
+# access, one of several threads of the GPU to the same memory, sees what any of them wrote, at some time.
 
-
-def _load(where: str, into: Iterable[Expr], address: Expr, kind: str = "b32") -> None:
+def _load(where: str, into: Sequence[Expr], address: Expr, kind: str = "b32") -> None:
     """Loads one, two or four neighbouring values into elements of local buffers."""
-    into = [*into]
-    T.evaluate(T.ptx[f"ld.{where}.{_vector(len(into))}{kind}"](*into, address))
+    T.evaluate(T.ptx[f"ld.{where}.{_VECTOR[len(into)]}{kind}"](*into, address))
 
 
-def _store(where: str, address: Expr, values: Iterable[Expr], kind: str = "b32") -> None:
+def _store(where: str, address: Expr, values: Sequence[Expr], kind: str = "b32") -> None:
     """Stores one, two or four neighbouring values."""
-    values = [*values]
-    T.evaluate(T.ptx[f"st.{where}.{_vector(len(values))}{kind}"](address, *values))
-
-
-def _vector(count: int) -> str:
-    return f"v{count}." if count > 1 else ""
+    T.evaluate(T.ptx[f"st.{where}.{_VECTOR[len(values)]}{kind}"](address, *values))
 
 
 ld_global, ld_shared = partial(_load, "global"), partial(_load, "shared")
@@ -123,13 +103,11 @@ def shared_address(pointer: Expr) -> Expr:
 
 # Copies from global to shared memory that a thread does not wait for (PTX: asynchronous copy).
 
-
 def cp_async(to: Expr, source: Expr, size: int, present: Expr | None = None, *, l1: bool | None = None) -> None:
     """Copies 4, 8 or 16 bytes, of which ``present`` are read and the others are zeros. ``l1``: whether the line stays
     in L1 as well, which it must where fewer than 16 are copied, and does not otherwise."""
-    through = size < 16 if l1 is None else l1
-    filled = () if present is None else (present,)
-    T.evaluate(T.ptx[f"cp.async.{'ca' if through else 'cg'}.shared.global"](to, source, size, *filled))
+    cached, filled = "ca" if (size < 16 if l1 is None else l1) else "cg", () if present is None else (present,)
+    T.evaluate(T.ptx[f"cp.async.{cached}.shared.global"](to, source, size, *filled))
 
 
 def bulk_copy(to: Expr, source: Expr, size: Expr, barrier: Expr, *, policy: Expr | None = None,
@@ -143,19 +121,6 @@ def bulk_copy(to: Expr, source: Expr, size: Expr, barrier: Expr, *, policy: Expr
         T.evaluate(T.ptx[f"{_BULK}.multicast::cluster"](to, source, size, barrier, ranks))
     else:
         T.evaluate(T.ptx[_BULK](to, source, size, barrier))
-
-
-# Barriers in shared memory (mbarrier): 8 bytes each, in phases; a phase ends with its last arrival or byte.
-
-
-def mbarrier_init(barrier: Expr, arrivals: Expr) -> None:
-    """Makes an mbarrier of 8 bytes of shared memory (a pointer), each of whose phases has ``arrivals`` arrivals."""
-    T.evaluate(T.ptx["mbarrier.init.shared::cta.b64"](barrier, T.uint32(arrivals)))
-
-
-def mbarrier_expect(barrier: Expr, size: int) -> None:
-    """Arrives once, in a phase that lasts until ``size`` bytes have come as well; some of them may be there before."""
-    T.evaluate(T.ptx["mbarrier.arrive.expect_tx.shared::cta.b64"](barrier, T.uint32(size)))
 
 
 def mbarrier_wait(barrier: Expr, parity: Expr, cluster: bool = False) -> None:
@@ -177,13 +142,9 @@ def mbarrier_test(barrier: Expr, parity: Expr) -> Expr:
         return done;""", shared_address(barrier), parity)
 
 
-# Blocks of a cluster, which read and write each other's shared memory (PTX: barrier.cluster, st.async); and such as
-# begin before the kernel before has ended: programmatic dependent launch (griddepcontrol). sm_90.
-
-
 def cluster_send(to: Expr, barrier: Expr, rank: Expr, words: Sequence[Expr]) -> None:
-    """Writes one, two or four words of 32 bits to a block of the cluster, whose mbarrier counts their bytes. ``to`` and
-    ``barrier`` are addresses in this block's shared memory, of which that block has the same."""
+    """Writes one, two or four words of 32 bits to a block of the cluster, whose mbarrier counts their bytes (PTX:
+    st.async; sm_90). ``to``, ``barrier``: addresses in this block's shared memory, of which that block has the same."""
     count = len(words)
     if count == 1:
         name, names, vector, places = "ecornn_send", ["word"], "", "%1"
@@ -199,7 +160,6 @@ def cluster_send(to: Expr, barrier: Expr, rank: Expr, words: Sequence[Expr]) -> 
 
 
 # Threads of a block: barriers, shuffles, votes, special registers (PTX: bar, shfl, vote; CUDA C: warp functions).
-
 
 def sync_block() -> None:
     """Waits for all threads of the block, and sees what they wrote (``__syncthreads``)."""
@@ -226,24 +186,21 @@ def named_barrier_arrive(name: Expr | int, threads: int) -> None:
     T.evaluate(T.ptx["bar.arrive"](_uint32(name), T.uint32(threads)))
 
 
-def shuffle_xor(value: Expr, lanes: int) -> Expr:
-    """The float32 value of the lane whose number differs by the bits of ``lanes``."""
-    return _shuffled("exchanged", value, lanes)
-
-
 def neighbour(value: Expr) -> Expr:
     """The float32 value of the lane beside: 0 and 1, 2 and 3, and so on."""
     return call("float ecornn_neighbour(float value)", "return __shfl_xor_sync(0xffffffffu, value, 1);", value)
 
 
-def sum_xor(value: Expr, lanes: int) -> Expr:
-    """``value`` and that of :func:`shuffle_xor`, added."""
-    return _shuffled("across", value, lanes, "value + {}")
+def _shuffled(name: str, expression: str, value: Expr, lanes: int) -> Expr:
+    """``expression`` of ``value`` and {}, the float32 value of the lane whose number differs by the bits ``lanes``."""
+    theirs = "__shfl_xor_sync(0xffffffffu, value, lanes)"
+    return call(f"float ecornn_{name}(float value, int lanes)", f"return {expression.format(theirs)};", value,
+                T.int32(lanes))
 
 
-def largest_xor(value: Expr, lanes: int) -> Expr:
-    """The larger of both."""
-    return _shuffled("largest_across", value, lanes, "fmaxf(value, {})")
+shuffle_xor = partial(_shuffled, "exchanged", "{}")
+sum_xor = partial(_shuffled, "across", "value + {}")
+largest_xor = partial(_shuffled, "largest_across", "fmaxf(value, {})")
 
 
 def uniform(name: str, value: Expr) -> Expr:
@@ -276,14 +233,7 @@ def _uint32(value: Expr | int) -> Expr:
     return T.uint32(value) if isinstance(value, int) else T.cast(value, "uint32")
 
 
-def _shuffled(name: str, value: Expr, lanes: int, expression: str = "{}") -> Expr:
-    """The value of ``expression``, in which {} stands for that of another lane."""
-    body = f"return {expression.format('__shfl_xor_sync(0xffffffffu, value, lanes)')};"
-    return call(f"float ecornn_{name}(float value, int lanes)", body, value, T.int32(lanes))
-
-
-# Registers: how many the threads of a warpgroup have, and values that compilers must not look into.
-
+# Values that compilers must not look into.
 
 def opaque(name: str, value: Expr) -> Expr:
     """An int32 value as a variable that TVM does not look into. What TVM sees through it puts into every index that
@@ -305,37 +255,29 @@ def float_bits(value: Expr) -> Expr:
 
 # Warpgroup products of Hopper's tensor cores (PTX: wgmma). sm_90a.
 
-
-def wgmma(acc: list[Expr], a: Expr, b: Expr, keep: Expr, dtype: str, across: bool = False) -> None:
-    """``acc = a b + (keep ? acc : 0)`` for 32 bytes of K; a: 64 rows, b: ``2 * len(acc)`` columns, by descriptors.
-    ``across``: in memory K is the outer axis of both; of 16-bit types. Accumulators are those of ``mma`` for each n8
-    tile (``tensor_core.py``), warp w has rows 16 w to 16 w + 15."""
+def wgmma(acc: list[Expr], a: list[Expr], b: Expr, keep: Expr, dtype: str, across: bool = False) -> None:
+    """``acc = a b + (keep ? acc : 0)`` for 32 bytes of K; b: ``2 * len(acc)`` columns, by descriptor; a: 64 rows, by
+    descriptor or as four words of each thread, as operand A of ``mma``. ``across``: in memory K is the outer axis of
+    both; of 16-bit types. Accumulators are those of ``mma`` for each n8 tile, warp w has rows 16 w to 16 w + 15."""
     instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}{_WGMMA[dtype]}"]
-    layout = () if dtype == "tf32" else (int(across), int(across))  # TF32 cannot be transposed, so nothing says so
-    T.evaluate(instruction(*acc, a, b, T.ptx.pred(keep), 1, 1, *layout))
-
-
-def wgmma_registers(acc: list[Expr], a: list[Expr], b: Expr, keep: Expr, dtype: str) -> None:
-    """:func:`wgmma` with ``a`` in registers: four words of each thread, warp w's rows as operand A of ``mma``."""
-    instruction = T.ptx[f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}{_WGMMA[dtype]}"]
-    T.evaluate(instruction(*acc, *a, b, T.ptx.pred(keep), 1, 1, 0))
+    # TF32 cannot be transposed, nor can registers, so nothing says so
+    layout = () if dtype == "tf32" else (int(across),) * (2 if len(a) == 1 else 1)
+    T.evaluate(instruction(*acc, *a, b, T.ptx.pred(keep), 1, 1, *layout))
 
 
 def descriptor(address: Expr, leading: int, stride: int, swizzled: bool) -> Expr:
     """wgmma's description of an operand at ``address`` in shared memory (uint64).
 
-    ``stride`` bytes lie between groups of 8 rows, ``leading`` between the two 16-byte halves of a product's K (which
-    the 128-byte swizzle implies: it is then ignored, and addresses are multiples of 1024). Addresses are in units of 16
-    bytes: those of later values of K are larger by a constant. Of an operand that is read across, swizzled: ``stride``
-    between groups of 8 values of K, ``leading`` between panels of 128 bytes."""
+    ``stride`` bytes lie between groups of 8 rows, ``leading`` between the 16-byte halves of a product's K (ignored with
+    the 128-byte swizzle, where addresses are multiples of 1024). Of an operand that is read across, swizzled:
+    ``stride`` between groups of 8 values of K, ``leading`` between panels of 128 bytes. Addresses are in units of 16
+    bytes: those of later values of K are larger by a constant."""
     fixed = (leading >> 4) << 16 | (stride >> 4) << 32 | (1 << 62 if swizzled else 0)
     return T.cast(address >> T.uint32(4), "uint64") + T.uint64(fixed)
 
 
 def wgmma_wait(acc: list[Expr]) -> None:
     """Waits for all products; names the accumulators, so that none is read before."""
-    count = len(acc)
-    arguments = ", ".join(f"float& d{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d{i})' for i in range(count))
-    run(f"void ecornn_wgmma_wait_{count}({arguments})", f"""
+    arguments, operands = (", ".join(text.format(i) for i in range(len(acc))) for text in ("float& d{}", '"+f"(d{})'))
+    run(f"void ecornn_wgmma_wait_{len(acc)}({arguments})", f"""
         asm volatile("wgmma.wait_group.sync.aligned 0;" : {operands} : : "memory");""", *acc)

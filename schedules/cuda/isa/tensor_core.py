@@ -1,7 +1,7 @@
 """Matrix products on tensor cores, in words, so that one kernel text serves every dtype.
 
-A word is 32 bits: two float16 or bfloat16 values, or one float32. A k-tile is 8 words; in words the
-fragments of ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k8`` (tf32) are the same:
+A word is 32 bits: two float16 or bfloat16 values, or one float32. A k-tile is 8 words; in words the fragments of
+``mma.m16n8k16`` (16-bit) and ``mma.m16n8k8`` (tf32) are the same:
 
     A (16 rows x 8 words), lane l:  a0 = [l/4, l%4]  a1 = [l/4 + 8, l%4]  a2, a3: word + 4
     B (8 words x 8 columns), lane l: b0 = [l%4, l/4]  b1 = [l%4 + 4, l/4]
@@ -10,18 +10,15 @@ fragments of ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k8`` (tf32) are the same:
 float32 is exact to about 2e-7: each operand is split in two tf32 numbers, and three of the four partial products are
 added (the "3xTF32" of NVIDIA's CUTLASS). With ``tf32`` arithmetic each operand is rounded to one tf32 number.
 
-Weights of 8-bit integers become operands of 16-bit products, a word of four two words of two, exactly. They are in
-offset binary, q + 128. A byte u below a constant one is a number of 16 bits that is linear in u,
+Weights of 8-bit integers, in offset binary, q + 128, become operands of 16-bit products exactly. A byte u below a
+constant one is a number of 16 bits that is linear in u,
 
     float16   0x64u = 1024 + u        so that one subtraction makes q of it
     bfloat16  0x43u = 128 + u         where u < 128
                       256 + 2 (u - 128)   beyond, where the byte's upper bit is one of the exponent
 
-and with t = 0x43u - 256, which is q or 2 q, q = t - max(t, 0) / 2. Both need one permutation of bytes for two integers,
-which has half the rate of other instructions, and besides one or three of what the permutation leaves idle.
-
-The compiler must not compute these ahead of the loop over steps, in which integers that stay in registers would then
-take twice as many: the permutation is volatile."""
+and with t = 0x43u - 256, which is q or 2 q, q = t - max(t, 0) / 2. The permutation of bytes for two integers is
+volatile: computed ahead of the loop over steps, integers that stay in registers would take twice as many."""
 
 from __future__ import annotations
 
@@ -79,8 +76,8 @@ def unpack_half(word: Expr, upper: bool, dtype: str) -> Expr:
 
 
 def raised(value: Expr) -> Expr:
-    """A float32 value with half a unit of TF32's last place added to its bits: products that cut off what TF32 has no
-    bits for then round it to nearest, and :func:`lowered` still has all of it."""
+    """A float32 value with half a unit of TF32's last place added to its bits: products that cut off the bits beyond
+    TF32's then round it to nearest, and :func:`lowered` still has all of it."""
     return T.let("raised", call("float ecornn_raised(float value)", """
         // NaN may have all bits, and would be -0 then
         return value != value ? value : __uint_as_float(__float_as_uint(value) + 0x1000u);""", value))
@@ -113,8 +110,7 @@ def split(word: Expr, arithmetic: str, cut: Expr | bool = False) -> tuple[Expr, 
 def ldmatrix(into: Iterable[Expr], address: Expr, *, transposed: bool = False) -> None:
     """Loads four matrices of 8 x 8 16-bit values from shared memory, one word of each a thread; lane l has the address
     of row l % 8 of matrix l / 8. ``transposed``: rows come as columns."""
-    across = ".trans" if transposed else ""
-    T.evaluate(T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{across}.shared.b16"](*into, address))
+    T.evaluate(T.ptx[f"ldmatrix.sync.aligned.m8n8.x4{'.trans' if transposed else ''}.shared.b16"](*into, address))
 
 
 def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], arithmetic: str, *, apart: bool) -> None:
@@ -123,16 +119,16 @@ def mma(acc: list[Expr], a: list[tuple[Expr, ...]], b: list[tuple[Expr, ...]], a
     Tensor cores cut off the sums that they keep, always towards zero, so that the error of a float32 sum grows with its
     length: to 1e-5 where K is 2000. With ``apart`` a k-tile has a sum of its own; other units, which round, add it."""
     instruction = T.ptx[f"mma.sync.aligned.{_KIND[arithmetic]}"]
-    pairs = ((0, 0),) if arithmetic != "float32" else ((1, 0), (0, 1), (0, 0))  # small terms first
-    apart = apart and arithmetic == "float32"
+    if arithmetic != "float32":
+        T.evaluate(instruction(*acc, *(w[0] for w in a), *(w[0] for w in b), *acc))
+        return
     part = T.local("part", (4,), "float32") if apart else None  # fragment C
     sums = acc if part is None else [part[i] for i in range(4)]
-    for step, (i, j) in enumerate(pairs):
+    for step, (i, j) in enumerate(((1, 0), (0, 1), (0, 0))):  # small terms first
         before = sums if step or not apart else [T.float32(0)] * 4
         T.evaluate(instruction(*sums, *(w[i] for w in a), *(w[j] for w in b), *before))
-    if apart:
-        for to, value in zip(acc, sums, strict=True):
-            T.buffer_store(to.source, to + value, list(to.indices))
+    for to, value in zip(acc, sums, strict=True) if apart else ():
+        T.buffer_store(to.source, to + value, list(to.indices))
 
 
 def zeros(name: str, *shape: int) -> TirBuffer:
@@ -147,9 +143,8 @@ def multiply_pair(acc: TirBuffer, number: int, rows: Sequence[Callable[[int], Ex
                   columns: Sequence[Sequence[Expr]], arithmetic: str, *, apart: bool = False) -> None:
     """Adds the products of pair ``number`` of k-tiles. ``acc``: sums, (chain, m16 tile, n8 tile, 4 of fragment C);
     k-tiles take chains in turn; ``apart`` as of :func:`mma`. ``rows``: of each octet of weight rows word 0 to 3, two of
-    a k-tile; two octets make an m16 tile, the last may have one alone. ``columns``: of each n8 tile of state the same.
-    """
-    chains, nothing = int(acc.shape[0]), tuple(T.uint32(0) for _ in range(2))
+    a k-tile; two octets make an m16 tile, the last may be one. ``columns``: of each n8 tile of state the same."""
+    chains, nothing = int(acc.shape[0]), (T.uint32(0), T.uint32(0))
     for tile in range(2):
         right = [[split(column[tile * 2 + half], arithmetic) for half in range(2)] for column in columns]
         for m in range(ceil_div(len(rows), 2)):  # a0, a1: word 0 of the lower and upper octet; a2, a3: word 1
