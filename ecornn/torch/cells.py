@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ecornn.torch import engine, like_before, meanwhile, stepping_training
-from ecornn.torch.dispatching import derivatives, watched
-from ecornn.torch.falling_back import by_torch, obstacle
+from ecornn.torch import engine, falling_back, like_before, stepping_training
+from ecornn.torch.falling_back import by_torch, derivatives, obstacle
 from ecornn.torch.kind import CELLS, text_of
 from ecornn.torch.modules import CompiledModule, called, leaf
 from ecornn.torch.snapshot import suspect
@@ -35,10 +34,10 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
         if state is None or not _fits(self, weights[0], input, state):
             return by_torch(self, input, hx)
-        if meanwhile.waits(self):
+        if falling_back.waits(self):
             return self._compiled(input, hx, state, weights)
         kind = "cell", input.shape, input.dtype, input.device, torch.is_grad_enabled()
-        return meanwhile.call(self, input, hx, kind, lambda: self._compiled(input, hx, state, weights))
+        return falling_back.call(self, input, hx, kind, lambda: self._compiled(input, hx, state, weights))
 
     def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor],
                   weights: Sequence[torch.Tensor]) -> Any:
@@ -146,6 +145,6 @@ def _with_gradients(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,
                     state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
     """The states after x with gradients; None if these are not asked for, or need an operator."""
     if (x.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
-            or watched((x, *state, *weights)) or derivatives(lambda: (x, *state, *weights)) != "gradients"):
+            or engine.watched((x, *state, *weights)) or derivatives(lambda: (x, *state, *weights)) != "gradients"):
         return None
     return stepping_training.run(engine.engine_of(cell), weights, x, state)

@@ -1,12 +1,12 @@
-"""Engines, the compiled layers of a module, one for each kind of call; and the weights that a module has at a moment,
-those among them that a cell computes from its parameters.
+"""Engines, the compiled layers of a module, one for each kind of call; the weights that a module has at a moment, those
+among them that a cell computes from its parameters; and who watches a call.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,15 +14,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.autograd import profiler
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ecornn.cells import Cell, derive
 from ecornn.errors import DTypeError, WeightsError
 from ecornn.runtime.layer import Layer
-from ecornn.torch.background import Job
 from ecornn.torch.bound import BoundLayers
-from ecornn.torch.compiling import KEPT
-from ecornn.torch.dispatching import watched
+from ecornn.torch.compiling import KEPT, Job
 from ecornn.torch.kind import Kind, kind_of, narrowed, narrowed_rows, text_of, widened
 from ecornn.torch.snapshot import Snapshot, replayed
 
@@ -32,8 +33,25 @@ _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 _options_of = attrgetter(
     "mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "proj_size", "tf32")
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # classes that run no code of a subclass
 
 
+# -- watched calls go through PyTorch's dispatcher, all others the short way past it ------------
+def watching() -> bool:
+    """Tells whether modes, functorch's transforms or the profiler, who see operators only, watch all calls."""
+    if _modes() or torch._C._functorch.maybe_current_level() is not None or profiler._is_profiler_enabled:
+        return True
+    # torch.device(...) as a context has nothing to see here
+    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def watched(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tells whether a call on these tensors must go through the dispatcher, as tracers and tensor subclasses need."""
+    return watching() or not PLAIN.issuperset(map(type, tensors))
+
+
+# -- engines ------------------------------------------------------------------------------------
 class Engine:
     """The compiled layers of one torch module, or of the weights that the operator is given.
 
@@ -41,7 +59,7 @@ class Engine:
     ----------
     kind : the kind of the module
     refused : kinds of calls, and columns of packed sequences, that no schedule serves
-    pending : kinds of calls whose modules are compiled in the background, see meanwhile.py
+    pending : kinds of calls whose modules are compiled in the background, see falling_back.py
     calls, shared : values kept between calls, see like_before.py and stepping_training.py
     """
 
@@ -84,8 +102,7 @@ class Engine:
     def called(self, layer: Layer, x: torch.Tensor, state: Sequence[torch.Tensor], **masks: Any) -> list[torch.Tensor]:
         """The results of :meth:`run` by this layer."""
         with torch.no_grad():
-            y, after = layer(x, self.given(state), **masks)
-            return self.results(y, after)
+            return self.results(*layer(x, self.given(state), **masks))
 
     def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
         """The states that a layer takes for states (L*D, B, H), or gradients of them; None in place of one is zeros."""
@@ -108,8 +125,7 @@ class Engine:
         return self._parts[layer]
 
     def rebind(self) -> None:
-        """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
-        calls that run now."""
+        """Has the next call of every kind read the weights again. Calls that run now keep what they have."""
         self.inference.outdate()
         self.trained.outdate()
         for part in self._parts.values():
@@ -117,8 +133,7 @@ class Engine:
 
 
 def engine_of(module: torch.nn.Module) -> Engine:
-    """The module's engine, made with its first call; copies of a module get their own. The operator finds it by the
-    module's weights."""
+    """The module's engine, made with its first call; the operator finds it by the weights. A copy gets its own."""
     engine = known_engine(module)
     if engine is None:
         engine = _modules[module] = engine_for(kind_of(text_of(module)), weights_of(module))
@@ -136,10 +151,7 @@ def known_engine(module: Any) -> Engine | None:
 
 
 def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:
-    """The engine of these very tensors, which lives as long as the first of them.
-
-    Raises :class:`WeightsError` where they are not as many as such a layer has.
-    """
+    """The engine of these very tensors. Raises :class:`WeightsError` if a layer has more of them, or fewer."""
     if len(weights) != len(kind.names):
         raise WeightsError(f"{len(weights)} weights of {kind}; expected {', '.join(kind.names)}")
     if kind.keep is not None and kind.keep == KEPT.get(weights[0].device.type):
@@ -176,8 +188,7 @@ def rebind(module: torch.nn.Module) -> None:
 
 
 def let_go(module: torch.nn.Module) -> None:
-    """Forgets the engines of a module and of its own weights, and so all weak references to these: PyTorch swaps no
-    tensor that has one. Compiled modules stay."""
+    """Forgets the weak references to a module and its own weights: PyTorch swaps no tensor that has one."""
     _modules.pop(module, None)
     with _lock:
         for weight in module._parameters.values():
@@ -192,11 +203,9 @@ def let_go_if_swapped(module: torch.nn.Module) -> None:
 
 
 def weights_of(module: Any) -> list[torch.Tensor]:
-    """The weights of a module at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
-    own into ``_parameters``, and a parametrization makes new ones at each access, as a cell that computes its own does.
-
-    Raises :class:`WeightsError` if one has been set to None.
-    """
+    """The weights of a module at this moment; raises :class:`WeightsError` if one has been set to None.
+    ``_flat_weights`` may have others: torch.func.functional_call puts its own into ``_parameters``, and a
+    parametrization makes new ones at each access, as a cell that computes its own does."""
     own, names = module._parameters, module._flat_weights_names
     derived: Derived | None = module.__dict__.get("_derived")
     if derived is not None:
@@ -219,8 +228,7 @@ _calls = threading.local()  # the weights of modules that this thread is calling
 
 
 class Derived:
-    """Computes the weights with these ``names``, in this order, of a module's ``learned`` ones, with their
-    gradients."""
+    """Computes the weights with these ``names``, in this order, and their gradients, of a module's ``learned`` ones."""
 
     def __init__(self, cell: Cell, input: int, hidden: int, learned: list[str], names: list[str]) -> None:
         self._cell, self._input, self._hidden, self._learned, self._names = cell, input, hidden, learned, names

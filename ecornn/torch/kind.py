@@ -134,8 +134,7 @@ class Kind:
         return tuple(kind + end for end in ends for kind in kinds)
 
     def flat(self, of: Callable[[int, int], Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-        """Shapes in all layers by a user's names, gates folded into the first axis; ``of`` gives those of one layer for
-        I and H."""
+        """Shapes by a user's names in all layers, gates folded into the first axis; ``of``: one layer's for I, H."""
         cell, shapes = get(self.cell), {}
         for layer in range(self.layers):
             for second in (False, True)[:self.directions]:
@@ -199,11 +198,7 @@ def _builtin(name: str) -> bool:
 # -- weights, states and gradients of torch's layers as those of compiled ones, and back --------
 # A compiled layer has biases, and in place of a projection one that keeps the size, with zeros where torch has nothing.
 def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The weights of torch's layer as those of a compiled one, by name, with zeros for biases that torch's has not, and
-    around a projection.
-
-    Raises :class:`ArgumentError` for a weight without memory.
-    """
+    """Weights of torch's layer as a compiled one's. Raises :class:`ArgumentError` for one without memory."""
     with_memory = [w.clone() if w._is_zerotensor() else w for w in weights]  # zeros of autograd's have none
     if kind.projection:  # torch would copy from nowhere
         for name, w in zip(kind.names, with_memory, strict=True):

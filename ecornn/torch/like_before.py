@@ -17,11 +17,10 @@ from torch.autograd import forward_ad
 
 from ecornn.program import RUN
 from ecornn.runtime.torch_arrays import TorchMemory
-from ecornn.torch import meanwhile, stepping_training
+from ecornn.torch import falling_back, stepping_training
 from ecornn.torch.bound import BoundLayer
 from ecornn.torch.compiling import precision_of
-from ecornn.torch.dispatching import PLAIN, watched, watching
-from ecornn.torch.engine import Engine, known_engine, weights_of
+from ecornn.torch.engine import PLAIN, Engine, known_engine, watched, watching, weights_of
 from ecornn.torch.stepping_training import TENSORS, ready
 
 MOST = 64  # calls that a module remembers
@@ -31,12 +30,11 @@ _tracing, _threads, _autocasts = torch._C._is_tracing, torch.get_num_threads, to
 
 
 def again(module: Any, x: Any, hx: Any) -> Any:
-    """The results of a call of the module; None if it is like none before, or if somebody asks for more than
-    results."""
+    """The results of a call of the module; None if it is like none before, or if more than results is asked for."""
     engine = known_engine(module)
     if engine is None or type(x) not in PLAIN:
         return None
-    if engine.pending and (results := meanwhile.again(engine, module, x, hx)) is not None:
+    if engine.pending and (results := falling_back.again(engine, module, x, hx)) is not None:
         return results
     call: Call | None = engine.calls.get(_key(module, x))
     if (call is None or x.layout is not torch.strided or forward_ad._current_level >= 0 or watching() or _tracing()

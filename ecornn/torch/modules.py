@@ -11,9 +11,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.boundary import refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
-from ecornn.torch import engine, like_before, meanwhile, packed, training
+from ecornn.torch import engine, falling_back, like_before, packed, training
 from ecornn.torch.compiling import KEPT, checked_keep, few_steps, serves
-from ecornn.torch.dispatching import watched
+from ecornn.torch.engine import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import keeping, text_of
 from ecornn.torch.operator import directly, forward, recurrent
@@ -92,9 +92,9 @@ class Sequences(CompiledModule):
         given = (input, hx)
         if torch.is_autocast_enabled("cuda"):
             given = autocasted(given)
-        if not meanwhile.waits(self):
-            return meanwhile.call(self, input, hx, call_kind(self, input, asked),
-                                  lambda: self._compiled(*given, asked))
+        if not falling_back.waits(self):
+            return falling_back.call(self, input, hx, call_kind(self, input, asked),
+                                     lambda: self._compiled(*given, asked))
         if not asked:
             return self._compiled(*given, False)
         try:
@@ -252,8 +252,7 @@ def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
 
 
 def leaf(module: Any, input: Any, hx: Any) -> Any:
-    """A node of torch.fx's graph that calls the module, whose layers it does not look into, as with torch.nn's. Raises
-    :class:`ArgumentError` if ``input`` is none of torch.fx's symbols either."""
+    """A call in torch.fx's graph. Raises :class:`ArgumentError` if ``input`` is none of its symbols either."""
     if isinstance(input, torch.fx.Proxy):
         given = (input,) if hx is None else (input, hx)
         tracer: Any = input.tracer
@@ -263,8 +262,7 @@ def leaf(module: Any, input: Any, hx: Any) -> Any:
 
 def called(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
            weights: list[torch.Tensor], kind: str, asked: bool, layer: int | None = None) -> list[torch.Tensor]:
-    """y and the states of a module, or of one ``layer`` of it, with gradients if they are ``asked`` for; see
-    :func:`recurrent` for the other arguments."""
+    """y and the states of a module, or of one ``layer`` of it; ``asked``: with gradients. See :func:`recurrent`."""
     by_operator = torch.compiler.is_compiling() or watched((x, *state, *weights))
     if asked and by_operator:
         return forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
@@ -307,11 +305,9 @@ def autocasted(value: Any) -> Any:
 
 def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
               order: torch.Tensor | None) -> list[torch.Tensor]:
-    """The initial states, each (L*D, ``batch``, H), in the order of the rows of x; [] for zeros.
-
-    Raises :class:`ArgumentError`, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` if ``hx`` does not
-    fit the module and x.
-    """
+    """The initial states, each (L*D, ``batch``, H), in the order of the rows of x; [] for zeros. Raises
+    :class:`ArgumentError`, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` if ``hx`` does not fit the
+    module and x."""
     if hx is None:
         return []
     names = [f"{name}_0" for name in module.state_names]

@@ -167,8 +167,7 @@ def is_batched(gradient: torch.Tensor | None) -> bool:
 
 
 def each(call: Callable[[Sequence[Any]], list[Any]], gradients: Sequence[Any]) -> list[Any]:
-    """The results of ``call`` on gradients, one by one and stacked if autograd gives several as one
-    (``is_grads_batched``)."""
+    """The results of ``call`` on gradients; one by one, and stacked, of several as one (``is_grads_batched``)."""
     batched = [*map(is_batched, gradients)]
     if not any(batched):
         return call(gradients)

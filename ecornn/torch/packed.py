@@ -88,8 +88,7 @@ def rows_of(batch_sizes: bytes) -> int:
 
 
 def checked(packed: PackedSequence) -> PackedSequence:
-    """The sequence without rows of data beyond its ``batch_sizes``. Raises :class:`ShapeError` and :class:`DTypeError`
-    where its parts do not fit each other."""
+    """The sequence without rows beyond ``batch_sizes``. Raises errors where its parts do not fit each other."""
     data, sizes, *orders = packed
     if sizes.dtype != torch.int64 or not sizes.is_cpu:
         raise DTypeError("input.batch_sizes", f"{sizes.dtype} on {sizes.device}", "torch.int64 on the host")
@@ -107,8 +106,7 @@ def sizes_of(batch_sizes: bytes) -> tuple[NDArray[Any], NDArray[Any]]:
 
 @lru_cache(maxsize=16)  # the layers of a model have the same lengths, one after the other
 def padded(batch_sizes: bytes) -> Layout:
-    """The layout of sequences with int64 ``batch_sizes`` that has each as a row of x. Places of x beyond a length are
-    not used: the first row of packed data will do."""
+    """The layout that has each sequence as a row of x; places beyond a length have the first packed row."""
     sizes, lengths = sizes_of(batch_sizes)
     shape = len(sizes), len(lengths)
     return Layout(shape, _index(shape, np.flatnonzero(np.arange(shape[1]) < sizes[:, None]), lengths))
@@ -116,8 +114,7 @@ def padded(batch_sizes: bytes) -> Layout:
 
 @lru_cache(maxsize=16)
 def laid(batch_sizes: bytes, width: int, together: int) -> Layout:
-    """The layout of sequences with int64 ``batch_sizes`` in ``width`` columns, of which ``together`` neighbours may
-    share a sequence."""
+    """The layout of sequences in ``width`` columns, of which ``together`` neighbours may share a sequence."""
     sizes, lengths = sizes_of(batch_sizes)
     columns = Columns.of(lengths, width, together)
     steps, numbers = np.nonzero(np.arange(columns.count) < sizes[:, None])  # of packed rows
@@ -170,8 +167,7 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
 
 
 def train(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Packed y and the states (L*D, S, H) with gradients, from ``state`` or zeros, rows in packed order; None if
-    columns gain nothing, or no schedule serves them."""
+    """Does what :func:`run` does, with gradients; None if columns gain nothing, or no schedule serves them."""
     sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
     weights, width, together = weights_of(module), _width(data.is_cuda, sizes), 0
     if width is None or (data.dtype, width, "training") in engine.refused:

@@ -22,10 +22,9 @@ from ecornn.errors import ArgumentError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
-from ecornn.torch import engine, falling_back, training
-from ecornn.torch.background import Compilers, get_ready
+from ecornn.torch import compiling, engine, falling_back, training
 from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell
-from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of, serves
+from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.modules import GRU, LSTM, RNN, Compiled, Sequences
 
@@ -109,7 +108,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
             else:
                 kept[name] = why
     if swapped:
-        get_ready()
+        compiling.get_ready()
     return Report(tuple(swapped), kept)
 
 
@@ -152,7 +151,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
         return f"its {name} is {weight}, which is no tensor"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
-    if not serves(weight.device, weight.dtype):
+    if not compiling.serves(weight.device, weight.dtype):
         return f"its weights are {weight.dtype}, which is not compiled for {weight.device.type}"
     return None
 
@@ -175,13 +174,13 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
     if not layers:
         raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
                             "them")
-    calls: dict[tuple[Any, Call], None] = {}
+    wanted: dict[Any, tuple[LayerSpec, str]] = {}
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given, runs = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}, type(module)
         module.__class__ = kinds[module]
-        if (call := call_of(module, given["input"], given.get("hx"))) is not None:
-            calls[module, call] = None
+        for spec, target in specs(module, given["input"], given.get("hx")):
+            wanted[spec.workload, spec.stack, spec.training, target] = spec, target
         module.__class__ = runs
 
     # arguments that a class's own forward hands on are not seen before its first call
@@ -198,48 +197,27 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
             module.__class__ = kind
         for hook in hooks:
             hook.remove()
-    wanted = {(spec.workload, spec.stack, spec.training, call.target): (spec, call.target)
-              for module, call in calls for spec in specs(module, call)}
     compile_all([*wanted.values()], processes or torch.get_num_threads())
     return len(wanted)
 
 
-@dataclass(frozen=True)
-class Call:
-    """The properties of a call that a layer is compiled for: T, B, the data type, masks, the target, whether gradients
-    are asked for, and the precision of products."""
-
-    steps: int
-    batch: int
-    dtype: str
-    masks: str
-    target: str
-    asked: bool
-    precision: str | None
-
-
-def call_of(module: Any, input: Any, hx: Any) -> Call | None:
-    """The call of a layer with these arguments; None if no module serves it, or if nobody can say which."""
+def specs(module: Any, input: Any, hx: Any) -> list[tuple[LayerSpec, str]]:
+    """The layers to compile for a call with these arguments, each with its target: one by one with dropout, and with
+    gradients that leave layer by layer; none if no module serves the call, or if nobody can say which."""
     why, asked = falling_back.obstacle(module, input, hx)
     packed = isinstance(input, PackedSequence)
     data = input.data if packed else input
     if why or (packed and data.is_cuda) or data.numel() == 0:
-        return None
+        return []
     sizes = (len(input.batch_sizes), int(input.batch_sizes[0])) if packed else module.call_sizes(data)
     if sizes is None:
-        return None
-    masks, target = "lengths" if packed else "", "cpu" if data.is_cpu else "cuda"
-    steps, batch = sizes
-    return Call(steps, batch, NAMES[data.dtype], masks, target, asked, precision_of(kind_of(text_of(module)), data))
-
-
-def specs(module: Any, call: Call) -> list[LayerSpec]:
-    """The layers to compile for a call: one by one with dropout, and with gradients that leave layer by layer."""
-    alone = module._drops or (call.asked and training.by_layer(module, engine.weights_of(module)))
-    kinds = [text_of(module, layer) for layer in range(module.num_layers)] if alone else [text_of(module)]
-    keep = KEPT[call.target] if call.asked else None
-    steps = (few_steps(call.steps) if call.target == "cuda" and not call.asked else 0) or about(call.steps)
-    return [kind_of(kind).spec(call.batch, steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
+        return []
+    target, (T, B) = "cpu" if data.is_cpu else "cuda", sizes
+    alone = module._drops or (asked and training.by_layer(module, engine.weights_of(module)))
+    kinds = [kind_of(text_of(module, layer)) for layer in (range(module.num_layers) if alone else [None])]
+    steps = (few_steps(T) if target == "cuda" and not asked else 0) or about(T)
+    return [(kind.spec(B, steps, NAMES[data.dtype], "lengths" if packed else "", KEPT[target] if asked else None,
+                       precision_of(kind, data)), target) for kind in kinds]
 
 
 @safe_interrupts()
@@ -249,7 +227,7 @@ def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None
         return spec.workload.cell.partition("(")[0] in BUILTIN and not known(spec, target)
 
     alone = len(wanted) == 1 or processes == 1 or cache.folder() is None
-    compilers = Compilers(0 if alone else min(processes, len(wanted)))
+    compilers = compiling.Compilers(0 if alone else min(processes, len(wanted)))
     try:
         jobs = [None if alone or not apart(*asked) else compilers.submit(*asked) for asked in wanted]
         for number, (asked, job) in enumerate(zip(wanted, jobs, strict=True), 1):
@@ -302,8 +280,7 @@ def original_class(kind: Any) -> type[Any]:
 
 
 def reclass(module: torch.nn.Module, change: Callable[[type[Any]], type[Any]]) -> None:
-    """Changes a module's class; under a parametrization, whose class has the parameters as properties, the class below
-    that one."""
+    """Changes a module's class; of a parametrized one, whose class has its parameters, the class below."""
     kind = type(module)
     if parametrize.is_parametrized(module):
         own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}

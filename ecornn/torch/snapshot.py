@@ -31,12 +31,10 @@ Read = Callable[[], bytes]
 
 
 class Snapshot:
-    """Weights as they were: the very tensors, at these addresses, with these versions and sampled values.
-
-    When a tensor dies the snapshot no longer holds. Its memory stays, since its address could otherwise be that of
-    other weights one day. Fused optimizers change weights and not their versions: the weights of a backward pass are
-    suspects from then on. Those of a backward pass that a CUDA graph has captured always are: it may be replayed.
-    """
+    """Weights as they were: the very tensors, at these addresses, with these versions and sampled values. When a tensor
+    dies the snapshot no longer holds. Its memory stays, since its address could otherwise be that of other weights one
+    day. Fused optimizers change weights and not their versions: the weights of a backward pass are suspects from then
+    on. Those of a backward pass that a CUDA graph has captured always are: it may be replayed."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._memory = [w.detach() for w in weights]
@@ -57,8 +55,7 @@ class Snapshot:
         return True
 
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
-        """Tells whether every weight is the same tensor with the same values, as far as versions and samples show, and
-        whether none is suspected, unless ``with_suspects``."""
+        """Tells whether every weight is the same tensor, with the same values as far as can be seen."""
         if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self._known):
             return False
         for w, (tensor, pointer, version) in zip(weights, self._known, strict=True):
@@ -103,8 +100,7 @@ def _version(weight: torch.Tensor) -> int:
 
 
 class Sample:
-    """Values of the weights that lie in host memory, as they were. It reads their memory: callers know that the weights
-    are still where they were."""
+    """Values of the weights in host memory, as they were. Callers know that they still are where they were."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights, self._places = weights, list[int]()

@@ -60,8 +60,7 @@ class Shared:
             for w, known, asked in zip(weights, self.weights, self._asked, strict=True))
 
     def check(self, versions: list[int]) -> None:
-        """Raises RuntimeError, as PyTorch does, if weights have changed since the call whose gradients are asked for.
-        No check is needed as long as a module has the weights of that call packed."""
+        """Raises RuntimeError, as PyTorch does, if weights have changed since they had these versions."""
         for name, was, now in zip(self.engine.kind.names, versions, self.weights, strict=True):
             if was != now._version:
                 raise RuntimeError(
@@ -126,8 +125,7 @@ class TrainingStep:
         self._bytes = self.kept_bytes + 4 * batch * engine.kind.hidden
 
     def forward(self, x: torch.Tensor, state: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The memory that backward reads, and the states after x. y lies at its end, since callers may write to the
-        states."""
+        """The memory that backward reads, y at its end, and the states after x."""
         memory = x.new_empty(self._bytes, dtype=torch.uint8)
         after = [*map(torch.empty_like, state)] or [x.new_empty(self._shape) for _ in self._zeros]
         start = memory.data_ptr()

@@ -107,11 +107,7 @@ class Draw:
 
 
 def hold(cell: TracedCell) -> None:
-    """Compares a cell with its module.
-
-    Raises :class:`~ecornn.errors.CellError`, with the first operator that differs, if the cell computes anything else,
-    and if its step cannot be analysed.
-    """
+    """Compares a cell with its module. Raises :class:`~ecornn.errors.CellError` if it computes anything else."""
     from ecornn.analysis import analyse
     from ecornn.analysis.adjoint import adjoint
 
@@ -182,8 +178,7 @@ def _called(cell: TracedCell, step: Any, draw: Draw) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The module's values: the new states, gradients of x and the states, None if PyTorch has none, gradients of its
-    parameters by name, and the tensors that it returned."""
+    """The module's new states, gradients of x and the states, gradients of parameters, and all results."""
 
     values: list[Array]
     inner: list[Array] | None

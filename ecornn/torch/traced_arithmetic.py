@@ -17,11 +17,9 @@ from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, 
 
 
 class Arithmetic:
-    """The values of a graph's nodes. A method ``op_NAME`` carries out the operator of that name.
-
-    ``parameter(use)`` is the te tensor for a use of the module's weights; ``known`` has the value of each node that
-    depends on x or a state.
-    """
+    """The values of a graph's nodes. A method ``op_NAME`` carries out the operator of that name. ``parameter(use)`` is
+    the te tensor for a use of the module's weights; ``known`` has the value of each node that depends on x or a
+    state."""
 
     def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
         self.graph, self.sizes, self.parameter, self.like = graph, graph.sizes, parameter, states[0]
@@ -38,12 +36,10 @@ class Arithmetic:
 
     def scalars(self, function: Callable[..., Any], operands: Sequence[Any], name: str,
                 axes: tuple[str, ...] | None = None, width: Width = 1) -> Value:
-        """The value of ``function``, which takes scalars, at every gate and unit.
-
-        ``operands``: values, each of one gate or of all, and anything else that the function takes; ``axes``: the
-        result's, None: those of the first operand; ``width``: the result's if operands have one value a row. Raises
-        :class:`CellError` if numbers of gates or widths differ.
-        """
+        """The value of ``function``, which takes scalars, at every gate and unit. ``operands``: values, each of one
+        gate or of all, and anything else that the function takes; ``axes``: the result's, None: those of the first
+        operand; ``width``: the result's if operands have one value a row. Raises :class:`CellError` if numbers of gates
+        or widths differ."""
         axes = operands[0].axes if axes is None else axes
         values = [o for o in operands if isinstance(o, Value)]
         count = max(len(v.gates) for v in values)

@@ -89,8 +89,7 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """A tensor of the step that its graph reads: ``kind`` is ``parameter``, ``buffer`` or ``constant``; the last has a
-    name of the graph's own."""
+    """A ``parameter``, ``buffer`` or ``constant`` that the graph reads; the last has the graph's own name."""
 
     kind: str
     name: str
@@ -132,8 +131,7 @@ class Graph:
         return [node for node in (*self.learned, *self.given, *self.nodes) if node in needed]
 
     def number(self, node: torch.fx.Node) -> float | bool | int | None:
-        """The one value that a constant has everywhere; None if it depends on a parameter or buffer, or has several.
-        Raises :class:`CellError` for values that PyTorch draws at random."""
+        """The one value that a constant has everywhere; None if it has several, or depends on a parameter or buffer."""
         order = self.below([node])
         for one in order:
             if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
@@ -167,11 +165,8 @@ class Wrapped(torch.nn.Module):
 
 
 def export(traced: Traced) -> Graph:
-    """The graph of a step.
-
-    Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it, if it changes its
-    buffers, and if it returns anything but tensors.
-    """
+    """The graph of a step. Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it,
+    if it changes its buffers, and if it returns anything but tensors."""
     batch = batch_of(traced)
     like = next((t for t in tensors_of(traced.step) if t.is_floating_point()), torch.empty(0))
     widths = traced.input, *[traced.hidden] * len(traced.states)

@@ -103,8 +103,7 @@ class Walk(Arithmetic):
 
     # -- products -------------------------------------------------------------------------------
     def product(self, name: str, rows: Value, weights: torch.fx.Node, stored: bool, index: int | None = None) -> Value:
-        """The product of ``rows`` (B, K) by a matrix (K, N), or (N, K) if it is ``stored`` so; of several that of
-        ``index``."""
+        """The product of ``rows`` (B, K) by (K, N), or (N, K) if it is ``stored`` so, of several ``index``."""
         if rows.axes not in ((BATCH, UNITS), (BATCH, COLUMNS), (BATCH, ONE), (BATCH, GATES)):
             raise CellError(f"a product of {rows}; expected (B, K)")
         count, K = shape_of(weights)[-2:] if stored else shape_of(weights)[-2:][::-1]

@@ -191,8 +191,7 @@ class Matrix:
         return self.gates, rows, sizes.width(self.widths[self.place])
 
     def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-        """The parameter in te shape from the node's value, a view if it can be; (1, 1, K) if all units have the
-        same."""
+        """The parameter in te shape from the node's value, a view if it can be; (1, 1, K) if all units have one."""
         value = value if self.index is None else value[self.index]
         value = value if self.stored else value.t()
         if len(self.widths) > 1:
@@ -204,8 +203,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """Weights as an operand of arithmetic: the tensor of ``node`` on the ``axes`` of the other operands, with as many
-    gates as ``gates``, of ``width``."""
+    """Weights as an operand: the tensor of ``node`` on the ``axes`` of the others, with gates of ``width``."""
 
     node: torch.fx.Node
     axes: tuple[str, ...]
@@ -307,8 +305,7 @@ class Weights:
         return Source(learned, replace(use, node=node, axes=use.axes[-1:]))
 
     def _origins(self, use: Use) -> Iterator[tuple[torch.fx.Node, Any]]:
-        """The weights that a use depends on, each with the way it is read. One parameter can serve all uses of a weight
-        if there is one way."""
+        """The weights that a use depends on, each with the way it is read: one parameter serves all uses in one way."""
         stored = self._as_stored(use)
         way = stored.use if stored else use
         if stored and isinstance(stored.use, Matrix):
@@ -318,8 +315,7 @@ class Weights:
                 yield node, way
 
     def computed(self, values: Mapping[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The derived parameters in te shape, with their gradients, from the values of ``originals`` by name; on the
-        device and of the type of ``like``."""
+        """The derived parameters in te shape, of the ``originals``' values; of the type of ``like``, where it is."""
         def known(learned: Learned) -> torch.Tensor:
             value = learned.value if learned.kind == "constant" else values[_identifier(learned.name)]
             return value.to(like.device, like.dtype if learned.value.is_floating_point() else learned.value.dtype)

@@ -57,10 +57,7 @@ def backward(engine: Engine, weights: Sequence[torch.Tensor], x: torch.Tensor, s
 
 def kept_bytes(kind: Kind, x: torch.Tensor, lengths: torch.Tensor | None) -> Any:
     """The number of bytes that :func:`forward` keeps for x (T, B, I), whose sizes may be symbols; the same for any
-    module of such a layer.
-
-    Raises :class:`ArgumentError` for another data type.
-    """
+    module of such a layer. Raises :class:`ArgumentError` for another data type."""
     if x.dtype not in NAMES:
         raise ArgumentError("x.dtype", x.dtype, ", ".join(NAMES.values()))
     steps, batch = x.shape[:2]

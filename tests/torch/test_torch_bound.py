@@ -19,10 +19,10 @@ from torch_values import error
 import ecornn.compiler
 import ecornn.torch
 from ecornn.errors import ArgumentError, DerivativeError, DeviceError, ScheduleError
-from ecornn.torch import GRU, background, bound, compiling, engine, operator, packed, snapshot, training
+from ecornn.torch import GRU, bound, compiling, engine, operator, packed, snapshot, training
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.replacing import Call, specs
+from ecornn.torch.replacing import specs
 from ecornn.torch.snapshot import Snapshot, suspect
 
 KIND = kind_of("GRU(input=3,hidden=4,layers=1,bias=1,bidirectional=0,projection=0)")
@@ -240,18 +240,18 @@ def test_calls_of_few_steps_have_layers_of_their_own(gpu: Any):
 
 def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     """If there is or will be one; their own is compiled once they are frequent, and serves them when it is there."""
-    asked: list[background.Job] = []
-    monkeypatch.setattr(background, "start", lambda spec, target: next(
-        (job for job in asked if job.spec == spec), None) or asked.append(background.Job(spec, target)) or asked[-1])
+    asked: list[compiling.Job] = []
+    monkeypatch.setattr(compiling, "start", lambda spec, target: next(
+        (job for job in asked if job.spec == spec), None) or asked.append(compiling.Job(spec, target)) or asked[-1])
     layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
 
     def take(steps: int) -> Any:
-        with background.accepting():
+        with compiling.accepting():
             layers.give(one := layers.take(weights, x_of(), (steps, 2)))
         return one
 
     for steps in (300, 3):
-        with pytest.raises(background.PendingError):
+        with pytest.raises(compiling.PendingError):
             take(steps)
     assert [job.spec.seq for job in asked] == [256]
     asked[0].outcome = gpu.module
@@ -267,9 +267,9 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
 
 def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any,
                                                                              monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "start", lambda spec, target: background.Job(spec, target, gpu.module))
+    monkeypatch.setattr(compiling, "start", lambda spec, target: compiling.Job(spec, target, gpu.module))
     layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
-    with background.accepting():
+    with compiling.accepting():
         for steps in (1, 300, 1):
             layers.give(layers.take(weights, x_of(), (steps, 2)))
     assert layers.serves(x_of(), (1, 2)) and layers.serves(x_of(), (300, 2))
@@ -384,8 +384,9 @@ def test_a_layers_attribute_may_be_set():
 
 
 def test_prepare_compiles_what_will_run():
-    found = specs(GRU(3, 4), Call(5, 2, "float32", "", "cuda", True, "tf32"))
-    assert [spec.workload.precision for spec in found] == ["tf32"]
+    with FakeTensorMode():
+        found = specs(GRU(3, 4), torch.empty(5, 2, 3, device="cuda"), None)
+    assert [(spec.workload.precision, target) for spec, target in found] == [("tf32", "cuda")]
 
 
 @pytest.mark.gpu

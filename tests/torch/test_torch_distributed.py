@@ -23,7 +23,7 @@ from torch_values import BACKWARD, close, error
 
 import ecornn.torch
 from ecornn.torch import operator, training
-from ecornn.torch.replacing import Call, specs
+from ecornn.torch.replacing import specs
 
 T, B, I, H, L = 7, 4, 5, 8, 3
 EACH = 8  # weights of a layer in both directions
@@ -160,8 +160,7 @@ def test_hooks_of_weights_have_a_stack_go_layer_by_layer():
     (again.sum() + other.square().sum()).backward()
     assert len(order) == 8 and all("_l1" in name and waits for name, waits in order[:4]), order
     close([p.grad for p in layer.parameters()], wanted, BACKWARD)
-    call = Call(T, B, "float32", "", "cpu", True, None)
-    assert [spec.workload.input for spec in specs(layer, call)] == [I, H]
+    assert [spec.workload.input for spec, _ in specs(layer, x, None)] == [I, H]
 
 
 if __name__ == "__main__":

@@ -157,9 +157,8 @@ def test_a_process_that_stops_while_it_compiles_is_not_waited_for(tmp_path: Path
     here: list[str] = []
     monkeypatch.setattr(replacing, "compiled", lambda spec, target: here.append(target))
     layer = ecornn.torch.GRU(5, 6)
-    calls = [replacing.call_of(layer, torch.ones(3, batch, 5), None) for batch in (2, 3)]
-    specs = [spec for call in calls if call for spec in replacing.specs(layer, call)]
-    replacing.compile_all([(spec, "cpu") for spec in specs], 2)
+    replacing.compile_all([spec for batch in (2, 3) for spec in replacing.specs(layer, torch.ones(3, batch, 5), None)],
+                          2)
     assert here == ["cpu", "cpu"]
 
 
