@@ -19,7 +19,7 @@ from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
 from ecornn.torch import compiling
 from ecornn.torch.compiling import KEPT, NAMES, PendingError, about, compiled, few_steps, fitting, precision_of
-from ecornn.torch.kind import Kind, parameters
+from ecornn.torch.kind import Kind
 from ecornn.torch.snapshot import Snapshot
 
 GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured
@@ -32,9 +32,8 @@ Alike = tuple[torch.device, torch.dtype, str, "str | None", int]
 
 
 class DeviceWeights:
-    """Packs the weights of a module of this kind in ``layer`` on a GPU, on the current stream. Weights that only
-    gradients of first states need wait for :meth:`pack_for_states`, since most steps of training want none; ``due``:
-    they wait."""
+    """Packs the weights of a module in ``layer`` on a GPU, on the current stream. Those that only gradients of first
+    states need wait for :meth:`pack_for_states`, since most steps of training want none; ``due``: they wait."""
 
     def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor]) -> None:
         self._kind, self._layer = kind, layer
@@ -48,7 +47,7 @@ class DeviceWeights:
             self._pack(False)
             self.due = bool(self._layer.manifest.packed_for_optional)
             return
-        self._layer.repack(parameters(self._kind, weights))
+        self._layer.repack(self._kind.parameters(weights))
         self.due = False
         self._read(weights)
 
@@ -82,7 +81,7 @@ class HostWeights:
 
     def pack(self, weights: Sequence[torch.Tensor], same: bool, changed: Sequence[int]) -> None:
         """Packs weights, again those whose numbers are in ``changed``; see :meth:`DeviceWeights.pack`."""
-        known, names = parameters(self._kind, weights), {self._kind.names[n] for n in changed}
+        known, names = self._kind.parameters(weights), {self._kind.names[n] for n in changed}
         tensors = [known[name] for name, _ in self._parameters]
         plain = all(w.shape == shape and w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg()
                     for w, (_, shape) in zip(tensors, self._parameters, strict=True))
@@ -100,7 +99,7 @@ class BoundLayer:
 
     def __init__(self, kind: Kind, module: Module, weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         device, threads = (None, torch.get_num_threads()) if x.is_cpu else (x.device.index, None)
-        self.layer: Layer = module.bind(parameters(kind, weights), device or 0, threads=threads)
+        self.layer: Layer = module.bind(kind.parameters(weights), device or 0, threads=threads)
         self.layer.whole_rows = True  # operators have one tensor for y
         self.busy = self.packs = 0
         self.snapshot = Snapshot(weights)
@@ -258,10 +257,9 @@ class BoundLayers:
         return self._kind.spec(room, steps, NAMES[dtype], masks, keep, precision)
 
     def _served(self, alike: Alike, batch: int, steps: int) -> tuple[Alike, int]:
-        """The kind of call and the room of a module that is there: the one that serves this call as it should, which is
-        compiled in the background, or one nearby that stands in for it. Calls of few steps that are rare have the
-        module of longer ones, if there is or will be one. Raises :class:`PendingError` if none is there, and
-        :class:`ScheduleError` where no schedule serves the layer."""
+        """The kind of call and the room of the module that serves this call as it should, or of one nearby that stands
+        in for it while that is compiled. Calls of few steps that are rare have the module of longer ones. Raises
+        :class:`PendingError` if none is there, and :class:`ScheduleError` where no schedule serves the layer."""
         device, dtype, masks, precision, few = alike
         modules, pending = self._modules.setdefault(alike, {}), self._pending.setdefault(alike, {})
         room = fitting({*modules, *pending}, batch, _most(batch, masks))

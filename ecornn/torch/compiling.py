@@ -90,8 +90,7 @@ def few_steps(steps: int) -> int:
 
 
 def about(steps: int) -> int:
-    """The T that a layer is compiled for which serves all calls, by the ``steps`` of the first: the nearest power of 2,
-    so that programs of other lengths find its module in the cache."""
+    """The T, a power of 2 near the first call's ``steps``, of a layer for all calls, which other programs find."""
     return 1 << round(math.log2(steps)) if steps <= FEW else max(2 * FEW, 1 << round(math.log2(steps)))
 
 
@@ -136,13 +135,7 @@ class PendingError(Exception):
 
 
 class Job:
-    """A layer that is compiled for calls to come.
-
-    Attributes
-    ----------
-    outcome : the module, or the error that no schedule serves the layer
-    error : the reason that neither could be found
-    """
+    """A layer that is compiled for calls to come; ``error``: the reason that there is no ``outcome``."""
 
     def __init__(self, spec: LayerSpec, target: str, outcome: Module | ScheduleError | None = None) -> None:
         self.spec, self.target, self.outcome, self.error = spec, target, outcome, ""
@@ -203,9 +196,8 @@ def _tell(spec: LayerSpec) -> None:
 
 
 class Compilers:
-    """Worker processes that compile layers, each for one thread of this process. ``processes``: their number;
-    ``niceness``: how far they stand behind other programs. They are started when there is work, and end when there has
-    been none for :data:`IDLE` seconds, or with this process."""
+    """Worker processes that compile layers, each for one thread of this process, ``niceness`` behind other programs.
+    They start when there is work, and end after :data:`IDLE` seconds without any, or with this process."""
 
     def __init__(self, processes: int, niceness: int = 0) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

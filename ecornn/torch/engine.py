@@ -14,18 +14,21 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ecornn.cells import Cell, derive
-from ecornn.errors import DTypeError, WeightsError
+from ecornn.errors import ArgumentError, DTypeError, WeightsError
+from ecornn.runtime.columns import Columns
 from ecornn.runtime.layer import Layer
+from ecornn.runtime.plan import kept_layout
 from ecornn.torch.bound import BoundLayers
-from ecornn.torch.compiling import KEPT, Job
-from ecornn.torch.kind import Kind, kind_of, narrowed, narrowed_rows, text_of, widened
-from ecornn.torch.snapshot import Snapshot, replayed
+from ecornn.torch.compiling import KEPT, NAMES, Job, compiled, precision_of
+from ecornn.torch.kind import Kind, kind_of, text_of
+from ecornn.torch.snapshot import Snapshot, replayed, suspect
 
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 # the first of the weights -> all of them and their engine, for each layer that has this one
@@ -53,25 +56,17 @@ def watched(tensors: Iterable[torch.Tensor]) -> bool:
 
 # -- engines ------------------------------------------------------------------------------------
 class Engine:
-    """The compiled layers of one torch module, or of the weights that the operator is given.
-
-    Attributes
-    ----------
-    kind : the kind of the module
-    refused : kinds of calls, and columns of packed sequences, that no schedule serves
-    pending : kinds of calls whose modules are compiled in the background, see falling_back.py
-    calls, shared : values kept between calls, see like_before.py and stepping_training.py
-    """
+    """The compiled layers of one torch module, or of the weights that the operator is given."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.refused: set[tuple[Any, ...]] = set()
-        self.pending: dict[tuple[Any, ...], Job] = {}
+        self.refused: set[tuple[Any, ...]] = set()  # kinds of calls, and columns, that no schedule serves
+        self.pending: dict[tuple[Any, ...], Job] = {}  # kinds of calls whose modules are compiled in the background
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self.trained = BoundLayers(kind)
         self.inference, self.training = BoundLayers(kind, self.trained), self.trained.layer
         self._parts: dict[int, Engine] = {}
-        self.calls: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}  # kept between calls, as is `shared`, see like_before.py
         self.shared: Any = None
 
     @contextmanager
@@ -92,7 +87,7 @@ class Engine:
             lengths: torch.Tensor | None) -> list[torch.Tensor]:
         """y (T, B, D*H) and the states (L*D, B, H) of the layer with these weights, in PyTorch's order, on x
         (T, B, I), from ``state``, or from zeros if that is empty."""
-        masks = {} if lengths is None else {"lengths": lengths}
+        masks = masks_of(lengths)
         if x.is_cuda and replayed(weights):  # packed at each call, and so where the last ones were
             with self.training(weights, x, "".join(masks), states=False) as layer:
                 return self.called(layer, x, state, **masks)
@@ -104,17 +99,47 @@ class Engine:
         with torch.no_grad():
             return self.results(*layer(x, self.given(state), **masks))
 
+    def forward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
+                lengths: torch.Tensor | Columns | None) -> list[torch.Tensor]:
+        """The results of :meth:`run`, and a tensor of bytes that :meth:`backward` reads besides: nothing else remembers
+        the call. ``lengths`` may be the columns that x has its sequences in."""
+        steps, batch = x.shape[:2]
+        masks = masks_of(lengths)
+        with torch.no_grad(), self.training(weights, x, "".join(masks), states=False) as layer:
+            kept = x.new_empty(layer.kept_bytes(steps, batch), dtype=torch.uint8)
+            y, after, _ = layer.forward(x, self.given(state), **masks, memory=kept)
+            # autograd lets nobody write to views of what several are returned of
+            return [*(t.data if t._is_view() else t for t in self.results(y, after)), kept]
+
+    def backward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
+                 lengths: torch.Tensor | Columns | None, y: torch.Tensor, kept: torch.Tensor,
+                 gradients: Sequence[torch.Tensor | None], want_state: bool = True) -> list[Any]:
+        """Gradients of x, ``state``, None unless ``want_state``, and the weights, from those of y and last states."""
+        kind, masks, wanted = self.kind, masks_of(lengths), want_state and bool(state)
+        with torch.no_grad(), self.training(weights, x, "".join(masks), again=True, states=wanted) as layer:
+            memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
+            again = layer.kept_in(memory, x, kind.widened(y), self.given(state), **masks)
+            dy, *dstates = gradients
+            computed = layer.backward(again, None if dy is None else kind.widened(dy), self.given(dstates),
+                                      want_state=wanted)
+            suspect(weights)  # an optimizer may come next
+            before = self.states(computed.state) if wanted else [None] * len(state)
+            found = computed.x, *before, *kind.gradients(computed.weights)
+            return [g if g is None else g.to(of.dtype) for g, of in zip(found, (x, *state, *weights), strict=True)]
+
     def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
         """The states that a layer takes for states (L*D, B, H), or gradients of them; None in place of one is zeros."""
-        return tuple(s[0] if self.kind.single and s is not None else s for s in widened(self.kind, state)) or None
+        padded = [self.kind.widened(s) if n == 0 and s is not None else s for n, s in enumerate(state)]
+        return tuple(s[0] if self.kind.single and s is not None else s for s in padded) or None
 
     def results(self, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """y and states (L*D, B, H) from those that a layer returns."""
-        return [narrowed_rows(self.kind, y), *self.states(states)]
+        return [self.kind.narrowed(y), *self.states(states)]
 
     def states(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """States (L*D, B, H), or gradients of them, from those that a layer returns."""
-        return narrowed(self.kind, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
+        whole = [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states]
+        return [s if n else self.kind.narrowed(s) for n, s in enumerate(whole)]
 
     def part(self, layer: int | None, kind: str) -> Engine:
         """The engine of one layer, of the kind that this text names; None: this engine, of all layers."""
@@ -132,18 +157,37 @@ class Engine:
             part.rebind()
 
 
+def masks_of(lengths: torch.Tensor | Columns | None) -> dict[str, Any]:
+    """The keyword argument that a layer is called with."""
+    return {} if lengths is None else {"sequences" if isinstance(lengths, Columns) else "lengths": lengths}
+
+
+def kept_bytes(kind: Kind, x: torch.Tensor, lengths: torch.Tensor | None) -> Any:
+    """The bytes that :meth:`Engine.forward` keeps for x (T, B, I). Raises :class:`ArgumentError` for other types."""
+    if x.dtype not in NAMES:
+        raise ArgumentError("x.dtype", x.dtype, ", ".join(NAMES.values()))
+    steps, batch = x.shape[:2]
+    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], "".join(masks_of(lengths)),
+                     kind.keep or KEPT[x.device.type], precision_of(kind, x))
+    return kept_layout(compiled(spec, "cuda" if x.is_cuda else "cpu").manifest, steps, batch)[1]
+
+
+def _hint(size: Any, otherwise: int) -> int:
+    """The value that a size had when it was traced."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return otherwise if hint is None else hint
+
+
 def engine_of(module: torch.nn.Module) -> Engine:
     """The module's engine, made with its first call; the operator finds it by the weights. A copy gets its own."""
-    engine = known_engine(module)
-    if engine is None:
+    if (engine := known_engine(module)) is None:
         engine = _modules[module] = engine_for(kind_of(text_of(module)), weights_of(module))
     return engine
 
 
 def known_engine(module: Any) -> Engine | None:
     """The module's engine, if it has one and its attributes are what they were: a user may set them."""
-    engine = _modules.get(module)
-    if engine is None:
+    if (engine := _modules.get(module)) is None:
         return None
     kind, keep = engine.kind, module.keep
     kept = kind.keep == keep or (kind.keep is None and keep in KEPT.values())
@@ -182,9 +226,8 @@ def rebind(module: torch.nn.Module) -> None:
     with _lock:
         for weight in (*module._parameters.values(), *module._buffers.values()):
             engines += [engine for _, engine in (_weights.get(weight) or ())] if weight is not None else []
-    for engine in engines:
-        if engine is not None:
-            engine.rebind()
+    for engine in filter(None, engines):
+        engine.rebind()
 
 
 def let_go(module: torch.nn.Module) -> None:
@@ -196,16 +239,9 @@ def let_go(module: torch.nn.Module) -> None:
                 _weights.pop(weight, None)
 
 
-def let_go_if_swapped(module: torch.nn.Module) -> None:
-    """:func:`let_go` before a conversion that swaps the module's tensors."""
-    if torch.__future__.get_swap_module_params_on_conversion():
-        let_go(module)
-
-
 def weights_of(module: Any) -> list[torch.Tensor]:
-    """The weights of a module at this moment; raises :class:`WeightsError` if one has been set to None.
-    ``_flat_weights`` may have others: torch.func.functional_call puts its own into ``_parameters``, and a
-    parametrization makes new ones at each access, as a cell that computes its own does."""
+    """The weights of a module at this moment; raises :class:`WeightsError` if one is None. ``_flat_weights`` may have
+    others: functional_call puts its own into ``_parameters``, and a parametrization makes new ones at each access."""
     own, names = module._parameters, module._flat_weights_names
     derived: Derived | None = module.__dict__.get("_derived")
     if derived is not None:
@@ -218,6 +254,29 @@ def weights_of(module: Any) -> list[torch.Tensor]:
         none = ", ".join(name for name in names if getattr(module, name) is None)
         raise WeightsError(f"{none} of {module} is None; expected a tensor")
     return weights
+
+
+# -- gradients that leave layer by layer --------------------------------------------------------
+# A compiled stack is one node of PyTorch's graph, and all of its gradients are there at once. If somebody waits for one
+# layer's, as when they are added up over processes, layers are compiled and called one after the other, as with dropout
+# between them: a node each. That costs a few calls more, and what layers would do at the same time.
+def layers_of(module: Any, weights: Sequence[torch.Tensor],
+              state: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[torch.Tensor], list[torch.Tensor]]]:
+    """The weights of each layer of a module, and its part of states (L*D, B, H)."""
+    parts, each = 1 + module.bidirectional, len(weights) // module.num_layers
+    for layer in range(module.num_layers):
+        yield weights[layer * each:(layer + 1) * each], [s[layer * parts:(layer + 1) * parts] for s in state]
+
+
+def by_layer(module: Any, weights: Iterable[torch.Tensor]) -> bool:
+    """Tells whether a training step of the module goes layer by layer: in one of several processes of
+    ``torch.distributed``, whose DistributedDataParallel leaves no trace, and if hooks of the weights run once a
+    gradient is there. It does not in graphs of torch.compile, which runs the nodes of a backward pass as one."""
+    if module.num_layers == 1 or torch.compiler.is_compiling():
+        return False
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return True
+    return any(getattr(w, "_post_accumulate_grad_hooks", None) for w in weights)
 
 
 # -- weights that a cell computes ---------------------------------------------------------------
@@ -271,6 +330,5 @@ class Derived:
 
 def _trained(module: weakref.ref[torch.nn.Module], gradient: torch.Tensor) -> None:
     """Runs as a hook of a weight, when its gradient is there."""
-    alive = module()
-    if alive is not None:
+    if (alive := module()) is not None:
         _computed.pop(alive, None)

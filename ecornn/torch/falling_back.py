@@ -1,9 +1,9 @@
-"""Calls that PyTorch's own layer computes, forward and backward: where no compiled one can, with a warning that says
-why, and until their module is there.
+"""Calls that PyTorch's own layer computes: where no compiled one can, with a warning that says why, and until their
+module is there.
 
-:func:`call` makes a call. Where that finds no module, one is compiled in the background, and the first call once it is
-there has the compiled layer. :func:`again` is the short way of the calls in between: PyTorch's layer may take less time
-than the look at what a call is. Where :func:`waits` says so a call waits for its module.
+Where :func:`call` finds no module, one is compiled in the background, and the first call once it is there has the
+compiled layer. :func:`again` is the short way of the calls in between: PyTorch's layer may take less time than the look
+at what a call is. Where :func:`waits` says so a call waits for its module.
 """
 
 from __future__ import annotations
@@ -80,9 +80,8 @@ def requires_grad(tensor: torch.Tensor) -> bool:
 
 
 def by_torch(module: Any, input: Any, hx: Any, why: str = "") -> Any:
-    """Runs PyTorch's own forward, into which torch.compile looks as little as into ``torch.nn``'s. Warns if there is a
-    reason. Raises :class:`FallbackError` with ``ECORNN_STRICT=1`` in the environment, and if PyTorch has no such
-    layer."""
+    """Runs PyTorch's own forward, into which torch.compile looks as little as into ``torch.nn``'s; warns of a reason.
+    Raises :class:`FallbackError` with ``ECORNN_STRICT=1``, and if PyTorch has no such layer."""
     # elsewhere the decorator has nothing to do, and imports the whole of torch._dynamo, for seconds
     return (_apart if torch.compiler.is_compiling() else _by_torch)(module, input, hx, why)
 
@@ -131,9 +130,8 @@ def _now(module: Any) -> bool:
 
 
 def call(module: Any, input: Any, hx: Any, kind: tuple[Any, ...], compiled: Callable[[], Any]) -> Any:
-    """The results of ``compiled()``, or of PyTorch's layer where the module of that is pending. ``kind``: what the
-    modules of a call depend on, so that later calls of this kind need not look for them. If there will be none,
-    PyTorch's layer warns once of the reason."""
+    """The results of ``compiled()``, or of PyTorch's layer where its module, which this ``kind`` of calls has in
+    common, is pending. If there will be none, PyTorch's layer warns once of the reason."""
     engine = engine_of(module)
     if kind in engine.refused:
         return by_torch(module, input, hx)

@@ -1,12 +1,11 @@
 """Snapshots of weights, which tell whether the weights have changed since they were bound.
 
-Tensors count most writes by their version. Through ``.data``, NumPy, another process that shares them, and in inference
-mode weights change without one; a sample of the values in host memory sees such writes. All values would take longer
-to look at than a call takes; one of every row and every column of a matrix, and all of a bias, take a microsecond or
-two. If a weight has twice :data:`PLACES` places or more, a look visits every n-th, and the next look the next ones: n
-adjacent rows are seen at once, and a single row, or a column, within n looks. A write to single values of a matrix may
-be missed, and on a GPU a look would wait for it. Each look reads all values of float64 weights: gradient checkers,
-which use that type (torch.autograd.gradcheck), move single values through ``.data``.
+Tensors count most writes by their version. A sample of the values in host memory sees others: through ``.data``, NumPy,
+another process, and in inference mode. All values would take longer to look at than a call takes; one of every row and
+every column of a matrix, and all of a bias, take a microsecond or two. If a weight has twice :data:`PLACES` places or
+more, a look visits every n-th, and the next look the next ones: n adjacent rows are seen at once, and a single row or
+column within n looks. A write to single values of a matrix may be missed, and on a GPU a look would wait for it. Each
+look reads all values of float64 weights: gradient checkers, which use that type, move single values through ``.data``.
 """
 
 from __future__ import annotations

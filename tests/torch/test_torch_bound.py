@@ -7,19 +7,21 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 from torch_values import error
 
 import ecornn.compiler
 import ecornn.torch
 from ecornn.errors import ArgumentError, DerivativeError, DeviceError, ScheduleError
-from ecornn.torch import GRU, bound, compiling, engine, operator, packed, snapshot, training
+from ecornn.torch import GRU, bound, compiling, engine, packed, snapshot
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.replacing import specs
@@ -353,9 +355,9 @@ def test_a_change_between_calls_takes_another_module_and_back_the_first(gpu: Any
 
 def test_what_is_kept_is_of_the_module_that_runs(monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
-    monkeypatch.setattr(training, "compiled", lambda spec, target: seen.append(spec) or SimpleNamespace(manifest=None))
-    monkeypatch.setattr(training, "kept_layout", lambda manifest, steps, batch: ({}, 7))
-    assert training.kept_bytes(kind_of(text_of(GRU(3, 4))), x_of(device=torch.device("cuda")), None) == 7
+    monkeypatch.setattr(engine, "compiled", lambda spec, target: seen.append(spec) or SimpleNamespace(manifest=None))
+    monkeypatch.setattr(engine, "kept_layout", lambda manifest, steps, batch: ({}, 7))
+    assert engine.kept_bytes(kind_of(text_of(GRU(3, 4))), x_of(device=torch.device("cuda")), None) == 7
     assert seen[0].workload.precision == "tf32"
 
 
@@ -450,15 +452,16 @@ def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
             return torch.autograd.grad(by_torch(engine.library, engine.names, columns, tensors), tensors, gradients)
 
     def engine_of(library: torch.nn.LSTM, together: int) -> Any:
-        return SimpleNamespace(library=library, names=[name for name, _ in library.named_parameters()], refused=set(),
+        made = SimpleNamespace(library=library, names=[name for name, _ in library.named_parameters()], refused=set(),
                                training=lambda *_, **__: nullcontext(SimpleNamespace(together=together)))
+        made.forward, made.backward = partial(forward, made), partial(backward, made)
+        return made
 
     called: list[Any] = []
     engine = engine_of(library, 3)
     library.called = called
     engine.part = lambda number, kind: engine_of(torch.nn.LSTM(2 * H if number else I, H, bidirectional=True),
                                                  6 if number else 3)
-    monkeypatch.setattr(operator, "training", SimpleNamespace(forward=forward, backward=backward))
     monkeypatch.setattr(packed, "engine_of", lambda module: engine)
     monkeypatch.setattr(packed, "_width", lambda gpu, sizes: 3)
     return library

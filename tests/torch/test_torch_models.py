@@ -26,7 +26,7 @@ import ecornn.torch
 from ecornn import module_cache, module_folders
 from ecornn.errors import ArgumentError, ModuleError
 from ecornn.layer_spec import LayerSpec
-from ecornn.torch import profiling, replacing
+from ecornn.torch import replacing
 from ecornn.torch.compiling import outcomes
 from ecornn.worker import Worker
 
@@ -182,7 +182,7 @@ class Reader(torch.nn.Module):
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "SECONDS", 0.1)
+    monkeypatch.setattr(replacing, "SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
