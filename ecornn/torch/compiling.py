@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import logging
 import math
@@ -123,7 +124,6 @@ _thread = threading.local()  # `accepts`: within accepting()
 # held by a thread that imports and loads: a child that was forked meanwhile would wait for its import lock for ever
 _loading = threading.Lock()
 _told: list[str] = []
-_ready: list[threading.Thread] = []
 
 
 class PendingError(Exception):
@@ -235,15 +235,16 @@ class Compilers:
             worker.disown()
 
 
-def get_ready() -> None:
+@functools.cache
+def get_ready() -> threading.Thread:
     """Does in a thread, once in a process, what the first call would otherwise take longer for."""
     def ready() -> None:
         with _loading, contextlib.suppress(ImportError, EcornnError):  # which the first call raises
             module_cache.get_ready()
 
-    if not _ready:
-        _ready.append(threading.Thread(target=ready, name="ecornn-gets-ready", daemon=True))
-        _ready[0].start()
+    thread = threading.Thread(target=ready, name="ecornn-gets-ready", daemon=True)
+    thread.start()
+    return thread
 
 
 _compilers: Compilers | None = None  # of this process, as are the jobs

@@ -34,8 +34,10 @@ _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDi
 # the first of the weights -> all of them and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
+# what a user may set in a module, and the same in its kind
 _options_of = attrgetter(
     "mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "proj_size", "tf32")
+_kinds_options = attrgetter("mode", "input", "hidden", "layers", "bias", "bidirectional", "projection", "tf32")
 _modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 PLAIN = {torch.Tensor, torch.nn.Parameter}  # classes that run no code of a subclass
 
@@ -59,7 +61,7 @@ class Engine:
     """The compiled layers of one torch module, or of the weights that the operator is given."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+        self.kind, self.options = kind, _kinds_options(kind)
         self.refused: set[tuple[Any, ...]] = set()  # kinds of calls, and columns, that no schedule serves
         self.pending: dict[tuple[Any, ...], Job] = {}  # kinds of calls whose modules are compiled in the background
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
@@ -191,7 +193,7 @@ def known_engine(module: Any) -> Engine | None:
         return None
     kind, keep = engine.kind, module.keep
     kept = kind.keep == keep or (kind.keep is None and keep in KEPT.values())
-    return engine if kept and kind.options == _options_of(module) else None
+    return engine if kept and engine.options == _options_of(module) else None
 
 
 def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:

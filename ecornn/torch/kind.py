@@ -80,12 +80,6 @@ class Kind:
         return f"{self.mode}({sizes})" + (f":{self.name}" if self.name else "")
 
     @cached_property
-    def options(self) -> tuple[Any, ...]:
-        """The attributes of a module of this kind that ``engine._options_of`` reads."""
-        return (self.mode, self.input, self.hidden, self.layers, self.bias, self.bidirectional, self.projection,
-                self.tf32)
-
-    @cached_property
     def directions(self) -> int:
         """D."""
         return 1 + self.bidirectional

@@ -78,7 +78,9 @@ class Sequences(CompiledModule):
         why, asked = obstacle(self, input, hx)
         if why:
             return by_torch(self, input, hx, why)
-        given: Any = autocasted((input, hx)) if torch.is_autocast_enabled("cuda") else (input, hx)
+        given = (input, hx)
+        if torch.is_autocast_enabled("cuda"):
+            given = autocasted(given)
         if not falling_back.waits(self):
             return falling_back.call(self, input, hx, call_kind(self, input, asked),
                                      lambda: self._compiled(*given, asked))

@@ -182,8 +182,8 @@ class Arithmetic:
         gone = () if keepdim else _places(dims, len(value.axes))
         return Value.canonical([axis for n, axis in enumerate(value.axes) if n not in gone], value.gates)
 
-    def op_sum(self, node: Node, input: Any, dim: Any = None) -> Value:
-        return self.summed(self.as_numbers(self.value(input), node.name), dim, node.name)
+    def op_sum(self, node: Node, value: Value, dim: Any = None) -> Value:
+        return self.summed(self.as_numbers(value, node.name), dim, node.name)
 
     def mean(self, value: Value, dims: Any, name: str, less: float = 0.0) -> Value:
         """The sum over some axes, divided by their number less ``less``."""
@@ -198,14 +198,14 @@ class Arithmetic:
 
         return self.scalars(lambda v: v * (1.0 / count()), [total], f"{name}_mean")
 
-    def op_mean(self, node: Node, input: Any, dim: Any = None) -> Value:
-        return self.mean(self.as_numbers(self.value(input), node.name), dim, node.name)
+    def op_mean(self, node: Node, value: Value, dim: Any = None) -> Value:
+        return self.mean(self.as_numbers(value, node.name), dim, node.name)
 
-    def op_amax(self, node: Node, input: Any, dim: Any = None) -> Value:
-        return self.summed(self.value(input), dim, node.name, largest, highest)
+    def op_amax(self, node: Node, value: Value, dim: Any = None) -> Value:
+        return self.summed(value, dim, node.name, largest, highest)
 
-    def op_amin(self, node: Node, input: Any, dim: Any = None) -> Value:
-        negative = self.scalars(lambda v: 0.0 - v, [self.value(input)], f"{node.name}_negative")
+    def op_amin(self, node: Node, value: Value, dim: Any = None) -> Value:
+        negative = self.scalars(lambda v: 0.0 - v, [value], f"{node.name}_negative")
         top = self.summed(negative, dim, node.name, largest, highest)
         return self.scalars(lambda v: 0.0 - v, [top], f"{node.name}_positive")
 
@@ -224,18 +224,18 @@ class Arithmetic:
         squares = self.scalars(lambda v: v * v, [apart], f"{name}_squares")
         return self.mean(squares, dims, f"{name}_variance", float(correction)), middle
 
-    def op_var_mean(self, node: Node, input: Any, dim: Any = None, correction: Any = None, unbiased: Any = True) -> Any:
-        both = self.variance(self.value(input), dim, int(unbiased) if correction is None else correction, node.name)
+    def op_var_mean(self, node: Node, value: Value, dim: Any = None, correction: Any = None, unbiased: Any = 1) -> Any:
+        both = self.variance(value, dim, int(unbiased) if correction is None else correction, node.name)
         return both if operator_name(node) == "var_mean" else both[0]
 
     op_var = op_var_mean
 
-    def op_std(self, node: Node, input: Any, dim: Any = None, correction: Any = None, unbiased: bool = True) -> Value:
-        variance = self.op_var(node, input, dim, correction, unbiased)
+    def op_std(self, node: Node, value: Value, dim: Any = None, correction: Any = None, unbiased: Any = 1) -> Value:
+        variance = self.op_var(node, value, dim, correction, unbiased)
         return self.scalars(square_root, [variance], f"{node.name}_root")
 
-    def op_linalg_vector_norm(self, node: Node, input: Any, ord: Any = 2, dim: Any = None, dtype: Any = None) -> Value:
-        value, name = self.value(input), node.name
+    def op_linalg_vector_norm(self, node: Node, value: Value, ord: Any = 2, dim: Any = None, dtype: Any = None) -> Any:
+        name = node.name
         if ord == 2:
             squares = self.scalars(lambda v: v * v, [value], f"{name}_squares")
             return self.scalars(square_root, [self.summed(squares, dim, name)], f"{name}_root")
@@ -244,16 +244,14 @@ class Arithmetic:
         sizes = self.scalars(POINTWISE["abs"], [value], f"{name}_absolute")
         return self.summed(sizes, dim, name) if ord == 1 else self.summed(sizes, dim, name, largest, highest)
 
-    def op_softmax(self, node: Node, input: Any, dim: int) -> Value:
-        value = self.value(input)
+    def op_softmax(self, node: Node, value: Value, dim: int) -> Value:
         if value.axes[dim] == UNITS and len(value.gates) == 1 and not value.gates[0].vector:
             tensor = self.whole(value.gates[0], f"{node.name}_operand")
             return Value(value.axes, (Gate(softmax(tensor, node.name), 0, value.gates[0].width),))
         power, total, _ = self.exponentials(value, dim, node.name)
         return Value.canonical(value.axes, self.scalars(lambda p, t: p / t, [power, total], node.name).gates)
 
-    def op_log_softmax(self, node: Node, input: Any, dim: int) -> Value:
-        value = self.value(input)
+    def op_log_softmax(self, node: Node, value: Value, dim: int) -> Value:
         _, total, top = self.exponentials(value, dim, node.name)
         logs = self.scalars(lambda v, m, t: v - m - POINTWISE["log"](t), [value, top, total], node.name)
         return Value.canonical(value.axes, logs.gates)
@@ -265,9 +263,9 @@ class Arithmetic:
         return power, self.summed(power, [dim], f"{name}_sum"), top
 
     # -- normalization --------------------------------------------------------------------------
-    def op_native_layer_norm(self, node: Node, input: Any, normalized_shape: Any, weight: Any, bias: Any,
+    def op_native_layer_norm(self, node: Node, value: Value, normalized_shape: Any, weight: Any, bias: Any,
                              eps: float) -> tuple[Value | None, ...]:
-        value, count = self.value(input), len(normalized_shape)
+        count = len(normalized_shape)
         dims = [*range(len(value.axes) - count, len(value.axes))]
         whole_row = {value.axes[d] for d in dims} in ({UNITS}, {COLUMNS}, {GATES, UNITS})
         tensor = value.stacked() if whole_row and (len(value.gates) == 1 or value.axes[-count:] != (UNITS,)) else None
@@ -283,9 +281,8 @@ class Arithmetic:
         return self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
                             f"{name}_normal")
 
-    def op_native_group_norm(self, node: Node, input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int,
+    def op_native_group_norm(self, node: Node, value: Value, weight: Any, bias: Any, N: int, C: int, HxW: int,
                              group: int, eps: float) -> tuple[Value | None, ...]:
-        value = self.value(input)
         count = len(value.gates)
         if HxW != 1 or value.axes not in ((BATCH, UNITS), (BATCH, COLUMNS)):
             raise CellError(f"group_norm of {value}; expected (B, C)")
@@ -302,10 +299,9 @@ class Arithmetic:
             raise CellError(f"{group} groups of {value}")
         return self.affine(node, Value(value.axes, tuple(gates)), weight, bias), None, None
 
-    def op_native_batch_norm_legit_no_training(self, node: Node, input: Any, weight: Any, bias: Any,
+    def op_native_batch_norm_legit_no_training(self, node: Node, value: Value, weight: Any, bias: Any,
                                                running_mean: Any, running_var: Any, momentum: float,
                                                eps: float) -> tuple[Value | None, ...]:
-        value = self.value(input)
         axes, count, width = self.frame([value], value.shape(self.sizes))
         middle, variance = (self.weights(w, axes, count, width) for w in (running_mean, running_var))
         normal = self.normalized(value, variance, middle, eps, node.name)

@@ -183,7 +183,8 @@ def batch_of(traced: Traced) -> int:
     """A number of rows that is the size of no axis of the step's tensors."""
     known: set[int] = {traced.input, *(size for t in tensors_of(traced.step) for size in t.shape)}
     known |= {count * traced.hidden for count in range(1, 64)}
-    return next(n for n in (11, 13, 17, 19, 23, 29, 31, *range(37, 10_000, 2)) if n not in known)
+    sizes: tuple[int, ...] = (11, 13, 17, 19, 23, 29, 31, *range(37, 10_000, 2))
+    return next(n for n in sizes if n not in known)
 
 
 def tensors_of(step: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from ecornn.cells.deriving import flat_shape
 from ecornn.errors import CellError
 from ecornn.torch.traced_arithmetic import Arithmetic
 from ecornn.torch.traced_graph import Graph, Sizes, Traced, arguments, export, operator_name, pointed, shape_of
-from ecornn.torch.traced_operators import POINTWISE, SAME, number_of, refused
+from ecornn.torch.traced_operators import POINTWISE, REFUSED, SAME, number_of
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Matrix, Source, Use, Value, Weights
 
 # Arguments that name a place in memory or a layout, and shapes that nodes say themselves.
@@ -82,8 +82,10 @@ class Walk(Arithmetic):
         if name in SAME:
             return self.known[node.args[0]]
         if (method := getattr(self, f"op_{name.strip('_')}", None)) is None:
-            raise refused()
+            raise CellError(REFUSED)
         known = inspect.signature(method).parameters
+        if "value" in known:
+            given["value"] = self.value(given.pop("input"))
         other = {key: v for key, v in given.items() if key not in (*known, *ANYWHERE) and v not in (
             None, torch.float32, torch.float64)}
         if other:
@@ -167,24 +169,22 @@ class Walk(Arithmetic):
         return Value((BATCH, ONE, ONE), self.summed(both, [2], node.name).gates)
 
     # -- shapes ---------------------------------------------------------------------------------
-    def op_view(self, node: Node, input: Any) -> Value:
-        return self.value(input).viewed(shape_of(node), self.sizes)
+    def op_view(self, node: Node, value: Value) -> Value:
+        return value.viewed(shape_of(node), self.sizes)
 
     op_unsafe_view = op_reshape = op_squeeze = op_unsqueeze = op_view
 
-    def op_permute(self, node: Node, input: Any, dims: Sequence[int]) -> Value:
-        value = self.value(input)
+    def op_permute(self, node: Node, value: Value, dims: Sequence[int]) -> Value:
         return Value(tuple(value.axes[d] for d in dims), value.gates)
 
     def op_expand(self, node: Node, input: Any, size: Any) -> Value:
         return self.pointwise(node, lambda v: v, [input])
 
-    def op_repeat(self, node: Node, input: Any, repeats: Sequence[int]) -> Value:
-        value = self.value(input)
+    def op_repeat(self, node: Node, value: Value, repeats: Sequence[int]) -> Value:
         axes = (ONE,) * (len(repeats) - len(value.axes)) + value.axes
         several = [n for n, count in enumerate(repeats) if count > 1]
         if all(axes[n] == ONE for n in several):
-            return self.pointwise(node, lambda v: v, [input])
+            return self.pointwise(node, lambda v: v, [node.args[0]])
         if len(several) > 1 or axes[several[0]] not in (UNITS, COLUMNS, GATES):
             raise CellError(f"{tuple(repeats)} times {value}")
         return Value.joined([Value(axes, value.gates)] * repeats[several[0]], several[0])
@@ -194,8 +194,7 @@ class Walk(Arithmetic):
             return self.pointwise(node, lambda v: v, [src])
         return self.pointwise(node, lambda _, w: number_of(w), [input, src])
 
-    def op_to_copy(self, node: Node, input: Any, dtype: Any = None) -> Value:
-        value = self.value(input)
+    def op_to_copy(self, node: Node, value: Value, dtype: Any = None) -> Value:
         if dtype is not None and not dtype.is_floating_point and dtype != torch.bool:
             raise CellError(f"{dtype}; values of a step are floats and conditions")
         if dtype in (torch.float16, torch.bfloat16):
@@ -203,20 +202,17 @@ class Walk(Arithmetic):
         return self.scalars(POINTWISE["ne"], [value, 0.0], node.name) if dtype == torch.bool else self.as_numbers(
             value, node.name)
 
-    def op_slice(self, node: Node, input: Any, dim: int, start: Any, end: Any, step: int) -> Value:
-        value = self.value(input)
+    def op_slice(self, node: Node, value: Value, dim: int, start: Any, end: Any, step: int) -> Value:
         return value.cut(dim, start or 0, 2**62 if end is None else end, step, self.sizes)
 
-    def op_select(self, node: Node, input: Any, dim: int, index: int) -> Value:
-        return self.value(input).taken(dim % len(shape_of(node.args[0])), index, self.sizes)
+    def op_select(self, node: Node, value: Value, dim: int, index: int) -> Value:
+        return value.taken(dim % len(value.axes), index, self.sizes)
 
-    def op_unbind(self, node: Node, input: Any, dim: int) -> tuple[Value, ...]:
-        value = self.value(input)
+    def op_unbind(self, node: Node, value: Value, dim: int) -> tuple[Value, ...]:
         return tuple(value.taken(dim % len(value.axes), n, self.sizes) for n in range(value.shape(self.sizes)[dim]))
 
-    def op_split_with_sizes(self, node: Node, input: Any, split_sizes: Sequence[int],
-                            dim: int = 0) -> tuple[Value, ...]:
-        value, ends = self.value(input), [*accumulate(split_sizes, initial=0)]
+    def op_split_with_sizes(self, node: Node, value: Value, split_sizes: Any, dim: int = 0) -> tuple[Value, ...]:
+        ends = accumulate(split_sizes, initial=0)
         return tuple(value.cut(dim, first, last, 1, self.sizes) for first, last in pairwise(ends))
 
     def op_cat(self, node: Node, tensors: Sequence[Any], dim: int = 0) -> Value:
@@ -250,8 +246,8 @@ class Walk(Arithmetic):
         parts += [new, *([value.cut(dim, last, extent, 1, self.sizes)] if last < extent else [])]
         return Value.joined(parts, dim) if len(parts) > 1 else new
 
-    def op_select_scatter(self, node: Node, input: Any, src: Any, dim: int, index: int) -> Value:
-        value, new = self.value(input), self.value(src)
+    def op_select_scatter(self, node: Node, value: Value, src: Any, dim: int, index: int) -> Value:
+        new = self.value(src)
         dim, index = dim % len(value.axes), index % value.shape(self.sizes)[dim]
         if value.axes[dim] != GATES or len(new.gates) > 1:
             raise CellError(f"one place of {value}; expected a gate")
