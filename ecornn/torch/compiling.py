@@ -106,13 +106,11 @@ def precision_of(kind: Kind, x: Any) -> str | None:
     """``tf32`` if products of a layer of this kind on x may be in TF32 by the settings of this moment, else None."""
     if x.is_cpu or x.dtype != torch.float32:
         return None
-    return "tf32" if (cudnn_allows() if kind.tf32 is None else kind.tf32) else None
-
-
-def cudnn_allows() -> bool:
-    """Tells whether cuDNN's RNNs may use TF32."""
-    rnn = getattr(torch.backends.cudnn, "rnn", None)  # PyTorch before 2.9 has one setting for all of cuDNN
-    return bool(torch.backends.cudnn.allow_tf32 if rnn is None else rnn.fp32_precision == "tf32")
+    allowed = kind.tf32
+    if allowed is None:  # as cuDNN's RNNs may
+        rnn = getattr(torch.backends.cudnn, "rnn", None)  # PyTorch before 2.9 has one setting for all of cuDNN
+        allowed = torch.backends.cudnn.allow_tf32 if rnn is None else rnn.fp32_precision == "tf32"
+    return "tf32" if allowed else None
 
 
 # -- in the background --------------------------------------------------------------------------

@@ -263,11 +263,9 @@ def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state:
     """y and the states, layer by layer, with dropout between, which is drawn for packed rows, as by PyTorch."""
     last = []
     for layer, (its, given) in enumerate(engine.layers_of(module, weights, state)):
-        if not (layer and module._drops):
-            pass
-        elif lengths is None:
+        if layer and module._drops and lengths is None:
             x = dropout(x, module.dropout)
-        else:
+        elif layer and module._drops:
             rows = pack_padded_sequence(x, lengths)
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
         x, *after = called(module, x, given, lengths, [*its], text_of(module, layer), asked, layer)

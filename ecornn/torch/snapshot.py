@@ -167,9 +167,6 @@ class Snapshots:
         self._by_id: dict[int, weakref.WeakSet[Snapshot]] = {}
         self._most = self.LEAST
 
-    def __len__(self) -> int:
-        return len(self._by_id)
-
     def add(self, snapshot: Snapshot, ids: Sequence[int]) -> None:
         """Adds a snapshot of the weights with these ids."""
         if len(self._by_id) >= self._most:  # where weights come and go, so do ids
