@@ -220,7 +220,7 @@ def run(name: str, device: str, side: str, cache: str) -> dict[str, Any]:
 
 def _compiled(made: list[Callable[[], Any]]) -> dict[str, Any]:
     """Waits until all that calls have asked for is compiled; its number."""
-    from ecornn.torch import background
+    from ecornn.torch import compiling as background
     from ecornn.torch.compiling import outcomes
 
     for _ in range(3):  # a call may find another layer to compile once the first one is there

@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ecornn.torch
 from ecornn.layer_spec import LayerSpec
-from ecornn.torch import training
+from ecornn.torch import engine as training
 from ecornn.torch.compiling import KEPT
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.replacing import compile_all

@@ -104,7 +104,7 @@ MUTANTS = (
     Mutant("torch: what PyTorch does not count is not looked at", "ecornn/torch/snapshot.py",
            "return self._sample.holds()", "return True", "torch/test_torch_later_calls.py -k leave_no_trace"),
     Mutant("torch: a layer is what it was, whatever its attributes say", "ecornn/torch/engine.py",
-           "if kept and kind.options == _options_of(module)", "if kept",
+           "if kept and engine.options == _options_of(module)", "if kept",
            "torch/test_torch_later_calls.py -k attributes_that"),
     Mutant("onnxruntime: rows without steps end as they began", "ecornn/onnxruntime/kernel.h",
            "if (lengths[n % rows] == 0)", "if (lengths[n % rows] < 0)", "onnx/test_onnxruntime.py -k without_steps"),

@@ -36,9 +36,8 @@ from ecornn.boundary import public
 from ecornn.module_folders import save_modules
 from ecornn.torch.cells import GRUCell, LSTMCell, RNNCell
 from ecornn.torch.modules import GRU, LSTM, RNN
-from ecornn.torch.profiling import Profile, profile
 from ecornn.torch.recurrent import Recurrent
-from ecornn.torch.replacing import Report, prepare, rebind, replace, restore
+from ecornn.torch.replacing import Profile, Report, prepare, profile, rebind, replace, restore
 from ecornn.torch.traced import cell as traced_cell
 from ecornn.torch.traced_step import TracedCell
 

@@ -18,27 +18,23 @@ from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.loader import Module
 from ecornn.runtime.torch_arrays import address
-from ecornn.torch import background
-from ecornn.torch.background import PendingError
-from ecornn.torch.compiling import KEPT, NAMES, about, compiled, few_steps, fitting, outcomes, precision_of, serves
-from ecornn.torch.kind import Kind, parameters
+from ecornn.torch import compiling
+from ecornn.torch.compiling import KEPT, NAMES, PendingError, about, compiled, few_steps, fitting, precision_of
+from ecornn.torch.kind import Kind
 from ecornn.torch.snapshot import Snapshot
 
 GRAPHS = "graphs"  # in place of a stream: the layers that CUDA graphs have captured
 NEAR = 16  # times the batch of a call, the largest batch of a module that stands in for the call's own
 OFTEN = 32  # calls of few steps on a GPU that the module of longer ones serves before their own is compiled
-
 TRAINING = -1  # in place of steps: modules that train, as long as they stand in for others
+
 # the kind of a call: device, data type, masks, precision, and 1, 2, 4 or 8 steps on a GPU, or 0 for any number
 Alike = tuple[torch.device, torch.dtype, str, "str | None", int]
 
 
 class DeviceWeights:
-    """Packs the weights of a module of this kind in ``layer`` on a GPU, on the current stream.
-
-    Weights that only gradients of first states need wait for :meth:`pack_for_states`, since most steps of training
-    want none; ``due``: they wait.
-    """
+    """Packs the weights of a module in ``layer`` on a GPU, on the current stream. Those that only gradients of first
+    states need wait for :meth:`pack_for_states`, since most steps of training want none; ``due``: they wait."""
 
     def __init__(self, kind: Kind, layer: Layer, weights: Sequence[torch.Tensor]) -> None:
         self._kind, self._layer = kind, layer
@@ -47,13 +43,12 @@ class DeviceWeights:
         self._read(weights)
 
     def pack(self, weights: Sequence[torch.Tensor], same: bool, changed: Sequence[int]) -> None:
-        """Packs all weights, whichever have ``changed``. ``same``: they are the very tensors of the last time, where
-        they were; others are checked, as :meth:`Layer.repack` does."""
+        """Packs all weights. ``same``: they are the very tensors of the last time, where they were, unchecked."""
         if same and self._dtype:
             self._pack(False)
             self.due = bool(self._layer.manifest.packed_for_optional)
             return
-        self._layer.repack(parameters(self._kind, weights))
+        self._layer.repack(self._kind.parameters(weights))
         self.due = False
         self._read(weights)
 
@@ -72,7 +67,7 @@ class DeviceWeights:
         known, dtype = dict(zip(self._kind.names, weights, strict=True)), weights[0].dtype
         plain = not self._kind.projection and all(w.dtype == dtype and w.is_contiguous() and not w.is_neg()
                                                   for w in weights)
-        self._dtype = NAMES[dtype] if plain and serves(weights[0].device, dtype) else ""
+        self._dtype = NAMES[dtype] if plain and compiling.serves(weights[0].device, dtype) else ""
         self._at = [known[name].data_ptr() if name in known else 0 for name in self._names]  # 0: zeros, of no bias
 
 
@@ -87,7 +82,7 @@ class HostWeights:
 
     def pack(self, weights: Sequence[torch.Tensor], same: bool, changed: Sequence[int]) -> None:
         """Packs weights, again those whose numbers are in ``changed``; see :meth:`DeviceWeights.pack`."""
-        known, names = parameters(self._kind, weights), {self._kind.names[n] for n in changed}
+        known, names = self._kind.parameters(weights), {self._kind.names[n] for n in changed}
         tensors = [known[name] for name, _ in self._parameters]
         plain = all(w.shape == shape and w.dtype == torch.float32 and w.is_cpu and w.is_contiguous() and not w.is_neg()
                     for w, (_, shape) in zip(tensors, self._parameters, strict=True))
@@ -105,7 +100,7 @@ class BoundLayer:
 
     def __init__(self, kind: Kind, module: Module, weights: Sequence[torch.Tensor], x: torch.Tensor) -> None:
         device, threads = (None, torch.get_num_threads()) if x.is_cpu else (x.device.index, None)
-        self.layer: Layer = module.bind(parameters(kind, weights), device or 0, threads=threads)
+        self.layer: Layer = module.bind(kind.parameters(weights), device or 0, threads=threads)
         self.layer.whole_rows = True  # operators have one tensor for y
         self.busy = self.packs = 0
         self.snapshot = Snapshot(weights)
@@ -151,11 +146,9 @@ class BoundLayers:
     @contextmanager
     def layer(self, weights: Sequence[torch.Tensor], x: Any, masks: str, again: bool = False,
               states: bool = True) -> Iterator[Layer]:
-        """A layer for x (T, B, I) with the weights as they are now, which it keeps until the context ends.
-
-        ``masks``: nothing, ``lengths`` or ``sequences``; ``again``: an earlier call had the weights so, and no
-        optimizer has come since; ``states``: gradients of first states may be asked for.
-        """
+        """A layer for x (T, B, I) with the weights as they are now, which it keeps until the context ends. ``masks``:
+        nothing, ``lengths`` or ``sequences``; ``again``: an earlier call had the weights so, and no optimizer has come
+        since; ``states``: gradients of first states may be asked for."""
         one = self.take(weights, x, x.shape[:2], masks, again, states)
         try:
             yield one.layer
@@ -173,8 +166,7 @@ class BoundLayers:
         return one
 
     def take_this(self, one: BoundLayer, weights: Sequence[torch.Tensor], packs: int | None = None) -> bool:
-        """Takes a layer that was taken before. False if its weights are not these any more or, given ``packs``, if it
-        has packed since its count was that."""
+        """Takes a layer that was taken before; False if its weights are not these, or it has packed since ``packs``."""
         with self._lock:
             fits = one.snapshot.holds(weights) if packs is None else one.packs == packs
             fits = fits and not one.packing.due
@@ -230,7 +222,7 @@ class BoundLayers:
             return known
         if wrong := [w for w in weights if w.device != x.device]:
             raise DeviceError("weights.device", str(wrong[0].device), f"{x.device}, as the input's")
-        if known is None and background.accepts():
+        if known is None and compiling.accepts():
             if not x.is_cpu and torch.cuda.is_current_stream_capturing():
                 raise PendingError(None)  # a graph keeps what is called in it
             alike, room = self._served(alike, batch, steps)
@@ -266,12 +258,9 @@ class BoundLayers:
         return self._kind.spec(room, steps, NAMES[dtype], masks, keep, precision)
 
     def _served(self, alike: Alike, batch: int, steps: int) -> tuple[Alike, int]:
-        """The kind of call and the room of a module that is there: the one that serves this call as it should, which
-        is compiled in the background, or one nearby that stands in for it.
-
-        Calls of few steps that are rare have the module of longer ones, if there is or will be one. Raises
-        :class:`PendingError` if none is there, and :class:`ScheduleError` where no schedule serves the layer.
-        """
+        """The kind of call and the room of the module that serves this call as it should, or of one nearby that stands
+        in for it while that is compiled. Calls of few steps that are rare have the module of longer ones. Raises
+        :class:`PendingError` if none is there, and :class:`ScheduleError` where no schedule serves the layer."""
         device, dtype, masks, precision, few = alike
         modules, pending = self._modules.setdefault(alike, {}), self._pending.setdefault(alike, {})
         room = fitting({*modules, *pending}, batch, _most(batch, masks))
@@ -280,13 +269,13 @@ class BoundLayers:
         if room not in pending:
             pending[room] = self._spec(alike, room, steps)
         many: Alike = (device, dtype, masks, precision, 0)
-        if few and masks != "sequences" and (pending[room], device.type, False) not in outcomes and (
+        if few and masks != "sequences" and (pending[room], device.type, False) not in compiling.outcomes and (
                 self._modules.get(many) or self._pending.get(many)):
             self._calls[alike] = count = self._calls.get(alike, 0) + 1
             if count < OFTEN:
                 return self._served(many, batch, steps)
         try:
-            modules[room] = background.start(pending[room], device.type).module()
+            modules[room] = compiling.start(pending[room], device.type).module()
         except PendingError:
             kinds = [many, alike] if few else [alike]
             if self._trained is not None:
@@ -304,7 +293,7 @@ class BoundLayers:
         """The kind of call, of these, and the batch of the smallest module that is there and takes this batch."""
         for kind in kinds:  # a module may have come since the last call of its own kind
             for room, spec in [*self._pending.get(kind, {}).items()]:
-                if isinstance(module := outcomes.get((spec, kind[0].type, False)), Module):
+                if isinstance(module := compiling.outcomes.get((spec, kind[0].type, False)), Module):
                     self._modules[kind][room] = module
                     del self._pending[kind][room]
         near = [(kind, room) for kind in kinds for room in self._modules.get(kind, ()) if batch <= room <= NEAR * batch]
@@ -318,7 +307,7 @@ class BoundLayers:
                 one = bound.pop(room)
                 one.snapshot.outdate()
                 return room, one
-        if background.accepts():
+        if compiling.accepts():
             raise PendingError(None)
         raise ArgumentError("x", "an input of the first call", "a call that no CUDA graph captures: run a training "
                             "step before the capture, as PyTorch asks for")

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ecornn.torch import engine, like_before, meanwhile, stepping_training
-from ecornn.torch.dispatching import derivatives, watched
-from ecornn.torch.falling_back import by_torch, obstacle
+from ecornn.torch import engine, falling_back, like_before
+from ecornn.torch.falling_back import by_torch, derivatives, obstacle
 from ecornn.torch.kind import CELLS, text_of
 from ecornn.torch.modules import CompiledModule, called, leaf
 from ecornn.torch.snapshot import suspect
@@ -20,9 +19,8 @@ WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
 class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
-    """The common part of the three. On a CPU a compiled module computes in float32; elsewhere, where that cannot, and
-    for arguments that do not fit, which it names, PyTorch's own cell runs, on the same parameters:
-    :mod:`ecornn.torch.falling_back`."""
+    """The common part of the three. On a CPU a compiled module computes in float32; elsewhere, and for arguments that
+    do not fit, which it names, PyTorch's own cell runs, on the same parameters."""
 
     # what a layer has besides
     num_layers, bidirectional, proj_size, dropout, batch_first, _drops = 1, False, 0, 0.0, False, False
@@ -35,17 +33,18 @@ class CompiledCell(CompiledModule, torch.nn.RNNCellBase):
         state, weights = _states(hx, len(self.state_names)), engine.weights_of(self)
         if state is None or not _fits(self, weights[0], input, state):
             return by_torch(self, input, hx)
-        if meanwhile.waits(self):
+        if falling_back.waits(self):
             return self._compiled(input, hx, state, weights)
         kind = "cell", input.shape, input.dtype, input.device, torch.is_grad_enabled()
-        return meanwhile.call(self, input, hx, kind, lambda: self._compiled(input, hx, state, weights))
+        return falling_back.call(self, input, hx, kind, lambda: self._compiled(input, hx, state, weights))
 
     def _compiled(self, input: torch.Tensor, hx: Any, state: Sequence[torch.Tensor],
                   weights: Sequence[torch.Tensor]) -> Any:
         """Does what :meth:`forward` does by a compiled module, if one can."""
-        compiling = torch.compiler.is_compiling()
-        after = None if compiling else _with_gradients(self, weights, input, state)
-        if after is not None:
+        compiling, tensors = torch.compiler.is_compiling(), (input, *state, *weights)
+        if not (compiling or input.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
+                or engine.watched(tensors)) and derivatives(lambda: tensors) == "gradients":
+            after: Any = like_before.train_step(engine.engine_of(self), weights, input, state)
             like_before.remember(engine.engine_of(self), self, input, weights, True)
         else:
             why, asked = obstacle(self, input, hx)
@@ -135,17 +134,5 @@ def _fits(cell: Any, weight: torch.Tensor, input: Any, state: Sequence[Any]) -> 
     if (width != cell.input_size or not all(shape) or weight.dtype != dtype or weight.device != device
             or device.type not in SERVED or input.layout is not torch.strided):
         return False
-    for s in state:
-        if (not isinstance(s, torch.Tensor) or s.shape != shape or s.dtype != dtype or s.device != device
-                or s.layout is not torch.strided):
-            return False
-    return True
-
-
-def _with_gradients(cell: Any, weights: Sequence[torch.Tensor], x: torch.Tensor,
-                    state: Sequence[torch.Tensor]) -> Sequence[torch.Tensor] | None:
-    """The states after x with gradients; None if these are not asked for, or need an operator."""
-    if (x.dtype != torch.float32 or torch.jit.is_tracing() or torch.is_autocast_enabled("cpu")
-            or watched((x, *state, *weights)) or derivatives(lambda: (x, *state, *weights)) != "gradients"):
-        return None
-    return stepping_training.run(engine.engine_of(cell), weights, x, state)
+    return all(isinstance(s, torch.Tensor) and s.shape == shape and s.dtype == dtype and s.device == device
+               and s.layout is torch.strided for s in state)

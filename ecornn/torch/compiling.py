@@ -1,4 +1,7 @@
-"""Compiling a layer for the first call of its kind, for all torch modules of a process.
+"""Compiling layers for all torch modules of a process: at the first call of their kind, or in the background.
+
+Where a call that :func:`accepts` that finds no module, :class:`PendingError` ends it before anything is computed, and
+a worker process of low priority compiles one for later calls.
 
 float32 products on a GPU may be in TF32 where the user lets cuDNN's RNNs use it, unless a layer says more. PyTorch's
 default is that they may. If its settings differ, the one nearest to an RNN wins, as with cuDNN:
@@ -8,18 +11,28 @@ default is that they may. If its settings differ, the one nearest to an RNN wins
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import gc
+import logging
 import math
-from collections.abc import Collection
+import os
+import queue
+import threading
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
+from ecornn import module_cache
+from ecornn.build import cache
 from ecornn.dtypes import DTYPES, SERVED
-from ecornn.errors import ArgumentError, ScheduleError
+from ecornn.errors import ArgumentError, EcornnError, ScheduleError
 from ecornn.layer_spec import LayerSpec
 from ecornn.runtime.loader import Module
 from ecornn.torch.kind import Kind
+from ecornn.worker import Worker, WorkerError
 from ecornn.workload import FEW, KEEPS
 
 NAMES = {getattr(torch, name): name for name in DTYPES}
@@ -29,10 +42,7 @@ MOST = 256  # layers whose outcomes a process keeps
 
 
 def checked_keep(keep: str | None) -> str | None:
-    """``keep`` itself, a user's choice of what a training step keeps; None leaves it to :data:`KEPT`.
-
-    Raises :class:`ArgumentError` for any other value than these two.
-    """
+    """``keep`` itself. Raises :class:`ArgumentError` for anything but None, ``states`` and ``gates``."""
     if keep not in (None, *KEEPS):
         raise ArgumentError("keep", keep, f"None, {' or '.join(KEEPS)}")
     return keep
@@ -56,16 +66,11 @@ def keep(layer: LayerSpec, target: str, infinite: bool, outcome: Module | Schedu
 
 
 def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
-    """The module of a layer, which all torch modules of a process share; ``infinite``: right for infinite weights, too.
-
-    Raises :class:`ScheduleError` where no schedule serves the layer.
-    """
+    """The module of a layer; ``infinite``: right for such weights, too. Raises :class:`ScheduleError` without one."""
     known = outcomes.get((layer, target, infinite))
     if known is None:
-        from ecornn.module_cache import compiled_layer
-
         try:
-            known = compiled_layer(layer, target, {"pairs": 0, "project_pairs": 0} if infinite else None)
+            known = module_cache.compiled_layer(layer, target, {"pairs": 0, "project_pairs": 0} if infinite else None)
         except ScheduleError as error:
             known = error
         finally:
@@ -78,6 +83,7 @@ def compiled(layer: LayerSpec, target: str, infinite: bool = False) -> Module:
     return known
 
 
+# -- the module for a call ----------------------------------------------------------------------
 def few_steps(steps: int) -> int:
     """The T that a layer on a GPU is compiled for if a call has few ``steps``: 1, 2, 4 or 8, so that similar lengths
     share a module; 0 if they are many, and one module serves all."""
@@ -85,9 +91,7 @@ def few_steps(steps: int) -> int:
 
 
 def about(steps: int) -> int:
-    """The T that a layer is compiled for which serves all calls, by the ``steps`` of the first: the nearest power of 2,
-    so that programs of other lengths find its module in the cache. Records within a factor of 2 count as equally
-    near."""
+    """The T, a power of 2 near the first call's ``steps``, of a layer for all calls, which other programs find."""
     return 1 << round(math.log2(steps)) if steps <= FEW else max(2 * FEW, 1 << round(math.log2(steps)))
 
 
@@ -102,13 +106,194 @@ def precision_of(kind: Kind, x: Any) -> str | None:
     """``tf32`` if products of a layer of this kind on x may be in TF32 by the settings of this moment, else None."""
     if x.is_cpu or x.dtype != torch.float32:
         return None
-    allowed = cudnn_allows() if kind.tf32 is None else kind.tf32
+    allowed = kind.tf32
+    if allowed is None:  # as cuDNN's RNNs may
+        rnn = getattr(torch.backends.cudnn, "rnn", None)  # PyTorch before 2.9 has one setting for all of cuDNN
+        allowed = torch.backends.cudnn.allow_tf32 if rnn is None else rnn.fp32_precision == "tf32"
     return "tf32" if allowed else None
 
 
-def cudnn_allows() -> bool:
-    """Tells whether cuDNN's RNNs may use TF32."""
-    rnn = getattr(torch.backends.cudnn, "rnn", None)  # PyTorch before 2.9 has one setting for all of cuDNN
-    if rnn is None:
-        return bool(torch.backends.cudnn.allow_tf32)
-    return bool(rnn.fp32_precision == "tf32")
+# -- in the background --------------------------------------------------------------------------
+LIMIT = 3600.0  # seconds of one compilation, which has only the time that others leave
+IDLE = 20.0  # seconds without work after which a worker process ends
+NICENESS = 10  # of worker processes: on a busy core they have a tenth of what a program has
+
+_thread = threading.local()  # `accepts`: within accepting()
+# held by a thread that imports and loads: a child that was forked meanwhile would wait for its import lock for ever
+_loading = threading.Lock()
+_told: list[str] = []
+
+
+class PendingError(Exception):
+    """The module for a call is not there: PyTorch's own layer has to compute it. ``job`` compiles it; None: nobody."""
+
+    def __init__(self, job: Job | None) -> None:
+        super().__init__("no module yet")
+        self.job = job
+
+
+class Job:
+    """A layer that is compiled for calls to come; ``error``: the reason that there is no ``outcome``."""
+
+    def __init__(self, spec: LayerSpec, target: str, outcome: Module | ScheduleError | None = None) -> None:
+        self.spec, self.target, self.outcome, self.error = spec, target, outcome, ""
+        self._done, self._process = threading.Event(), os.getpid()
+        if outcome is not None:
+            self._done.set()
+
+    @property
+    def pending(self) -> bool:
+        """True while somebody works for it. In a forked child nobody does what its parent has begun."""
+        return not self._done.is_set() and self._process == os.getpid()
+
+    def run(self, worker: Worker) -> None:
+        """Compiles the layer in a worker process, and loads it here. Raises nothing: ``error`` says what went wrong."""
+        try:
+            with _loading:
+                self.outcome = module_cache.found(self.spec, self.target)
+            if self.outcome is None:
+                _tell(self.spec)
+                asked = module_cache.Asked.of(self.spec, self.target)
+                entry = worker.call("ecornn.module_cache:compile_for_another", asked, str, LIMIT)
+                with _loading:
+                    self.outcome = module_cache.from_entry(entry)
+            if self.outcome is None:
+                self.error = f"nothing can be kept in {cache.folder()}, see ECORNN_CACHE"
+        except WorkerError as error:
+            kind, _, said = str(error).partition(": ")
+            if kind == ScheduleError.__name__:
+                self.outcome = ScheduleError(said)
+            else:
+                self.error = str(error)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+        if self.outcome is not None:
+            keep(self.spec, self.target, False, self.outcome)
+        self._done.set()
+
+    def wait(self, limit: float | None = None) -> bool:
+        """Waits until it has ended, for ``limit`` seconds at most; tells whether it has."""
+        return self._done.wait(limit)
+
+    def module(self) -> Module:
+        """The module. Raises :class:`ScheduleError` if none can be, :class:`PendingError` if none is there yet."""
+        if self.outcome is None:
+            raise PendingError(self)
+        if isinstance(self.outcome, ScheduleError):
+            raise self.outcome.with_traceback(None)
+        return self.outcome
+
+
+def _tell(spec: LayerSpec) -> None:
+    """Says once in a process that it compiles, and what can be done about that."""
+    if not _told:
+        _told.append("said")
+        logging.getLogger("ecornn").warning(
+            "PyTorch's own layers run while theirs are compiled in the background, from %s on; "
+            "ecornn.torch.prepare(model, *example) compiles ahead", spec.workload)
+
+
+class Compilers:
+    """Worker processes that compile layers, each for one thread of this process, ``niceness`` behind other programs.
+    They start when there is work, and end after :data:`IDLE` seconds without any, or with this process."""
+
+    def __init__(self, processes: int, niceness: int = 0) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._workers = [Worker("ecornn.module_cache:ready", gpu=True, start_limit=LIMIT, niceness=niceness)
+                         for _ in range(processes)]
+        for number, worker in enumerate(self._workers):
+            threading.Thread(target=self._serve, args=(worker,), name=f"ecornn-compiles-{number}", daemon=True).start()
+
+    def submit(self, spec: LayerSpec, target: str) -> Job:
+        """Has a layer compiled."""
+        job = Job(spec, target)
+        self._jobs.put(job)
+        return job
+
+    def _serve(self, worker: Worker) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=IDLE)
+            except queue.Empty:
+                worker.kill()
+                job = self._jobs.get()
+            if job is None:
+                return
+            job.run(worker)
+
+    def stop(self) -> None:
+        """Ends all processes, also while they compile."""
+        for worker in self._workers:
+            self._jobs.put(None)
+            worker.stop()
+
+    def forget(self) -> None:
+        """Lets go of the processes in a forked child, to which they do not belong."""
+        for worker in self._workers:
+            worker.disown()
+
+
+@functools.cache
+def get_ready() -> threading.Thread:
+    """Does in a thread, once in a process, what the first call would otherwise take longer for."""
+    def ready() -> None:
+        with _loading, contextlib.suppress(ImportError, EcornnError):  # which the first call raises
+            module_cache.get_ready()
+
+    thread = threading.Thread(target=ready, name="ecornn-gets-ready", daemon=True)
+    thread.start()
+    return thread
+
+
+_compilers: Compilers | None = None  # of this process, as are the jobs
+_jobs: dict[tuple[LayerSpec, str], Job] = {}
+_lock = threading.Lock()
+
+
+def start(spec: LayerSpec, target: str) -> Job:
+    """The job that compiles a layer, one for all modules of this process; it has ended if the layer is compiled."""
+    global _compilers
+    with _lock:
+        if (known := outcomes.get((spec, target, False))) is not None:
+            return Job(spec, target, known)
+        job = _jobs.get((spec, target))
+        if job is not None and (job.pending or job.error):
+            return job
+        if _compilers is None:
+            _compilers = Compilers(max(1, min(4, len(os.sched_getaffinity(0)) // 4)), NICENESS)
+        for key in [key for key, one in _jobs.items() if one.outcome is not None]:
+            del _jobs[key]
+        job = _jobs[spec, target] = _compilers.submit(spec, target)
+        return job
+
+
+def _forked() -> None:
+    global _compilers, _lock
+    _loading.release()
+    if _compilers is not None:
+        _compilers.forget()
+    _compilers, _lock = None, threading.Lock()
+
+
+@atexit.register
+def _stop() -> None:
+    if _compilers is not None:
+        _compilers.stop()
+
+
+os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_forked)
+
+
+def accepts() -> bool:
+    """Tells whether the call that this thread makes has PyTorch's layer to go on with."""
+    return getattr(_thread, "accepts", False)
+
+
+@contextlib.contextmanager
+def accepting() -> Iterator[None]:
+    """Has the calls within the context accept that their module is not there, by :class:`PendingError`."""
+    before, _thread.accepts = accepts(), True
+    try:
+        yield
+    finally:
+        _thread.accepts = before

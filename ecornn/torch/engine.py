@@ -1,12 +1,12 @@
-"""Engines, the compiled layers of a module, one for each kind of call; and the weights that a module has at a moment,
-those among them that a cell computes from its parameters.
+"""Engines, the compiled layers of a module, one for each kind of call; the weights that a module has at a moment, those
+among them that a cell computes from its parameters; and who watches a call.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,46 +14,61 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import distributed
+from torch.autograd import profiler
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ecornn.cells import Cell, derive
-from ecornn.errors import DTypeError, WeightsError
+from ecornn.errors import ArgumentError, DTypeError, WeightsError
+from ecornn.runtime.columns import Columns
 from ecornn.runtime.layer import Layer
-from ecornn.torch.background import Job
+from ecornn.runtime.plan import kept_layout
 from ecornn.torch.bound import BoundLayers
-from ecornn.torch.compiling import KEPT
-from ecornn.torch.dispatching import watched
-from ecornn.torch.kind import Kind, kind_of, narrowed, narrowed_rows, text_of, widened
-from ecornn.torch.snapshot import Snapshot, replayed
+from ecornn.torch.compiling import KEPT, NAMES, Job, compiled, precision_of
+from ecornn.torch.kind import Kind, kind_of, text_of
+from ecornn.torch.snapshot import Snapshot, replayed, suspect
 
 _modules: weakref.WeakKeyDictionary[torch.nn.Module, Engine] = weakref.WeakKeyDictionary()
 # the first of the weights -> all of them and their engine, for each layer that has this one
 _weights = WeakTensorKeyDictionary()
 _lock = threading.Lock()
+# what a user may set in a module, and the same in its kind
 _options_of = attrgetter(
     "mode", "input_size", "hidden_size", "num_layers", "bias", "bidirectional", "proj_size", "tf32")
+_kinds_options = attrgetter("mode", "input", "hidden", "layers", "bias", "bidirectional", "projection", "tf32")
+_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+PLAIN = {torch.Tensor, torch.nn.Parameter}  # classes that run no code of a subclass
 
 
+# -- watched calls go through PyTorch's dispatcher, all others the short way past it ------------
+def watching() -> bool:
+    """Tells whether modes, functorch's transforms or the profiler, who see operators only, watch all calls."""
+    if _modes() or torch._C._functorch.maybe_current_level() is not None or profiler._is_profiler_enabled:
+        return True
+    # torch.device(...) as a context has nothing to see here
+    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def watched(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tells whether a call on these tensors must go through the dispatcher, as tracers and tensor subclasses need."""
+    return watching() or not PLAIN.issuperset(map(type, tensors))
+
+
+# -- engines ------------------------------------------------------------------------------------
 class Engine:
-    """The compiled layers of one torch module, or of the weights that the operator is given.
-
-    Attributes
-    ----------
-    kind : the kind of the module
-    refused : kinds of calls, and columns of packed sequences, that no schedule serves
-    pending : kinds of calls whose modules are compiled in the background, see meanwhile.py
-    calls, shared : values kept between calls, see like_before.py and stepping_training.py
-    """
+    """The compiled layers of one torch module, or of the weights that the operator is given."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-        self.refused: set[tuple[Any, ...]] = set()
-        self.pending: dict[tuple[Any, ...], Job] = {}
+        self.kind, self.options = kind, _kinds_options(kind)
+        self.refused: set[tuple[Any, ...]] = set()  # kinds of calls, and columns, that no schedule serves
+        self.pending: dict[tuple[Any, ...], Job] = {}  # kinds of calls whose modules are compiled in the background
         self._captured: set[Layer] = set()  # CUDA graphs read their weights, nobody tells for how long
         self.trained = BoundLayers(kind)
         self.inference, self.training = BoundLayers(kind, self.trained), self.trained.layer
         self._parts: dict[int, Engine] = {}
-        self.calls: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}  # kept between calls, as is `shared`, see like_before.py
         self.shared: Any = None
 
     @contextmanager
@@ -74,7 +89,7 @@ class Engine:
             lengths: torch.Tensor | None) -> list[torch.Tensor]:
         """y (T, B, D*H) and the states (L*D, B, H) of the layer with these weights, in PyTorch's order, on x
         (T, B, I), from ``state``, or from zeros if that is empty."""
-        masks = {} if lengths is None else {"lengths": lengths}
+        masks = masks_of(lengths)
         if x.is_cuda and replayed(weights):  # packed at each call, and so where the last ones were
             with self.training(weights, x, "".join(masks), states=False) as layer:
                 return self.called(layer, x, state, **masks)
@@ -84,20 +99,49 @@ class Engine:
     def called(self, layer: Layer, x: torch.Tensor, state: Sequence[torch.Tensor], **masks: Any) -> list[torch.Tensor]:
         """The results of :meth:`run` by this layer."""
         with torch.no_grad():
-            y, after = layer(x, self.given(state), **masks)
-            return self.results(y, after)
+            return self.results(*layer(x, self.given(state), **masks))
+
+    def forward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
+                lengths: torch.Tensor | Columns | None) -> list[torch.Tensor]:
+        """The results of :meth:`run`, and a tensor of bytes that :meth:`backward` reads besides: nothing else remembers
+        the call. ``lengths`` may be the columns that x has its sequences in."""
+        steps, batch = x.shape[:2]
+        masks = masks_of(lengths)
+        with torch.no_grad(), self.training(weights, x, "".join(masks), states=False) as layer:
+            kept = x.new_empty(layer.kept_bytes(steps, batch), dtype=torch.uint8)
+            y, after, _ = layer.forward(x, self.given(state), **masks, memory=kept)
+            # autograd lets nobody write to views of what several are returned of
+            return [*(t.data if t._is_view() else t for t in self.results(y, after)), kept]
+
+    def backward(self, weights: Sequence[torch.Tensor], x: torch.Tensor, state: Sequence[torch.Tensor],
+                 lengths: torch.Tensor | Columns | None, y: torch.Tensor, kept: torch.Tensor,
+                 gradients: Sequence[torch.Tensor | None], want_state: bool = True) -> list[Any]:
+        """Gradients of x, ``state``, None unless ``want_state``, and the weights, from those of y and last states."""
+        kind, masks, wanted = self.kind, masks_of(lengths), want_state and bool(state)
+        with torch.no_grad(), self.training(weights, x, "".join(masks), again=True, states=wanted) as layer:
+            memory = kept.clone() if kept.data_ptr() % 16 else kept  # it may have been away, in a file or on the host
+            again = layer.kept_in(memory, x, kind.widened(y), self.given(state), **masks)
+            dy, *dstates = gradients
+            computed = layer.backward(again, None if dy is None else kind.widened(dy), self.given(dstates),
+                                      want_state=wanted)
+            suspect(weights)  # an optimizer may come next
+            before = self.states(computed.state) if wanted else [None] * len(state)
+            found = computed.x, *before, *kind.gradients(computed.weights)
+            return [g if g is None else g.to(of.dtype) for g, of in zip(found, (x, *state, *weights), strict=True)]
 
     def given(self, state: Sequence[Any]) -> tuple[Any, ...] | None:
         """The states that a layer takes for states (L*D, B, H), or gradients of them; None in place of one is zeros."""
-        return tuple(s[0] if self.kind.single and s is not None else s for s in widened(self.kind, state)) or None
+        padded = [self.kind.widened(s) if n == 0 and s is not None else s for n, s in enumerate(state)]
+        return tuple(s[0] if self.kind.single and s is not None else s for s in padded) or None
 
     def results(self, y: torch.Tensor, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """y and states (L*D, B, H) from those that a layer returns."""
-        return [narrowed_rows(self.kind, y), *self.states(states)]
+        return [self.kind.narrowed(y), *self.states(states)]
 
     def states(self, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """States (L*D, B, H), or gradients of them, from those that a layer returns."""
-        return narrowed(self.kind, [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states])
+        whole = [s.reshape(-1, s.shape[-2], self.kind.hidden) for s in states]
+        return [s if n else self.kind.narrowed(s) for n, s in enumerate(whole)]
 
     def part(self, layer: int | None, kind: str) -> Engine:
         """The engine of one layer, of the kind that this text names; None: this engine, of all layers."""
@@ -108,38 +152,52 @@ class Engine:
         return self._parts[layer]
 
     def rebind(self) -> None:
-        """Has the next call of every kind read the weights again. Until then the layers keep what they have, also for
-        calls that run now."""
+        """Has the next call of every kind read the weights again. Calls that run now keep what they have."""
         self.inference.outdate()
         self.trained.outdate()
         for part in self._parts.values():
             part.rebind()
 
 
+def masks_of(lengths: torch.Tensor | Columns | None) -> dict[str, Any]:
+    """The keyword argument that a layer is called with."""
+    return {} if lengths is None else {"sequences" if isinstance(lengths, Columns) else "lengths": lengths}
+
+
+def kept_bytes(kind: Kind, x: torch.Tensor, lengths: torch.Tensor | None) -> Any:
+    """The bytes that :meth:`Engine.forward` keeps for x (T, B, I). Raises :class:`ArgumentError` for other types."""
+    if x.dtype not in NAMES:
+        raise ArgumentError("x.dtype", x.dtype, ", ".join(NAMES.values()))
+    steps, batch = x.shape[:2]
+    spec = kind.spec(_hint(batch, 8), _hint(steps, 64), NAMES[x.dtype], "".join(masks_of(lengths)),
+                     kind.keep or KEPT[x.device.type], precision_of(kind, x))
+    return kept_layout(compiled(spec, "cuda" if x.is_cuda else "cpu").manifest, steps, batch)[1]
+
+
+def _hint(size: Any, otherwise: int) -> int:
+    """The value that a size had when it was traced."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return otherwise if hint is None else hint
+
+
 def engine_of(module: torch.nn.Module) -> Engine:
-    """The module's engine, made with its first call; copies of a module get their own. The operator finds it by the
-    module's weights."""
-    engine = known_engine(module)
-    if engine is None:
+    """The module's engine, made with its first call; the operator finds it by the weights. A copy gets its own."""
+    if (engine := known_engine(module)) is None:
         engine = _modules[module] = engine_for(kind_of(text_of(module)), weights_of(module))
     return engine
 
 
 def known_engine(module: Any) -> Engine | None:
     """The module's engine, if it has one and its attributes are what they were: a user may set them."""
-    engine = _modules.get(module)
-    if engine is None:
+    if (engine := _modules.get(module)) is None:
         return None
     kind, keep = engine.kind, module.keep
     kept = kind.keep == keep or (kind.keep is None and keep in KEPT.values())
-    return engine if kept and kind.options == _options_of(module) else None
+    return engine if kept and engine.options == _options_of(module) else None
 
 
 def engine_for(kind: Kind, weights: Sequence[torch.Tensor]) -> Engine:
-    """The engine of these very tensors, which lives as long as the first of them.
-
-    Raises :class:`WeightsError` where they are not as many as such a layer has.
-    """
+    """The engine of these very tensors. Raises :class:`WeightsError` if a layer has more of them, or fewer."""
     if len(weights) != len(kind.names):
         raise WeightsError(f"{len(weights)} weights of {kind}; expected {', '.join(kind.names)}")
     if kind.keep is not None and kind.keep == KEPT.get(weights[0].device.type):
@@ -170,14 +228,12 @@ def rebind(module: torch.nn.Module) -> None:
     with _lock:
         for weight in (*module._parameters.values(), *module._buffers.values()):
             engines += [engine for _, engine in (_weights.get(weight) or ())] if weight is not None else []
-    for engine in engines:
-        if engine is not None:
-            engine.rebind()
+    for engine in filter(None, engines):
+        engine.rebind()
 
 
 def let_go(module: torch.nn.Module) -> None:
-    """Forgets the engines of a module and of its own weights, and so all weak references to these: PyTorch swaps no
-    tensor that has one. Compiled modules stay."""
+    """Forgets the weak references to a module and its own weights: PyTorch swaps no tensor that has one."""
     _modules.pop(module, None)
     with _lock:
         for weight in module._parameters.values():
@@ -185,18 +241,9 @@ def let_go(module: torch.nn.Module) -> None:
                 _weights.pop(weight, None)
 
 
-def let_go_if_swapped(module: torch.nn.Module) -> None:
-    """:func:`let_go` before a conversion that swaps the module's tensors."""
-    if torch.__future__.get_swap_module_params_on_conversion():
-        let_go(module)
-
-
 def weights_of(module: Any) -> list[torch.Tensor]:
-    """The weights of a module at this moment. ``_flat_weights`` may have others: torch.func.functional_call puts its
-    own into ``_parameters``, and a parametrization makes new ones at each access, as a cell that computes its own does.
-
-    Raises :class:`WeightsError` if one has been set to None.
-    """
+    """The weights of a module at this moment; raises :class:`WeightsError` if one is None. ``_flat_weights`` may have
+    others: functional_call puts its own into ``_parameters``, and a parametrization makes new ones at each access."""
     own, names = module._parameters, module._flat_weights_names
     derived: Derived | None = module.__dict__.get("_derived")
     if derived is not None:
@@ -211,6 +258,29 @@ def weights_of(module: Any) -> list[torch.Tensor]:
     return weights
 
 
+# -- gradients that leave layer by layer --------------------------------------------------------
+# A compiled stack is one node of PyTorch's graph, and all of its gradients are there at once. If somebody waits for one
+# layer's, as when they are added up over processes, layers are compiled and called one after the other, as with dropout
+# between them: a node each. That costs a few calls more, and what layers would do at the same time.
+def layers_of(module: Any, weights: Sequence[torch.Tensor],
+              state: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[torch.Tensor], list[torch.Tensor]]]:
+    """The weights of each layer of a module, and its part of states (L*D, B, H)."""
+    parts, each = 1 + module.bidirectional, len(weights) // module.num_layers
+    for layer in range(module.num_layers):
+        yield weights[layer * each:(layer + 1) * each], [s[layer * parts:(layer + 1) * parts] for s in state]
+
+
+def by_layer(module: Any, weights: Iterable[torch.Tensor]) -> bool:
+    """Tells whether a training step of the module goes layer by layer: in one of several processes of
+    ``torch.distributed``, whose DistributedDataParallel leaves no trace, and if hooks of the weights run once a
+    gradient is there. It does not in graphs of torch.compile, which runs the nodes of a backward pass as one."""
+    if module.num_layers == 1 or torch.compiler.is_compiling():
+        return False
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return True
+    return any(getattr(w, "_post_accumulate_grad_hooks", None) for w in weights)
+
+
 # -- weights that a cell computes ---------------------------------------------------------------
 # for calls without gradients: the parameters, the weights that were computed of them, and whether in inference mode
 _computed: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Snapshot, list[torch.Tensor], bool]] = \
@@ -219,8 +289,7 @@ _calls = threading.local()  # the weights of modules that this thread is calling
 
 
 class Derived:
-    """Computes the weights with these ``names``, in this order, of a module's ``learned`` ones, with their
-    gradients."""
+    """Computes the weights with these ``names``, in this order, and their gradients, of a module's ``learned`` ones."""
 
     def __init__(self, cell: Cell, input: int, hidden: int, learned: list[str], names: list[str]) -> None:
         self._cell, self._input, self._hidden, self._learned, self._names = cell, input, hidden, learned, names
@@ -263,6 +332,5 @@ class Derived:
 
 def _trained(module: weakref.ref[torch.nn.Module], gradient: torch.Tensor) -> None:
     """Runs as a hook of a weight, when its gradient is there."""
-    alive = module()
-    if alive is not None:
+    if (alive := module()) is not None:
         _computed.pop(alive, None)

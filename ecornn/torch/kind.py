@@ -28,9 +28,8 @@ _here: dict[str, Cell] = {}  # the cells that this process has named, by identit
 
 
 def text_of(module: Any, layer: int | None = None) -> str:
-    """The :class:`Kind` of a module, or of one of its layers, as text, such as
-    ``LSTM(input=7,hidden=11,layers=2,bias=1,bidirectional=0,projection=0)``; for a ``Recurrent`` a colon and the name
-    of its cell follow. torch.compile can trace this function."""
+    """The :class:`Kind` of a module, or of one of its layers, as text: ``LSTM(input=7,hidden=11,layers=2,bias=1,...)``,
+    with a colon and the name of a ``Recurrent``'s cell behind it. torch.compile can trace this function."""
     input, layers = module.input_size, module.num_layers
     if layer is not None:
         width = module.proj_size or module.hidden_size
@@ -43,8 +42,7 @@ def text_of(module: Any, layer: int | None = None) -> str:
 
 
 def keeping(text: str, keep: str) -> str:
-    """The text of a kind with ``keep`` added where it says nothing of that: graphs are cached by the text, and know how
-    many bytes a training step keeps."""
+    """A kind's text with ``keep`` in it: graphs, cached by it, know how many bytes a training step keeps."""
     if f",{KEEP}=" in text:
         return text
     sizes, colon, name = text.partition("):")
@@ -53,29 +51,18 @@ def keeping(text: str, keep: str) -> str:
 
 @dataclass(frozen=True)
 class Kind:
-    """A ``torch.nn.RNNBase`` or a ``Recurrent`` in torch's words.
+    """A ``torch.nn.RNNBase`` or a ``Recurrent`` in torch's words."""
 
-    Attributes
-    ----------
-    mode : ``LSTM``, ``GRU``, ``RNN_TANH`` or ``RNN_RELU``; or ``cell``
-    input, hidden, layers : I, H and L
-    bias, bidirectional : 0 or 1
-    projection : the width of a projected state; 0: none
-    name : of the cell, where it is not torch's
-    tf32 : whether products of float32 on a GPU may be in TF32; None: PyTorch's settings say, see compiling.py
-    keep : what a training step keeps, ``states`` or ``gates``; None: as usual, see compiling.py
-    """
-
-    mode: str
+    mode: str  # LSTM, GRU, RNN_TANH or RNN_RELU; or cell
     input: int
     hidden: int
     layers: int
-    bias: int
-    bidirectional: int
-    projection: int
-    name: str = ""
-    tf32: bool | None = None
-    keep: str | None = None
+    bias: int  # 0 or 1
+    bidirectional: int  # 0 or 1
+    projection: int  # the width of a projected state; 0: none
+    name: str = ""  # of the cell, where it is not torch's
+    tf32: bool | None = None  # float32 products on a GPU may be in TF32; None: PyTorch's settings say, see compiling.py
+    keep: str | None = None  # what a training step keeps, states or gates; None: as usual, see compiling.py
 
     @cached_property
     def cell(self) -> Cell | str:
@@ -91,12 +78,6 @@ class Kind:
         sizes += "" if self.tf32 is None else f",{TF32}={int(self.tf32)}"
         sizes += "" if self.keep is None else f",{KEEP}={self.keep}"
         return f"{self.mode}({sizes})" + (f":{self.name}" if self.name else "")
-
-    @cached_property
-    def options(self) -> tuple[Any, ...]:
-        """The attributes of a module of this kind that ``engine._options_of`` reads."""
-        return (self.mode, self.input, self.hidden, self.layers, self.bias, self.bidirectional, self.projection,
-                self.tf32)
 
     @cached_property
     def directions(self) -> int:
@@ -134,8 +115,7 @@ class Kind:
         return tuple(kind + end for end in ends for kind in kinds)
 
     def flat(self, of: Callable[[int, int], Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-        """Shapes in all layers by a user's names, gates folded into the first axis; ``of`` gives those of one layer for
-        I and H."""
+        """Shapes by a user's names in all layers, gates folded into the first axis; ``of``: one layer's for I, H."""
         cell, shapes = get(self.cell), {}
         for layer in range(self.layers):
             for second in (False, True)[:self.directions]:
@@ -146,12 +126,56 @@ class Kind:
 
     def spec(self, batch: int, seq: int, dtype: str, masks: str, keep: str | None = None,
              precision: str | None = None) -> LayerSpec:
-        """The layer to compile for calls of this B and about this T, with ``masks``: nothing, ``lengths`` or
-        ``sequences``; ``keep``: its values of a training step, None if it does not train; ``precision``: None or
-        ``tf32``."""
+        """The layer for calls of this B and about this T; ``masks``: none, ``lengths`` or ``sequences``; ``keep``: of a
+        training step, None if it does not train; ``precision``: None or ``tf32``."""
         return LayerSpec(self.cell, self.hidden, self.input, batch, seq, dtype, precision=precision, layers=self.layers,
                          bidirectional=bool(self.bidirectional), lengths=masks == "lengths",
                          sequences=masks == "sequences", training=keep is not None, keep=keep)
+
+    # -- weights, states and gradients of torch's layers as those of compiled ones, and back ----
+    # A compiled layer has biases, and a projection that keeps the size, with zeros where torch has nothing.
+    def parameters(self, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """Weights of torch's layer as a compiled one's. Raises :class:`ArgumentError` for one without memory."""
+        with_memory = [w.clone() if w._is_zerotensor() else w for w in weights]  # zeros of autograd's have none
+        if self.projection:  # torch would copy from nowhere
+            for name, w in zip(self.names, with_memory, strict=True):
+                if not w.untyped_storage().size() and w.numel():
+                    raise ArgumentError(f"weights[{name!r}]", "a tensor without memory of its own",
+                                        "a tensor with memory")
+        compiled = {name: w.detach() for name, w in zip(self.names, with_memory, strict=True)}
+        if not self.bias:
+            for name in [n for n in compiled if n.startswith("weight_hh")]:
+                zeros = compiled[name].new_zeros(len(compiled[name]))
+                compiled |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
+        if self.projection:
+            for name, value in compiled.items():
+                if name.startswith("weight_hr"):
+                    compiled[name] = pad(value, (0, 0, 0, self.hidden - self.projection))
+                elif _reads_state(name):
+                    compiled[name] = self.widened(value)
+        return compiled
+
+    def gradients(self, compiled: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The gradients of torch's weights, from those of the weights that :meth:`parameters` makes of them."""
+        return [compiled[name][:self.width].clone() if self.projection and name.startswith("weight_hr") else
+                self.narrowed(compiled[name]) if _reads_state(name) else compiled[name] for name in self.names]
+
+    def widened(self, y: torch.Tensor) -> torch.Tensor:
+        """Values (..., D*width), or of one direction, as of y and the first state, padded to (..., D*H)."""
+        if not self.projection:
+            return y
+        return pad(y.unflatten(-1, (-1, self.width)), (0, self.hidden - self.width)).flatten(-2)
+
+    def narrowed(self, y: torch.Tensor) -> torch.Tensor:
+        """Values without the padding of :meth:`widened`."""
+        if not self.projection:
+            return y
+        return y.unflatten(-1, (-1, self.hidden))[..., :self.width].flatten(-2).contiguous()
+
+
+def _reads_state(name: str) -> bool:
+    """Tells whether a weight multiplies h, or y of a layer below."""
+    return name.startswith("weight_hh") or (name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse")))
 
 
 @lru_cache(maxsize=1024)
@@ -194,72 +218,3 @@ def cell_of(name: str) -> Cell:
 
 def _builtin(name: str) -> bool:
     return name.partition("(")[0] in BUILTIN
-
-
-# -- weights, states and gradients of torch's layers as those of compiled ones, and back --------
-# A compiled layer has biases, and in place of a projection one that keeps the size, with zeros where torch has nothing.
-def parameters(kind: Kind, weights: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The weights of torch's layer as those of a compiled one, by name, with zeros for biases that torch's has not, and
-    around a projection.
-
-    Raises :class:`ArgumentError` for a weight without memory.
-    """
-    with_memory = [w.clone() if w._is_zerotensor() else w for w in weights]  # zeros of autograd's have none
-    if kind.projection:  # torch would copy from nowhere
-        for name, w in zip(kind.names, with_memory, strict=True):
-            if not w.untyped_storage().size() and w.numel():
-                raise ArgumentError(f"weights[{name!r}]", "a tensor without memory of its own", "a tensor with memory")
-    compiled = {name: w.detach() for name, w in zip(kind.names, with_memory, strict=True)}
-    if not kind.bias:
-        for name in [n for n in compiled if n.startswith("weight_hh")]:
-            zeros = compiled[name].new_zeros(len(compiled[name]))
-            compiled |= {name.replace("weight_hh", f"bias_{which}"): zeros for which in ("ih", "hh")}
-    if kind.projection:
-        for name, value in compiled.items():
-            if name.startswith("weight_hr"):
-                compiled[name] = pad(value, (0, 0, 0, kind.hidden - kind.projection))
-            elif _reads_state(name):
-                compiled[name] = widened_rows(kind, value)
-    return compiled
-
-
-def weight_gradients(kind: Kind, compiled: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of torch's weights, from those of the weights that :func:`parameters` makes of them."""
-    gradients = []
-    for name in kind.names:
-        value = compiled[name]
-        if kind.projection and name.startswith("weight_hr"):
-            value = value[:kind.width].clone()
-        elif _reads_state(name):
-            value = narrowed_rows(kind, value)
-        gradients.append(value)
-    return gradients
-
-
-def _reads_state(name: str) -> bool:
-    """Tells whether a weight multiplies h, or y of a layer below."""
-    return name.startswith("weight_hh") or (name.startswith("weight_ih") and not name.endswith(("_l0", "_l0_reverse")))
-
-
-def widened(kind: Kind, states: Sequence[Any]) -> list[Any]:
-    """States, or gradients of them, padded from the projection's width to H."""
-    return [widened_rows(kind, states[0]), *states[1:]] if states and states[0] is not None else [*states]
-
-
-def widened_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
-    """Values (..., D*width), or of one direction, padded to (..., D*H)."""
-    if not kind.projection:
-        return y
-    return pad(y.unflatten(-1, (-1, kind.width)), (0, kind.hidden - kind.width)).flatten(-2)
-
-
-def narrowed(kind: Kind, states: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """States without the padding of :func:`widened`."""
-    return [narrowed_rows(kind, states[0]), *states[1:]] if states else []
-
-
-def narrowed_rows(kind: Kind, y: torch.Tensor) -> torch.Tensor:
-    """Values without the padding of :func:`widened_rows`."""
-    if not kind.projection:
-        return y
-    return y.unflatten(-1, (-1, kind.hidden))[..., :kind.width].flatten(-2).contiguous()

@@ -11,36 +11,25 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from ecornn.boundary import refuse_untyped, shown
 from ecornn.errors import ArgumentError, DeviceError, DTypeError, FallbackError, ScheduleError, ShapeError
-from ecornn.torch import engine, like_before, meanwhile, packed, training
+from ecornn.torch import engine, falling_back, like_before, packed
 from ecornn.torch.compiling import KEPT, checked_keep, few_steps, serves
-from ecornn.torch.dispatching import watched
+from ecornn.torch.engine import watched
 from ecornn.torch.falling_back import by_torch, obstacle, tensors_of
 from ecornn.torch.kind import keeping, text_of
 from ecornn.torch.operator import directly, forward, recurrent
 
 
 class CompiledModule(torch.nn.Module):
-    """Attributes of all compiled layers and cells, and the moments at which their weights are let go or read again.
+    """Attributes of all compiled layers and cells, and the moments at which their weights are let go or read again."""
 
-    Attributes
-    ----------
-    TORCH : the class of torch.nn whose ``forward`` runs where no module can; None: there is none
-    state_names, output_names : of a call's results
-    cell_name : a colon and the name of a cell that is not torch's
-    tf32 : whether products of float32 on a GPU may be in TF32; None: they may if cuDNN's RNNs may, see compiling.py
-    keep : the values that a training step keeps, ``gates`` or ``states``; None: ``gates``
-    wait : whether a first call waits until its module is compiled; False: PyTorch's own layer runs until it is
-    one_step : True for a cell, whose states are all that a call returns
-    """
-
-    TORCH: Any = None
+    TORCH: Any = None  # the class of torch.nn whose forward runs where no module can; None: there is none
     state_names: tuple[str, ...] = ("h",)
     output_names: tuple[str, ...] = ("h",)
-    cell_name = ""
-    tf32: bool | None = None
-    keep: str | None = None
-    wait = False
-    one_step = False
+    cell_name = ""  # a colon and the name of a cell that is not torch's
+    tf32: bool | None = None  # products of float32 on a GPU may be in TF32; None: they may if cuDNN's RNNs may
+    keep: str | None = None  # the values that a training step keeps, gates or states; None: gates
+    wait = False  # a first call waits until its module is compiled; False: PyTorch's own layer runs until it is
+    one_step = False  # True for a cell, whose states are all that a call returns
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Computes y and the last states of a tensor or PackedSequence, with the shapes of ``torch.nn``'s; of a cell
@@ -59,7 +48,8 @@ class CompiledModule(torch.nn.Module):
             raise
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        engine.let_go_if_swapped(self)
+        if torch.__future__.get_swap_module_params_on_conversion():
+            engine.let_go(self)
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -73,8 +63,7 @@ class CompiledModule(torch.nn.Module):
 
 
 class Sequences(CompiledModule):
-    """A module that is called on sequences, with the attributes of ``torch.nn.RNNBase``, and with gradients if they are
-    asked for.
+    """A module that is called on sequences, with the attributes of ``torch.nn.RNNBase``.
 
     Weights are packed at the first call, and again once they have changed: a training step, ``load_state_dict``
     and whatever raises a tensor's version are seen. Writes through ``.data`` or NumPy, by another process, and any in
@@ -92,9 +81,9 @@ class Sequences(CompiledModule):
         given = (input, hx)
         if torch.is_autocast_enabled("cuda"):
             given = autocasted(given)
-        if not meanwhile.waits(self):
-            return meanwhile.call(self, input, hx, call_kind(self, input, asked),
-                                  lambda: self._compiled(*given, asked))
+        if not falling_back.waits(self):
+            return falling_back.call(self, input, hx, call_kind(self, input, asked),
+                                     lambda: self._compiled(*given, asked))
         if not asked:
             return self._compiled(*given, False)
         try:
@@ -109,9 +98,8 @@ class Sequences(CompiledModule):
         x = input.transpose(0, 1) if self.batch_first and input.dim() == 3 else input
         single = x.dim() == 2
         x = x.unsqueeze(1) if single else x
-        if x.dim() != 3 or x.shape[2] != self._row_width:
-            raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size="
-                             f"{self._row_width}")
+        if x.dim() != 3 or x.shape[2] != (width := self._row_width):
+            raise ShapeError("input.shape", tuple(input.data.shape), f"2 or 3 axes, the last of input_size={width}")
         steps, batch = x.shape[:2]
         if steps == 0:
             raise ShapeError("input.shape", tuple(input.shape), "at least one step")
@@ -141,15 +129,14 @@ class Sequences(CompiledModule):
 
     @property
     def _drops(self) -> bool:
-        drops: bool = self.training and self.dropout > 0 and self.num_layers > 1
-        return drops
+        return bool(self.training and self.dropout > 0 and self.num_layers > 1)
 
     def _run(self, x: Any, state: list[torch.Tensor], lengths: Any, asked: bool) -> list[torch.Tensor]:
         """y and the states; ``asked``: with gradients."""
         weights = engine.weights_of(self)
         if asked:
             engine.check_type(x, weights[0])
-        if self._drops or (asked and training.by_layer(self, weights)):
+        if self._drops or (asked and engine.by_layer(self, weights)):
             return run_layers(self, weights, x, state, lengths, asked)
         if not (asked or state) and torch.compiler.is_exporting():
             state = self._zeros(x)  # AOTInductor would make None of an empty list
@@ -171,19 +158,17 @@ class Sequences(CompiledModule):
             if not len(input.data):
                 return by_torch(self, input, hx)
         data, sizes, order, back = input
-        plain = not (self._drops or seen)
-        in_columns = None  # rows and states, with gradients
-        if asked and plain:
-            engine.check_type(data, engine.weights_of(self)[0])
-            in_columns = packed.train(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
-        if in_columns is not None:
-            rows, *after = in_columns
-        elif asked or not plain:
+        found = None  # rows and states
+        if not (self._drops or seen):
+            if asked:
+                engine.check_type(data, engine.weights_of(self)[0])
+            state = states_of(self, hx, data, int(sizes[0]), False, order)
+            found = (packed.train if asked else packed.run)(self, input, state)
+        if found is None:
             x, lengths = pad_packed_sequence(PackedSequence(data, sizes))
             y, *after = self._run(x, states_of(self, hx, x, x.shape[1], False, order), lengths, asked)
-            rows = pack_padded_sequence(y, lengths).data
-        else:
-            rows, *after = packed.run(self, input, states_of(self, hx, data, int(sizes[0]), False, order))
+            found = [pack_padded_sequence(y, lengths).data, *after]
+        rows, *after = found
         after = after if back is None else [s.index_select(1, back) for s in after]
         return PackedSequence(rows, sizes, order, back), self._states(after)
 
@@ -191,14 +176,13 @@ class Sequences(CompiledModule):
 class Compiled(Sequences, torch.nn.RNNBase):
     """The common part of ``LSTM``, ``GRU`` and ``RNN``: a compiled module computes in place of torch, gradients, too.
 
-    For forward derivatives, in torch.jit.trace, for a batch of no sequences, for a device or data type without compiled
-    layers (on a CPU 16 bits and autocast), and for gradients on a GPU that no schedule has, PyTorch's own forward runs,
-    on the same parameters: :mod:`ecornn.torch.falling_back`. The base is RNNBase, since torch.compile refuses to look
-    into a ``torch.nn.LSTM``.
+    Where there is no compiled layer, PyTorch's own forward runs, on the same parameters: for forward derivatives, in
+    torch.jit.trace, for a batch of no sequences, other devices and data types (on a CPU 16 bits and autocast), and for
+    gradients on a GPU that no schedule has. The base is RNNBase, since torch.compile refuses to look into a
+    ``torch.nn.LSTM``.
 
     Besides torch's arguments there are ``tf32``: whether products of float32 on a GPU may be in TF32, None: if cuDNN's
-    RNNs may, :mod:`ecornn.torch.compiling`; and ``keep``: the values that a training step keeps, see
-    :func:`ecornn.compile`; None: ``gates``.
+    RNNs may; and ``keep``: the values that a training step keeps, see :func:`ecornn.compile`; None: ``gates``.
     """
 
     def __init__(self, *args: Any, tf32: bool | None = None, keep: str | None = None, **kwargs: Any) -> None:
@@ -252,8 +236,7 @@ def call_kind(module: Any, input: Any, asked: bool) -> tuple[Any, ...]:
 
 
 def leaf(module: Any, input: Any, hx: Any) -> Any:
-    """A node of torch.fx's graph that calls the module, whose layers it does not look into, as with torch.nn's. Raises
-    :class:`ArgumentError` if ``input`` is none of torch.fx's symbols either."""
+    """A call in torch.fx's graph. Raises :class:`ArgumentError` if ``input`` is none of its symbols either."""
     if isinstance(input, torch.fx.Proxy):
         given = (input,) if hx is None else (input, hx)
         tracer: Any = input.tracer
@@ -263,8 +246,7 @@ def leaf(module: Any, input: Any, hx: Any) -> Any:
 
 def called(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
            weights: list[torch.Tensor], kind: str, asked: bool, layer: int | None = None) -> list[torch.Tensor]:
-    """y and the states of a module, or of one ``layer`` of it, with gradients if they are ``asked`` for; see
-    :func:`recurrent` for the other arguments."""
+    """y and the states of a module, or of one ``layer`` of it; ``asked``: with gradients. See :func:`recurrent`."""
     by_operator = torch.compiler.is_compiling() or watched((x, *state, *weights))
     if asked and by_operator:
         return forward(x, state, lengths, weights, keeping(kind, KEPT[x.device.type]))[:-1]
@@ -278,15 +260,12 @@ def called(module: Any, x: torch.Tensor, state: list[torch.Tensor], lengths: tor
 
 def run_layers(module: Any, weights: list[torch.Tensor], x: torch.Tensor, state: list[torch.Tensor],
                lengths: torch.Tensor | None, asked: bool) -> list[torch.Tensor]:
-    """y and the states of one layer after the other, with dropout between them, if any. With ``lengths`` packed rows
-    are dropped, since PyTorch draws its random numbers so."""
+    """y and the states, layer by layer, with dropout between, which is drawn for packed rows, as by PyTorch."""
     last = []
-    for layer, (its, given) in enumerate(training.layers_of(module, weights, state)):
-        if not (layer and module._drops):
-            pass
-        elif lengths is None:
+    for layer, (its, given) in enumerate(engine.layers_of(module, weights, state)):
+        if layer and module._drops and lengths is None:
             x = dropout(x, module.dropout)
-        else:
+        elif layer and module._drops:
             rows = pack_padded_sequence(x, lengths)
             x = pad_packed_sequence(PackedSequence(dropout(rows.data, module.dropout), rows.batch_sizes))[0]
         x, *after = called(module, x, given, lengths, [*its], text_of(module, layer), asked, layer)
@@ -307,11 +286,8 @@ def autocasted(value: Any) -> Any:
 
 def states_of(module: Any, hx: Any, x: torch.Tensor, batch: int, single: bool,
               order: torch.Tensor | None) -> list[torch.Tensor]:
-    """The initial states, each (L*D, ``batch``, H), in the order of the rows of x; [] for zeros.
-
-    Raises :class:`ArgumentError`, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` if ``hx`` does not
-    fit the module and x.
-    """
+    """The initial states, each (L*D, ``batch``, H), in the order of the rows of x; [] for zeros. Raises
+    :class:`ArgumentError`, :class:`ShapeError`, :class:`DTypeError` or :class:`DeviceError` if ``hx`` does not fit."""
     if hx is None:
         return []
     names = [f"{name}_0" for name in module.state_names]

@@ -1,10 +1,9 @@
 """``torch.ops.ecornn.recurrent``, ``recurrent_forward`` and ``recurrent_backward``: a layer, without and with
 gradients, as operators that PyTorch's autograd, tracers, modes and transforms know.
 
-They take the weights, so that a graph computes with those that it is given, and a text that says which kind of layer
-has such weights, so that another process understands a graph that was saved. All that the backward pass reads is saved
-as tensors: PyTorch sees weights that were changed in between, a graph that is used twice, and what hooks do with saved
-tensors.
+They take the weights, which a graph is given, and a text that says which kind of layer has such weights, which another
+process understands. All that the backward pass reads is saved as tensors: PyTorch sees weights that were changed in
+between, a graph that is used twice, and what hooks do with saved tensors.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ecornn.boundary import public
 from ecornn.errors import DerivativeError
 from ecornn.runtime.columns import Columns
-from ecornn.torch import training
-from ecornn.torch.engine import Engine, engine_for
+from ecornn.torch.engine import Engine, engine_for, kept_bytes
 from ecornn.torch.kind import Kind, kind_of
 
 Tensors = list[torch.Tensor]
@@ -40,7 +38,7 @@ def recurrent(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor 
 def recurrent_forward(x: torch.Tensor, state: list[torch.Tensor], lengths: torch.Tensor | None,
                       weights: list[torch.Tensor], kind: str) -> list[torch.Tensor]:
     """The results of ``recurrent``, and last the bytes (N,) that ``recurrent_backward`` reads besides these."""
-    return training.forward(engine_for(kind_of(kind), weights), weights, x, state, lengths)
+    return engine_for(kind_of(kind), weights).forward(weights, x, state, lengths)
 
 
 @torch.library.custom_op("ecornn::recurrent_backward", mutates_args=())
@@ -48,8 +46,7 @@ def recurrent_backward(x: torch.Tensor, state: list[torch.Tensor], lengths: torc
                        weights: list[torch.Tensor], kind: str, y: torch.Tensor, kept: torch.Tensor,
                        gradients: list[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients of x, ``state`` and ``weights``, from those of y and the last states."""
-    engine = engine_for(kind_of(kind), weights)
-    return training.backward(engine, weights, x, state, lengths, y, kept, gradients)
+    return engine_for(kind_of(kind), weights).backward(weights, x, state, lengths, y, kept, gradients)
 
 
 # -- shapes, for tracers ------------------------------------------------------------------------
@@ -61,7 +58,7 @@ def _(x: torch.Tensor, state: Tensors, lengths: torch.Tensor | None, weights: Te
 @recurrent_forward.register_fake
 def _(x: torch.Tensor, state: Tensors, lengths: torch.Tensor | None, weights: Tensors, kind: str) -> Tensors:
     parsed = kind_of(kind)
-    kept = x.new_empty(training.kept_bytes(parsed, x, lengths), dtype=torch.uint8)
+    kept = x.new_empty(kept_bytes(parsed, x, lengths), dtype=torch.uint8)
     return [*map(x.new_empty, output_shapes(parsed, x)), kept]
 
 
@@ -87,14 +84,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
 def _backward(ctx: Any, gradients: Tensors) -> tuple[Any, ...]:
     x, y, kept, lengths, *rest = ctx.saved_tensors
     state, weights = rest[:ctx.states], rest[ctx.states:]
-    dx, *others = recurrent_backward(x, state, lengths, weights, ctx.kind, y, kept, [*gradients[:-1]])
+    computed = recurrent_backward(x, state, lengths, weights, ctx.kind, y, kept, [*gradients[:-1]])
     needs = ctx.needs_input_grad
-
-    def asked(values: Tensors, needed: Any) -> list[torch.Tensor | None]:
-        return [value if need else None for value, need in zip(values, needed, strict=True)]
-
-    before, after = others[:len(state)], others[len(state):]
-    return dx if needs[0] else None, asked(before, needs[1] or ()), None, asked(after, needs[3]), None
+    needed = needs[0], *(needs[1] or ()), *needs[3]
+    dx, *others = (value if need else None for value, need in zip(computed, needed, strict=True))
+    return dx, others[:ctx.states], None, others[ctx.states:], None
 
 
 def refuse_again(*_: Any) -> None:
@@ -111,9 +105,8 @@ recurrent_backward.register_autograd(refuse_again)
 # -- past PyTorch's dispatcher ------------------------------------------------------------------
 def directly(engine: Engine, x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | Columns | None,
              weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The results of ``recurrent`` by this engine, with gradients, for autograd alone, if nobody else watches: the
-    dispatcher takes longer to call an operator than the layer takes to be launched. ``lengths`` may be the columns that
-    x has its sequences in."""
+    """The results of ``recurrent`` by this engine, with gradients, for autograd alone, if nobody else watches: past the
+    dispatcher, which takes longer than the launch of a layer. ``lengths`` may be the columns of x."""
     return [*RecurrentForward.apply(engine, len(state), lengths, x, *state, *weights)]
 
 
@@ -123,7 +116,7 @@ class RecurrentForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, states: int, lengths: Any, x: torch.Tensor,
                 *rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        *outputs, kept = training.forward(engine, rest[states:], x, rest[:states], lengths)
+        *outputs, kept = engine.forward(rest[states:], x, rest[:states], lengths)
         ctx.engine, ctx.states, ctx.columns = engine, states, lengths if isinstance(lengths, Columns) else None
         ctx.save_for_backward(x, outputs[0], kept, lengths if ctx.columns is None else None, *rest)
         ctx.set_materialize_grads(ctx.columns is not None)
@@ -137,8 +130,7 @@ class RecurrentForward(torch.autograd.Function):
         needed = ctx.needs_input_grad[3:]
         if not torch.is_grad_enabled():
             masks, wanted = ctx.columns if lengths is None else lengths, any(needed[1:1 + ctx.states])
-            computed = each(
-                lambda given: training.backward(engine, weights, x, state, masks, y, kept, given, wanted), gradients)
+            computed = each(lambda given: engine.backward(weights, x, state, masks, y, kept, given, wanted), gradients)
         elif ctx.columns is not None:
             computed = ColumnsBackward.apply(engine, ctx.columns, ctx.states, len(gradients), *gradients, x, y, kept,
                                              *rest)
@@ -156,7 +148,7 @@ class ColumnsBackward(torch.autograd.Function):
     def forward(ctx: Any, engine: Engine, columns: Columns, states: int, outputs: int,
                 *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         gradients, (x, y, kept, *rest) = tensors[:outputs], tensors[outputs:]
-        return tuple(training.backward(engine, rest[states:], x, rest[:states], columns, y, kept, gradients))
+        return tuple(engine.backward(rest[states:], x, rest[:states], columns, y, kept, gradients))
 
     backward = staticmethod(refuse_again)
 
@@ -167,8 +159,7 @@ def is_batched(gradient: torch.Tensor | None) -> bool:
 
 
 def each(call: Callable[[Sequence[Any]], list[Any]], gradients: Sequence[Any]) -> list[Any]:
-    """The results of ``call`` on gradients, one by one and stacked if autograd gives several as one
-    (``is_grads_batched``)."""
+    """The results of ``call`` on gradients; one by one, and stacked, of several as one (``is_grads_batched``)."""
     batched = [*map(is_batched, gradients)]
     if not any(batched):
         return call(gradients)
@@ -184,8 +175,7 @@ def each(call: Callable[[Sequence[Any]], list[Any]], gradients: Sequence[Any]) -
 # -- transforms of torch.func -------------------------------------------------------------------
 def forward(x: torch.Tensor, state: Sequence[torch.Tensor], lengths: torch.Tensor | None,
             weights: Sequence[torch.Tensor], kind: str) -> list[torch.Tensor]:
-    """The results of ``recurrent_forward``, also under transforms of torch.func, which know
-    ``torch.autograd.Function`` but no formula that an operator registers."""
+    """The results of ``recurrent_forward``, also under transforms of torch.func, which know no operator's formula."""
     if torch._C._functorch.maybe_current_level() is None:
         return [*recurrent_forward(x, [*state], lengths, [*weights], kind)]
     return [*Forward.apply(kind, len(state), lengths, x, *state, *weights)]

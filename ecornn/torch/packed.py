@@ -1,13 +1,10 @@
 """Packed sequences: padded by one gather, or on a GPU laid end to end in fewer columns than there are sequences.
 
-A module for the whole batch steps through the longest row, and rows that have ended keep their places in every
-product. Laid end to end the same steps take about as many columns as the rows have valid steps for each step of the
-longest. Where that gains nothing each sequence is a row of x, and the module has their lengths. Either way x is one
-gather of packed data, packed y one of y, and what these need is kept for the next call with the same lengths.
-
-Gradients take the same way back: what is gathered from packed rows to columns, and from columns to packed rows, has a
-gather for its gradient, too, since each packed row has one place. Places of no sequence have some row's values, which
-the module does not read.
+Rows that have ended keep their places in every product of a module for the whole batch. Laid end to end they take
+about as many columns as rows have valid steps for each step of the longest. Where that gains nothing each sequence is a
+row of x, and the module has their lengths. Either way x is one gather of packed data, packed y one of y, and what
+these need is kept for the next call with the same lengths. Gradients take the same way back, by gathers, too: a packed
+row has one place. Places of no sequence have some row's values, which the module does not read.
 """
 
 from __future__ import annotations
@@ -27,8 +24,7 @@ from ecornn.errors import DTypeError, ScheduleError, ShapeError
 from ecornn.runtime.columns import Columns, steps_of
 from ecornn.runtime.layer import Layer
 from ecornn.runtime.torch_arrays import TorchArrays
-from ecornn.torch import training
-from ecornn.torch.engine import engine_of, weights_of
+from ecornn.torch.engine import by_layer, engine_of, layers_of, weights_of
 from ecornn.torch.kind import text_of
 from ecornn.torch.operator import directly
 
@@ -42,19 +38,15 @@ _arrays = TorchArrays()
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The places of packed sequences (N rows) in x (T, C, I).
+    """The places of packed sequences (N rows) in x (T, C, I), ``shape`` T and C.
 
-    Attributes
-    ----------
-    shape : T and C
-    index : for each place of x the row of packed data, or 0 where there is none; for each of the N rows its place; and,
-        without columns, the C lengths
-    columns : the module's argument for sequences that lie end to end; None: each is a row of x
+    ``index``: for each place of x the row of packed data, or 0 where there is none; for each of the N rows its place;
+    and, without columns, the C lengths.
     """
 
     shape: tuple[int, int]
     index: Ints
-    columns: Columns | None = None
+    columns: Columns | None = None  # the module's argument for sequences that lie end to end; None: each is a row of x
     _copies: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def index_on(self, data: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -78,8 +70,7 @@ class Layout:
 
 @lru_cache(maxsize=16)
 def rows_of(batch_sizes: bytes) -> int:
-    """The number of rows of packed data with int64 ``batch_sizes``. Raises :class:`ShapeError` for sizes that
-    pack_padded_sequence() does not make: kernels would read memory beside x."""
+    """The number of packed rows. Raises :class:`ShapeError` for sizes with which kernels would read beside x."""
     sizes = np.frombuffer(batch_sizes, np.int64)
     if not len(sizes) or sizes[-1] < 0 or (np.diff(sizes) > 0).any():
         raise ShapeError("input.batch_sizes", sizes.tolist(), "one for each step, none larger than the one before "
@@ -88,8 +79,7 @@ def rows_of(batch_sizes: bytes) -> int:
 
 
 def checked(packed: PackedSequence) -> PackedSequence:
-    """The sequence without rows of data beyond its ``batch_sizes``. Raises :class:`ShapeError` and :class:`DTypeError`
-    where its parts do not fit each other."""
+    """The sequence without rows beyond ``batch_sizes``. Raises errors where its parts do not fit each other."""
     data, sizes, *orders = packed
     if sizes.dtype != torch.int64 or not sizes.is_cpu:
         raise DTypeError("input.batch_sizes", f"{sizes.dtype} on {sizes.device}", "torch.int64 on the host")
@@ -107,8 +97,7 @@ def sizes_of(batch_sizes: bytes) -> tuple[NDArray[Any], NDArray[Any]]:
 
 @lru_cache(maxsize=16)  # the layers of a model have the same lengths, one after the other
 def padded(batch_sizes: bytes) -> Layout:
-    """The layout of sequences with int64 ``batch_sizes`` that has each as a row of x. Places of x beyond a length are
-    not used: the first row of packed data will do."""
+    """The layout that has each sequence as a row of x; places beyond a length have the first packed row."""
     sizes, lengths = sizes_of(batch_sizes)
     shape = len(sizes), len(lengths)
     return Layout(shape, _index(shape, np.flatnonzero(np.arange(shape[1]) < sizes[:, None]), lengths))
@@ -116,8 +105,7 @@ def padded(batch_sizes: bytes) -> Layout:
 
 @lru_cache(maxsize=16)
 def laid(batch_sizes: bytes, width: int, together: int) -> Layout:
-    """The layout of sequences with int64 ``batch_sizes`` in ``width`` columns, of which ``together`` neighbours may
-    share a sequence."""
+    """The layout of sequences in ``width`` columns, of which ``together`` neighbours may share a sequence."""
     sizes, lengths = sizes_of(batch_sizes)
     columns = Columns.of(lengths, width, together)
     steps, numbers = np.nonzero(np.arange(columns.count) < sizes[:, None])  # of packed rows
@@ -139,9 +127,7 @@ def _width(gpu: bool, batch_sizes: bytes) -> int | None:
 
 
 def columns_for(lengths: np.ndarray[Any, Any]) -> int | None:
-    """The number of columns for sequences of these lengths: a power of two, so that few modules are compiled and
-    records are at hand; None if a column for each sequence is best. It is assumed that all columns may share
-    sequences."""
+    """The number of columns, a power of two, so that modules are few; None if one for each sequence is best."""
     longest, count, valid = int(lengths.max()), len(lengths), int(lengths.sum())
     least = max(LEAST, 1 << (valid // longest).bit_length() - 1)
     costs = {width: steps_of(lengths, width, width) * (width + FIXED) for width in (least, 2 * least) if width < count}
@@ -170,16 +156,15 @@ def run(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[
 
 
 def train(module: Any, packed: PackedSequence, state: list[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Packed y and the states (L*D, S, H) with gradients, from ``state`` or zeros, rows in packed order; None if
-    columns gain nothing, or no schedule serves them."""
+    """Does what :func:`run` does, with gradients; None if columns gain nothing, or no schedule serves them."""
     sizes, engine, data = packed.batch_sizes.numpy().tobytes(), engine_of(module), packed.data
     weights, width, together = weights_of(module), _width(data.is_cuda, sizes), 0
     if width is None or (data.dtype, width, "training") in engine.refused:
         return None
     parts = [(engine, weights, state)]
-    if training.by_layer(module, weights):
+    if by_layer(module, weights):
         parts = [(engine.part(number, text_of(module, number)), [*its], first)
-                 for number, (its, first) in enumerate(training.layers_of(module, weights, state))]
+                 for number, (its, first) in enumerate(layers_of(module, weights, state))]
     try:  # x is not laid before it is known which columns may share a sequence
         like = data[:1].detach().expand(len(packed.batch_sizes), width, -1)
         for part, its, _ in parts:

@@ -1,18 +1,23 @@
-"""Swapping the recurrent layers of a model in place, by changing their classes; and compiling ahead what their first
-calls would."""
+"""Swapping the recurrent layers of a model in place, by changing their classes; compiling ahead what their first calls
+would; and ``profile()``: times of a model and of its layers, as PyTorch's and as compiled ones."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves
 
 from ecornn.boundary import public
 from ecornn.build import cache
@@ -22,10 +27,9 @@ from ecornn.errors import ArgumentError
 from ecornn.interrupts import safe_interrupts
 from ecornn.layer_spec import LayerSpec
 from ecornn.module_cache import known
-from ecornn.torch import engine, falling_back, training
-from ecornn.torch.background import Compilers, get_ready
+from ecornn.torch import compiling, engine, falling_back
 from ecornn.torch.cells import CompiledCell, GRUCell, LSTMCell, RNNCell
-from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of, serves
+from ecornn.torch.compiling import KEPT, NAMES, about, checked_keep, compiled, few_steps, precision_of
 from ecornn.torch.kind import kind_of, text_of
 from ecornn.torch.modules import GRU, LSTM, RNN, Compiled, Sequences
 
@@ -35,6 +39,7 @@ COMPILED = Compiled, CompiledCell
 # the methods that a call goes through: a class with one of its own may mean something else
 CALL = ("forward", "__call__", "_call_impl", "check_input", "check_forward_args", "check_hidden_size",
         "get_expected_hidden_size", "get_expected_cell_size", "permute_hidden", "flatten_parameters")
+ROUNDS, SECONDS = 7, 5.0  # of a profile: turns of each side, and seconds of a row at most
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def replace(model: torch.nn.Module, *, fullgraph: bool = False, tf32: bool | Non
             else:
                 kept[name] = why
     if swapped:
-        get_ready()
+        compiling.get_ready()
     return Report(tuple(swapped), kept)
 
 
@@ -152,7 +157,7 @@ def obstacle(module: torch.nn.Module) -> str | None:
         return f"its {name} is {weight}, which is no tensor"
     if weight.device.type not in ("cpu", "cuda"):
         return f"it is on {weight.device}"
-    if not serves(weight.device, weight.dtype):
+    if not compiling.serves(weight.device, weight.dtype):
         return f"its weights are {weight.dtype}, which is not compiled for {weight.device.type}"
     return None
 
@@ -175,13 +180,13 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
     if not layers:
         raise ArgumentError("model", type(model), "a model with compiled layers: ecornn.torch.replace(model) makes "
                             "them")
-    calls: dict[tuple[Any, Call], None] = {}
+    wanted: dict[Any, tuple[LayerSpec, str]] = {}
 
     def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given, runs = {**dict(zip(("input", "hx"), args, strict=False)), **kwargs}, type(module)
         module.__class__ = kinds[module]
-        if (call := call_of(module, given["input"], given.get("hx"))) is not None:
-            calls[module, call] = None
+        for spec, target in specs(module, given["input"], given.get("hx")):
+            wanted[spec.workload, spec.stack, spec.training, target] = spec, target
         module.__class__ = runs
 
     # arguments that a class's own forward hands on are not seen before its first call
@@ -198,48 +203,27 @@ def prepare(model: torch.nn.Module, *example: Any, processes: int | None = None,
             module.__class__ = kind
         for hook in hooks:
             hook.remove()
-    wanted = {(spec.workload, spec.stack, spec.training, call.target): (spec, call.target)
-              for module, call in calls for spec in specs(module, call)}
     compile_all([*wanted.values()], processes or torch.get_num_threads())
     return len(wanted)
 
 
-@dataclass(frozen=True)
-class Call:
-    """The properties of a call that a layer is compiled for: T, B, the data type, masks, the target, whether gradients
-    are asked for, and the precision of products."""
-
-    steps: int
-    batch: int
-    dtype: str
-    masks: str
-    target: str
-    asked: bool
-    precision: str | None
-
-
-def call_of(module: Any, input: Any, hx: Any) -> Call | None:
-    """The call of a layer with these arguments; None if no module serves it, or if nobody can say which."""
+def specs(module: Any, input: Any, hx: Any) -> list[tuple[LayerSpec, str]]:
+    """The layers to compile for a call with these arguments, each with its target: one by one with dropout, and with
+    gradients that leave layer by layer; none if no module serves the call, or if nobody can say which."""
     why, asked = falling_back.obstacle(module, input, hx)
     packed = isinstance(input, PackedSequence)
     data = input.data if packed else input
     if why or (packed and data.is_cuda) or data.numel() == 0:
-        return None
+        return []
     sizes = (len(input.batch_sizes), int(input.batch_sizes[0])) if packed else module.call_sizes(data)
     if sizes is None:
-        return None
-    masks, target = "lengths" if packed else "", "cpu" if data.is_cpu else "cuda"
-    steps, batch = sizes
-    return Call(steps, batch, NAMES[data.dtype], masks, target, asked, precision_of(kind_of(text_of(module)), data))
-
-
-def specs(module: Any, call: Call) -> list[LayerSpec]:
-    """The layers to compile for a call: one by one with dropout, and with gradients that leave layer by layer."""
-    alone = module._drops or (call.asked and training.by_layer(module, engine.weights_of(module)))
-    kinds = [text_of(module, layer) for layer in range(module.num_layers)] if alone else [text_of(module)]
-    keep = KEPT[call.target] if call.asked else None
-    steps = (few_steps(call.steps) if call.target == "cuda" and not call.asked else 0) or about(call.steps)
-    return [kind_of(kind).spec(call.batch, steps, call.dtype, call.masks, keep, call.precision) for kind in kinds]
+        return []
+    target, (T, B) = "cpu" if data.is_cpu else "cuda", sizes
+    alone = module._drops or (asked and engine.by_layer(module, engine.weights_of(module)))
+    kinds = [kind_of(text_of(module, layer)) for layer in (range(module.num_layers) if alone else [None])]
+    steps = (few_steps(T) if target == "cuda" and not asked else 0) or about(T)
+    return [(kind.spec(B, steps, NAMES[data.dtype], "lengths" if packed else "", KEPT[target] if asked else None,
+                       precision_of(kind, data)), target) for kind in kinds]
 
 
 @safe_interrupts()
@@ -249,7 +233,7 @@ def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None
         return spec.workload.cell.partition("(")[0] in BUILTIN and not known(spec, target)
 
     alone = len(wanted) == 1 or processes == 1 or cache.folder() is None
-    compilers = Compilers(0 if alone else min(processes, len(wanted)))
+    compilers = compiling.Compilers(0 if alone else min(processes, len(wanted)))
     try:
         jobs = [None if alone or not apart(*asked) else compilers.submit(*asked) for asked in wanted]
         for number, (asked, job) in enumerate(zip(wanted, jobs, strict=True), 1):
@@ -259,6 +243,114 @@ def compile_all(wanted: Sequence[tuple[LayerSpec, str]], processes: int) -> None
             print(f"ecornn: {number} of {len(wanted)} layers are compiled, {asked[0].workload}", file=sys.stderr)
     finally:
         compilers.stop()
+
+
+# -- times of a model and of its layers, as PyTorch's and as compiled ones -----------------------
+@dataclass(frozen=True)
+class Gain:
+    """Seconds of one call ``before``, as PyTorch's, and ``after``, compiled; with backward if that would follow."""
+
+    name: str  # of the layer in the model; empty for the model itself
+    kind: str  # its class, such as LSTM(40, 64)
+    calls: int  # how often one call of the model calls it
+    before: float
+    after: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast it is."""
+        return self.before / self.after
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The layers that were called, in the model's order, and the whole model. As text it is a table."""
+
+    layers: tuple[Gain, ...]
+    model: Gain
+
+    def __str__(self) -> str:
+        rows = [("layer", "calls", "before", "after", "as fast")]
+        rows += [(f"{one.name} {one.kind}".strip(), str(one.calls), f"{one.before * 1e3:.3g} ms",
+                  f"{one.after * 1e3:.3g} ms", f"{one.ratio:.2f}x") for one in (*self.layers, self.model)]
+        first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join("  ".join((row[0].ljust(first), *map(str.rjust, row[1:], others))) for row in rows)
+
+
+@public
+def profile(model: torch.nn.Module, *example: Any, **named: Any) -> Profile:
+    """Times a model and its recurrent layers as PyTorch's and as compiled ones, in turns, for calls like
+    ``model(*example, **named)``: of these shapes, in the mode that the model is in, with the backward pass to its
+    weights unless gradients are disabled.
+
+    The model stays as it is, replaced or not: copies of it are timed, one with PyTorch's layers, and one with those
+    that :func:`replace` swaps. What is not compiled yet is compiled first. Each layer is timed by itself, with the
+    arguments of its first call in the model; of one that is called several times, one call. A row takes some seconds
+    at most; turns in which other programs were busy are made again.
+
+    Raises :class:`ArgumentError` for a model without a layer that can be compiled.
+    """
+    ours = copy.deepcopy(model)
+    if not any(isinstance(module, COMPILED) for module in ours.modules()):
+        report = replace(ours)
+        if not report.swapped:
+            raise ArgumentError("model", type(model), f"a model with a layer that can be compiled: {report}")
+    theirs = copy.deepcopy(ours)
+    restore(theirs)
+    layers: dict[str, Any] = {name: one for name, one in ours.named_modules() if isinstance(one, COMPILED)}
+    for layer in layers.values():
+        layer.wait = True
+    with torch.random.fork_rng():
+        prepare(ours, *example, **named)
+        calls = calls_of(theirs, [*layers], example, named)
+        found = [Gain(name, f"{type(layer).__name__}({layer.input_size}, {layer.hidden_size})", len(calls[name]),
+                      *seconds(theirs.get_submodule(name), layer, *calls[name][0]))
+                 for name, layer in layers.items() if calls[name]]
+        return Profile(tuple(found), Gain("", type(model).__name__, 1, *seconds(theirs, ours, example, named)))
+
+
+def calls_of(model: torch.nn.Module, names: list[str], example: Any, named: Any) -> dict[str, list[tuple[Any, Any]]]:
+    """The arguments of all calls of the layers with these names in a call of the model."""
+    calls: dict[str, list[tuple[Any, Any]]] = {name: [] for name in names}
+    hooks = [model.get_submodule(name).register_forward_pre_hook(
+        lambda _, args, kwargs, name=name: calls[name].append((args, kwargs)), with_kwargs=True) for name in names]
+    with torch.no_grad():
+        model(*example, **named)
+    for hook in hooks:
+        hook.remove()
+    return calls
+
+
+def seconds(theirs: Any, ours: Any, args: Any, kwargs: Any) -> tuple[float, float]:
+    """Medians of calls of a module as PyTorch's and as a compiled one, that take turns."""
+    from ecornn.bench.turns import host_turns  # not with ecornn.torch, which is imported more often than it profiles
+
+    sides = {"before": step_of(theirs, args, kwargs), "after": step_of(ours, args, kwargs)}
+    turns, _ = host_turns(sides, lambda: None, ROUNDS, SECONDS, clock)
+    before, after = (median(chain(*turns[side])) for side in sides)
+    return before, after
+
+
+def step_of(module: torch.nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
+    """A call of a module, and the gradients of its weights if a user could ask for these."""
+    weights = [p for p in module.parameters() if p.requires_grad]
+
+    def step() -> None:
+        results = [t for t in tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+        if results and weights:
+            torch.autograd.grad(results, weights, [*map(torch.ones_like, results)], allow_unused=True)
+
+    return step
+
+
+def clock(run: Callable[[], object]) -> float:
+    """Seconds of a run, until the current GPU has done it, if there is one."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    wait()
+    begin = perf_counter()
+    run()
+    wait()
+    return perf_counter() - begin
 
 
 # -- classes of layers --------------------------------------------------------------------------
@@ -302,8 +394,7 @@ def original_class(kind: Any) -> type[Any]:
 
 
 def reclass(module: torch.nn.Module, change: Callable[[type[Any]], type[Any]]) -> None:
-    """Changes a module's class; under a parametrization, whose class has the parameters as properties, the class below
-    that one."""
+    """Changes a module's class; of a parametrized one, whose class has its parameters, the class below."""
     kind = type(module)
     if parametrize.is_parametrized(module):
         own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}

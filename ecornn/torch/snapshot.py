@@ -1,12 +1,11 @@
 """Snapshots of weights, which tell whether the weights have changed since they were bound.
 
-Tensors count most writes by their version. Through ``.data``, NumPy, another process that shares them, and in inference
-mode weights change without one; a sample of the values in host memory sees such writes. All values would take longer
-to look at than a call takes; one of every row and every column of a matrix, and all of a bias, take a microsecond or
-two. If a weight has twice :data:`PLACES` places or more, a look visits every n-th, and the next look the next ones: n
-adjacent rows are seen at once, and a single row, or a column, within n looks. A write to single values of a matrix may
-be missed, and on a GPU a look would wait for it. Each look reads all values of float64 weights: gradient checkers,
-which use that type (torch.autograd.gradcheck), move single values through ``.data``.
+Tensors count most writes by their version. A sample of the values in host memory sees others: through ``.data``, NumPy,
+another process, and in inference mode. All values would take longer to look at than a call takes; one of every row and
+every column of a matrix, and all of a bias, take a microsecond or two. If a weight has twice :data:`PLACES` places or
+more, a look visits every n-th, and the next look the next ones: n adjacent rows are seen at once, and a single row or
+column within n looks. A write to single values of a matrix may be missed, and on a GPU a look would wait for it. Each
+look reads all values of float64 weights: gradient checkers, which use that type, move single values through ``.data``.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ Read = Callable[[], bytes]
 
 
 class Snapshot:
-    """Weights as they were: the very tensors, at these addresses, with these versions and sampled values.
-
-    When a tensor dies the snapshot no longer holds. Its memory stays, since its address could otherwise be that of
-    other weights one day. Fused optimizers change weights and not their versions: the weights of a backward pass are
-    suspects from then on. Those of a backward pass that a CUDA graph has captured always are: it may be replayed.
-    """
+    """Weights as they were: the very tensors, at these addresses, with these versions and sampled values. When a tensor
+    dies the snapshot no longer holds. Its memory stays, since its address could otherwise be that of other weights one
+    day. Fused optimizers change weights and not their versions: the weights of a backward pass are suspects from then
+    on. Those of a backward pass that a CUDA graph has captured always are: it may be replayed."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._memory = [w.detach() for w in weights]
@@ -59,8 +56,7 @@ class Snapshot:
         return True
 
     def holds(self, weights: Sequence[torch.Tensor], with_suspects: bool = False) -> bool:
-        """Tells whether every weight is the same tensor with the same values, as far as versions and samples show, and
-        whether none is suspected, unless ``with_suspects``."""
+        """Tells whether every weight is the same tensor, with the same values as far as can be seen."""
         if (not with_suspects and (self._suspects or replayed(weights))) or len(weights) != len(self._known):
             return False
         for w, (tensor, pointer, version) in zip(weights, self._known, strict=True):
@@ -105,8 +101,7 @@ def _version(weight: torch.Tensor) -> int:
 
 
 class Sample:
-    """Values of the weights that lie in host memory, as they were. It reads their memory: callers know that the weights
-    are still where they were."""
+    """Values of the weights in host memory, as they were. Callers know that they still are where they were."""
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
         self._weights, self._places = weights, list[int]()
@@ -173,9 +168,6 @@ class Snapshots:
     def __init__(self) -> None:
         self._by_id: dict[int, weakref.WeakSet[Snapshot]] = {}
         self._most = self.LEAST
-
-    def __len__(self) -> int:
-        return len(self._by_id)
 
     def add(self, snapshot: Snapshot, ids: Sequence[int]) -> None:
         """Adds a snapshot of the weights with these ids."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils._pytree import tree_leaves
 
 from ecornn.cells.deriving import parameters_of
 from ecornn.errors import ArgumentError, CellError
@@ -107,11 +108,7 @@ class Draw:
 
 
 def hold(cell: TracedCell) -> None:
-    """Compares a cell with its module.
-
-    Raises :class:`~ecornn.errors.CellError`, with the first operator that differs, if the cell computes anything else,
-    and if its step cannot be analysed.
-    """
+    """Compares a cell with its module. Raises :class:`~ecornn.errors.CellError` if it computes anything else."""
     from ecornn.analysis import analyse
     from ecornn.analysis.adjoint import adjoint
 
@@ -122,8 +119,7 @@ def hold(cell: TracedCell) -> None:
     derivative = None
     with suppress(CellError, NotImplementedError):  # of a step that has none, which an error says when it is to train
         derivative = adjoint(graph, cell.own.hidden)
-    exact = _double(cell)
-    if exact is not None:
+    if (exact := _double(cell)) is not None:
         with suppress(CellError):  # constants may be other ones in float64, such as the least epsilon
             _hold(cell, derivative, exact, torch.float64)
             return
@@ -164,16 +160,13 @@ def _drawn(cell: TracedCell, batch: int, how: str, steep: float, kind: torch.dty
             return (0.05 + 0.9 * torch.rand(batch, width, generator=generator)).to(kind)
         return (torch.randn(batch, width, generator=generator) * (4.0 if how == "normal, large" else 1.0)).to(kind)
 
-    states = [drawn(cell.own.hidden) for _ in cell.traced.states]
-    upstream = [torch.randn(states[0].shape, generator=generator).to(kind) * steep for _ in range(
-        len(states) + cell.shown)]
+    states, results = [drawn(cell.own.hidden) for _ in cell.traced.states], range(len(cell.states))
+    upstream = [torch.randn(states[0].shape, generator=generator).to(kind) * steep for _ in results]
     return Draw(drawn(cell.own.input), states, upstream)
 
 
 def _called(cell: TracedCell, step: Any, draw: Draw) -> list[torch.Tensor]:
     """The tensors that the module returns, without y if that is the first state."""
-    from torch.utils._pytree import tree_leaves
-
     device = next((t.device for t in step.parameters()), None) if isinstance(step, torch.nn.Module) else None
     x, states = draw.x.to(device), [s.to(device) for s in draw.states]
     flat: list[torch.Tensor] = tree_leaves(step(x, tuple(states)) if cell.traced.together else step(x, *states))
@@ -182,8 +175,7 @@ def _called(cell: TracedCell, step: Any, draw: Draw) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The module's values: the new states, gradients of x and the states, None if PyTorch has none, gradients of its
-    parameters by name, and the tensors that it returned."""
+    """The module's new states, gradients of x and the states, gradients of parameters, and all results."""
 
     values: list[Array]
     inner: list[Array] | None
@@ -255,15 +247,14 @@ def _compare(cell: TracedCell, derivative: Any, draw: Draw, wanted: Wanted, limi
         outputs = np.zeros((1, len(x[0]), derivative.forward.written * cell.own.hidden))
         dx, dparameters, dstates = backpropagate(derivative, x, arrays, before, outputs,
                                                  [_array(g) for g in draw.upstream])
-    through = [(p, torch.from_numpy(np.ascontiguousarray(dparameters[name])).reshape(p.shape))
-               for name, p in parameters.items() if p.requires_grad]
-    trained = [one for one, value in originals.items() if value.requires_grad]
-    gradients = torch.autograd.grad(
-        [p for p, _ in through], [originals[one] for one in trained], [g for _, g in through],
-        allow_unused=True) if through and trained else [None] * len(trained)
-    by_name = {one.name: g for one, g in zip(trained, gradients, strict=True) if g is not None}
+    through = {name: p for name, p in parameters.items() if p.requires_grad}
+    trained = {one.name: value for one, value in originals.items() if value.requires_grad}
+    upstream = [torch.from_numpy(np.ascontiguousarray(dparameters[n])).reshape(p.shape) for n, p in through.items()]
+    gradients = torch.autograd.grad([*through.values()], [*trained.values()], upstream, allow_unused=True) if (
+        through and trained) else [None] * len(trained)
+    by_name = dict(zip(trained, gradients, strict=True))
     pairs = [*zip(("x", *cell.traced.states), (dx[0], *dstates[cell.shown:]), wanted.inner, strict=True)]
-    pairs += [(name, _array(by_name[name]) if name in by_name else np.zeros_like(want), want)
+    pairs += [(name, np.zeros_like(want) if (g := by_name.get(name)) is None else _array(g), want)
               for name, want in wanted.outer.items()]
     largest = max((float(np.abs(want[np.isfinite(want)]).max(initial=0.0)) for *_, want in pairs), default=0.0)
     wrong = next((name for name, got, want in pairs if _far(got, want, 2 * limit, largest)), None)

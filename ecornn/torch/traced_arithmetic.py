@@ -5,27 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import add, mul
-from typing import Any
+from typing import Any, cast
 
-import torch
+from torch.fx import Node
 
 from ecornn.cells import largest, normalized, pointwise, softmax
 from ecornn.errors import CellError
-from ecornn.torch.traced_graph import Graph, Sizes, Width, shape_of
+from ecornn.torch.traced_graph import Graph, Sizes, Width, operator_name, shape_of
 from ecornn.torch.traced_operators import POINTWISE, added, highest, select, softplus, square_root
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Use, Value, Vector
 
 
 class Arithmetic:
-    """The values of a graph's nodes. A method ``op_NAME`` carries out the operator of that name.
-
-    ``parameter(use)`` is the te tensor for a use of the module's weights; ``known`` has the value of each node that
-    depends on x or a state.
-    """
+    """The values of a graph's nodes: a method ``op_NAME`` carries out an operator. ``parameter(use)`` is the te tensor
+    for a use of weights; ``known`` has the value of each node that depends on x or a state."""
 
     def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
         self.graph, self.sizes, self.parameter, self.like = graph, graph.sizes, parameter, states[0]
-        self.known: dict[torch.fx.Node, Any] = {
+        self.known: dict[Node, Any] = {
             node: Value((BATCH, UNITS), (Gate(tensor, 0, width),)) for node, tensor, width in zip(
                 graph.given, (x, *states), ("I", *["H"] * len(states)), strict=True)}
 
@@ -33,17 +30,13 @@ class Arithmetic:
         """The value of an argument that depends on x or a state. Raises :class:`CellError` for any other."""
         if node not in self.graph.data:
             raise CellError("this operator of the module's weights alone, beside values of the step")
-        value: Value = self.known[node]
-        return value
+        return cast(Value, self.known[node])
 
     def scalars(self, function: Callable[..., Any], operands: Sequence[Any], name: str,
                 axes: tuple[str, ...] | None = None, width: Width = 1) -> Value:
-        """The value of ``function``, which takes scalars, at every gate and unit.
-
-        ``operands``: values, each of one gate or of all, and anything else that the function takes; ``axes``: the
-        result's, None: those of the first operand; ``width``: the result's if operands have one value a row. Raises
-        :class:`CellError` if numbers of gates or widths differ.
-        """
+        """The value of a ``function`` of scalars at every gate and unit of ``operands``: values, each of one gate or of
+        all, and anything else that it takes. ``axes``: the result's, None: the first operand's; ``width``: the result's
+        if operands have one value a row. Raises :class:`CellError` if gates or widths differ."""
         axes = operands[0].axes if axes is None else axes
         values = [o for o in operands if isinstance(o, Value)]
         count = max(len(v.gates) for v in values)
@@ -101,17 +94,17 @@ class Arithmetic:
             return value
         return self.scalars(lambda v: select(v, 1.0, 0.0), [value], f"{name}_number")
 
-    def pointwise(self, node: torch.fx.Node, function: Callable[..., Any], operands: Sequence[Any],
+    def pointwise(self, node: Node, function: Callable[..., Any], operands: Sequence[Any],
                   shape: tuple[int, ...] | None = None) -> Value:
         """``function`` of values, weights and numbers, broadcast as PyTorch does; ``shape``: of the node's tensor."""
-        values = [self.known[o] for o in operands if isinstance(o, torch.fx.Node) and o in self.graph.data]
+        values = [self.known[o] for o in operands if isinstance(o, Node) and o in self.graph.data]
         axes, count, width = self.frame(values, shape or shape_of(node))
         if width == "I" and self.sizes.input != self.sizes.hidden:
             raise CellError("of x alone, which products alone read in a step: a module of its own before the layer "
                             "computes it for all steps at once")
 
         def given(operand: Any) -> Any:
-            if not isinstance(operand, torch.fx.Node):
+            if not isinstance(operand, Node):
                 return operand
             return self.known[operand] if operand in self.graph.data else self.weights(operand, axes, count, width)
 
@@ -144,7 +137,7 @@ class Arithmetic:
                 raise CellError(f"arithmetic with {shape[n]} values, which is no multiple of H = {self.sizes.hidden}")
         return tuple(axes), count, self.sizes.common(widths)
 
-    def weights(self, node: torch.fx.Node, axes: tuple[str, ...], count: int, width: Width | None) -> Any:
+    def weights(self, node: Node, axes: tuple[str, ...], count: int, width: Width | None) -> Any:
         """A node of weights as an operand beside values on these axes: a number, or vectors."""
         one = self.graph.number(node)
         if one is not None:
@@ -173,28 +166,24 @@ class Arithmetic:
             raise CellError("over the batch, whose rows are apart in a cell")
         axes = tuple(ONE if n in places else axis for n, axis in enumerate(value.axes))
         if kinds & {UNITS, COLUMNS}:
-            value = self.over_units(value, kinds != {UNITS}, name, reduce or row_sum)
+            reduce = reduce or row_sum
+            tensor = value.stacked() if kinds != {UNITS} else None
+            if tensor is not None and value.width(self.sizes) != 1:  # all gates at once
+                value = Value(value.axes, (Gate(reduce(tensor, name), 0, 1),))
+            else:
+                value = Value(value.axes, tuple(gate if gate.width == 1 else Gate(
+                    reduce(self.whole(gate, f"{name}_row"), name), 0, 1) for gate in value.gates))
         if kinds & {GATES, COLUMNS}:
-            gates = [Value(axes, (gate,)) for gate in value.gates]
-            return self.scalars(among, gates, name)
+            return self.scalars(among, [Value(axes, (gate,)) for gate in value.gates], name)
         return Value(axes, value.gates)
-
-    def over_units(self, value: Value, together: bool, name: str, reduce: Callable[[Any, str], Any]) -> Value:
-        """One value for each gate and batch row; one for all gates of a tensor that are taken ``together``."""
-        tensor = value.stacked() if together else None
-        if tensor is not None and value.width(self.sizes) != 1:
-            return Value(value.axes, (Gate(reduce(tensor, name), 0, 1),))
-        return Value(value.axes, tuple(
-            gate if gate.width == 1 else Gate(reduce(self.whole(gate, f"{name}_row"), name), 0, 1)
-            for gate in value.gates))
 
     def reduced(self, value: Value, keepdim: bool, dims: Any) -> Value:
         """The value without the axes that were reduced, unless they are kept."""
         gone = () if keepdim else _places(dims, len(value.axes))
         return Value.canonical([axis for n, axis in enumerate(value.axes) if n not in gone], value.gates)
 
-    def op_sum(self, node: torch.fx.Node, input: Any, dim: Any = None) -> Value:
-        return self.summed(self.as_numbers(self.value(input), node.name), dim, node.name)
+    def op_sum(self, node: Node, value: Value, dim: Any = None) -> Value:
+        return self.summed(self.as_numbers(value, node.name), dim, node.name)
 
     def mean(self, value: Value, dims: Any, name: str, less: float = 0.0) -> Value:
         """The sum over some axes, divided by their number less ``less``."""
@@ -209,21 +198,21 @@ class Arithmetic:
 
         return self.scalars(lambda v: v * (1.0 / count()), [total], f"{name}_mean")
 
-    def op_mean(self, node: torch.fx.Node, input: Any, dim: Any = None) -> Value:
-        return self.mean(self.as_numbers(self.value(input), node.name), dim, node.name)
+    def op_mean(self, node: Node, value: Value, dim: Any = None) -> Value:
+        return self.mean(self.as_numbers(value, node.name), dim, node.name)
 
-    def op_amax(self, node: torch.fx.Node, input: Any, dim: Any = None) -> Value:
-        return self.summed(self.value(input), dim, node.name, largest, highest)
+    def op_amax(self, node: Node, value: Value, dim: Any = None) -> Value:
+        return self.summed(value, dim, node.name, largest, highest)
 
-    def op_amin(self, node: torch.fx.Node, input: Any, dim: Any = None) -> Value:
-        negative = self.scalars(lambda v: 0.0 - v, [self.value(input)], f"{node.name}_negative")
+    def op_amin(self, node: Node, value: Value, dim: Any = None) -> Value:
+        negative = self.scalars(lambda v: 0.0 - v, [value], f"{node.name}_negative")
         top = self.summed(negative, dim, node.name, largest, highest)
         return self.scalars(lambda v: 0.0 - v, [top], f"{node.name}_positive")
 
-    def op_log_sigmoid_forward(self, node: torch.fx.Node, input: Any) -> tuple[Value | None, ...]:
+    def op_log_sigmoid_forward(self, node: Node, input: Any) -> tuple[Value | None, ...]:
         return self.pointwise(node, lambda v: 0.0 - softplus(0.0 - v), [input], shape_of(input)), None
 
-    def op_max(self, node: torch.fx.Node) -> Any:
+    def op_max(self, node: Node) -> Any:
         raise CellError("also the place of the extreme, which alone has its gradient; use amax or amin")
 
     op_min = op_max
@@ -235,39 +224,34 @@ class Arithmetic:
         squares = self.scalars(lambda v: v * v, [apart], f"{name}_squares")
         return self.mean(squares, dims, f"{name}_variance", float(correction)), middle
 
-    def op_var_mean(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None,
-                    unbiased: bool = True) -> tuple[Value, Value]:
-        return self.variance(self.value(input), dim, int(unbiased) if correction is None else correction, node.name)
+    def op_var_mean(self, node: Node, value: Value, dim: Any = None, correction: Any = None, unbiased: Any = 1) -> Any:
+        both = self.variance(value, dim, int(unbiased) if correction is None else correction, node.name)
+        return both if operator_name(node) == "var_mean" else both[0]
 
-    def op_var(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None,
-               unbiased: bool = True) -> Value:
-        return self.op_var_mean(node, input, dim, correction, unbiased)[0]
+    op_var = op_var_mean
 
-    def op_std(self, node: torch.fx.Node, input: Any, dim: Any = None, correction: Any = None,
-               unbiased: bool = True) -> Value:
-        return self.scalars(square_root, [self.op_var(node, input, dim, correction, unbiased)], f"{node.name}_root")
+    def op_std(self, node: Node, value: Value, dim: Any = None, correction: Any = None, unbiased: Any = 1) -> Value:
+        variance = self.op_var(node, value, dim, correction, unbiased)
+        return self.scalars(square_root, [variance], f"{node.name}_root")
 
-    def op_linalg_vector_norm(self, node: torch.fx.Node, input: Any, ord: Any = 2, dim: Any = None,
-                              dtype: Any = None) -> Value:
-        value, name = self.value(input), node.name
+    def op_linalg_vector_norm(self, node: Node, value: Value, ord: Any = 2, dim: Any = None, dtype: Any = None) -> Any:
+        name = node.name
         if ord == 2:
             squares = self.scalars(lambda v: v * v, [value], f"{name}_squares")
             return self.scalars(square_root, [self.summed(squares, dim, name)], f"{name}_root")
         if ord not in (1, float("inf")):
             raise CellError(f"ord={ord}; there are 1, 2 and infinity")
-        absolute = self.scalars(POINTWISE["abs"], [value], f"{name}_absolute")
-        return self.summed(absolute, dim, name, *(() if ord == 1 else (largest, highest)))
+        sizes = self.scalars(POINTWISE["abs"], [value], f"{name}_absolute")
+        return self.summed(sizes, dim, name) if ord == 1 else self.summed(sizes, dim, name, largest, highest)
 
-    def op_softmax(self, node: torch.fx.Node, input: Any, dim: int) -> Value:
-        value = self.value(input)
+    def op_softmax(self, node: Node, value: Value, dim: int) -> Value:
         if value.axes[dim] == UNITS and len(value.gates) == 1 and not value.gates[0].vector:
             tensor = self.whole(value.gates[0], f"{node.name}_operand")
             return Value(value.axes, (Gate(softmax(tensor, node.name), 0, value.gates[0].width),))
         power, total, _ = self.exponentials(value, dim, node.name)
         return Value.canonical(value.axes, self.scalars(lambda p, t: p / t, [power, total], node.name).gates)
 
-    def op_log_softmax(self, node: torch.fx.Node, input: Any, dim: int) -> Value:
-        value = self.value(input)
+    def op_log_softmax(self, node: Node, value: Value, dim: int) -> Value:
         _, total, top = self.exponentials(value, dim, node.name)
         logs = self.scalars(lambda v, m, t: v - m - POINTWISE["log"](t), [value, top, total], node.name)
         return Value.canonical(value.axes, logs.gates)
@@ -279,32 +263,26 @@ class Arithmetic:
         return power, self.summed(power, [dim], f"{name}_sum"), top
 
     # -- normalization --------------------------------------------------------------------------
-    def op_native_layer_norm(self, node: torch.fx.Node, input: Any, normalized_shape: Any, weight: Any, bias: Any,
+    def op_native_layer_norm(self, node: Node, value: Value, normalized_shape: Any, weight: Any, bias: Any,
                              eps: float) -> tuple[Value | None, ...]:
-        value, count = self.value(input), len(normalized_shape)
-        dims = list(range(len(value.axes) - count, len(value.axes)))
+        count = len(normalized_shape)
+        dims = [*range(len(value.axes) - count, len(value.axes))]
         whole_row = {value.axes[d] for d in dims} in ({UNITS}, {COLUMNS}, {GATES, UNITS})
         tensor = value.stacked() if whole_row and (len(value.gates) == 1 or value.axes[-count:] != (UNITS,)) else None
         width = value.width(self.sizes)
         if tensor is not None and width != 1:
             normal = Value.of_tensor(value.axes, normalized(tensor, eps, node.name), len(value.gates), width)
         else:
-            normal = self.normal(value, dims, eps, node.name)
+            normal = self.normalized(value, *self.variance(value, dims, 0, node.name), eps, node.name)
         return self.affine(node, normal, weight, bias), None, None
 
-    def normal(self, value: Value, dims: Sequence[int], eps: float, name: str) -> Value:
-        """The value less its mean, divided by its standard deviation."""
-        variance, middle = self.variance(value, list(dims), 0, name)
-        return self.normalized(value, middle, variance, eps, name)
-
-    def normalized(self, value: Value, middle: Any, variance: Any, eps: float, name: str) -> Value:
+    def normalized(self, value: Value, variance: Any, middle: Any, eps: float, name: str) -> Value:
         """The value less ``middle``, divided by the root of ``variance``."""
         return self.scalars(lambda v, m, s: (v - m) * POINTWISE["rsqrt"](s + float(eps)), [value, middle, variance],
                             f"{name}_normal")
 
-    def op_native_group_norm(self, node: torch.fx.Node, input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int,
+    def op_native_group_norm(self, node: Node, value: Value, weight: Any, bias: Any, N: int, C: int, HxW: int,
                              group: int, eps: float) -> tuple[Value | None, ...]:
-        value = self.value(input)
         count = len(value.gates)
         if HxW != 1 or value.axes not in ((BATCH, UNITS), (BATCH, COLUMNS)):
             raise CellError(f"group_norm of {value}; expected (B, C)")
@@ -313,22 +291,23 @@ class Arithmetic:
             gates = [Gate(normalized(row, eps, f"{node.name}_{n}", group // count)) for n, row in enumerate(rows)]
         elif count % group == 0:
             size = count // group
-            parts = [Value.canonical(value.axes, value.gates[n:n + size]) for n in range(0, count, size)]
-            gates = [g for n, part in enumerate(parts) for g in self.normal(part, [1], eps, f"{node.name}_{n}").gates]
+            parts = {f"{node.name}_{n // size}": Value.canonical(value.axes, value.gates[n:n + size])
+                     for n in range(0, count, size)}
+            gates = [gate for name, part in parts.items() for gate in self.normalized(
+                part, *self.variance(part, [1], 0, name), eps, name).gates]
         else:
             raise CellError(f"{group} groups of {value}")
         return self.affine(node, Value(value.axes, tuple(gates)), weight, bias), None, None
 
-    def op_native_batch_norm_legit_no_training(self, node: torch.fx.Node, input: Any, weight: Any, bias: Any,
+    def op_native_batch_norm_legit_no_training(self, node: Node, value: Value, weight: Any, bias: Any,
                                                running_mean: Any, running_var: Any, momentum: float,
                                                eps: float) -> tuple[Value | None, ...]:
-        value = self.value(input)
         axes, count, width = self.frame([value], value.shape(self.sizes))
         middle, variance = (self.weights(w, axes, count, width) for w in (running_mean, running_var))
-        normal = self.normalized(value, middle, variance, eps, node.name)
+        normal = self.normalized(value, variance, middle, eps, node.name)
         return self.affine(node, normal, weight, bias), None, None
 
-    def affine(self, node: torch.fx.Node, value: Value, weight: Any, bias: Any) -> Value:
+    def affine(self, node: Node, value: Value, weight: Any, bias: Any) -> Value:
         """The value times a gain and plus a bias, if there are any."""
         axes, count, width = self.frame([value], value.shape(self.sizes))
         for operand, function, name in ((weight, mul, "scaled"), (bias, add, "shifted")):

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.fx import Node
 
 from ecornn.errors import CellError
 
@@ -41,7 +42,7 @@ _one_at_a_time = threading.Lock()  # PyTorch exports with settings of the whole 
 Place = tuple[str, int]
 # The width of a row: "H", "I", a number of values less than H; 1: one value, whatever H is.
 Width = str | int
-Node = TypeVar("Node")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,7 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """A tensor of the step that its graph reads: ``kind`` is ``parameter``, ``buffer`` or ``constant``; the last has a
-    name of the graph's own."""
+    """A ``parameter``, ``buffer`` or ``constant`` that the graph reads; the last has the graph's own name."""
 
     kind: str
     name: str
@@ -103,41 +103,27 @@ class Learned:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """An exported step.
+    """An exported step."""
 
-    Attributes
-    ----------
-    nodes : in order, without placeholders and outputs
-    learned : placeholder -> the tensor of the step that it stands for
-    given : the placeholders of x and of the states
-    returned : the nodes of the results, y or not and the new states
-    sizes : those of the example it was exported with; no other axis has its B
-    data : the nodes that depend on x or a state
-    suspects : operators of the step, before it was decomposed, that make its gradients others than its values', with
-    lines
-    """
+    nodes: tuple[Node, ...]  # in order, without placeholders and outputs
+    learned: dict[Node, Learned]  # placeholder -> the tensor of the step that it stands for
+    given: tuple[Node, ...]  # the placeholders of x and of the states
+    returned: tuple[Node, ...]  # the results, y or not and the new states
+    sizes: Sizes  # those of the example it was exported with; no other axis has its B
+    data: frozenset[Node]  # what depends on x or a state
+    suspects: tuple[tuple[str, tuple[Place, ...]], ...]  # operators that change gradients alone, with lines
 
-    nodes: tuple[torch.fx.Node, ...]
-    learned: dict[torch.fx.Node, Learned]
-    given: tuple[torch.fx.Node, ...]
-    returned: tuple[torch.fx.Node, ...]
-    sizes: Sizes
-    data: frozenset[torch.fx.Node]
-    suspects: tuple[tuple[str, tuple[Place, ...]], ...]
-
-    def below(self, nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+    def below(self, nodes: Iterable[Node]) -> list[Node]:
         """The nodes and all nodes that they depend on, in the graph's order."""
         needed = reached(nodes, lambda node: [] if node.op == "placeholder" or operator_name(
             node) in CONSTANT else node.all_input_nodes)
         return [node for node in (*self.learned, *self.given, *self.nodes) if node in needed]
 
-    def number(self, node: torch.fx.Node) -> float | bool | int | None:
-        """The one value that a constant has everywhere; None if it depends on a parameter or buffer, or has several.
-        Raises :class:`CellError` for values that PyTorch draws at random."""
+    def number(self, node: Node) -> float | bool | int | None:
+        """The one value that a constant has everywhere; None if it has several, or depends on a parameter or buffer."""
         order = self.below([node])
-        for one in order:
-            if torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()):
-                raise CellError("a step that draws at random is no cell")
+        if any(torch.Tag.nondeterministic_seeded in getattr(one.target, "tags", ()) for one in order):
+            raise CellError("a step that draws at random is no cell")
         learned = {n: self.learned[n] for n in order if n in self.learned}
         if any(weights.kind != "constant" for weights in learned.values()):
             return None
@@ -145,7 +131,7 @@ class Graph:
         first = value.reshape(-1)[0]
         return first.item() if bool((value == first).all()) else None
 
-    def alike_in_rows(self, node: torch.fx.Node, axis: int) -> bool:
+    def alike_in_rows(self, node: Node, axis: int) -> bool:
         """Tells whether a tensor computed of weights is the same along an axis for any weights."""
         order = self.below([node])
         generator = torch.Generator().manual_seed(0)
@@ -167,11 +153,8 @@ class Wrapped(torch.nn.Module):
 
 
 def export(traced: Traced) -> Graph:
-    """The graph of a step.
-
-    Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it, if it changes its
-    buffers, and if it returns anything but tensors.
-    """
+    """The graph of a step. Raises :class:`~ecornn.errors.CellError`, with the user's line, if PyTorch cannot export it,
+    if it changes its buffers, and if it returns anything but tensors."""
     batch = batch_of(traced)
     like = next((t for t in tensors_of(traced.step) if t.is_floating_point()), torch.empty(0))
     widths = traced.input, *[traced.hidden] * len(traced.states)
@@ -198,7 +181,7 @@ def export(traced: Traced) -> Graph:
 
 def batch_of(traced: Traced) -> int:
     """A number of rows that is the size of no axis of the step's tensors."""
-    known: set[int] = {traced.input, traced.hidden} | {size for t in tensors_of(traced.step) for size in t.shape}
+    known: set[int] = {traced.input, *(size for t in tensors_of(traced.step) for size in t.shape)}
     known |= {count * traced.hidden for count in range(1, 64)}
     sizes: tuple[int, ...] = (11, 13, 17, 19, 23, 29, 31, *range(37, 10_000, 2))
     return next(n for n in sizes if n not in known)
@@ -212,9 +195,9 @@ def tensors_of(step: Any) -> list[torch.Tensor]:
 def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) -> Graph:
     nodes = list(program.graph.nodes)
     by_name, signature = {node.name: node for node in nodes}, program.graph_signature
-    learned: dict[torch.fx.Node, Learned] = {}
-    given: list[torch.fx.Node] = []
-    first: dict[int, torch.fx.Node] = {}
+    learned: dict[Node, Learned] = {}
+    given: list[Node] = []
+    first: dict[int, Node] = {}
     for spec in signature.input_specs:
         node, kind = by_name[spec.arg.name], spec.kind.name
         if kind == "USER_INPUT":
@@ -237,8 +220,8 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
     if changed:
         raise CellError(f"the step changes {', '.join(changed)} of its module in each call, which a layer's steps do "
                         "not do: make it a state, or call the module's eval() before where that ends it")
-    if not all(isinstance(node, torch.fx.Node) for node in returned):
-        raise CellError(f"the step returns {[n for n in returned if not isinstance(n, torch.fx.Node)]} beside tensors")
+    if not all(isinstance(node, Node) for node in returned):
+        raise CellError(f"the step returns {[n for n in returned if not isinstance(n, Node)]} beside tensors")
     needed = reached(returned, lambda node: node.all_input_nodes)
     inner = tuple(node for node in nodes if node.op == "call_function" and node in needed)
     for node in inner:
@@ -249,13 +232,13 @@ def _graph(traced: Traced, program: Any, batch: int, suspects: tuple[Any, ...]) 
         if not data.isdisjoint(node.all_input_nodes) and operator_name(node) not in CONSTANT:
             data.add(node)
     learned = {node: weights for node, weights in learned.items() if node in needed}
-    sizes = Sizes(batch, traced.input, traced.hidden)
-    return Graph(inner, learned, tuple(given), tuple(returned), sizes, frozenset(data), suspects)
+    return Graph(inner, learned, tuple(given), tuple(returned), Sizes(batch, traced.input, traced.hidden),
+                 frozenset(data), suspects)
 
 
-def reached(first: Iterable[Node], after: Callable[[Node], Iterable[Node]]) -> dict[Node, None]:
+def reached(first: Iterable[T], after: Callable[[T], Iterable[T]]) -> dict[T, None]:
     """The first nodes and all that are reached from these, each once."""
-    pending, seen = list(first), dict[Node, None]()
+    pending, seen = list(first), dict[T, None]()
     while pending:
         node = pending.pop()
         if node not in seen:
@@ -268,10 +251,8 @@ def reached(first: Iterable[Node], after: Callable[[Node], Iterable[Node]]) -> d
 def _decompositions() -> dict[Any, Any]:
     from torch._decomp import core_aten_decompositions, get_decompositions
 
-    table = dict(torch.export.default_decompositions() if hasattr(torch.export, "default_decompositions") else
-                 core_aten_decompositions())
-    packets = [getattr(torch.ops.aten, name) for name in BROKEN_UP if hasattr(torch.ops.aten, name)]
-    table |= get_decompositions(packets)
+    table = dict(getattr(torch.export, "default_decompositions", core_aten_decompositions)())
+    table |= get_decompositions([getattr(torch.ops.aten, name) for name in BROKEN_UP if hasattr(torch.ops.aten, name)])
     return {op: how for op, how in table.items() if op._schema.name.partition("::")[2] not in WHOLE}
 
 
@@ -289,17 +270,16 @@ def _suspects(module: Any) -> Iterator[tuple[str, tuple[Place, ...]]]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silences PyTorch's warnings and logs about a program that it exports: errors say the same."""
-    loggers = [logging.getLogger(name) for name in (
-        "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch")]
-    levels = [logger.level for logger in loggers]
+    names = "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch"
+    before = [(logger, logger.level) for logger in map(logging.getLogger, names)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            for logger in loggers:
+            for logger, _ in before:
                 logger.setLevel(logging.CRITICAL)
             yield
         finally:
-            for logger, level in zip(loggers, levels, strict=True):
+            for logger, level in before:
                 logger.setLevel(level)
 
 
@@ -322,9 +302,8 @@ def _whole_lines() -> Iterator[None]:
 
 @contextmanager
 def _one_precision() -> Iterator[None]:
-    """Sets one precision for all of cuDNN, and the settings of before at the end. torch.export reads
-    ``torch.backends.cudnn.allow_tf32``, for which PyTorch raises if newer settings of convolutions and RNNs differ from
-    it, or from each other, and sets it, which loses these."""
+    """Sets one precision for all of cuDNN, and the settings of before at the end: torch.export reads and sets
+    ``torch.backends.cudnn.allow_tf32``, which raises if newer settings differ from it, and loses these."""
     if not hasattr(torch._C, "_get_fp32_precision_getter"):  # PyTorch before 2.9 has one setting
         yield
         return
@@ -355,17 +334,16 @@ def _precisions() -> dict[tuple[str, str], str]:
 def _why(error: Exception, traced: Traced) -> str:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    branches = GuardOnDataDependentSymNode, DataDependentOutputException
-    if isinstance(error, branches) or "data-dependent" in str(error):
+    if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)) or "data-dependent" in str(error):
         return BRANCH
     text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    one = not traced.together and len(traced.states) == 1
-    return text + ("; where its argument behind x is a tuple of states, name them: cell(..., states=('h', 'c'))"
-                   if one and isinstance(error, (ValueError, IndexError, TypeError)) else "")
+    if not traced.together and len(traced.states) == 1 and isinstance(error, (ValueError, IndexError, TypeError)):
+        text += "; where its argument behind x is a tuple of states, name them: cell(..., states=('h', 'c'))"
+    return text
 
 
-def carried_out(nodes: Iterable[torch.fx.Node], known: Mapping[torch.fx.Node, torch.Tensor],
-                like: torch.Tensor | None) -> dict[torch.fx.Node, Any]:
+def carried_out(nodes: Iterable[Node], known: Mapping[Node, torch.Tensor],
+                like: torch.Tensor | None) -> dict[Node, Any]:
     """The values of nodes, in their order, by PyTorch; constants are on the device and of the type of ``like``."""
     values = dict(known)
     for node in nodes:
@@ -382,41 +360,37 @@ def carried_out(nodes: Iterable[torch.fx.Node], known: Mapping[torch.fx.Node, to
     return values
 
 
-def operator_name(node: torch.fx.Node) -> str:
+def operator_name(node: Node) -> str:
     """PyTorch's name of a node's operator, without its overload: ``mul``, ``split_with_sizes``, ``getitem``."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    if (schema := getattr(node.target, "_schema", None)) is None:
         return str(getattr(node.target, "__name__", node.target))
     return str(schema.name.partition("::")[2])
 
 
-def arguments(node: torch.fx.Node) -> dict[str, Any]:
+def arguments(node: Node) -> dict[str, Any]:
     """All arguments of a node's operator by name, ``self`` as ``input``, with defaults for those left out."""
     given = {}
     for n, argument in enumerate(node.target._schema.arguments):
-        name = "input" if argument.name == "self" else argument.name
-        if n < len(node.args) and not argument.kwarg_only:
-            given[name] = node.args[n]
-        else:
-            usual = argument.default_value if argument.has_default_value() else None
-            given[name] = node.kwargs.get(argument.name, usual)
+        usual = argument.default_value if argument.has_default_value() else None
+        given["input" if argument.name == "self" else argument.name] = (
+            node.args[n] if n < len(node.args) and not argument.kwarg_only else node.kwargs.get(argument.name, usual))
     return given
 
 
-def shape_of(node: torch.fx.Node) -> tuple[int, ...]:
+def shape_of(node: Node) -> tuple[int, ...]:
     """The shape of a node's tensor."""
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
 # -- lines of the user's files ------------------------------------------------------------------
-def lines_of(node: torch.fx.Node) -> tuple[Place, ...]:
+def lines_of(node: Node) -> tuple[Place, ...]:
     """The files and lines that a node comes from, the innermost last."""
     return tuple((file, int(line)) for file, line in FRAME.findall(node.meta.get("stack_trace") or ""))
 
 
-def pointed(message: str, at: torch.fx.Node | Sequence[Place]) -> CellError:
+def pointed(message: str, at: Node | Sequence[Place]) -> CellError:
     """A :class:`CellError` with the last place, or line of a node, that is not PyTorch's or ours."""
-    at = lines_of(at) if isinstance(at, torch.fx.Node) else at
+    at = lines_of(at) if isinstance(at, Node) else at
     own = [place for place in at if not place[0].startswith(OTHERS)]
     if not own:
         return CellError(message)

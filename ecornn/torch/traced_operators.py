@@ -8,8 +8,6 @@ from functools import reduce
 from operator import add, ge, gt, le, lt, mul, sub
 from typing import Any
 
-from ecornn.errors import CellError
-
 
 def number_of(value: Any) -> Any:
     """The te scalar of a value: a constant for a number, 1 or 0 for a condition."""
@@ -168,10 +166,6 @@ POINTWISE: dict[str, Callable[..., Any]] = {
     "hypot": _on(lambda a, b: _sqrt(a * a + b * b))}
 # Operators that leave each value as it is.
 SAME = ("alias", "clone", "detach", "contiguous", "lift_fresh_copy", "lift_fresh")
-
-
-def refused() -> CellError:
-    """The error for an operator that is none of these."""
-    shapes = ("products with weights, sums, means, maxima and variances over units, softmax, layer_norm, group_norm, "
-              "cat, stack, chunk, split, slices in multiples of H, views")
-    return CellError(f"not an operator of a step; there are {shapes}, {', '.join(sorted(POINTWISE))}")
+REFUSED = ("not an operator of a step; there are products with weights, sums, means, maxima and variances over units, "
+           "softmax, layer_norm, group_norm, cat, stack, chunk, split, slices in multiples of H, views, "
+           + ", ".join(sorted(POINTWISE)))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.fx import Node
 
 from ecornn.cells import Cell, product
 from ecornn.cells.base import Shape
@@ -18,7 +19,7 @@ from ecornn.cells.deriving import flat_shape
 from ecornn.errors import CellError
 from ecornn.torch.traced_arithmetic import Arithmetic
 from ecornn.torch.traced_graph import Graph, Sizes, Traced, arguments, export, operator_name, pointed, shape_of
-from ecornn.torch.traced_operators import POINTWISE, SAME, number_of, refused
+from ecornn.torch.traced_operators import POINTWISE, REFUSED, SAME, number_of
 from ecornn.torch.traced_values import BATCH, COLUMNS, GATES, ONE, UNITS, Gate, Matrix, Source, Use, Value, Weights
 
 # Arguments that name a place in memory or a layout, and shapes that nodes say themselves.
@@ -31,18 +32,16 @@ class Walk(Arithmetic):
 
     def __init__(self, graph: Graph, x: Any, states: Sequence[Any], parameter: Callable[[Use], Any]) -> None:
         super().__init__(graph, x, states, parameter)
-        for node in graph.nodes:
-            if node in graph.data:
-                try:
-                    self.known[node] = self.of(node)
-                except CellError as error:
-                    if error.at is not None:
-                        raise
-                    raise pointed(f"{operator_name(node)}: {error}", node) from error
+        for node in [n for n in graph.nodes if n in graph.data]:
+            try:
+                self.known[node] = self.of(node)
+            except CellError as error:
+                if error.at is not None:
+                    raise
+                raise pointed(f"{operator_name(node)}: {error}", node) from error
 
     def results(self, count: int) -> list[Any]:
-        """The new states, ``count`` te tensors (B, H), and before them y if that is none of them. Raises
-        :class:`CellError` if the step returns anything else."""
+        """The new states (B, H), ``count``, behind y if that is none of them. Raises :class:`CellError` if others."""
         nodes = list(self.graph.returned)
         if len(nodes) == count + 1 and nodes[0] is nodes[1]:
             nodes = nodes[1:]  # y is the first state
@@ -62,16 +61,13 @@ class Walk(Arithmetic):
                 shape = tuple(shape_of(node)[1:])
                 raise pointed(f"the step returns {value}, of the shape (B, {', '.join(map(str, shape))}); "
                               f"expected (B, H), H = {self.sizes.hidden}", node)
-            results.append(self.whole(self.at_units(value).gates[0], "state"))
+            if value.gates[0].vector or len(value.gates[0].tensor.shape) == 1:
+                value = self.scalars(lambda v: v, [value], "state")  # which has a place for each unit
+            results.append(self.whole(value.gates[0], "state"))
         return results
 
-    def at_units(self, value: Value) -> Value:
-        """The value with a place for each unit, if it is one value a row or a vector."""
-        gate = value.gates[0]
-        return self.scalars(lambda v: v, [value], "state") if gate.vector or len(gate.tensor.shape) == 1 else value
-
     # -- nodes ----------------------------------------------------------------------------------
-    def of(self, node: torch.fx.Node) -> Any:
+    def of(self, node: Node) -> Any:
         """The value of a node."""
         name = operator_name(node)
         if name == "getitem":
@@ -80,15 +76,16 @@ class Walk(Arithmetic):
             raise CellError("a step that draws at random is no cell; a Dropout is none after the module's eval()")
         given = arguments(node)
         if name in POINTWISE:
-            if given.keys() & {"decimals"}:
+            if "decimals" in given:
                 raise CellError(f"the argument decimals={given['decimals']}")
             return self.pointwise(node, POINTWISE[name], list(given.values()))
         if name in SAME:
             return self.known[node.args[0]]
-        method = getattr(self, f"op_{name.strip('_')}", None)
-        if method is None:
-            raise refused()
+        if (method := getattr(self, f"op_{name.strip('_')}", None)) is None:
+            raise CellError(REFUSED)
         known = inspect.signature(method).parameters
+        if "value" in known:
+            given["value"] = self.value(given.pop("input"))
         other = {key: v for key, v in given.items() if key not in (*known, *ANYWHERE) and v not in (
             None, torch.float32, torch.float64)}
         if other:
@@ -102,14 +99,12 @@ class Walk(Arithmetic):
         return value
 
     # -- products -------------------------------------------------------------------------------
-    def product(self, name: str, rows: Value, weights: torch.fx.Node, stored: bool, index: int | None = None) -> Value:
-        """The product of ``rows`` (B, K) by a matrix (K, N), or (N, K) if it is ``stored`` so; of several that of
-        ``index``."""
+    def product(self, name: str, rows: Value, weights: Node, stored: bool, index: int | None = None) -> Value:
+        """The product of ``rows`` (B, K) by (K, N), or (N, K) if it is ``stored`` so, of several ``index``."""
         if rows.axes not in ((BATCH, UNITS), (BATCH, COLUMNS), (BATCH, ONE), (BATCH, GATES)):
             raise CellError(f"a product of {rows}; expected (B, K)")
         count, K = shape_of(weights)[-2:] if stored else shape_of(weights)[-2:][::-1]
-        parts = self.sizes.parts(count)
-        if parts is None:
+        if (parts := self.sizes.parts(count)) is None:
             raise CellError(f"a product with {count} rows, which is no multiple of H = {self.sizes.hidden}")
         gates, width = parts
         widths = tuple(gate.width for gate in rows.gates)
@@ -120,15 +115,14 @@ class Walk(Arithmetic):
             use = Matrix(weights, index, stored, gates, width, n, widths)
             if gate.width == 1 and isinstance(gate.width, int):
                 raise CellError(f"a product of {rows}; expected x, a state, or values of H or less")
-            matrix = self.parameter(use)
-            source = self.whole(gate, f"{name}_operand")
+            matrix, source = self.parameter(use), self.whole(gate, f"{name}_operand")
             tensor = product(source, matrix, 0 if gates == 1 else None, f"{name}_{n}")
             one = Value.of_tensor((BATCH, COLUMNS), tensor, gates, width)
             total = one if total is None else self.scalars(add, [total, one], f"{name}_sum")
         assert total is not None
         return Value.canonical(total.axes, [Gate(g.tensor, g.index, width) for g in total.gates])
 
-    def op_mm(self, node: torch.fx.Node, input: Any, mat2: Any) -> Value:
+    def op_mm(self, node: Node, input: Any, mat2: Any) -> Value:
         if input in self.graph.data and mat2 in self.graph.data:
             raise CellError("a product of two values of the step; expected one with a parameter")
         if input in self.graph.data:
@@ -137,7 +131,7 @@ class Walk(Arithmetic):
         turned = self.product(node.name, Value(rows.axes[::-1], rows.gates), input, True)
         return Value(turned.axes[::-1], turned.gates)
 
-    def op_addmm(self, node: torch.fx.Node, input: Any, mat1: Any, mat2: Any, beta: Any, alpha: Any) -> Value:
+    def op_addmm(self, node: Node, input: Any, mat1: Any, mat2: Any, beta: Any, alpha: Any) -> Value:
         rows = self.op_mm(node, input=mat1, mat2=mat2)
         axes, count, width = self.frame([rows], shape_of(node))
         bias = self.known[input] if input in self.graph.data else self.weights(input, axes, count, width)
@@ -145,7 +139,7 @@ class Walk(Arithmetic):
             v if beta == 1 else v * float(beta)), [rows, bias], f"{node.name}_biased", axes)
         return Value.canonical(axes, biased.gates)
 
-    def op_bmm(self, node: torch.fx.Node, input: Any, mat2: Any) -> Value:
+    def op_bmm(self, node: Node, input: Any, mat2: Any) -> Value:
         if input in self.graph.data and mat2 in self.graph.data:
             return self.of_rows(node, self.value(input), self.value(mat2))
         if mat2 in self.graph.data:
@@ -154,7 +148,7 @@ class Walk(Arithmetic):
             return Value((turned.axes[0], *turned.axes[:0:-1]), turned.gates)
         return self.batched(node, self.value(input), mat2, False)
 
-    def batched(self, node: torch.fx.Node, rows: Value, weights: torch.fx.Node, stored: bool) -> Value:
+    def batched(self, node: Node, rows: Value, weights: Node, stored: bool) -> Value:
         """The products of rows (M, B, K) by M matrices; M is 1, or the number of gates."""
         if rows.axes[0] == ONE:
             one = self.product(node.name, Value(rows.axes[1:], rows.gates), weights, stored, 0)
@@ -167,7 +161,7 @@ class Walk(Arithmetic):
             raise CellError("a product of each gate by a matrix of more than H rows")
         return Value.canonical((GATES, BATCH, UNITS), [one.gates[0] for one in each])
 
-    def of_rows(self, node: torch.fx.Node, a: Value, b: Value) -> Value:
+    def of_rows(self, node: Node, a: Value, b: Value) -> Value:
         """The scalar product (B, 1, 1) of each row of (B, 1, K) by one of (B, K, 1)."""
         if a.axes not in ((BATCH, ONE, UNITS), (BATCH, ONE, COLUMNS)) or b.axes != (BATCH, a.axes[2], ONE):
             raise CellError("a product of two values of the step; expected one with a parameter")
@@ -175,35 +169,32 @@ class Walk(Arithmetic):
         return Value((BATCH, ONE, ONE), self.summed(both, [2], node.name).gates)
 
     # -- shapes ---------------------------------------------------------------------------------
-    def op_view(self, node: torch.fx.Node, input: Any) -> Value:
-        return self.value(input).viewed(shape_of(node), self.sizes)
+    def op_view(self, node: Node, value: Value) -> Value:
+        return value.viewed(shape_of(node), self.sizes)
 
     op_unsafe_view = op_reshape = op_squeeze = op_unsqueeze = op_view
 
-    def op_permute(self, node: torch.fx.Node, input: Any, dims: Sequence[int]) -> Value:
-        value = self.value(input)
+    def op_permute(self, node: Node, value: Value, dims: Sequence[int]) -> Value:
         return Value(tuple(value.axes[d] for d in dims), value.gates)
 
-    def op_expand(self, node: torch.fx.Node, input: Any, size: Any) -> Value:
+    def op_expand(self, node: Node, input: Any, size: Any) -> Value:
         return self.pointwise(node, lambda v: v, [input])
 
-    def op_repeat(self, node: torch.fx.Node, input: Any, repeats: Sequence[int]) -> Value:
-        value = self.value(input)
+    def op_repeat(self, node: Node, value: Value, repeats: Sequence[int]) -> Value:
         axes = (ONE,) * (len(repeats) - len(value.axes)) + value.axes
         several = [n for n, count in enumerate(repeats) if count > 1]
         if all(axes[n] == ONE for n in several):
-            return self.pointwise(node, lambda v: v, [input])
+            return self.pointwise(node, lambda v: v, [node.args[0]])
         if len(several) > 1 or axes[several[0]] not in (UNITS, COLUMNS, GATES):
             raise CellError(f"{tuple(repeats)} times {value}")
         return Value.joined([Value(axes, value.gates)] * repeats[several[0]], several[0])
 
-    def op_copy(self, node: torch.fx.Node, input: Any, src: Any) -> Any:
+    def op_copy(self, node: Node, input: Any, src: Any) -> Any:
         if src in self.graph.data:
             return self.pointwise(node, lambda v: v, [src])
         return self.pointwise(node, lambda _, w: number_of(w), [input, src])
 
-    def op_to_copy(self, node: torch.fx.Node, input: Any, dtype: Any = None) -> Value:
-        value = self.value(input)
+    def op_to_copy(self, node: Node, value: Value, dtype: Any = None) -> Value:
         if dtype is not None and not dtype.is_floating_point and dtype != torch.bool:
             raise CellError(f"{dtype}; values of a step are floats and conditions")
         if dtype in (torch.float16, torch.bfloat16):
@@ -211,45 +202,40 @@ class Walk(Arithmetic):
         return self.scalars(POINTWISE["ne"], [value, 0.0], node.name) if dtype == torch.bool else self.as_numbers(
             value, node.name)
 
-    def op_slice(self, node: torch.fx.Node, input: Any, dim: int, start: Any, end: Any, step: int) -> Value:
-        value = self.value(input)
+    def op_slice(self, node: Node, value: Value, dim: int, start: Any, end: Any, step: int) -> Value:
         return value.cut(dim, start or 0, 2**62 if end is None else end, step, self.sizes)
 
-    def op_select(self, node: torch.fx.Node, input: Any, dim: int, index: int) -> Value:
-        return self.value(input).taken(dim % len(shape_of(node.args[0])), index, self.sizes)
+    def op_select(self, node: Node, value: Value, dim: int, index: int) -> Value:
+        return value.taken(dim % len(value.axes), index, self.sizes)
 
-    def op_unbind(self, node: torch.fx.Node, input: Any, dim: int) -> tuple[Value, ...]:
-        value = self.value(input)
+    def op_unbind(self, node: Node, value: Value, dim: int) -> tuple[Value, ...]:
         return tuple(value.taken(dim % len(value.axes), n, self.sizes) for n in range(value.shape(self.sizes)[dim]))
 
-    def op_split_with_sizes(self, node: torch.fx.Node, input: Any, split_sizes: Sequence[int],
-                            dim: int = 0) -> tuple[Value, ...]:
-        value, ends = self.value(input), [*accumulate(split_sizes, initial=0)]
+    def op_split_with_sizes(self, node: Node, value: Value, split_sizes: Any, dim: int = 0) -> tuple[Value, ...]:
+        ends = accumulate(split_sizes, initial=0)
         return tuple(value.cut(dim, first, last, 1, self.sizes) for first, last in pairwise(ends))
 
-    def op_cat(self, node: torch.fx.Node, tensors: Sequence[Any], dim: int = 0) -> Value:
+    def op_cat(self, node: Node, tensors: Sequence[Any], dim: int = 0) -> Value:
         values = [self.known[t] for t in tensors if t in self.graph.data]
         dim %= len(values[0].axes)
         return Value.joined([self.side_by_side(t, values[0].axes, dim) for t in tensors], dim)
 
-    def side_by_side(self, node: torch.fx.Node, axes: tuple[str, ...], dim: int) -> Value:
+    def side_by_side(self, node: Node, axes: tuple[str, ...], dim: int) -> Value:
         """A value, or weights as a value, to be put side by side with values on ``axes`` along ``dim``."""
         if node in self.graph.data:
             return self.value(node)
-        parts = self.sizes.parts(shape_of(node)[dim])
-        if parts is None:
+        if (parts := self.sizes.parts(shape_of(node)[dim])) is None:
             raise CellError(f"{shape_of(node)[dim]} values of the module, no multiple of H = {self.sizes.hidden}")
         own = tuple((UNITS if parts[0] == 1 else COLUMNS) if n == dim else axis for n, axis in enumerate(axes))
         rows = Value(own, self.known[self.graph.given[1]].gates)
         return self.scalars(lambda _, v: number_of(v), [rows, self.weights(node, own, *parts)], node.name)
 
-    def op_stack(self, node: torch.fx.Node, tensors: Sequence[Any], dim: int = 0) -> Value:
+    def op_stack(self, node: Node, tensors: Sequence[Any], dim: int = 0) -> Value:
         values = [self.value(t) for t in tensors]
         dim %= len(values[0].axes) + 1
         return Value.joined([Value((*v.axes[:dim], ONE, *v.axes[dim:]), v.gates) for v in values], dim)
 
-    def op_slice_scatter(self, node: torch.fx.Node, input: Any, src: Any, dim: int, start: Any, end: Any,
-                         step: int) -> Value:
+    def op_slice_scatter(self, node: Node, input: Any, src: Any, dim: int, start: Any, end: Any, step: int) -> Value:
         value = self.value(input) if input in self.graph.data else self.side_by_side(input, self.value(src).axes, dim)
         extent = value.shape(self.sizes)[dim]
         first, last, step = slice(start, end, step).indices(extent)
@@ -260,8 +246,8 @@ class Walk(Arithmetic):
         parts += [new, *([value.cut(dim, last, extent, 1, self.sizes)] if last < extent else [])]
         return Value.joined(parts, dim) if len(parts) > 1 else new
 
-    def op_select_scatter(self, node: torch.fx.Node, input: Any, src: Any, dim: int, index: int) -> Value:
-        value, new = self.value(input), self.value(src)
+    def op_select_scatter(self, node: Node, value: Value, src: Any, dim: int, index: int) -> Value:
+        new = self.value(src)
         dim, index = dim % len(value.axes), index % value.shape(self.sizes)[dim]
         if value.axes[dim] != GATES or len(new.gates) > 1:
             raise CellError(f"one place of {value}; expected a gate")
@@ -352,15 +338,14 @@ class TracedCell(Cell):
         """
         known = {} if module is None else dict(module.named_parameters(remove_duplicate=False)) | dict(
             module.named_buffers(remove_duplicate=False))
-
         weights = {}
         for name, source in self.read.direct.items():
             value = source.learned.among(known)
             weights[name] = source.use.of(value, self._sizes(value, source))
         for name, original in self.read.originals.items():
             weights[name] = original.among(known).reshape(_axes(tuple(original.value.shape)))
-        weights = {name: weight.reshape(flat_shape(tuple(weight.shape))) for name, weight in weights.items()}
-        return {self.parameter_name(name, layer, reverse): weight for name, weight in weights.items()}
+        return {self.parameter_name(name, layer, reverse): weight.reshape(flat_shape(tuple(weight.shape)))
+                for name, weight in weights.items()}
 
     def _sizes(self, value: torch.Tensor, source: Source) -> Sizes:
         """The sizes of the module that has this weight, which may be larger than the traced one."""
@@ -374,6 +359,4 @@ class TracedCell(Cell):
 
 def _axes(shape: Shape) -> Shape:
     """The two or three axes of a learned tensor's shape."""
-    if len(shape) <= 2:
-        return (1, *shape) if shape else (1, 1)
-    return 1, shape[0], math.prod(shape[1:])
+    return (1, shape[0], math.prod(shape[1:])) if len(shape) > 2 else (1, *shape) if shape else (1, 1)

@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ecornn.errors import CellError
 from ecornn.torch.traced_graph import Graph, Learned, Sizes, Width, carried_out, operator_name
@@ -26,9 +27,8 @@ BATCH, ONE, GATES, UNITS, COLUMNS = "B", "1", "G", "U", "C"
 
 @dataclass(frozen=True)
 class Gate:
-    """A row of ``width`` values for each batch row: all of a te tensor (B, W) or (B,), or gate ``index`` of one (B, G,
-    W). A ``vector`` is a row of a parameter (G, W), the same in all batch rows. One value a row may have a place for
-    each unit, all the same."""
+    """A row of ``width`` values for each batch row: a te tensor (B, W) or (B,), or gate ``index`` of (B, G, W); a
+    ``vector`` of a parameter (G, W) is the same in all. One value a row may have a place for each unit."""
 
     tensor: Any
     index: int = 0
@@ -69,13 +69,13 @@ class Value:
         """The values side by side along an axis. Raises :class:`CellError` if that is no row of gates."""
         axes = {v.axes[:axis] + v.axes[axis + 1:] for v in values}
         kinds = {v.axes[axis] for v in values}
-        gates = [gate for v in values for gate in v.gates]
         single = all(len(v.gates) == 1 for v in values)
-        if len(axes) > 1 or (not (kinds <= {UNITS, COLUMNS, ONE} and kinds != {ONE}) and not (
-                kinds == {GATES}) and not (kinds == {ONE} and single)):
+        fits = single if kinds == {ONE} else kinds == {GATES} or kinds <= {UNITS, COLUMNS, ONE}
+        if len(axes) > 1 or not fits:
             raise CellError(f"side by side along axis {axis}: {', '.join(map(str, values))}")
         kind = GATES if kinds == {GATES} or kinds == {ONE} else COLUMNS
-        return cls.canonical((*values[0].axes[:axis], kind, *values[0].axes[axis + 1:]), gates)
+        return cls.canonical((*values[0].axes[:axis], kind, *values[0].axes[axis + 1:]),
+                             [gate for v in values for gate in v.gates])
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape that PyTorch's tensor has."""
@@ -176,7 +176,7 @@ class Matrix:
     is (N, K). N rows are gates of H, less than H, or 1, which all units have; its K columns are of ``widths``, of which
     this is the one at ``place``."""
 
-    node: torch.fx.Node
+    node: Node
     index: int | None
     stored: bool
     gates: int
@@ -191,8 +191,7 @@ class Matrix:
         return self.gates, rows, sizes.width(self.widths[self.place])
 
     def of(self, value: torch.Tensor, sizes: Sizes) -> torch.Tensor:
-        """The parameter in te shape from the node's value, a view if it can be; (1, 1, K) if all units have the
-        same."""
+        """The parameter in te shape from the node's value, a view if it can be; (1, 1, K) if all units have one."""
         value = value if self.index is None else value[self.index]
         value = value if self.stored else value.t()
         if len(self.widths) > 1:
@@ -204,10 +203,9 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Vector:
-    """Weights as an operand of arithmetic: the tensor of ``node`` on the ``axes`` of the other operands, with as many
-    gates as ``gates``, of ``width``."""
+    """Weights as an operand: the tensor of ``node`` on the ``axes`` of the others, with gates of ``width``."""
 
-    node: torch.fx.Node
+    node: Node
     axes: tuple[str, ...]
     gates: int
     width: Width
@@ -243,25 +241,14 @@ class Source:
 
 
 class Weights:
-    """The parameters of a cell, from the uses that its step makes of the module's weights.
-
-    Attributes
-    ----------
-    names : use -> the name of the parameter that the step reads for it
-    direct : parameter -> the tensor of the module that it is
-    derived : parameter -> the use of weights that PyTorch computes for it
-    originals : the module's tensors that the derived parameters are computed of, by name
-    needed : the nodes that compute these, in order
-
-    Raises :class:`CellError` if two parameters would have one name.
-    """
+    """The parameters of a cell, the module's or derived, computed of ``originals`` by the ``needed`` nodes."""
 
     def __init__(self, graph: Graph, uses: Sequence[Use]) -> None:
         self.graph, self.sizes = graph, graph.sizes
-        self.names: dict[Use, str] = {}
-        self.direct: dict[str, Source] = {}
-        self.derived: dict[str, Use] = {}
-        ways: dict[torch.fx.Node, set[Any]] = {}
+        self.names: dict[Use, str] = {}  # of the parameter that the step reads
+        self.direct: dict[str, Source] = {}  # parameter -> the tensor of the module that it is
+        self.derived: dict[str, Use] = {}  # parameter -> the use of weights that PyTorch computes for it
+        ways: dict[Node, set[Any]] = {}
         for use in uses:
             for node, way in self._origins(use):
                 ways.setdefault(node, set()).add(way)
@@ -301,14 +288,13 @@ class Weights:
             if use.stored == flipped or use.index is not None or use.rows == 1:
                 return None
             return Source(learned, replace(use, node=node, stored=True))
-        natural = not flipped and use.axes[-1:] in ((UNITS,), (COLUMNS,)) and use.width != 1
-        if not natural or learned.value.shape != (use.gates * self.sizes.width(use.width),):
+        if (flipped or use.axes[-1:] not in ((UNITS,), (COLUMNS,)) or use.width == 1
+                or learned.value.shape != (use.gates * self.sizes.width(use.width),)):
             return None
         return Source(learned, replace(use, node=node, axes=use.axes[-1:]))
 
-    def _origins(self, use: Use) -> Iterator[tuple[torch.fx.Node, Any]]:
-        """The weights that a use depends on, each with the way it is read. One parameter can serve all uses of a weight
-        if there is one way."""
+    def _origins(self, use: Use) -> Iterator[tuple[Node, Any]]:
+        """The weights that a use depends on, each with the way it is read: one parameter serves all uses in one way."""
         stored = self._as_stored(use)
         way = stored.use if stored else use
         if stored and isinstance(stored.use, Matrix):
@@ -318,8 +304,7 @@ class Weights:
                 yield node, way
 
     def computed(self, values: Mapping[str, torch.Tensor], like: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The derived parameters in te shape, with their gradients, from the values of ``originals`` by name; on the
-        device and of the type of ``like``."""
+        """The derived parameters in te shape, of the ``originals``' values; of the type of ``like``, where it is."""
         def known(learned: Learned) -> torch.Tensor:
             value = learned.value if learned.kind == "constant" else values[_identifier(learned.name)]
             return value.to(like.device, like.dtype if learned.value.is_floating_point() else learned.value.dtype)

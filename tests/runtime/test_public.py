@@ -100,7 +100,7 @@ INNER: dict[str, tuple[str, str, Callable[[Any, Path], Any]]] = {
     "ecornn.torch.rebind": ("ecornn.torch.engine", "rebind", lambda m, _: ecornn.torch.rebind(ecornn.torch.LSTM(8, 8))),
     "ecornn.torch.prepare": ("ecornn.torch.replacing", "compile_all", lambda m, _: ecornn.torch.prepare(
         ecornn.torch.LSTM(8, 8), torch.zeros(2, 1, 8))),
-    "ecornn.torch.profile": ("ecornn.torch.profiling", "prepare", lambda m, _: ecornn.torch.profile(
+    "ecornn.torch.profile": ("ecornn.torch.replacing", "prepare", lambda m, _: ecornn.torch.profile(
         ecornn.torch.LSTM(8, 8), torch.zeros(2, 1, 8))),
     "ecornn.onnx.read": ("ecornn.onnx.node", "load", lambda m, folder: ecornn.onnx.read(model(folder))),
     "ecornn.onnx.compile": ("ecornn.onnx.layer", "spec_of", lambda m, folder: ecornn.onnx.compile(

@@ -23,7 +23,7 @@ from torch_values import BACKWARD, close, flat
 import ecornn.torch
 from ecornn import module_cache
 from ecornn.errors import ArgumentError, ScheduleError, ShapeError
-from ecornn.torch import background, compiling, snapshot
+from ecornn.torch import compiling, snapshot
 from ecornn.worker import WorkerError
 
 
@@ -31,11 +31,11 @@ class Compilers:
     """Compile in this process, and not before :meth:`go`; ``fault``: raised in place of that."""
 
     def __init__(self) -> None:
-        self.asked: list[background.Job] = []
+        self.asked: list[compiling.Job] = []
         self.fault: Exception | None = None
 
-    def submit(self, spec: Any, target: str) -> background.Job:
-        self.asked.append(background.Job(spec, target))
+    def submit(self, spec: Any, target: str) -> compiling.Job:
+        self.asked.append(compiling.Job(spec, target))
         return self.asked[-1]
 
     def go(self) -> int:
@@ -57,9 +57,9 @@ class Compilers:
 def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
     found = Compilers()
     monkeypatch.delenv("ECORNN_WAIT")
-    monkeypatch.setattr(background, "_compilers", found)
-    monkeypatch.setattr(background, "_jobs", {})
-    monkeypatch.setattr(background, "_told", [])
+    monkeypatch.setattr(compiling, "_compilers", found)
+    monkeypatch.setattr(compiling, "_jobs", {})
+    monkeypatch.setattr(compiling, "_told", [])
     compiling.outcomes.clear()
     yield found
     compiling.outcomes.clear()
@@ -368,14 +368,14 @@ def test_an_argument_that_is_neither_is_refused():
 # -- with processes -----------------------------------------------------------------------------
 PROGRAM = """
 import os, sys, threading, torch, ecornn.torch
-from ecornn.torch import background
-background.NICENESS = 1  # on a busy machine ten times as many would take minutes
+from ecornn.torch import compiling
+compiling.NICENESS = 1  # on a busy machine ten times as many would take minutes
 layer, x = torch.nn.GRU(6, 7), torch.randn(3, 2, 6)
 ecornn.torch.replace(layer)
 def compiled():
     return "RecurrentForward" in type(layer(x)[0].grad_fn).__name__
 assert not compiled()
-(job,) = background._jobs.values()
+(job,) = compiling._jobs.values()
 """
 
 
@@ -393,7 +393,7 @@ def test_a_worker_process_compiles_and_the_next_process_loads(started: Callable[
         done = started(f"""
 job.wait()
 assert compiled(), job.error
-process = background._compilers._workers[0].process
+process = compiling._compilers._workers[0].process
 if {tvm}:
     assert os.getpriority(os.PRIO_PROCESS, process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
 else:
@@ -410,10 +410,10 @@ def test_replace_gets_ready_what_the_first_call_would_take_longer_for():
     script = """if True:
         import sys, torch, ecornn.torch
         from ecornn import module_cache
-        from ecornn.torch import background
+        from ecornn.torch import compiling
         from ecornn.torch.kind import kind_of, text_of
         ecornn.torch.replace(layer := torch.nn.GRU(6, 7))
-        background._ready[0].join()
+        compiling.get_ready().join()
         before = set(sys.modules)
         assert module_cache.found(kind_of(text_of(layer)).spec(3, 16, "float32", "", None, None), "cpu") is None
         assert "tvm_ffi" in before and not set(sys.modules) - before and not torch.cuda.is_initialized()
@@ -427,7 +427,7 @@ child = os.fork()
 if child == 0:
     torch.set_num_threads(1)
     assert not compiled()
-    (own,) = background._jobs.values()
+    (own,) = compiling._jobs.values()
     assert own is not job and own.pending
     own.wait()
     os._exit(0 if compiled() else 1)
@@ -443,9 +443,9 @@ assert compiled()
 def test_nothing_is_left_when_a_process_ends(how: str, tmp_path: Path, started: Callable[..., Any]):
     """Neither processes nor half an entry, and it ends at once."""
     one = started("""
-while background._compilers._workers[0].process is None:
+while compiling._compilers._workers[0].process is None:
     job.wait(0.01)
-print(background._compilers._workers[0].process.pid, flush=True)
+print(compiling._compilers._workers[0].process.pid, flush=True)
 if sys.argv[1] != "ends":
     threading.Event().wait()
 """, how)

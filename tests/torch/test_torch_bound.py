@@ -7,22 +7,24 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 from torch_values import error
 
 import ecornn.compiler
 import ecornn.torch
 from ecornn.errors import ArgumentError, DerivativeError, DeviceError, ScheduleError
-from ecornn.torch import GRU, background, bound, compiling, engine, operator, packed, snapshot, training
+from ecornn.torch import GRU, bound, compiling, engine, packed, snapshot
 from ecornn.torch.bound import BoundLayers
 from ecornn.torch.kind import kind_of, text_of
-from ecornn.torch.replacing import Call, specs
+from ecornn.torch.replacing import specs
 from ecornn.torch.snapshot import Snapshot, suspect
 
 KIND = kind_of("GRU(input=3,hidden=4,layers=1,bias=1,bidirectional=0,projection=0)")
@@ -216,7 +218,7 @@ def test_weights_that_come_and_go_leave_nothing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(snapshot, "id", lambda _: next(numbers), raising=False)  # no tensor has another's
     for _ in range(2 * known.LEAST):
         Snapshot(weights)
-        assert len(known) <= known.LEAST + len(weights)
+        assert len(known._by_id) <= known.LEAST + len(weights)
     monkeypatch.undo()
     assert known.of({id(w) for w in weights}) == {stays}
 
@@ -240,18 +242,18 @@ def test_calls_of_few_steps_have_layers_of_their_own(gpu: Any):
 
 def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkeypatch: pytest.MonkeyPatch):
     """If there is or will be one; their own is compiled once they are frequent, and serves them when it is there."""
-    asked: list[background.Job] = []
-    monkeypatch.setattr(background, "start", lambda spec, target: next(
-        (job for job in asked if job.spec == spec), None) or asked.append(background.Job(spec, target)) or asked[-1])
+    asked: list[compiling.Job] = []
+    monkeypatch.setattr(compiling, "start", lambda spec, target: next(
+        (job for job in asked if job.spec == spec), None) or asked.append(compiling.Job(spec, target)) or asked[-1])
     layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
 
     def take(steps: int) -> Any:
-        with background.accepting():
+        with compiling.accepting():
             layers.give(one := layers.take(weights, x_of(), (steps, 2)))
         return one
 
     for steps in (300, 3):
-        with pytest.raises(background.PendingError):
+        with pytest.raises(compiling.PendingError):
             take(steps)
     assert [job.spec.seq for job in asked] == [256]
     asked[0].outcome = gpu.module
@@ -267,9 +269,9 @@ def test_few_steps_that_are_rare_have_the_module_of_longer_ones(gpu: Any, monkey
 
 def test_few_steps_have_their_own_module_at_once_if_there_are_no_longer_ones(gpu: Any,
                                                                              monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "start", lambda spec, target: background.Job(spec, target, gpu.module))
+    monkeypatch.setattr(compiling, "start", lambda spec, target: compiling.Job(spec, target, gpu.module))
     layers, weights = BoundLayers(KIND, BoundLayers(KIND)), weights_of()
-    with background.accepting():
+    with compiling.accepting():
         for steps in (1, 300, 1):
             layers.give(layers.take(weights, x_of(), (steps, 2)))
     assert layers.serves(x_of(), (1, 2)) and layers.serves(x_of(), (300, 2))
@@ -353,9 +355,9 @@ def test_a_change_between_calls_takes_another_module_and_back_the_first(gpu: Any
 
 def test_what_is_kept_is_of_the_module_that_runs(monkeypatch: pytest.MonkeyPatch):
     seen: list[Any] = []
-    monkeypatch.setattr(training, "compiled", lambda spec, target: seen.append(spec) or SimpleNamespace(manifest=None))
-    monkeypatch.setattr(training, "kept_layout", lambda manifest, steps, batch: ({}, 7))
-    assert training.kept_bytes(kind_of(text_of(GRU(3, 4))), x_of(device=torch.device("cuda")), None) == 7
+    monkeypatch.setattr(engine, "compiled", lambda spec, target: seen.append(spec) or SimpleNamespace(manifest=None))
+    monkeypatch.setattr(engine, "kept_layout", lambda manifest, steps, batch: ({}, 7))
+    assert engine.kept_bytes(kind_of(text_of(GRU(3, 4))), x_of(device=torch.device("cuda")), None) == 7
     assert seen[0].workload.precision == "tf32"
 
 
@@ -384,8 +386,9 @@ def test_a_layers_attribute_may_be_set():
 
 
 def test_prepare_compiles_what_will_run():
-    found = specs(GRU(3, 4), Call(5, 2, "float32", "", "cuda", True, "tf32"))
-    assert [spec.workload.precision for spec in found] == ["tf32"]
+    with FakeTensorMode():
+        found = specs(GRU(3, 4), torch.empty(5, 2, 3, device="cuda"), None)
+    assert [(spec.workload.precision, target) for spec, target in found] == [("tf32", "cuda")]
 
 
 @pytest.mark.gpu
@@ -449,15 +452,16 @@ def lstm(monkeypatch: pytest.MonkeyPatch) -> Any:
             return torch.autograd.grad(by_torch(engine.library, engine.names, columns, tensors), tensors, gradients)
 
     def engine_of(library: torch.nn.LSTM, together: int) -> Any:
-        return SimpleNamespace(library=library, names=[name for name, _ in library.named_parameters()], refused=set(),
+        made = SimpleNamespace(library=library, names=[name for name, _ in library.named_parameters()], refused=set(),
                                training=lambda *_, **__: nullcontext(SimpleNamespace(together=together)))
+        made.forward, made.backward = partial(forward, made), partial(backward, made)
+        return made
 
     called: list[Any] = []
     engine = engine_of(library, 3)
     library.called = called
     engine.part = lambda number, kind: engine_of(torch.nn.LSTM(2 * H if number else I, H, bidirectional=True),
                                                  6 if number else 3)
-    monkeypatch.setattr(operator, "training", SimpleNamespace(forward=forward, backward=backward))
     monkeypatch.setattr(packed, "engine_of", lambda module: engine)
     monkeypatch.setattr(packed, "_width", lambda gpu, sizes: 3)
     return library

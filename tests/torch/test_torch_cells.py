@@ -16,7 +16,7 @@ from torch_values import agree, double, flat
 
 import ecornn.torch
 from ecornn.errors import DerivativeError
-from ecornn.torch import engine, like_before, stepping_training
+from ecornn.torch import engine, like_before
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 KINDS: list[tuple[str, dict[str, Any]]] = [("LSTMCell", {}), ("GRUCell", {}), ("RNNCell", {}),
@@ -106,11 +106,11 @@ def test_loops_with_and_without_gradients(name: str, options: dict[str, Any], bi
 def test_the_short_way_is_taken(monkeypatch: pytest.MonkeyPatch):
     theirs, ours = pair("GRUCell")
     x, taken = torch.randn(T, B, I), []
-    for where, name in ((like_before.Call, "__call__"), (stepping_training, "run")):
+    for where, name in ((like_before.Call, "__call__"), (like_before, "train_step")):
         run = getattr(where, name)
         monkeypatch.setattr(where, name, lambda *args, run=run, name=name: (taken.append(name), run(*args))[1])
     agree_in_gradients(Loop(ours), Loop(theirs), x)
-    assert taken == ["__call__"] * (T - 3) + ["run"] * T
+    assert taken == ["__call__"] * (T - 3) + ["train_step"] * T
 
 
 @pytest.mark.parametrize("name", ["LSTMCell", "GRUCell"])

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_values import BACKWARD, close, error
 
 import ecornn.torch
-from ecornn.torch import operator, training
-from ecornn.torch.replacing import Call, specs
+from ecornn.torch.engine import Engine, by_layer
+from ecornn.torch.replacing import specs
 
 T, B, I, H, L = 7, 4, 5, 8, 3
 EACH = 8  # weights of a layer in both directions
@@ -52,15 +52,15 @@ def data_parallel(model: Model, xs: list[torch.Tensor]) -> tuple[dict[str, torch
         sent = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
         return sent.get_future().then(lambda future: future.value()[0])
 
-    def backward(engine: Any, weights: Any, *arguments: Any, **named: Any) -> Any:
+    def watched(engine: Any, weights: Any, *arguments: Any, **named: Any) -> Any:
         happened.append(f"backward of {len(weights)}")
-        return training.backward(engine, weights, *arguments, **named)
+        return backward(engine, weights, *arguments, **named)
 
-    operator.training = type("Watched", (), {"forward": training.forward, "backward": backward})
+    backward, Engine.backward = Engine.backward, watched
     parallel = DistributedDataParallel(model, bucket_cap_mb=0.004)
     parallel.register_comm_hook(None, lambda _, bucket: send(bucket))
     train(parallel, xs, happened)
-    operator.training = training
+    Engine.backward = backward
     return {name: value.clone() for name, value in model.state_dict().items()}, happened
 
 
@@ -152,7 +152,7 @@ def test_hooks_of_weights_have_a_stack_go_layer_by_layer():
     (y.sum() + state.square().sum()).backward()
     wanted = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
-    assert not training.by_layer(layer, layer.parameters())
+    assert not by_layer(layer, layer.parameters())
     for name, p in layer.named_parameters():
         p.register_post_accumulate_grad_hook(lambda _, name=name: order.append((name, layer.weight_hh_l0.grad is None)))
     again, other = layer(x)
@@ -160,8 +160,7 @@ def test_hooks_of_weights_have_a_stack_go_layer_by_layer():
     (again.sum() + other.square().sum()).backward()
     assert len(order) == 8 and all("_l1" in name and waits for name, waits in order[:4]), order
     close([p.grad for p in layer.parameters()], wanted, BACKWARD)
-    call = Call(T, B, "float32", "", "cpu", True, None)
-    assert [spec.workload.input for spec in specs(layer, call)] == [I, H]
+    assert [spec.workload.input for spec, _ in specs(layer, x, None)] == [I, H]
 
 
 if __name__ == "__main__":

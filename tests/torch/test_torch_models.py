@@ -26,7 +26,7 @@ import ecornn.torch
 from ecornn import module_cache, module_folders
 from ecornn.errors import ArgumentError, ModuleError
 from ecornn.layer_spec import LayerSpec
-from ecornn.torch import profiling, replacing
+from ecornn.torch import replacing
 from ecornn.torch.compiling import outcomes
 from ecornn.worker import Worker
 
@@ -157,9 +157,8 @@ def test_a_process_that_stops_while_it_compiles_is_not_waited_for(tmp_path: Path
     here: list[str] = []
     monkeypatch.setattr(replacing, "compiled", lambda spec, target: here.append(target))
     layer = ecornn.torch.GRU(5, 6)
-    calls = [replacing.call_of(layer, torch.ones(3, batch, 5), None) for batch in (2, 3)]
-    specs = [spec for call in calls if call for spec in replacing.specs(layer, call)]
-    replacing.compile_all([(spec, "cpu") for spec in specs], 2)
+    replacing.compile_all([spec for batch in (2, 3) for spec in replacing.specs(layer, torch.ones(3, batch, 5), None)],
+                          2)
     assert here == ["cpu", "cpu"]
 
 
@@ -183,7 +182,7 @@ class Reader(torch.nn.Module):
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "SECONDS", 0.1)
+    monkeypatch.setattr(replacing, "SECONDS", 0.1)
 
 
 @pytest.mark.parametrize("replaced", [False, True])
