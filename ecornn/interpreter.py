@@ -7,7 +7,6 @@ of ``ecornn.analysis``, from which kernels are made: an error there must not be 
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ecornn.cells import Cell
-from ecornn.errors import ArgumentError, CellError
-from ecornn.numpy_layers import Formula
+from ecornn.errors import CellError
 
 if TYPE_CHECKING:
     from tvm.ir import Expr
@@ -92,48 +90,6 @@ def output_numbers(cell: Cell) -> tuple[int, ...]:
     """The places of a cell's outputs among the tensors that its step returns."""
     returned = cell.returned_names()
     return tuple(returned.index(name) for name in cell.output_names())
-
-
-def formula_of_cell(cell: Cell, x: Any, weights: Mapping[str, Any], state: Sequence[Any] | None) -> Formula:
-    """A cell's te step, as :func:`~ecornn.numpy_reference.reference` runs it through sequences. The shapes of x,
-    weights and state tell the cell's sizes."""
-    if not isinstance(cell, Cell):
-        raise ArgumentError("cell", cell, "an ecornn.Cell, or the name of one that has a formula in NumPy")
-    hidden = hidden_size(cell, np.shape(x)[-1] if np.ndim(x) else 1, weights, state)
-    steps: dict[tuple[tuple[int, ...], ...], Step] = {}  # by the shapes of x and a state
-
-    def step(row: Array, states: tuple[Array, ...], weights: Sequence[Array]) -> tuple[Array, ...]:
-        shapes = row.shape, states[0].shape
-        if shapes not in steps:
-            steps[shapes] = Step(cell, *shapes)
-        te_shapes = cell.parameters(cell.own_input(row.shape[1], hidden), hidden)
-        return steps[shapes](row, states, {n: w.reshape(s) for (n, s), w in zip(te_shapes.items(), weights,
-                                                                               strict=True)})
-
-    return Formula(cell.name, tuple(cell.parameters(hidden, hidden)), cell.parameter_name,
-                   lambda inputs, hidden: list(flat_shapes(cell, inputs, hidden).values()), lambda *_: hidden,
-                   len(cell.states), output_numbers(cell), step)
-
-
-def flat_shapes(cell: Cell, width: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of a cell's parameters as a user passes them, gates folded into the first axis, where rows of x have
-    ``width`` values, the cell's inputs among them."""
-    return {n: (s[0] * s[1], *s[2:]) for n, s in cell.parameters(cell.own_input(width, hidden), hidden).items()}
-
-
-def hidden_size(cell: Cell, input: int, weights: Mapping[str, Any], state: Sequence[Any] | None) -> int:
-    """H of a layer: that of a state; else the H for which most weights of the first layer have the shapes that the cell
-    gives them; without parameters I."""
-    if state is not None and len(state) and np.ndim(state[0]):
-        return np.shape(state[0])[-1]
-    given = {n: np.shape(w) for n, w in weights.items()}
-    rows = {shape[0] for shape in given.values() if shape}
-    matches = {input: 0}  # H -> weights that fit
-    for hidden in sorted({d for r in rows for d in range(1, r + 1) if r % d == 0}):
-        with contextlib.suppress(Exception):  # a cell may refuse sizes
-            shapes = flat_shapes(cell, input, hidden)
-            matches[hidden] = sum(given.get(cell.parameter_name(n)) == shape for n, shape in shapes.items())
-    return max(matches, key=lambda hidden: matches[hidden])
 
 
 class Step:

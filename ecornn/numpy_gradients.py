@@ -17,8 +17,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from ecornn.boundary import public
 from ecornn.errors import ShapeError
-from ecornn.numpy_layers import Array, States, checked, run
-from ecornn.numpy_reference import formula_of
+from ecornn.numpy_reference import Array, States, checked, formula_of, run
 
 Back = Callable[[Array], Any]  # gradient of a result -> that of one operand, which may be broader than the operand
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -260,3 +261,14 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SERIAL = Overlap()
+
+
+def by_output(rows: Any, names: Sequence[str], directions: int) -> dict[str, Any]:
+    """Each output (..., D*H) of a cell that has several, by name, of ``rows`` of y (..., D*O*H), in which they lie one
+    behind the other, first of one direction, then of the other: arrays of any framework, views unless D = 2."""
+    outer, count = tuple(rows.shape[:-1]), len(names)
+    hidden = rows.shape[-1] // (directions * count)
+    if directions == 1:
+        return {name: rows[..., n * hidden:(n + 1) * hidden] for n, name in enumerate(names)}
+    parts = rows.reshape((*outer, directions, count, hidden))
+    return {name: parts[..., n, :].reshape((*outer, directions * hidden)) for n, name in enumerate(names)}
