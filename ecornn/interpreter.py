@@ -43,27 +43,17 @@ BINARY = {
     "And": Operator(np.logical_and, "torch.logical_and({0}, {1})"),
     "Or": Operator(np.logical_or, "torch.logical_or({0}, {1})")}
 
-FUNCTIONS = {
-    "exp": Operator(np.exp, "torch.exp({0})"), "exp2": Operator(np.exp2, "torch.exp2({0})"),
+ALIKE = ("exp", "exp2", "log", "log2", "log10", "log1p", "sqrt", "tanh", "sin", "cos", "tan", "sinh", "cosh", "floor",
+         "ceil", "trunc", "round")  # in both libraries, by this name
+FUNCTIONS = {name: Operator(getattr(np, name), f"torch.{name}({{0}})") for name in ALIKE} | {
+    f"a{name}": Operator(getattr(np, f"arc{name}"), f"torch.a{name}({{0}})")
+    for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")} | {
     "exp10": Operator(lambda z: np.power(10.0, z), "torch.pow(10.0, {0})"),
-    "log": Operator(np.log, "torch.log({0})"), "log2": Operator(np.log2, "torch.log2({0})"),
-    "log10": Operator(np.log10, "torch.log10({0})"), "log1p": Operator(np.log1p, "torch.log1p({0})"),
-    "sqrt": Operator(np.sqrt, "torch.sqrt({0})"), "rsqrt": Operator(lambda z: 1.0 / np.sqrt(z), "torch.rsqrt({0})"),
-    "pow": Operator(np.power, "torch.pow({0}, {1})"),
-    "tanh": Operator(np.tanh, "torch.tanh({0})"),
+    "rsqrt": Operator(lambda z: 1.0 / np.sqrt(z), "torch.rsqrt({0})"),
+    "pow": Operator(np.power, "torch.pow({0}, {1})"), "atan2": Operator(np.arctan2, "torch.atan2({0}, {1})"),
     "sigmoid": Operator(lambda z: 0.5 * (1.0 + np.tanh(0.5 * z)), "torch.sigmoid({0})"),
     "erf": Operator(np.vectorize(math.erf, otypes=[np.float64]), "torch.erf({0})"),
-    "fabs": Operator(np.abs, "torch.abs({0})"),
-    "sin": Operator(np.sin, "torch.sin({0})"), "cos": Operator(np.cos, "torch.cos({0})"),
-    "tan": Operator(np.tan, "torch.tan({0})"), "asin": Operator(np.arcsin, "torch.asin({0})"),
-    "acos": Operator(np.arccos, "torch.acos({0})"), "atan": Operator(np.arctan, "torch.atan({0})"),
-    "atan2": Operator(np.arctan2, "torch.atan2({0}, {1})"),
-    "sinh": Operator(np.sinh, "torch.sinh({0})"), "cosh": Operator(np.cosh, "torch.cosh({0})"),
-    "asinh": Operator(np.arcsinh, "torch.asinh({0})"), "acosh": Operator(np.arccosh, "torch.acosh({0})"),
-    "atanh": Operator(np.arctanh, "torch.atanh({0})"),
-    "floor": Operator(np.floor, "torch.floor({0})"), "ceil": Operator(np.ceil, "torch.ceil({0})"),
-    "trunc": Operator(np.trunc, "torch.trunc({0})"), "round": Operator(np.round, "torch.round({0})"),
-    "nearbyint": Operator(np.round, "torch.round({0})"),
+    "fabs": Operator(np.abs, "torch.abs({0})"), "nearbyint": Operator(np.round, "torch.round({0})"),
     "if_then_else": Operator(np.where, "torch.where({0}, {1}, {2})")}
 OPERATORS = BINARY | FUNCTIONS | {"Not": Operator(np.logical_not, "torch.logical_not({0})")}
 
@@ -75,8 +65,7 @@ def interpret(cell: Cell, x: Any, parameters: Mapping[str, Any],
     Returns y (T, B, H), or (T, B, O H) of O outputs side by side, and the final states; float64. Raises
     :class:`CellError` for an operation that is not known here.
     """
-    now = tuple(np.asarray(s, np.float64) for s in states)
-    rows = np.asarray(x, np.float64)
+    now, rows = tuple(np.asarray(s, np.float64) for s in states), np.asarray(x, np.float64)
     given = {n: np.asarray(p, np.float64) for n, p in parameters.items()}
     step, y, outputs = Step(cell, rows.shape[1:], now[0].shape), [], output_numbers(cell)
     for row in rows:
@@ -109,8 +98,7 @@ class Step:
         self.states = [te.placeholder(state, "float32", name=name) for name in cell.states]
         shapes = cell.parameters(self.own, state[1])
         self.parameters = {n: te.placeholder(s, "float32", name=n) for n, s in shapes.items()}
-        given = {**self.parameters, **dict(zip(cell.inputs, self.inputs, strict=True))}
-        returned = cell.step(self.x, self.states, given)
+        returned = cell.step(self.x, self.states, self.parameters | dict(zip(cell.inputs, self.inputs, strict=True)))
         self.results = list(returned) if isinstance(returned, (list, tuple)) else [returned]
         self.known: dict[tuple[Operation, int], Any] = {}  # (operation, output) -> its values in this step
 
@@ -165,16 +153,16 @@ class Step:
         if kind == "Cast":
             return self.cast(self.value(e.value, places), str(e.ty))
         if kind == "Not":
-            return self.applied(kind, [self.value(e.a, places)])
-        if kind == "Select":
-            return self.applied("if_then_else",
-                                [self.value(part, places) for part in (e.condition, e.true_value, e.false_value)])
-        if kind in BINARY:
-            return self.applied(kind, [self.value(e.a, places), self.value(e.b, places)])
-        name = e.op.name if kind == "Call" else kind
-        if kind != "Call" or name.rsplit(".", 1)[-1] not in FUNCTIONS:
-            raise CellError(f"the cell uses {name}, {self.UNKNOWN}")
-        return self.applied(name.rsplit(".", 1)[-1], [self.value(a, places) for a in e.args])
+            name, arguments = kind, [e.a]
+        elif kind == "Select":
+            name, arguments = "if_then_else", [e.condition, e.true_value, e.false_value]
+        elif kind in BINARY:
+            name, arguments = kind, [e.a, e.b]
+        elif kind == "Call" and (name := e.op.name.rsplit(".", 1)[-1]) in FUNCTIONS:
+            arguments = e.args
+        else:
+            raise CellError(f"the cell uses {e.op.name if kind == 'Call' else kind}, {self.UNKNOWN}")
+        return self.applied(name, [self.value(argument, places) for argument in arguments])
 
     # -- values in NumPy ------------------------------------------------------------------------
     NOTHING = "NumPy has no reference for"

@@ -68,7 +68,7 @@ def measured(paths: Iterable[Path]) -> Measured:
     """The results of files, the last one where several have the same layer. Raises
     :class:`~ecornn.errors.ArgumentError` for a file that has no results."""
     rows: dict[tuple[object, ...], Beside] = {}
-    names = []
+    paths = tuple(paths)
     for path in paths:
         results = list(_grid(path) if path.suffix == ".jsonl" else
                        (found for _, values in lines_of(path) for found in _of(values)))
@@ -80,8 +80,7 @@ def measured(paths: Iterable[Path]) -> Measured:
             known.peers |= one.peers
             if one.stages:
                 known.stages, known.schedule, known.config = one.stages, one.schedule, one.config
-        names.append(path.name)
-    return Measured(rows, tuple(names))
+    return Measured(rows, tuple(path.name for path in paths))
 
 
 def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
@@ -91,10 +90,9 @@ def _of(values: dict[str, Any]) -> Iterator[tuple[tuple[object, ...], Beside]]:
         if values.get("workload"):
             work = msgspec.convert(values["workload"], Workload)
         else:
-            hidden = int(case["hidden"])
-            work = Workload(case["cell"], hidden, int(case["input"] or hidden), int(case["batch"]),
-                            int(case["seq"]), case["dtype"], precision=case.get("precision") or None,
-                            weights=case.get("weights") or None)
+            work = Workload(case["cell"], int(case["hidden"]), int(case["input"] or case["hidden"]),
+                            int(case["batch"]), int(case["seq"]), case["dtype"],
+                            precision=case.get("precision") or None, weights=case.get("weights") or None)
         several = int(case.get("layers") or 1) > 1
     except (KeyError, ValueError, TypeError, msgspec.ValidationError):  # not a row of results
         return

@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecornn.report import svg
 from ecornn.schedules.builder import NOTE
 
 if TYPE_CHECKING:
     from tvm.tirx import PrimFunc
-else:
-    PrimFunc = Any
 
 _STEP = re.compile(r"t(_\d+)?")  # the variable of a loop over steps
 _ROLE = re.compile(r"([\w ]+?)(?:, \w+)?: (.*)")
@@ -112,18 +110,12 @@ def _kernel(name: str, function: PrimFunc) -> Kernel:
     leaves, roles = [*top.leaves()], []
     for arm in leaves:
         named = _role(phase.note for phase in arm.phases)
-        roles.append(Role(named, *reader.extents_of(arm), [*_told(named, arm.phases)]))
+        for phase in arm.phases:
+            if (match := _ROLE.fullmatch(phase.note)) and match[1] == named:
+                phase.note = match[2]
+        roles.append(Role(named, *reader.extents_of(arm), arm.phases))
     return Kernel(name, reader.extents.get("block", 1), reader.extents.get("thread", 1),
                   [phase.note for phase in reader.phases if not any(phase in arm.phases for arm in leaves)], roles)
-
-
-def _told(role: str, phases: list[Phase]) -> Iterator[Phase]:
-    """The phases, without the role in their notes."""
-    for phase in phases:
-        match = _ROLE.fullmatch(phase.note)
-        if match and match[1] == role:
-            phase.note = match[2]
-        yield phase
 
 
 class _Reader:
@@ -165,12 +157,11 @@ class _Reader:
 
     def extents_of(self, arm: _Arm) -> tuple[int, int]:
         """The number of threads of a CTA, in whole warps, that come to an arm, and of CTAs in which they do."""
-        blocks = [self._threads(arm, block) for block in range(self.extents.get("block", 1))]
-        return max(blocks), sum(map(bool, blocks))
-
-    def _threads(self, arm: _Arm, block: int) -> int:
-        places = (self._at(block, thread) for thread in range(0, self.extents.get("thread", 1), _WARP))
-        return _WARP * sum(all(bool(self._value(of, at)) == holds for of, holds in arm.conditions) for at in places)
+        warps = range(0, self.extents.get("thread", 1), _WARP)
+        threads = [_WARP * sum(all(bool(self._value(of, at)) == holds for of, holds in arm.conditions)
+                               for at in (self._at(block, first) for first in warps))
+                   for block in range(self.extents.get("block", 1))]
+        return max(threads), sum(map(bool, threads))
 
     def _at(self, block: int, thread: int) -> dict[Any, int]:
         return {var: {"block": block, "thread": thread}.get(var.name, 0) for var in self.indices}
@@ -216,8 +207,7 @@ class _Reader:
             self.phases.append(arm.phases[-1])
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """An instruction: its ``name``, the ``words`` that it has as text, its other arguments."""
 
     name: str
@@ -253,24 +243,18 @@ def _act(call: _Call, polls: bool) -> Act | None:
     if name in ("cuda.cta_sync", "barrier_cluster_wait"):
         return Act("wait", "barrier of the CTA" if name == "cuda.cta_sync" else "barrier of the cluster", name)
     if function.startswith("ecornn_mbarrier_wait") or (function == "ecornn_mbarrier_test" and polls):
-        if function.endswith("cluster"):
-            return Act("wait", "mbarrier that CTAs of the cluster complete", "cluster")
-        return Act("wait", "mbarrier")
+        by = "cluster" if function.endswith("cluster") else ""
+        return Act("wait", "mbarrier that CTAs of the cluster complete" if by else "mbarrier", by)
     if function.startswith("ecornn_send"):
         return Act("send", "to the shared memory of the cluster's CTAs", "cluster")
-    if name.startswith("ld") and polls and {"relaxed", "acquire"} & {*words}:
-        return Act("wait", f"polls {_buffer(call)} in L2", _buffer(call))
-    if name.startswith(("st", "red")) and {"relaxed", "release"} & {*words}:
-        return Act("send", f"{'counts in' if name == 'red' else 'to'} {_buffer(call)} in L2", _buffer(call))
+    reads = name.startswith("ld") and polls and {"relaxed", "acquire"} & {*words}
+    if reads or (name.startswith(("st", "red")) and {"relaxed", "release"} & {*words}):
+        buffer = str(next(a for a in call.arguments if type(a).__name__ == "Call").args[0]).partition("[")[0]
+        does = "polls" if reads else "counts in" if name == "red" else "to"
+        return Act("wait" if reads else "send", f"{does} {buffer} in L2", buffer)
     if name.startswith("cp_async_bulk"):
         return Act("copy", "bulk copies to shared memory")
     return Act("multiply", f"{name.split('_')[0]} {shape}") if shape and name.startswith(("mma", "wgmma")) else None
-
-
-def _buffer(call: _Call) -> str:
-    """The memory that an instruction is on."""
-    pointer = next(a for a in call.arguments if type(a).__name__ == "Call")
-    return str(pointer.args[0]).partition("[")[0]
 
 
 def _role(notes: Iterable[str]) -> str:
@@ -335,10 +319,8 @@ def label(kernel: Kernel) -> str:
 
 def drawn(kernel: Kernel, width: float, letter: float = LETTER, title: Sequence[str] = ()) -> tuple[list[str], float]:
     """SVG elements for a picture of that width, with letters of that mean width, below a title; their height. Px."""
-    parts, y = _text([(line, "chosen", None) for line in title], 0, 0.0)
-    for note in kernel.notes:
-        more, y = _text(_wrapped(note, "tick", width, letter), 0, y)
-        parts += more
+    parts, y = _text([*((line, "chosen", None) for line in title),
+                      *(line for note in kernel.notes for line in _wrapped(note, "tick", width, letter))], 0, 0.0)
     for first in range(0, len(kernel.roles), 2):
         more, y = _beside(kernel, kernel.roles[first:first + 2], y + 8, width, letter)
         parts += more
@@ -360,8 +342,9 @@ def _beside(kernel: Kernel, roles: Sequence[Role], y: float, width: float, lette
     parts, lanes, heights = [], [], []
     for number, role in enumerate(roles):
         left = number * (each + GAP)
+        warps, some = role.threads // _WARP, "each" if role.blocks == kernel.blocks > 1 else role.blocks
         head = _wrapped(role.name, "chosen", each, letter)
-        head += _wrapped(_where(kernel, role), "tick", each, letter)
+        head += _wrapped(f"{warps} warp{'s' * (warps != 1)} in {some} of {kernel.blocks} CTAs", "tick", each, letter)
         first = role.phases.index(role.steps[0]) if role.steps else 0
         for note in dict.fromkeys(phase.note for phase in role.phases[:first]):
             head += _wrapped(f"first: {note}", "tick", each, letter)
@@ -376,13 +359,6 @@ def _beside(kernel: Kernel, roles: Sequence[Role], y: float, width: float, lette
     more, y = _text([(when, "chosen", None)], 0, y + 4)
     parts += more
     return _placed(parts, lanes, y + 6, letter)
-
-
-def _where(kernel: Kernel, role: Role) -> str:
-    warps = role.threads // 32
-    return (f"{warps} warp{'s' * (warps != 1)} in "
-            + (f"each of {kernel.blocks} CTAs" if role.blocks == kernel.blocks > 1 else
-               f"{role.blocks} of {kernel.blocks} CTAs"))
 
 
 def _pieces(phase: Phase) -> Iterator[Phase]:
@@ -409,7 +385,9 @@ def _placed(parts: list[str], lanes: list[_Lane], y: float, letter: float) -> tu
         for by in dict.fromkeys(act.by for _, act in one):
             meetings += [*zip([m for m in one if m[1].by == by], [m for m in other if m[1].by == by], strict=False)]
     for lane in lanes:
-        _stack(lane.boxes, y)
+        top = y
+        for box in lane.boxes:
+            box.top, top = top, top + box.bottom - box.top
     for _ in meetings:
         for (mine, act), (theirs, same) in meetings:
             down = theirs.meets(same) - mine.meets(act)
@@ -429,11 +407,6 @@ def _placed(parts: list[str], lanes: list[_Lane], y: float, letter: float) -> tu
     return parts, max(lane.boxes[-1].bottom for lane in lanes)
 
 
-def _stack(boxes: Sequence[_Box], y: float) -> None:
-    for box in boxes:
-        box.top, y = y, y + box.bottom - box.top
-
-
 def _beyond(lanes: list[_Lane], y: float, letter: float) -> None:
     """Adds boxes for the steps before and after, where a lane is in one of those while others are in this one."""
     end = max(lane.boxes[-1].bottom for lane in lanes)
@@ -445,8 +418,7 @@ def _beyond(lanes: list[_Lane], y: float, letter: float) -> None:
             before.more = y + room - before.bottom
             lane.boxes.insert(0, before)
         for act in [act for _, act in lane.acts("wait")][:1]:
-            sent = _sent(lanes, lane, act)
-            if sent:
+            if _sent(lanes, lane, act):
                 lines = _wrapped(f"step t + 1: {act.words}", "tick", lane.width - 2 * PAD, letter)
                 after = _Box("beyond", [(words, kind, act) for words, kind, _ in lines], top=lane.boxes[-1].bottom)
                 after.more = max(0.0, end - after.bottom)
@@ -469,10 +441,8 @@ def _arrows(lanes: list[_Lane]) -> list[str]:
         if act and sent:
             other, box, sends = sent
             start, end = box.middle(sends), max(box.middle(sends), after.top + LINE)
-            from_right = other.left > lane.left
-            x = other.left if from_right else other.left + other.width
-            to = lane.left + lane.width if from_right else lane.left
-            way = 1 if from_right else -1
+            way = 1 if other.left > lane.left else -1
+            x, to = (other.left, lane.left + lane.width) if way > 0 else (other.left + other.width, lane.left)
             parts.append(f'<path class="sent" d="M{x:g} {start:g}L{to + way:g} {end:g}m{way * 7} -4l{way * -7} 4l'
                          f'{way * 7} 4"><title>{escape(sends.words)}</title></path>')
     return parts
